@@ -1,0 +1,1 @@
+"""Pack samples into tar shards and stream them into PyTorch."""

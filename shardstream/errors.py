@@ -1,0 +1,109 @@
+"""What can go wrong, as one tree of exceptions.
+
+    ShardStreamError
+    ├── OptionError         an argument that makes no sense (also a ValueError)
+    ├── StorageError        a place that cannot be listed, read or written
+    ├── ShardError          a tar whose bytes are damaged or cut
+    │   └── IndexMismatchError   a tar, its index and its manifest that do not fit each other
+    ├── ManifestError       an index.json that is none of ours
+    ├── SampleError         a sample that cannot be written, grouped or batched
+    │   └── DecodeError     a field whose bytes cannot be decoded
+    ├── SourceError         a file or row that cannot be packed
+    ├── StateError          a state that cannot be continued exactly
+    └── SkipBudgetError  more bad samples than the caller allowed
+
+Every message says what is wrong, where (shard, byte, key, field) and what to do. Loader workers rebuild an exception as
+``type(message)``, so each class takes one positional message; the rest are optional keywords kept as attributes.
+"""
+
+from __future__ import annotations
+
+import re
+
+_USERINFO = re.compile(r"(?<=://)[^/@\s]*@")
+_QUERY = re.compile(r"(?<=[^\s])\?[^\s'\"]*")
+
+
+def redact(url: str) -> str:
+    """Return ``url`` without what may be a secret: user info and the query string of a signed URL.
+
+    >>> redact("https://user:pass@host/a.tar?X-Amz-Signature=1f3")
+    'https://host/a.tar?…'
+    """
+    if "://" not in url:
+        return url
+    return _QUERY.sub("?…", _USERINFO.sub("", url))
+
+
+class ShardStreamError(Exception):
+    """Base of all errors that shardstream raises on purpose.
+
+    Args:
+        message: What is wrong and what to do about it.
+        shard: URL of the shard, or of the file, that it happened in.
+        offset: Byte offset in that file.
+        key: Key of the sample.
+        field: Field of the sample.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        shard: str | None = None,
+        offset: int | None = None,
+        key: str | None = None,
+        field: str | None = None,
+    ) -> None:
+        self.shard = None if shard is None else redact(shard)
+        self.offset = offset
+        self.key = key
+        self.field = field
+        places = (
+            None if self.shard is None else f"in {self.shard}",
+            None if offset is None else f"at byte {offset}",
+            None if key is None else f"sample {key!r}",
+            None if field is None else f"field {field!r}",
+        )
+        where = ", ".join(place for place in places if place)
+        super().__init__(f"{message} [{where}]" if where else message)
+
+
+class OptionError(ShardStreamError, ValueError):
+    """An argument that makes no sense."""
+
+
+class StorageError(ShardStreamError):
+    """A place that cannot be listed, read or written: missing, refused or out of reach."""
+
+
+class ShardError(ShardStreamError):
+    """A tar whose bytes are damaged, cut or not a tar at all."""
+
+
+class IndexMismatchError(ShardError):
+    """A tar, its index and its manifest that do not fit each other."""
+
+
+class ManifestError(ShardStreamError):
+    """An ``index.json`` that cannot be understood."""
+
+
+class SampleError(ShardStreamError):
+    """A sample that cannot be written, grouped or batched."""
+
+
+class DecodeError(SampleError):
+    """A field whose bytes cannot be decoded."""
+
+
+class SourceError(ShardStreamError):
+    """A file or row that cannot be packed."""
+
+
+class StateError(ShardStreamError):
+    """A state that cannot be continued exactly here."""
+
+
+class SkipBudgetError(ShardStreamError):
+    """More bad samples than the caller's budget allows."""

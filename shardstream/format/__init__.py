@@ -1,0 +1,1 @@
+"""What the bytes on disk mean: pure functions on given bytes, no I/O of their own."""

@@ -1,0 +1,110 @@
+"""Where the samples of one shard are: ``NAME.tar.idx``.
+
+Little-endian uint64: the offset of each sample's first header, then the end of the last sample: n + 1 numbers for n samples.
+It is the ``.tar.idx`` that Megatron Energon writes and reads.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shardstream.errors import IndexMismatchError
+from shardstream.format.group import iter_groups
+from shardstream.format.tar import ReadAt, iter_members
+
+Offsets = npt.NDArray[np.int64]
+"""Shape (n + 1,): sample i of n is the bytes ``offsets[i]`` to ``offsets[i + 1]``."""
+
+OFFSET_BYTES = 8
+INDEX_SUFFIX = ".idx"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardScan:
+    """What one pass over a tar finds.
+
+    Args:
+        offsets: The index.
+        fields: How many samples have each field.
+        keys: Key of each sample, in order.
+    """
+
+    offsets: Offsets
+    fields: dict[str, int]
+    keys: list[str]
+
+
+def encode_index(offsets: Offsets) -> bytes:
+    """Return the bytes of an ``.idx`` file.
+
+    >>> encode_index(np.array([0, 1536])).hex()
+    '00000000000000000006000000000000'
+    """
+    return offsets.astype("<u8").tobytes()
+
+
+def decode_index(data: bytes, *, url: str) -> Offsets:
+    """Read the bytes of an ``.idx`` file.
+
+    Raises:
+        IndexMismatchError: If they are no growing multiples of 512.
+    """
+    if len(data) < OFFSET_BYTES or len(data) % OFFSET_BYTES:
+        raise IndexMismatchError(
+            f"an index of {len(data)} bytes is cut; run 'shardstream index' again", shard=url
+        )
+    offsets = np.frombuffer(data, dtype="<u8").astype(np.int64)
+    if (offsets < 0).any() or (np.diff(offsets) <= 0).any() or (offsets % 512).any():
+        raise IndexMismatchError(
+            "an index must hold growing multiples of 512; run 'shardstream index' again", shard=url
+        )
+    return offsets
+
+
+def num_samples(index_bytes: int) -> int:
+    """Return how many samples an ``.idx`` file of that size is about."""
+    return max(0, index_bytes // OFFSET_BYTES - 1)
+
+
+def check_extent(offsets: Offsets, *, filesize: int, nsamples: int | None, url: str) -> None:
+    """Check an index against what is known of its tar.
+
+    Raises:
+        IndexMismatchError: If it leads past the tar's end, or counts other than the manifest.
+    """
+    found = len(offsets) - 1
+    if nsamples is not None and found != nsamples:
+        raise IndexMismatchError(
+            f"the index has {found} samples, the manifest says {nsamples}; run 'shardstream index' again",
+            shard=url,
+        )
+    if offsets[-1] > filesize:
+        raise IndexMismatchError(
+            f"the index leads to byte {offsets[-1]}, but the tar ends at {filesize}: it was cut or written again; "
+            "fetch it again, or run 'shardstream index' again",
+            shard=url,
+        )
+
+
+def scan_shard(read: ReadAt, *, end: int | None, shard: str) -> ShardScan:
+    """Find the samples of a tar, by its headers alone.
+
+    Raises:
+        ShardError: If the tar is damaged or cut.
+        SampleError: If a key comes back or a field is there twice.
+    """
+    starts: list[int] = []
+    keys: list[str] = []
+    fields: dict[str, int] = {}
+    last = 0
+    for group in iter_groups(iter_members(read, end=end, shard=shard), shard=shard):
+        starts.append(group.start)
+        keys.append(group.key)
+        last = group.end
+        for field in group.fields:
+            fields[field] = fields.get(field, 0) + 1
+    offsets = np.array([*starts, last], dtype=np.int64)
+    return ShardScan(offsets=offsets, fields=fields, keys=keys)

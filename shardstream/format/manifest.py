@@ -1,0 +1,158 @@
+"""The dataset: its shards with their counts, sizes and checksums <-> ``index.json``.
+
+The file is the ``wids-shard-index-v1`` of WebDataset's "wids", with keys of our own beside it (`version`, `fields`,
+`total_bytes`, and a `sha256` a shard), so those who read wids read ours and we read theirs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardstream.errors import ManifestError
+
+MANIFEST_NAME = "index.json"
+KIND = "wids-shard-index-v1"
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardInfo:
+    """One shard as the manifest knows it.
+
+    Args:
+        url: Relative to the manifest, or absolute.
+        nsamples: Samples in it; None if nobody has counted.
+        filesize: Bytes of the tar; None if unknown.
+        sha256: Hex digest of the tar; None if unknown.
+    """
+
+    url: str
+    nsamples: int | None = None
+    filesize: int | None = None
+    sha256: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """What a dataset holds.
+
+    Args:
+        name: For people.
+        shards: In the order of the dataset.
+        fields: How many samples have each field.
+    """
+
+    shards: tuple[ShardInfo, ...]
+    name: str = ""
+    fields: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def nsamples(self) -> int:
+        """Samples in all shards."""
+        return sum(shard.nsamples or 0 for shard in self.shards)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tars."""
+        return sum(shard.filesize or 0 for shard in self.shards)
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    """Return the bytes of ``index.json``; equal manifests give equal bytes."""
+    shardlist = [
+        {
+            key: value
+            for key, value in (
+                ("url", shard.url),
+                ("nsamples", shard.nsamples),
+                ("filesize", shard.filesize),
+                ("sha256", shard.sha256),
+            )
+            if value is not None
+        }
+        for shard in manifest.shards
+    ]
+    document = {
+        "__kind__": KIND,
+        "wids_version": 1,
+        "version": VERSION,
+        "name": manifest.name,
+        "nsamples": manifest.nsamples,
+        "total_bytes": manifest.total_bytes,
+        "fields": dict(sorted(manifest.fields.items())),
+        "shardlist": shardlist,
+    }
+    return (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def decode_manifest(data: bytes, *, url: str) -> Manifest:
+    """Read the bytes of an ``index.json``.
+
+    Raises:
+        ManifestError: If they are no manifest, or one of a later version.
+    """
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise ManifestError(
+            f"no JSON: {error}; run 'shardstream index' to write it again", shard=url
+        ) from error
+    if not isinstance(document, dict) or document.get("__kind__") != KIND:
+        found = document.get("__kind__") if isinstance(document, dict) else type(document).__name__
+        raise ManifestError(
+            f"no manifest of shards: __kind__ is {found!r}, not {KIND!r}; name the tars themselves, or run 'shardstream index'",
+            shard=url,
+        )
+    for keyword, known in (("wids_version", 1), ("version", VERSION)):
+        if document.get(keyword, known) != known:
+            raise ManifestError(
+                f"{keyword} is {document[keyword]!r}, this shardstream reads {known}; "
+                "upgrade shardstream, or run 'shardstream index' to write it again",
+                shard=url,
+            )
+    shardlist, fields = document.get("shardlist"), document.get("fields", {})
+    if not isinstance(shardlist, list) or not isinstance(fields, dict):
+        raise ManifestError(
+            "'shardlist' must be a list and 'fields' a mapping; run 'shardstream index'", shard=url
+        )
+    shards = tuple(_decode_shard(entry, url=url) for entry in shardlist)
+    return Manifest(shards=shards, name=str(document.get("name", "")), fields=fields)
+
+
+def fingerprint(shards: Iterable[ShardInfo]) -> str:
+    """Return 16 hex digits that change with the shards' names (without their folder), counts, order and sizes.
+
+    The folder stays out: a copy of a dataset continues the states of its original.
+    """
+    digest = hashlib.sha256()
+    for shard in shards:
+        name = shard.url.rsplit("/", 1)[-1]
+        digest.update(
+            f"{name}\0{shard.nsamples}\0{shard.filesize}\n".encode("utf-8", "surrogateescape")
+        )
+    return digest.hexdigest()[:16]
+
+
+def _decode_shard(entry: Any, *, url: str) -> ShardInfo:  # noqa: ANN401  (whatever JSON holds)
+    if not isinstance(entry, dict) or not isinstance(entry.get("url"), str):
+        raise ManifestError(
+            f"a shard without a 'url': {str(entry)[:80]}; run 'shardstream index'", shard=url
+        )
+    counts = {key: entry.get(key) for key in ("nsamples", "filesize")}
+    for key, value in counts.items():
+        if value is not None and (
+            not isinstance(value, int) or isinstance(value, bool) or value < 0
+        ):
+            raise ManifestError(
+                f"{key} of {entry['url']} is {value!r}; run 'shardstream index'", shard=url
+            )
+    sha256 = entry.get("sha256")
+    if sha256 is not None and not isinstance(sha256, str):
+        raise ManifestError(
+            f"sha256 of {entry['url']} is {sha256!r}; run 'shardstream index'", shard=url
+        )
+    return ShardInfo(url=entry["url"], sha256=sha256, **counts)

@@ -1,0 +1,94 @@
+"""Member name <-> (key, field), by WebDataset's rule."""
+
+from __future__ import annotations
+
+import re
+
+from shardstream.errors import SampleError
+
+RESERVED_FIELDS = frozenset({"__key__", "__url__"})
+"""What a sample holds beside its fields."""
+
+_META = re.compile(r"__[^/]*__($|/)")
+_FIELD = re.compile(r"[^\x00/]+")
+_NAME_LIMIT_BYTES = 100
+
+
+def split_member_name(name: str) -> tuple[str, str] | None:
+    """Split a member name into key and lower-cased field; None if it has no field.
+
+    The key is the name up to the first dot after the last slash. A file whose last part starts with a dot has no key:
+    WebDataset's regular expression makes ``('a/', '_1.jpg')`` of ``a/._1.jpg``, a sample that nobody wrote.
+
+    >>> split_member_name("v1.0/0001.Seg.PNG")
+    ('v1.0/0001', 'seg.png')
+    >>> split_member_name("README") is None, split_member_name("a/.hidden") is None
+    (True, True)
+    """
+    base = name.rfind("/") + 1
+    dot = name.find(".", base)
+    if dot <= base:
+        return None
+    return name[:dot], name[dot + 1 :].lower()
+
+
+def is_meta_name(name: str) -> bool:
+    """Tell whether readers skip this member: its first path part is in double underscores.
+
+    >>> is_meta_name("__index__/x.json"), is_meta_name("a/__index__")
+    (True, False)
+    """
+    return name.startswith("__") and _META.match(name) is not None
+
+
+def member_name(key: str, field: str) -> str:
+    """Join a key and a field to a member name that reads back as the same key and field.
+
+    >>> member_name("v1.0/0001", "seg.png")
+    'v1.0/0001.seg.png'
+
+    Raises:
+        SampleError: If the name would read back differently, or leads out of the folder it is extracted to.
+    """
+    name = f"{key}.{field}"
+    if split_member_name(name) != (key, field):
+        raise SampleError(_why_not(key, field), key=key, field=field)
+    parts = key.split("/")
+    if field in RESERVED_FIELDS:
+        raise SampleError(
+            "this name is taken for the sample's own key and URL; choose another field",
+            key=key,
+            field=field,
+        )
+    if not _FIELD.fullmatch(field) or "\0" in key or ".." in parts or "" in parts:
+        raise SampleError(
+            "a key is a relative path without empty or '..' parts, a field has no slash, neither holds NUL; rename it",
+            key=key,
+            field=field,
+        )
+    if is_meta_name(name):
+        raise SampleError("readers skip names like __this__; choose another key", key=key)
+    return name
+
+
+def is_portable(name: str) -> bool:
+    """Tell whether every known reader takes this member name: printable ASCII, no blanks, under 100 bytes.
+
+    >>> is_portable("0001.jpg"), is_portable("été.jpg"), is_portable("a b.jpg")
+    (True, False, False)
+    """
+    return (
+        len(name) < _NAME_LIMIT_BYTES and name.isascii() and name.isprintable() and " " not in name
+    )
+
+
+def _why_not(key: str, field: str) -> str:
+    last = key.rsplit("/", 1)[-1]
+    if "." in last:
+        better = key[: len(key) - len(last)] + last.replace(".", "_")
+        return f"a key ends at its first dot, so {key!r} would read back as another key; use {better!r}, say"
+    if not last:
+        return "a key needs a name after its last slash"
+    if not field:
+        return "a field needs a name, such as 'jpg'"
+    return f"fields are read back in lower case; write {field.lower()!r}"

@@ -1,0 +1,97 @@
+"""Which part of the job this process is: the only module that looks at the environment.
+
+The rank is settled once, in the main process, and travels inside the pickled dataset: a spawned loader worker has no
+process group, a lookup there would say rank 0 of 1.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+from shardstream.errors import OptionError
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Rank and number of processes of the job.
+
+    Args:
+        rank: This process, from 0.
+        world_size: Processes in the job, at least 1.
+
+    Raises:
+        OptionError: If the rank is not below the world size.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise OptionError(f"rank {self.rank} of world size {self.world_size} does not exist")
+
+    @classmethod
+    def detect(cls) -> Placement:
+        """Ask an initialised ``torch.distributed``, else Ray Train, else ``RANK`` and ``WORLD_SIZE`` (torchrun), else 0 of 1.
+
+        Raises:
+            OptionError: If only one of the two variables is set, or they are no numbers.
+        """
+        return _from_torch() or _from_ray_train() or _from_variables() or cls()
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """One loader worker of one rank.
+
+    Args:
+        placement: The rank that the worker serves.
+        worker: Number of the worker in its rank, from 0.
+        num_workers: Workers of the rank, at least 1 (a loader without workers reads as one).
+    """
+
+    placement: Placement
+    worker: int = 0
+    num_workers: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.worker < self.num_workers:
+            raise OptionError(f"worker {self.worker} of {self.num_workers} does not exist")
+
+
+def _from_torch() -> Placement | None:
+    # Looked up, not imported: who has not imported torch.distributed has not initialised it.
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return Placement(distributed.get_rank(), distributed.get_world_size())
+
+
+def _from_ray_train() -> Placement | None:
+    train = sys.modules.get("ray.train")
+    if train is None:
+        return None
+    try:
+        context = train.get_context()
+        rank, world_size = context.get_world_rank(), context.get_world_size()
+    except (
+        RuntimeError,
+        AttributeError,
+    ):  # ray.train is imported, but this is not one of its workers
+        return None
+    return None if rank is None or world_size is None else Placement(rank, world_size)
+
+
+def _from_variables() -> Placement | None:
+    rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if rank is None and world_size is None:
+        return None
+    try:
+        return Placement(int(rank or ""), int(world_size or ""))
+    except ValueError as error:
+        raise OptionError(
+            f"RANK={rank!r} and WORLD_SIZE={world_size!r} must both be whole numbers; "
+            "set both, or neither, or pass placement=ss.Placement(rank, world_size)"
+        ) from error

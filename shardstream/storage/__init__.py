@@ -1,0 +1,1 @@
+"""Where bytes live: the only package that knows fsspec."""

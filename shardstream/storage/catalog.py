@@ -1,0 +1,192 @@
+"""The samples of a dataset by number: which bytes of which shard each one is."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shardstream.errors import IndexMismatchError, OptionError, ShardError
+from shardstream.format.group import Sample, read_sample
+from shardstream.format.index import INDEX_SUFFIX, Offsets, check_extent, decode_index, scan_shard
+from shardstream.format.manifest import ShardInfo, fingerprint
+from shardstream.storage.filesystem import Storage, explained
+from shardstream.storage.locate import Located, is_compressed
+
+Numbers = npt.NDArray[np.int64]
+_OFFSETS_KEPT_BYTES = 64 << 20
+
+
+class Extents(NamedTuple):
+    """Where some samples are: arrays of equal length, int64."""
+
+    shards: Numbers
+    """Number of the shard, from 0."""
+    starts: Numbers
+    """Offset of the sample's first header in its tar."""
+    ends: Numbers
+    """Offset behind the sample."""
+
+
+class Catalog:
+    """Sample numbers of a dataset (0 to n - 1, in the order of its shards) -> shards and byte ranges.
+
+    Counts are known at once; the offsets of a shard are read when first asked for, and the least used forgotten.
+    Picklable; safe among threads.
+
+    Args:
+        shards: Each with its count and size, or a local tar without index, which is scanned now.
+        storage: Where they are.
+
+    Raises:
+        OptionError: If a shard cannot be read by number (see `lacks_index`).
+        ShardError: If a local tar that is scanned is damaged.
+    """
+
+    def __init__(self, located: Located, storage: Storage) -> None:
+        self.storage = storage
+        self._scanned: dict[int, Offsets] = {}
+        self.shards = tuple(
+            self._count(number, shard, located) for number, shard in enumerate(located.shards)
+        )
+        counts = np.array([shard.nsamples for shard in self.shards], dtype=np.int64)
+        self._firsts = np.concatenate(([0], np.cumsum(counts)))
+        self._kept: OrderedDict[int, Offsets] = OrderedDict()
+        self._kept_bytes = 0
+        self._lock = threading.Lock()
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in self.__dict__.items() if name != "_lock"}
+        return state | {"_kept": OrderedDict(), "_kept_bytes": 0}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _lock=threading.Lock())
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tars."""
+        return sum(shard.filesize or 0 for shard in self.shards)
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the dataset."""
+        return fingerprint(self.shards)
+
+    def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
+        """Return where samples are, in the order given.
+
+        Raises:
+            IndexError: If there is no such sample.
+            IndexMismatchError: If the index of a shard does not fit it.
+        """
+        wanted = np.asarray(numbers, dtype=np.int64)
+        if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
+            raise IndexError(
+                f"sample numbers go from 0 to {len(self) - 1}, asked for {wanted.min()} to {wanted.max()}"
+            )
+        shards = np.searchsorted(self._firsts, wanted, side="right") - 1
+        within = wanted - self._firsts[shards]
+        starts, ends = np.empty_like(wanted), np.empty_like(wanted)
+        for shard in np.unique(shards).tolist():
+            mine = shards == shard
+            offsets = self.offsets(shard)
+            starts[mine], ends[mine] = offsets[within[mine]], offsets[within[mine] + 1]
+        return Extents(shards, starts, ends)
+
+    def offsets(self, shard: int) -> Offsets:
+        """Return the index of a shard, shape (n + 1,).
+
+        Raises:
+            IndexMismatchError: If it does not fit the shard.
+        """
+        if shard in self._scanned:
+            return self._scanned[shard]
+        with self._lock:
+            if shard in self._kept:
+                self._kept.move_to_end(shard)
+                return self._kept[shard]
+        info = self.shards[shard]
+        url = info.url + INDEX_SUFFIX
+        offsets = decode_index(self.storage.read(url), url=url)
+        check_extent(
+            offsets, filesize=info.filesize or int(offsets[-1]), nsamples=info.nsamples, url=url
+        )
+        with self._lock:
+            if shard not in self._kept:
+                self._kept[shard] = offsets
+                self._kept_bytes += offsets.nbytes
+            while self._kept_bytes > _OFFSETS_KEPT_BYTES and len(self._kept) > 1:
+                self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+        return offsets
+
+    def read_sample(self, number: int) -> Sample:
+        """Read one sample, by a range read of its bytes alone.
+
+        Raises:
+            ShardError: If its bytes are damaged, or the index does not fit.
+            StorageError: If they are out of reach.
+        """
+        shard, start, end = (int(column[0]) for column in self.extents([number]))
+        url = self.shards[shard].url
+        data = self.storage.read(url, start, end)
+        return read_sample(lambda at, size: data[at - start : at - start + size], start, end, url)
+
+    def _count(self, number: int, shard: ShardInfo, located: Located) -> ShardInfo:
+        """Complete what is known of a shard; scan a local tar that has no index."""
+        if shard.url in located.indexed and shard.nsamples is not None:
+            return shard
+        path = None if is_compressed(shard.url) else self.storage.local_path(shard.url)
+        if path is None:
+            raise OptionError(
+                "no index: run 'shardstream index' on it first, then it is read by number",
+                shard=shard.url,
+            )
+        tar = map_file(path, shard.url)
+        scan = scan_shard(lambda at, size: tar[at : at + size], end=len(tar), shard=shard.url)
+        nsamples, filesize = len(scan.keys), len(tar)
+        if shard.nsamples not in (None, nsamples):
+            raise IndexMismatchError(
+                f"{nsamples} samples are in the tar, the manifest says {shard.nsamples}; run 'shardstream index' again",
+                shard=shard.url,
+            )
+        self._scanned[number] = scan.offsets
+        return ShardInfo(url=shard.url, nsamples=nsamples, filesize=filesize, sha256=shard.sha256)
+
+
+def lacks_index(located: Located, storage: Storage) -> str | None:
+    """Return the first shard that can only be read from its start to its end; None if all can be read by number."""
+    for shard in located.shards:
+        if is_compressed(shard.url):
+            return shard.url
+        if shard.url not in located.indexed and storage.local_path(shard.url) is None:
+            return shard.url
+    return None
+
+
+def map_file(path: str, url: str) -> mmap.mmap | bytes:
+    """Map a local file to memory, for reading.
+
+    Raises:
+        StorageError: If it cannot be opened.
+        ShardError: If it is empty.
+    """
+    with explained(url):
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        size = os.fstat(handle).st_size
+        if size == 0:
+            raise ShardError(
+                "the file is empty: no tar; fetch or write it again", shard=url, offset=0
+            )
+        return mmap.mmap(handle, size, access=mmap.ACCESS_READ)
+    finally:
+        os.close(handle)

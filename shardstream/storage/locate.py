@@ -1,0 +1,216 @@
+"""URL, brace pattern, ``::`` join, glob, list, folder or manifest -> the shards, with what is known of each."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import braceexpand
+
+from shardstream.errors import OptionError, StorageError
+from shardstream.format.index import INDEX_SUFFIX, num_samples
+from shardstream.format.manifest import MANIFEST_NAME, Manifest, ShardInfo, decode_manifest
+from shardstream.storage.filesystem import (
+    FileInfo,
+    Storage,
+    is_known_protocol,
+    join_url,
+    parent_url,
+)
+
+TAR_SUFFIXES = (".tar",)
+COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
+_GLOB = re.compile(r"[*?\[]")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """The shards of a dataset.
+
+    Args:
+        shards: With absolute URLs; counts and sizes where a manifest, an index or a listing gave them.
+        manifest_url: The manifest that told, if one did.
+        indexed: URLs of the shards that have an ``.idx`` beside them.
+    """
+
+    shards: tuple[ShardInfo, ...]
+    manifest_url: str | None = None
+    indexed: frozenset[str] = frozenset()
+
+
+def is_tar(name: str) -> bool:
+    """Tell whether a file name is that of a shard."""
+    return name.lower().endswith(TAR_SUFFIXES + COMPRESSED_SUFFIXES)
+
+
+def is_compressed(name: str) -> bool:
+    """Tell whether a shard can only be read from its start to its end."""
+    return name.lower().endswith(COMPRESSED_SUFFIXES)
+
+
+def expand_urls(urls: str | Sequence[str]) -> list[str]:
+    """Expand ``::`` joins and brace patterns, in order; an fsspec chain (``simplecache::s3://…``) stays one URL.
+
+    >>> expand_urls("a-{00..02}.tar::b.tar")
+    ['a-00.tar', 'a-01.tar', 'a-02.tar', 'b.tar']
+    """
+    parts = [urls] if isinstance(urls, str) else list(urls)
+    return [
+        expanded
+        for part in parts
+        for joined in _split_join(str(part))
+        for expanded in (braceexpand.braceexpand(joined) if "{" in joined else [joined])
+    ]
+
+
+def locate(urls: str | Sequence[str], storage: Storage) -> Located:
+    """Find the shards of a dataset.
+
+    A folder or prefix is read through its ``index.json`` if it has one, else it is all tars in it, sorted by name.
+
+    Raises:
+        OptionError: If there is nothing to look for.
+        StorageError: If nothing is there, or it is out of reach.
+        ManifestError: If a manifest cannot be understood.
+    """
+    expanded = expand_urls(urls)
+    if not expanded:
+        raise OptionError("no shards: the list of URLs is empty")
+    located: list[Located] = []
+    tars: list[str] = []
+    for url in expanded:
+        if _GLOB.search(url):
+            tars += _globbed(url, storage)
+        elif is_tar(url):
+            tars.append(url)
+        else:
+            located.append(
+                _from_manifest(url, storage)
+                if url.endswith(".json")
+                else _from_folder(url, storage)
+            )
+    if tars:
+        located.append(_from_tars(tars, storage))
+    if len(located) == 1:
+        return located[0]
+    return Located(
+        shards=tuple(shard for one in located for shard in one.shards),
+        indexed=frozenset().union(*(one.indexed for one in located)),
+    )
+
+
+def read_manifest(url: str, storage: Storage) -> Manifest:
+    """Read an ``index.json``."""
+    return decode_manifest(storage.read(url), url=url)
+
+
+def _split_join(text: str) -> Iterable[str]:
+    chain = ""
+    for part in text.split("::"):
+        if part.isalnum() and is_known_protocol(
+            part
+        ):  # the head of an fsspec chain, no file of its own
+            chain += f"{part}::"
+        else:
+            yield chain + part
+            chain = ""
+
+
+def _globbed(pattern: str, storage: Storage) -> list[str]:
+    tars = [file.url for file in storage.glob(pattern) if is_tar(file.url)]
+    if not tars:
+        raise StorageError(
+            "no shard matches this pattern; check it, and that the shards end in .tar",
+            shard=pattern,
+        )
+    return tars
+
+
+def _from_manifest(url: str, storage: Storage) -> Located:
+    manifest = read_manifest(url, storage)
+    folder = parent_url(url)
+    if not manifest.shards:
+        raise StorageError(
+            "the manifest names no shards: the dataset is empty; pack it again", shard=url
+        )
+    shards = tuple(replace(shard, url=join_url(folder, shard.url)) for shard in manifest.shards)
+    folders = dict.fromkeys(parent_url(shard.url) for shard in shards)
+    files = {file.url for one in folders for file in storage.list_folder(one)[0]}
+    indexed = frozenset(shard.url for shard in shards if shard.url + INDEX_SUFFIX in files)
+    return Located(shards=shards, manifest_url=url, indexed=indexed)
+
+
+def _from_folder(url: str, storage: Storage) -> Located:
+    path = storage.local_path(url)
+    files, folders = storage.list_folder(url)
+    by_name = {file.url.rsplit("/", 1)[-1]: file for file in files}
+    if MANIFEST_NAME in by_name:
+        return _from_manifest(by_name[MANIFEST_NAME].url, storage)
+    tars = [file for file in files if is_tar(file.url)]
+    if tars:
+        return _with_indexes(tars, by_name)
+    if path is not None and [file.url for file in files] == [path]:
+        raise StorageError(
+            "not a shard: its name does not end in .tar (.tar.gz, .tgz, .tar.zst)", shard=url
+        )
+    inside = ", ".join([f"{folder}/" for folder in folders[:5]] + list(by_name)[:5]) or "nothing"
+    raise StorageError(
+        f"no index.json and no .tar here (found: {inside}); name the folder that holds the shards, "
+        "or pack them with 'shardstream pack'",
+        shard=url,
+    )
+
+
+def _from_tars(urls: list[str], storage: Storage) -> Located:
+    """Take named tars with what the manifest in their folder, or their indexes, say of them."""
+    found: dict[str, ShardInfo] = {}
+    indexed: set[str] = set()
+    for folder in dict.fromkeys(parent_url(url) for url in urls):
+        names = {url.rsplit("/", 1)[-1]: url for url in urls if parent_url(url) == folder}
+        by_name = _look_up(names, folder, storage)
+        missing = next((name for name in names if name not in by_name), None)
+        if missing is not None:
+            raise StorageError(
+                "the shard is missing; check the URL or the pattern's range", shard=names[missing]
+            )
+        tars = [FileInfo(url=url, size=by_name[name].size) for name, url in names.items()]
+        listed = _with_indexes(tars, by_name)
+        found |= {shard.url: shard for shard in listed.shards}
+        indexed |= listed.indexed
+        if MANIFEST_NAME in by_name:
+            manifest = read_manifest(by_name[MANIFEST_NAME].url, storage)
+            known = {shard.url.rsplit("/", 1)[-1]: shard for shard in manifest.shards}
+            found |= {
+                url: replace(known[name], url=url) for name, url in names.items() if name in known
+            }
+    return Located(shards=tuple(found[url] for url in urls), indexed=frozenset(indexed))
+
+
+def _look_up(names: dict[str, str], folder: str, storage: Storage) -> dict[str, FileInfo]:
+    """List the folder of some tars; where folders cannot be listed (http), ask for each file."""
+    if not folder.startswith(("http://", "https://")):
+        return {file.url.rsplit("/", 1)[-1]: file for file in storage.list_folder(folder)[0]}
+    wanted = [
+        *names.values(),
+        *(url + INDEX_SUFFIX for url in names.values()),
+        join_url(folder, MANIFEST_NAME),
+    ]
+    return {url.rsplit("/", 1)[-1]: storage.info(url) for url in wanted if storage.exists(url)}
+
+
+def _with_indexes(tars: list[FileInfo], by_name: dict[str, FileInfo]) -> Located:
+    """Count samples by the sizes of the index files: one listing, nothing read."""
+    shards, indexed = [], set()
+    for tar in tars:
+        index = by_name.get(tar.url.rsplit("/", 1)[-1] + INDEX_SUFFIX)
+        if index is not None:
+            indexed.add(tar.url)
+        shards.append(
+            ShardInfo(
+                url=tar.url,
+                filesize=tar.size,
+                nsamples=None if index is None else num_samples(index.size),
+            )
+        )
+    return Located(shards=tuple(shards), indexed=frozenset(indexed))

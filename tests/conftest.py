@@ -1,0 +1,69 @@
+"""Fixtures around one real S3 server for each test process."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+
+import boto3
+import pytest
+import s3fs
+
+from tests.servers import S3Server, ServerMissingError, ShapedS3, in_ci, start_nginx, start_s3
+
+# Each would lead a client away from the server of the test.
+_FOREIGN_VARIABLES = (
+    "AWS_PROFILE",
+    "AWS_SESSION_TOKEN",
+    "AWS_ENDPOINT_URL_S3",
+    "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS",
+)
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    """The server: Ceph, or moto where Ceph is not installed. Nothing global is set."""
+    with start_s3(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def shaped_s3(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShapedS3]:
+    """The same server behind an nginx of the test's own, so that no knob outlives the test."""
+    try:
+        with start_nginx(tmp_path_factory.mktemp("nginx"), s3) as proxy:
+            yield proxy
+    except ServerMissingError as error:
+        if in_ci():
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def bucket(s3: S3Server) -> Iterator[str]:
+    """URL of a new, empty bucket, "s3://NAME"; it goes with the test, for it lives in memory."""
+    client = boto3.resource(
+        "s3",
+        endpoint_url=s3.endpoint,
+        aws_access_key_id=s3.access_key,
+        aws_secret_access_key=s3.secret_key,
+        region_name=s3.region,
+    )
+    made = client.create_bucket(Bucket=f"test-{uuid.uuid4().hex}")
+    yield f"s3://{made.name}"
+    made.objects.delete()
+    made.delete()
+    client.meta.client.close()
+
+
+@pytest.fixture
+def s3_env(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let clients that get no arguments find the server, here and in child processes."""
+    for name in _FOREIGN_VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in s3.environment.items():
+        monkeypatch.setenv(name, value)
+    # s3fs keeps instances by their arguments, and with them the environment they were made in.
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield
+    s3fs.S3FileSystem.clear_instance_cache()

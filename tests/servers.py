@@ -1,0 +1,230 @@
+"""Throw-away S3 servers on loopback: Ceph, moto where Ceph is missing, nginx for faults.
+
+The scripts in `tests/s3` do the work; they also run by hand, for benchmarks. Here they get free
+ports and a guard, which stops the daemons within two seconds of this process's end, however it
+ended. With `CI=true` in the environment a missing server is an error: there, a test that silently
+runs against something weaker, or not at all, would be taken for a passed one.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import random
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+SCRIPTS = Path(__file__).parent / "s3"
+
+_PORTS = range(10_000, 32_000)  # below the ports that the kernel hands out to clients
+_NOT_INSTALLED = 127
+_ATTEMPTS = 5
+
+
+class ServerError(Exception):
+    """A test server did not start; the message ends with what its script said."""
+
+
+class ServerMissingError(ServerError):
+    """A test server is not installed; the message names the Debian packages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3Server:
+    """One S3 endpoint and the one user that owns all its buckets.
+
+    `kind` says how far it can be trusted: "moto" checks neither signatures nor checksums.
+    """
+
+    endpoint: str
+    access_key: str
+    secret_key: str
+    region: str
+    kind: Literal["ceph", "moto"]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables by which any AWS client finds this server."""
+        return {
+            "AWS_ACCESS_KEY_ID": self.access_key,
+            "AWS_SECRET_ACCESS_KEY": self.secret_key,
+            "AWS_REGION": self.region,
+            "AWS_DEFAULT_REGION": self.region,
+            "AWS_ENDPOINT_URL": self.endpoint,
+        }
+
+    @property
+    def storage_options(self) -> dict[str, Any]:
+        """Arguments of `s3fs.S3FileSystem`, for a test that leaves the environment alone."""
+        return {
+            "key": self.access_key,
+            "secret": self.secret_key,
+            "endpoint_url": self.endpoint,
+            "client_kwargs": {"region_name": self.region},
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShapedS3:
+    """One S3 server behind nginx, through three ports.
+
+    `plain` passes through; `shaped` gives 30 ms to the first byte and 80 MB/s a connection;
+    `chaos` answers 503 SlowDown, resets, cuts and stalls (5, 2, 1 and 1 % of object GETs).
+    """
+
+    plain: S3Server
+    shaped: S3Server
+    chaos: S3Server
+    control_endpoint: str
+
+    def control(self, path: str) -> str:
+        """Tune or ask the proxy; returns its counts and configuration as JSON text.
+
+        `path` is "/stats", "/clear" (counts and draws, not the configuration) or
+        "/set?profile=chaos&slow=0.5&seed=7"; the knobs are listed on top of `chaos.lua`.
+
+        Raises:
+            urllib.error.HTTPError: the path or the knob is unknown.
+        """
+        with urllib.request.urlopen(f"{self.control_endpoint}{path}", timeout=10) as answer:  # noqa: S310
+            return str(answer.read(), "utf-8")
+
+
+def in_ci() -> bool:
+    """Whether a missing server must fail the run."""
+    return os.environ.get("CI") == "true"
+
+
+@contextmanager
+def start_s3(workdir: Path) -> Iterator[S3Server]:
+    """Run Ceph's S3 gateway, or moto where Ceph is not installed, and stop it on exit.
+
+    Logs stay in `workdir`, data do not. Objects live in memory, in Ceph at twice their size.
+
+    Raises:
+        ServerMissingError: Ceph is not installed and this is CI.
+        ServerError: the server does not start.
+    """
+    try:
+        kind: Literal["ceph", "moto"] = "ceph"
+        try:
+            _start("start_ceph.sh", workdir, num_ports=2)
+        except ServerMissingError:
+            if in_ci():
+                raise
+            kind = "moto"
+            _start("start_moto.sh", workdir, num_ports=1)
+        yield _read_server(workdir / "s3.env", kind)
+    finally:
+        _stop(workdir)
+        for data in ("mon", "osd"):  # pytest keeps the folders of three runs: 40 MB each otherwise
+            shutil.rmtree(workdir / data, ignore_errors=True)
+
+
+@contextmanager
+def start_nginx(workdir: Path, s3: S3Server) -> Iterator[ShapedS3]:
+    """Run nginx in front of `s3`, and stop it on exit.
+
+    `workdir/logs/access.log` names every request with its range, bytes sent and fault.
+
+    Raises:
+        ServerMissingError: nginx or its lua module is not installed.
+        ServerError: nginx does not start.
+    """
+    upstream = workdir / "upstream"
+    upstream.mkdir(parents=True, exist_ok=True)
+    (upstream / "s3.env").write_text(
+        f"S3_ENDPOINT={s3.endpoint}\nS3_ACCESS_KEY={s3.access_key}\n"
+        f"S3_SECRET_KEY={s3.secret_key}\nS3_REGION={s3.region}\n"
+    )
+    try:
+        port = _start("start_nginx.sh", workdir, str(upstream), num_ports=4)
+        plain, shaped, chaos = (
+            replace(s3, endpoint=f"http://127.0.0.1:{port + offset}") for offset in range(3)
+        )
+        yield ShapedS3(
+            plain=plain,
+            shaped=shaped,
+            chaos=chaos,
+            control_endpoint=f"http://127.0.0.1:{port + 3}",
+        )
+    finally:
+        _stop(workdir)
+
+
+def _start(script: str, workdir: Path, *arguments: str, num_ports: int) -> int:
+    """Start a server on neighbouring free ports; returns the first of them."""
+    guarded = {"S3_GUARD_PID": str(os.getpid()), "PYTHON": sys.executable}
+    said = ""
+    with _one_start_at_a_time():
+        for _ in range(_ATTEMPTS):
+            port = _find_free_ports(num_ports)
+            done = subprocess.run(
+                [SCRIPTS / script, workdir, *arguments, str(port)],
+                env=os.environ | guarded,
+                capture_output=True,
+                text=True,
+                check=False,
+            )
+            if done.returncode == 0:
+                return port
+            said = done.stderr.strip()
+            if done.returncode == _NOT_INSTALLED:
+                raise ServerMissingError(said)
+            if "is taken" not in said and "died" not in said:  # what a lost race for a port says
+                break
+    raise ServerError(f"{script} failed, see {workdir}: {said}")
+
+
+def _stop(workdir: Path) -> None:
+    subprocess.run([SCRIPTS / "stop.sh", workdir], check=True)
+
+
+@contextmanager
+def _one_start_at_a_time() -> Iterator[None]:
+    """Keep test processes of this user from choosing the same free port.
+
+    A started server holds its port, so the lock is needed until then only.
+    """
+    path = Path(tempfile.gettempdir()) / f"shardstream-test-servers-{os.getuid()}.lock"
+    with path.open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _find_free_ports(count: int) -> int:
+    source = random.SystemRandom()  # a seeded one would send all pytest workers to the same port
+    for _ in range(1000):
+        first = source.choice(_PORTS[:-count])
+        if all(_is_free(port) for port in range(first, first + count)):
+            return first
+    raise ServerError(f"no {count} neighbouring free ports among {_PORTS}")
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+    return True
+
+
+def _read_server(path: Path, kind: Literal["ceph", "moto"]) -> S3Server:
+    values = dict(line.split("=", 1) for line in path.read_text().splitlines())
+    return S3Server(
+        endpoint=values["S3_ENDPOINT"],
+        access_key=values["S3_ACCESS_KEY"],
+        secret_key=values["S3_SECRET_KEY"],
+        region=values["S3_REGION"],
+        kind=kind,
+    )
