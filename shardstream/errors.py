@@ -3,6 +3,8 @@
     ShardStreamError
     ├── OptionError         an argument that makes no sense (also a ValueError)
     ├── StorageError        a place that cannot be listed, read or written
+    │   ├── MissingError    nothing is there
+    │   └── RefusedError    no credentials, or wrong ones
     ├── ShardError          a tar whose bytes are damaged or cut
     │   └── IndexMismatchError   a tar, its index and its manifest that do not fit each other
     ├── ManifestError       an index.json that is none of ours
@@ -75,6 +77,14 @@ class OptionError(ShardStreamError, ValueError):
 
 class StorageError(ShardStreamError):
     """A place that cannot be listed, read or written: missing, refused or out of reach."""
+
+
+class MissingError(StorageError):
+    """Nothing is there. Trying again does not help."""
+
+
+class RefusedError(StorageError):
+    """No credentials, or wrong ones. Trying again does not help."""
 
 
 class ShardError(ShardStreamError):

@@ -6,6 +6,7 @@ It is the ``.tar.idx`` that Megatron Energon writes and reads.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy.typing as npt
 
 from shardstream.errors import IndexMismatchError
 from shardstream.format.group import iter_groups
-from shardstream.format.tar import ReadAt, iter_members
+from shardstream.format.tar import Member, ReadAt, iter_members
 
 Offsets = npt.NDArray[np.int64]
 """Shape (n + 1,): sample i of n is the bytes ``offsets[i]`` to ``offsets[i + 1]``."""
@@ -96,11 +97,20 @@ def scan_shard(read: ReadAt, *, end: int | None, shard: str) -> ShardScan:
         ShardError: If the tar is damaged or cut.
         SampleError: If a key comes back or a field is there twice.
     """
+    return scan_members(iter_members(read, end=end, shard=shard), shard=shard)
+
+
+def scan_members(members: Iterable[Member], *, shard: str) -> ShardScan:
+    """Find the samples among the members of a tar.
+
+    Raises:
+        SampleError: If a key comes back or a field is there twice.
+    """
     starts: list[int] = []
     keys: list[str] = []
     fields: dict[str, int] = {}
     last = 0
-    for group in iter_groups(iter_members(read, end=end, shard=shard), shard=shard):
+    for group in iter_groups(members, shard=shard):
         starts.append(group.start)
         keys.append(group.key)
         last = group.end

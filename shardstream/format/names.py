@@ -68,6 +68,8 @@ def member_name(key: str, field: str) -> str:
         )
     if is_meta_name(name):
         raise SampleError("readers skip names like __this__; choose another key", key=key)
+    if not name.isascii() and not _survives_utf8(name):
+        raise SampleError("the name cannot be written in UTF-8; rename it", key=key, field=field)
     return name
 
 
@@ -80,6 +82,14 @@ def is_portable(name: str) -> bool:
     return (
         len(name) < _NAME_LIMIT_BYTES and name.isascii() and name.isprintable() and " " not in name
     )
+
+
+def _survives_utf8(name: str) -> bool:
+    """Tell whether the bytes of a name read back as the name; lone surrogates may not."""
+    try:
+        return name.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape") == name
+    except UnicodeEncodeError:
+        return False
 
 
 def _why_not(key: str, field: str) -> str:

@@ -15,9 +15,9 @@ from shardstream.errors import ShardError
 BLOCK_BYTES = 512
 END_OF_ARCHIVE = bytes(2 * BLOCK_BYTES)
 _ZERO_BLOCK = bytes(BLOCK_BYTES)
-_HEADER_TEXT_LIMIT_BYTES = (
-    1 << 20
-)  # of one pax header or long name; real ones are a few hundred bytes
+_HEADER_TEXT_LIMIT_BYTES = 1 << 20  # of one pax header or long name; real ones take hundreds
+_HEADERS_LIMIT_BYTES = 4 << 20  # of all extended headers before one member
+_SIZE_LIMIT = 1 << 60  # of one member; sums of offsets stay below 2**63
 _USTAR_SIZE_LIMIT = 8**11
 _ADLER_BASE = 65521
 
@@ -48,7 +48,14 @@ def iter_members(
     while end is None or position < end:
         block = read(position, BLOCK_BYTES)
         # typeflag "0", no ustar prefix, right checksum, sizes in octal: what nearly every header of a shard looks like
-        if len(block) == BLOCK_BYTES and block[156] == 48 and block[345] == 0 and _is_sound(block):
+        # (below 33: the size's last byte ends it; some tars put a twelfth digit there)
+        if (
+            len(block) == BLOCK_BYTES
+            and block[156] == 48
+            and block[345] == 0
+            and block[135] < 33
+            and _is_sound(block)
+        ):
             try:
                 name = block[: block.index(0, 0, 101)].decode()
                 size = int(block[124:135], 8)
@@ -158,6 +165,12 @@ def _read_entry(read: ReadAt, start: int, block: bytes, shard: str) -> tuple[Mem
         position = body + (size + 511 & -512)
         if kind == b"g" and not extended:
             return ("", start, body, size), position
+        if position - start > _HEADERS_LIMIT_BYTES:
+            raise ShardError(
+                f"over {_HEADERS_LIMIT_BYTES} bytes of extended headers before one member",
+                shard=shard,
+                offset=start,
+            )
         block = read(position, BLOCK_BYTES)
     if "size" in extended:
         size = _pax_size(extended["size"], start, shard)
@@ -191,7 +204,7 @@ def _check_header(block: bytes, position: int, shard: str) -> int:
             offset=position,
         )
     size = _number(block[124:136])
-    if size is None or size < 0:
+    if size is None or not 0 <= size < _SIZE_LIMIT:
         raise ShardError(
             f"a header gives a size of {block[124:136]!r}", shard=shard, offset=position
         )
@@ -237,7 +250,7 @@ def _pax_records(text: bytes, position: int, shard: str) -> dict[str, str]:
 
 
 def _pax_size(text: str, position: int, shard: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 20):
+    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) < _SIZE_LIMIT):
         raise ShardError(
             f"a pax header gives a size of {text[:40]!r}", shard=shard, offset=position
         )

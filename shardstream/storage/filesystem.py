@@ -12,7 +12,7 @@ import fsspec
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from shardstream.errors import OptionError, StorageError
+from shardstream.errors import MissingError, OptionError, RefusedError, StorageError, redact
 
 _S3 = ("s3", "s3a")
 _INSTALL = {
@@ -238,16 +238,19 @@ _CLIENTS = (
     "obstore",
     "fsspec",
 )
-_REMEDIES = (
-    (("FileNotFoundError", "NoSuchBucket", "NoSuchKey"), "nothing is there; check the URL, and that it was written"),
-    (("NoCredentials", "CredentialRetrieval", "PartialCredentials", "ProfileNotFound"),
+_REMEDIES: tuple[tuple[type[StorageError], tuple[str, ...], str], ...] = (
+    (MissingError, ("FileNotFoundError", "NoSuchBucket", "NoSuchKey"),
+     "nothing is there; check the URL, and that it was written"),
+    (RefusedError, ("NoCredentials", "CredentialRetrieval", "PartialCredentials", "ProfileNotFound"),
      "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, or pass storage_options"),
-    (("PermissionError", "Forbidden", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "Unauthorized"),
+    (RefusedError, ("PermissionError", "Forbidden", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"),
      "access refused; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy"),
-    (("EndpointConnectionError", "ConnectionError", "ConnectorError", "ConnectTimeout", "NameResolution", "ConnectionRefused",
-      "ClientConnectorError"),
+    (StorageError, ("EndpointConnectionError", "ConnectionError", "ConnectorError", "ConnectTimeout", "NameResolution"),
      "the server cannot be reached; check AWS_ENDPOINT_URL and the network"),
-    (("Timeout",), "the server did not answer in time; try again, or raise the client's timeout in storage_options"),
+    (StorageError, ("No space left", "Disk quota exceeded", "File too large"),
+     "the disk is full; free some space, or write elsewhere"),
+    (StorageError, ("Timeout",),
+     "the server did not answer in time; try again, or raise the client's timeout in storage_options"),
 )  # fmt: skip
 
 
@@ -259,11 +262,11 @@ def _explain(error: BaseException, url: str) -> StorageError:
         names.append(" ".join(kind.__name__ for kind in type(cause).__mro__))
         cause = cause.__cause__ or cause.__context__
     text = " ".join(names) + f" {error}"
-    remedy = next(
-        (remedy for signs, remedy in _REMEDIES if any(sign in text for sign in signs)), None
-    )
     detail = f"{type(error).__name__}: {error}"
-    return StorageError(f"{remedy} ({detail})" if remedy else detail, shard=url)
+    for kind, signs, remedy in _REMEDIES:
+        if any(sign in text for sign in signs):
+            return kind(f"{remedy} ({redact(detail)})", shard=url)
+    return StorageError(redact(detail), shard=url)
 
 
 def join_url(folder: str, name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,6 +22,7 @@ from shardstream.storage.filesystem import (
 
 TAR_SUFFIXES = (".tar",)
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
+_HTTP = ("http://", "https://")
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -41,12 +43,12 @@ class Located:
 
 def is_tar(name: str) -> bool:
     """Tell whether a file name is that of a shard."""
-    return name.lower().endswith(TAR_SUFFIXES + COMPRESSED_SUFFIXES)
+    return _without_query(name).lower().endswith(TAR_SUFFIXES + COMPRESSED_SUFFIXES)
 
 
 def is_compressed(name: str) -> bool:
     """Tell whether a shard can only be read from its start to its end."""
-    return name.lower().endswith(COMPRESSED_SUFFIXES)
+    return _without_query(name).lower().endswith(COMPRESSED_SUFFIXES)
 
 
 def expand_urls(urls: str | Sequence[str]) -> list[str]:
@@ -54,13 +56,16 @@ def expand_urls(urls: str | Sequence[str]) -> list[str]:
 
     >>> expand_urls("a-{00..02}.tar::b.tar")
     ['a-00.tar', 'a-01.tar', 'a-02.tar', 'b.tar']
+
+    Raises:
+        OptionError: If a brace is not closed.
     """
     parts = [urls] if isinstance(urls, str) else list(urls)
     return [
         expanded
         for part in parts
         for joined in _split_join(str(part))
-        for expanded in (braceexpand.braceexpand(joined) if "{" in joined else [joined])
+        for expanded in _expand_braces(joined)
     ]
 
 
@@ -70,7 +75,7 @@ def locate(urls: str | Sequence[str], storage: Storage) -> Located:
     A folder or prefix is read through its ``index.json`` if it has one, else it is all tars in it, sorted by name.
 
     Raises:
-        OptionError: If there is nothing to look for.
+        OptionError: If there is nothing to look for, a brace is not closed, or a URL starts a command.
         StorageError: If nothing is there, or it is out of reach.
         ManifestError: If a manifest cannot be understood.
     """
@@ -80,7 +85,9 @@ def locate(urls: str | Sequence[str], storage: Storage) -> Located:
     located: list[Located] = []
     tars: list[str] = []
     for url in expanded:
-        if _GLOB.search(url):
+        if url.startswith("pipe:"):
+            storage.resolve(url)  # says why not
+        elif _GLOB.search(_without_query(url)):
             tars += _globbed(url, storage)
         elif is_tar(url):
             tars.append(url)
@@ -117,6 +124,20 @@ def _split_join(text: str) -> Iterable[str]:
             chain = ""
 
 
+def _expand_braces(url: str) -> Iterable[str]:
+    if "{" not in url:
+        return [url]
+    try:
+        return list(braceexpand.braceexpand(url))
+    except braceexpand.UnbalancedBracesError as error:
+        raise OptionError(f"{error}; a range of shards is written {{000000..000099}}") from error
+
+
+def _without_query(url: str) -> str:
+    """Cut the query off a URL over HTTP: its '?' is no glob, and its path tells what it is."""
+    return url.partition("?")[0] if url.startswith(_HTTP) else url
+
+
 def _globbed(pattern: str, storage: Storage) -> list[str]:
     tars = [file.url for file in storage.glob(pattern) if is_tar(file.url)]
     if not tars:
@@ -135,14 +156,19 @@ def _from_manifest(url: str, storage: Storage) -> Located:
             "the manifest names no shards: the dataset is empty; pack it again", shard=url
         )
     shards = tuple(replace(shard, url=join_url(folder, shard.url)) for shard in manifest.shards)
-    folders = dict.fromkeys(parent_url(shard.url) for shard in shards)
-    files = {file.url for one in folders for file in storage.list_folder(one)[0]}
-    indexed = frozenset(shard.url for shard in shards if shard.url + INDEX_SUFFIX in files)
+    names = {
+        one: {file.url.rsplit("/", 1)[-1] for file in storage.list_folder(one)[0]}
+        for one in dict.fromkeys(parent_url(shard.url) for shard in shards)
+    }
+    indexed = frozenset(
+        shard.url
+        for shard in shards
+        if shard.url.rsplit("/", 1)[-1] + INDEX_SUFFIX in names[parent_url(shard.url)]
+    )
     return Located(shards=shards, manifest_url=url, indexed=indexed)
 
 
 def _from_folder(url: str, storage: Storage) -> Located:
-    path = storage.local_path(url)
     files, folders = storage.list_folder(url)
     by_name = {file.url.rsplit("/", 1)[-1]: file for file in files}
     if MANIFEST_NAME in by_name:
@@ -150,7 +176,8 @@ def _from_folder(url: str, storage: Storage) -> Located:
     tars = [file for file in files if is_tar(file.url)]
     if tars:
         return _with_indexes(tars, by_name)
-    if path is not None and [file.url for file in files] == [path]:
+    path = storage.local_path(url)
+    if path is not None and os.path.isfile(path):
         raise StorageError(
             "not a shard: its name does not end in .tar (.tar.gz, .tgz, .tar.zst)", shard=url
         )
@@ -189,13 +216,12 @@ def _from_tars(urls: list[str], storage: Storage) -> Located:
 
 def _look_up(names: dict[str, str], folder: str, storage: Storage) -> dict[str, FileInfo]:
     """List the folder of some tars; where folders cannot be listed (http), ask for each file."""
-    if not folder.startswith(("http://", "https://")):
+    if not folder.startswith(_HTTP):
         return {file.url.rsplit("/", 1)[-1]: file for file in storage.list_folder(folder)[0]}
-    wanted = [
-        *names.values(),
-        *(url + INDEX_SUFFIX for url in names.values()),
-        join_url(folder, MANIFEST_NAME),
-    ]
+    # A query (a signature, say) is about one file: there is no telling what its neighbours' would be.
+    plain = [url for url in names.values() if "?" not in url]
+    wanted = [*names.values(), *(url + INDEX_SUFFIX for url in plain)]
+    wanted += [join_url(folder, MANIFEST_NAME)] if plain else []
     return {url.rsplit("/", 1)[-1]: storage.info(url) for url in wanted if storage.exists(url)}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,25 +18,78 @@ _ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "memo
 _PART_MARK = ".part-"
 
 
-@contextmanager
-def publish(storage: Storage, url: str) -> Iterator[BinaryIO]:
-    """Open a file for writing that appears at ``url`` when the block ends well, and never otherwise.
+class Pending(ABC):
+    """A file that is being written and not there yet: `commit` makes it appear, `discard` forgets it.
+
+    What is written may come from one thread and be committed by another, one after the other.
+
+    Args:
+        place: What is written to meanwhile, for messages: a full disk is full there.
+        stream: Where the bytes go.
+    """
+
+    def __init__(self, place: str, stream: BinaryIO) -> None:
+        self._place = place
+        self.stream = stream
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes.
+
+        Raises:
+            StorageError: If there is no room for them.
+        """
+        with explained(self._place):
+            self.stream.write(data)
+
+    @abstractmethod
+    def commit(self) -> None:
+        """Make the file appear, whole.
+
+        Raises:
+            StorageError: If that fails; the place is as it was.
+        """
+
+    @abstractmethod
+    def discard(self) -> None:
+        """Forget what was written; after `commit`, or a second time, it does nothing."""
+
+
+def open_pending(storage: Storage, url: str) -> Pending:
+    """Open a file for writing that appears at ``url`` when it is committed, and never otherwise.
 
     On a local disk it is written beside its final place, flushed to the disk and renamed. For other file systems it is
     spooled to a temporary file, sent, and its length checked there.
 
     Raises:
-        StorageError: If it cannot be written; the place is as it was.
+        StorageError: If it cannot be opened.
     """
     path = storage.local_path(url)
-    with _local_file(Path(path)) if path is not None else _remote_file(storage, url) as stream:
-        yield stream
+    return _LocalFile(Path(path)) if path is not None else _RemoteFile(storage, url)
+
+
+@contextmanager
+def publish(storage: Storage, url: str) -> Iterator[BinaryIO]:
+    """Open a file for writing that appears at ``url`` when the block ends well, and never otherwise (see `open_pending`).
+
+    Raises:
+        StorageError: If it cannot be written; the place is as it was.
+    """
+    pending = open_pending(storage, url)
+    try:
+        yield pending.stream
+        pending.commit()
+    finally:
+        pending.discard()
 
 
 def publish_bytes(storage: Storage, url: str, data: bytes) -> None:
     """Publish a small file."""
-    with publish(storage, url) as stream:
-        stream.write(data)
+    pending = open_pending(storage, url)
+    try:
+        pending.write(data)
+        pending.commit()
+    finally:
+        pending.discard()
 
 
 def is_part(name: str) -> bool:
@@ -53,38 +107,58 @@ def remove(storage: Storage, url: str) -> None:
             return
 
 
-@contextmanager
-def _local_file(path: Path) -> Iterator[BinaryIO]:
-    with explained(str(path)):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f"{path.name}{_PART_MARK}", dir=path.parent)
-        part = Path(name)
-    try:
-        with os.fdopen(handle, "wb") as stream:
-            yield stream
-            with explained(str(path)):
-                stream.flush()
-                os.fchmod(stream.fileno(), 0o644)
-                os.fsync(stream.fileno())
+class _LocalFile(Pending):
+    def __init__(self, path: Path) -> None:
+        self._path = path
         with explained(str(path)):
-            part.replace(path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+            path.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(prefix=f"{path.name}{_PART_MARK}", dir=path.parent)
+        self._part = Path(name)
+        super().__init__(str(path), os.fdopen(handle, "wb"))
+
+    def commit(self) -> None:
+        with explained(self._place):
+            self.stream.flush()
+            os.fchmod(self.stream.fileno(), 0o644)
+            os.fsync(self.stream.fileno())
+            self.stream.close()
+            self._part.replace(self._path)
+
+    def discard(self) -> None:
+        _close_unsaved(self.stream)
+        self._part.unlink(missing_ok=True)
 
 
-@contextmanager
-def _remote_file(storage: Storage, url: str) -> Iterator[BinaryIO]:
-    filesystem, path = storage.resolve(url)
-    with tempfile.NamedTemporaryFile(prefix="shardstream-") as spool:
-        yield cast("BinaryIO", spool)
-        spool.flush()
-        size = spool.tell()
-        with explained(url):
-            _send(filesystem, Path(spool.name), path)
-    sent = storage.info(url).size
-    if sent != size:
-        raise StorageError(f"{sent} of {size} bytes arrived; pack it again", shard=url)
+class _RemoteFile(Pending):
+    def __init__(self, storage: Storage, url: str) -> None:
+        self._storage, self._url = storage, url
+        folder = tempfile.gettempdir()
+        with explained(folder):
+            handle, name = tempfile.mkstemp(prefix="shardstream-")
+        self._spool = Path(name)
+        super().__init__(f"{folder} (where it waits to be sent to {url})", os.fdopen(handle, "wb"))
+
+    def commit(self) -> None:
+        with explained(self._place):
+            self.stream.close()
+            size = self._spool.stat().st_size
+        filesystem, path = self._storage.resolve(self._url)
+        with explained(self._url):
+            _send(filesystem, self._spool, path)
+        sent = self._storage.info(self._url).size
+        if sent != size:
+            raise StorageError(f"{sent} of {size} bytes arrived; pack it again", shard=self._url)
+
+    def discard(self) -> None:
+        _close_unsaved(self.stream)
+        self._spool.unlink(missing_ok=True)
+
+
+def _close_unsaved(stream: BinaryIO) -> None:
+    try:
+        stream.close()
+    except OSError:  # the disk is full: what is buffered cannot be flushed, and is not wanted
+        cast("Any", stream).raw.close()
 
 
 def _send(filesystem: Any, source: Path, path: str) -> None:  # noqa: ANN401

@@ -1,0 +1,191 @@
+"""A stream that only goes forward, read by offsets; and the streams inside compressed tars."""
+
+from __future__ import annotations
+
+import gzip
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO, Protocol, cast
+
+from shardstream.errors import OptionError, ShardError
+
+CHUNK_BYTES = 1 << 20
+
+
+class Readable(Protocol):
+    """What a `StreamReader` reads from: a file object, or anything with these two."""
+
+    def read(self, size: int, /) -> bytes:
+        """Return up to ``size`` bytes from here; none at the end."""
+        ...
+
+    def seekable(self) -> bool:
+        """Tell whether ``seek(offset)`` works too."""
+        ...
+
+
+class StreamReader:
+    """``read(offset, size)`` over a stream, for offsets that never go back: what `iter_members` and `iter_samples` ask.
+
+    Memory is bounded by one chunk plus the bytes last asked for. What lies between two offsets asked is passed over chunk
+    by chunk, or by one ``seek`` where the stream can and nobody watches.
+
+    >>> import io
+    >>> read = StreamReader(io.BytesIO(b"0123456789"), chunk_bytes=4)
+    >>> read(1, 2), read(6, 9)
+    (b'12', b'6789')
+
+    Args:
+        stream: Read from where it stands; that is offset 0. A short read is no end, an empty one is.
+        chunk_bytes: Bytes to take from the stream at a time.
+        watch: Called once with every chunk, in order and without gaps: for a checksum, say. May raise to stop.
+    """
+
+    def __init__(
+        self,
+        stream: Readable,
+        *,
+        chunk_bytes: int = CHUNK_BYTES,
+        watch: Callable[[bytes], object] | None = None,
+    ) -> None:
+        self._stream = stream
+        self._chunk_bytes = chunk_bytes
+        self._watch = watch
+        self._seeks = watch is None and stream.seekable()
+        self._kept = b""
+        self._start = 0
+        self._asked = 0
+
+    @property
+    def position(self) -> int:
+        """Bytes taken from the stream so far; after `drain`, its length."""
+        return self._start + len(self._kept)
+
+    def __call__(self, offset: int, size: int) -> bytes:
+        """Return ``size`` bytes from an offset of the stream; fewer only where it ends.
+
+        Raises:
+            ValueError: If the offset lies before the one asked last.
+        """
+        if offset < self._asked:
+            raise ValueError(f"a stream cannot go back from byte {self._asked} to {offset}")
+        self._asked = offset
+        at = offset - self._start
+        if at + size > len(self._kept):
+            self._fetch(offset, size)
+            at = offset - self._start
+        return self._kept[at : at + size] if at >= 0 else b""
+
+    def drain(self) -> int:
+        """Read to the end, keeping nothing; return the length of the stream in bytes."""
+        while self._next(self._chunk_bytes):
+            pass
+        return self.position
+
+    def find_nonzero(self, offset: int) -> int | None:
+        """Return the offset of the first byte from ``offset`` on that is not zero; None if there is none."""
+        self(offset, 0)
+        while True:
+            at = max(0, offset - self._start)
+            rest = self._kept[at:] if at else self._kept
+            stripped = rest.lstrip(b"\0")
+            if stripped:
+                return self.position - len(stripped)
+            if not self._next(self._chunk_bytes):
+                return None
+
+    def _fetch(self, offset: int, size: int) -> None:
+        """Make the kept bytes begin at or before ``offset`` and hold ``size`` from there, if there are as many."""
+        if self._seeks and offset > self.position + self._chunk_bytes:
+            cast("BinaryIO", self._stream).seek(offset)
+            self._start, self._kept = offset, b""
+        while offset > self.position:
+            if not self._next(self._chunk_bytes):
+                return
+        pieces = [self._kept[offset - self._start :]]
+        missing = size - len(pieces[0])
+        while missing > 0:
+            # A long body is taken exactly, so that what is returned is what is kept, without a copy.
+            piece = self._take(self._chunk_bytes if size <= self._chunk_bytes else missing)
+            if not piece:
+                break
+            pieces.append(piece)
+            missing -= len(piece)
+        self._start, self._kept = offset, b"".join(pieces)
+
+    def _next(self, size: int) -> bool:
+        """Forget what is kept and take the next chunk; False at the end, where the position stays."""
+        self._start = self.position
+        self._kept = self._take(size)
+        return bool(self._kept)
+
+    def _take(self, size: int) -> bytes:
+        # A size from a header may be anything: never ask for more than a chunk at once.
+        chunk = self._stream.read(min(size, self._chunk_bytes))
+        if chunk and self._watch is not None:
+            self._watch(chunk)
+        return chunk
+
+
+@contextmanager
+def decompressed(stream: BinaryIO, *, shard: str) -> Iterator[Readable]:
+    """Open the tar inside a ``.tar.gz``, ``.tgz`` or ``.tar.zst``; any other stream stays as it is.
+
+    Bytes are expanded as they are read, so a bomb costs its reader's time, not memory.
+
+    Args:
+        stream: The file's bytes.
+        shard: Its URL, whose ending tells the compression.
+
+    Raises:
+        OptionError: If it is zstd and ``zstandard`` is not installed.
+        ShardError: While reading, if the compressed bytes are damaged or cut.
+    """
+    name = shard.lower()
+    if name.endswith((".gz", ".tgz")):
+        with gzip.GzipFile(fileobj=stream, mode="rb") as inner:
+            yield _Explained(inner, shard)
+    elif name.endswith(".zst"):
+        with _zstd_reader(stream, shard) as inner:
+            yield _Explained(inner, shard)
+    else:
+        yield stream
+
+
+class _Explained:
+    """Turns what a decompressor raises into a `ShardError`."""
+
+    def __init__(self, inner: Any, shard: str) -> None:  # noqa: ANN401
+        self._inner = inner
+        self._shard = shard
+
+    def read(self, size: int, /) -> bytes:
+        try:
+            return cast("bytes", self._inner.read(size))
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise self._damaged(error) from error
+        except Exception as error:
+            # zstandard is an extra: its error class cannot be named here
+            if type(error).__name__ == "ZstdError":
+                raise self._damaged(error) from error
+            raise
+
+    def seekable(self) -> bool:
+        return False
+
+    def _damaged(self, error: Exception) -> ShardError:
+        return ShardError(
+            f"the compressed bytes are damaged or cut ({error}); fetch or write the shard again",
+            shard=self._shard,
+        )
+
+
+def _zstd_reader(stream: BinaryIO, shard: str) -> Any:  # noqa: ANN401
+    try:
+        import zstandard  # noqa: PLC0415  (an extra: needed for .tar.zst alone)
+    except ImportError as error:
+        raise OptionError(
+            ".tar.zst needs one more package: pip install 'shardstream[zstd]'", shard=shard
+        ) from error
+    return zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)

@@ -1,0 +1,195 @@
+"""Tars made by others -> a dataset: ``NAME.tar.idx`` beside each, and ``index.json`` at last. No tar is touched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardstream.errors import ManifestError, OptionError, StorageError
+from shardstream.format.index import INDEX_SUFFIX, encode_index
+from shardstream.format.manifest import MANIFEST_NAME, Manifest, ShardInfo, encode_manifest
+from shardstream.format.wds2idx import WDS2IDX_SUFFIX, encode_wds2idx
+from shardstream.pack.passes import Meter, ProgressFunction, ShardPass, run_all
+from shardstream.storage.filesystem import FileInfo, Storage, join_url, parent_url
+from shardstream.storage.locate import (
+    TAR_SUFFIXES,
+    expand_urls,
+    is_compressed,
+    is_tar,
+    read_manifest,
+)
+from shardstream.storage.publish import publish_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexReport:
+    """What `index` wrote.
+
+    Args:
+        manifest_url: The ``index.json``.
+        manifest: What is in it.
+        warnings: What a person should look at, though every shard can be read; empty if nothing.
+    """
+
+    manifest_url: str
+    manifest: Manifest
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Indexed:
+    info: ShardInfo
+    fields: Mapping[str, int]
+    warning: str | None
+
+
+def index(  # noqa: PLR0913  (the public door)
+    urls: str | Sequence[str],
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,  # noqa: ANN401
+    threads: int = 4,
+    name: str = "",
+    wds2idx: bool = False,
+    progress: ProgressFunction | None = None,
+) -> IndexReport:
+    """Make tars readable by number: write an index beside each and one manifest for all.
+
+    Every tar is read once, from its start to its end, in pieces of 8 MiB. What was there of indexes and manifest is written
+    anew. If a tar is bad nothing is said to be a dataset: ``index.json`` is not written.
+
+    Args:
+        urls: A folder or prefix (all tars right in it, sorted by name), a pattern, a tar, or a list; all in one folder.
+        storage_options: What fsspec takes.
+        filesystem: An fsspec file system to use instead of looking one up.
+        threads: Tars to read at a time; each takes about 32 MiB of memory.
+        name: Name of the dataset; by default the one in a manifest that is there already.
+        wds2idx: Also write ``NAME.idx``, the text index of NVIDIA DALI.
+        progress: Told bytes done and bytes in all, from the threads that read, one at a time.
+
+    Raises:
+        OptionError: If the tars are compressed, in several folders or named twice.
+        ShardError: If a tar is damaged, cut or not a tar.
+        SampleError: If a key comes back, a field is there twice, or a name does not fit ``wds2idx``.
+        StorageError: If a place cannot be listed, read or written.
+    """
+    storage = Storage(storage_options, filesystem)
+    folder, tars, others = _find_tars(urls, storage)
+    meter = Meter(sum(tar.size for tar in tars), progress)
+    done = run_all(
+        lambda tar: _index_shard(tar, storage, meter, wds2idx=wds2idx),
+        tars,
+        threads=threads,
+        meter=meter,
+    )
+    fields: Counter[str] = Counter()
+    for one in done:
+        fields.update(one.fields)
+    url = join_url(folder, MANIFEST_NAME)
+    manifest = Manifest(
+        shards=tuple(one.info for one in done),
+        name=name or _name_before(url, storage),
+        fields=dict(fields),
+    )
+    publish_bytes(storage, url, encode_manifest(manifest))
+    warnings = [one.warning for one in done if one.warning is not None]
+    if others:
+        warnings.append(
+            f"{url}: {_some(others)} in the folder not in the manifest, so a reader of the folder does not see them; "
+            "index the folder itself to have them all"
+        )
+    return IndexReport(manifest_url=url, manifest=manifest, warnings=tuple(warnings))
+
+
+def _find_tars(
+    urls: str | Sequence[str], storage: Storage
+) -> tuple[str, list[FileInfo], list[str]]:
+    """Find what to index; a manifest that is there does not count, as it may be what is to be mended.
+
+    Returns:
+        The folder, the tars in order, and the names of other tars in that folder.
+    """
+    expanded = [_folder_of_manifest(url) for url in expand_urls(urls)]
+    if not expanded:
+        raise OptionError("no shards: the list of URLs is empty")
+    found = [tar for url in expanded for tar in _tars_of(url, storage)]
+    folders = dict.fromkeys(parent_url(storage.resolve(tar.url)[1]) for tar in found)
+    if len(folders) > 1:
+        raise OptionError(
+            f"shards in {len(folders)} folders ({', '.join(list(folders)[:3])}): a manifest is about one folder; "
+            "index each by itself, then read them as a list"
+        )
+    names = [tar.url.rsplit("/", 1)[-1] for tar in found]
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        raise OptionError(f"{twice[0]} is named twice; name each shard once")
+    for tar in found:
+        if is_compressed(tar.url):
+            raise OptionError(
+                "a compressed tar can only be streamed from its start, an index is of no use; "
+                "pack it again as a plain .tar to read it by number",
+                shard=tar.url,
+            )
+    folder = parent_url(found[0].url)
+    present = [file.url.rsplit("/", 1)[-1] for file in storage.list_folder(folder)[0]]
+    taken = set(names)
+    return folder, found, [name for name in present if is_tar(name) and name not in taken]
+
+
+def _folder_of_manifest(url: str) -> str:
+    return parent_url(url) if url.rsplit("/", 1)[-1] == MANIFEST_NAME else url
+
+
+def _tars_of(url: str, storage: Storage) -> list[FileInfo]:
+    if is_tar(url) and not any(sign in url for sign in "*?["):
+        return [storage.info(url)]
+    is_pattern = any(sign in url for sign in "*?[")
+    files, folders = (storage.glob(url), []) if is_pattern else storage.list_folder(url)
+    tars = [file for file in files if is_tar(file.url)]
+    if tars:
+        return tars
+    inside = [f"{folder}/" for folder in folders] + [file.url.rsplit("/", 1)[-1] for file in files]
+    raise StorageError(
+        f"no .tar here (found: {', '.join(inside[:8]) or 'nothing'}); "
+        "name the tars, or the folder that they are right in",
+        shard=url,
+    )
+
+
+def _index_shard(tar: FileInfo, storage: Storage, meter: Meter, *, wds2idx: bool) -> _Indexed:
+    with ShardPass(storage, tar.url, tar.size, meter) as shard:
+        scan = shard.scan(keep_members=wds2idx)
+        sha256, nbytes = shard.finish()
+    text = encode_wds2idx(shard.members, shard=tar.url) if wds2idx and scan.keys else None
+    publish_bytes(storage, tar.url + INDEX_SUFFIX, encode_index(scan.offsets))
+    if text is not None:
+        publish_bytes(storage, tar.url[: -len(TAR_SUFFIXES[0])] + WDS2IDX_SUFFIX, text)
+    warning = None
+    if not scan.keys:
+        warning = f"{tar.url}: no samples in it (members need a name like KEY.FIELD)"
+    elif not shard.has_end:
+        warning = (
+            f"{tar.url}: the blocks that end an archive are missing; "
+            "it may have been cut between two samples: compare it with its source"
+        )
+    info = ShardInfo(
+        url=tar.url.rsplit("/", 1)[-1], nsamples=len(scan.keys), filesize=nbytes, sha256=sha256
+    )
+    return _Indexed(info=info, fields=scan.fields, warning=warning)
+
+
+def _name_before(url: str, storage: Storage) -> str:
+    """Return the dataset's name in a manifest that is about to be replaced; none if it cannot be read."""
+    if not storage.exists(url):
+        return ""
+    try:
+        return read_manifest(url, storage).name
+    except ManifestError:
+        return ""
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} {'are' if len(names) > 1 else 'is'}"

@@ -1,0 +1,88 @@
+"""Random permutations as arithmetic: any size, no memory, the same on every machine and for every NumPy.
+
+A Feistel network over ``a x b`` cells (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, method 3): two
+half-words of mixed radix, each shifted in turn by a hash of the other; results beyond the size go through again ("cycle
+walking"). The hash is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+UInts = npt.NDArray[np.uint64]
+Ints = npt.NDArray[np.int64]
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_ROUNDS = 4
+
+
+def derive_key(*parts: int) -> int:
+    """Mix whole numbers to one 64-bit key; the order of the parts matters.
+
+    >>> derive_key(0, 1) != derive_key(1, 0)
+    True
+    """
+    key = 0
+    for part in parts:
+        key = _mix_int(key ^ (part & _MASK))
+    return key
+
+
+def derive_keys(key: int, *parts: Ints) -> UInts:
+    """Do the same to arrays: ``derive_keys(derive_key(a), [b])`` is ``[derive_key(a, b)]``."""
+    keys = np.asarray(key, dtype=np.uint64)
+    for part in parts:
+        keys = _mix(keys ^ part.astype(np.uint64))
+    return keys
+
+
+def permute(index: Ints, size: Ints | int, key: UInts | int) -> Ints:
+    """Return where each index of a permutation of ``size`` things goes.
+
+    Args:
+        index: Shape (n,), each from 0 to its size - 1.
+        size: How many things are permuted, for all or for each index, at least 1.
+        key: Which permutation, for all or for each index.
+
+    Returns:
+        Shape (n,), int64. Over all indices of one size and key, each number below the size comes once.
+
+    >>> sorted(permute(np.arange(5), 5, derive_key(7)).tolist())
+    [0, 1, 2, 3, 4]
+    """
+    sizes = np.broadcast_to(np.asarray(size, dtype=np.uint64), index.shape)
+    keys = np.broadcast_to(np.asarray(key, dtype=np.uint64), index.shape)
+    # float64 may err by one ulp for huge sizes, so that a * b could miss a few cells: one more column covers them
+    a = np.ceil(np.sqrt(sizes.astype(np.float64))).astype(np.uint64) + np.uint64(1)
+    b = sizes // a + np.uint64(1)
+    values = _feistel(index.astype(np.uint64), a, b, keys)
+    outside = np.flatnonzero(values >= sizes)
+    while outside.size:
+        values[outside] = _feistel(values[outside], a[outside], b[outside], keys[outside])
+        outside = outside[values[outside] >= sizes[outside]]
+    return values.astype(np.int64)
+
+
+def _feistel(values: UInts, a: UInts, b: UInts, keys: UInts) -> UInts:
+    left, right = values // b, values % b
+    for number in range(_ROUNDS):
+        round_keys = keys + np.uint64((2 * number + 1) * _GOLDEN & _MASK)
+        left = (left + _mix(right ^ round_keys) % a) % a
+        right = (right + _mix(left ^ (round_keys + np.uint64(_GOLDEN))) % b) % b
+    return left * b + right
+
+
+def _mix(values: UInts) -> UInts:
+    values = values + np.uint64(_GOLDEN)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def _mix_int(value: int) -> int:
+    value = value + _GOLDEN & _MASK
+    value = (value ^ value >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+    value = (value ^ value >> 27) * 0x94D049BB133111EB & _MASK
+    return value ^ value >> 31

@@ -1,0 +1,214 @@
+"""Bytes of many samples, ahead of their use: few large range reads, several in flight, within a budget of bytes."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import NamedTuple, Protocol
+
+from shardstream.errors import MissingError, RefusedError, StorageError
+from shardstream.format.tar import ReadAt
+from shardstream.storage.catalog import Catalog, Extents, Numbers, map_file
+from shardstream.storage.filesystem import Storage
+
+_RANGE_BYTES = (
+    4 << 20
+)  # of one request: large enough to hide latency, small enough to spread over connections
+_GAP_BYTES = 128 << 10  # read through a gap rather than pay another round trip
+_THREADS = 8
+_MAPS_KEPT = 512
+_ATTEMPTS = 5
+_STALL_S = 120.0
+
+
+class Place(NamedTuple):
+    """Where a sample can be read now: the arguments of `format.group.read_sample`."""
+
+    read: ReadAt
+    start: int
+    end: int
+    shard: str
+
+
+class Fetcher(Protocol):
+    """Hands out the places of samples, waiting for their bytes if need be."""
+
+    def places(self, numbers: Numbers) -> Iterator[Place]:
+        """Yield the place of each sample, in the order given."""
+
+    def close(self) -> None:
+        """Give back threads, maps and bytes."""
+
+
+def open_fetcher(catalog: Catalog, upcoming: Iterable[Numbers], *, prefetch_bytes: int) -> Fetcher:
+    """Open what fits the data: memory maps if all of it is on this machine, else range reads ahead.
+
+    Args:
+        catalog: The dataset.
+        upcoming: Sample numbers that will be asked for, in groups that are read together, in order of first need.
+        prefetch_bytes: How much to hold ahead of use.
+    """
+    if all(catalog.storage.local_path(shard.url) is not None for shard in catalog.shards):
+        return LocalFetcher(catalog)
+    return RangeFetcher(catalog, iter(upcoming), prefetch_bytes=prefetch_bytes)
+
+
+class LocalFetcher:
+    """Local tars, mapped to memory: the page cache is the read-ahead."""
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self._reads: OrderedDict[int, tuple[ReadAt, str]] = OrderedDict()
+
+    def places(self, numbers: Numbers) -> Iterator[Place]:
+        """Yield the place of each sample."""
+        shards, starts, ends = self._catalog.extents(numbers)
+        for shard, start, end in zip(shards.tolist(), starts.tolist(), ends.tolist(), strict=True):
+            read, url = self._reads.get(shard) or self._map(shard)
+            yield Place(read, start, end, url)
+
+    def close(self) -> None:
+        """Forget the maps."""
+        self._reads.clear()
+
+    def _map(self, shard: int) -> tuple[ReadAt, str]:
+        url = self._catalog.shards[shard].url
+        tar = map_file(self._catalog.storage.local_path(url) or url, url)
+
+        def read(at: int, size: int) -> bytes:
+            return tar[at : at + size]
+
+        if len(self._reads) >= _MAPS_KEPT:
+            self._reads.popitem(last=False)
+        self._reads[shard] = read, url
+        return read, url
+
+
+class _Range:
+    """One request for consecutive samples of a shard."""
+
+    __slots__ = ("data", "end", "future", "left", "shard", "start", "url")
+
+    def __init__(self, shard: int, start: int, end: int) -> None:
+        self.shard, self.start, self.end = shard, start, end
+        self.left = 1
+        self.data = b""
+        self.url = ""
+        self.future: Future[bytes] | None = None
+
+    def read(self, at: int, size: int) -> bytes:
+        offset = at - self.start
+        return self.data[offset : offset + size]
+
+
+def coalesce(extents: Extents) -> list[tuple[_Range, list[int]]]:
+    """Join samples that are near each other in a shard to ranges of at most 4 MiB, or one larger sample.
+
+    Returns:
+        Each range with the positions, in ``extents``, of its samples.
+    """
+    order = sorted(
+        range(len(extents.shards)),
+        key=list(zip(*(e.tolist() for e in extents), strict=True)).__getitem__,
+    )
+    shards, starts, ends = (column.tolist() for column in extents)
+    ranges: list[tuple[_Range, list[int]]] = []
+    for i in order:
+        if ranges:
+            last, members = ranges[-1]
+            near = shards[i] == last.shard and starts[i] - last.end <= _GAP_BYTES
+            if near and ends[i] - last.start <= _RANGE_BYTES:
+                last.end = max(last.end, ends[i])
+                last.left += 1
+                members.append(i)
+                continue
+        ranges.append((_Range(shards[i], starts[i], ends[i]), [i]))
+    return ranges
+
+
+class RangeFetcher:
+    """Remote tars, by range reads ahead of use."""
+
+    def __init__(
+        self, catalog: Catalog, upcoming: Iterator[Numbers], *, prefetch_bytes: int
+    ) -> None:
+        self._catalog = catalog
+        self._upcoming = upcoming
+        self._budget = prefetch_bytes
+        self._held: dict[int, tuple[_Range, int, int]] = {}
+        self._held_bytes = 0
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-fetch")
+
+    def places(self, numbers: Numbers) -> Iterator[Place]:
+        """Yield the place of each sample, once its bytes have come."""
+        while self._held_bytes < self._budget and self._request_next():
+            pass
+        for number in numbers.tolist():
+            while number not in self._held:
+                if not self._request_next():
+                    self._request(numbers)
+            span, start, end = self._held.pop(number)
+            self._wait(span)
+            yield Place(span.read, start, end, span.url)
+            span.left -= 1
+            if span.left == 0:
+                self._held_bytes -= span.end - span.start
+
+    def close(self) -> None:
+        """Drop what is held; requests in flight end by themselves."""
+        self._held.clear()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _request_next(self) -> bool:
+        numbers = next(self._upcoming, None)
+        if numbers is None:
+            return False
+        self._request(numbers)
+        return True
+
+    def _request(self, numbers: Numbers) -> None:
+        extents = self._catalog.extents(numbers)
+        starts, ends, names = extents.starts.tolist(), extents.ends.tolist(), numbers.tolist()
+        for span, members in coalesce(extents):
+            span.url = self._catalog.shards[span.shard].url
+            span.future = self._pool.submit(
+                fetch, self._catalog.storage, span.url, span.start, span.end
+            )
+            self._held_bytes += span.end - span.start
+            self._held.update((names[i], (span, starts[i], ends[i])) for i in members)
+
+    @staticmethod
+    def _wait(span: _Range) -> None:
+        if span.future is None:
+            return
+        try:
+            span.data = span.future.result(timeout=_STALL_S)
+        except FutureTimeoutError as error:
+            raise StorageError(
+                f"no answer for {span.end - span.start} bytes in {_STALL_S:.0f} s; check the server and the network",
+                shard=span.url,
+                offset=span.start,
+            ) from error
+        span.future = None
+
+
+def fetch(storage: Storage, url: str, start: int, end: int) -> bytes:
+    """Read a range, trying again with growing pauses where that can help.
+
+    Raises:
+        StorageError: If it still fails after five attempts; at once if the file is missing or access refused.
+    """
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            return storage.read(url, start, end)
+        except (MissingError, RefusedError):
+            raise
+        except StorageError:
+            if attempt == _ATTEMPTS:
+                raise
+            time.sleep(min(8.0, 0.2 * 2**attempt) * random.uniform(0.5, 1.0))
+    raise AssertionError("unreachable")
