@@ -1,1 +1,74 @@
-"""Pack samples into tar shards and stream them into PyTorch."""
+"""Pack samples into WebDataset tar shards on S3 or any fsspec file system, and stream them into PyTorch.
+
+The way of a sample: `pack` turns sources into shards (source, encode, writer, roll, job); `format` says what the bytes mean;
+`storage` finds and fetches them; `read` turns them into batches (plan, share, source, decode, transform, batch, loader).
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from shardstream.errors import (
+    DecodeError,
+    IndexMismatchError,
+    ManifestError,
+    MissingError,
+    NoIndexWarning,
+    OptionError,
+    RefusedError,
+    SampleError,
+    ShardError,
+    ShardStreamError,
+    SkipBudgetError,
+    SourceError,
+    StateError,
+    StorageError,
+)
+from shardstream.placement import Placement
+
+if TYPE_CHECKING:
+    from shardstream.read.dataset import ShardDataset
+    from shardstream.read.loader import ShardLoader
+    from shardstream.read.skip import SkipBudget
+    from shardstream.read.tensors import collate
+
+__all__ = [
+    "DecodeError",
+    "IndexMismatchError",
+    "ManifestError",
+    "MissingError",
+    "NoIndexWarning",
+    "OptionError",
+    "Placement",
+    "RefusedError",
+    "SampleError",
+    "ShardDataset",
+    "ShardError",
+    "ShardLoader",
+    "ShardStreamError",
+    "SkipBudget",
+    "SkipBudgetError",
+    "SourceError",
+    "StateError",
+    "StorageError",
+    "collate",
+]
+
+# Looked up when first used: torch takes over a second to import, and the command line does without.
+_LAZY = {
+    "ShardDataset": "read.dataset",
+    "ShardLoader": "read.loader",
+    "SkipBudget": "read.skip",
+    "collate": "read.tensors",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LAZY:
+        raise AttributeError(f"module 'shardstream' has no attribute {name!r}")
+    return getattr(import_module(f"shardstream.{_LAZY[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -117,3 +117,7 @@ class StateError(ShardStreamError):
 
 class SkipBudgetError(ShardStreamError):
     """More bad samples than the caller's budget allows."""
+
+
+class NoIndexWarning(UserWarning):
+    """Shards without an index are read, which is slower and less exact."""

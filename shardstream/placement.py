@@ -60,6 +60,16 @@ class Reader:
         if not 0 <= self.worker < self.num_workers:
             raise OptionError(f"worker {self.worker} of {self.num_workers} does not exist")
 
+    @property
+    def number(self) -> int:
+        """Number of this reader in the whole job, from 0."""
+        return self.placement.rank * self.num_workers + self.worker
+
+    @property
+    def total(self) -> int:
+        """Readers of the whole job."""
+        return self.placement.world_size * self.num_workers
+
 
 def _from_torch() -> Placement | None:
     # Looked up, not imported: who has not imported torch.distributed has not initialised it.

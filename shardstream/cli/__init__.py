@@ -1,1 +1,5 @@
-"""The command line."""
+"""The command line: ``shardstream pack|index|verify|ls|cat``."""
+
+from shardstream.cli.app import main
+
+__all__ = ["main"]

@@ -17,6 +17,7 @@ from shardstream.errors import ManifestError
 MANIFEST_NAME = "index.json"
 KIND = "wids-shard-index-v1"
 VERSION = 1
+_COUNT_LIMIT = 1 << 60  # sums stay below 2**63
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,7 +138,7 @@ def fingerprint(shards: Iterable[ShardInfo]) -> str:
     return digest.hexdigest()[:16]
 
 
-def _decode_shard(entry: Any, *, url: str) -> ShardInfo:  # noqa: ANN401  (whatever JSON holds)
+def _decode_shard(entry: Any, *, url: str) -> ShardInfo:
     if not isinstance(entry, dict) or not isinstance(entry.get("url"), str):
         raise ManifestError(
             f"a shard without a 'url': {str(entry)[:80]}; run 'shardstream index'", shard=url
@@ -145,7 +146,7 @@ def _decode_shard(entry: Any, *, url: str) -> ShardInfo:  # noqa: ANN401  (whate
     counts = {key: entry.get(key) for key in ("nsamples", "filesize")}
     for key, value in counts.items():
         if value is not None and (
-            not isinstance(value, int) or isinstance(value, bool) or value < 0
+            not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _COUNT_LIMIT
         ):
             raise ManifestError(
                 f"{key} of {entry['url']} is {value!r}; run 'shardstream index'", shard=url

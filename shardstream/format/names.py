@@ -101,4 +101,6 @@ def _why_not(key: str, field: str) -> str:
         return "a key needs a name after its last slash"
     if not field:
         return "a field needs a name, such as 'jpg'"
+    if "/" in field:
+        return "a field has no slash; what is before the last slash belongs to the key"
     return f"fields are read back in lower case; write {field.lower()!r}"

@@ -156,7 +156,7 @@ def decompressed(stream: BinaryIO, *, shard: str) -> Iterator[Readable]:
 class _Explained:
     """Turns what a decompressor raises into a `ShardError`."""
 
-    def __init__(self, inner: Any, shard: str) -> None:  # noqa: ANN401
+    def __init__(self, inner: Any, shard: str) -> None:
         self._inner = inner
         self._shard = shard
 
@@ -181,7 +181,7 @@ class _Explained:
         )
 
 
-def _zstd_reader(stream: BinaryIO, shard: str) -> Any:  # noqa: ANN401
+def _zstd_reader(stream: BinaryIO, shard: str) -> Any:
     try:
         import zstandard  # noqa: PLC0415  (an extra: needed for .tar.zst alone)
     except ImportError as error:

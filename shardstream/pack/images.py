@@ -175,7 +175,7 @@ def _for_format(image: Image.Image, form: str) -> Image.Image:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
-    if form != "JPEG" and form != "TIFF" and image.mode in ("CMYK", "YCbCr", "LAB", "HSV"):
+    if form not in ("JPEG", "TIFF") and image.mode in ("CMYK", "YCbCr", "LAB", "HSV"):
         return image.convert("RGB")
     return image
 

@@ -49,7 +49,7 @@ def index(  # noqa: PLR0913  (the public door)
     urls: str | Sequence[str],
     *,
     storage_options: Mapping[str, Any] | None = None,
-    filesystem: Any = None,  # noqa: ANN401
+    filesystem: Any = None,
     threads: int = 4,
     name: str = "",
     wds2idx: bool = False,
@@ -114,43 +114,56 @@ def _find_tars(
     expanded = [_folder_of_manifest(url) for url in expand_urls(urls)]
     if not expanded:
         raise OptionError("no shards: the list of URLs is empty")
-    found = [tar for url in expanded for tar in _tars_of(url, storage)]
-    folders = dict.fromkeys(parent_url(storage.resolve(tar.url)[1]) for tar in found)
+    listed: dict[str, dict[str, FileInfo]] = {}
+    found = [tar for url in expanded for tar in _tars_of(url, storage, listed)]
+    _refuse_what_has_no_manifest(found, storage)
+    folder = parent_url(found[0].url)
+    names = {_name(tar.url) for tar in found}
+    present = [_name(file.url) for file in storage.list_folder(folder)[0]]
+    return folder, found, [name for name in present if is_tar(name) and name not in names]
+
+
+def _refuse_what_has_no_manifest(tars: Sequence[FileInfo], storage: Storage) -> None:
+    folders = dict.fromkeys(parent_url(storage.resolve(tar.url)[1]) for tar in tars)
     if len(folders) > 1:
         raise OptionError(
             f"shards in {len(folders)} folders ({', '.join(list(folders)[:3])}): a manifest is about one folder; "
             "index each by itself, then read them as a list"
         )
-    names = [tar.url.rsplit("/", 1)[-1] for tar in found]
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise OptionError(f"{twice[0]} is named twice; name each shard once")
-    for tar in found:
-        if is_compressed(tar.url):
+    for tar, count in Counter(tar.url for tar in tars).items():
+        if count > 1:
+            raise OptionError("a shard is named twice; name each once", shard=tar)
+        if is_compressed(tar):
             raise OptionError(
                 "a compressed tar can only be streamed from its start, an index is of no use; "
                 "pack it again as a plain .tar to read it by number",
-                shard=tar.url,
+                shard=tar,
             )
-    folder = parent_url(found[0].url)
-    present = [file.url.rsplit("/", 1)[-1] for file in storage.list_folder(folder)[0]]
-    taken = set(names)
-    return folder, found, [name for name in present if is_tar(name) and name not in taken]
 
 
 def _folder_of_manifest(url: str) -> str:
-    return parent_url(url) if url.rsplit("/", 1)[-1] == MANIFEST_NAME else url
+    return parent_url(url) if _name(url) == MANIFEST_NAME else url
 
 
-def _tars_of(url: str, storage: Storage) -> list[FileInfo]:
-    if is_tar(url) and not any(sign in url for sign in "*?["):
-        return [storage.info(url)]
+def _tars_of(url: str, storage: Storage, listed: dict[str, dict[str, FileInfo]]) -> list[FileInfo]:
+    """Find the tars that one URL means.
+
+    Args:
+        url: A folder, a pattern or a tar.
+        storage: Where it is.
+        listed: The files of folders listed before, by name: one listing instead of a question for each of 10,000 tars.
+    """
     is_pattern = any(sign in url for sign in "*?[")
+    if is_tar(url) and not is_pattern:
+        folder = parent_url(url)
+        if folder not in listed:
+            listed[folder] = {_name(file.url): file for file in storage.list_folder(folder)[0]}
+        return [listed[folder].get(_name(url)) or storage.info(url)]
     files, folders = (storage.glob(url), []) if is_pattern else storage.list_folder(url)
     tars = [file for file in files if is_tar(file.url)]
     if tars:
         return tars
-    inside = [f"{folder}/" for folder in folders] + [file.url.rsplit("/", 1)[-1] for file in files]
+    inside = [f"{folder}/" for folder in folders] + [_name(file.url) for file in files]
     raise StorageError(
         f"no .tar here (found: {', '.join(inside[:8]) or 'nothing'}); "
         "name the tars, or the folder that they are right in",
@@ -174,9 +187,7 @@ def _index_shard(tar: FileInfo, storage: Storage, meter: Meter, *, wds2idx: bool
             f"{tar.url}: the blocks that end an archive are missing; "
             "it may have been cut between two samples: compare it with its source"
         )
-    info = ShardInfo(
-        url=tar.url.rsplit("/", 1)[-1], nsamples=len(scan.keys), filesize=nbytes, sha256=sha256
-    )
+    info = ShardInfo(url=_name(tar.url), nsamples=len(scan.keys), filesize=nbytes, sha256=sha256)
     return _Indexed(info=info, fields=scan.fields, warning=warning)
 
 
@@ -188,6 +199,10 @@ def _name_before(url: str, storage: Storage) -> str:
         return read_manifest(url, storage).name
     except ManifestError:
         return ""
+
+
+def _name(url: str) -> str:
+    return url.rsplit("/", 1)[-1]
 
 
 def _some(names: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
-from typing import BinaryIO, TypeVar, cast
+from typing import BinaryIO, Self, TypeVar, cast
 
 from shardstream.errors import OptionError, ShardError
 from shardstream.format.index import ShardScan, scan_members
@@ -81,7 +81,7 @@ class ShardPass:
         self._nbytes = 0
         self._stack = ExitStack()
 
-    def __enter__(self) -> ShardPass:
+    def __enter__(self) -> Self:
         source = _Watched(RangeStream(self._storage, self.url, self._size), self._heard)
         stream: Readable = source
         if is_compressed(self.url):
@@ -147,8 +147,12 @@ class ShardPass:
             )
 
     def _check_length(self, needed: int) -> None:
-        """Refuse a body cut at the end of a stream whose length was not known before."""
+        """Refuse an empty file, and a body cut at the end of a stream whose length was not known before."""
         length = self._read.drain()
+        if length == 0:
+            raise ShardError(
+                "the file is empty: no tar; fetch or write it again", shard=self.url, offset=0
+            )
         if length < needed:
             raise ShardError(
                 f"the tar is cut: its last sample needs {needed} bytes, but it ends at {length}; "

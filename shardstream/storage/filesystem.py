@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -43,7 +44,7 @@ class Storage:
         filesystem: An fsspec file system to use for every URL instead of looking one up by protocol.
     """
 
-    def __init__(self, options: Mapping[str, Any] | None = None, filesystem: Any = None) -> None:  # noqa: ANN401
+    def __init__(self, options: Mapping[str, Any] | None = None, filesystem: Any = None) -> None:
         self._options = dict(options or {})
         self._filesystem = filesystem
         self._opened: dict[str, Any] = {}
@@ -65,6 +66,8 @@ class Storage:
             )
         if self._pid != os.getpid():  # forked: connections and threads stayed with the parent
             self._opened, self._pid = {}, os.getpid()
+            if getattr(self._filesystem, "async_impl", False):
+                self._filesystem = copy.deepcopy(self._filesystem)  # opens it anew
         if self._filesystem is not None:
             return self._filesystem, self._filesystem._strip_protocol(url)
         protocol = url.split("://", 1)[0] if "://" in url else "file"
@@ -202,7 +205,7 @@ class Storage:
             yield cast("BinaryIO", stream)
 
     @staticmethod
-    def _url(asked: str, filesystem: Any, name: str) -> str:  # noqa: ANN401
+    def _url(asked: str, filesystem: Any, name: str) -> str:
         """Give a listed name the protocol that its folder was asked with, so it can be opened again."""
         if "::" in asked:
             chain, last = asked.rsplit("::", 1)

@@ -114,14 +114,14 @@ def read_manifest(url: str, storage: Storage) -> Manifest:
 
 def _split_join(text: str) -> Iterable[str]:
     chain = ""
-    for part in text.split("::"):
-        if part.isalnum() and is_known_protocol(
-            part
-        ):  # the head of an fsspec chain, no file of its own
-            chain += f"{part}::"
+    *heads, last = text.split("::")
+    for part in heads:
+        if part.isalnum() and is_known_protocol(part):
+            chain += f"{part}::"  # the head of an fsspec chain, no file of its own
         else:
             yield chain + part
             chain = ""
+    yield chain + last  # whatever its name: a folder may well be called "data"
 
 
 def _expand_braces(url: str) -> Iterable[str]:
@@ -129,7 +129,7 @@ def _expand_braces(url: str) -> Iterable[str]:
         return [url]
     try:
         return list(braceexpand.braceexpand(url))
-    except braceexpand.UnbalancedBracesError as error:
+    except ValueError as error:
         raise OptionError(f"{error}; a range of shards is written {{000000..000099}}") from error
 
 

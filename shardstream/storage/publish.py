@@ -161,7 +161,7 @@ def _close_unsaved(stream: BinaryIO) -> None:
         cast("Any", stream).raw.close()
 
 
-def _send(filesystem: Any, source: Path, path: str) -> None:  # noqa: ANN401
+def _send(filesystem: Any, source: Path, path: str) -> None:
     protocols = filesystem.protocol
     atomic = _ATOMIC.intersection((protocols,) if isinstance(protocols, str) else protocols)
     if atomic:

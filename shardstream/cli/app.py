@@ -1,0 +1,99 @@
+"""The commands together, and how they end: messages, exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Annotated
+
+import typer
+
+from shardstream.cli import check, look, pack
+from shardstream.cli.options import help_of
+from shardstream.cli.text import printable
+from shardstream.errors import ShardStreamError
+
+EXIT_INTERRUPTED = 130
+_DEBUG = "--debug"
+
+app = typer.Typer(
+    name="shardstream",
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    # Markup off: URLs and keys hold brackets.
+    rich_markup_mode=None,
+)
+for command in (pack.pack, check.index, check.verify, look.ls, look.cat):
+    app.command(help=help_of(command.__doc__))(command)
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        typer.echo(f"shardstream {metadata.version('shardstream')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    *,
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
+        ),
+    ] = False,
+    debug: Annotated[
+        bool, typer.Option(_DEBUG, help="Show where in the code an error came from.")
+    ] = False,
+) -> None:
+    """Pack samples into tar shards for training, and look after them.
+
+    A URL is a folder (data/train/), a tar, a pattern ("s3://bucket/train/{000000..000099}.tar") or an index.json. Quote
+    patterns, or the shell expands them. Credentials and server come from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and
+    AWS_ENDPOINT_URL.
+    """
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: Arguments without the program's name; by default those of the process.
+
+    Returns:
+        The exit code: 0 well, 1 an error or problems found, 2 wrong usage, 130 interrupted.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    debug = _DEBUG in arguments
+    if debug:  # taken anywhere, so that it can be added to the end of a line that failed
+        arguments = [_DEBUG, *(argument for argument in arguments if argument != _DEBUG)]
+    try:
+        code = _run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has seen enough (head, say). Python would complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except (ShardStreamError, OSError) as error:
+        if debug:
+            sys.stderr.writelines(
+                f"{printable(line)}\n" for line in traceback.format_exc().split("\n")
+            )
+        else:
+            sys.stderr.write(f"error: {printable(str(error))}\n")
+        return 1
+    return code
+
+
+def _run(arguments: list[str]) -> int:
+    try:
+        app(arguments, prog_name="shardstream")
+    except SystemExit as exit_:  # typer's way to return
+        return exit_.code if isinstance(exit_.code, int) else 1
+    return 0

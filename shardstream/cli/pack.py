@@ -1,0 +1,283 @@
+"""``shardstream pack``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardstream.cli.options import StorageOption, parse_options
+from shardstream.cli.text import aligned, human_bytes, plural, printable
+
+if TYPE_CHECKING:
+    from shardstream.pack.job import PackReport, Progress
+
+_SKIPS_SHOWN = 10
+
+
+def pack(  # noqa: PLR0913  (the options of a command)
+    source: Annotated[
+        str,
+        typer.Argument(
+            help="Folder, table (.csv .tsv .jsonl .parquet), tar or quoted pattern of tars."
+        ),
+    ],
+    dest: Annotated[
+        str, typer.Argument(help='Folder, or pattern such as "s3://bucket/train/{shard:06d}.tar".')
+    ],
+    *,
+    kind: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KIND",
+            help="What the source is: images (a folder for each class), files (grouped by name), table or tars. "
+            "By default what it looks like.",
+            show_default=False,
+        ),
+    ] = None,
+    mapping: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--map",
+            metavar="FIELD=COLUMN",
+            help="Of a table: which column becomes which field, e.g. jpg=path; may be repeated. "
+            "By default all columns go into one field, json.",
+            show_default=False,
+        ),
+    ] = None,
+    root: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Of a table: the folder that its paths are relative to. By default its own.",
+            show_default=False,
+        ),
+    ] = None,
+    key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEMPLATE",
+            help='How samples are named: "{index:08d}", "{class}/{stem}", "{path}"; of a table also a column.',
+            show_default=False,
+        ),
+    ] = None,
+    split: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME=PART,…",
+            help="Make several datasets, e.g. train=0.9,val=0.1: in DEST/train and DEST/val.",
+            show_default=False,
+        ),
+    ] = None,
+    shuffle: Annotated[
+        bool | None,
+        typer.Option(
+            "--shuffle/--no-shuffle",
+            help="Pack in a random order. By default a folder for each class alone.",
+            show_default=False,
+        ),
+    ] = None,
+    seed: Annotated[int, typer.Option(help="Of the order and of the split.")] = 0,
+    max_samples: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Samples of a shard.")
+    ] = 10_000,
+    max_bytes: Annotated[
+        str, typer.Option(metavar="SIZE", help="Size of a shard: 256MB, 1GiB.")
+    ] = "256MB",
+    max_side: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="PIXELS",
+            help="Make larger images smaller: their longest side.",
+            show_default=False,
+        ),
+    ] = None,
+    image_format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FORMAT", help="Turn all images into jpg, png or webp.", show_default=False
+        ),
+    ] = None,
+    quality: Annotated[
+        int, typer.Option(min=1, max=100, help="Of JPEG and WebP images that are written anew.")
+    ] = 90,
+    processes: Annotated[
+        int,
+        typer.Option(
+            min=1, metavar="N", help="Processes that read and encode; the result is the same."
+        ),
+    ] = 1,
+    name: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Name of the dataset, kept in index.json.", show_default=False
+        ),
+    ] = "",
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace a dataset that is there.")
+    ] = False,
+    skip_errors: Annotated[
+        bool,
+        typer.Option(
+            "--skip-errors", help="Leave out files and rows that cannot be packed, and list them."
+        ),
+    ] = False,
+    option: StorageOption = None,
+    source_option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--source-option",
+            metavar="KEY=VALUE",
+            help="As --option, for the source; by default those of --option count for both.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Pack images, files, tables or tars into shards for training.
+
+    Writes tars, an index beside each, and index.json last: without it a dataset is not published. Equal input gives equal
+    bytes.
+
+    A folder of images has a folder for each class; labels go to "cls", names to classes.json. Loose files become one sample
+    for each name: 0001.jpg and 0001.json. Of a table, a column mapped to an image or another file holds its path.
+
+    Examples:
+      shardstream pack photos/ s3://bucket/photos/ --split train=0.9,val=0.1
+      shardstream pack photos/ packed/ --max-side 512 --image-format jpg --processes 8
+      shardstream pack captions.csv packed/ --map jpg=path --map txt=caption
+      shardstream pack "old/{000000..000099}.tar" new/ --max-bytes 1GB
+    """
+    from shardstream.pack import job  # noqa: PLC0415  (numpy, pillow and fsspec take 300 ms)
+
+    with _progress_bar() as progress:
+        report = job.pack(
+            source,
+            dest,
+            kind=kind,
+            name=name,
+            max_samples=max_samples,
+            max_bytes=max_bytes,
+            key=key,
+            shuffle=shuffle,
+            seed=seed,
+            split=parse_split(split),
+            fields=parse_mapping(mapping),
+            root=root,
+            max_side=max_side,
+            quality=quality,
+            image_format=image_format,
+            processes=processes,
+            overwrite=overwrite,
+            on_error="skip" if skip_errors else "raise",
+            progress=progress,
+            storage_options=parse_options(option),
+            source_options=parse_options(source_option) if source_option else None,
+        )
+    _show(report)
+
+
+def parse_split(text: str | None) -> dict[str, float]:
+    """Read ``name=part,…``.
+
+    >>> parse_split("train=0.9,val=0.1")
+    {'train': 0.9, 'val': 0.1}
+
+    Raises:
+        typer.BadParameter: If it is anything else.
+    """
+    parts: dict[str, float] = {}
+    for part in text.split(",") if text else ():
+        name, _, number = (piece.strip() for piece in part.partition("="))
+        try:
+            fraction = float(number)
+        except ValueError:
+            fraction = -1.0
+        if fraction < 0 or not name or name in parts:
+            raise typer.BadParameter("give it as train=0.9,val=0.1", param_hint="--split")
+        parts[name] = fraction
+    return parts
+
+
+def parse_mapping(items: list[str] | None) -> dict[str, str]:
+    """Read ``field=column`` options.
+
+    >>> parse_mapping(["jpg=path", "txt=the caption"])
+    {'jpg': 'path', 'txt': 'the caption'}
+
+    Raises:
+        typer.BadParameter: If one is anything else, or a field comes twice.
+    """
+    fields: dict[str, str] = {}
+    for item in items or ():
+        field, equals, column = item.partition("=")
+        if not (field and equals and column) or field in fields:
+            raise typer.BadParameter(
+                f"give each field once, as FIELD=COLUMN, not {item!r}", param_hint="--map"
+            )
+        fields[field] = column
+    return fields
+
+
+@contextmanager
+def _progress_bar() -> Iterator[Callable[[Progress], None] | None]:
+    """Show samples, rates and the time left on stderr, if it is a terminal; yields None if nobody looks."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich import progress as bars  # noqa: PLC0415  (50 ms that --help does not need)
+    from rich.console import Console  # noqa: PLC0415
+
+    columns = (
+        bars.TextColumn("packing", markup=False),
+        bars.BarColumn(),
+        bars.TextColumn("{task.fields[counts]}", markup=False),
+        bars.TimeRemainingColumn(),
+    )
+    start_s = time.monotonic()
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("packing", total=None, counts="")
+
+        def update(progress: Progress) -> None:
+            seconds = max(time.monotonic() - start_s, 1e-3)
+            counts = (
+                f"{plural(progress.samples, 'sample')}  {progress.samples / seconds:,.0f}/s  "
+                f"{human_bytes(int(progress.size_bytes / seconds))}/s"
+            )
+            done = progress.samples + progress.skipped
+            bar.update(task, completed=done, total=progress.total, counts=counts)
+
+        yield update
+
+
+def _show(report: PackReport) -> None:
+    """Say what was written, and what to do next."""
+    for skip in report.skipped[:_SKIPS_SHOWN]:
+        typer.echo(f"skipped: {printable(skip.reason)}", err=True)
+    if len(report.skipped) > _SKIPS_SHOWN:
+        typer.echo(f"skipped: {len(report.skipped) - _SKIPS_SHOWN:,} more", err=True)
+    skipped = f", {len(report.skipped):,} skipped" if report.skipped else ""
+    typer.echo(
+        f"packed {plural(report.samples, 'sample')} into {plural(report.shards, 'shard')}{skipped}: "
+        f"{human_bytes(report.total_bytes)} in {report.seconds:.1f} s "
+        f"({report.samples / max(report.seconds, 1e-3):,.0f} samples/s), from {printable(report.source)}"
+    )
+    rows = [
+        (
+            f"  {split.name or 'dataset'}",
+            plural(split.samples, "sample"),
+            plural(split.shards, "shard"),
+            human_bytes(split.total_bytes),
+            printable(split.url),
+        )
+        for split in report.splits
+    ]
+    for line in aligned(rows, right=frozenset({1, 2, 3})):
+        typer.echo(line)
+    typer.echo("check with:")
+    for split in report.splits:
+        typer.echo(f"  shardstream verify {printable(split.url)}")

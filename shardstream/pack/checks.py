@@ -1,0 +1,154 @@
+"""What `verify` compares: pure checks that return problems, and the search for keys that are there twice."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shardstream.errors import ShardStreamError
+from shardstream.format.index import Offsets
+from shardstream.format.manifest import ShardInfo
+
+Hashes = npt.NDArray[np.uint64]
+"""Shape (n,): 64 bits of each key of a shard."""
+
+_LISTED_KEYS = 20
+_INDEX_AGAIN = "run 'shardstream index' again"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing that is wrong.
+
+    Args:
+        shard: URL of the shard, or of the file beside it.
+        what: What is wrong.
+        remedy: What to do about it; empty if it is not known.
+        offset: Byte offset in that file.
+        key: Key of the sample.
+        severity: An error loses or changes samples, or stops a reader; a warning does not.
+    """
+
+    shard: str
+    what: str
+    remedy: str = ""
+    offset: int | None = None
+    key: str | None = None
+    severity: Literal["error", "warning"] = "error"
+
+    def __str__(self) -> str:
+        place = self.shard
+        if self.offset is not None:
+            place += f", byte {self.offset}"
+        if self.key is not None:
+            place += f", sample {self.key!r}"
+        return f"{place}: {self.what}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+class Keys(NamedTuple):
+    """The keys of one shard, small enough to keep for all shards."""
+
+    shard: str
+    hashes: Hashes
+    offsets: Offsets
+    """Shape (n + 1,): where each sample is."""
+
+
+def problem_of(error: ShardStreamError, *, shard: str) -> Problem:
+    """Tell an error as a problem: its message is ``what; remedy [where]``."""
+    text = str(error).rsplit(" [in ", 1)[0]
+    what, _, remedy = text.partition("; ")
+    return Problem(
+        shard=error.shard or shard, what=what, remedy=remedy, offset=error.offset, key=error.key
+    )
+
+
+def check_file(info: ShardInfo, *, sha256: str, nbytes: int) -> Iterator[Problem]:
+    """Compare a file with what the manifest says of it."""
+    if info.filesize is not None and info.filesize != nbytes:
+        yield Problem(
+            shard=info.url,
+            what=f"{nbytes} bytes, the manifest says {info.filesize}: it was cut or written again",
+            remedy=f"fetch it again, or {_INDEX_AGAIN} if it was changed on purpose",
+        )
+    elif info.sha256 is not None and info.sha256.lower() != sha256:
+        yield Problem(
+            shard=info.url,
+            what=f"sha256 is {sha256[:16]}…, the manifest says {info.sha256[:16]}…: some bytes changed",
+            remedy=f"fetch it again, or {_INDEX_AGAIN} if it was changed on purpose",
+        )
+
+
+def check_index(index: Offsets, scanned: Offsets, *, url: str) -> Problem | None:
+    """Compare an index with the offsets that a fresh scan found."""
+    if np.array_equal(index, scanned):
+        return None
+    common = min(len(index), len(scanned))
+    differing = np.flatnonzero(index[:common] != scanned[:common])
+    number = int(differing[0]) if differing.size else common - 1
+    says = f"byte {index[number]}" if differing.size else f"{len(index) - 1} samples"
+    is_ = f"byte {scanned[number]}" if differing.size else f"{len(scanned) - 1}"
+    return Problem(
+        shard=url,
+        what=f"the index is not that of its tar: it says {says} where a scan finds {is_} (sample {number} of the shard)",
+        remedy=_INDEX_AGAIN,
+    )
+
+
+def hash_keys(keys: Sequence[str]) -> Hashes:
+    """Return 64 bits of each key, equal for equal keys."""
+    digests = b"".join(
+        hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+        for key in keys
+    )
+    return np.frombuffer(digests, dtype=np.uint64)
+
+
+def repeated_keys(
+    shards: Sequence[Keys], read_key: Callable[[str, int, int], str | None]
+) -> Iterator[Problem]:
+    """Find keys that are in more than one shard, by sorting the hashes of all: 24 bytes a sample.
+
+    Args:
+        shards: The keys of each shard; within one they differ.
+        read_key: ``read_key(shard, start, end)``: the key of the sample there, to tell equal hashes from equal keys; None
+            where it cannot be read.
+    """
+    if not shards:
+        return
+    hashes = np.concatenate([shard.hashes for shard in shards])
+    firsts = np.cumsum([0] + [len(shard.hashes) for shard in shards])
+    order = np.argsort(hashes, kind="stable")
+    again = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
+
+    def place(number: int) -> tuple[str, int, int]:
+        at = int(np.searchsorted(firsts, number, side="right")) - 1
+        within = number - int(firsts[at])
+        offsets = shards[at].offsets
+        return shards[at].shard, int(offsets[within]), int(offsets[within + 1])
+
+    pairs = sorted((int(order[at + 1]), int(order[at])) for at in again[:_LISTED_KEYS].tolist())
+    for later, earlier in pairs:
+        shard, start, end = place(later)
+        other, other_start, other_end = place(earlier)
+        key = read_key(shard, start, end)
+        if key != read_key(other, other_start, other_end):
+            continue
+        yield Problem(
+            shard=shard,
+            what=f"the key is in {other} as well, at byte {other_start}",
+            remedy="keys must differ within a dataset: pack again with other keys, or leave one shard out",
+            offset=start,
+            key=key,
+        )
+    if len(again) > _LISTED_KEYS:
+        yield Problem(
+            shard=place(int(order[again[_LISTED_KEYS] + 1]))[0],
+            what=f"{len(again) - _LISTED_KEYS} more keys are in two shards",
+            remedy="was a shard copied under another name?",
+        )

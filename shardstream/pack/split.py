@@ -1,0 +1,68 @@
+"""Which record goes where: seeded orders and splits, as pure functions."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+
+from shardstream.errors import OptionError
+
+Numbers = npt.NDArray[np.int64]
+
+
+def shuffled_order(count: int, *, seed: int, purpose: str) -> Numbers:
+    """Return the numbers 0 to ``count`` - 1 in an order that the seed and the purpose decide.
+
+    >>> shuffled_order(5, seed=0, purpose="order").tolist()
+    [3, 1, 2, 4, 0]
+    """
+    # Python promises that random() stays the same for a seed; of shuffles nobody promises it.
+    source = random.Random(f"{purpose}/{seed}")
+    draws = np.array([source.random() for _ in range(count)])
+    return np.argsort(draws, kind="stable").astype(np.int64)
+
+
+def split_counts(count: int, fractions: Mapping[str, float]) -> dict[str, int]:
+    """Return how many of ``count`` samples each split gets: all of them, rounded by the largest remainder.
+
+    >>> split_counts(10, {"train": 0.75, "val": 0.25})
+    {'train': 8, 'val': 2}
+
+    Raises:
+        OptionError: If the fractions do not make one whole, a name cannot be a folder, or a split would be empty.
+    """
+    for name, fraction in fractions.items():
+        if not name or not name.replace("-", "").replace("_", "").isalnum():
+            raise OptionError(f"a split is named by letters and digits, not {name!r}")
+        if not 0 < fraction < 1:
+            raise OptionError(f"the part of split {name!r} lies between 0 and 1, not at {fraction}")
+    if not math.isclose(sum(fractions.values()), 1, abs_tol=1e-6):
+        raise OptionError(
+            f"the parts of the splits add up to {sum(fractions.values()):g}, not 1: train=0.9,val=0.1, say"
+        )
+    exact = {name: fraction * count for name, fraction in fractions.items()}
+    counts = {name: int(part + 1e-9) for name, part in exact.items()}
+    by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
+    for name in by_remainder[: count - sum(counts.values())]:
+        counts[name] += 1
+    empty = next((name for name, size in counts.items() if not size), None)
+    if empty is not None:
+        raise OptionError(f"split {empty!r} would be empty: there are {count} samples")
+    return counts
+
+
+def assign_splits(count: int, fractions: Mapping[str, float], *, seed: int) -> Numbers:
+    """Return for each record the number of its split, in the order of the fractions; shape (count,).
+
+    Raises:
+        OptionError: As `split_counts`.
+    """
+    counts = list(split_counts(count, fractions).values())
+    labels = np.repeat(np.arange(len(counts)), counts)
+    assigned = np.empty(count, dtype=np.int64)
+    assigned[shuffled_order(count, seed=seed, purpose="split")] = labels
+    return assigned

@@ -1,0 +1,136 @@
+"""Field bytes -> values, by field name, through a closed table: nothing here can run code that the data brings."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.lib import format as npy_format
+
+from shardstream.errors import DecodeError, OptionError
+from shardstream.format.group import Sample
+from shardstream.read.stage import Context, ItemFunction, ItemStage
+
+Decoder = Callable[[bytes], Any]
+"""Bytes of a field -> its value."""
+
+Handler = Callable[[str, bytes], Any]
+"""WebDataset's kind of decoder: ``handler(".jpg", data)`` returns a value, or None to leave the field to the next."""
+
+Table = Mapping[str, Decoder]
+"""Last part of a field (``png`` of ``seg.png``) or a whole field -> decoder."""
+
+_TEXT = ("txt", "text", "transcript")
+_WHOLE_NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
+_INFLATED_LIMIT_BYTES = 1 << 30
+
+
+def decode_npy(data: bytes) -> np.ndarray[Any, Any]:
+    """Decode a ``.npy`` file: an array of its own shape and dtype; object arrays (pickles) are refused."""
+    stream = io.BytesIO(data)
+    array: np.ndarray[Any, Any] = npy_format.read_array(stream, allow_pickle=False)
+    return array
+
+
+def decode_npz(data: bytes) -> dict[str, np.ndarray[Any, Any]]:
+    """Decode a ``.npz`` file to its arrays by name; pickles and contents over 1 GiB are refused."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        _check_inflated(sum(entry.file_size for entry in archive.infolist()))
+    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
+        return dict(arrays)
+
+
+def decode_gzip(data: bytes) -> bytes:
+    """Inflate a ``.gz`` field; contents over 1 GiB are refused."""
+    with gzip.GzipFile(fileobj=io.BytesIO(data)) as stream:
+        inflated = stream.read(_INFLATED_LIMIT_BYTES + 1)
+    _check_inflated(len(inflated))
+    return inflated
+
+
+def _check_inflated(size: int) -> None:
+    if size > _INFLATED_LIMIT_BYTES:
+        raise ValueError(
+            f"it unpacks to {size} bytes or more, the limit is {_INFLATED_LIMIT_BYTES}"
+        )
+
+
+def _decode_text(data: bytes) -> str:
+    return data.decode("utf-8")
+
+
+BASIC: dict[str, Decoder] = {
+    **dict.fromkeys(_TEXT, _decode_text),
+    **dict.fromkeys(_WHOLE_NUMBERS, int),
+    **dict.fromkeys(("json", "jsn"), json.loads),
+    "npy": decode_npy,
+    "npz": decode_npz,
+}
+"""What needs nothing but numpy; ``tensors.py`` adds ``pt`` and ``pth``, ``images.py`` the image formats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decode(ItemStage):
+    """Decode the fields of each sample.
+
+    Args:
+        table: Decoders by field, or by its last part.
+        handlers: Asked first, in order.
+        only: Fields to decode; None means all. What is no bytes any more stays as it is.
+        threads: As in `ItemStage`.
+    """
+
+    table: Table
+    handlers: tuple[Handler, ...] = ()
+    only: frozenset[str] | None = None
+    threads: int = 0
+    _known: dict[str, Decoder | None] = field(default_factory=dict, compare=False, repr=False)
+
+    def bind(self, context: Context) -> ItemFunction:  # noqa: ARG002  (decoding depends on nothing but bytes)
+        """Return the function that decodes a sample."""
+        return self._decode
+
+    def _decode(self, sample: Sample, number: int) -> Sample:  # noqa: ARG002
+        if not isinstance(sample, dict):
+            raise OptionError(
+                f"decode works on samples, not on {type(sample).__name__}: put it before to_tuple and batched"
+            )
+        decoded: Sample = {}
+        for name, value in sample.items():
+            if (
+                name.startswith("__")
+                or not isinstance(value, bytes)
+                or (self.only is not None and name not in self.only)
+            ):
+                decoded[name] = value
+                continue
+            try:
+                decoded[name] = self._decode_field(name, value)
+            except MemoryError:
+                raise
+            except Exception as error:
+                raise DecodeError(
+                    f"cannot be decoded: {type(error).__name__}: {error}; repack this sample, or pass over it with on_error",
+                    shard=sample.get("__url__"),
+                    key=sample.get("__key__"),
+                    field=name,
+                ) from error
+        return decoded
+
+    def _decode_field(self, name: str, data: bytes) -> Any:
+        if name.endswith(".gz"):
+            name, data = name[:-3], decode_gzip(data)
+        for handler in self.handlers:
+            value = handler(f".{name}", data)
+            if value is not None:
+                return value
+        if name not in self._known:
+            self._known[name] = self.table.get(name) or self.table.get(name.rsplit(".", 1)[-1])
+        decoder = self._known[name]
+        return data if decoder is None else decoder(data)

@@ -1,0 +1,259 @@
+"""ShardLoader: a torch ``DataLoader`` with a memory."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from shardstream.errors import OptionError, StateError
+from shardstream.read.batches import Batches, Packet
+from shardstream.read.dataset import ShardDataset
+from shardstream.read.permute import derive_key
+from shardstream.read.pipeline import PlannedSamples
+from shardstream.read.plan import Order
+from shardstream.read.share import Share, Split, fitting_lanes
+from shardstream.read.stage import Position, State
+from shardstream.read.state import check_state, order_of_state, part_state, plan_state
+from shardstream.read.tensors import collate
+
+
+class ShardLoader(DataLoader[Any]):
+    """Batches of a `ShardDataset`, with an exact length and a state of a few numbers.
+
+    Takes the arguments of ``torch.utils.data.DataLoader``. Every epoch is read in another order by itself if the dataset
+    shuffles; `set_epoch` chooses one.
+
+    Args:
+        dataset: What to read; its placement says for which rank.
+        batch_size: Samples of a batch of this rank; None hands out single items (those of ``batched``, say).
+        shuffle: For drop-in use; must agree with the dataset's, where the order belongs.
+        num_workers: Loader processes; 0 reads in this one.
+        collate_fn: Makes a batch of a list of items; by default arrays are stacked to tensors, the rest is listed.
+        drop_last: Leave out a last batch of less than full size.
+        options: As ``DataLoader`` takes them: pin_memory, timeout, prefetch_factor, persistent_workers, …
+
+    Raises:
+        OptionError: If an argument makes no sense here.
+    """
+
+    def __init__(
+        self,
+        dataset: ShardDataset,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        *,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> None:
+        _check_options(dataset, batch_size, shuffle, options)
+        self._begin = self._position = Position()
+        self._share: Share | None = None
+        self._skipped: dict[int, dict[str, int]] = {}
+        self._iteration = 0
+        source = dataset.pipeline.source
+        order, split = None, Split(drop_last=drop_last)
+        if (
+            isinstance(source, PlannedSamples)
+            and dataset.pipeline.is_exact
+            and batch_size is not None
+        ):
+            microbatch = source.microbatch or batch_size
+            split = Split(
+                world_size=dataset.placement.world_size,
+                microbatches=batch_size // microbatch,
+                remainder=source.remainder,
+                drop_last=drop_last,
+            )
+            order = source.order(
+                batch=microbatch, readers=split.batches_per_step * max(1, num_workers)
+            )
+            _warn_amplified(order, split, max(1, num_workers))
+        self._batches = Batches(
+            dataset,
+            batch_size=batch_size,
+            collate_fn=collate_fn or collate,
+            split=split,
+            order=order,
+        )
+        # torch would draw the workers' seeds from the global generator
+        options["generator"] = options.get("generator") or torch.Generator()
+        super().__init__(
+            self._batches, batch_size=None, num_workers=num_workers, collate_fn=_as_is, **options
+        )
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is being read, or will be next; from 0."""
+        return self._position.epoch
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Bad samples passed over in this epoch, by kind of error."""
+        return dict(sum((Counter(counts) for counts in self._skipped.values()), Counter()))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Read this epoch next; from its start, unless it is the one that a loaded state is in."""
+        if epoch != self._position.epoch:
+            self._begin = self._position = Position(epoch=epoch)
+            self._share = None
+
+    def __len__(self) -> int:
+        share = self._share or self._batches.share(self._begin)
+        if share is not None:
+            return share.num_steps
+        length, size = len(self._batches.source_dataset), self._batches.batch_size or 1
+        return length // size if self._batches.split.drop_last else -(-length // size)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator around torch's iterator
+        begin, self._begin = self._begin, Position(epoch=self._begin.epoch)
+        self._position = begin
+        self._share = self._batches.share(begin)
+        self._skipped = {}
+        self._iteration += 1
+        self._batches.begin(begin)
+        seed = self._batches.source_dataset.pipeline.source.seed
+        self.generator.manual_seed(derive_key(seed, begin.epoch) >> 1)
+        return self._hand_out(super().__iter__(), begin, self._iteration)
+
+    def _hand_out(
+        self, packets: Iterator[Packet], begin: Position, iteration: int
+    ) -> Iterator[Any]:
+        parts = dict(begin.parts)
+        for steps, packet in enumerate(packets, start=1):
+            if iteration == self._iteration:
+                self._skipped[packet.part] = packet.skipped
+                self._position = self._position_after(packet, steps, begin.epoch, parts)
+            if not packet.empty:
+                yield packet.batch
+        if iteration == self._iteration:
+            self._begin = self._position = Position(epoch=begin.epoch + 1)
+            self._share = None
+
+    def _position_after(
+        self, packet: Packet, steps: int, epoch: int, parts: dict[int, State]
+    ) -> Position:
+        if self._share is not None:
+            return Position(epoch=epoch, consumed=self._share.consumed_after(steps))
+        if packet.state is not None:
+            parts[packet.part] = packet.state
+        return Position(
+            epoch=epoch, parts=dict(parts), next_part=(packet.part + 1) % max(1, self.num_workers)
+        )
+
+    def state_dict(self) -> State:
+        """Return where this loader is: behind the batch handed out last, whatever its workers have read ahead.
+
+        JSON values. Where every step of the pipeline hands out one item for each, it is the same on every rank and is
+        continued on any number of ranks and workers; else it holds a position for each worker of this rank.
+        """
+        batches = self._batches
+        pipeline = batches.source_dataset.pipeline
+        if batches.order is not None:
+            position = self._position
+            return plan_state(
+                batches.order,
+                fingerprint=pipeline.source.fingerprint,
+                epoch=position.epoch,
+                consumed=position.consumed,
+            )
+        return part_state(self._topology(), self._position)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken; nothing is read before the next iteration.
+
+        Raises:
+            StateError: If that cannot be done exactly: other data, seed or steps; for pipelines that change counts also
+                another number of ranks or workers.
+        """
+        if self._batches.order is None:
+            check_state(state, mine=self._topology())
+            parts = {int(part): value for part, value in state["parts"].items()}
+            position = Position(epoch=state["epoch"], parts=parts, next_part=state["next_part"])
+        else:
+            self._adopt(state)
+            position = Position(epoch=state["epoch"], consumed=state["consumed"])
+        self._begin = self._position = position
+        self._share = None
+        self._iteration += 1  # an iteration that is still open counts no more
+        self._iterator = None  # persistent workers know nothing of this
+
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        """Take the order of samples from a state."""
+        source = self._batches.source_dataset.pipeline.source
+        assert isinstance(source, PlannedSamples)  # noqa: S101  (an order was made from it)
+        given = {name: getattr(source, name) for name in ("seed", "shuffle", "microbatch", "lanes")}
+        if source.shuffle:  # in order, these two say nothing about the sequence
+            given |= {"window": source.window, "block": source.block}
+        check_state(state, mine={"kind": "plan", "fingerprint": source.fingerprint, **given})
+        order = order_of_state(state, nsamples=len(source.catalog))
+        batch_size = self._batches.batch_size or 1
+        if batch_size % order.batch:
+            raise StateError(
+                f"microbatch: the state says {order.batch}, which does not divide batch_size={batch_size} here; "
+                "use a multiple of it, or start anew"
+            )
+        self._batches.order = order
+        self._batches.split = replace(self._batches.split, microbatches=batch_size // order.batch)
+        _warn_amplified(order, self._batches.split, max(1, self.num_workers))
+
+    def _topology(self) -> State:
+        """Return what a state with a position for each worker must agree with."""
+        pipeline, placement = self._batches.source_dataset.pipeline, self._batches.placement
+        return {
+            "kind": "parts",
+            "fingerprint": pipeline.source.fingerprint,
+            "seed": pipeline.source.seed,
+            "shuffle": pipeline.source.shuffle,
+            "stages": [type(stage).__name__ for stage in pipeline.stages],
+            "rank": placement.rank,
+            "world_size": placement.world_size,
+            "num_workers": max(1, self.num_workers),
+            "batch_size": self._batches.batch_size,
+        }
+
+
+def _as_is(packet: Any) -> Any:
+    return packet
+
+
+def _check_options(
+    dataset: ShardDataset, batch_size: int | None, shuffle: bool | None, options: Mapping[str, Any]
+) -> None:
+    if not isinstance(dataset, ShardDataset):
+        raise OptionError(
+            f"a ShardLoader reads a ShardDataset, not {type(dataset).__name__}; use torch's DataLoader for that"
+        )
+    source = dataset.pipeline.source
+    if shuffle is not None and shuffle != source.shuffle:
+        raise OptionError(
+            f"the order belongs to the dataset: say ShardDataset(..., shuffle={shuffle}) there, nothing here"
+        )
+    if options.get("sampler") is not None or options.get("batch_sampler") is not None:
+        raise OptionError("a stream has no sampler: the dataset's plan splits and shuffles")
+    if batch_size is not None and batch_size < 1:
+        raise OptionError(f"batch_size must be at least 1, not {batch_size}")
+    microbatch = source.microbatch if isinstance(source, PlannedSamples) else None
+    if batch_size is not None and microbatch is not None and batch_size % microbatch:
+        raise OptionError(
+            f"batch_size={batch_size} must be a multiple of the dataset's microbatch={microbatch}"
+        )
+
+
+def _warn_amplified(order: Order, split: Split, num_workers: int) -> None:
+    """Say when several workers must read the same windows."""
+    down, up = fitting_lanes(split, num_workers, order.lanes)
+    if order.shuffle and order.lanes % (split.batches_per_step * num_workers):
+        warnings.warn(
+            f"lanes={order.lanes} is no multiple of {split.world_size} ranks x {num_workers} workers x {split.microbatches} "
+            f"microbatches: the order stays exact, but workers read parts of the same windows. Lanes that fit: {down}, {up}",
+            UserWarning,
+            stacklevel=4,
+        )

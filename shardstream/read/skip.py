@@ -1,0 +1,75 @@
+"""What becomes of bad samples: one policy for the whole chain, and an account of what it passed over."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from typing import Literal
+
+from shardstream.errors import IndexMismatchError, OptionError, SkipBudgetError, StorageError
+
+_log = logging.getLogger(__name__)
+_FATAL = (StorageError, IndexMismatchError, SkipBudgetError, MemoryError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SkipBudget:
+    """How many bad samples may be passed over.
+
+    Args:
+        samples: At most that many in each loader worker and epoch; one more is an error.
+        warn: Log each one as a warning.
+    """
+
+    samples: int = 100
+    warn: bool = False
+
+    def __post_init__(self) -> None:
+        if self.samples < 0:
+            raise OptionError(f"a budget of {self.samples} samples makes no sense")
+
+
+OnError = Literal["raise", "warn", "skip"] | SkipBudget
+
+
+class Skips:
+    """Bad samples so far.
+
+    Args:
+        on_error: "raise" stops at the first; "skip" and "warn" pass over up to 100; a `SkipBudget` says how many.
+    """
+
+    def __init__(self, on_error: OnError = "raise") -> None:
+        if on_error not in ("raise", "warn", "skip") and not isinstance(on_error, SkipBudget):
+            raise OptionError(
+                f"on_error is 'raise', 'warn', 'skip' or ss.SkipBudget(samples=…), not {on_error!r}"
+            )
+        self.budget: SkipBudget | None = None
+        if isinstance(on_error, SkipBudget):
+            self.budget = on_error
+        elif on_error != "raise":
+            self.budget = SkipBudget(warn=on_error == "warn")
+        self.counts: Counter[str] = Counter()
+
+    def take(self, error: Exception) -> None:
+        """Count a bad sample, or raise its error again.
+
+        Raises:
+            Exception: The error itself if nothing may be skipped, or if it is no fault of the sample: a store out of reach,
+                an index that does not fit.
+            SkipBudgetError: If the budget is spent.
+        """
+        if self.budget is None or isinstance(error, _FATAL):
+            raise error
+        self.counts[type(error).__name__] += 1
+        notes = "; ".join(getattr(error, "__notes__", ()))
+        text = f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
+        _log.log(
+            logging.WARNING if self.budget.warn else logging.INFO, "skipped a sample: %s", text
+        )
+        if self.counts.total() > self.budget.samples:
+            raise SkipBudgetError(
+                f"{self.counts.total()} bad samples, {self.budget.samples} are allowed ({dict(self.counts)}); mend the data, "
+                f"or allow more with on_error=ss.SkipBudget(samples=…); the last one: {text}"
+            ) from error

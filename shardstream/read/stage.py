@@ -1,0 +1,195 @@
+"""The two protocols of a pipeline: a stage describes a step and is pickled, a run is that step at work in one process."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from shardstream.read.permute import derive_key
+from shardstream.read.skip import Skips
+
+State = dict[str, Any]
+"""A position: plain JSON values, small, never samples."""
+
+ItemFunction = Callable[[Any, int], Any]
+"""``function(item, number)``: one item out for one in; the number is that of its sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What a run may depend on beside its items.
+
+    Args:
+        seed: Of the dataset.
+        epoch: From 0.
+        reader: Number of this loader worker among all of the job.
+        skips: What becomes of bad samples; one account for the whole chain.
+    """
+
+    seed: int = 0
+    epoch: int = 0
+    reader: int = 0
+    skips: Skips = field(default_factory=Skips)
+
+    def generator(self, number: int, purpose: int) -> np.random.Generator:
+        """Return the generator of a sample: the same on every topology and after every resume."""
+        return np.random.Generator(
+            np.random.PCG64(derive_key(self.seed, self.epoch, purpose, number))
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """Where a loader is.
+
+    Args:
+        epoch: From 0.
+        consumed: Samples of the epoch that all ranks together have seen, where positions are arithmetic.
+        parts: Else the state of each worker's part of the epoch.
+        next_part: And the part whose turn it is.
+    """
+
+    epoch: int = 0
+    consumed: int = 0
+    parts: Mapping[int, State] = field(default_factory=dict)
+    next_part: int = 0
+
+
+class Run(Protocol):
+    """A stage at work: an iterator with a position."""
+
+    @property
+    def number(self) -> int:
+        """Sample number of the item handed out last, or a number that stands for it."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return itself."""
+
+    def __next__(self) -> Any:
+        """Return the next item."""
+
+    def state_dict(self) -> State:
+        """Return the position behind the item handed out last."""
+
+    def load_state_dict(self, state: State) -> None:
+        """Go to a position; nothing is read before the next item is asked for."""
+
+    def close(self) -> None:
+        """Give back files and threads, here and in the runs before."""
+
+
+class Stage(Protocol):
+    """The description of a step."""
+
+    def open(self, source: Run, context: Context) -> Run:
+        """Start the step on what the step before hands out."""
+
+
+class ItemStage:
+    """A stage that hands out one item for each, so that it changes no counts and keeps no position."""
+
+    threads: int = 0
+    """Threads that work on items side by side, in order; 0 works in the caller's thread."""
+
+    def bind(self, context: Context) -> ItemFunction:
+        """Return the function for one epoch."""
+        raise NotImplementedError
+
+    def open(self, source: Run, context: Context) -> Run:
+        """Start it on a stream."""
+        function = self.bind(context)
+        if self.threads:
+            return _ThreadedItemRun(source, function, context, self.threads)
+        return _ItemRun(source, function, context)
+
+
+class SourceRun:
+    """What most runs share: they own the run before them and have its number and position."""
+
+    def __init__(self, source: Run) -> None:
+        self.source = source
+
+    @property
+    def number(self) -> int:
+        """Sample number of the item handed out last."""
+        return self.source.number
+
+    def __iter__(self) -> Iterator[Any]:
+        return self  # type: ignore[return-value]  # the classes below have __next__
+
+    def state_dict(self) -> State:
+        """Return the position of the run before."""
+        return self.source.state_dict()
+
+    def load_state_dict(self, state: State) -> None:
+        """Send the run before to a position."""
+        self.source.load_state_dict(state)
+
+    def close(self) -> None:
+        """Close the run before."""
+        self.source.close()
+
+
+class _ItemRun(SourceRun):
+    def __init__(self, source: Run, function: ItemFunction, context: Context) -> None:
+        super().__init__(source)
+        self._function = function
+        self._skips = context.skips
+
+    def __next__(self) -> Any:
+        while True:
+            item = next(self.source)
+            try:
+                return self._function(item, self.source.number)
+            except Exception as error:  # noqa: BLE001  (the skip policy decides)
+                self._skips.take(error)
+
+
+class _ThreadedItemRun(SourceRun):
+    def __init__(self, source: Run, function: ItemFunction, context: Context, threads: int) -> None:
+        super().__init__(source)
+        self._function = function
+        self._skips = context.skips
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shardstream-map")
+        self._ahead = 2 * threads
+        self._pending: deque[tuple[Future[Any], int, State]] = deque()
+        self._state = source.state_dict()
+        self._number = 0
+
+    @property
+    def number(self) -> int:
+        return self._number
+
+    def __next__(self) -> Any:
+        while True:
+            while len(self._pending) < self._ahead:
+                item = next(self.source, self)
+                if item is self:
+                    break
+                number = self.source.number
+                future = self._pool.submit(self._function, item, number)
+                self._pending.append((future, number, self.source.state_dict()))
+            if not self._pending:
+                raise StopIteration
+            future, self._number, self._state = self._pending.popleft()
+            try:
+                return future.result()
+            except Exception as error:  # noqa: BLE001  (the skip policy decides)
+                self._skips.take(error)
+
+    def state_dict(self) -> State:
+        return self._state
+
+    def load_state_dict(self, state: State) -> None:
+        self._pending.clear()
+        self.source.load_state_dict(state)
+        self._state = state
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+        self.source.close()

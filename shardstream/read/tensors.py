@@ -1,0 +1,116 @@
+"""numpy -> torch: collate, and the decoders that need torch."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+from shardstream.errors import SampleError
+
+
+def to_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Wrap an array as a tensor of the same memory."""
+    return torch.from_numpy(array)
+
+
+def load_tensors(data: bytes) -> Any:
+    """Decode what ``torch.save`` wrote, tensors and plain containers only (``weights_only``), to the CPU."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def collate(items: Sequence[Any]) -> Any:
+    """Make a batch of samples (dicts), tuples or values.
+
+    Arrays and tensors of one shape are stacked, shape (B, …), same dtype; numbers become a tensor of shape (B,): whole
+    ones int64, floats float64 (as in torch's own collate), truth values bool. All else (text, bytes, PIL images, nested JSON, ``None``) becomes a list.
+
+    Raises:
+        SampleError: If arrays of one field differ in shape or dtype, or samples in their fields.
+    """
+    first = items[0]
+    if isinstance(first, Mapping):
+        return {name: _column(_values(items, name), name, items) for name in _same_fields(items)}
+    if isinstance(first, tuple):
+        sizes = {len(item) for item in items}
+        if len(sizes) > 1:
+            raise SampleError(f"tuples of different lengths, {sorted(sizes)}, cannot be one batch")
+        columns = zip(*items, strict=True)
+        return tuple(
+            _column(list(column), f"element {place}", items) for place, column in enumerate(columns)
+        )
+    return _column(list(items), "items", items)
+
+
+def _same_fields(items: Sequence[Mapping[str, Any]]) -> list[str]:
+    names = list(items[0])
+    for item in items:
+        if item.keys() != items[0].keys():
+            differ = sorted(item.keys() ^ items[0].keys())
+            raise SampleError(
+                f"samples with different fields cannot be one batch: {differ} of {items[0].get('__key__')!r} and "
+                f"{item.get('__key__')!r}; choose fields that all have, with to_tuple or rename(..., keep=False)"
+            )
+    return names
+
+
+def _values(items: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
+    return [item[name] for item in items]
+
+
+def _column(values: list[Any], name: str, items: Sequence[Any]) -> Any:
+    kind = type(values[0])
+    if kind is str or kind is bytes or not all(type(value) is kind for value in values):
+        return values
+    if issubclass(kind, torch.Tensor):
+        return _stack(values, name, items)
+    if issubclass(kind, np.ndarray):
+        if values[0].dtype.kind not in "biufc":
+            return values
+        return _stack([torch.from_numpy(_native(value)) for value in values], name, items)
+    if issubclass(kind, np.generic):
+        return torch.as_tensor(np.array(values))
+    if kind is float:
+        return torch.tensor(values, dtype=torch.float64)
+    if kind is int or kind is bool:
+        return torch.tensor(values) if max(map(abs, values)) < 1 << 63 else values
+    return values
+
+
+def _native(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Return the array as torch takes it: native byte order, writable, no negative strides."""
+    if not array.dtype.isnative:
+        array = array.astype(array.dtype.newbyteorder("="))
+    return (
+        np.array(array)
+        if not array.flags.writeable or any(step < 0 for step in array.strides)
+        else array
+    )
+
+
+def _stack(values: list[torch.Tensor], name: str, items: Sequence[Any]) -> torch.Tensor:
+    shape, dtype = values[0].shape, values[0].dtype
+    for item, value in zip(items, values, strict=True):
+        if value.shape != shape or value.dtype != dtype:
+            key = f" (sample {item.get('__key__')!r})" if isinstance(item, Mapping) else ""
+            raise SampleError(
+                f"{name}: {tuple(shape)} {dtype} and {tuple(value.shape)} {value.dtype}{key} cannot be stacked to one batch; "
+                "make them alike in a map (crop, resize, pad), or pass collate_fn",
+                field=name,
+            )
+    if get_worker_info() is None:
+        return torch.stack(values)
+    # Straight into the shared memory that crosses to the main process (as torch's default_collate does).
+    typed: Any = values[0]._typed_storage()  # type: ignore[no-untyped-call]
+    storage = typed._new_shared(sum(value.numel() for value in values), device=values[0].device)
+    return torch.stack(values, out=values[0].new(storage).resize_(len(values), *shape))
+
+
+def shared_numbers(*values: int) -> torch.Tensor:
+    """Return whole numbers in memory that forked and spawned workers share, shape (n,), int64."""
+    numbers: torch.Tensor = torch.tensor(values, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+    return numbers

@@ -1,0 +1,205 @@
+"""Steps on single samples: map, map_dict, map_tuple, rename, to_tuple, select."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardstream.errors import OptionError, SampleError
+from shardstream.format.group import Sample
+from shardstream.read.permute import derive_key
+from shardstream.read.stage import Context, ItemFunction, ItemStage, Run, SourceRun
+
+
+def name_of(function: object) -> str:
+    """Return what a function is called in messages."""
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+def add_place(error: Exception, step: str, item: object) -> None:
+    """Note on a user's own error which step and sample it was."""
+    where = f"in {step}"
+    if isinstance(item, dict) and "__key__" in item:
+        where += f" on sample {item['__key__']!r} of {item.get('__url__')}"
+    error.add_note(where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Map(ItemStage):
+    """Apply a function to each item.
+
+    Args:
+        function: ``function(item)``, or ``function(item, generator)`` with ``rng``.
+        rng: Pass a `numpy.random.Generator` keyed by (seed, epoch, sample number).
+        purpose: Tells the generators of several steps of one chain apart.
+        threads: As in `ItemStage`.
+    """
+
+    function: Callable[..., Any]
+    rng: bool = False
+    purpose: int = 0
+    threads: int = 0
+
+    def bind(self, context: Context) -> ItemFunction:
+        """Return the function for one epoch."""
+        function, purpose, rng = self.function, derive_key(self.purpose), self.rng
+        step = f"map({name_of(function)})"
+
+        def apply(item: Any, number: int) -> Any:
+            try:
+                return function(item, context.generator(number, purpose)) if rng else function(item)
+            except Exception as error:
+                add_place(error, step, item)
+                raise
+
+        return apply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapDict(ItemStage):
+    """Apply functions to single fields."""
+
+    functions: Mapping[str, Callable[[Any], Any]]
+
+    def bind(self, context: Context) -> ItemFunction:  # noqa: ARG002
+        """Return the function for one epoch."""
+        return self._apply
+
+    def _apply(self, sample: Sample, number: int) -> Sample:  # noqa: ARG002
+        changed = dict(sample)
+        for name, function in self.functions.items():
+            if name not in sample:
+                raise _no_field(name, sample, "map_dict")
+            try:
+                changed[name] = function(sample[name])
+            except Exception as error:
+                add_place(error, f"map_dict({name}={name_of(function)})", sample)
+                raise
+        return changed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapTuple(ItemStage):
+    """Apply the first function to the first element, and so on; more elements than functions stay as they are."""
+
+    functions: tuple[Callable[[Any], Any] | None, ...]
+
+    def bind(self, context: Context) -> ItemFunction:  # noqa: ARG002
+        """Return the function for one epoch."""
+        return self._apply
+
+    def _apply(self, item: Any, number: int) -> tuple[Any, ...]:  # noqa: ARG002
+        if not isinstance(item, tuple) or len(item) < len(self.functions):
+            raise OptionError(
+                f"map_tuple with {len(self.functions)} functions got {type(item).__name__}; put to_tuple before it"
+            )
+        changed = list(item)
+        for place, function in enumerate(self.functions):
+            if function is None:
+                continue
+            try:
+                changed[place] = function(item[place])
+            except Exception as error:
+                add_place(error, f"map_tuple({name_of(function)}), element {place}", item)
+                raise
+        return tuple(changed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rename(ItemStage):
+    """Give fields new names; the first old name of ``"jpg;png"`` that is there counts.
+
+    Args:
+        names: New name -> old name, or several joined with ``;``.
+        keep: Keep the fields that are not named.
+    """
+
+    names: Mapping[str, str]
+    keep: bool = True
+
+    def bind(self, context: Context) -> ItemFunction:  # noqa: ARG002
+        """Return the function for one epoch."""
+        return self._apply
+
+    def _apply(self, sample: Sample, number: int) -> Sample:  # noqa: ARG002
+        taken = {new: find_field(old, sample, "rename") for new, old in self.names.items()}
+        used = set(taken.values())
+        kept = {
+            name: value
+            for name, value in sample.items()
+            if name.startswith("__") or (self.keep and name not in used)
+        }
+        return kept | {new: sample[old] for new, old in taken.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToTuple(ItemStage):
+    """Take some fields of each sample, in order; ``"jpg;png"`` takes the first that is there."""
+
+    names: tuple[str, ...]
+
+    def bind(self, context: Context) -> ItemFunction:  # noqa: ARG002
+        """Return the function for one epoch."""
+        return self._apply
+
+    def _apply(self, sample: Sample, number: int) -> tuple[Any, ...]:  # noqa: ARG002
+        return tuple(
+            [
+                sample[name] if name in sample else sample[find_field(name, sample, "to_tuple")]
+                for name in self.names
+            ]
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Select:
+    """Keep the items that a function says yes to."""
+
+    predicate: Callable[[Any], bool]
+
+    def open(self, source: Run, context: Context) -> Run:
+        """Start it on a stream."""
+        return _SelectRun(source, self.predicate, context)
+
+
+class _SelectRun(SourceRun):
+    def __init__(self, source: Run, predicate: Callable[[Any], bool], context: Context) -> None:
+        super().__init__(source)
+        self._predicate = predicate
+        self._skips = context.skips
+
+    def __next__(self) -> Any:
+        for item in self.source:
+            try:
+                if self._predicate(item):
+                    return item
+            except Exception as error:  # noqa: BLE001  (the skip policy decides)
+                add_place(error, f"select({name_of(self._predicate)})", item)
+                self._skips.take(error)
+        raise StopIteration
+
+
+def find_field(names: str, sample: Sample, step: str) -> str:
+    """Return the first of ``"jpg;png"`` that a sample has.
+
+    Raises:
+        SampleError: If it has none.
+    """
+    for name in names.split(";"):
+        if name in sample:
+            return name
+    raise _no_field(names, sample, step)
+
+
+def _no_field(names: str, sample: Any, step: str) -> SampleError:
+    if not isinstance(sample, dict):
+        return SampleError(
+            f"{step} works on samples, not on {type(sample).__name__}: put it before to_tuple and batched"
+        )
+    there = ", ".join(name for name in sample if not name.startswith("__"))
+    return SampleError(
+        f"{step}: no field {names!r}; the sample has: {there}",
+        shard=sample.get("__url__"),
+        key=sample.get("__key__"),
+    )

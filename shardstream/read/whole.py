@@ -1,0 +1,114 @@
+"""Where a chain begins without an index: whole shards, each read from its start to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardstream.format.group import Sample, iter_samples
+from shardstream.format.manifest import ShardInfo, fingerprint
+from shardstream.format.stream import StreamReader, decompressed
+from shardstream.placement import Reader
+from shardstream.read.permute import derive_key, permute
+from shardstream.read.skip import Skips
+from shardstream.read.stage import Run, State
+from shardstream.storage.filesystem import Storage
+from shardstream.storage.locate import is_compressed
+
+_SHARD_ORDER = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeShards:
+    """A dataset that can only be split by whole shards.
+
+    Args:
+        shards: In the order of the dataset.
+        storage: Where they are.
+        shuffle: Permute the shards; samples are shuffled by a stage behind.
+        seed: Any whole number.
+    """
+
+    shards: tuple[ShardInfo, ...]
+    storage: Storage
+    shuffle: bool
+    seed: int
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the dataset."""
+        return fingerprint(self.shards)
+
+    def open(self, reader: Reader, epoch: int, skips: Skips) -> Run:
+        """Start reading the shards of one loader worker."""
+        order = np.arange(len(self.shards))
+        if self.shuffle and len(order):
+            order = permute(order, len(order), derive_key(self.seed, epoch, _SHARD_ORDER))
+        return WholeShardRun(self, order[reader.number :: reader.total].tolist(), skips)
+
+
+class WholeShardRun:
+    """Raw samples of some shards, one shard after the other."""
+
+    def __init__(self, source: WholeShards, shards: list[int], skips: Skips) -> None:
+        self.number = -1
+        self._source = source
+        self._shards = shards
+        self._skips = skips
+        self._place = 0  # in the list of shards
+        self._taken = 0  # samples of that shard
+        self._offset = 0  # behind the last of them
+        self._samples: Generator[Sample, None, None] | None = None
+
+    def __iter__(self) -> WholeShardRun:
+        return self
+
+    def __next__(self) -> Sample:
+        if self._samples is None:
+            self._samples = self._read()
+        return next(self._samples)
+
+    def state_dict(self) -> State:
+        """Return shard, samples taken of it and the byte offset behind them."""
+        return {"shard": self._place, "taken": self._taken, "offset": self._offset}
+
+    def load_state_dict(self, state: State) -> None:
+        """Go to a shard and an offset in it."""
+        self.close()
+        self._place, self._taken, self._offset = state["shard"], state["taken"], state["offset"]
+
+    def close(self) -> None:
+        """Close the shard that is open."""
+        if self._samples is not None:
+            self._samples.close()
+        self._samples = None
+
+    def _read(self) -> Generator[Sample, None, None]:
+        while self._place < len(self._shards):
+            shard = self._shards[self._place]
+            info = self._source.shards[shard]
+            try:
+                yield from self._read_shard(shard, info)
+            except Exception as error:  # noqa: BLE001  (the skip policy decides: the rest of the shard is lost)
+                self._skips.take(error)
+            self._place, self._taken, self._offset = self._place + 1, 0, 0
+
+    def _read_shard(self, shard: int, info: ShardInfo) -> Generator[Sample, None, None]:
+        compressed = is_compressed(info.url)
+        start, passed = (0, self._taken) if compressed else (self._offset, 0)
+        with (
+            self._source.storage.open(info.url) as raw,
+            decompressed(raw, shard=info.url) as stream,
+        ):
+            read: Any = StreamReader(stream)
+            end = None if compressed else info.filesize
+            for group, sample in iter_samples(read, start=start, end=end, shard=info.url):
+                if passed:
+                    passed -= 1
+                    continue
+                self.number = derive_key(shard, self._taken)
+                self._taken, self._offset = self._taken + 1, group.end
+                yield sample

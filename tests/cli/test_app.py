@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardstream.cli import app as app_module
+from shardstream.cli import main
+from shardstream.errors import ShardError
+from tests.pack.tars import make_dataset
+
+COMMANDS = ("pack", "index", "verify", "ls", "cat")
+
+
+def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {command} " in out for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_explains_itself_with_an_example(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([command, "--help"]) == 0
+    assert f"\n    shardstream {command} " in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("shardstream ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nonsense"], "No such command 'nonsense'"),
+        (["verify"], "Missing argument 'URL"),
+        (["verify", "x", "--threads", "0"], "--threads"),
+        (["ls", "x", "--option", "secret"], "KEY=VALUE"),
+        (["cat", "x", "--number", "1", "--key", "a"], "not both"),
+        (["cat", "x", "--output", "f"], "--output needs --field"),
+    ],
+)
+def test_wrong_usage_ends_with_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_error_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls", "/no/[bold]such\x1b[31m\nplace"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert captured.err.count("\n") == 1
+    assert "/no/[bold]such\\x1b[31m\\nplace" in captured.err
+    assert captured.out == ""
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["--debug", "ls", "/no/such"], ["ls", "/no/such", "--debug"]):
+        assert main(arguments) == 1
+        assert "Traceback (most recent call last)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(KeyboardInterrupt(), 130), (ShardError("x", shard="a", offset=1), 1)]
+)
+def test_exit_codes_of_what_a_command_raises(
+    error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("shardstream.pack.inspect.list_shards", fail)
+    assert app_module.main(["ls", "x"]) == code
+
+
+def test_a_reader_that_has_seen_enough_causes_no_noise(tmp_path: Path) -> None:
+    make_dataset(tmp_path, shards=1)
+    code = (
+        f"import sys; from shardstream.cli import main; sys.exit(main(['ls', {str(tmp_path)!r}]))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == b""
+
+
+def test_start_leaves_the_heavy_packages_out() -> None:
+    code = (
+        "import sys, shardstream.cli\n"
+        "print(*{'torch', 'numpy', 'fsspec', 'PIL', 's3fs', 'rich.console'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
+    assert done.stdout.strip() == ""
+
+
+@pytest.mark.usefixtures("s3_env")
+def test_storage_troubles_say_what_to_do(
+    bucket: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ls", f"{bucket}/nothing/"]) == 1
+    assert "nothing is there" in capsys.readouterr().err
+    assert main(["ls", f"{bucket}/", "--option", "key=wrong", "--option", "secret=wrong"]) == 1
+    assert "access refused; check the credentials" in capsys.readouterr().err
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    assert main(["ls", f"{bucket}/", "--option", "endpoint_url=http://127.0.0.1:9"]) == 1
+    assert "the server cannot be reached; check AWS_ENDPOINT_URL" in capsys.readouterr().err

@@ -1,0 +1,180 @@
+"""The lines of the house: who may import whom, and how long a module may be."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "shardstream"
+MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
+CLIENTS = sorted(path for folder in ("tools", "examples") for path in (ROOT / folder).rglob("*.py"))
+
+# Lowest first; a part imports its own layer and lower ones. `read` and `pack` share a layer, but never meet.
+LAYERS = (
+    {"errors", "placement"},
+    {"format"},
+    {"storage"},
+    {"read", "pack"},
+    {"testing"},
+    {"__init__"},
+    {"cli", "__main__"},
+)
+MODULE_LINES = 320
+FUNCTION_LINES = 60
+HOMES = {
+    "fsspec": ("storage/",),
+    "s3fs": ("storage/",),
+    "torch": ("read/dataset.py", "read/loader.py", "read/tensors.py"),
+    "webdataset": (),
+}
+NEVER_IMPORTED = ("subprocess", "pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve")
+MAY_PICKLE = ("read/decode",)
+NEVER_CALLED = ("eval", "exec", "compile", "__import__", "os.system", "os.popen")
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def part_of(module: str) -> str:
+    """Return the layer's part that ``shardstream.x.y`` lies in."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "__init__"
+
+
+def own_part(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def layer(part: str) -> int:
+    found = [number for number, parts in enumerate(LAYERS) if part in parts]
+    assert found, f"{part} has no layer: name it in LAYERS"
+    return found[0]
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+
+
+def imports(path: Path, *, for_types: bool = True) -> Iterator[str]:
+    """Yield the modules that a module imports, anywhere in it."""
+    waiting: list[ast.AST] = [parse(path)]
+    while waiting:
+        node = waiting.pop()
+        if is_type_checking(node) and not for_types:
+            continue
+        waiting += ast.iter_child_nodes(node)
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            module = node.module or ""
+            yield module
+            if module == "shardstream":
+                yield from (
+                    f"shardstream.{alias.name}"
+                    for alias in node.names
+                    if (PACKAGE / alias.name).is_dir() or (PACKAGE / f"{alias.name}.py").is_file()
+                )
+
+
+def dotted_names(path: Path) -> Iterator[str]:
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Attribute | ast.Name):
+            yield ast.unparse(node)
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_a_module_imports_its_own_layer_and_lower_ones(path: Path) -> None:
+    mine = own_part(path)
+    for module in imports(path):
+        if module.split(".")[0] != "shardstream":
+            continue
+        theirs = part_of(module)
+        assert layer(theirs) <= layer(mine), f"{name_of(path)} imports {module}, a layer above"
+        assert theirs == mine or {theirs, mine} != {"read", "pack"}, (
+            f"{name_of(path)} imports {module}: read and pack share what lies below, never each other"
+        )
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_fsspec_and_torch_stay_at_home(path: Path) -> None:
+    for module in imports(path, for_types=False):
+        homes = HOMES.get(module.split(".")[0])
+        assert homes is None or name_of(path).startswith(homes), (
+            f"{name_of(path)} imports {module}; its home: {homes}"
+        )
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_the_environment_is_read_in_placement_alone(path: Path) -> None:
+    read = {name for name in dotted_names(path) if name in ("os.environ", "os.getenv", "os.putenv")}
+    assert not read or name_of(path) == "placement.py", f"{name_of(path)} reads {read}"
+
+
+@pytest.mark.parametrize("path", MODULES, ids=name_of)
+def test_data_never_runs_as_code(path: Path) -> None:
+    for module in imports(path):
+        may = module == "pickle" and name_of(path).startswith(MAY_PICKLE)
+        assert may or module.split(".")[0] not in NEVER_IMPORTED, f"{name_of(path)}: {module}"
+    called = {
+        ast.unparse(node.func) for node in ast.walk(parse(path)) if isinstance(node, ast.Call)
+    }
+    assert not called.intersection(NEVER_CALLED), f"{name_of(path)}: {called & {*NEVER_CALLED}}"
+    # numpy unpickles object arrays and torch any file, unless told not to
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("np.load", "torch.load"):
+            options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            safe = options.get("allow_pickle") == "False" or options.get("weights_only") == "True"
+            assert safe, f"{name_of(path)}:{node.lineno}: load without a word on pickles"
+
+
+@pytest.mark.parametrize("path", [*MODULES, *CLIENTS], ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_modules_and_functions_stay_short(path: Path) -> None:
+    num_lines = len(path.read_text(encoding="utf-8").splitlines())
+    assert num_lines <= MODULE_LINES, f"{num_lines} lines: split it by meaning"
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            count = (node.end_lineno or node.lineno) - node.lineno + 1 - docstring_lines(node)
+            assert count <= FUNCTION_LINES, f"{path.name}:{node.lineno} {node.name}: {count} lines"
+
+
+def docstring_lines(node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    if ast.get_docstring(node, clean=False) is None:
+        return 0
+    first = node.body[0]
+    return (first.end_lineno or first.lineno) - first.lineno + 1
+
+
+def test_tools_and_examples_use_public_names_only() -> None:
+    private = [
+        module
+        for path in CLIENTS
+        for module in imports(path)
+        if module.startswith("shardstream.") and any(p.startswith("_") for p in module.split("."))
+    ]
+    assert not private
+
+
+def test_every_folder_of_the_package_is_shallow() -> None:
+    assert all(len(path.relative_to(PACKAGE).parts) <= 2 for path in MODULES)
+
+
+def test_importing_the_package_leaves_torch_and_the_clients_out() -> None:
+    heavy = ("torch", "s3fs", "boto3", "aiohttp", "PIL", "webdataset", "pyarrow", "typer")
+    code = f"import sys, shardstream\nprint([name for name in {heavy!r} if name in sys.modules])"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.strip() == "[]"
