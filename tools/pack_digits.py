@@ -10,6 +10,7 @@ import argparse
 import sys
 
 import numpy as np
+import typer
 from sklearn.datasets import load_digits
 
 from shardstream.cli.pack import parse_split
@@ -21,7 +22,7 @@ def main() -> int:
     """Read the command line, pack, and return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--dest", required=True, help="folder or pattern with {shard}")
-    parser.add_argument("--split", type=parse_split, help="e.g. train=0.9,val=0.1")
+    parser.add_argument("--split", help="e.g. train=0.9,val=0.1")
     parser.add_argument("--max-samples", type=int, default=500, help="samples of a shard")
     parser.add_argument("--seed", type=int, default=0, help="of the order and of the split")
     parser.add_argument("--overwrite", action="store_true")
@@ -37,13 +38,13 @@ def main() -> int:
             samples,
             args.dest,
             name="digits",
-            split=args.split,
+            split=parse_split(args.split),
             shuffle=True,
             seed=args.seed,
             max_samples=args.max_samples,
             overwrite=args.overwrite,
         )
-    except ShardStreamError as error:
+    except (ShardStreamError, typer.BadParameter) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+import typer
+
 from shardstream.cli.pack import parse_split
 from shardstream.errors import ShardStreamError
 from shardstream.pack.job import pack
@@ -15,7 +17,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("source", help="folder that holds a folder for each class")
     parser.add_argument("--dest", required=True, help="folder or pattern with {shard}")
-    parser.add_argument("--split", type=parse_split, help="e.g. train=0.9,val=0.1")
+    parser.add_argument("--split", help="e.g. train=0.9,val=0.1")
     parser.add_argument("--max-side", type=int, help="longest side of an image in pixels")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--overwrite", action="store_true")
@@ -25,12 +27,12 @@ def main() -> int:
             args.source,
             args.dest,
             kind="images",
-            split=args.split,
+            split=parse_split(args.split),
             max_side=args.max_side,
             processes=args.processes,
             overwrite=args.overwrite,
         )
-    except ShardStreamError as error:
+    except (ShardStreamError, typer.BadParameter) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(

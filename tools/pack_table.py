@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+import typer
+
 from shardstream.cli.pack import parse_mapping, parse_split
 from shardstream.errors import ShardStreamError
 from shardstream.pack.job import pack
@@ -18,7 +20,7 @@ def main() -> int:
     parser.add_argument("--map", action="append", metavar="FIELD=COLUMN", help="may be repeated")
     parser.add_argument("--key", help="column, or template such as '{index:08d}'")
     parser.add_argument("--root", help="folder that paths are relative to")
-    parser.add_argument("--split", type=parse_split, help="e.g. train=0.9,val=0.1")
+    parser.add_argument("--split", help="e.g. train=0.9,val=0.1")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--overwrite", action="store_true")
     args = parser.parse_args()
@@ -30,11 +32,11 @@ def main() -> int:
             fields=parse_mapping(args.map),
             key=args.key,
             root=args.root,
-            split=args.split,
+            split=parse_split(args.split),
             processes=args.processes,
             overwrite=args.overwrite,
         )
-    except ShardStreamError as error:
+    except (ShardStreamError, typer.BadParameter) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(

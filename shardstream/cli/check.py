@@ -47,9 +47,8 @@ def index(
         )
     for warning in report.warnings:
         typer.echo(f"warning: {printable(warning)}", err=True)
-    counts = _counts(
-        len(report.manifest.shards), report.manifest.nsamples, report.manifest.total_bytes
-    )
+    made = report.manifest
+    counts = _counts(len(made.shards), made.nsamples, made.total_bytes)
     typer.echo(f"indexed {counts}: wrote {printable(report.manifest_url)}")
 
 

@@ -19,6 +19,25 @@ if TYPE_CHECKING:
 _HEADINGS = ("shard", "samples", "size", "index")
 _RIGHT = frozenset({1, 2})
 
+_Number = Annotated[
+    int | None,
+    typer.Option(min=0, metavar="N", help="Number of the sample, from 0, which is the default."),
+]
+_Key = Annotated[
+    str | None,
+    typer.Option(metavar="KEY", help="Key of the sample; searches shard by shard."),
+]
+_Field = Annotated[
+    str | None, typer.Option(metavar="FIELD", help="Show this field alone, text in full.")
+]
+_Output = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="With --field: write its bytes to this file, replacing it; - is standard output.",
+    ),
+]
+
 
 def ls(
     urls: Urls,
@@ -54,26 +73,10 @@ def ls(
 def cat(
     urls: Urls,
     *,
-    number: Annotated[
-        int | None,
-        typer.Option(
-            min=0, metavar="N", help="Number of the sample, from 0, which is the default."
-        ),
-    ] = None,
-    key: Annotated[
-        str | None, typer.Option(metavar="KEY", help="Key of the sample; searches shard by shard.")
-    ] = None,
-    field: Annotated[
-        str | None, typer.Option(help="Show this field alone, text in full.", show_default=False)
-    ] = None,
-    output: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="With --field: write its bytes to this file, replacing it; - is standard output.",
-            show_default=False,
-        ),
-    ] = None,
+    number: _Number = None,
+    key: _Key = None,
+    field: _Field = None,
+    output: _Output = None,
     option: StorageOption = None,
 ) -> None:
     """Show one sample, or extract one of its fields.
@@ -97,10 +100,10 @@ def cat(
             storage_options=parse_options(option),
             progress=progress,
         )
-    if field is not None and (field not in sample or field.startswith("__")):
-        fields = ", ".join(name for name in sample if not name.startswith("__"))
+    fields = [name for name in sample if not name.startswith("__")]
+    if field is not None and field not in fields:
         raise OptionError(
-            f"the sample has no field {field!r}, it has {fields}", key=sample["__key__"]
+            f"the sample has no field {field!r}, it has {', '.join(fields)}", key=sample["__key__"]
         )
     if field is None or output is None:
         _show(sample, field)

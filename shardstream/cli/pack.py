@@ -23,11 +23,16 @@ def pack(  # noqa: PLR0913  (the options of a command)
     source: Annotated[
         str,
         typer.Argument(
-            help="Folder, table (.csv .tsv .jsonl .parquet), tar or quoted pattern of tars."
+            metavar="SOURCE",
+            help="Folder, table (.csv .tsv .jsonl .parquet), tar or quoted pattern of tars.",
         ),
     ],
     dest: Annotated[
-        str, typer.Argument(help='Folder, or pattern such as "s3://bucket/train/{shard:06d}.tar".')
+        str,
+        typer.Argument(
+            metavar="DEST",
+            help='Folder, or pattern such as "s3://bucket/train/{shard:06d}.tar".',
+        ),
     ],
     *,
     kind: Annotated[
@@ -266,7 +271,7 @@ def _show(report: PackReport) -> None:
         f"{human_bytes(report.total_bytes)} in {report.seconds:.1f} s "
         f"({report.samples / max(report.seconds, 1e-3):,.0f} samples/s), from {printable(report.source)}"
     )
-    rows = [
+    rows: list[tuple[str, ...]] = [
         (
             f"  {split.name or 'dataset'}",
             plural(split.samples, "sample"),

@@ -134,21 +134,24 @@ def repeated_keys(
 
     pairs = sorted((int(order[at + 1]), int(order[at])) for at in again[:_LISTED_KEYS].tolist())
     for later, earlier in pairs:
-        shard, start, end = place(later)
-        other, other_start, other_end = place(earlier)
-        key = read_key(shard, start, end)
-        if key != read_key(other, other_start, other_end):
-            continue
-        yield Problem(
-            shard=shard,
-            what=f"the key is in {other} as well, at byte {other_start}",
-            remedy="keys must differ within a dataset: pack again with other keys, or leave one shard out",
-            offset=start,
-            key=key,
-        )
+        key = read_key(*place(later))
+        if key == read_key(*place(earlier)):
+            yield _repeated(key, place(later), place(earlier))
     if len(again) > _LISTED_KEYS:
         yield Problem(
             shard=place(int(order[again[_LISTED_KEYS] + 1]))[0],
             what=f"{len(again) - _LISTED_KEYS} more keys are in two shards",
             remedy="was a shard copied under another name?",
         )
+
+
+def _repeated(
+    key: str | None, later: tuple[str, int, int], earlier: tuple[str, int, int]
+) -> Problem:
+    return Problem(
+        shard=later[0],
+        what=f"the key is in {earlier[0]} as well, at byte {earlier[1]}",
+        remedy="keys must differ within a dataset: pack again with other keys, or leave one shard out",
+        offset=later[1],
+        key=key,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from shardstream.errors import ManifestError, OptionError, StorageError
@@ -57,8 +58,8 @@ def index(  # noqa: PLR0913  (the public door)
 ) -> IndexReport:
     """Make tars readable by number: write an index beside each and one manifest for all.
 
-    Every tar is read once, from its start to its end, in pieces of 8 MiB. What was there of indexes and manifest is written
-    anew. If a tar is bad nothing is said to be a dataset: ``index.json`` is not written.
+    Every tar is read once, from its start to its end, in pieces of 8 MiB. Indexes and manifest that are there already are
+    replaced. If a tar is bad, ``index.json`` is not written.
 
     Args:
         urls: A folder or prefix (all tars right in it, sorted by name), a pattern, a tar, or a list; all in one folder.
@@ -78,21 +79,10 @@ def index(  # noqa: PLR0913  (the public door)
     storage = Storage(storage_options, filesystem)
     folder, tars, others = _find_tars(urls, storage)
     meter = Meter(sum(tar.size for tar in tars), progress)
-    done = run_all(
-        lambda tar: _index_shard(tar, storage, meter, wds2idx=wds2idx),
-        tars,
-        threads=threads,
-        meter=meter,
-    )
-    fields: Counter[str] = Counter()
-    for one in done:
-        fields.update(one.fields)
+    work = partial(_index_shard, storage=storage, meter=meter, wds2idx=wds2idx)
+    done = run_all(work, tars, threads=threads, meter=meter)
     url = join_url(folder, MANIFEST_NAME)
-    manifest = Manifest(
-        shards=tuple(one.info for one in done),
-        name=name or _name_before(url, storage),
-        fields=dict(fields),
-    )
+    manifest = _manifest_of(done, name=name or _name_before(url, storage))
     publish_bytes(storage, url, encode_manifest(manifest))
     warnings = [one.warning for one in done if one.warning is not None]
     if others:
@@ -101,6 +91,13 @@ def index(  # noqa: PLR0913  (the public door)
             "index the folder itself to have them all"
         )
     return IndexReport(manifest_url=url, manifest=manifest, warnings=tuple(warnings))
+
+
+def _manifest_of(done: Sequence[_Indexed], *, name: str) -> Manifest:
+    fields: Counter[str] = Counter()
+    for one in done:
+        fields.update(one.fields)
+    return Manifest(shards=tuple(one.info for one in done), name=name, fields=dict(fields))
 
 
 def _find_tars(
@@ -171,7 +168,7 @@ def _tars_of(url: str, storage: Storage, listed: dict[str, dict[str, FileInfo]])
     )
 
 
-def _index_shard(tar: FileInfo, storage: Storage, meter: Meter, *, wds2idx: bool) -> _Indexed:
+def _index_shard(tar: FileInfo, *, storage: Storage, meter: Meter, wds2idx: bool) -> _Indexed:
     with ShardPass(storage, tar.url, tar.size, meter) as shard:
         scan = shard.scan(keep_members=wds2idx)
         sha256, nbytes = shard.finish()

@@ -119,8 +119,12 @@ def read_one(
         raise OptionError("give the number of a sample or its key, one of them")
     storage = Storage(storage_options, filesystem)
     located = locate(urls, storage)
-    if number is None:
-        return _search(key or "", located, storage, progress)
+    if number is not None:
+        return _read_number(number, located, storage)
+    return _search(key or "", located, storage, progress)
+
+
+def _read_number(number: int, located: Located, storage: Storage) -> Sample:
     if number < 0:
         raise OptionError(f"samples are numbered from 0, asked for {number}")
     if lacks_index(located, storage) is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from shardstream.errors import ShardStreamError, StorageError
@@ -84,15 +85,11 @@ def verify(
     storage = Storage(storage_options, filesystem)
     located = locate(urls, storage)
     meter = Meter(sum(shard.filesize or 0 for shard in located.shards), progress)
-    done = run_all(
-        lambda shard: _verify_shard(shard, located, storage, meter),
-        located.shards,
-        threads=threads,
-        meter=meter,
-    )
+    work = partial(_verify_shard, located=located, storage=storage, meter=meter)
+    done = run_all(work, located.shards, threads=threads, meter=meter)
     keys = [one.keys for one in done if one.keys is not None]
     problems = [problem for one in done for problem in one.problems]
-    problems += repeated_keys(keys, lambda *where: _read_key(storage, *where))
+    problems += repeated_keys(keys, partial(_read_key, storage))
     problems += _strays(located, storage)
     return VerifyReport(
         shards=len(located.shards),
@@ -102,7 +99,9 @@ def verify(
     )
 
 
-def _verify_shard(info: ShardInfo, located: Located, storage: Storage, meter: Meter) -> _Verified:
+def _verify_shard(
+    info: ShardInfo, *, located: Located, storage: Storage, meter: Meter
+) -> _Verified:
     problems: list[Problem] = []
     scan: ShardScan | None = None
     try:

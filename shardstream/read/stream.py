@@ -48,21 +48,23 @@ class _ShuffleRun(SourceRun):
 
     def __next__(self) -> Any:
         if self._items is None:
-            self._fill()
-        elif self._taken == len(self._items):
+            self._items = self._fill()
+        if self._items and self._taken == len(self._items):
             self._turn, self._taken, self._start = self._turn + 1, 0, self.source.state_dict()
-            self._fill()
+            self._items = self._fill()
         if not self._items:
             raise StopIteration
         item, self._number = self._items[self._order[self._taken]]
         self._taken += 1
         return item
 
-    def _fill(self) -> None:
-        self._items = [(item, self.source.number) for item in islice(self.source, self._window)]
-        size = len(self._items)
-        if size:
-            self._order = permute(np.arange(size), size, derive_key(self._key, self._turn)).tolist()
+    def _fill(self) -> list[tuple[Any, int]]:
+        items = [(item, self.source.number) for item in islice(self.source, self._window)]
+        if items:
+            self._order = permute(
+                np.arange(len(items)), len(items), derive_key(self._key, self._turn)
+            ).tolist()
+        return items
 
     def state_dict(self) -> State:
         return {"source": self._start, "turn": self._turn, "taken": self._taken}
