@@ -30,6 +30,7 @@ from shardstream.placement import Placement
 if TYPE_CHECKING:
     from shardstream.read.dataset import ShardDataset
     from shardstream.read.loader import ShardLoader
+    from shardstream.read.mixed import mix
     from shardstream.read.skip import SkipBudget
     from shardstream.read.tensors import collate
 
@@ -53,6 +54,7 @@ __all__ = [
     "StateError",
     "StorageError",
     "collate",
+    "mix",
 ]
 
 # Looked up when first used: torch takes over a second to import, and the command line does without.
@@ -61,6 +63,7 @@ _LAZY = {
     "ShardLoader": "read.loader",
     "SkipBudget": "read.skip",
     "collate": "read.tensors",
+    "mix": "read.mixed",
 }
 
 

@@ -92,10 +92,11 @@ def cat(
         raise typer.BadParameter("--output needs --field: one file holds one field")
     from shardstream.pack import inspect  # noqa: PLC0415
 
+    number = 0 if number is None and key is None else number
     with progress_bar("searching") as progress:
         sample = inspect.read_one(
             urls,
-            number=0 if number is None and key is None else number,
+            number=number,
             key=key,
             storage_options=parse_options(option),
             progress=progress,
@@ -107,10 +108,15 @@ def cat(
         )
     if field is None or output is None:
         _show(sample, field)
-    elif output == "-":
-        sys.stdout.buffer.write(sample[field])
     else:
-        Path(output).write_bytes(sample[field])
+        _extract(sample[field], output)
+
+
+def _extract(data: bytes, output: str) -> None:
+    if output == "-":
+        sys.stdout.buffer.write(data)
+    else:
+        Path(output).write_bytes(data)
 
 
 def _show(sample: dict[str, Any], field: str | None) -> None:

@@ -19,129 +19,144 @@ if TYPE_CHECKING:
 _SKIPS_SHOWN = 10
 
 
+_Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="SOURCE",
+        help="Folder, table (.csv .tsv .jsonl .parquet), tar or quoted pattern of tars.",
+    ),
+]
+_Dest = Annotated[
+    str,
+    typer.Argument(
+        metavar="DEST", help='Folder, or pattern such as "s3://bucket/train/{shard:06d}.tar".'
+    ),
+]
+_Kind = Annotated[
+    str | None,
+    typer.Option(
+        metavar="KIND",
+        help="What the source is: images (a folder for each class), files (grouped by name), table or tars. "
+        "By default what it looks like.",
+        show_default=False,
+    ),
+]
+_Mapping = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--map",
+        metavar="FIELD=COLUMN",
+        help="Of a table: which column becomes which field, e.g. jpg=path; may be repeated. "
+        "By default all columns go into one field, json.",
+        show_default=False,
+    ),
+]
+_Root = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Of a table: the folder that its paths are relative to. By default its own.",
+        show_default=False,
+    ),
+]
+_Key = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TEMPLATE",
+        help='How samples are named: "{index:08d}", "{class}/{stem}", "{path}"; of a table also a column.',
+        show_default=False,
+    ),
+]
+_Split = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME=PART,…",
+        help="Make several datasets, e.g. train=0.9,val=0.1: in DEST/train and DEST/val.",
+        show_default=False,
+    ),
+]
+_Shuffle = Annotated[
+    bool | None,
+    typer.Option(
+        "--shuffle/--no-shuffle",
+        help="Pack in a random order. By default a folder for each class alone.",
+        show_default=False,
+    ),
+]
+_Seed = Annotated[int, typer.Option(help="Of the order and of the split.")]
+_MaxSamples = Annotated[int, typer.Option(min=1, metavar="N", help="Samples of a shard.")]
+_MaxBytes = Annotated[str, typer.Option(metavar="SIZE", help="Size of a shard: 256MB, 1GiB.")]
+_MaxSide = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="PIXELS",
+        help="Make larger images smaller: their longest side.",
+        show_default=False,
+    ),
+]
+_ImageFormat = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FORMAT", help="Turn all images into jpg, png or webp.", show_default=False
+    ),
+]
+_Quality = Annotated[
+    int, typer.Option(min=1, max=100, help="Of JPEG and WebP images that are written anew.")
+]
+_Processes = Annotated[
+    int,
+    typer.Option(
+        min=1, metavar="N", help="Processes that read and encode; the result is the same."
+    ),
+]
+_Name = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME", help="Name of the dataset, kept in index.json.", show_default=False
+    ),
+]
+_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a dataset that is there.")]
+_SkipErrors = Annotated[
+    bool,
+    typer.Option(
+        "--skip-errors",
+        help="Leave out files and rows that cannot be packed, and list them.",
+    ),
+]
+_SourceOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--source-option",
+        metavar="KEY=VALUE",
+        help="As --option, for the source; by default those of --option count for both.",
+        show_default=False,
+    ),
+]
+
+
 def pack(  # noqa: PLR0913  (the options of a command)
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="SOURCE",
-            help="Folder, table (.csv .tsv .jsonl .parquet), tar or quoted pattern of tars.",
-        ),
-    ],
-    dest: Annotated[
-        str,
-        typer.Argument(
-            metavar="DEST",
-            help='Folder, or pattern such as "s3://bucket/train/{shard:06d}.tar".',
-        ),
-    ],
+    source: _Source,
+    dest: _Dest,
     *,
-    kind: Annotated[
-        str | None,
-        typer.Option(
-            metavar="KIND",
-            help="What the source is: images (a folder for each class), files (grouped by name), table or tars. "
-            "By default what it looks like.",
-            show_default=False,
-        ),
-    ] = None,
-    mapping: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--map",
-            metavar="FIELD=COLUMN",
-            help="Of a table: which column becomes which field, e.g. jpg=path; may be repeated. "
-            "By default all columns go into one field, json.",
-            show_default=False,
-        ),
-    ] = None,
-    root: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Of a table: the folder that its paths are relative to. By default its own.",
-            show_default=False,
-        ),
-    ] = None,
-    key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TEMPLATE",
-            help='How samples are named: "{index:08d}", "{class}/{stem}", "{path}"; of a table also a column.',
-            show_default=False,
-        ),
-    ] = None,
-    split: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME=PART,…",
-            help="Make several datasets, e.g. train=0.9,val=0.1: in DEST/train and DEST/val.",
-            show_default=False,
-        ),
-    ] = None,
-    shuffle: Annotated[
-        bool | None,
-        typer.Option(
-            "--shuffle/--no-shuffle",
-            help="Pack in a random order. By default a folder for each class alone.",
-            show_default=False,
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(help="Of the order and of the split.")] = 0,
-    max_samples: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Samples of a shard.")
-    ] = 10_000,
-    max_bytes: Annotated[
-        str, typer.Option(metavar="SIZE", help="Size of a shard: 256MB, 1GiB.")
-    ] = "256MB",
-    max_side: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="PIXELS",
-            help="Make larger images smaller: their longest side.",
-            show_default=False,
-        ),
-    ] = None,
-    image_format: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FORMAT", help="Turn all images into jpg, png or webp.", show_default=False
-        ),
-    ] = None,
-    quality: Annotated[
-        int, typer.Option(min=1, max=100, help="Of JPEG and WebP images that are written anew.")
-    ] = 90,
-    processes: Annotated[
-        int,
-        typer.Option(
-            min=1, metavar="N", help="Processes that read and encode; the result is the same."
-        ),
-    ] = 1,
-    name: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="Name of the dataset, kept in index.json.", show_default=False
-        ),
-    ] = "",
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace a dataset that is there.")
-    ] = False,
-    skip_errors: Annotated[
-        bool,
-        typer.Option(
-            "--skip-errors", help="Leave out files and rows that cannot be packed, and list them."
-        ),
-    ] = False,
+    kind: _Kind = None,
+    mapping: _Mapping = None,
+    root: _Root = None,
+    key: _Key = None,
+    split: _Split = None,
+    shuffle: _Shuffle = None,
+    seed: _Seed = 0,
+    max_samples: _MaxSamples = 10_000,
+    max_bytes: _MaxBytes = "256MB",
+    max_side: _MaxSide = None,
+    image_format: _ImageFormat = None,
+    quality: _Quality = 90,
+    processes: _Processes = 1,
+    name: _Name = "",
+    overwrite: _Overwrite = False,
+    skip_errors: _SkipErrors = False,
     option: StorageOption = None,
-    source_option: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--source-option",
-            metavar="KEY=VALUE",
-            help="As --option, for the source; by default those of --option count for both.",
-            show_default=False,
-        ),
-    ] = None,
+    source_option: _SourceOption = None,
 ) -> None:
     """Pack images, files, tables or tars into shards for training.
 

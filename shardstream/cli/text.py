@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
@@ -51,7 +53,7 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def aligned(rows: list[tuple[str, ...]], *, right: frozenset[int] = frozenset()) -> list[str]:
+def aligned(rows: Sequence[tuple[str, ...]], *, right: frozenset[int] = frozenset()) -> list[str]:
     """Lay out rows in columns, two blanks apart.
 
     Args:

@@ -17,11 +17,11 @@ from shardstream.errors import SampleError
 from shardstream.pack.images import IMAGE_FORMATS, encode_image
 
 TEXT_FIELDS = frozenset(
-    {"txt", "text", "transcript", "caption", "log", "md", "html", "htm", "xml", "yaml", "yml"}
+    {"txt", "text", "transcript", "md", "html", "htm", "xml", "yaml", "yml"}
     | {"csv", "tsv", "jsonl", "srt", "vtt"}
 )
 """Fields that take text, as UTF-8."""
-INT_FIELDS = frozenset({"cls", "cls2", "index", "inx", "id"})
+INT_FIELDS = frozenset({"cls", "cls2", "class", "count", "index", "inx", "id"})
 """Fields that take one whole number, as ASCII digits."""
 JSON_FIELDS = frozenset({"json", "jsn"})
 """Fields that take what JSON can say."""

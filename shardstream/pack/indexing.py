@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -84,13 +84,8 @@ def index(  # noqa: PLR0913  (the public door)
     url = join_url(folder, MANIFEST_NAME)
     manifest = _manifest_of(done, name=name or _name_before(url, storage))
     publish_bytes(storage, url, encode_manifest(manifest))
-    warnings = [one.warning for one in done if one.warning is not None]
-    if others:
-        warnings.append(
-            f"{url}: {_some(others)} in the folder not in the manifest, so a reader of the folder does not see them; "
-            "index the folder itself to have them all"
-        )
-    return IndexReport(manifest_url=url, manifest=manifest, warnings=tuple(warnings))
+    warnings = (*(one.warning for one in done if one.warning is not None), *_left_out(others, url))
+    return IndexReport(manifest_url=url, manifest=manifest, warnings=warnings)
 
 
 def _manifest_of(done: Sequence[_Indexed], *, name: str) -> Manifest:
@@ -202,6 +197,10 @@ def _name(url: str) -> str:
     return url.rsplit("/", 1)[-1]
 
 
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more} {'are' if len(names) > 1 else 'is'}"
+def _left_out(names: Sequence[str], url: str) -> Iterator[str]:
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield (
+            f"{url}: {', '.join(names[:3])}{more} in the same folder left out, so who reads the folder does not see "
+            f"{'them' if len(names) > 1 else 'it'}; index the folder itself to have all"
+        )

@@ -276,9 +276,11 @@ class _Job:
     def _check_some(self, writers: list[ShardWriter]) -> None:
         for writer in writers:
             if not writer.nsamples:
-                first = f"; the first: {self.skipped[0].reason}" if self.skipped else ""
                 raise SourceError(
-                    f"no sample is left for {writer.folder}: {len(self.skipped)} were skipped{first}",
+                    f"no sample is left for {writer.folder}: {len(self.skipped)} were skipped, the first: "
+                    f"{self.skipped[0].reason}"
+                    if self.skipped
+                    else "there is nothing to pack: the source is empty",
                     shard=self.plan.source.name,
                 )
 

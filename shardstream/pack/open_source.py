@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from shardstream.errors import OptionError, SourceError
+from shardstream.errors import OptionError, SourceError, StorageError
 from shardstream.format.manifest import MANIFEST_NAME
 from shardstream.pack.rows import TABLE_SUFFIXES, is_table
 from shardstream.pack.source import SamplesSource, Source
@@ -101,17 +101,26 @@ def _guess_kind(url: str, storage: Storage) -> str:
         return "tars"
     if not storage.exists(url):
         raise SourceError("nothing is here; check the path", shard=url)
-    names = [file.url.rsplit("/", 1)[-1] for file in storage.list_folder(url)[0]]
+    files, folders = storage.list_folder(url)
+    names = [file.url.rsplit("/", 1)[-1] for file in files]
     if MANIFEST_NAME in names or any(is_tar(name) for name in names):
         return "tars"
     if names and all(is_table(name) for name in names):
         return "table"
-    if storage.local_path(url) is not None and names == [url.rsplit("/", 1)[-1]]:
+    if not names and not folders and _is_file(url, storage):
         raise SourceError(
             f"a file that is no table ({', '.join(TABLE_SUFFIXES)}) and no tar; name its folder",
             shard=url,
         )
     return "folder"
+
+
+def _is_file(url: str, storage: Storage) -> bool:
+    try:
+        storage.info(url)
+    except StorageError:
+        return False
+    return True
 
 
 def _tables(url: str, storage: Storage) -> Sequence[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -127,9 +128,9 @@ def encode_in_order(
         for chunk in _chunks(records):
             yield from encoder.encode(chunk)
         return
-    # Never a plain fork: this process has threads (fsspec's, the sender's), and a child would inherit their locks.
-    methods = multiprocessing.get_all_start_methods()
-    context = multiprocessing.get_context("forkserver" if "forkserver" in methods else "spawn")
+    # No fork: this process has threads (fsspec's, the sender's), and a child would inherit their locks. No fork server: it
+    # keeps the environment of its own start, and credentials may have been set since.
+    context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(
         processes, mp_context=context, initializer=_begin, initargs=(encoder,)
     )
@@ -173,6 +174,9 @@ _here: list[RecordEncoder] = []  # in a process of the pool: its one encoder
 
 
 def _begin(encoder: RecordEncoder) -> None:
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all; the main process ends the rest
     _here[:] = [encoder]
 
 

@@ -80,7 +80,9 @@ class ClassFolderSource:
             )
         if len(files) > len(self._images):
             _log.warning(
-                "%s: %d files that are no images are left out", root, len(files) - len(self._images)
+                "%s: files that are no images are left out: %d",
+                root,
+                len(files) - len(self._images),
             )
         self.classes = tuple(sorted({file.path.split("/", 1)[0] for file in self._images}))
         """Folder names; a label is the position here."""
@@ -180,12 +182,12 @@ class GroupedFilesSource:
                 )
             group[field] = file
         if left_out:
-            _log.warning("%s: %d files without an extension are left out", self._root, left_out)
+            _log.warning("%s: files without an extension are left out: %d", self._root, left_out)
         if not groups:
             raise SourceError(
                 "no file here has an extension, so none can be a field", shard=self._root
             )
-        return groups
+        return dict(sorted(groups.items()))
 
 
 def guess_folder(

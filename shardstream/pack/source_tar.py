@@ -14,6 +14,8 @@ from shardstream.storage.filesystem import Storage, parent_url
 from shardstream.storage.locate import locate
 from shardstream.storage.ranges import RangeStream
 
+_CHUNK_BYTES = 8 << 20  # of one range read
+
 
 class TarSource:
     """The samples of existing shards, in their order; compressed tars too.
@@ -83,5 +85,5 @@ class TarSource:
         size = shard.filesize or self._storage.info(url).size
         stream = cast("BinaryIO", RangeStream(self._storage, url, size))
         with decompressed(stream, shard=url) as tar:
-            for _, sample in iter_samples(StreamReader(tar), shard=url):
+            for _, sample in iter_samples(StreamReader(tar, chunk_bytes=_CHUNK_BYTES), shard=url):
                 yield sample

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from shardstream.errors import ShardStreamError, StorageError
@@ -88,9 +89,8 @@ def verify(
     work = partial(_verify_shard, located=located, storage=storage, meter=meter)
     done = run_all(work, located.shards, threads=threads, meter=meter)
     keys = [one.keys for one in done if one.keys is not None]
-    problems = [problem for one in done for problem in one.problems]
-    problems += repeated_keys(keys, partial(_read_key, storage))
-    problems += _strays(located, storage)
+    repeated = repeated_keys(keys, partial(_read_key, storage))
+    problems = chain(*(one.problems for one in done), repeated, _strays(located, storage))
     return VerifyReport(
         shards=len(located.shards),
         samples=sum(len(one.hashes) for one in keys),

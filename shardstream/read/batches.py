@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -10,10 +12,11 @@ from torch.utils.data import IterableDataset
 
 from shardstream.errors import SampleError
 from shardstream.placement import Reader
-from shardstream.read.dataset import ShardDataset, current_reader
-from shardstream.read.pipeline import ItemChain, PlannedSamples
-from shardstream.read.plan import Order, Plan
+from shardstream.read.dataset import StreamDataset, current_reader
+from shardstream.read.plan import Order
+from shardstream.read.planned import PlannedSource, open_share
 from shardstream.read.share import Share, Split
+from shardstream.read.skip import Skips
 from shardstream.read.stage import Position, State
 from shardstream.read.tensors import shared_numbers
 
@@ -38,23 +41,23 @@ class Batches(IterableDataset[Packet]):
         batch_size: Items of a batch; None hands out single items.
         collate_fn: Makes a batch of a list of items.
         split: How an epoch is dealt out.
-        order: Of the samples, where positions are arithmetic; None where each worker has a position of its own.
+        lanes: Readers of the job: the default number of lanes.
     """
 
     def __init__(
         self,
-        dataset: ShardDataset,
+        dataset: StreamDataset,
         *,
         batch_size: int | None,
         collate_fn: Callable[[list[Any]], Any],
         split: Split,
-        order: Order | None,
+        lanes: int,
     ) -> None:
         self.source_dataset = dataset
         self.batch_size = batch_size
         self.collate_fn = collate_fn
         self.split = split
-        self.order = order
+        self.lanes = lanes
         self.placement = dataset.placement
         self._resumed = Position()
         # Epoch, samples consumed, whether to go on from `_resumed`: shared memory, so that persistent workers see it.
@@ -66,11 +69,29 @@ class Batches(IterableDataset[Packet]):
         self._control[0], self._control[1] = position.epoch, position.consumed
         self._control[2] = bool(position.parts)
 
+    @property
+    def planned(self) -> PlannedSource | None:
+        """The source, where positions are arithmetic; None where each worker has a position of its own."""
+        return None if self.batch_size is None else self.source_dataset.pipeline.planned
+
+    def adopt(self, order: Mapping[str, Any]) -> None:
+        """Take numbers of the order from a state; they hold for the epochs after it too."""
+        assert self.planned is not None  # noqa: S101  (asked by the callers)
+        dataset = copy.copy(self.source_dataset)
+        dataset.pipeline = replace(dataset.pipeline, source=self.planned.with_options(**order))
+        self.source_dataset = dataset
+
+    def order(self, epoch: int) -> Order:
+        """Return the order of samples of an epoch."""
+        assert self.planned is not None and self.batch_size is not None  # noqa: S101, PT018  (asked by the callers)
+        batch = self.planned.options.microbatch or self.batch_size
+        return self.planned.order(batch=batch, lanes=self.lanes, epoch=epoch)
+
     def share(self, position: Position) -> Share | None:
         """Return the steps of this rank from a position on; None where they cannot be known."""
-        if self.order is None:
+        if self.planned is None:
             return None
-        plan = Plan(self.order, position.epoch)
+        plan = self.planned.plan(self.order(position.epoch), position.epoch)
         return Share(plan, self.split, rank=self.placement.rank, consumed=position.consumed)
 
     def __iter__(self) -> Iterator[Packet]:
@@ -82,20 +103,20 @@ class Batches(IterableDataset[Packet]):
         return self._read_stream(reader, self._resumed if resumed else Position(epoch=epoch))
 
     def _read_steps(self, share: Share, reader: Reader) -> Iterator[Packet]:
+        assert self.planned is not None  # noqa: S101  (it has a share)
         pipeline = self.source_dataset.pipeline
-        assert isinstance(pipeline.source, PlannedSamples)  # noqa: S101  (Pipeline.is_exact)
-        context = pipeline.context(reader, share.plan.epoch)
-        run = pipeline.source.open_share(share, reader, context.skips)
-        chain = ItemChain(pipeline.stages, context)
+        skips = Skips(pipeline.on_error)
+        run = open_share(self.planned, share, reader, skips)
+        chain = pipeline.chain(share.plan.epoch, skips)
         try:
             for numbers, samples in run.steps():
-                items = chain(samples, numbers.tolist())
+                items, _ = chain(samples, numbers.tolist())
                 if not items and self.split.world_size > 1:
                     raise SampleError(
                         "all samples of a batch are bad: this rank would fall out of step with the others; mend the data"
                     )
                 batch = self.collate_fn(items) if items else None
-                yield Packet(batch, not items, reader.worker, None, dict(context.skips.counts))
+                yield Packet(batch, not items, reader.worker, None, dict(skips.counts))
         finally:
             chain.close()
             run.close()

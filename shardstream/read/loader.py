@@ -13,13 +13,11 @@ from torch.utils.data import DataLoader
 
 from shardstream.errors import OptionError, StateError
 from shardstream.read.batches import Batches, Packet
-from shardstream.read.dataset import ShardDataset
+from shardstream.read.dataset import StreamDataset
 from shardstream.read.permute import derive_key
-from shardstream.read.pipeline import PlannedSamples
-from shardstream.read.plan import Order
 from shardstream.read.share import Share, Split, fitting_lanes
 from shardstream.read.stage import Position, State
-from shardstream.read.state import check_state, order_of_state, part_state, plan_state
+from shardstream.read.state import check_state, part_state, plan_state
 from shardstream.read.tensors import collate
 
 
@@ -44,7 +42,7 @@ class ShardLoader(DataLoader[Any]):
 
     def __init__(
         self,
-        dataset: ShardDataset,
+        dataset: StreamDataset,
         batch_size: int | None = 1,
         shuffle: bool | None = None,
         *,
@@ -58,31 +56,24 @@ class ShardLoader(DataLoader[Any]):
         self._share: Share | None = None
         self._skipped: dict[int, dict[str, int]] = {}
         self._iteration = 0
-        source = dataset.pipeline.source
-        order, split = None, Split(drop_last=drop_last)
-        if (
-            isinstance(source, PlannedSamples)
-            and dataset.pipeline.is_exact
-            and batch_size is not None
-        ):
-            microbatch = source.microbatch or batch_size
+        source = dataset.pipeline.planned
+        split = Split(drop_last=drop_last)
+        if source is not None and batch_size is not None:
             split = Split(
                 world_size=dataset.placement.world_size,
-                microbatches=batch_size // microbatch,
-                remainder=source.remainder,
+                microbatches=batch_size // (source.options.microbatch or batch_size),
+                remainder=source.options.remainder,
                 drop_last=drop_last,
             )
-            order = source.order(
-                batch=microbatch, readers=split.batches_per_step * max(1, num_workers)
-            )
-            _warn_amplified(order, split, max(1, num_workers))
+        lanes = split.batches_per_step * max(1, num_workers)
         self._batches = Batches(
             dataset,
             batch_size=batch_size,
             collate_fn=collate_fn or collate,
             split=split,
-            order=order,
+            lanes=lanes,
         )
+        self._warn_amplified(max(1, num_workers))
         # torch would draw the workers' seeds from the global generator
         options["generator"] = options.get("generator") or torch.Generator()
         super().__init__(
@@ -119,7 +110,7 @@ class ShardLoader(DataLoader[Any]):
         self._skipped = {}
         self._iteration += 1
         self._batches.begin(begin)
-        seed = self._batches.source_dataset.pipeline.source.seed
+        seed = self._batches.source_dataset.pipeline.seed
         self.generator.manual_seed(derive_key(seed, begin.epoch) >> 1)
         return self._hand_out(super().__iter__(), begin, self._iteration)
 
@@ -154,17 +145,15 @@ class ShardLoader(DataLoader[Any]):
         JSON values. Where every step of the pipeline hands out one item for each, it is the same on every rank and is
         continued on any number of ranks and workers; else it holds a position for each worker of this rank.
         """
-        batches = self._batches
-        pipeline = batches.source_dataset.pipeline
-        if batches.order is not None:
-            position = self._position
+        batches, position = self._batches, self._position
+        if batches.planned is not None:
             return plan_state(
-                batches.order,
-                fingerprint=pipeline.source.fingerprint,
+                batches.order(position.epoch),
+                fingerprint=batches.planned.catalog.fingerprint,
                 epoch=position.epoch,
                 consumed=position.consumed,
             )
-        return part_state(self._topology(), self._position)
+        return part_state(self._topology(), position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was taken; nothing is read before the next iteration.
@@ -173,7 +162,7 @@ class ShardLoader(DataLoader[Any]):
             StateError: If that cannot be done exactly: other data, seed or steps; for pipelines that change counts also
                 another number of ranks or workers.
         """
-        if self._batches.order is None:
+        if self._batches.planned is None:
             check_state(state, mine=self._topology())
             parts = {int(part): value for part, value in state["parts"].items()}
             position = Position(epoch=state["epoch"], parts=parts, next_part=state["next_part"])
@@ -187,32 +176,57 @@ class ShardLoader(DataLoader[Any]):
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
         """Take the order of samples from a state."""
-        source = self._batches.source_dataset.pipeline.source
-        assert isinstance(source, PlannedSamples)  # noqa: S101  (an order was made from it)
-        given = {name: getattr(source, name) for name in ("seed", "shuffle", "microbatch", "lanes")}
-        if source.shuffle:  # in order, these two say nothing about the sequence
-            given |= {"window": source.window, "block": source.block}
-        check_state(state, mine={"kind": "plan", "fingerprint": source.fingerprint, **given})
-        order = order_of_state(state, nsamples=len(source.catalog))
-        batch_size = self._batches.batch_size or 1
-        if batch_size % order.batch:
+        batches = self._batches
+        source = batches.planned
+        assert source is not None  # noqa: S101  (asked by load_state_dict)
+        options = source.options
+        mine = {name: getattr(options, name) for name in ("seed", "shuffle", "microbatch", "lanes")}
+        if options.shuffle:  # in order, these two say nothing about the sequence
+            mine |= {"window": options.window, "block": options.block}
+        check_state(state, mine={"kind": "plan", "fingerprint": source.catalog.fingerprint, **mine})
+        batch_size, microbatch = batches.batch_size or 1, state["microbatch"]
+        if batch_size % microbatch:
             raise StateError(
-                f"microbatch: the state says {order.batch}, which does not divide batch_size={batch_size} here; "
+                f"microbatch: the state says {microbatch}, which does not divide batch_size={batch_size} here; "
                 "use a multiple of it, or start anew"
             )
-        self._batches.order = order
-        self._batches.split = replace(self._batches.split, microbatches=batch_size // order.batch)
-        _warn_amplified(order, self._batches.split, max(1, self.num_workers))
+        batches.adopt(
+            {
+                name: state[name]
+                for name in (
+                    "microbatch",
+                    "lanes",
+                    *(("window", "block") if options.shuffle else ()),
+                )
+            }
+        )
+        batches.split = replace(batches.split, microbatches=batch_size // microbatch)
+        self._warn_amplified(max(1, self.num_workers))
+
+    def _warn_amplified(self, num_workers: int) -> None:
+        """Say when several workers must read the same windows."""
+        batches = self._batches
+        if batches.planned is None:
+            return
+        split, lanes = batches.split, batches.planned.options.lanes or batches.lanes
+        down, up = fitting_lanes(split, num_workers, lanes)
+        if batches.planned.options.shuffle and lanes % (split.batches_per_step * num_workers):
+            warnings.warn(
+                f"lanes={lanes} is no multiple of {split.world_size} ranks x {num_workers} workers x {split.microbatches} "
+                f"microbatches: the order stays exact, but workers read parts of the same windows. Lanes that fit: {down}, {up}",
+                UserWarning,
+                stacklevel=4,
+            )
 
     def _topology(self) -> State:
         """Return what a state with a position for each worker must agree with."""
         pipeline, placement = self._batches.source_dataset.pipeline, self._batches.placement
         return {
             "kind": "parts",
-            "fingerprint": pipeline.source.fingerprint,
-            "seed": pipeline.source.seed,
-            "shuffle": pipeline.source.shuffle,
-            "stages": [type(stage).__name__ for stage in pipeline.stages],
+            "fingerprint": pipeline.fingerprint,
+            "seed": pipeline.seed,
+            "shuffle": pipeline.shuffle,
+            "stages": pipeline.steps,
             "rank": placement.rank,
             "world_size": placement.world_size,
             "num_workers": max(1, self.num_workers),
@@ -225,14 +239,13 @@ def _as_is(packet: Any) -> Any:
 
 
 def _check_options(
-    dataset: ShardDataset, batch_size: int | None, shuffle: bool | None, options: Mapping[str, Any]
+    dataset: StreamDataset, batch_size: int | None, shuffle: bool | None, options: Mapping[str, Any]
 ) -> None:
-    if not isinstance(dataset, ShardDataset):
+    if not isinstance(dataset, StreamDataset):
         raise OptionError(
             f"a ShardLoader reads a ShardDataset, not {type(dataset).__name__}; use torch's DataLoader for that"
         )
-    source = dataset.pipeline.source
-    if shuffle is not None and shuffle != source.shuffle:
+    if shuffle is not None and shuffle != dataset.pipeline.shuffle:
         raise OptionError(
             f"the order belongs to the dataset: say ShardDataset(..., shuffle={shuffle}) there, nothing here"
         )
@@ -240,20 +253,9 @@ def _check_options(
         raise OptionError("a stream has no sampler: the dataset's plan splits and shuffles")
     if batch_size is not None and batch_size < 1:
         raise OptionError(f"batch_size must be at least 1, not {batch_size}")
-    microbatch = source.microbatch if isinstance(source, PlannedSamples) else None
+    source = dataset.pipeline.planned
+    microbatch = None if source is None else source.options.microbatch
     if batch_size is not None and microbatch is not None and batch_size % microbatch:
         raise OptionError(
             f"batch_size={batch_size} must be a multiple of the dataset's microbatch={microbatch}"
-        )
-
-
-def _warn_amplified(order: Order, split: Split, num_workers: int) -> None:
-    """Say when several workers must read the same windows."""
-    down, up = fitting_lanes(split, num_workers, order.lanes)
-    if order.shuffle and order.lanes % (split.batches_per_step * num_workers):
-        warnings.warn(
-            f"lanes={order.lanes} is no multiple of {split.world_size} ranks x {num_workers} workers x {split.microbatches} "
-            f"microbatches: the order stays exact, but workers read parts of the same windows. Lanes that fit: {down}, {up}",
-            UserWarning,
-            stacklevel=4,
         )

@@ -9,77 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardstream.placement import Reader
-from shardstream.read.plan import Order, Plan, default_block, default_window
-from shardstream.read.share import Remainder, Share, Split
+from shardstream.read.planned import Chain, PlannedSource, open_plain
 from shardstream.read.skip import OnError, Skips
-from shardstream.read.source import PlannedRun
-from shardstream.read.stage import Context, ItemFunction, ItemStage, Run, Stage
-from shardstream.read.whole import WholeShards
-from shardstream.storage.catalog import Catalog
-
-PLAIN_MICROBATCH = 64
-"""Microbatch of a dataset that is iterated without a `ShardLoader`."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedSamples:
-    """A dataset that is read by number, in the order of a plan.
-
-    Args:
-        catalog: Its samples.
-        shuffle: As in `Order`, like the next five; None stands for a default computed from the catalog.
-        remainder: As in `Split`.
-        prefetch_bytes: Held ahead of use by each worker.
-    """
-
-    catalog: Catalog
-    shuffle: bool
-    seed: int
-    lanes: int | None
-    microbatch: int | None
-    window: int | None
-    block: int | None
-    remainder: Remainder
-    prefetch_bytes: int
-
-    @property
-    def fingerprint(self) -> str:
-        """16 hex digits that change with the dataset."""
-        return self.catalog.fingerprint
-
-    def order(self, *, batch: int, readers: int) -> Order:
-        """Return the order of samples for a microbatch, and for that many loader workers in the job."""
-        nsamples, total_bytes = len(self.catalog), self.catalog.total_bytes
-        window = self.window or default_window(nsamples, total_bytes, batch)
-        return Order(
-            nsamples=nsamples,
-            batch=batch,
-            shuffle=self.shuffle,
-            seed=self.seed,
-            lanes=self.lanes or readers,
-            # Read in order, a window is shared by all readers: it only says how much is worth fetching together.
-            window=window if self.shuffle else window * readers,
-            block=self.block or default_block(nsamples, total_bytes),
-        )
-
-    def open(self, reader: Reader, epoch: int, skips: Skips) -> Run:
-        """Start reading the samples of one loader worker, for a dataset that is iterated by itself."""
-        order = self.order(batch=self.microbatch or PLAIN_MICROBATCH, readers=reader.total)
-        split = Split(world_size=reader.placement.world_size, remainder=self.remainder)
-        return self.open_share(
-            Share(Plan(order, epoch), split, rank=reader.placement.rank), reader, skips
-        )
-
-    def open_share(self, share: Share, reader: Reader, skips: Skips) -> PlannedRun:
-        """Start reading what one loader worker takes of a share."""
-        return PlannedRun(
-            self.catalog,
-            share,
-            worker=reader.worker,
-            num_workers=reader.num_workers,
-            skips=skips,
-            prefetch_bytes=self.prefetch_bytes,
-        )
+from shardstream.read.stage import Context, ItemFunction, ItemStage, Run, SourceRun, Stage
+from shardstream.read.streamed import StreamSource
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +25,7 @@ class Pipeline:
         on_error: What becomes of bad samples.
     """
 
-    source: PlannedSamples | WholeShards
+    source: PlannedSource | StreamSource
     stages: tuple[Stage, ...] = ()
     on_error: OnError = "raise"
 
@@ -101,35 +34,95 @@ class Pipeline:
         return replace(self, stages=(*self.stages, stage))
 
     @property
-    def is_exact(self) -> bool:
-        """Whether each sample of the plan comes out as one item, so that positions are a matter of arithmetic."""
-        return isinstance(self.source, PlannedSamples) and all(
+    def planned(self) -> PlannedSource | None:
+        """The source, if each sample of its plan comes out as one item, so that positions are a matter of arithmetic."""
+        if isinstance(self.source, StreamSource) or not all(
             isinstance(stage, ItemStage) for stage in self.stages
+        ):
+            return None
+        return self.source
+
+    @property
+    def seed(self) -> int:
+        """Seed of the dataset."""
+        return (
+            self.source.seed if isinstance(self.source, StreamSource) else self.source.options.seed
         )
 
-    def open(self, reader: Reader, context: Context) -> Run:
-        """Start the whole chain for one loader worker."""
-        run = self.source.open(reader, context.epoch, context.skips)
-        for stage in self.stages:
-            run = stage.open(run, context)
-        return run
+    @property
+    def shuffle(self) -> bool:
+        """Whether every epoch has another order."""
+        return (
+            self.source.shuffle
+            if isinstance(self.source, StreamSource)
+            else self.source.options.shuffle
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the dataset."""
+        return (
+            self.source.fingerprint
+            if isinstance(self.source, StreamSource)
+            else self.source.catalog.fingerprint
+        )
+
+    @property
+    def steps(self) -> list[str]:
+        """Names of the stages."""
+        return [type(stage).__name__ for stage in self.stages]
 
     def context(self, reader: Reader, epoch: int) -> Context:
         """Return what the stages of one loader worker share."""
         return Context(
-            seed=self.source.seed, epoch=epoch, reader=reader.number, skips=Skips(self.on_error)
+            seed=self.seed, epoch=epoch, reader=reader.number, skips=Skips(self.on_error)
         )
+
+    def open(self, reader: Reader, context: Context) -> Run:
+        """Start the whole chain for one loader worker, item by item."""
+        if isinstance(self.source, StreamSource):
+            run = self.source.open(reader, context)
+        else:
+            run = open_plain(self.source, reader, context)
+            chain = self.source.chain(context.epoch, context.skips)
+            run = run if chain is None else ChainRun(run, chain)
+        for stage in self.stages:
+            run = stage.open(run, context)
+        return run
+
+    def chain(self, epoch: int, skips: Skips) -> ItemChain:
+        """Return all steps of an exact pipeline as one function on the samples of a step."""
+        assert self.planned is not None  # noqa: S101  (asked by the callers)
+        context = Context(seed=self.seed, epoch=epoch, skips=skips)
+        return ItemChain(self.planned.chain(epoch, skips), self.stages, context)
+
+
+class ChainRun(SourceRun):
+    """A chain on single items, for a pipeline that is read item by item."""
+
+    def __init__(self, source: Run, chain: Chain) -> None:
+        super().__init__(source)
+        self._chain = chain
+
+    def __next__(self) -> Any:
+        for item in self.source:
+            items, _ = self._chain([item], [self.source.number])
+            if items:
+                return items[0]
+        raise StopIteration
 
 
 class ItemChain:
     """All stages of an exact pipeline as one function on the samples of a step.
 
     Args:
+        first: Done before the stages, if anything: the parts of a mix have steps of their own.
         stages: Each hands out one item for each.
         context: What they share.
     """
 
-    def __init__(self, stages: tuple[Stage, ...], context: Context) -> None:
+    def __init__(self, first: Chain | None, stages: tuple[Stage, ...], context: Context) -> None:
+        self._first = first
         self._skips = context.skips
         self._exit = ExitStack()
         self._functions: list[tuple[ItemFunction, ThreadPoolExecutor | None]] = []
@@ -142,8 +135,10 @@ class ItemChain:
                 )
             self._functions.append((stage.bind(context), pool))
 
-    def __call__(self, items: list[Any], numbers: list[int]) -> list[Any]:
-        """Return the items after all stages; bad ones are left out."""
+    def __call__(self, items: list[Any], numbers: list[int]) -> tuple[list[Any], list[int]]:
+        """Return the items after all stages, and their numbers; bad ones are left out."""
+        if self._first is not None:
+            items, numbers = self._first(items, numbers)
         for function, pool in self._functions:
             if pool is None and self._skips.budget is None:
                 items = [
@@ -151,7 +146,7 @@ class ItemChain:
                 ]
             else:
                 items, numbers = self._guarded(function, pool, items, numbers)
-        return items
+        return items, numbers
 
     def close(self) -> None:
         """Join the threads."""

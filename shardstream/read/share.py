@@ -75,6 +75,8 @@ class Share:
         left = 0 if done else order.nsamples - tail_batch * order.batch
         self._tail_batch = tail_batch
         self._tail_start, self._tail_size = (0, 0) if split.drop_last else _cut(left, split, rank)
+        # Kept samples that are too few for this rank: other ranks have one more step.
+        self._is_short = split.remainder == "keep" and not split.drop_last and 0 < left <= rank
 
     @property
     def num_steps(self) -> int:
@@ -88,7 +90,7 @@ class Share:
 
     def consumed_after(self, steps: int) -> int:
         """Return how many samples of the epoch all ranks together have seen after that many of these steps."""
-        if steps >= self.num_steps:
+        if steps >= self.num_steps and not self._is_short:
             return self.plan.order.nsamples
         return (self._first + steps * self.split.batches_per_step) * self.plan.order.batch
 

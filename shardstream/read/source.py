@@ -13,6 +13,7 @@ from shardstream.read.skip import Skips
 from shardstream.read.stage import State
 from shardstream.storage.catalog import Catalog
 from shardstream.storage.fetch import Fetcher, open_fetcher
+from shardstream.storage.joined import JoinedCatalog
 
 # Planned at a time, so that planning costs a fraction of a microsecond a sample.
 _CHUNK_SAMPLES = 4096
@@ -46,7 +47,8 @@ def upcoming(share: Share, steps: range) -> Iterator[Ints]:
                 continue
             reached[lane] = window
             mine = share.steps_of_window(window)
-            mine = mine[(mine >= full.start) & ((mine - full.start) % full.step == 0)]
+            mine = mine[(mine >= full.start) & (mine < full.stop)]  # the rest is in the tail
+            mine = mine[(mine - full.start) % full.step == 0]
             batches = share.batches(mine).ravel()
             yield plan.batches(batches[plan.windows(batches) == window]).ravel()
     if len(full) < len(steps):
@@ -71,7 +73,7 @@ class PlannedRun:
 
     def __init__(
         self,
-        catalog: Catalog,
+        catalog: Catalog | JoinedCatalog,
         share: Share,
         *,
         worker: int,
@@ -123,6 +125,9 @@ class PlannedRun:
         if self._samples is not None:
             self._samples.close()
         self._samples = None
+        if self._fetcher is not None:
+            self._fetcher.close()
+        self._fetcher = None
 
     def _open(self) -> Generator[Ints, None, None]:
         """Start reading at the position; return the sample numbers of each step."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardstream.errors import OptionError, StateError
+from shardstream.errors import StateError
 from shardstream.read.plan import Order
 from shardstream.read.stage import Position, State
 
@@ -36,26 +36,6 @@ def plan_state(order: Order, *, fingerprint: str, epoch: int, consumed: int) -> 
         "window": order.window,
         "block": order.block,
     }
-
-
-def order_of_state(state: Mapping[str, Any], *, nsamples: int) -> Order:
-    """Return the order of samples that a state was taken in.
-
-    Raises:
-        StateError: If a number is missing or makes no sense.
-    """
-    try:
-        return Order(
-            nsamples=nsamples,
-            batch=state["microbatch"],
-            shuffle=state["shuffle"],
-            seed=state["seed"],
-            lanes=state["lanes"],
-            window=state["window"],
-            block=state["block"],
-        )
-    except (KeyError, TypeError, OptionError) as error:
-        raise StateError(f"this state is damaged ({type(error).__name__}: {error})") from error
 
 
 def part_state(topology: State, position: Position) -> State:

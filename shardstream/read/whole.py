@@ -14,7 +14,8 @@ from shardstream.format.stream import StreamReader, decompressed
 from shardstream.placement import Reader
 from shardstream.read.permute import derive_key, permute
 from shardstream.read.skip import Skips
-from shardstream.read.stage import Run, State
+from shardstream.read.stage import Context, Run, State
+from shardstream.read.streamed import StreamSource
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import is_compressed
 
@@ -22,32 +23,29 @@ _SHARD_ORDER = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeShards:
+class WholeShards(StreamSource):
     """A dataset that can only be split by whole shards.
 
     Args:
         shards: In the order of the dataset.
         storage: Where they are.
         shuffle: Permute the shards; samples are shuffled by a stage behind.
-        seed: Any whole number.
     """
 
     shards: tuple[ShardInfo, ...]
     storage: Storage
-    shuffle: bool
-    seed: int
 
     @property
     def fingerprint(self) -> str:
         """16 hex digits that change with the dataset."""
         return fingerprint(self.shards)
 
-    def open(self, reader: Reader, epoch: int, skips: Skips) -> Run:
+    def open(self, reader: Reader, context: Context) -> Run:
         """Start reading the shards of one loader worker."""
         order = np.arange(len(self.shards))
         if self.shuffle and len(order):
-            order = permute(order, len(order), derive_key(self.seed, epoch, _SHARD_ORDER))
-        return WholeShardRun(self, order[reader.number :: reader.total].tolist(), skips)
+            order = permute(order, len(order), derive_key(self.seed, context.epoch, _SHARD_ORDER))
+        return WholeShardRun(self, order[reader.number :: reader.total].tolist(), context.skips)
 
 
 class WholeShardRun:

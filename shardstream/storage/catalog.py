@@ -81,6 +81,10 @@ class Catalog:
         """16 hex digits that change with the dataset."""
         return fingerprint(self.shards)
 
+    def storage_of(self, shard: int) -> Storage:  # noqa: ARG002  (one for all; a mix has several)
+        """Return where a shard is stored."""
+        return self.storage
+
     def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
         """Return where samples are, in the order given.
 

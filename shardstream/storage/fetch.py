@@ -14,6 +14,7 @@ from shardstream.errors import MissingError, RefusedError, StorageError
 from shardstream.format.tar import ReadAt
 from shardstream.storage.catalog import Catalog, Extents, Numbers, map_file
 from shardstream.storage.filesystem import Storage
+from shardstream.storage.joined import JoinedCatalog
 
 _RANGE_BYTES = (
     4 << 20
@@ -44,7 +45,9 @@ class Fetcher(Protocol):
         """Give back threads, maps and bytes."""
 
 
-def open_fetcher(catalog: Catalog, upcoming: Iterable[Numbers], *, prefetch_bytes: int) -> Fetcher:
+def open_fetcher(
+    catalog: Catalog | JoinedCatalog, upcoming: Iterable[Numbers], *, prefetch_bytes: int
+) -> Fetcher:
     """Open what fits the data: memory maps if all of it is on this machine, else range reads ahead.
 
     Args:
@@ -52,7 +55,10 @@ def open_fetcher(catalog: Catalog, upcoming: Iterable[Numbers], *, prefetch_byte
         upcoming: Sample numbers that will be asked for, in groups that are read together, in order of first need.
         prefetch_bytes: How much to hold ahead of use.
     """
-    if all(catalog.storage.local_path(shard.url) is not None for shard in catalog.shards):
+    if all(
+        catalog.storage_of(number).local_path(shard.url)
+        for number, shard in enumerate(catalog.shards)
+    ):
         return LocalFetcher(catalog)
     return RangeFetcher(catalog, iter(upcoming), prefetch_bytes=prefetch_bytes)
 
@@ -60,7 +66,7 @@ def open_fetcher(catalog: Catalog, upcoming: Iterable[Numbers], *, prefetch_byte
 class LocalFetcher:
     """Local tars, mapped to memory: the page cache is the read-ahead."""
 
-    def __init__(self, catalog: Catalog) -> None:
+    def __init__(self, catalog: Catalog | JoinedCatalog) -> None:
         self._catalog = catalog
         self._reads: OrderedDict[int, tuple[ReadAt, str]] = OrderedDict()
 
@@ -77,7 +83,7 @@ class LocalFetcher:
 
     def _map(self, shard: int) -> tuple[ReadAt, str]:
         url = self._catalog.shards[shard].url
-        tar = map_file(self._catalog.storage.local_path(url) or url, url)
+        tar = map_file(self._catalog.storage_of(shard).local_path(url) or url, url)
 
         def read(at: int, size: int) -> bytes:
             return tar[at : at + size]
@@ -134,7 +140,7 @@ class RangeFetcher:
     """Remote tars, by range reads ahead of use."""
 
     def __init__(
-        self, catalog: Catalog, upcoming: Iterator[Numbers], *, prefetch_bytes: int
+        self, catalog: Catalog | JoinedCatalog, upcoming: Iterator[Numbers], *, prefetch_bytes: int
     ) -> None:
         self._catalog = catalog
         self._upcoming = upcoming
@@ -176,7 +182,7 @@ class RangeFetcher:
         for span, members in coalesce(extents):
             span.url = self._catalog.shards[span.shard].url
             span.future = self._pool.submit(
-                fetch, self._catalog.storage, span.url, span.start, span.end
+                fetch, self._catalog.storage_of(span.shard), span.url, span.start, span.end
             )
             self._held_bytes += span.end - span.start
             self._held.update((names[i], (span, starts[i], ends[i])) for i in members)

@@ -15,8 +15,9 @@ import torch
 from PIL import Image, ImageOps
 
 from shardstream.errors import OptionError, SampleError, SourceError
-from shardstream.pack.encode import encode_field, encode_sample
+from shardstream.pack.encode import INT_FIELDS, encode_field, encode_sample
 from shardstream.pack.images import ImageOptions, reencode
+from shardstream.read.decode import BASIC
 
 RGB = np.random.default_rng(0).integers(0, 255, (6, 9, 3), dtype=np.uint8)
 
@@ -103,6 +104,20 @@ def test_npy_reads_back(value: Any) -> None:
     assert np.array_equal(loaded, np.asarray(value))
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("txt", "Straße\n"),
+        ("a.transcript", ""),
+        *((name, -7) for name in sorted(INT_FIELDS)),
+        ("json", {"a": [1, None, "ü", 1.5], "b": {}}),
+        ("jsn", "text"),
+    ],
+)
+def test_what_is_encoded_decodes_to_itself(field: str, value: object) -> None:
+    assert BASIC[field.rpartition(".")[2]](encode_field(field, value)) == value
+
+
 def test_npz_reads_back() -> None:
     loaded = np.load(
         io.BytesIO(encode_field("npz", {"a": RGB, "b": torch.ones(2)})), allow_pickle=False
@@ -123,12 +138,12 @@ def test_pt_reads_back_and_leaves_the_rest_of_a_storage_behind() -> None:
     ("field", "make"),
     [
         ("npz", lambda: {"a": RGB, "b": np.arange(3)}),
-        ("npy", lambda: RGB.copy()),
+        ("npy", RGB.copy),
         ("pt", lambda: {"w": torch.arange(50)[10:20]}),
-        ("png", lambda: RGB.copy()),
-        ("jpg", lambda: RGB.copy()),
-        ("webp", lambda: RGB.copy()),
-        ("tiff", lambda: RGB.copy()),
+        ("png", RGB.copy),
+        ("jpg", RGB.copy),
+        ("webp", RGB.copy),
+        ("tiff", RGB.copy),
     ],
 )
 def test_equal_values_give_equal_bytes(

@@ -1,0 +1,133 @@
+"""A dataset that is read by number, in the order of a plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from shardstream.placement import Reader
+from shardstream.read.plan import Order, Plan, default_block, default_window
+from shardstream.read.share import Remainder, Share, Split
+from shardstream.read.skip import Skips
+from shardstream.read.source import PlannedRun
+from shardstream.read.stage import Context
+from shardstream.storage.catalog import Catalog
+from shardstream.storage.joined import JoinedCatalog
+
+PLAIN_MICROBATCH = 64
+"""Microbatch of a dataset that is iterated without a `ShardLoader`."""
+
+Chain = Callable[[list[Any], list[int]], tuple[list[Any], list[int]]]
+"""``chain(items, numbers)``: the items that came through and their numbers, in order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a user may say about the order of samples; None stands for a default computed from the data.
+
+    Args:
+        shuffle: As in `Order`, like the next five.
+        remainder: As in `Split`.
+        prefetch_bytes: Held ahead of use by each worker.
+    """
+
+    shuffle: bool = False
+    seed: int = 0
+    lanes: int | None = None
+    microbatch: int | None = None
+    window: int | None = None
+    block: int | None = None
+    remainder: Remainder = "pad"
+    prefetch_bytes: int = 64 << 20
+
+
+class PlannedSource(Protocol):
+    """What a loader needs of a source whose positions are arithmetic."""
+
+    @property
+    def options(self) -> Options:
+        """What the user said about the order."""
+
+    @property
+    def catalog(self) -> Catalog | JoinedCatalog:
+        """All samples by number."""
+
+    def order(self, *, batch: int, lanes: int, epoch: int) -> Order:
+        """Return the order of an epoch for a microbatch, with that many lanes unless the user said otherwise."""
+
+    def plan(self, order: Order, epoch: int) -> Plan:
+        """Return the batches of an epoch."""
+
+    def with_options(self, **changes: Any) -> PlannedSource:
+        """Return the same source with other options."""
+
+    def chain(self, epoch: int, skips: Skips) -> Chain | None:
+        """Return what is done to raw samples before the pipeline's own stages, if anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedSamples:
+    """One dataset.
+
+    Args:
+        catalog: Its samples.
+        options: What the user said about their order.
+    """
+
+    catalog: Catalog
+    options: Options
+
+    def order(self, *, batch: int, lanes: int, epoch: int) -> Order:  # noqa: ARG002  (the same every epoch)
+        """Return the order for a microbatch, with that many lanes unless the user said otherwise."""
+        options, nsamples, total_bytes = self.options, len(self.catalog), self.catalog.total_bytes
+        window = options.window or default_window(nsamples, total_bytes, batch)
+        return Order(
+            nsamples=nsamples,
+            batch=batch,
+            shuffle=options.shuffle,
+            seed=options.seed,
+            lanes=options.lanes or lanes,
+            # Read in order, a window is shared by all readers: it only says how much is worth fetching together.
+            window=window if options.shuffle else window * lanes,
+            block=options.block or default_block(nsamples, total_bytes),
+        )
+
+    def plan(self, order: Order, epoch: int) -> Plan:
+        """Return the batches of an epoch."""
+        return Plan(order, epoch)
+
+    def with_options(self, **changes: Any) -> PlannedSamples:
+        """Return the same source with other options."""
+        return replace(self, options=replace(self.options, **changes))
+
+    def chain(self, epoch: int, skips: Skips) -> Chain | None:  # noqa: ARG002
+        """Return nothing: samples come as they are."""
+        return None
+
+
+def open_plain(source: PlannedSource, reader: Reader, context: Context) -> PlannedRun:
+    """Start reading what one loader worker takes of a dataset that is iterated by itself."""
+    share = plain_share(source, reader, context.epoch)
+    return open_share(source, share, reader, context.skips)
+
+
+def plain_share(source: PlannedSource, reader: Reader, epoch: int) -> Share:
+    """Return the steps of a rank of a dataset that is iterated by itself."""
+    order = source.order(
+        batch=source.options.microbatch or PLAIN_MICROBATCH, lanes=reader.total, epoch=epoch
+    )
+    split = Split(world_size=reader.placement.world_size, remainder=source.options.remainder)
+    return Share(source.plan(order, epoch), split, rank=reader.placement.rank)
+
+
+def open_share(source: PlannedSource, share: Share, reader: Reader, skips: Skips) -> PlannedRun:
+    """Start reading what one loader worker takes of a share."""
+    return PlannedRun(
+        source.catalog,
+        share,
+        worker=reader.worker,
+        num_workers=reader.num_workers,
+        skips=skips,
+        prefetch_bytes=source.options.prefetch_bytes,
+    )

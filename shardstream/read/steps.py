@@ -1,0 +1,161 @@
+"""The steps of a chain under the names that WebDataset users know; each returns a new dataset with one more stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Self
+
+from shardstream.errors import OptionError
+from shardstream.read.batch import Batched, Unbatched
+from shardstream.read.decode import BASIC, Decode, Decoder, Handler
+from shardstream.read.group_batch import GroupBatched, Leftover
+from shardstream.read.images import EXTENSIONS, ImageDecoder
+from shardstream.read.stage import Stage
+from shardstream.read.stream import Compose, Repeat, Shuffle, Slice
+from shardstream.read.tensors import collate, load_tensors, to_tensor
+from shardstream.read.transform import Map, MapDict, MapTuple, Rename, Select, ToTuple
+
+
+class ItemSteps:
+    """Steps on single samples: one item out for each."""
+
+    @property
+    def _num_stages(self) -> int:
+        """Steps so far."""
+        raise NotImplementedError
+
+    def _then(self, stage: Stage) -> Self:
+        """Return a copy with one more stage."""
+        raise NotImplementedError
+
+    def decode(
+        self,
+        *handlers: str | Handler,
+        only: str | Sequence[str] | None = None,
+        fields: dict[str, str | Decoder] | None = None,
+        threads: int = 0,
+    ) -> Self:
+        """Decode fields by their last part: txt, cls, json, npy, npz, pt, …; images where a name such as "rgb8" is given.
+
+        Args:
+            handlers: Image names ("pil", "rgb8", "torchrgb", …) or WebDataset's functions ``handler(".jpg", data)``.
+            only: Fields to decode; the others stay bytes.
+            fields: Decoders of single fields, by name or last part: an image name, or ``function(data)``.
+            threads: Decode in so many threads, in order; image decoders release the GIL.
+        """
+        table: dict[str, Decoder] = {**BASIC, "pt": load_tensors, "pth": load_tensors}
+        for handler in handlers:
+            if isinstance(handler, str):
+                table |= dict.fromkeys(EXTENSIONS, ImageDecoder(spec=handler, to_tensor=to_tensor))
+        for name, decoder in (fields or {}).items():
+            table[name] = (
+                ImageDecoder(spec=decoder, to_tensor=to_tensor)
+                if isinstance(decoder, str)
+                else decoder
+            )
+        functions = tuple(handler for handler in handlers if not isinstance(handler, str))
+        wanted = None if only is None else frozenset([only] if isinstance(only, str) else only)
+        return self._then(Decode(table=table, handlers=functions, only=wanted, threads=threads))
+
+    def map(self, function: Callable[..., Any], *, rng: bool = False, threads: int = 0) -> Self:
+        """Apply ``function(item)``; with ``rng`` ``function(item, generator)``, a NumPy generator of that sample and epoch."""
+        return self._then(
+            Map(function=function, rng=rng, purpose=self._num_stages, threads=threads)
+        )
+
+    def map_dict(self, **functions: Callable[[Any], Any]) -> Self:
+        """Apply functions to single fields: ``map_dict(json=len)``."""
+        return self._then(MapDict(functions=functions))
+
+    def map_tuple(self, *functions: Callable[[Any], Any] | None) -> Self:
+        """Apply the first function to the first element of each tuple, and so on; None leaves an element as it is."""
+        return self._then(MapTuple(functions=functions))
+
+    def rename(self, keep: bool = True, **names: str) -> Self:
+        """Give fields new names: ``rename(image="jpg;png", label="cls")``; ``keep=False`` drops the others."""
+        return self._then(Rename(names=names, keep=keep))
+
+    def to_tuple(self, *names: str) -> Self:
+        """Take fields in order: ``to_tuple("jpg;png", "cls")`` or ``to_tuple("jpg;png cls")``."""
+        return self._then(ToTuple(names=tuple(part for name in names for part in name.split())))
+
+
+class StreamSteps(ItemSteps):
+    """And steps that change counts or order: positions are then kept per worker."""
+
+    def select(self, predicate: Callable[[Any], bool]) -> Self:
+        """Keep the items that ``predicate`` says yes to."""
+        return self._then(Select(predicate=predicate))
+
+    def shuffle(self, window: int) -> Self:
+        """Shuffle runs of ``window`` items of each worker; ``ShardDataset(shuffle=True)`` needs none."""
+        return self._then(Shuffle(window=window, purpose=self._num_stages))
+
+    def batched(
+        self,
+        batch_size: int,
+        collate_fn: Callable[[list[Any]], Any] = collate,
+        partial: bool = True,
+    ) -> Self:
+        """Collate items to batches within each worker; then use the loader with ``batch_size=None``."""
+        return self._then(Batched(size=batch_size, collate=collate_fn, partial=partial))
+
+    def unbatched(self) -> Self:
+        """Take batches apart again; after ``map(to_list)`` it is a flat-map that resumes at once."""
+        return self._then(Unbatched())
+
+    def map_batches(self, function: Callable[[Any], Any], batch_size: int) -> Self:
+        """Collate ``batch_size`` items, apply ``function(batch)``, and take what it returns apart again."""
+        return self.batched(batch_size).map(function).unbatched()
+
+    def group_batched(
+        self,
+        group: str | Callable[[Any], Any],
+        batch_size: int,
+        *,
+        buffer: int = 1000,
+        collate_fn: Callable[[list[Any]], Any] = collate,
+        leftover: Leftover = "keep",
+    ) -> Self:
+        """Batch items that share a group: a field, or what ``group(item)`` returns (a shape, a length rounded up, …)."""
+        function = _field_of(group) if isinstance(group, str) else group
+        return self._then(
+            GroupBatched(
+                group=function,
+                size=batch_size,
+                buffer=buffer,
+                collate=collate_fn,
+                leftover=leftover,
+            )
+        )
+
+    def slice(self, *bounds: int | None) -> Self:
+        """Take ``stop`` items, or those from ``start`` to ``stop`` by ``step``, of each worker, as ``itertools.islice``."""
+        cut = slice(*bounds)
+        start, step = cut.start or 0, 1 if cut.step is None else cut.step
+        if start < 0 or step < 1 or (cut.stop is not None and cut.stop < 0):
+            raise OptionError(f"slice{bounds} makes no sense: bounds of a stream are not negative")
+        return self._then(Slice(start=start, stop=cut.stop, step=step))
+
+    def repeat(self, times: int | None = None) -> Self:
+        """Go through the epoch ``times`` times, or for ever."""
+        return self._then(Repeat(times=times))
+
+    def with_epoch(self, items: int) -> Self:
+        """Let an epoch of each worker have exactly ``items`` items, by repeating or cutting."""
+        return self._then(Repeat(items=items))
+
+    def compose(self, *functions: Callable[[Iterator[Any]], Iterable[Any]]) -> Self:
+        """Put the stream through functions from iterator to iterator; a resume runs them from the epoch's start."""
+        changed = self
+        for function in functions:
+            changed = changed._then(Compose(function=function))
+        return changed
+
+
+class _field_of:  # noqa: N801  (used as a function; a class, so that it can be pickled)
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, sample: Any) -> Any:
+        return sample[self._name]

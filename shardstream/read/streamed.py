@@ -1,0 +1,31 @@
+"""A source whose readers each have a stream of their own: positions are kept, not computed."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from shardstream.placement import Reader
+from shardstream.read.stage import Context, Run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamSource(ABC):
+    """Raw samples, split over readers by something coarser than a plan.
+
+    Args:
+        shuffle: Another order every epoch.
+        seed: Any whole number.
+    """
+
+    shuffle: bool = False
+    seed: int = 0
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the dataset."""
+
+    @abstractmethod
+    def open(self, reader: Reader, context: Context) -> Run:
+        """Start the stream of one loader worker."""

@@ -1,0 +1,181 @@
+"""``shardstream pack`` and the tools that pack."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from shardstream.cli import main
+from shardstream.storage.filesystem import Storage
+from shardstream.storage.locate import locate
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> str:
+    for name in ("cat", "dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for i in range(10):
+            Image.new("RGB", (20, 10)).save(tmp_path / "photos" / name / f"{i}.png")
+    return str(tmp_path / "photos")
+
+
+def test_images(photos: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    assert (
+        main(
+            [
+                "pack",
+                photos,
+                str(out),
+                "--split",
+                "train=0.8,val=0.2",
+                "--max-samples",
+                "10",
+                "--max-side",
+                "8",
+            ]
+        )
+        == 0
+    )
+    said = capsys.readouterr()
+    assert "packed 20 samples into 3 shards" in said.out
+    assert "images of 2 classes" in said.out
+    assert f"shardstream verify {out}/train" in said.out
+    assert said.err == ""
+    assert main(["verify", f"{out}/train", f"{out}/val"]) == 0
+    assert json.loads((out / "val" / "index.json").read_bytes())["nsamples"] == 4
+
+
+def test_a_table_whose_rows_are_partly_broken(
+    photos: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("file,n\ncat/0.png,1\nno.png,2\ncat/1.png,x\ndog/1.png,4\n")
+    command = [
+        "pack",
+        str(table),
+        str(tmp_path / "out"),
+        "--root",
+        photos,
+        "--map",
+        "png=file",
+        "--map",
+        "cls=n",
+    ]
+    assert main(command) == 1
+    assert "row 2" in capsys.readouterr().err
+    assert main([*command, "--skip-errors", "--key", "{n}", "--max-bytes", "1MB"]) == 0
+    said = capsys.readouterr()
+    assert "2 skipped" in said.out
+    assert said.err.count("skipped:") == 2
+    assert main(command) == 1
+    assert "--overwrite" in capsys.readouterr().err
+    assert main([*command, "--skip-errors", "--overwrite"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["nothing", "out"], 1, "nothing is here"),
+        (["PHOTOS", "OUT", "--split", "train:0.9"], 2, "train=0.9,val=0.1"),
+        (["PHOTOS", "OUT", "--split", "train=0.9"], 1, "add up to 0.9"),
+        (["PHOTOS", "OUT", "--map", "jpg"], 2, "FIELD=COLUMN"),
+        (["PHOTOS", "OUT", "--max-bytes", "big"], 1, "is no size"),
+        (["PHOTOS", "OUT/x.tar"], 1, "{shard}"),
+        (["PHOTOS"], 2, "DEST"),
+    ],
+)
+def test_mistakes_are_explained(
+    arguments: list[str],
+    code: int,
+    message: str,
+    photos: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    filled = [a.replace("PHOTOS", photos).replace("OUT", str(tmp_path / "out")) for a in arguments]
+    assert main(["pack", *filled]) == code
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pack", "--help"]) == 0
+    said = capsys.readouterr().out
+    assert "  shardstream pack photos/ s3://bucket/photos/ --split train=0.9,val=0.1\n" in said
+    assert "--max-side" in said
+
+
+def test_a_terminal_gets_a_progress_bar(photos: str, tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    code = "import sys; from shardstream.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "pack", photos, tmp_path / "out"],
+        stderr=theirs, stdout=subprocess.PIPE, check=True, env=os.environ | {"TERM": "xterm", "COLUMNS": "120"},
+    )  # fmt: skip
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16).decode()
+    os.close(ours)
+    assert "20 samples" in shown
+    assert "MB/s" in shown or "kB/s" in shown
+    assert b"packed 20 samples" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("tool", "arguments", "samples"),
+    [
+        ("pack_imagefolder", ["PHOTOS", "--max-side", "8"], 20),
+        ("pack_table", ["TABLE", "--map", "png=file", "--key", "id"], 2),
+        ("pack_digits", [], 1797),
+    ],
+)
+def test_tools(tool: str, arguments: list[str], samples: int, photos: str, tmp_path: Path) -> None:
+    table = Path(photos, "t.csv")
+    table.write_text("id,file\na,cat/0.png\nb,dog/0.png\n")
+    filled = [a.replace("PHOTOS", photos).replace("TABLE", str(table)) for a in arguments]
+    dest = str(tmp_path / "out")
+    command = [
+        sys.executable,
+        str(ROOT / "tools" / f"{tool}.py"),
+        *filled,
+        "--dest",
+        dest,
+        "--split",
+        "a=0.5,b=0.5",
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert done.stdout.startswith(f"{samples:,} samples")
+    counts = [
+        shard.nsamples or 0 for part in "ab" for shard in locate(f"{dest}/{part}", Storage()).shards
+    ]
+    assert sum(counts) == samples
+    again = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+    assert (again.returncode, again.stderr.count("error: "), again.stderr.count("Traceback")) == (
+        1,
+        1,
+        0,
+    )
+    assert "overwrite" in again.stderr
