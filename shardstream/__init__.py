@@ -28,6 +28,7 @@ from shardstream.errors import (
 from shardstream.placement import Placement
 
 if TYPE_CHECKING:
+    from shardstream.read.by_number import ShardMapDataset
     from shardstream.read.dataset import ShardDataset
     from shardstream.read.loader import ShardLoader
     from shardstream.read.mixed import mix
@@ -47,6 +48,7 @@ __all__ = [
     "ShardDataset",
     "ShardError",
     "ShardLoader",
+    "ShardMapDataset",
     "ShardStreamError",
     "SkipBudget",
     "SkipBudgetError",
@@ -61,6 +63,7 @@ __all__ = [
 _LAZY = {
     "ShardDataset": "read.dataset",
     "ShardLoader": "read.loader",
+    "ShardMapDataset": "read.by_number",
     "SkipBudget": "read.skip",
     "collate": "read.tensors",
     "mix": "read.mixed",

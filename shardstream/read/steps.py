@@ -10,6 +10,7 @@ from shardstream.read.batch import Batched, Unbatched
 from shardstream.read.decode import BASIC, Decode, Decoder, Handler
 from shardstream.read.group_batch import GroupBatched, Leftover
 from shardstream.read.images import EXTENSIONS, ImageDecoder
+from shardstream.read.pack_sequences import PackSequences
 from shardstream.read.stage import Stage
 from shardstream.read.stream import Compose, Repeat, Shuffle, Slice
 from shardstream.read.tensors import collate, load_tensors, to_tensor
@@ -128,6 +129,10 @@ class StreamSteps(ItemSteps):
                 leftover=leftover,
             )
         )
+
+    def pack_sequences(self, field: str, length: int, **options: Any) -> Self:
+        """Pack token sequences to rows of ``length`` tokens: ``packing="concat"`` or ``"first_fit"``; see `PackSequences`."""
+        return self._then(PackSequences(field=field, length=length, **options))
 
     def slice(self, *bounds: int | None) -> Self:
         """Take ``stop`` items, or those from ``start`` to ``stop`` by ``step``, of each worker, as ``itertools.islice``."""

@@ -51,7 +51,7 @@ class Stratified:
         pattern, slot = np.divmod(places, self.length)
         pairs, row = np.unique(np.stack((streams, pattern)), axis=1, return_inverse=True)
         sources, ranks = self._patterns(pairs[0], pairs[1])
-        source = sources[row, slot]
+        source: Ints = sources[row, slot]
         before: Ints = self._before(pairs[1])[row, source] + ranks[row, slot]
         return source, before
 

@@ -1,0 +1,227 @@
+from __future__ import annotations
+
+import io
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+import webdataset
+from webdataset.autodecode import ImageHandler, imagespecs
+
+import shardstream as ss
+from shardstream.errors import DecodeError, OptionError, SkipBudgetError
+from shardstream.read.images import _SPECS, EXTENSIONS, ImageDecoder
+from shardstream.read.tensors import to_tensor
+from shardstream.testing import make_shards
+from tests.read.sets import FEW_CORES, flat, labels, picture
+
+pytestmark = pytest.mark.filterwarnings(FEW_CORES)
+
+
+def palette() -> bytes:
+    stream = io.BytesIO()
+    PIL.Image.open(io.BytesIO(picture())).quantize(16).save(stream, "PNG", transparency=3)
+    return stream.getvalue()
+
+
+def sixteen_bits() -> bytes:
+    stream = io.BytesIO()
+    PIL.Image.fromarray(np.arange(99, dtype=np.uint16).reshape(9, 11) * 600).save(stream, "PNG")
+    return stream.getvalue()
+
+
+PICTURES = {
+    "rgb.png": picture("RGB"),
+    "rgba.png": picture("RGBA"),
+    "grey.png": picture("L"),
+    "grey_alpha.png": picture("LA"),
+    "palette.png": palette(),
+    "rgb.jpg": picture("RGB", (31, 17), fmt="JPEG"),
+    "grey.jpg": picture("L", fmt="JPEG"),
+    "rgb.webp": picture("RGB", fmt="WEBP"),
+    "rgb.bmp": picture("RGB", fmt="BMP"),
+    "one_pixel.png": picture("RGB", (1, 1)),
+}
+
+
+@pytest.mark.parametrize("name", sorted(PICTURES))
+@pytest.mark.parametrize("spec", sorted(_SPECS))
+def test_pictures_are_decoded_as_webdataset_does_bit_for_bit(spec: str, name: str) -> None:
+    data = PICTURES[name]
+    ours = ImageDecoder(spec=spec, to_tensor=to_tensor)(data)
+    theirs = ImageHandler(spec)(f".{name}", data)
+    if isinstance(theirs, PIL.Image.Image):
+        assert (ours.mode, ours.size) == (theirs.mode, theirs.size)
+        assert ours.tobytes() == theirs.tobytes()
+        return
+    assert type(ours) is type(theirs)
+    assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+    assert np.asarray(ours).tobytes() == np.asarray(theirs).tobytes()
+
+
+def test_every_name_of_webdataset_is_known() -> None:
+    assert _SPECS.keys() == imagespecs.keys()
+
+
+@pytest.mark.parametrize("spec", ["rgb8", "rgb", "l8", "torchrgb8", "torchl"])
+def test_what_is_decoded_may_be_written_to(spec: str) -> None:
+    decoded = ImageDecoder(spec=spec, to_tensor=to_tensor)(PICTURES["rgb.jpg"])
+    decoded += 1
+    if isinstance(decoded, torch.Tensor):
+        assert decoded.is_contiguous()
+
+
+def test_sixteen_bit_pictures_are_decoded_as_webdataset_does() -> None:
+    data = sixteen_bits()
+    ours, theirs = ImageDecoder(spec="l8")(data), ImageHandler("l8")(".png", data)
+    assert np.array_equal(ours, theirs)
+
+
+def test_an_unknown_name_is_refused_with_those_there_are() -> None:
+    with pytest.raises(OptionError, match=r"no image decoder is called 'rgb16'.*pilrgb.*torchrgb8"):
+        ImageDecoder(spec="rgb16")
+
+
+@pytest.mark.parametrize("extension", ["eps", "ps", "wmf", "emf", "pdf", "svg"])
+def test_formats_that_run_other_programs_are_left_alone(extension: str) -> None:
+    assert extension not in EXTENSIONS
+
+
+def test_a_dataset_reads_as_webdataset_reads_it(tmp_path: Path) -> None:
+    samples = [
+        {"__key__": f"{i}", "jpg": PICTURES["rgb.jpg"], "seg.png": PICTURES["grey.png"], "cls": i}
+        for i in range(5)
+    ]
+    folder = make_shards(tmp_path, samples=samples, per_shard=5)
+    ours = list(ss.ShardDataset(folder).decode("torchrgb").to_tuple("jpg", "seg.png", "cls"))
+    url = f"{folder}/000000.tar"
+    pipeline: Any = webdataset.WebDataset(url, shardshuffle=False, empty_check=False)
+    theirs = list(pipeline.decode("torchrgb").to_tuple("jpg", "seg.png", "cls"))
+    assert len(ours) == len(theirs) == 5
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine[0], other[0])
+        assert torch.equal(mine[1], other[1])
+        assert mine[2] == other[2]
+
+
+# -- bad images --------------------------------------------------------------------------------------------------------------
+
+BAD = {3, 17, 18, 30}
+DAMAGED = [b"", b"no image", PICTURES["rgb.jpg"][:200], PICTURES["rgb.png"][:100]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    good = picture("RGB", (4, 4))
+    damaged = dict(zip(sorted(BAD), DAMAGED, strict=True))
+    samples = [
+        {"__key__": f"{i:02d}", "png": damaged.get(i, good), "cls": i} for i in range(40)
+    ]
+    return make_shards(tmp_path_factory.mktemp("bad"), samples=samples, per_shard=7)
+
+
+def open_loader(folder: str, *, threads: int = 0, num_workers: int = 0, **more: Any) -> Any:
+    dataset = ss.ShardDataset(folder, **more).decode("rgb8", threads=threads)
+    return ss.ShardLoader(dataset, batch_size=5, num_workers=num_workers)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("threads", [0, 2])
+def test_a_bad_image_stops_the_epoch_by_default(
+    folder: str, threads: int, num_workers: int
+) -> None:
+    loader = open_loader(folder, threads=threads, num_workers=num_workers)
+    with pytest.raises(DecodeError, match=r"000000\.tar, sample '03', field 'png'"):
+        list(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("threads", [0, 2])
+@pytest.mark.parametrize("on_error", ["skip", "warn", ss.SkipBudget(samples=4)])
+def test_bad_images_are_passed_over_and_counted(
+    folder: str, on_error: Any, threads: int, num_workers: int
+) -> None:
+    loader = open_loader(folder, on_error=on_error, threads=threads, num_workers=num_workers)
+    batches = labels(loader)
+    assert len(batches) == len(loader) == 8
+    assert sorted(flat(batches)) == sorted(set(range(40)) - BAD)
+    assert [len(batch) for batch in batches] == [4, 5, 5, 3, 5, 5, 4, 5]
+    assert loader.skipped == {"DecodeError": 4}
+    list(loader)
+    assert loader.skipped == {"DecodeError": 4}  # of this epoch, not of all
+
+
+def test_counts_grow_with_the_batches_handed_out(folder: str) -> None:
+    loader = open_loader(folder, on_error="skip", num_workers=2)
+    counts = [sum(loader.skipped.values()) for _ in loader]
+    assert counts == [1, 1, 1, 3, 3, 3, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("on_error", "level"), [("warn", logging.WARNING), ("skip", logging.INFO)]
+)
+def test_each_bad_image_is_logged_with_its_place(
+    folder: str, on_error: Any, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, logger="shardstream"):
+        list(open_loader(folder, on_error=on_error))
+    records = [record for record in caplog.records if "skipped a sample" in record.message]
+    assert [record.levelno for record in records] == [level] * 4
+    assert "sample '03', field 'png'" in records[0].message
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_one_bad_image_too_many_is_an_error(folder: str, num_workers: int) -> None:
+    loader = open_loader(folder, on_error=ss.SkipBudget(samples=3), num_workers=num_workers)
+    with pytest.raises(SkipBudgetError, match=r"4 bad samples, 3 are allowed.*sample '30'"):
+        list(loader)
+
+
+def test_ranks_keep_in_step_whatever_they_skip(folder: str) -> None:
+    steps = [
+        len(labels(open_loader(folder, on_error="skip", placement=ss.Placement(rank, 3))))
+        for rank in range(3)
+    ]
+    assert steps == [3, 3, 3]
+
+
+def test_a_batch_of_bad_images_alone_is_left_out(tmp_path: Path) -> None:
+    samples = [
+        {"__key__": f"{i:02d}", "png": b"bad" if 4 <= i < 8 else picture(), "cls": i}
+        for i in range(14)
+    ]
+    dataset = ss.ShardDataset(make_shards(tmp_path, samples=samples), on_error="skip")
+    loader = ss.ShardLoader(dataset.decode("rgb8"), batch_size=4)
+    states = [(batch["cls"].tolist(), loader.state_dict()["consumed"]) for batch in loader]
+    assert states == [([0, 1, 2, 3], 4), ([8, 9, 10, 11], 12), ([12, 13], 0)]
+    assert len(loader) == 4  # the step counts
+    assert loader.skipped == {"DecodeError": 4}
+
+
+def test_a_batch_of_bad_images_alone_stops_one_rank_of_many(tmp_path: Path) -> None:
+    samples = [{"__key__": f"{i:02d}", "png": b"bad"} for i in range(8)]
+    folder = make_shards(tmp_path, samples=samples)
+    dataset = ss.ShardDataset(folder, on_error="skip", placement=ss.Placement(1, 2))
+    with pytest.raises(ss.SampleError, match="out of step with the others"):
+        list(ss.ShardLoader(dataset.decode("rgb8"), batch_size=4))
+
+
+def test_a_resume_after_skips_goes_on_exactly(folder: str) -> None:
+    full = labels(open_loader(folder, on_error="skip"))
+    loader = open_loader(folder, on_error="skip", num_workers=2)
+    for step, _ in enumerate(loader):
+        if step == 3:
+            break
+    resumed = open_loader(folder, on_error="skip")
+    resumed.load_state_dict(loader.state_dict())
+    assert labels(resumed) == full[4:]
+
+
+def test_a_picture_with_too_many_pixels_is_a_bad_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 10)
+    with pytest.raises(PIL.Image.DecompressionBombError):
+        ImageDecoder(spec="rgb8")(PICTURES["rgb.png"])
