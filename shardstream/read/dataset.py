@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Literal, Self
 
@@ -12,6 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from shardstream.errors import MissingError, NoIndexWarning, OptionError
 from shardstream.placement import Placement, Reader
+from shardstream.read.iterator import DatasetIterator
 from shardstream.read.pipeline import Pipeline
 from shardstream.read.planned import Options, PlannedSamples, PlannedSource, plain_share
 from shardstream.read.share import Remainder, Split
@@ -56,9 +57,8 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
         """Choose the epoch of the next iteration, in loader workers too, persistent ones included."""
         self._epoch[0] = epoch
 
-    def __iter__(self) -> Iterator[Any]:
-        reader = current_reader(self.placement)
-        return iter(self.pipeline.open(reader, self.pipeline.context(reader, self.epoch)))
+    def __iter__(self) -> DatasetIterator:
+        return DatasetIterator(self.pipeline, current_reader(self.placement), self.epoch)
 
     def __len__(self) -> int:
         if self._length is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import json
+import math
 import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -34,16 +35,32 @@ _INFLATED_LIMIT_BYTES = 1 << 30
 def decode_npy(data: bytes) -> np.ndarray[Any, Any]:
     """Decode a ``.npy`` file: an array of its own shape and dtype; object arrays (pickles) are refused."""
     stream = io.BytesIO(data)
+    _check_npy_size(stream, len(data))
     array: np.ndarray[Any, Any] = npy_format.read_array(stream, allow_pickle=False)
     return array
+
+
+def _check_npy_size(stream: io.BytesIO, size: int) -> None:
+    """Refuse an array that says it is larger than its bytes, before memory is asked for it."""
+    version = npy_format.read_magic(stream)
+    is_first = version == (1, 0)
+    read = npy_format.read_array_header_1_0 if is_first else npy_format.read_array_header_2_0
+    shape, _, dtype = read(stream)
+    left = size - stream.tell()
+    stream.seek(0)
+    if not dtype.hasobject and math.prod(shape) * dtype.itemsize > left:
+        raise ValueError(f"an array of shape {shape}, {dtype}, cannot be in {left} bytes")
 
 
 def decode_npz(data: bytes) -> dict[str, np.ndarray[Any, Any]]:
     """Decode a ``.npz`` file to its arrays by name; pickles and contents over 1 GiB are refused."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        _check_inflated(sum(entry.file_size for entry in archive.infolist()))
-    with np.load(io.BytesIO(data), allow_pickle=False) as arrays:
-        return dict(arrays)
+        entries = archive.infolist()
+        _check_inflated(sum(entry.file_size for entry in entries))
+        return {
+            entry.filename.removesuffix(".npy"): decode_npy(archive.read(entry))
+            for entry in entries
+        }
 
 
 def decode_gzip(data: bytes) -> bytes:

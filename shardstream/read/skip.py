@@ -60,6 +60,8 @@ class Skips:
                 an index that does not fit.
             SkipBudgetError: If the budget is spent.
         """
+        if isinstance(error, StopIteration):  # raised on, it would end the epoch without a word
+            raise RuntimeError("a function of the pipeline raised StopIteration") from error
         if self.budget is None or isinstance(error, _FATAL):
             raise error
         self.counts[type(error).__name__] += 1

@@ -61,9 +61,9 @@ class Stratified:
         sources, _ = self._patterns(streams, pattern)
         inside = np.arange(self.length) < rest[:, None]
         kinds = np.arange(len(self._rates))
-        return self._before(pattern) + ((sources[:, :, None] == kinds) & inside[:, :, None]).sum(
-            axis=1
-        )
+        mine = (sources[:, :, None] == kinds) & inside[:, :, None]
+        counts: Ints = self._before(pattern) + mine.sum(axis=1)
+        return counts
 
     def _patterns(self, streams: Ints, pattern: Ints) -> tuple[Ints, Ints]:
         """Return the source of every place of some patterns, and how often it came before in its pattern: (n, length) each."""

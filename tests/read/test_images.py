@@ -91,6 +91,7 @@ def test_formats_that_run_other_programs_are_left_alone(extension: str) -> None:
     assert extension not in EXTENSIONS
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # webdataset's open file
 def test_a_dataset_reads_as_webdataset_reads_it(tmp_path: Path) -> None:
     samples = [
         {"__key__": f"{i}", "jpg": PICTURES["rgb.jpg"], "seg.png": PICTURES["grey.png"], "cls": i}

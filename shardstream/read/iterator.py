@@ -1,0 +1,76 @@
+"""What iterating a dataset returns: an iterator with a state, as torchdata's ``StatefulDataLoader`` keeps it for each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shardstream.placement import Reader
+from shardstream.read.pipeline import Pipeline
+from shardstream.read.planned import plain_share
+from shardstream.read.stage import Run, State
+from shardstream.read.state import VERSION, check_state
+
+
+class DatasetIterator:
+    """Items of one reader in one epoch.
+
+    Args:
+        pipeline: Where they come from.
+        reader: Which loader worker this is.
+        epoch: From 0.
+    """
+
+    def __init__(self, pipeline: Pipeline, reader: Reader, epoch: int) -> None:
+        self._pipeline, self._reader = pipeline, reader
+        self._run = self._open(epoch)
+
+    def __iter__(self) -> DatasetIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._run)
+
+    def state_dict(self) -> State:
+        """Return where this reader is; JSON values."""
+        return {
+            "version": VERSION,
+            **self._identity(),
+            "epoch": self._epoch,
+            "run": self._run.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state of the same reader was taken, in its epoch.
+
+        Raises:
+            StateError: If it is of other data, steps, order or another reader.
+        """
+        check_state(state, mine=self._identity())
+        self._run.close()
+        self._run = self._open(state["epoch"])
+        self._run.load_state_dict(state["run"])
+
+    def _open(self, epoch: int) -> Run:
+        self._epoch = epoch
+        return self._pipeline.open(self._reader, self._pipeline.context(self._reader, epoch))
+
+    def _identity(self) -> State:
+        """Return what a state must agree with."""
+        pipeline, reader = self._pipeline, self._reader
+        identity: State = {
+            "kind": "reader",
+            "fingerprint": pipeline.fingerprint,
+            "seed": pipeline.seed,
+            "shuffle": pipeline.shuffle,
+            "stages": pipeline.steps,
+            "rank": reader.placement.rank,
+            "world_size": reader.placement.world_size,
+            "worker": reader.worker,
+            "num_workers": reader.num_workers,
+        }
+        if pipeline.planned is not None:
+            order = plain_share(pipeline.planned, reader, self._epoch).plan.order
+            identity |= {"microbatch": order.batch, "lanes": order.lanes, "block": order.block}
+            identity |= {"window": order.window} if order.shuffle else {}
+        return identity
