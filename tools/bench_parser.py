@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import itertools
 import platform
 import statistics
 import tarfile
@@ -56,10 +57,15 @@ def main() -> None:
         return tar[at : at + size]
 
     def by_number() -> None:
-        for start, end in zip(offsets, offsets[1:], strict=False):
+        for start, end in itertools.pairwise(offsets):
             read_sample(read, start, end, "x")
 
     offsets = scan_shard(read, end=len(tar), shard="x").offsets.tolist()
+
+    def by_tarfile() -> None:
+        with tarfile.open(fileobj=io.BytesIO(tar)) as archive:
+            archive.getmembers()
+
     rows = (
         (
             "headers (iter_members)",
@@ -84,7 +90,7 @@ def main() -> None:
             "headers by tarfile",
             "members",
             2 * samples,
-            lambda: tarfile.open(fileobj=io.BytesIO(tar)).getmembers(),
+            by_tarfile,
         ),
     )
     print(f"Python {platform.python_version()}, {len(tar) / 1e6:.0f} MB, {2 * samples} members")

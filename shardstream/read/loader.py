@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -118,15 +119,28 @@ class ShardLoader(DataLoader[Any]):
         self, packets: Iterator[Packet], begin: Position, iteration: int
     ) -> Iterator[Any]:
         parts = dict(begin.parts)
-        for steps, packet in enumerate(packets, start=1):
-            if iteration == self._iteration:
-                self._skipped[packet.part] = packet.skipped
-                self._position = self._position_after(packet, steps, begin.epoch, parts)
-            if not packet.empty:
-                yield packet.batch
+        with self._ending_workers_on_error(packets):
+            for steps, packet in enumerate(packets, start=1):
+                if iteration == self._iteration:
+                    self._skipped[packet.part] = packet.skipped
+                    self._position = self._position_after(packet, steps, begin.epoch, parts)
+                if not packet.empty:
+                    yield packet.batch
         if iteration == self._iteration:
             self._begin = self._position = Position(epoch=begin.epoch + 1)
             self._share = None
+
+    @contextmanager
+    def _ending_workers_on_error(self, packets: Any) -> Iterator[None]:
+        """End the workers at once if one raises: torch leaves them to a garbage collection, which waits 5 s for each."""
+        try:
+            yield
+        except Exception:
+            end = getattr(packets, "_shutdown_workers", None)
+            if end is not None:
+                end()
+            self._iterator = None
+            raise
 
     def _position_after(
         self, packet: Packet, steps: int, epoch: int, parts: dict[int, State]

@@ -11,7 +11,7 @@ from typing import Any
 from shardstream.placement import Reader
 from shardstream.read.planned import Chain, PlannedSource, open_plain
 from shardstream.read.skip import OnError, Skips
-from shardstream.read.stage import Context, ItemFunction, ItemStage, Run, SourceRun, Stage
+from shardstream.read.stage import Context, ItemFunction, ItemStage, Run, SourceRun, Stage, describe
 from shardstream.read.streamed import StreamSource
 
 
@@ -69,8 +69,8 @@ class Pipeline:
 
     @property
     def steps(self) -> list[str]:
-        """Names of the stages."""
-        return [type(stage).__name__ for stage in self.stages]
+        """What a state says of the stages."""
+        return [describe(stage) for stage in self.stages]
 
     def context(self, reader: Reader, epoch: int) -> Context:
         """Return what the stages of one loader worker share."""

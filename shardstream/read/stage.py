@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -88,6 +88,22 @@ class Stage(Protocol):
 
     def open(self, source: Run, context: Context) -> Run:
         """Start the step on what the step before hands out."""
+
+
+def describe(stage: Stage) -> str:
+    """Return a stage's name with the numbers that a position depends on: what a state must agree with.
+
+    >>> from shardstream.read.stream import Shuffle
+    >>> describe(Shuffle(window=50))
+    'Shuffle(window=50)'
+    """
+    options = {
+        option.name: getattr(stage, option.name)
+        for option in (fields(stage) if is_dataclass(stage) else ())
+        if option.name not in ("threads", "purpose")
+    }
+    plain = [f"{name}={value}" for name, value in options.items() if isinstance(value, int | str)]
+    return f"{type(stage).__name__}({', '.join(plain)})"
 
 
 class ItemStage:

@@ -232,11 +232,11 @@ def every_other(samples: Iterator[Any]) -> Iterator[Any]:
 PIPELINES: dict[str, tuple[Callable[[ss.ShardDataset], ss.ShardDataset], int | None]] = {
     "select": (lambda ds: ds.select(is_even), 4),
     "shuffle": (lambda ds: ds.shuffle(9), 4),
-    "slice": (lambda ds: ds.slice(1, 17, 2), 3),
+    "slice": (lambda ds: ds.slice(1, 17, 2), 4),
     "repeat": (lambda ds: ds.repeat(2), 8),
     "with_epoch": (lambda ds: ds.with_epoch(25), 4),
     "compose": (lambda ds: ds.compose(every_other), 4),
-    "flat map": (lambda ds: ds.map(twice).unbatched(), 5),
+    "flat map": (lambda ds: ds.map(twice).unbatched(), 6),
     "batched": (lambda ds: ds.shuffle(7).batched(4), None),
     "group_batched": (lambda ds: ds.group_batched(label_group, 4, buffer=8), None),
 }

@@ -207,6 +207,18 @@ def test_storage_reads_in_a_child_process(
     assert storage.read(url, 2, 4) == b"34"
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_leaves_the_parents_connections_alone(s3: S3Server, bucket: str) -> None:
+    # Only fsspec's cache holds this one, and a child empties that cache: freeing it there would
+    # take its sockets out of the epoll that both share, and the parent would wait for ever.
+    url = f"{bucket}/a.tar"
+    publish_bytes(Storage(s3.storage_options), url, b"1234")
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        child = Storage(s3.storage_options | {"version_aware": False})
+        assert pool.submit(child.read, url).result(timeout=30) == b"1234"
+    assert Storage(s3.storage_options).read(url) == b"1234"
+
+
 def test_pickled_storage_holds_no_open_filesystem(s3: S3Server, bucket: str) -> None:
     storage = Storage(s3.storage_options)
     publish_bytes(storage, f"{bucket}/a.tar", b"1234")
@@ -229,24 +241,24 @@ def test_a_given_filesystem_serves_every_url() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "options", "message"),
+    ("url", "message"),
     [
-        ("pipe:cat a.tar", {}, "no URL starts a command here"),
-        ("nosuch://b/a.tar", {}, "Protocol not known: nosuch"),
-        ("s3://b/a.tar", {"no_such_option": 1}, "cannot open this URL: .*no_such_option"),
+        ("pipe:cat a.tar", "no URL starts a command here"),
+        ("nosuch://b/a.tar", "Protocol not known: nosuch"),
     ],
 )
 @operations
 def test_a_url_that_cannot_be_opened_is_refused(
-    operation: Callable[[Storage, str], object], url: str, options: dict[str, Any], message: str
+    operation: Callable[[Storage, str], object], url: str, message: str
 ) -> None:
-    if "no_such_option" in options:
-        pytest.importorskip("s3fs")
-        with pytest.raises((OptionError, StorageError), match="no_such_option"):
-            operation(Storage(options), url)
-        return
     with pytest.raises(OptionError, match=message):
-        operation(Storage(options), url)
+        operation(Storage(), url)
+
+
+def test_a_storage_option_that_nobody_knows_is_named(tmp_path: Path) -> None:
+    storage = Storage({"fo": "a.zip", "no_such_option": 1})
+    with pytest.raises(OptionError, match="cannot open this URL: .*no_such_option"):
+        storage.read(f"reference://{tmp_path}")
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

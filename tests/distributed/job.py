@@ -1,0 +1,100 @@
+"""What torchrun starts in test_torchrun.py: a DDP training that notes which samples each rank saw at each step.
+
+Every rank appends a line of JSON a step to ``ids-<rank>.jsonl``; rank 0 saves ``checkpoint.pt`` every few steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import warnings
+from pathlib import Path
+from typing import TextIO
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+import shardstream as ss
+
+warnings.filterwarnings("ignore", message="This DataLoader will create")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--url", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--batch-size", type=int, required=True)
+    parser.add_argument("--microbatch", type=int)
+    parser.add_argument("--lanes", type=int)
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--epochs", type=int, default=1)
+    parser.add_argument("--remainder", default="pad")
+    parser.add_argument("--save-every", type=int, default=3)
+    parser.add_argument("--kill-rank", type=int, default=-1)
+    parser.add_argument("--kill-step", type=int, default=-1)
+    return parser.parse_args()
+
+
+def make_loader(args: argparse.Namespace) -> ss.ShardLoader:
+    dataset = ss.ShardDataset(
+        args.url,
+        shuffle=True,
+        seed=1,
+        lanes=args.lanes,
+        microbatch=args.microbatch,
+        remainder=args.remainder,
+    )
+    columns = dataset.decode().to_tuple("cls")
+    return ss.ShardLoader(
+        columns,
+        batch_size=args.batch_size,
+        num_workers=args.workers,
+        timeout=60 if args.workers else 0,
+    )
+
+
+def train(args: argparse.Namespace, log: TextIO) -> None:
+    rank = dist.get_rank()
+    model = DistributedDataParallel(torch.nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
+    loader = make_loader(args)
+    checkpoint = args.out / "checkpoint.pt"
+    if checkpoint.exists():
+        saved = torch.load(checkpoint, weights_only=True)
+        model.load_state_dict(saved["model"])
+        loader.load_state_dict(saved["loader"])
+    step = 0
+    for epoch in range(loader.epoch, args.epochs):
+        loader.set_epoch(epoch)
+        expected = len(loader)
+        steps = 0
+        for (ids,) in loader:
+            if (rank, step) == (args.kill_rank, args.kill_step):
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.zero_grad()
+            model(ids[:, None].float()).mean().backward()  # DDP waits for all ranks here
+            optimizer.step()
+            log.write(json.dumps({"epoch": epoch, "ids": ids.tolist()}) + "\n")
+            log.flush()
+            step, steps = step + 1, steps + 1
+            if rank == 0 and step % args.save_every == 0:
+                state = {"model": model.state_dict(), "loader": loader.state_dict()}
+                torch.save(state, checkpoint.with_suffix(".part"))
+                checkpoint.with_suffix(".part").replace(checkpoint)
+        assert steps == expected, f"{steps} steps, len(loader) said {expected}"
+
+
+def main() -> None:
+    args = arguments()
+    dist.init_process_group("gloo")
+    with (args.out / f"ids-{dist.get_rank()}.jsonl").open("w") as log:
+        train(args, log)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

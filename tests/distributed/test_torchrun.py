@@ -1,0 +1,87 @@
+"""DDP trainings on real ranks: no hang, equal steps, each sample once; a killed rank costs nothing but time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from shardstream.testing import make_shards
+
+JOB = Path(__file__).with_name("job.py")
+
+
+def torchrun(ranks: int, out: Path, url: str, *options: str) -> subprocess.CompletedProcess[str]:
+    out.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
+    command += [str(JOB), "--url", url, "--out", str(out), *options]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(JOB.parents[2])}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=180, check=False
+    )
+
+
+def steps_of(out: Path, ranks: int) -> list[list[dict[str, Any]]]:
+    return [
+        [json.loads(line) for line in (out / f"ids-{rank}.jsonl").read_text().splitlines()]
+        for rank in range(ranks)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "samples", "options"),
+    [
+        (2, 203, ["--batch-size", "8", "--workers", "2", "--epochs", "2"]),
+        (3, 101, ["--batch-size", "7"]),
+        (4, 97, ["--batch-size", "5", "--microbatch", "5", "--lanes", "8", "--workers", "1"]),
+    ],
+)
+def test_ranks_train_in_step_and_see_each_sample_once(
+    tmp_path: Path, ranks: int, samples: int, options: list[str]
+) -> None:
+    url = make_shards(tmp_path / "data", samples=samples, per_shard=30)
+    done = torchrun(ranks, tmp_path / "out", url, *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = steps_of(tmp_path / "out", ranks)
+    for at_once in zip_longest(*steps):
+        assert None not in at_once, "a rank has fewer steps"
+        assert len({len(step["ids"]) for step in at_once}) == 1, "ranks differ in batch size"
+    for epoch in {step["epoch"] for step in steps[0]}:
+        counts = Counter(
+            number
+            for rank in steps
+            for step in rank
+            if step["epoch"] == epoch
+            for number in step["ids"]
+        )
+        assert set(counts) == set(range(samples))
+        assert counts.total() - samples < ranks
+
+
+def test_a_killed_rank_is_made_good_on_another_number_of_ranks(tmp_path: Path) -> None:
+    samples = 240
+    url = make_shards(tmp_path / "data", samples=samples, per_shard=50)
+    order = ["--microbatch", "4", "--lanes", "12"]
+    out = tmp_path / "out"
+    killed = torchrun(
+        3, out, url, "--batch-size", "8", "--kill-rank", "1", "--kill-step", "5", *order
+    )
+    assert killed.returncode != 0
+    first = steps_of(out, 3)
+    checkpoint = torch.load(out / "checkpoint.pt", weights_only=True)
+    assert checkpoint["loader"]["consumed"] == 3 * 3 * 8, "the last checkpoint is of step 3"
+    seen = [number for rank in first for step in rank[:3] for number in step["ids"]]
+
+    resumed = torchrun(2, out, url, "--batch-size", "12", "--workers", "1", *order)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    second = [number for rank in steps_of(out, 2) for step in rank for number in step["ids"]]
+    assert sorted(seen + second) == list(range(samples))
