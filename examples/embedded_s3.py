@@ -55,7 +55,7 @@ def embedded_s3(bucket: str = "example") -> Iterator[str]:
 
 @contextmanager
 def _start() -> Iterator[str]:
-    server = subprocess.Popen(
+    server = subprocess.Popen(  # noqa: S603  (ourselves)
         [sys.executable, "-W", "ignore", "-c", _SERVER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
@@ -65,10 +65,12 @@ def _start() -> Iterator[str]:
     )
     with server:  # closes its pipes and waits for it
         try:
-            assert server.stdout is not None  # noqa: S101  (asked for above)
+            assert server.stdout is not None
             port = server.stdout.readline().strip()
             if not port:
-                raise RuntimeError("the embedded S3 server did not start; pip install 'moto[server]'")
+                raise RuntimeError(
+                    "the embedded S3 server did not start; pip install 'moto[server]'"
+                )
             yield f"http://127.0.0.1:{port}"
         finally:
             server.terminate()

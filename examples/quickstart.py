@@ -29,7 +29,7 @@ import shardstream as ss
 
 TARGET = 0.95  # of the held-out digits
 BATCH_SIZE = 64
-EPOCHS = 12
+EPOCHS = 8
 
 
 def samples() -> list[dict[str, object]]:
@@ -56,11 +56,15 @@ def write(dest: str, *, overwrite: bool, bar: Progress) -> None:
     )
     bar.update(task, completed=report.samples, total=report.samples)
     for split in report.splits:
-        bar.print(f"[green]✓[/] packed    {split.samples:,} digits, {split.shards} shards: {split.url}")
+        bar.print(
+            f"[green]✓[/] packed    {split.samples:,} digits, {split.shards} shards: {split.url}"
+        )
         found = ss.verify(split.url)
         if found.errors:
             raise SystemExit("\n".join(map(str, found.errors)))
-        bar.print(f"[green]✓[/] verified  {found.samples:,} digits, {found.bytes / 1000:,.0f} kB read again")
+        bar.print(
+            f"[green]✓[/] verified  {found.samples:,} digits, {found.bytes / 1000:,.0f} kB read again"
+        )
     bar.remove_task(task)
 
 
@@ -72,9 +76,7 @@ def to_input(sample: dict[str, Any]) -> tuple[Tensor, int]:
 def open_split(url: str, *, shuffle: bool) -> ss.ShardLoader:
     """Return the batches of one split."""
     dataset = ss.ShardDataset(url, shuffle=shuffle).decode("l").map(to_input)
-    return ss.ShardLoader(
-        dataset, batch_size=BATCH_SIZE, num_workers=2, persistent_workers=True
-    )
+    return ss.ShardLoader(dataset, batch_size=BATCH_SIZE, num_workers=2, persistent_workers=True)
 
 
 def build() -> nn.Module:
@@ -89,18 +91,22 @@ def build() -> nn.Module:
 def train(model: nn.Module, loader: ss.ShardLoader, bar: Progress) -> None:
     """Train for some epochs; each reads the digits in another order."""
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
+    criterion = nn.CrossEntropyLoss()
+    total = 0.0
     task = bar.add_task("train", total=EPOCHS * len(loader))
     for epoch in range(EPOCHS):
         total = 0.0
         for images, labels in loader:
-            loss = nn.functional.cross_entropy(model(images), labels)
+            loss = criterion(model(images), labels)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
             total += loss.item()
             bar.update(task, advance=1, description=f"train, epoch {epoch + 1}/{EPOCHS}")
     bar.remove_task(task)
-    bar.print(f"[green]✓[/] trained   {EPOCHS} epochs, {EPOCHS * len(loader)} steps, loss {total / len(loader):.3f}")
+    bar.print(
+        f"[green]✓[/] trained   {EPOCHS} epochs, {EPOCHS * len(loader)} steps, loss {total / len(loader):.3f}"
+    )
 
 
 def accuracy(model: nn.Module, loader: ss.ShardLoader) -> tuple[int, int]:
@@ -120,9 +126,15 @@ def main() -> int:
     parser.add_argument("--overwrite", action="store_true", help="replace what is at --dest")
     args = parser.parse_args()
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # the network is tiny, and the workers want the other cores
     start_s = time.monotonic()
     console = Console(highlight=False)
-    columns = (TextColumn("  {task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("  {task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     with ExitStack() as stack:
         dest = args.dest or stack.enter_context(embedded_s3()) + "/digits"
         console.print(f"[bold]shardstream quickstart[/]: handwritten digits by way of {dest}")

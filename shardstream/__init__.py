@@ -1,6 +1,6 @@
 """Pack samples into WebDataset tar shards on S3 or any fsspec file system, and stream them into PyTorch.
 
-The way of a sample: `pack` turns sources into shards (source, encode, writer, roll, job); `format` says what the bytes mean;
+The way of a sample: `write` turns sources into shards (source, encode, writer, roll, job); `format` says what the bytes mean;
 `storage` finds and fetches them; `read` turns them into batches (plan, share, source, decode, transform, batch, loader).
 """
 
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
     from shardstream.read.mixed import mix
     from shardstream.read.skip import SkipBudget
     from shardstream.read.tensors import collate
+    from shardstream.write.indexing import index
+    from shardstream.write.job import pack
+    from shardstream.write.roll import ShardWriter
+    from shardstream.write.verify import verify
 
 __all__ = [
     "DecodeError",
@@ -50,13 +54,17 @@ __all__ = [
     "ShardLoader",
     "ShardMapDataset",
     "ShardStreamError",
+    "ShardWriter",
     "SkipBudget",
     "SkipBudgetError",
     "SourceError",
     "StateError",
     "StorageError",
     "collate",
+    "index",
     "mix",
+    "pack",
+    "verify",
 ]
 
 # Looked up when first used: torch takes over a second to import, and the command line does without.
@@ -65,8 +73,12 @@ _LAZY = {
     "ShardLoader": "read.loader",
     "ShardMapDataset": "read.by_number",
     "SkipBudget": "read.skip",
+    "ShardWriter": "write.roll",
     "collate": "read.tensors",
+    "index": "write.indexing",
     "mix": "read.mixed",
+    "pack": "write.job",
+    "verify": "write.verify",
 }
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.pack.roll import ShardWriter
 from shardstream.read.stage import Run, State
+from shardstream.write.roll import ShardWriter
 
 
 def make_shards(

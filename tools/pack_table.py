@@ -9,7 +9,7 @@ import typer
 
 from shardstream.cli.pack import parse_mapping, parse_split
 from shardstream.errors import ShardStreamError
-from shardstream.pack.job import pack
+from shardstream.write.job import pack
 
 
 def main() -> int:

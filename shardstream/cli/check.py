@@ -34,7 +34,7 @@ def index(
       shardstream index data/train/
       shardstream index "s3://bucket/train/{000000..000099}.tar"
     """
-    from shardstream.pack import indexing  # noqa: PLC0415  (numpy and fsspec take 300 ms)
+    from shardstream.write import indexing  # noqa: PLC0415  (numpy and fsspec take 300 ms)
 
     with progress_bar("indexing") as progress:
         report = indexing.index(
@@ -61,7 +61,7 @@ def verify(urls: Urls, *, threads: Threads = 4, option: StorageOption = None) ->
     Example:
       shardstream verify s3://bucket/train/
     """
-    from shardstream.pack import verify as verifying  # noqa: PLC0415
+    from shardstream.write import verify as verifying  # noqa: PLC0415
 
     with progress_bar("verifying") as progress:
         report = verifying.verify(

@@ -14,7 +14,7 @@ from shardstream.cli.text import aligned, human_bytes, plural, printable
 from shardstream.errors import OptionError
 
 if TYPE_CHECKING:
-    from shardstream.pack.inspect import Listing
+    from shardstream.write.inspect import Listing
 
 _HEADINGS = ("shard", "samples", "size", "index")
 _RIGHT = frozenset({1, 2})
@@ -54,7 +54,7 @@ def ls(
       shardstream ls data/train/
       shardstream ls s3://bucket/train/ --json
     """
-    from shardstream.pack import inspect  # noqa: PLC0415  (numpy and fsspec take 300 ms)
+    from shardstream.write import inspect  # noqa: PLC0415  (numpy and fsspec take 300 ms)
 
     listing = inspect.list_shards(urls, storage_options=parse_options(option))
     if as_json:
@@ -90,7 +90,7 @@ def cat(
         raise typer.BadParameter("give --number or --key, not both")
     if output is not None and field is None:
         raise typer.BadParameter("--output needs --field: one file holds one field")
-    from shardstream.pack import inspect  # noqa: PLC0415
+    from shardstream.write import inspect  # noqa: PLC0415
 
     number = 0 if number is None and key is None else number
     with progress_bar("searching") as progress:

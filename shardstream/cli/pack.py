@@ -14,7 +14,7 @@ from shardstream.cli.options import StorageOption, parse_options
 from shardstream.cli.text import aligned, human_bytes, plural, printable
 
 if TYPE_CHECKING:
-    from shardstream.pack.job import PackReport, Progress
+    from shardstream.write.job import PackReport, Progress
 
 _SKIPS_SHOWN = 10
 
@@ -172,7 +172,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
       shardstream pack captions.csv packed/ --map jpg=path --map txt=caption
       shardstream pack "old/{000000..000099}.tar" new/ --max-bytes 1GB
     """
-    from shardstream.pack import job  # noqa: PLC0415  (numpy, pillow and fsspec take 300 ms)
+    from shardstream.write import job  # noqa: PLC0415  (numpy, pillow and fsspec take 300 ms)
 
     with _progress_bar() as progress:
         report = job.pack(

@@ -1,7 +1,7 @@
 """Items that wait in bins until a bin goes out as a batch: groups of alike samples, sequences packed to one length.
 
-The position is where the oldest waiting item begins and which items behind it have gone out: a resume reads the waiting ones
-again and puts them in the same bins.
+The position is where the oldest waiting item begins and which items behind it wait too: a resume reads those again and puts
+them in the same bins.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ class CollectRun(SourceRun, ABC):
         self._skips = skips
         self._bins: dict[Hashable, list[_Waiting]] = {}
         self._read = 0  # items read so far
-        self._gone: set[int] = set()  # places behind the oldest waiting item that have gone out
         self._ended = False
         self._resume: State | None = None
 
     @abstractmethod
-    def choose(self, item: Any) -> Hashable:
-        """Return the bin of an item: one that is open, or a new one; must depend on waiting items alone."""
+    def choose(self, item: Any) -> Hashable | None:
+        """Return the bin of an item: one that is open, or a new one; None drops it. Must depend on waiting items alone."""
 
     @abstractmethod
     def is_full(self, name: Hashable) -> bool:
@@ -77,8 +76,8 @@ class CollectRun(SourceRun, ABC):
         """Return how many items wait in each bin, in the order of the bins' making."""
         return {name: len(waiting) for name, waiting in self._bins.items()}
 
-    def _read_item(self) -> Hashable | None:
-        """Read an item to its bin; return the bin, or None if there was nothing to keep."""
+    def _read_item(self, wanted: frozenset[int] | None = None) -> Hashable | None:
+        """Read an item to its bin, if its place is wanted; return the bin, or None if there was nothing to keep."""
         before = self.source.state_dict()
         item = next(self.source, self)
         if item is self:
@@ -86,13 +85,12 @@ class CollectRun(SourceRun, ABC):
             return None
         place = self._read
         self._read += 1
-        if place in self._gone:
+        if wanted is not None and place not in wanted:
             return None
         try:
             name = self.choose(item)
         except Exception as error:  # noqa: BLE001  (the skip policy decides)
             self._skips.take(error)
-            self._gone.add(place)
             return None
         self._bins.setdefault(name, []).append(_Waiting(item, place, before))
         return name
@@ -100,10 +98,6 @@ class CollectRun(SourceRun, ABC):
     def _hand_out(self, name: Hashable) -> Any:
         waiting = self._bins.pop(name)
         self.forget(name)
-        self._gone.update(one.place for one in waiting)
-        oldest = self._oldest()
-        first = self._read if oldest is None else oldest.place
-        self._gone = {place for place in self._gone if place > first}
         return self.batch([one.item for one in waiting])
 
     def _oldest(self) -> _Waiting | None:
@@ -116,12 +110,12 @@ class CollectRun(SourceRun, ABC):
         if self._resume is None:
             return
         state, self._resume = self._resume, None
-        self._read, self._gone = state["first"], set(state["gone"])
+        self._read, wanted = state["first"], frozenset(state["waiting"])
         while self._read < state["read"] and not self._ended:
-            self._read_item()
+            self._read_item(wanted)
 
     def state_dict(self) -> State:
-        """Return the position in front of the oldest waiting item, and what has gone out behind it."""
+        """Return the position in front of the oldest waiting item, and the places of all that wait."""
         if self._resume is not None:
             return self._resume
         oldest = self._oldest()
@@ -129,7 +123,7 @@ class CollectRun(SourceRun, ABC):
             "source": self.source.state_dict() if oldest is None else oldest.before,
             "first": self._read if oldest is None else oldest.place,
             "read": self._read,
-            "gone": sorted(self._gone),
+            "waiting": sorted(one.place for waiting in self._bins.values() for one in waiting),
         }
 
     def load_state_dict(self, state: State) -> None:

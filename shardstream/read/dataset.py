@@ -147,6 +147,9 @@ class ShardDataset(StreamDataset):
         prefetch_bytes: int = 64 << 20,
         placement: Placement | None = None,
     ) -> None:
+        if index not in ("auto", "require", "ignore"):
+            raise OptionError(f"index is 'auto', 'require' or 'ignore', not {index!r}")
+        Skips(on_error)  # refuses nonsense now
         storage = Storage(storage_options, filesystem)
         located = locate(urls, storage)
         unindexed = located.shards[0].url if index == "ignore" else lacks_index(located, storage)
@@ -166,7 +169,6 @@ class ShardDataset(StreamDataset):
             source = PlannedSamples(catalog=Catalog(located, storage), options=options)
             source.order(batch=microbatch or 1, lanes=1, epoch=0)  # refuses nonsense now
             Split(remainder=remainder)
-            Skips(on_error)
         else:
             if index == "require":
                 raise OptionError(

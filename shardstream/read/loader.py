@@ -265,6 +265,8 @@ def _check_options(
         )
     if options.get("sampler") is not None or options.get("batch_sampler") is not None:
         raise OptionError("a stream has no sampler: the dataset's plan splits and shuffles")
+    if not options.get("in_order", True):
+        raise OptionError("in_order=False: a position counts batches in order; leave it at True")
     if batch_size is not None and batch_size < 1:
         raise OptionError(f"batch_size must be at least 1, not {batch_size}")
     source = dataset.pipeline.planned

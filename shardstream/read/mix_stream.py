@@ -57,6 +57,10 @@ class MixRun:
         self._taken = 0
         self._passes = [0] * len(recipe.parts)
         self._ended = [False] * len(recipe.parts)
+        self._got = [0] * len(recipe.parts)  # items in this pass
+        self._empty = [False] * len(
+            recipe.parts
+        )  # nothing at all comes: its places are passed over
         self._runs = [self._open(part) for part in range(len(recipe.parts))]
         self._pattern: tuple[int, list[int]] = (-1, [])
 
@@ -68,33 +72,35 @@ class MixRun:
             raise StopIteration
         while not self._is_over():
             part = self._part_at(self._place)
-            if self._every and self._ended[part]:
+            if self._empty[part] or (self._every and self._ended[part]):
                 self._place += 1
                 continue
             for item in self._runs[part]:
                 self.number = derive_key(part, self._passes[part], self._runs[part].number)
                 self._place, self._taken = self._place + 1, self._taken + 1
+                self._got[part] += 1
                 return item
             self._end(part)
         raise StopIteration
 
     def _is_over(self) -> bool:
+        ended = [ended for ended, empty in zip(self._ended, self._empty, strict=True) if not empty]
         if self._limit is not None:
-            return (
-                all(self._ended) and self._taken == 0
-            )  # nothing at all comes: repeating it would never end
+            return not ended
         return (
-            any(self._ended)
-            if self._recipe.stop == "first_exhausted" and not self._every
-            else all(self._ended)
+            any(ended)
+            if ended and self._recipe.stop == "first_exhausted" and not self._every
+            else all(ended)
         )
 
     def _end(self, part: int) -> None:
         """Note that a part is through, and let it go round again where others are not."""
         self._ended[part] = True
-        if not self._every and not self._is_over():
+        self._empty[part] = self._got[part] == 0
+        if not self._every and not self._empty[part] and not self._is_over():
             self._runs[part].close()
             self._passes[part] += 1
+            self._got[part] = 0
             self._runs[part] = self._open(part)
 
     def _part_at(self, place: int) -> int:
@@ -121,7 +127,9 @@ class MixRun:
             "place": self._place,
             "taken": self._taken,
             "passes": list(self._passes),
+            "got": list(self._got),
             "ended": list(self._ended),
+            "empty": list(self._empty),
             "parts": [run.state_dict() for run in self._runs],
         }
 
@@ -129,7 +137,8 @@ class MixRun:
         """Go to a place, and each part to its position."""
         self.close()
         self._place, self._taken = state["place"], state["taken"]
-        self._passes, self._ended = list(state["passes"]), list(state["ended"])
+        self._passes, self._got = list(state["passes"]), list(state["got"])
+        self._ended, self._empty = list(state["ended"]), list(state["empty"])
         self._runs = [self._open(part) for part in range(len(self._runs))]
         for run, position in zip(self._runs, state["parts"], strict=True):
             run.load_state_dict(position)

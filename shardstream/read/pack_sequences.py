@@ -118,8 +118,10 @@ class _FirstFitRun(CollectRun):
         self._filled: dict[Hashable, int] = {}  # tokens of each open row
         self._made = 0
 
-    def choose(self, item: Any) -> Hashable:
+    def choose(self, item: Any) -> Hashable | None:
         size = len(_tokens(item, self._stage))
+        if size == 0:
+            return None
         if size > self._stage.length:
             raise SampleError(
                 f"a sequence of {size} tokens does not fit a row of {self._stage.length}; cut it in a map, or use packing='concat'",

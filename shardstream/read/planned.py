@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from shardstream.errors import OptionError
 from shardstream.placement import Reader
 from shardstream.read.plan import Order, Plan, default_block, default_window
 from shardstream.read.share import Remainder, Share, Split
@@ -15,8 +16,7 @@ from shardstream.read.stage import Context
 from shardstream.storage.catalog import Catalog
 from shardstream.storage.joined import JoinedCatalog
 
-PLAIN_MICROBATCH = 64
-"""Microbatch of a dataset that is iterated without a `ShardLoader`."""
+_PLAIN_MICROBATCH = 64
 
 Chain = Callable[[list[Any], list[int]], tuple[list[Any], list[int]]]
 """``chain(items, numbers)``: the items that came through and their numbers, in order."""
@@ -40,6 +40,12 @@ class Options:
     block: int | None = None
     remainder: Remainder = "pad"
     prefetch_bytes: int = 64 << 20
+
+    def __post_init__(self) -> None:
+        for name in ("lanes", "microbatch", "window", "block"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise OptionError(f"{name} must be at least 1, not {value}")
 
 
 class PlannedSource(Protocol):
@@ -112,11 +118,19 @@ def open_plain(source: PlannedSource, reader: Reader, context: Context) -> Plann
     return open_share(source, share, reader, context.skips)
 
 
+def plain_microbatch(nsamples: int, readers: int) -> int:
+    """Return the microbatch of a dataset that is iterated without a `ShardLoader`: 64, or less where readers would get none.
+
+    >>> plain_microbatch(100_000, 8), plain_microbatch(25, 2)
+    (64, 1)
+    """
+    return max(1, min(_PLAIN_MICROBATCH, nsamples // (8 * readers)))
+
+
 def plain_share(source: PlannedSource, reader: Reader, epoch: int) -> Share:
     """Return the steps of a rank of a dataset that is iterated by itself."""
-    order = source.order(
-        batch=source.options.microbatch or PLAIN_MICROBATCH, lanes=reader.total, epoch=epoch
-    )
+    batch = source.options.microbatch or plain_microbatch(len(source.catalog), reader.total)
+    order = source.order(batch=batch, lanes=reader.total, epoch=epoch)
     split = Split(world_size=reader.placement.world_size, remainder=source.options.remainder)
     return Share(source.plan(order, epoch), split, rank=reader.placement.rank)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from contextlib import closing
 
 import numpy as np
 
@@ -137,9 +138,10 @@ class PlannedRun:
         self._fetcher = open_fetcher(
             self._catalog, upcoming(self._share, steps), prefetch_bytes=self._prefetch_bytes
         )
-        for numbers in planned(self._share, steps):
-            yield numbers[within:]
-            within = 0
+        with closing(self._fetcher):
+            for numbers in planned(self._share, steps):
+                yield numbers[within:]
+                within = 0
 
     def _read_samples(self) -> Generator[tuple[int, Sample], None, None]:
         for numbers in self._open():

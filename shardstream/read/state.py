@@ -76,8 +76,31 @@ def check_state(state: Any, *, mine: Mapping[str, Any]) -> None:
             raise StateError(
                 f"{_WHAT.get(name, name)}: the state says {state.get(name)!r}, here it is {value!r}; {_remedy(name)}"
             )
+    _check_position(state)
 
 
+def _check_position(state: Mapping[str, Any]) -> None:
+    """Refuse a position that no state has."""
+    for name in _NUMBERS.get(state["kind"], ()):
+        value = state.get(name)
+        if not isinstance(value, int) or value < (name in _ORDER):
+            raise StateError(f"this state is damaged: {name} is {value!r}")
+    for name in _POSITIONS.get(state["kind"], ()):
+        if not isinstance(state.get(name), Mapping):
+            raise StateError(f"this state is damaged: {name} is {str(state.get(name))[:80]!r}")
+    if state["kind"] == "plan" and state["consumed"] % state["microbatch"]:
+        raise StateError(
+            f"this state is damaged: consumed is {state['consumed']}, microbatch {state['microbatch']}"
+        )
+
+
+_ORDER = ("microbatch", "lanes", "window", "block")
+_NUMBERS = {
+    "plan": ("epoch", "consumed", *_ORDER),
+    "parts": ("epoch", "next_part"),
+    "reader": ("epoch",),
+}
+_POSITIONS = {"parts": ("parts",), "reader": ("run",)}
 _WHAT = {
     "kind": "kind of pipeline",
     "fingerprint": "fingerprint of the dataset",

@@ -73,7 +73,8 @@ def _column(values: list[Any], name: str, items: Sequence[Any]) -> Any:
             return values
         return _stack([torch.from_numpy(_native(value)) for value in values], name, items)
     if issubclass(kind, np.generic):
-        return torch.as_tensor(np.array(values))
+        column = np.array(values)
+        return torch.as_tensor(column) if column.dtype.kind in "biufc" else values
     if kind is float:
         return torch.tensor(values, dtype=torch.float64)
     if kind is int or kind is bool:

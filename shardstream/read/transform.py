@@ -67,9 +67,9 @@ class MapDict(ItemStage):
         return self._apply
 
     def _apply(self, sample: Sample, number: int) -> Sample:  # noqa: ARG002
-        changed = dict(sample)
+        changed = dict(sample) if isinstance(sample, dict) else {}
         for name, function in self.functions.items():
-            if name not in sample:
+            if name not in changed:
                 raise _no_field(name, sample, "map_dict")
             try:
                 changed[name] = function(sample[name])

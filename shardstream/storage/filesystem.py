@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 import fsspec
-from fsspec.asyn import AsyncFileSystem
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from shardstream.errors import MissingError, OptionError, RefusedError, StorageError, redact
+from shardstream.storage.inherited import keep_inherited
 
 _S3 = ("s3", "s3a")
 _INSTALL = {
@@ -35,24 +35,6 @@ class FileInfo:
 
     url: str
     size: int
-
-
-_inherited: list[Any] = []
-
-
-def _keep_inherited() -> None:
-    """Keep the file systems that a forked child inherits, for good.
-
-    The child shares the parent's epoll: freeing a connection there takes its socket out of it, and the parent waits for
-    an answer for ever. fsspec forgets its instances in a child, which would free them.
-    """
-    kinds: list[Any] = [AsyncFileSystem]
-    for kind in kinds:  # grows meanwhile
-        kinds += kind.__subclasses__()
-        _inherited.extend(getattr(kind, "_cache", {}).values())
-
-
-os.register_at_fork(after_in_child=_keep_inherited)
 
 
 class Storage:
@@ -84,7 +66,7 @@ class Storage:
                 "or mount or download what only a command can reach"
             )
         if self._pid != os.getpid():  # forked: connections and threads stayed with the parent
-            _inherited.append((self._opened, self._filesystem))
+            keep_inherited(self._opened, self._filesystem)
             self._opened, self._pid = {}, os.getpid()
             if getattr(self._filesystem, "async_impl", False):
                 self._filesystem = copy.deepcopy(self._filesystem)  # opens it anew

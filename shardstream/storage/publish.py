@@ -164,12 +164,16 @@ def _close_unsaved(stream: BinaryIO) -> None:
 def _send(filesystem: Any, source: Path, path: str) -> None:
     protocols = filesystem.protocol
     atomic = _ATOMIC.intersection((protocols,) if isinstance(protocols, str) else protocols)
+    if "memory" in atomic:  # its put_file shows the file while it grows
+        filesystem.pipe_file(path, source.read_bytes())
+        return
     if atomic:
         filesystem.put_file(str(source), path)
         return
     part = f"{path}{_PART_MARK}{os.getpid()}"
     try:
-        filesystem.makedirs(parent_url(path), exist_ok=True)
+        if "/" in path:
+            filesystem.makedirs(parent_url(path), exist_ok=True)
         filesystem.put_file(str(source), part)
         filesystem.mv(part, path)
     except BaseException:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from shardstream.cli import main
-from tests.pack.tars import flip, make_dataset, samples, tar_bytes
+from tests.write.tars import flip, make_dataset, samples, tar_bytes
 
 
 def test_index_then_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

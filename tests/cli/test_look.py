@@ -10,9 +10,9 @@ import pytest
 
 from shardstream.cli import main
 from shardstream.cli.describe import describe
-from shardstream.pack.indexing import index
+from shardstream.write.indexing import index
 from shardstream.storage.filesystem import Storage
-from tests.pack.tars import make_dataset, npy_bytes, png_bytes, samples, tar_bytes
+from tests.write.tars import make_dataset, npy_bytes, png_bytes, samples, tar_bytes
 
 FIELDS = [
     ("0000.png", png_bytes()),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import webdataset as wds
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
@@ -70,6 +70,7 @@ crowded_names = st.builds(
 crowded_tars = st.lists(crowded_names.map(lambda name: Entry(name=name, data=name.encode())), max_size=9)  # fmt: skip
 
 
+@settings(max_examples=60)
 @given(archive=crowded_tars.map(lambda put: make_archive(put, form="gnu")) | archives())
 def test_samples_are_those_of_webdataset_but_for_dot_files(archive: Archive) -> None:
     expected: list[dict[str, Any]] | None
@@ -89,6 +90,7 @@ def test_samples_are_those_of_webdataset_but_for_dot_files(archive: Archive) -> 
         assert read_samples(archive.data, end_known=False) == expected
 
 
+@settings(max_examples=60)
 @given(samples=raw_samples())
 def test_samples_come_back_as_written(samples: list[dict[str, Any]]) -> None:
     data = write_shard(samples)
@@ -96,6 +98,7 @@ def test_samples_come_back_as_written(samples: list[dict[str, Any]]) -> None:
     assert read_samples(data) == expected == read_with_webdataset(data)
 
 
+@settings(max_examples=60)
 @given(samples=raw_samples())
 def test_each_sample_can_be_read_alone_by_its_offsets(samples: list[dict[str, Any]]) -> None:
     data = write_shard(samples)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardstream.errors import IndexMismatchError, SampleError, ShardError
@@ -49,6 +49,7 @@ def test_the_layout_is_energons(offsets: np.ndarray[Any, np.dtype[np.int64]]) ->
     assert list(numbers) == offsets.tolist()
 
 
+@settings(max_examples=60)
 @given(samples=raw_samples())
 def test_a_scan_finds_each_sample(samples: list[dict[str, Any]]) -> None:
     members = [
@@ -66,6 +67,7 @@ def test_a_scan_finds_each_sample(samples: list[dict[str, Any]]) -> None:
     assert scan.offsets.tolist()[-1] == len(data) - len(END_OF_ARCHIVE)
 
 
+@settings(max_examples=60)
 @given(archive=archives())
 def test_a_scan_of_any_tar_gives_an_index_that_fits_it(archive: Archive) -> None:
     data = archive.data

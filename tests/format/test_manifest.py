@@ -87,7 +87,7 @@ def test_totals_leave_out_what_nobody_counted() -> None:
     assert (TINY.nsamples, TINY.total_bytes) == (2, 5120)
 
 
-def document(**changes: Any) -> bytes:  # noqa: ANN401
+def document(**changes: Any) -> bytes:
     return json.dumps(json.loads(encode_manifest(TINY)) | changes).encode()
 
 
@@ -150,11 +150,10 @@ def test_garbage_is_refused(data: bytes) -> None:
 def test_any_json_is_a_manifest_or_refused(changes: dict[str, Any]) -> None:
     try:
         manifest = decode_manifest(document(**changes), url=URL)
-    except ManifestError as error:
-        assert error.shard == URL
-    else:
-        assert len(fingerprint(manifest.shards)) == 16
-        assert manifest.nsamples >= 0
+    except ManifestError:
+        return
+    assert len(fingerprint(manifest.shards)) == 16
+    assert manifest.nsamples >= 0
 
 
 @pytest.mark.parametrize(

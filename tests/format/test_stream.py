@@ -12,7 +12,7 @@ from hypothesis.strategies import binary, integers, lists, tuples
 from shardstream.errors import ShardError
 from shardstream.format.group import iter_samples
 from shardstream.format.stream import StreamReader, decompressed
-from tests.pack.tars import samples, tar_bytes
+from tests.write.tars import samples, tar_bytes
 
 
 class OnlyForward(io.RawIOBase):

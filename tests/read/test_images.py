@@ -91,7 +91,9 @@ def test_formats_that_run_other_programs_are_left_alone(extension: str) -> None:
     assert extension not in EXTENSIONS
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # webdataset's open file
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # webdataset's open file
 def test_a_dataset_reads_as_webdataset_reads_it(tmp_path: Path) -> None:
     samples = [
         {"__key__": f"{i}", "jpg": PICTURES["rgb.jpg"], "seg.png": PICTURES["grey.png"], "cls": i}
@@ -119,9 +121,7 @@ DAMAGED = [b"", b"no image", PICTURES["rgb.jpg"][:200], PICTURES["rgb.png"][:100
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     good = picture("RGB", (4, 4))
     damaged = dict(zip(sorted(BAD), DAMAGED, strict=True))
-    samples = [
-        {"__key__": f"{i:02d}", "png": damaged.get(i, good), "cls": i} for i in range(40)
-    ]
+    samples = [{"__key__": f"{i:02d}", "png": damaged.get(i, good), "cls": i} for i in range(40)]
     return make_shards(tmp_path_factory.mktemp("bad"), samples=samples, per_shard=7)
 
 
@@ -162,9 +162,7 @@ def test_counts_grow_with_the_batches_handed_out(folder: str) -> None:
     assert counts == [1, 1, 1, 3, 3, 3, 4, 4]
 
 
-@pytest.mark.parametrize(
-    ("on_error", "level"), [("warn", logging.WARNING), ("skip", logging.INFO)]
-)
+@pytest.mark.parametrize(("on_error", "level"), [("warn", logging.WARNING), ("skip", logging.INFO)])
 def test_each_bad_image_is_logged_with_its_place(
     folder: str, on_error: Any, level: int, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -83,9 +83,7 @@ def test_the_order_of_seed_0_is_pinned() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("seed", "epoch"), [(0, 1), (1, 0), (-1, 0), (1 << 63, 0), (0, 1 << 40)]
-)
+@pytest.mark.parametrize(("seed", "epoch"), [(0, 1), (1, 0), (-1, 0), (1 << 63, 0), (0, 1 << 40)])
 def test_seeds_and_epochs_have_orders_of_their_own(seed: int, epoch: int) -> None:
     first = Plan(order_of(), 0).rest(0).tolist()
     assert Plan(order_of(seed=seed), epoch).rest(0).tolist() != first

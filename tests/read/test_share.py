@@ -236,9 +236,7 @@ def test_fitting_lanes_are_the_next_multiples(
         ({"microbatches": 0}, "at least one microbatch, not 0"),
     ],
 )
-def test_a_split_that_makes_no_sense_is_refused(
-    options: dict[str, object], message: str
-) -> None:
+def test_a_split_that_makes_no_sense_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Split(**options)  # type: ignore[arg-type]
 

@@ -18,6 +18,7 @@ from shardstream.errors import StateError
 from shardstream.read.batch import Batched, Unbatched
 from shardstream.read.decode import BASIC, Decode
 from shardstream.read.group_batch import GroupBatched
+from shardstream.read.pack_sequences import PackSequences
 from shardstream.read.permute import derive_key
 from shardstream.read.skip import SkipBudget, Skips
 from shardstream.read.stage import Context, Run, Stage
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 NUMBERS = range(23)
 SAMPLES = [{"__key__": str(i), "cls": b"%d" % i, "txt": b"x"} for i in range(11)]
 TUPLES = [(i, i * i) for i in range(11)]
+TOKENS = [{"__key__": str(n), "npy": np.arange(n)} for n in (3, 7, 1, 2, 12, 0, 5, 4, 4, 1)]
 BATCHES = [list(range(n)) for n in (3, 0, 1, 5, 0, 0, 2)]
 
 
@@ -101,6 +103,12 @@ CASES: dict[str, tuple[Stage, Iterable[Any]]] = {
     "group_batched, tight": (
         GroupBatched(group=by_remainder, size=3, buffer=3, collate=list, leftover="drop"),
         NUMBERS,
+    ),
+    "pack_sequences": (PackSequences(field="npy", length=5), TOKENS),
+    "pack_sequences, full rows": (PackSequences(field="npy", length=5, drop_last=True), TOKENS),
+    "pack_sequences, first fit": (
+        PackSequences(field="npy", length=12, packing="first_fit", open_rows=3),
+        TOKENS,
     ),
     "group_batched, one waits": (GroupBatched(group=rare, size=2, buffer=9, collate=list), NUMBERS),
 }
@@ -179,7 +187,9 @@ def test_chains_resume_exactly_at_every_position(stages: tuple[Stage, ...]) -> N
 
 def public_stages() -> set[type]:
     """Every dataclass of ``shardstream.read`` with ``open(source, context)``."""
-    modules = [import_module(f"{read.__name__}.{m.name}") for m in pkgutil.iter_modules(read.__path__)]
+    modules = [
+        import_module(f"{read.__name__}.{m.name}") for m in pkgutil.iter_modules(read.__path__)
+    ]
     return {
         found
         for module in modules
@@ -352,4 +362,6 @@ def test_stages_of_one_kind_draw_different_numbers() -> None:
         for purpose in (0, 1)
     )
     assert list(one) != list(two)
-    assert context.generator(4, derive_key(0)).random() != context.generator(5, derive_key(0)).random()
+    assert (
+        context.generator(4, derive_key(0)).random() != context.generator(5, derive_key(0)).random()
+    )

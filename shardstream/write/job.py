@@ -1,0 +1,296 @@
+"""A whole packing job: source -> records -> encoded samples -> shards, one or several data sets at a time."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from shardstream.errors import OptionError, SampleError, SourceError
+from shardstream.storage.filesystem import Storage, join_url
+from shardstream.storage.publish import publish_bytes
+from shardstream.write.images import DEFAULT_QUALITY, ImageOptions
+from shardstream.write.naming import ShardNames
+from shardstream.write.open_source import AnySource, SourceOptions, open_source
+from shardstream.write.parallel import Encoded, RecordEncoder, encode_in_order, named
+from shardstream.write.roll import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES, ShardWriter
+from shardstream.write.source import Record, Source
+from shardstream.write.split import Numbers, assign_splits, shuffled_order
+
+_PROGRESS_EVERY_S = 0.1
+
+
+class Progress(NamedTuple):
+    """How far a job is."""
+
+    samples: int
+    """Written so far."""
+    skipped: int
+    """Left out so far."""
+    size_bytes: int
+    """Of the tars so far."""
+    total: int | None
+    """Records there are in all, if known."""
+
+
+class Skip(NamedTuple):
+    """A record that was left out."""
+
+    where: str
+    """Its file or row."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitReport:
+    """What was written to one data set.
+
+    Args:
+        name: Of the split; "" if there is but one.
+        url: Its folder.
+        samples: Samples in it.
+        shards: Shards in it.
+        total_bytes: Of its tars.
+    """
+
+    name: str
+    url: str
+    samples: int
+    shards: int
+    total_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackReport:
+    """What a job did.
+
+    Args:
+        source: What was packed, for people.
+        splits: What was written where.
+        seconds: How long it took.
+        skipped: Records that were left out, with ``on_error="skip"``.
+    """
+
+    source: str
+    splits: tuple[SplitReport, ...]
+    seconds: float
+    skipped: tuple[Skip, ...] = ()
+
+    @property
+    def samples(self) -> int:
+        """Samples written."""
+        return sum(split.samples for split in self.splits)
+
+    @property
+    def shards(self) -> int:
+        """Shards written."""
+        return sum(split.shards for split in self.splits)
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all tars."""
+        return sum(split.total_bytes for split in self.splits)
+
+
+def pack(  # noqa: PLR0913  (public door)
+    source: AnySource,
+    dest: str | os.PathLike[str],
+    *,
+    kind: str | None = None,
+    name: str = "",
+    max_samples: int = DEFAULT_MAX_SAMPLES,
+    max_bytes: int | str = DEFAULT_MAX_BYTES,
+    key: str | None = None,
+    shuffle: bool | None = None,
+    seed: int = 0,
+    split: Mapping[str, float] | None = None,
+    fields: Mapping[str, str] | None = None,
+    root: str | None = None,
+    max_side: int | None = None,
+    quality: int = DEFAULT_QUALITY,
+    image_format: str | None = None,
+    processes: int = 1,
+    overwrite: bool = False,
+    on_error: Literal["raise", "skip"] = "raise",
+    progress: Callable[[Progress], object] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    source_options: Mapping[str, Any] | None = None,
+) -> PackReport:
+    """Pack a source into shards, and publish them as a dataset; equal input gives equal bytes, whatever ``processes`` is.
+
+    Args:
+        source: A folder of class folders with images, a folder of loose files, a table (CSV, TSV, JSON lines, Parquet), tars;
+            local or on any fsspec file system; or an iterable of samples as `ShardWriter.write` takes them.
+        dest: Folder, or pattern with ``{shard}``.
+        kind: "images", "files", "table" or "tars"; by default guessed.
+        name: Of the dataset, for people.
+        max_samples: Samples of a shard.
+        max_bytes: Size of a shard, e.g. "256MB".
+        key: Template of the keys, e.g. "{index:08d}", "{class}/{stem}"; of a table also the name of a column.
+        shuffle: Pack in a random order: by default a folder of classes alone, which would be sorted by class otherwise.
+        seed: Of the order and the splits.
+        split: Name -> part, e.g. {"train": 0.9, "val": 0.1}: a dataset each, in a folder of that name under ``dest``.
+        fields: Of a table: field -> column, e.g. {"jpg": "path", "cls": "label"}; by default all columns go to ``json``.
+        root: Of a table: the folder that its paths are relative to; by default its own.
+        max_side: Make larger images smaller: the longest side in pixels.
+        quality: Of JPEG and WebP that are written anew, 1 to 100.
+        image_format: Turn all images into "jpg", "png", "webp", …
+        processes: That read and encode.
+        overwrite: Replace a dataset that is there.
+        on_error: At a file or row that cannot be packed: "raise", or "skip" it and report it.
+        progress: Called about ten times a second.
+        storage_options: What fsspec takes, of the destination.
+        source_options: The same, of the source; by default the destination's.
+
+    Raises:
+        OptionError: If an argument makes no sense, or a dataset is there already.
+        SourceError: If a file or row cannot be packed, or there is nothing to pack.
+        ShardError: If a tar that is packed again is damaged.
+        StorageError: If a place is out of reach or full; then nothing is published.
+    """
+    if processes < 1:
+        raise OptionError(f"processes must be 1 or more, not {processes}")
+    if on_error not in ("raise", "skip"):
+        raise OptionError(f"on_error is 'raise' or 'skip', not {on_error!r}")
+    images = ImageOptions(max_side=max_side, quality=quality, format=image_format)
+    reading = Storage(storage_options if source_options is None else source_options)
+    opened = open_source(
+        source, reading, SourceOptions(kind=kind, key=key, fields=fields or {}, root=root)
+    )
+    names = ShardNames.parse(dest)
+    limits: dict[str, Any] = {"max_samples": max_samples, "max_bytes": max_bytes}
+    limits |= {"name": name, "overwrite": overwrite, "storage_options": storage_options}
+    _check_apart(opened, names.folder, reading)
+    plan = _plan(opened, shuffle=shuffle, seed=seed, split=split or {})
+    job = _Job(plan=plan, names=names, limits=limits, skips=on_error == "skip", progress=progress)
+    return job.run(RecordEncoder(storage=reading, images=images), processes=processes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """Which records, in which order, to which split."""
+
+    source: Source
+    records: Iterable[Record]
+    total: int | None
+    splits: tuple[str, ...]
+    assigned: Numbers | None
+
+
+def _plan(source: Source, *, shuffle: bool | None, seed: int, split: Mapping[str, float]) -> _Plan:
+    records: Iterable[Record] = source
+    total = source.length
+    if source.shuffled if shuffle is None else shuffle:
+        if source.folders:
+            raise OptionError(
+                "tars are packed again in their own order (all of them would have to be in memory); "
+                "leave shuffle out: training shuffles when it reads"
+            )
+        found = list(source)
+        records = [found[i] for i in shuffled_order(len(found), seed=seed, purpose="order")]
+        total = len(found)
+    assigned = None
+    if split:
+        total = sum(1 for _ in records) if total is None else total
+        assigned = assign_splits(total, split, seed=seed)
+    splits = tuple(split) or ("",)
+    return _Plan(source=source, records=records, total=total, splits=splits, assigned=assigned)
+
+
+def _check_apart(source: Source, folder: str, storage: Storage) -> None:
+    place = storage.resolve(folder)[1].rstrip("/")
+    for taken in source.folders:
+        if storage.resolve(taken)[1].rstrip("/") == place:
+            raise OptionError(
+                "the tars would be written over while they are read; write elsewhere", shard=folder
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """One run; counts what it does."""
+
+    plan: _Plan
+    names: ShardNames
+    limits: Mapping[str, Any]
+    skips: bool
+    progress: Callable[[Progress], object] | None
+    skipped: list[Skip] = field(default_factory=list)
+    told_s: float = 0.0
+
+    def run(self, encoder: RecordEncoder, *, processes: int) -> PackReport:
+        start_s = time.monotonic()
+        with ExitStack() as stack:
+            writers = [stack.enter_context(self._open_writer(name)) for name in self.plan.splits]
+            encoded = stack.enter_context(
+                closing(encode_in_order(self.plan.records, encoder, processes=processes))
+            )
+            for number, sample in enumerate(encoded):
+                assigned = self.plan.assigned
+                self._write(writers[0 if assigned is None else assigned[number]], sample)
+                self._tell(writers)
+            self._tell(writers, last=True)
+            self._check_some(writers)
+            storage = Storage(self.limits["storage_options"])
+            for writer in writers:
+                for name, data in self.plan.source.extras.items():
+                    publish_bytes(storage, join_url(writer.folder, name), data)
+        return PackReport(
+            source=self.plan.source.name,
+            splits=tuple(
+                _report(name, writer)
+                for name, writer in zip(self.plan.splits, writers, strict=True)
+            ),
+            seconds=time.monotonic() - start_s,
+            skipped=tuple(self.skipped),
+        )
+
+    def _open_writer(self, split: str) -> ShardWriter:
+        folder = join_url(self.names.folder, split) if split else self.names.folder
+        return ShardWriter(join_url(folder, self.names.template), **self.limits)
+
+    def _write(self, writer: ShardWriter, sample: Encoded) -> None:
+        error = sample.error
+        if error is None:
+            try:
+                writer.write_encoded(sample.key, sample.fields)
+            except SampleError as unfit:
+                error = named(unfit, sample.where)
+        if error is not None:
+            if not self.skips:
+                raise error
+            self.skipped.append(Skip(sample.where, str(error)))
+
+    def _tell(self, writers: list[ShardWriter], *, last: bool = False) -> None:
+        now_s = time.monotonic()
+        if self.progress is None or (now_s - self.told_s < _PROGRESS_EVERY_S and not last):
+            return
+        self.told_s = now_s
+        samples = sum(writer.nsamples for writer in writers)
+        size_bytes = sum(writer.size_bytes for writer in writers)
+        self.progress(Progress(samples, len(self.skipped), size_bytes, self.plan.total))
+
+    def _check_some(self, writers: list[ShardWriter]) -> None:
+        for writer in writers:
+            if not writer.nsamples:
+                raise SourceError(
+                    f"no sample is left for {writer.folder}: {len(self.skipped)} were skipped, the first: "
+                    f"{self.skipped[0].reason}"
+                    if self.skipped
+                    else "there is nothing to pack: the source is empty",
+                    shard=self.plan.source.name,
+                )
+
+
+def _report(name: str, writer: ShardWriter) -> SplitReport:
+    manifest = writer.manifest
+    return SplitReport(
+        name=name,
+        url=writer.folder,
+        samples=manifest.nsamples,
+        shards=len(manifest.shards),
+        total_bytes=manifest.total_bytes,
+    )

@@ -1,0 +1,184 @@
+"""Records -> encoded samples, in order: here, or in other processes with a bounded number of records on their way."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardstream.errors import MissingError, SampleError, ShardStreamError, SourceError
+from shardstream.storage.filesystem import Storage
+from shardstream.write.encode import encode_field
+from shardstream.write.images import ImageOptions, is_image_field, reencode
+from shardstream.write.source import FileRef, Record
+
+_CHUNK_RECORDS = 32
+_CHUNK_BYTES = 16 << 20
+_READ_THREADS = 16  # for files behind a network, where each read waits
+
+
+class Encoded(NamedTuple):
+    """A sample whose fields are bytes, or why it is none; its error never stands for anything but this one record."""
+
+    key: str
+    fields: Mapping[str, bytes]
+    where: str
+    error: SourceError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordEncoder:
+    """Opens files and encodes values; picklable.
+
+    Args:
+        storage: Where the files are.
+        images: How images are changed.
+    """
+
+    storage: Storage
+    images: ImageOptions
+
+    def encode(self, records: Sequence[Record]) -> list[Encoded]:
+        """Encode some records, in order; what is wrong with one of them is its `Encoded.error`.
+
+        Raises:
+            StorageError: If files are out of reach, for a reason that would meet others too.
+        """
+        ahead = self._read_ahead(records)
+        return [self._encode(record, ahead) for record in records]
+
+    def _encode(self, record: Record, ahead: Mapping[str, bytes | MissingError]) -> Encoded:
+        if record.error is not None:
+            return Encoded(record.key, {}, record.where, record.error)
+        try:
+            fields = self._encode_fields(record, ahead)
+        except (SampleError, SourceError, MissingError) as error:
+            return Encoded(record.key, {}, record.where, named(error, record.where))
+        return Encoded(record.key, fields, record.where)
+
+    def _encode_fields(
+        self, record: Record, ahead: Mapping[str, bytes | MissingError]
+    ) -> dict[str, bytes]:
+        fields: dict[str, bytes] = {}
+        for field, value in record.fields.items():
+            name, data = self._encode_field(field, value, record.where, ahead)
+            if name in fields:
+                raise SourceError(f"two images would both become the field {name!r}; leave one out")
+            fields[name] = data
+        return fields
+
+    def _encode_field(
+        self, field: str, value: object, where: str, ahead: Mapping[str, bytes | MissingError]
+    ) -> tuple[str, bytes]:
+        if isinstance(value, FileRef):
+            read = ahead.get(value.url)
+            if isinstance(read, MissingError):
+                raise read
+            where = value.url
+            value = self.storage.read(where) if read is None else read
+        if not isinstance(value, bytes) or not is_image_field(field):
+            return field, encode_field(field, value)
+        if not value:
+            raise SourceError("the image is empty: it has no bytes", shard=where)
+        return reencode(value, field, self.images, where=where)
+
+    def _read_ahead(self, records: Sequence[Record]) -> dict[str, bytes | MissingError]:
+        """Read the files that are not on this machine, several at a time."""
+        urls = {
+            value.url: None
+            for record in records
+            for value in record.fields.values()
+            if isinstance(value, FileRef) and self.storage.local_path(value.url) is None
+        }
+        if not urls:
+            return {}
+        with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="shardstream-read") as pool:
+            return dict(zip(urls, pool.map(self._read, urls), strict=True))
+
+    def _read(self, url: str) -> bytes | MissingError:
+        try:
+            return self.storage.read(url)
+        except MissingError as error:
+            return error
+
+
+def named(error: ShardStreamError, where: str) -> SourceError:
+    """Return an error that says which file or row it is about."""
+    text = str(error)
+    return SourceError(text) if where in text else SourceError(text, shard=where)
+
+
+def encode_in_order(
+    records: Iterable[Record], encoder: RecordEncoder, *, processes: int
+) -> Generator[Encoded, None, None]:
+    """Encode records, in their order whatever the number of processes; 1 is this one.
+
+    Close the generator to stop the processes early.
+
+    Raises:
+        SourceError: If a process dies.
+        StorageError: If files are out of reach.
+    """
+    if processes == 1:
+        for chunk in _chunks(records):
+            yield from encoder.encode(chunk)
+        return
+    # No fork: this process has threads (fsspec's, the sender's), and a child would inherit their locks. No fork server: it
+    # keeps the environment of its own start, and credentials may have been set since.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(
+        processes, mp_context=context, initializer=_begin, initargs=(encoder,)
+    )
+    under_way: deque[tuple[str, Future[list[Encoded]]]] = deque()
+    try:
+        for chunk in _chunks(records):
+            under_way.append((chunk[0].where, pool.submit(_encode_here, chunk)))
+            if len(under_way) > 2 * processes:
+                yield from under_way.popleft()[1].result()
+        while under_way:
+            yield from under_way.popleft()[1].result()
+    except BrokenProcessPool as error:
+        raise SourceError(
+            "a process that encodes died: killed, out of memory, or the script that calls pack() lacks "
+            "'if __name__ == \"__main__\":'; try fewer processes"
+        ) from error
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
+    chunk: list[Record] = []
+    size = 0
+    for record in records:
+        chunk.append(record)
+        size += sum(map(_weight, record.fields.values()))
+        if len(chunk) >= _CHUNK_RECORDS or size >= _CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _weight(value: object) -> int:
+    if isinstance(value, FileRef):
+        return value.size
+    return len(value) if isinstance(value, bytes | str) else 0
+
+
+_here: list[RecordEncoder] = []  # in a process of the pool: its one encoder
+
+
+def _begin(encoder: RecordEncoder) -> None:
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C reaches all; the main process ends the rest
+    _here[:] = [encoder]
+
+
+def _encode_here(records: Sequence[Record]) -> list[Encoded]:
+    return _here[0].encode(records)

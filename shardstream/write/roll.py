@@ -1,0 +1,278 @@
+"""Samples -> the shards of a dataset: the next one is begun when one is full, each is published whole, the manifest last."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from shardstream.errors import (
+    ManifestError,
+    MissingError,
+    OptionError,
+    SampleError,
+)
+from shardstream.format.index import INDEX_SUFFIX
+from shardstream.format.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    decode_manifest,
+    encode_manifest,
+)
+from shardstream.format.tar import END_OF_ARCHIVE
+from shardstream.storage.filesystem import Storage
+from shardstream.storage.publish import Pending, open_pending, publish_bytes, remove
+from shardstream.write.encode import encode_sample
+from shardstream.write.naming import ShardNames, parse_bytes
+from shardstream.write.send import ShardSender
+from shardstream.write.writer import TarShard, sample_pieces
+
+_log = logging.getLogger(__name__)
+
+DEFAULT_MAX_BYTES = "256MB"
+DEFAULT_MAX_SAMPLES = 10_000
+
+
+class ShardWriter:
+    """Writes samples to the shards of a new dataset; use it as a context manager.
+
+    A shard is begun when the next sample would pass a limit; a sample larger than ``max_bytes`` gets a shard of its own.
+    Finished shards are sent in the background. When the block ends well, ``index.json`` is written, last; when it ends with
+    an error there is none, so the dataset is not published: the shard at hand is dropped, finished ones stay.
+
+        with ShardWriter("s3://bucket/train/{shard:06d}.tar") as writer:
+            writer.write({"__key__": "0001", "jpg": image, "cls": 3})
+
+    Args:
+        url: Pattern with ``{shard}``, or a folder: then the shards are ``000000.tar`` and so on.
+        max_bytes: Size of a tar, ends included: a number or "256MB" (10^6), "256MiB" (2^20).
+        max_samples: Samples of a shard.
+        name: Of the dataset, for people.
+        overwrite: Replace a dataset that is there. Its ``index.json`` is removed first, its shards that were not written
+            again last.
+        storage_options: What fsspec takes, e.g. ``{"endpoint_url": …}``.
+        filesystem: An fsspec file system to use instead of looking one up.
+
+    Raises:
+        OptionError: If an argument makes no sense, or a dataset is there and ``overwrite`` is not set.
+        StorageError: If the place is out of reach.
+    """
+
+    def __init__(  # noqa: PLR0913  (public door)
+        self,
+        url: str | os.PathLike[str],
+        *,
+        max_bytes: int | str = DEFAULT_MAX_BYTES,
+        max_samples: int = DEFAULT_MAX_SAMPLES,
+        name: str = "",
+        overwrite: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        filesystem: Any = None,
+    ) -> None:
+        if max_samples < 1:
+            raise OptionError(f"max_samples must be 1 or more, not {max_samples}")
+        self._names = ShardNames.parse(url)
+        self._max_bytes = parse_bytes(max_bytes)
+        self._max_samples = max_samples
+        self._name = name
+        self._storage = Storage(storage_options, filesystem)
+        self._fields: dict[str, int] = {}
+        self._shard: TarShard | None = None
+        self._pending: Pending | None = None
+        self._begun = 0
+        self._error: BaseException | None = None
+        self._manifest: Manifest | None = None
+        self._is_open = True
+        self.nsamples = 0
+        """Samples written so far."""
+        self.size_bytes = 0
+        """Bytes of the tars so far, without their ends."""
+        self._stale = _take_over(self._storage, self._names, overwrite=overwrite)
+        self._sender = ShardSender(self._storage, self._names, replaces=overwrite)
+
+    @property
+    def folder(self) -> str:
+        """URL of the folder that the dataset goes to."""
+        return self._names.folder
+
+    @property
+    def nshards(self) -> int:
+        """Shards begun so far."""
+        return self._begun
+
+    @property
+    def manifest(self) -> Manifest:
+        """The dataset, once it is published.
+
+        Raises:
+            OptionError: Before that.
+        """
+        if self._manifest is None:
+            raise OptionError(
+                "the manifest is known when the writer has been closed, without error"
+            )
+        return self._manifest
+
+    def write(self, sample: Mapping[str, object]) -> None:
+        """Encode a sample (see `encode_field`) and append it.
+
+        ``__key__`` names it, else its running number does ("00000000"); other names like ``__this__`` are left out. Keys
+        must differ within a shard, and should in the dataset.
+
+        Raises:
+            SampleError: If it cannot be encoded, or would not read back as it is; then nothing of it is written.
+            StorageError: If this or an earlier shard cannot be written.
+        """
+        key = sample.get("__key__", f"{self.nsamples:08d}")
+        if not isinstance(key, str):
+            raise SampleError(f"__key__ is text, not {type(key).__name__} ({key!r}); use str(key)")
+        try:
+            fields = encode_sample(sample)
+        except SampleError as error:
+            raise SampleError(str(error), key=key) from error
+        self.write_encoded(key, fields)
+
+    def write_encoded(self, key: str, fields: Mapping[str, bytes | memoryview]) -> None:
+        """Append a sample whose fields are bytes already.
+
+        Raises:
+            SampleError: If it would not read back as it is; then nothing of it is written.
+            StorageError: If this or an earlier shard cannot be written.
+        """
+        self._check_usable()
+        pieces = sample_pieces(key, fields)
+        size = sum(map(len, pieces))
+        try:
+            self._sender.check()
+            if self._shard is not None and self._is_full(self._shard, size):
+                self._send_shard()
+            if self._shard is None:
+                self._begin_shard()
+            self._current.add_pieces(key, fields, pieces)
+        except SampleError:  # nothing of it was written: the shard is as it was
+            raise
+        except BaseException as error:  # what is missing now must not be missed later
+            self._error = error
+            raise
+        self.nsamples += 1
+        self.size_bytes += size
+
+    def close(self) -> None:
+        """Publish what is left, then the manifest; a second time it does nothing.
+
+        Raises:
+            SampleError: If no sample was written.
+            StorageError: If a shard or the manifest cannot be written; then the dataset is not published.
+        """
+        if not self._is_open:
+            return
+        try:
+            self._check_usable()
+            if not self.nsamples:
+                raise SampleError(
+                    "no samples were written, so there is no dataset to publish", shard=self.folder
+                )
+            self._send_shard()
+            self._sender.drain()
+            self._publish_manifest()
+        finally:
+            self.abort()
+
+    def abort(self) -> None:
+        """Drop the shard at hand and publish no manifest; finished shards stay. After `close` it does nothing."""
+        self._is_open = False
+        if self._pending is not None:
+            self._pending.discard()
+            self._pending = self._shard = None
+        self._sender.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        else:
+            self.abort()
+
+    @property
+    def _current(self) -> TarShard:
+        assert self._shard is not None  # noqa: S101  (for the type checker)
+        return self._shard
+
+    def _check_usable(self) -> None:
+        if not self._is_open:
+            raise OptionError("the writer is closed; open another one")
+        if self._error is not None:
+            raise self._error
+
+    def _is_full(self, shard: TarShard, size: int) -> bool:
+        after = shard.size_bytes + size + len(END_OF_ARCHIVE)
+        return shard.nsamples >= self._max_samples or after > self._max_bytes
+
+    def _begin_shard(self) -> None:
+        name = self._names.name(self._begun)
+        self._pending = open_pending(self._storage, self._names.url(name))
+        self._shard = TarShard(self._pending, url=name)
+        self._begun += 1
+
+    def _send_shard(self) -> None:
+        """Finish the shard at hand and hand it to the thread that sends."""
+        shard, pending = self._shard, self._pending
+        if shard is None or pending is None:
+            return
+        info = shard.finish()
+        for field, count in shard.fields.items():
+            self._fields[field] = self._fields.get(field, 0) + count
+        self._shard = self._pending = None
+        self._sender.send(pending, info, shard.offsets)
+
+    def _publish_manifest(self) -> None:
+        manifest = Manifest(shards=tuple(self._sender.sent), name=self._name, fields=self._fields)
+        publish_bytes(self._storage, self._names.url(MANIFEST_NAME), encode_manifest(manifest))
+        self._manifest = manifest
+        for name in self._stale - {info.url for info in self._sender.sent}:
+            remove(self._storage, self._names.url(name))
+            remove(self._storage, self._names.url(name + INDEX_SUFFIX))
+
+
+def _take_over(storage: Storage, names: ShardNames, *, overwrite: bool) -> frozenset[str]:
+    """Make sure that nothing is destroyed by mistake; unpublish what is replaced.
+
+    Returns:
+        Names of the shards that were there, as their manifest knows them.
+    """
+    url = names.url(MANIFEST_NAME)
+    if storage.exists(url):
+        if not overwrite:
+            raise OptionError(
+                "a dataset is published here; replace it with overwrite=True (--overwrite), or write elsewhere",
+                shard=url,
+            )
+        try:
+            shards = decode_manifest(storage.read(url), url=url).shards
+        except ManifestError:
+            shards = ()
+        remove(storage, url)
+        # Those of another folder are not this dataset's to delete.
+        return frozenset(shard.url for shard in shards if "/" not in shard.url)
+    if not overwrite:
+        try:
+            files, _ = storage.list_folder(names.folder)
+        except MissingError:
+            return frozenset()
+        for file in files:
+            if names.is_ours(file.url.rsplit("/", 1)[-1]):
+                raise OptionError(
+                    "a shard of this name is here without an index.json: left by a run that failed, or another tool's; "
+                    "write over it with overwrite=True (--overwrite), or write elsewhere",
+                    shard=file.url,
+                )
+    return frozenset()

@@ -1,0 +1,99 @@
+"""Finished shards on their way: sent by one thread, while the next one is written."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from shardstream.format.index import INDEX_SUFFIX, Offsets, encode_index
+from shardstream.format.manifest import ShardInfo
+from shardstream.storage.filesystem import Storage
+from shardstream.storage.publish import Pending, publish_bytes, remove
+from shardstream.write.naming import ShardNames
+
+_log = logging.getLogger(__name__)
+
+# Finished shards that wait to be sent; each takes its size on the disk.
+_IN_FLIGHT = 2
+
+
+class _Upload(NamedTuple):
+    future: Future[ShardInfo]
+    pending: Pending
+
+
+class ShardSender:
+    """Publishes shards with their indexes, in order, in a thread of its own; an error comes out at the next call.
+
+    Args:
+        storage: Where they go.
+        names: What they are called there.
+        replaces: Whether shards of these names may be there already.
+    """
+
+    def __init__(self, storage: Storage, names: ShardNames, *, replaces: bool) -> None:
+        self.sent: list[ShardInfo] = []
+        """Shards that are there, in order."""
+        self._storage = storage
+        self._names = names
+        self._replaces = replaces
+        self._uploads: deque[_Upload] = deque()
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardstream-send")
+
+    def send(self, pending: Pending, info: ShardInfo, offsets: Offsets) -> None:
+        """Hand over a finished shard; waits while two others are on their way.
+
+        Raises:
+            StorageError: If an earlier one could not be published.
+        """
+        try:
+            while len(self._uploads) >= _IN_FLIGHT:
+                self._take_oldest()
+        except BaseException:
+            pending.discard()
+            raise
+        future = self._thread.submit(self._publish, pending, info, offsets)
+        self._uploads.append(_Upload(future, pending))
+
+    def check(self) -> None:
+        """Raise the error of a shard that could not be published, if there is one by now.
+
+        Raises:
+            StorageError: That error.
+        """
+        if self._uploads and self._uploads[0].future.done():
+            self._take_oldest()
+
+    def drain(self) -> None:
+        """Wait until all are published.
+
+        Raises:
+            StorageError: If one could not be published.
+        """
+        while self._uploads:
+            self._take_oldest()
+
+    def stop(self) -> None:
+        """Forget shards that have not been begun, wait for the one that has, end the thread. May be called again."""
+        for upload in self._uploads:
+            if upload.future.cancel():
+                upload.pending.discard()
+        self._uploads.clear()
+        self._thread.shutdown(wait=True)
+
+    def _take_oldest(self) -> None:
+        self.sent.append(self._uploads.popleft().future.result())
+
+    def _publish(self, pending: Pending, info: ShardInfo, offsets: Offsets) -> ShardInfo:
+        index_url = self._names.url(info.url + INDEX_SUFFIX)
+        try:
+            if self._replaces:  # the old index must not stand beside the new shard
+                remove(self._storage, index_url)
+            pending.commit()
+        finally:
+            pending.discard()
+        publish_bytes(self._storage, index_url, encode_index(offsets))
+        _log.info("published %s: %s samples", self._names.url(info.url), info.nsamples)
+        return info

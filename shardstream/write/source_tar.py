@@ -1,0 +1,89 @@
+"""Sources that are tars already: packed again, with other sizes, order or images."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import BinaryIO, cast
+
+from shardstream.errors import IndexMismatchError
+from shardstream.format.group import Sample, iter_samples
+from shardstream.format.manifest import ShardInfo
+from shardstream.format.stream import StreamReader, decompressed
+from shardstream.storage.filesystem import Storage, parent_url
+from shardstream.storage.locate import locate
+from shardstream.storage.ranges import RangeStream
+from shardstream.write.source import KeyMaker, Record
+
+_CHUNK_BYTES = 8 << 20  # of one range read
+
+
+class TarSource:
+    """The samples of existing shards, in their order; compressed tars too.
+
+    Args:
+        urls: A tar, a pattern, a folder or its ``index.json``, or a list of these.
+        storage: Where they are.
+        key: Template of the keys, from ``index``, ``key`` and ``stem`` (its last part); by default the key stays.
+
+    Raises:
+        StorageError: If no tar is there.
+    """
+
+    shuffled = False
+    extras: Mapping[str, bytes] = {}
+
+    def __init__(
+        self, urls: str | Sequence[str], storage: Storage, *, key: str | None = None
+    ) -> None:
+        self._storage = storage
+        self._key = key or "{key}"
+        self._shards = locate(urls, storage).shards
+        self._urls = urls if isinstance(urls, str) else ", ".join(urls[:3])
+
+    @property
+    def name(self) -> str:
+        """What it is and where."""
+        return f"{len(self._shards)} tars of {self._urls}"
+
+    @property
+    def length(self) -> int | None:
+        """How many samples there are, if manifests or indexes tell."""
+        counts = [shard.nsamples for shard in self._shards]
+        return None if None in counts else sum(count or 0 for count in counts)
+
+    @property
+    def folders(self) -> frozenset[str]:
+        """Where the tars are."""
+        return frozenset(parent_url(shard.url) for shard in self._shards)
+
+    def __iter__(self) -> Iterator[Record]:
+        """Yield the records.
+
+        Raises:
+            ShardError: If a tar is damaged.
+            SourceError: If a key comes twice.
+        """
+        make_key = KeyMaker(self._key, source=self._urls)
+        index = 0
+        for shard in self._shards:
+            first = index
+            for sample in self._samples(shard):
+                key = str(sample.pop("__key__"))
+                where = f"sample {key} of {sample.pop('__url__')}"
+                made = make_key(where, index=index, key=key, stem=key.rpartition("/")[2])
+                yield Record(made, sample, where)
+                index += 1
+            if shard.nsamples not in (None, index - first):
+                raise IndexMismatchError(
+                    f"{index - first} samples are in the tar, its index or manifest says {shard.nsamples}; "
+                    "fetch or write the shard again, or run 'shardstream index'",
+                    shard=shard.url,
+                )
+
+    def _samples(self, shard: ShardInfo) -> Iterator[Sample]:
+        url = shard.url
+        size = shard.filesize or self._storage.info(url).size
+        stream = cast("BinaryIO", RangeStream(self._storage, url, size))
+        with decompressed(stream, shard=url) as tar:
+            for _, sample in iter_samples(StreamReader(tar, chunk_bytes=_CHUNK_BYTES), shard=url):
+                yield sample

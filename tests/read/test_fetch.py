@@ -1,0 +1,325 @@
+"""Range reads ahead of use: what is asked of a store, how much is held, and what happens when it fails."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardstream as ss
+from shardstream.errors import MissingError, RefusedError, StorageError
+from shardstream.format.group import read_sample
+from shardstream.read.permute import Ints
+from shardstream.storage import fetch as module
+from shardstream.storage.catalog import Catalog, Extents
+from shardstream.storage.fetch import LocalFetcher, RangeFetcher, coalesce, fetch, open_fetcher
+from shardstream.storage.filesystem import Storage
+from shardstream.storage.locate import locate
+from tests.read.sets import FEW_CORES, flat, labels, loader, numbered
+
+pytestmark = pytest.mark.filterwarnings(FEW_CORES)
+
+
+@dataclass
+class Wire:
+    """What was asked of the store, and what it is told to do next."""
+
+    reads: list[tuple[str, int, int]] = field(default_factory=list)
+    faults: list[Exception] = field(default_factory=list)
+    sleeps: list[float] = field(default_factory=list)
+
+    @property
+    def tar_bytes(self) -> int:
+        return sum(end - start for _, start, end in self.reads)
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    made = Wire()
+    really_read = Storage.read
+
+    def read(self: Storage, url: str, start: int = 0, end: int | None = None) -> bytes:
+        if end is None or not url.endswith(".tar"):
+            return really_read(self, url, start, end)
+        made.reads.append((url, start, end))
+        if made.faults:
+            raise made.faults.pop(0)
+        return really_read(self, url, start, end)
+
+    monkeypatch.setattr(Storage, "read", read)
+    monkeypatch.setattr(module.time, "sleep", made.sleeps.append)
+    return made
+
+
+@pytest.fixture(scope="module")
+def url() -> str:
+    return numbered(f"memory://fetch-{random.getrandbits(64):x}", 100, 15)
+
+
+def catalog_of(url: str) -> Catalog:
+    storage = Storage()
+    return Catalog(locate(url, storage), storage)
+
+
+def groups(*numbers: range) -> Iterator[Ints]:
+    return iter([np.array(group, dtype=np.int64) for group in numbers])
+
+
+def keys(fetcher: Any, numbers: range) -> list[str]:
+    places = fetcher.places(np.array(numbers, dtype=np.int64))
+    return [read_sample(*place)["__key__"] for place in places]
+
+
+def names(numbers: Any) -> list[str]:
+    return [f"{number:06d}" for number in numbers]
+
+
+# -- joining -------------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            st.integers(0, 1 << 24).map(lambda block: block * 512),
+            st.integers(1, 1 << 13).map(lambda blocks: blocks * 512),
+        ),
+        max_size=40,
+    )
+)
+def test_samples_are_joined_to_ranges_that_cover_each_once(
+    samples: list[tuple[int, int, int]],
+) -> None:
+    columns = [np.array([s[i] for s in samples], dtype=np.int64) for i in range(3)]
+    extents = Extents(columns[0], columns[1], columns[1] + columns[2])
+    ranges = coalesce(extents)
+    assert sorted(i for _, members in ranges for i in members) == list(range(len(samples)))
+    for span, members in ranges:
+        assert span.left == len(members)
+        assert all(
+            (samples[i][0], span.start <= samples[i][1]) == (span.shard, True)
+            and samples[i][1] + samples[i][2] <= span.end
+            for i in members
+        )
+        assert span.end - span.start <= 4 << 20 or len(members) == 1
+
+
+@pytest.mark.parametrize(
+    ("starts", "sizes", "ranges"),
+    [
+        ([0, 1024], [1024, 512], [(0, 1536)]),
+        ([1024, 0], [512, 1024], [(0, 1536)]),
+        ([0, 512 + (128 << 10)], [512, 512], [(0, 1024 + (128 << 10))]),
+        ([0, 1024 + (128 << 10)], [512, 512], [(0, 512), (132096, 132608)]),
+        ([0, 4 << 20], [4 << 20, 512], [(0, 4 << 20), (4 << 20, (4 << 20) + 512)]),
+        ([0, 9 << 20], [9 << 20, 512], [(0, 9 << 20), (9 << 20, (9 << 20) + 512)]),
+        ([512, 512], [512, 512], [(512, 1024)]),
+    ],
+)
+def test_near_samples_share_a_read(
+    starts: list[int], sizes: list[int], ranges: list[tuple[int, int]]
+) -> None:
+    begins = np.array(starts)
+    extents = Extents(np.zeros_like(begins), begins, begins + np.array(sizes))
+    assert [(span.start, span.end) for span, _ in coalesce(extents)] == ranges
+
+
+# -- reading -------------------------------------------------------------------------------------------------------------------
+
+
+def test_samples_come_in_the_order_asked(url: str) -> None:
+    asked = [7, 3, 99, 14, 15, 3]
+    fetcher = RangeFetcher(catalog_of(url), groups(range(20)), prefetch_bytes=1 << 20)
+    found = [read_sample(*place)["__key__"] for place in fetcher.places(np.array(asked))]
+    fetcher.close()
+    assert found == names(asked)
+
+
+@pytest.mark.parametrize("ahead", [(), (range(10),), (range(90, 100), range(10))])
+def test_what_was_not_announced_is_read_all_the_same(ahead: tuple[range, ...], url: str) -> None:
+    fetcher = RangeFetcher(catalog_of(url), groups(*ahead), prefetch_bytes=1 << 20)
+    assert keys(fetcher, range(20)) == names(range(20))
+    fetcher.close()
+
+
+def test_one_read_fetches_many_samples(url: str, wire: Wire) -> None:
+    fetcher = RangeFetcher(catalog_of(url), groups(range(30)), prefetch_bytes=1 << 20)
+    assert keys(fetcher, range(30)) == names(range(30))
+    fetcher.close()
+    assert len(wire.reads) == 2  # one a shard
+
+
+@pytest.mark.parametrize("prefetch_bytes", [0, 1, 30_000, 1 << 30])
+def test_no_more_is_held_than_the_budget_and_one_group(
+    prefetch_bytes: int, url: str, wire: Wire
+) -> None:
+    parts = [range(start, start + 5) for start in range(0, 100, 5)]
+    fetcher = RangeFetcher(catalog_of(url), groups(*parts), prefetch_bytes=prefetch_bytes)
+    sizes = []
+    for part in parts:
+        assert keys(fetcher, part) == names(part)
+        sizes.append(fetcher._held_bytes)
+    fetcher.close()
+    group_bytes = max(end - start for _, start, end in wire.reads)
+    assert max(sizes) <= prefetch_bytes + group_bytes
+    assert sizes[-1] == 0
+
+
+def test_an_epoch_reads_each_byte_once(
+    url: str, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_GAP_BYTES", 0)  # shards this small are all gap
+    for _ in range(2):
+        wire.reads.clear()
+        one = loader(url, shuffle=True, window=8)
+        assert sorted(flat(labels(one))) == list(range(100))
+        total = one._batches.source_dataset.pipeline.source.catalog.total_bytes  # type: ignore[union-attr]
+        assert wire.tar_bytes <= total
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shuffle": True, "lanes": 3, "window": 24, "block": 5},
+        {"shuffle": True, "lanes": 3, "window": 16, "block": 1, "batch_size": 24, "microbatch": 8},
+        {"batch_size": 24, "microbatch": 8, "window": 16},
+        {"remainder": "drop", "placement": ss.Placement(1, 3), "shuffle": True, "lanes": 3},
+    ],
+)
+def test_nothing_stays_behind_when_an_epoch_is_over(
+    options: dict[str, Any], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[int] = []
+    really_close = RangeFetcher.close
+
+    def close(self: RangeFetcher) -> None:
+        left.append(self._held_bytes + len(self._held))
+        really_close(self)
+
+    monkeypatch.setattr(RangeFetcher, "close", close)
+    list(loader(url, **options))
+    assert left == [0]
+
+
+def fetch_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("shardstream-fetch")]
+
+
+def test_a_loader_left_early_leaves_no_threads(url: str) -> None:
+    batches = iter(loader(url, shuffle=True))
+    next(batches)
+    assert fetch_threads()
+    del batches
+    deadline = time.monotonic() + 5
+    while fetch_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert fetch_threads() == []
+
+
+def test_a_resume_reads_no_more_than_what_is_left(url: str, wire: Wire) -> None:
+    one = loader(url, shuffle=True, window=8, prefetch_bytes=1)
+    for _, _ in zip(range(11), one, strict=False):
+        state = one.state_dict()
+    other = loader(url, shuffle=True, window=8, prefetch_bytes=1)
+    wire.reads.clear()
+    other.load_state_dict(state)
+    assert wire.reads == []
+    assert len(flat(labels(other))) == 12
+    assert len(wire.reads) <= 12
+
+
+def test_local_shards_are_mapped_not_read(tmp_path: Any, wire: Wire) -> None:
+    catalog = catalog_of(numbered(tmp_path, 20, 7))
+    fetcher = open_fetcher(catalog, (), prefetch_bytes=0)
+    assert isinstance(fetcher, LocalFetcher)
+    assert keys(fetcher, range(20)) == names(range(20))
+    fetcher.close()
+    fetcher.close()
+    assert wire.reads == []
+
+
+def test_few_maps_are_kept_open(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_MAPS_KEPT", 2)
+    fetcher = LocalFetcher(catalog_of(numbered(tmp_path, 10, 2)))
+    assert keys(fetcher, range(10)) == names(range(10))
+    assert keys(fetcher, range(10)) == names(range(10))
+    assert len(fetcher._reads) <= 2
+
+
+# -- failing -------------------------------------------------------------------------------------------------------------------
+
+
+def first_range(url: str) -> tuple[Storage, str, int, int]:
+    catalog = catalog_of(url)
+    return catalog.storage, catalog.shards[0].url, 0, 1024
+
+
+@pytest.mark.parametrize("faults", [0, 1, 4])
+def test_a_read_is_tried_again_with_growing_pauses(faults: int, url: str, wire: Wire) -> None:
+    wire.faults += [StorageError("503 SlowDown")] * faults
+    assert len(fetch(*first_range(url))) == 1024
+    assert len(wire.reads) == faults + 1
+    assert len(wire.sleeps) == faults
+    bounds = [(0.2, 0.4), (0.4, 0.8), (0.8, 1.6), (1.6, 3.2)]
+    assert all(low <= nap <= high for nap, (low, high) in zip(wire.sleeps, bounds, strict=False))
+
+
+def test_after_five_attempts_the_error_is_the_users(url: str, wire: Wire) -> None:
+    wire.faults += [StorageError(f"attempt {number}") for number in range(9)]
+    with pytest.raises(StorageError, match="attempt 4"):
+        fetch(*first_range(url))
+    assert len(wire.reads) == 5
+
+
+@pytest.mark.parametrize("fault", [MissingError("gone"), RefusedError("no"), KeyError("bug")])
+def test_what_trying_again_cannot_help_is_raised_at_once(
+    fault: Exception, url: str, wire: Wire
+) -> None:
+    wire.faults.append(fault)
+    with pytest.raises(type(fault)):
+        fetch(*first_range(url))
+    assert len(wire.reads) == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda: MissingError("nothing is there"),
+        lambda: StorageError("503 SlowDown"),
+        lambda: OSError("a bug of a client"),
+    ],
+)
+def test_a_store_that_fails_stops_the_epoch(
+    fault: Callable[[], Exception], num_workers: int, url: str, wire: Wire
+) -> None:
+    one = loader(url, num_workers=num_workers, shuffle=True, on_error="skip")
+    error = fault()
+    wire.faults += [error] * 1000
+    with pytest.raises(type(error), match=str(error)):
+        list(one)
+    assert one.skipped == {}
+
+
+def test_a_store_that_stalls_is_an_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_STALL_S", 0.1)
+    released = threading.Event()
+
+    def stall(*_: Any) -> bytes:
+        released.wait(10)
+        return b""
+
+    monkeypatch.setattr(module, "fetch", stall)
+    try:
+        with pytest.raises(StorageError, match=r"no answer for \d+ bytes in 0 s; check the server"):
+            list(loader(url))
+    finally:
+        released.set()

@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+
+from shardstream.errors import StorageError
+from shardstream.storage.filesystem import Storage
+from shardstream.storage.locate import locate
+from shardstream.storage.publish import is_part, open_pending, publish, publish_bytes, remove
+
+ROOT = Path(__file__).parents[2]
+OLD, NEW = b"old" * 50_000, b"new!" * 60_000
+
+
+class SlowFileSystem(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A remote place where a PUT is not one act: half of a file shows before the rest."""
+
+    protocol = "slow"
+
+    def put_file(self, lpath: str, rpath: str, **_: Any) -> None:
+        data = Path(lpath).read_bytes()
+        with Path(rpath).open("wb") as file:
+            file.write(data[: len(data) // 2])
+            file.flush()
+            if data.endswith(b"fails"):
+                raise OSError("connection lost")
+            file.write(data[len(data) // 2 :])
+
+
+@pytest.fixture(params=["local", "memory", "s3", "dir over memory", "not atomic"])
+def place(request: pytest.FixtureRequest) -> tuple[Storage, str]:
+    """A storage and an empty folder on it, of each kind."""
+    name = f"test-{uuid.uuid4().hex}"
+    if request.param == "local":
+        return Storage(), str(request.getfixturevalue("tmp_path"))
+    if request.param == "memory":
+        return Storage(), f"memory://{name}"
+    if request.param == "dir over memory":
+        return Storage(filesystem=DirFileSystem(path=f"/{name}", fs=MemoryFileSystem())), "data"
+    if request.param == "not atomic":
+        return not_atomic(request.getfixturevalue("tmp_path"))
+    s3 = request.getfixturevalue("s3")
+    return Storage(s3.storage_options), f"{request.getfixturevalue('bucket')}/data"
+
+
+def not_atomic(folder: Path) -> tuple[Storage, str]:
+    filesystem = SlowFileSystem()
+    storage = Storage(filesystem=DirFileSystem(path=str(folder), fs=filesystem))
+    return storage, "data"
+
+
+def files_in(storage: Storage, folder: str) -> list[str]:
+    return [file.url.rsplit("/", 1)[-1] for file in storage.find(folder)]
+
+
+@pytest.fixture(autouse=True)
+def _own_temporary_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path_factory.mktemp("spool")))
+
+
+def spooled() -> list[str]:
+    import tempfile  # noqa: PLC0415  (its folder is this test's own)
+
+    return [name for name in os.listdir(tempfile.gettempdir()) if not name.endswith(".lock")]
+
+
+# --- on each kind of storage
+
+
+def test_a_file_appears_when_its_block_ends_well(place: tuple[Storage, str]) -> None:
+    storage, folder = place
+    with publish(storage, f"{folder}/sub/a.tar") as stream:
+        stream.write(NEW)
+        stream.flush()
+        assert "a.tar" not in files_in(storage, folder)
+    assert storage.read(f"{folder}/sub/a.tar") == NEW
+    assert files_in(storage, folder) == ["a.tar"]
+    assert not spooled()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
+def test_an_exception_inside_leaves_nothing(
+    place: tuple[Storage, str], error: type[BaseException]
+) -> None:
+    storage, folder = place
+    publish_bytes(storage, f"{folder}/old.tar", OLD)
+
+    def write(name: str) -> None:
+        with publish(storage, f"{folder}/{name}") as stream:
+            stream.write(NEW)
+            raise error
+
+    for name in ("new.tar", "old.tar"):
+        with pytest.raises(error):
+            write(name)
+    assert files_in(storage, folder) == ["old.tar"]
+    assert storage.read(f"{folder}/old.tar") == OLD
+    assert not spooled()
+
+
+def test_an_empty_file_can_be_published(place: tuple[Storage, str]) -> None:
+    storage, folder = place
+    publish_bytes(storage, f"{folder}/empty", b"")
+    assert storage.info(f"{folder}/empty").size == 0
+
+
+def test_a_writer_may_go_back(place: tuple[Storage, str]) -> None:
+    storage, folder = place
+    with publish(storage, f"{folder}/a") as stream:
+        stream.write(b"____56")
+        stream.seek(0)
+        stream.write(b"1234")
+    assert storage.read(f"{folder}/a") == b"123456"
+
+
+def test_what_is_pending_appears_at_its_commit(place: tuple[Storage, str]) -> None:
+    storage, folder = place
+    publish_bytes(storage, f"{folder}/other", b"")
+    pending = open_pending(storage, f"{folder}/a")
+    pending.write(b"12")
+    pending.write(memoryview(b"34"))
+    assert not storage.exists(f"{folder}/a")
+    pending.commit()
+    assert storage.read(f"{folder}/a") == b"1234"
+    pending.discard()
+    pending.discard()
+    assert storage.read(f"{folder}/a") == b"1234"
+
+
+def test_what_is_discarded_never_was(place: tuple[Storage, str]) -> None:
+    storage, folder = place
+    publish_bytes(storage, f"{folder}/other", b"")
+    pending = open_pending(storage, f"{folder}/a")
+    pending.write(b"12")
+    pending.discard()
+    pending.discard()
+    assert files_in(storage, folder) == ["other"]
+    assert not spooled()
+
+
+def test_a_file_can_be_removed_and_twice(place: tuple[Storage, str]) -> None:
+    storage, folder = place
+    publish_bytes(storage, f"{folder}/a", b"1")
+    publish_bytes(storage, f"{folder}/b", b"1")
+    for _ in range(2):
+        remove(storage, f"{folder}/a")
+    assert files_in(storage, folder) == ["b"]
+
+
+def test_a_reader_sees_the_old_or_the_new_file(place: tuple[Storage, str]) -> None:
+    storage, folder = place
+    filesystem = storage.resolve(folder)[0]
+    if isinstance(filesystem, DirFileSystem) and isinstance(filesystem.fs, MemoryFileSystem):
+        pytest.skip("fsspec moves a file in memory by copy and delete")
+    url = f"{folder}/a.tar"
+    publish_bytes(storage, url, OLD)
+    wrong: list[bytes] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            data = storage.read(url)
+            if data not in (OLD, NEW):
+                wrong.append(data[:100])
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for number in range(30):
+            publish_bytes(storage, url, (NEW, OLD)[number % 2])
+    finally:
+        done.set()
+        reader.join()
+    assert not wrong
+
+
+# --- what fails
+
+
+def test_a_put_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    storage, folder = not_atomic(tmp_path)
+    publish_bytes(storage, f"{folder}/a", OLD)
+    with pytest.raises(StorageError, match=r"connection lost.*in data/a"):
+        publish_bytes(storage, f"{folder}/a", NEW + b"fails")
+    assert files_in(storage, folder) == ["a"]
+    assert storage.read(f"{folder}/a") == OLD
+
+
+def test_a_file_at_the_root_of_a_filesystem_makes_no_folder() -> None:
+    inner = MemoryFileSystem()
+    root = f"/test-{uuid.uuid4().hex}"
+    publish_bytes(Storage(filesystem=DirFileSystem(path=root, fs=inner)), "a.tar", b"1")
+    assert inner.ls(root, detail=False) == [f"{root}/a.tar"]
+
+
+def test_bytes_that_got_lost_on_the_way_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory = fsspec.get_filesystem_class("memory")
+    original = memory.pipe_file
+    monkeypatch.setattr(
+        memory, "pipe_file", lambda self, path, data: original(self, path, data[:2])
+    )
+    with pytest.raises(StorageError, match=r"2 of 4 bytes arrived.*memory://b/a"):
+        publish_bytes(Storage(), "memory://b/a", b"1234")
+    assert not spooled()
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("file/a.tar", "exists|Not a directory"),
+        ("folder", "Is a directory"),
+        ("n" * 300, "too long"),
+    ],
+)
+def test_a_place_that_cannot_be_written_is_told(name: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(StorageError, match=message) as raised:
+        publish_bytes(Storage(), str(tmp_path / name), b"1")
+    assert (raised.value.shard or "").startswith(str(tmp_path))
+    assert sorted(os.listdir(tmp_path)) == ["file", "folder"]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    pending = open_pending(Storage(), str(tmp_path / "a.tar"))
+    full = os.open("/dev/full", os.O_WRONLY)
+    os.dup2(full, pending.stream.fileno())
+    os.close(full)
+    with pytest.raises(StorageError, match=re.escape(str(tmp_path / "a.tar"))):
+        pending.write(b"1" * 1_000_000)
+    pending.discard()
+    assert not os.listdir(tmp_path)
+
+
+def test_a_bucket_that_is_missing_is_told(request: pytest.FixtureRequest) -> None:
+    storage = Storage(request.getfixturevalue("s3").storage_options)
+    with pytest.raises(StorageError, match="nothing is there; check the URL"):
+        publish_bytes(storage, "s3://no-such-bucket-anywhere/a.tar", b"1")
+    assert not spooled()
+
+
+# --- on a local disk
+
+
+def test_a_published_file_can_be_read_by_all(tmp_path: Path) -> None:
+    publish_bytes(Storage(), str(tmp_path / "a.tar"), b"1")
+    assert (tmp_path / "a.tar").stat().st_mode & 0o777 == 0o644
+
+
+def test_a_file_url_is_published_beside_its_final_place(tmp_path: Path) -> None:
+    with publish(Storage(), f"file://{tmp_path}/a.tar") as stream:
+        stream.write(b"1")
+        (part,) = os.listdir(tmp_path)
+        assert is_part(part)
+    assert os.listdir(tmp_path) == ["a.tar"]
+    assert not is_part("a.tar")
+
+
+@pytest.mark.parametrize("before", [b"", OLD])
+def test_a_killed_writer_leaves_nothing_under_the_final_name(before: bytes, tmp_path: Path) -> None:
+    if before:
+        publish_bytes(Storage(), str(tmp_path / "a.tar"), before)
+    publish_bytes(Storage(), str(tmp_path / "b.tar"), b"")
+    code = (
+        "import sys, time\n"
+        "from shardstream.storage.filesystem import Storage\n"
+        "from shardstream.storage.publish import publish\n"
+        "with publish(Storage(), sys.argv[1]) as stream:\n"
+        "    stream.write(bytes(1 << 20))\n"
+        "    stream.flush()\n"
+        "    print('half', flush=True)\n"
+        "    time.sleep(60)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / "a.tar")], cwd=ROOT, stdout=subprocess.PIPE
+    ) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"half\n"
+        writer.send_signal(signal.SIGKILL)
+    assert writer.returncode == -signal.SIGKILL
+    found = {name for name in os.listdir(tmp_path) if not is_part(name)}
+    assert found == ({"a.tar", "b.tar"} if before else {"b.tar"})
+    assert not before or (tmp_path / "a.tar").read_bytes() == before
+    shards = [shard.url for shard in locate(str(tmp_path), Storage()).shards]
+    assert shards == sorted(str(tmp_path / name) for name in found)

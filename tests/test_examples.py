@@ -1,0 +1,121 @@
+"""Every example runs as a user runs it: in a process of its own, with a good end and nothing left behind."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.servers import S3Server
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("[0-9]*.py"))
+_TIMEOUT_S = 100
+
+
+def environment(tmp_path: Path) -> dict[str, str]:
+    """Without what would lead S3 clients elsewhere; temporary files go where the test can see them."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    (tmp_path / "tmp").mkdir(exist_ok=True)
+    return clean | {
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "HOME": str(tmp_path),
+        "OMP_NUM_THREADS": "1",  # the tests share the machine
+        "TMPDIR": str(tmp_path / "tmp"),
+    }
+
+
+def run(
+    script: str, *arguments: str, tmp_path: Path, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, EXAMPLES / script, *arguments],
+        cwd=tmp_path, env=environment(tmp_path) | variables, capture_output=True, text=True,
+        check=False, timeout=_TIMEOUT_S,
+    )  # fmt: skip
+
+
+def num_servers() -> int:
+    """Count the embedded servers that this test's examples may have left behind."""
+    listed = subprocess.run(
+        ["ps", "-eo", "args"],  # noqa: S607
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return listed.stdout.count("ThreadedMotoServer")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_an_example_shows_what_it_says(path: Path, tmp_path: Path) -> None:
+    done = run(path.name, tmp_path=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout
+    assert "Traceback" not in done.stderr
+    assert not [left for left in (tmp_path / "tmp").iterdir() if "torch" not in left.name]
+
+
+@pytest.mark.slow
+def test_the_quickstart_trains_from_a_server_of_its_own(tmp_path: Path) -> None:
+    start_s = time.monotonic()
+    done = run("quickstart.py", tmp_path=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "s3://" in done.stdout
+    accuracy = re.search(r"accuracy\s+([\d.]+)%", done.stdout)
+    assert accuracy is not None
+    assert float(accuracy[1]) >= 95
+    assert time.monotonic() - start_s < 60
+
+
+@pytest.mark.slow
+def test_the_quickstart_trains_from_a_folder_and_does_not_replace_it_unasked(
+    tmp_path: Path,
+) -> None:
+    dest = str(tmp_path / "digits")
+    done = run("quickstart.py", "--dest", dest, tmp_path=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (tmp_path / "digits" / "val" / "index.json").is_file()
+    again = run("quickstart.py", "--dest", dest, tmp_path=tmp_path)
+    assert again.returncode == 1
+    assert "--overwrite" in again.stderr
+    assert "Traceback" not in again.stderr
+
+
+@pytest.mark.slow
+def test_an_interrupted_quickstart_takes_its_server_along(tmp_path: Path) -> None:
+    before = num_servers()
+    with subprocess.Popen(
+        [sys.executable, EXAMPLES / "quickstart.py"],
+        cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert "quickstart" in process.stdout.readline()  # the server is up
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()
+        assert process.wait(timeout=30) == 130
+    assert num_servers() <= before
+
+
+@pytest.mark.slow
+def test_the_minio_example_uses_the_server_of_the_environment(s3: S3Server, tmp_path: Path) -> None:
+    done = run("06_minio.py", tmp_path=tmp_path, **s3.environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"server: {s3.endpoint}" in done.stdout
+
+
+def test_examples_are_numbered_without_gaps_and_say_what_is_learnt() -> None:
+    assert [int(path.name[:2]) for path in SCRIPTS] == list(range(1, len(SCRIPTS) + 1))
+    for path in SCRIPTS:
+        said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        assert "You learn:" in said, path.name
+
+
+def test_examples_use_the_public_names_alone() -> None:
+    for path in EXAMPLES.glob("*.py"):
+        assert not re.search(r"(from|import) shardstream\.", path.read_text("utf-8")), path.name

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import shardstream as ss
+from shardstream import testing
+
+
+def test_names_are_sorted_and_listed_once() -> None:
+    assert ss.__all__ == sorted(set(ss.__all__))
+    assert dir(ss) == ss.__all__
+
+
+@pytest.mark.parametrize("name", ss.__all__)
+def test_each_name_is_there_and_says_what_it_is(name: str) -> None:
+    found = getattr(ss, name)
+    assert found.__name__ == name
+    assert len(inspect.getdoc(found) or "") > 20
+    assert "__init__" not in vars(found) or inspect.getdoc(found) != inspect.getdoc(Exception)
+
+
+@pytest.mark.parametrize("name", ss.__all__)
+def test_each_public_method_says_what_it_does(name: str) -> None:
+    found = getattr(ss, name)
+    if not inspect.isclass(found):
+        return
+    missing = [
+        method
+        for method, value in vars(found).items()
+        if not method.startswith("_") and callable(value) and not inspect.getdoc(value)
+    ]
+    assert not missing
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'shardstream' has no attribute 'ShardReader'"):
+        ss.ShardReader  # noqa: B018
+
+
+@pytest.mark.parametrize("module", ["shardstream", "shardstream.testing", "shardstream.cli"])
+def test_importing_leaves_torch_out(module: str) -> None:
+    code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
+
+
+def test_every_error_is_one_of_ours() -> None:
+    errors = [getattr(ss, name) for name in ss.__all__ if name.endswith("Error")]
+    assert len(errors) > 10
+    assert all(issubclass(error, ss.ShardStreamError) for error in errors)
+
+
+@pytest.mark.parametrize("name", ["ListRun", "assert_resumes_exactly", "make_shards"])
+def test_the_helpers_for_tests_are_there(name: str) -> None:
+    assert len(inspect.getdoc(getattr(testing, name)) or "") > 20

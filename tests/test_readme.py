@@ -1,0 +1,219 @@
+"""Every block of the README runs, in order, on data made here; and its tables are true."""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import boto3
+import numpy as np
+import pytest
+import webdataset as wds
+from PIL import Image
+
+import shardstream as ss
+from tests.servers import S3Server
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)#:]+)\)")
+_FILE = re.compile(r"# (\S+\.py)\n")
+_BUCKET = "bucket"  # as the README calls it
+_CLASSES = ("cat", "dog")
+_PER_CLASS = 20
+
+pytestmark = [
+    # Of this machine and of Python 3.12 and later; a reader sees them too, and may.
+    pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
+]
+
+
+class Block(NamedTuple):
+    """A fenced block of a document."""
+
+    language: str
+    code: str
+    where: str
+
+
+def blocks(path: Path) -> Iterator[Block]:
+    text = path.read_text(encoding="utf-8")
+    for match in _BLOCK.finditer(text):
+        line = text.count("\n", 0, match.start(2)) + 1
+        yield Block(match[1], match[2], f"{path.name}:{line}")
+
+
+def jpeg(seed: int) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (24, 32, 3), dtype=np.uint8)
+    stream = BytesIO()
+    Image.fromarray(pixels).save(stream, "JPEG")
+    return stream.getvalue()
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what the README's reader is taken to have, as the current one."""
+    monkeypatch.chdir(tmp_path)
+    for label, name in enumerate(_CLASSES):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(_PER_CLASS):
+            path = tmp_path / "photos" / name / f"{number:03d}.jpg"
+            path.write_bytes(jpeg(label * _PER_CLASS + number))
+    with (tmp_path / "captions.csv").open("w", newline="") as stream:
+        rows = csv.writer(stream)
+        rows.writerow(("path", "caption"))
+        rows.writerows((f"photos/cat/{n:03d}.jpg", f"cat number {n}") for n in range(5))
+    (tmp_path / "old").mkdir()
+    for shard in range(3):
+        with tarfile.open(tmp_path / "old" / f"{shard:03d}.tar", "w") as tar:
+            for number in range(4):
+                for field, data in (("jpg", jpeg(number)), ("cls", b"1")):
+                    member = tarfile.TarInfo(f"{shard}_{number}.{field}")
+                    member.size = len(data)
+                    tar.addfile(member, BytesIO(data))
+    scripts = sysconfig.get_path("scripts")
+    monkeypatch.setenv("PATH", f"{scripts}{os.pathsep}{os.environ['PATH']}")
+    return tmp_path
+
+
+@pytest.fixture
+def readme_bucket(s3: S3Server, s3_env: None) -> Iterator[None]:  # noqa: ARG001  (sets AWS_*)
+    resource = boto3.resource(
+        "s3",
+        endpoint_url=s3.endpoint,
+        aws_access_key_id=s3.access_key,
+        aws_secret_access_key=s3.secret_key,
+        region_name=s3.region,
+    )
+    bucket = resource.create_bucket(Bucket=_BUCKET)
+    yield
+    bucket.objects.delete()
+    bucket.delete()
+    resource.meta.client.close()
+
+
+def run_block(block: Block, namespace: dict[str, Any], folder: Path) -> None:
+    """Run a block as a reader would: shell in a shell, Python in one session, a named file into that file."""
+    if block.language == "bash":
+        done = subprocess.run(
+            ["bash", "-euo", "pipefail", "-c", block.code],  # noqa: S607
+            cwd=folder, capture_output=True, text=True, check=False, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, f"{block.where}: {done.stdout}\n{done.stderr}"
+    elif named := _FILE.match(block.code):
+        (folder / named[1]).write_text(block.code)
+    else:
+        exec(compile(block.code, block.where, "exec"), namespace)  # noqa: S102  (our own README)
+
+
+def test_every_block_of_the_readme_runs(
+    here: Path,
+    readme_bucket: None,  # noqa: ARG001  (the bucket that it names)
+) -> None:
+    found = [block for block in blocks(README) if block.language in ("bash", "python")]
+    assert len(found) >= 10
+    namespace: dict[str, Any] = {"__name__": "readme"}
+    for block in found:
+        run_block(block, namespace, here)
+    assert (here / "packed" / "train" / "classes.json").is_file()
+    assert (here / "5.jpg").read_bytes()[:2] == b"\xff\xd8"
+    assert namespace["loader"].skipped == {}
+
+
+@pytest.mark.parametrize("path", [README, *DOCS], ids=lambda path: path.name)
+def test_blocks_have_a_known_language_and_shell_commands_are_no_mere_text(path: Path) -> None:
+    for block in blocks(path):
+        assert block.language in {"bash", "python", "text", "yaml", "json"}, block.where
+        if block.language == "text":
+            assert not re.search(r"^shardstream ", block.code, re.MULTILINE), block.where
+
+
+def test_the_two_commands_of_a_fresh_machine_are_there_word_for_word() -> None:
+    text = README.read_text(encoding="utf-8")
+    install = 'pip install -e ".[dev]" -c constraints.txt'
+    assert f"\n{install} && python examples/quickstart.py\n" in text
+    assert f"\n{install} && pytest\n" in text
+    for name in ("examples/quickstart.py", "constraints.txt", "LICENSE", "CHANGELOG.md"):
+        assert (ROOT / name).is_file()
+
+
+@pytest.mark.parametrize("path", [README, *DOCS, ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
+def test_links_lead_somewhere(path: Path) -> None:
+    for target in _LINK.findall(path.read_text(encoding="utf-8")):
+        assert (path.parent / target).exists(), f"{path.name}: {target}"
+
+
+def test_names_of_shardstream_in_the_documents_exist() -> None:
+    for path in (README, *DOCS):
+        for name in set(re.findall(r"\bss\.(\w+)", path.read_text(encoding="utf-8"))):
+            assert name in ss.__all__, f"{path.name}: ss.{name}"
+
+
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # webdataset's open files
+def test_methods_said_to_be_the_same_as_webdatasets_are(here: Path) -> None:
+    """The same chain gives the same samples, value for value."""
+    shards = sorted(map(str, (here / "old").glob("*.tar")))
+
+    def chain(dataset: Any) -> list[Any]:
+        steps = dataset.decode("rgb8").rename(image="jpg;png").map_dict(cls=lambda label: label + 1)
+        steps = steps.select(lambda sample: sample["__key__"] != "0_1")
+        return list(steps.to_tuple("image", "cls").map_tuple(lambda image: image.sum()).slice(7))
+
+    theirs = chain(wds.WebDataset(shards, shardshuffle=False, empty_check=False))
+    mine = chain(ss.ShardDataset(shards))
+    assert len(mine) == 7
+    assert [tuple(map(int, pair)) for pair in mine] == [tuple(map(int, pair)) for pair in theirs]
+
+
+def test_the_dataset_of_a_folder_of_images_is_what_imagefolder_gives(here: Path) -> None:
+    ss.pack("photos/", "packed/", shuffle=False)
+    dataset = ss.ShardDataset("packed/").decode("pil").to_tuple("jpg;png", "cls")
+    got = [(image.size, label) for image, label in dataset.map_tuple(lambda image: image)]
+    assert got == [((32, 24), label) for label in range(2) for _ in range(_PER_CLASS)]
+    assert here.is_dir()
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
+def test_a_stateful_dataloader_around_a_dataset_resumes(here: Path) -> None:
+    from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: PLC0415  (imports torch)
+
+    ss.index(str(here / "old"))
+    dataset = (
+        ss.ShardDataset(str(here / "old"), shuffle=True, microbatch=2).decode().to_tuple("__key__")
+    )
+    loader = StatefulDataLoader(dataset, batch_size=2, num_workers=2)
+    whole = list(loader)
+    iterator = iter(loader)
+    before = [next(iterator) for _ in range(3)]
+    state = loader.state_dict()
+    resumed = StatefulDataLoader(dataset, batch_size=2, num_workers=2)
+    resumed.load_state_dict(state)
+    assert before + list(resumed) == whole
+
+
+def test_shards_behind_a_cache_of_fsspec_are_read(here: Path) -> None:
+    ss.index(str(here / "old"))
+    dataset = ss.ShardDataset(f"simplecache::file://{here}/old/000.tar", shuffle=True)
+    assert len(list(dataset)) == len(dataset) == 4
+
+
+def test_the_readme_speaks_of_the_pythons_that_are_supported() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    versions = re.findall(r"Python :: (3\.\d+)", text)
+    assert versions == ["3.11", "3.12", "3.13"]
+    assert f"Python {versions[0]} to {versions[-1]}" in README.read_text(encoding="utf-8")
+    assert sys.version_info >= (3, 11)
