@@ -92,7 +92,8 @@ class CollectRun(SourceRun, ABC):
         except Exception as error:  # noqa: BLE001  (the skip policy decides)
             self._skips.take(error)
             return None
-        self._bins.setdefault(name, []).append(_Waiting(item, place, before))
+        if name is not None:
+            self._bins.setdefault(name, []).append(_Waiting(item, place, before))
         return name
 
     def _hand_out(self, name: Hashable) -> Any:
