@@ -30,9 +30,6 @@ def make_shards(
 
     Returns:
         The folder, as `ShardDataset` takes it.
-
-    Raises:
-        SampleError: If there is no sample, or one cannot be written.
     """
     if isinstance(samples, int):
         samples = [{"__key__": f"{number:06d}", "cls": number} for number in range(samples)]

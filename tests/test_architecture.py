@@ -109,7 +109,7 @@ def test_a_module_imports_its_own_layer_and_lower_ones(path: Path) -> None:
         theirs = part_of(module)
         assert layer(theirs) <= layer(mine), f"{name_of(path)} imports {module}, a layer above"
         assert theirs == mine or {theirs, mine} != {"read", "write"}, (
-            f"{name_of(path)} imports {module}: read and pack share what lies below, never each other"
+            f"{name_of(path)} imports {module}: read and write share what lies below, never each other"
         )
 
 

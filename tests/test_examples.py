@@ -42,13 +42,17 @@ def run(
     )  # fmt: skip
 
 
-def num_servers() -> int:
-    """Count the embedded servers that this test's examples may have left behind."""
-    listed = subprocess.run(
-        ["ps", "-eo", "args"],  # noqa: S607
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    return listed.stdout.count("ThreadedMotoServer")
+def left_running(tmp_path: Path) -> list[str]:
+    """Return the processes that an example started and that are still there, known by their environment."""
+    mark = f"TMPDIR={tmp_path}/tmp\0".encode()
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_text().replace("\0", " "))
+        except OSError:  # it has ended, or is not ours
+            continue
+    return found
 
 
 @pytest.mark.slow
@@ -58,6 +62,7 @@ def test_an_example_shows_what_it_says(path: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout
     assert "Traceback" not in done.stderr
+    assert not left_running(tmp_path)
     assert not [left for left in (tmp_path / "tmp").iterdir() if "torch" not in left.name]
 
 
@@ -89,17 +94,17 @@ def test_the_quickstart_trains_from_a_folder_and_does_not_replace_it_unasked(
 
 @pytest.mark.slow
 def test_an_interrupted_quickstart_takes_its_server_along(tmp_path: Path) -> None:
-    before = num_servers()
     with subprocess.Popen(
         [sys.executable, EXAMPLES / "quickstart.py"],
         cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, text=True,
     ) as process:  # fmt: skip
         assert process.stdout is not None
         assert "quickstart" in process.stdout.readline()  # the server is up
+        assert any("ThreadedMotoServer" in command for command in left_running(tmp_path))
         process.send_signal(signal.SIGINT)
         process.stdout.read()
         assert process.wait(timeout=30) == 130
-    assert num_servers() <= before
+    assert not left_running(tmp_path)
 
 
 @pytest.mark.slow

@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import boto3
+import fsspec
 import numpy as np
 import pytest
+import torch
 import webdataset as wds
 from PIL import Image
 
@@ -26,6 +28,7 @@ from tests.servers import S3Server
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
+RUN = (README, ROOT / "docs" / "minio.md")
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
 _FILE = re.compile(r"# (\S+\.py)\n")
@@ -89,7 +92,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def readme_bucket(s3: S3Server, s3_env: None) -> Iterator[None]:  # noqa: ARG001  (sets AWS_*)
+def readme_bucket(s3: S3Server, s3_env: None) -> Iterator[None]:  # sets AWS_*
     resource = boto3.resource(
         "s3",
         endpoint_url=s3.endpoint,
@@ -118,18 +121,23 @@ def run_block(block: Block, namespace: dict[str, Any], folder: Path) -> None:
         exec(compile(block.code, block.where, "exec"), namespace)  # noqa: S102  (our own README)
 
 
-def test_every_block_of_the_readme_runs(
-    here: Path,
-    readme_bucket: None,  # noqa: ARG001  (the bucket that it names)
-) -> None:
-    found = [block for block in blocks(README) if block.language in ("bash", "python")]
-    assert len(found) >= 10
+@pytest.mark.slow
+@pytest.mark.parametrize("path", RUN, ids=lambda path: path.name)
+def test_every_block_runs(path: Path, here: Path, readme_bucket: None) -> None:
     namespace: dict[str, Any] = {"__name__": "readme"}
-    for block in found:
-        run_block(block, namespace, here)
-    assert (here / "packed" / "train" / "classes.json").is_file()
-    assert (here / "5.jpg").read_bytes()[:2] == b"\xff\xd8"
-    assert namespace["loader"].skipped == {}
+    for block in blocks(path):
+        if block.language in ("bash", "python"):
+            run_block(block, namespace, here)
+    if path == README:
+        assert (here / "packed" / "train" / "classes.json").is_file()
+        assert (here / "5.jpg").read_bytes()[:2] == b"\xff\xd8"
+        assert namespace["loader"].skipped == {}
+
+
+def test_the_documents_have_blocks_to_run() -> None:
+    languages = [block.language for path in RUN for block in blocks(path)]
+    assert languages.count("bash") >= 6
+    assert languages.count("python") >= 6
 
 
 @pytest.mark.parametrize("path", [README, *DOCS], ids=lambda path: path.name)
@@ -209,6 +217,31 @@ def test_shards_behind_a_cache_of_fsspec_are_read(here: Path) -> None:
     ss.index(str(here / "old"))
     dataset = ss.ShardDataset(f"simplecache::file://{here}/old/000.tar", shuffle=True)
     assert len(list(dataset)) == len(dataset) == 4
+
+
+def test_single_files_on_s3_become_samples_as_the_table_says(readme_bucket: None) -> None:
+    for number in range(4):
+        with fsspec.open(f"s3://{_BUCKET}/files/{number}.txt", "wb") as stream:
+            stream.write(f"text {number}".encode())
+    ss.pack(f"s3://{_BUCKET}/files/", f"s3://{_BUCKET}/packed/", kind="files")
+    stream = ss.ShardDataset.from_prefix(f"s3://{_BUCKET}/packed/").decode()
+    assert [sample["txt"] for sample in stream] == [f"text {number}" for number in range(4)]
+    assert ss.ShardMapDataset(f"s3://{_BUCKET}/packed/").decode()[2]["txt"] == "text 2"
+    assert len(ss.ShardDataset([f"s3://{_BUCKET}/packed/000000.tar"])) == 4
+    with fsspec.open(f"s3://{_BUCKET}/checkpoint.pt", "wb") as checkpoint:
+        torch.save({"step": 3}, checkpoint)
+    with fsspec.open(f"s3://{_BUCKET}/checkpoint.pt", "rb") as checkpoint:
+        assert torch.load(checkpoint, weights_only=True) == {"step": 3}
+
+
+def test_messages_that_the_documents_explain_are_those_of_the_code() -> None:
+    """Word for word, but for line breaks inside them."""
+    code = "".join(path.read_text("utf-8") for path in (ROOT / "shardstream").rglob("*.py"))
+    table = (ROOT / "docs" / "minio.md").read_text("utf-8").partition("## If it fails")[2]
+    messages = re.findall(r"^\| `([^`]+?)(?: \.\.\.)?`", table, re.MULTILINE)
+    assert len(messages) >= 8
+    for message in messages:
+        assert message in code, message
 
 
 def test_the_readme_speaks_of_the_pythons_that_are_supported() -> None:

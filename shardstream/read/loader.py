@@ -97,8 +97,21 @@ class ShardLoader(DataLoader[Any]):
             self._begin = self._position = Position(epoch=epoch)
             self._share = None
 
+    @property
+    def batches_left(self) -> int:
+        """Batches that the iteration under way, or else the next one, still hands out: fewer than ``len`` after a resume.
+
+        Raises:
+            OptionError: If that cannot be known, because steps change counts.
+        """
+        share = self._batches.share(self._position)
+        if share is None:
+            raise OptionError("how many batches are left is not known where steps change counts")
+        return share.num_steps
+
     def __len__(self) -> int:
-        share = self._share or self._batches.share(self._begin)
+        # Of a whole epoch, also when one goes on in its middle: trainers count batches from the epoch's start.
+        share = self._batches.share(Position(epoch=self._position.epoch))
         if share is not None:
             return share.num_steps
         length, size = len(self._batches.source_dataset), self._batches.batch_size or 1

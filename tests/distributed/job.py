@@ -69,7 +69,7 @@ def train(args: argparse.Namespace, log: TextIO) -> None:
     step = 0
     for epoch in range(loader.epoch, args.epochs):
         loader.set_epoch(epoch)
-        expected = len(loader)
+        expected = loader.batches_left
         steps = 0
         for (ids,) in loader:
             if (rank, step) == (args.kill_rank, args.kill_step):
@@ -84,7 +84,7 @@ def train(args: argparse.Namespace, log: TextIO) -> None:
                 state = {"model": model.state_dict(), "loader": loader.state_dict()}
                 torch.save(state, checkpoint.with_suffix(".part"))
                 checkpoint.with_suffix(".part").replace(checkpoint)
-        assert steps == expected, f"{steps} steps, len(loader) said {expected}"
+        assert steps == expected, f"{steps} steps, batches_left said {expected}"
 
 
 def main() -> None:

@@ -193,10 +193,10 @@ def test_handlers_are_asked_in_order_and_may_pass() -> None:
         ("npz", lambda bad, s: np.savez(s, x=np.array([bad], dtype=object))),
         ("pt", lambda bad, s: torch.save([bad], s)),
         ("pth", lambda bad, s: torch.save({"x": bad}, s, _use_new_zipfile_serialization=False)),
-        ("pth", lambda bad, s: pickle.dump(bad, s)),
+        ("pth", pickle.dump),
         ("npy.gz", lambda bad, s: s.write(gzip.compress(pickle.dumps(bad)))),
-        ("npz", lambda bad, s: pickle.dump(bad, s)),
-        ("npy", lambda bad, s: pickle.dump(bad, s)),
+        ("npz", pickle.dump),
+        ("npy", pickle.dump),
     ],
 )
 def test_pickled_code_is_refused_and_not_run(

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -152,7 +153,7 @@ def test_consumed_grows_by_whole_steps_up_to_all(
     assert consumed == sorted(set(consumed)) or share.num_steps == 0
     assert consumed[-1] == order.nsamples
     width = split.batches_per_step * order.batch
-    assert all(b - a == width for a, b in zip(consumed[:-2], consumed[1:-1], strict=True))
+    assert all(b - a == width for a, b in pairwise(consumed[:-1]))
 
 
 def test_a_rank_without_a_last_step_leaves_the_others_theirs() -> None:

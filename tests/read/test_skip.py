@@ -29,8 +29,10 @@ def test_by_default_the_first_error_is_raised_again() -> None:
 def test_a_budget_allows_so_many_and_not_one_more(on_error: Any, allowed: int) -> None:
     skips = Skips(on_error)
     for number in range(allowed):
-        skips.take((ValueError if number % 2 else DecodeError)(number))
+        skips.take((ValueError if number % 2 else DecodeError)(f"{number}"))
     assert skips.counts.total() == allowed
+    error = ValueError("x")
+    error.add_note("n")
     with pytest.raises(SkipBudgetError, match=f"{allowed + 1} bad samples, {allowed} are allowed"):
         skips.take(ValueError("the last"))
 
@@ -39,8 +41,6 @@ def test_a_budget_of_none_counts_the_first() -> None:
     with pytest.raises(
         SkipBudgetError, match=r"1 bad samples, 0 .*the last one: ValueError: x \(n\)"
     ):
-        error = ValueError("x")
-        error.add_note("n")
         Skips(SkipBudget(samples=0)).take(error)
 
 

@@ -48,7 +48,7 @@ def is_third(item: int) -> bool:
     return item % 3 == 0
 
 
-def never(item: int) -> bool:  # noqa: ARG001
+def never(item: int) -> bool:
     return False
 
 

@@ -13,7 +13,7 @@ from shardstream.read.stream import Compose, Repeat, Shuffle, Slice
 from shardstream.testing import ListRun
 
 
-def through(stage: Stage, items: Any, **context: int) -> list[Any]:
+def through(stage: Stage, items: Any, **context: Any) -> list[Any]:
     return list(stage.open(ListRun(items), Context(**context)))
 
 
@@ -27,7 +27,7 @@ def test_a_shuffle_moves_items_within_their_window(size: int, window: int, seed:
 
 
 def test_a_shuffle_depends_on_seed_epoch_reader_and_place_in_the_chain() -> None:
-    contexts = ({}, {"seed": 1}, {"epoch": 1})
+    contexts: tuple[dict[str, int], ...] = ({}, {"seed": 1}, {"epoch": 1})
     orders = [through(Shuffle(window=50), range(50), **context) for context in contexts]
     orders.append(through(Shuffle(window=50, purpose=1), range(50)))
     assert len(set(map(tuple, orders))) == 4

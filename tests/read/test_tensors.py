@@ -120,5 +120,5 @@ def test_saved_tensors_are_loaded_without_code() -> None:
 
 def test_shared_numbers_are_shared() -> None:
     numbers = shared_numbers(1, 1 << 62, -1)
-    assert numbers.is_shared()
+    assert numbers.is_shared()  # type: ignore[no-untyped-call]
     assert numbers.tolist() == [1, 1 << 62, -1]
