@@ -44,7 +44,7 @@ def run(
 
 def left_running(tmp_path: Path) -> list[str]:
     """Return the processes that an example started and that are still there, known by their environment."""
-    mark = f"TMPDIR={tmp_path}/tmp\0".encode()
+    mark = f"TMPDIR={tmp_path / 'tmp'}\0".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:

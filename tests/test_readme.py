@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 import os
 import re
 import subprocess
@@ -232,6 +233,18 @@ def test_single_files_on_s3_become_samples_as_the_table_says(readme_bucket: None
         torch.save({"step": 3}, checkpoint)
     with fsspec.open(f"s3://{_BUCKET}/checkpoint.pt", "rb") as checkpoint:
         assert torch.load(checkpoint, weights_only=True) == {"step": 3}
+
+
+def test_the_manifest_in_the_documents_has_the_keys_that_are_written(tmp_path: Path) -> None:
+    (shown,) = [
+        json.loads(block.code)
+        for block in blocks(ROOT / "docs" / "formats.md")
+        if block.language == "json"
+    ]
+    ss.pack([{"cls": 1, "png": np.zeros((2, 2), np.uint8)}], tmp_path, name="digits")
+    written = json.loads((tmp_path / "index.json").read_text())
+    assert list(shown) == list(written)
+    assert list(shown["shardlist"][0]) == list(written["shardlist"][0])
 
 
 def test_messages_that_the_documents_explain_are_those_of_the_code() -> None:

@@ -61,7 +61,8 @@ class Skips:
             SkipBudgetError: If the budget is spent.
         """
         if isinstance(error, StopIteration):  # raised on, it would end the epoch without a word
-            raise RuntimeError("a function of the pipeline raised StopIteration") from error
+            text = "a function of the pipeline raised StopIteration"
+            raise RuntimeError(text) from error  # noqa: TRY004  (as PEP 479 does)
         if self.budget is None or isinstance(error, _FATAL):
             raise error
         self.counts[type(error).__name__] += 1

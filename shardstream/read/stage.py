@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
@@ -98,9 +98,9 @@ def describe(stage: Stage) -> str:
     'Shuffle(window=50)'
     """
     options = {
-        option.name: getattr(stage, option.name)
-        for option in (fields(stage) if is_dataclass(stage) else ())
-        if option.name not in ("threads", "purpose")
+        name: getattr(stage, name)
+        for name in getattr(stage, "__dataclass_fields__", ())
+        if name not in ("threads", "purpose")
     }
     plain = [f"{name}={value}" for name, value in options.items() if isinstance(value, int | str)]
     return f"{type(stage).__name__}({', '.join(plain)})"

@@ -67,7 +67,9 @@ class MapDict(ItemStage):
         return self._apply
 
     def _apply(self, sample: Sample, number: int) -> Sample:  # noqa: ARG002
-        changed = dict(sample) if isinstance(sample, dict) else {}
+        if not isinstance(sample, dict):
+            raise _no_field("", sample, "map_dict")
+        changed = dict(sample)
         for name, function in self.functions.items():
             if name not in changed:
                 raise _no_field(name, sample, "map_dict")

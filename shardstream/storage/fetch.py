@@ -19,7 +19,7 @@ from shardstream.storage.joined import JoinedCatalog
 _RANGE_BYTES = (
     4 << 20
 )  # of one request: large enough to hide latency, small enough to spread over connections
-_GAP_BYTES = 128 << 10  # read through a gap rather than pay another round trip
+_GAP_BYTES = 256 << 10  # read through a gap rather than pay another round trip
 _THREADS = 8
 _MAPS_KEPT = 512
 _ATTEMPTS = 5

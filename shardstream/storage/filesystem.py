@@ -224,6 +224,12 @@ def explained(url: str) -> Iterator[None]:
         yield
     except (OSError, ValueError, RuntimeError) as error:
         raise _explain(error, url) from error
+    except TypeError as error:
+        if "keyword argument" not in str(error):
+            raise
+        raise OptionError(
+            f"the file system does not know one of the storage options: {error}", shard=url
+        ) from error
     except Exception as error:
         # Clients have trees of their own (botocore's comes from Exception); only theirs is translated.
         if type(error).__module__.split(".")[0] in _CLIENTS:

@@ -156,16 +156,15 @@ def _from_manifest(url: str, storage: Storage) -> Located:
             "the manifest names no shards: the dataset is empty; pack it again", shard=url
         )
     shards = tuple(replace(shard, url=join_url(folder, shard.url)) for shard in manifest.shards)
-    names = {
-        one: {file.url.rsplit("/", 1)[-1] for file in storage.list_folder(one)[0]}
-        for one in dict.fromkeys(parent_url(shard.url) for shard in shards)
-    }
-    indexed = frozenset(
-        shard.url
-        for shard in shards
-        if shard.url.rsplit("/", 1)[-1] + INDEX_SUFFIX in names[parent_url(shard.url)]
-    )
-    return Located(shards=shards, manifest_url=url, indexed=indexed)
+    indexed: set[str] = set()
+    for one in dict.fromkeys(parent_url(shard.url) for shard in shards):
+        mine = [shard.url for shard in shards if parent_url(shard.url) == one]
+        if one.startswith(_HTTP):  # cannot be listed: one index stands for all
+            indexed.update(mine if storage.exists(mine[0] + INDEX_SUFFIX) else ())
+            continue
+        there = {file.url.rsplit("/", 1)[-1] for file in storage.list_folder(one)[0]}
+        indexed.update(tar for tar in mine if tar.rsplit("/", 1)[-1] + INDEX_SUFFIX in there)
+    return Located(shards=shards, manifest_url=url, indexed=frozenset(indexed))
 
 
 def _from_folder(url: str, storage: Storage) -> Located:

@@ -38,6 +38,8 @@ def test_a_budget_allows_so_many_and_not_one_more(on_error: Any, allowed: int) -
 
 
 def test_a_budget_of_none_counts_the_first() -> None:
+    error = ValueError("x")
+    error.add_note("n")
     with pytest.raises(
         SkipBudgetError, match=r"1 bad samples, 0 .*the last one: ValueError: x \(n\)"
     ):

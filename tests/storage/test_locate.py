@@ -2,19 +2,23 @@ from __future__ import annotations
 
 import functools
 import http.server
+import os
 import re
 import threading
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardstream.errors import ManifestError, OptionError, ShardStreamError, StorageError
 from shardstream.format.manifest import Manifest, ShardInfo, encode_manifest
+from shardstream.storage.catalog import Catalog
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import Located, expand_urls, is_compressed, is_tar, locate
 from shardstream.storage.publish import publish_bytes
+from shardstream.testing import make_shards
 from tests.strategies import make_index, make_shard
 
 TARS = {f"{number:02d}.tar": make_shard(number + 1) for number in range(3)}
@@ -313,3 +317,31 @@ def test_a_signed_url_is_read_but_never_shown(http_folder: str, tmp_path: Path) 
         with pytest.raises(StorageError, match=re.escape(f"{http_folder}/none.tar?…")) as raised:
             failing()
         assert "1f3" not in str(raised.value)
+
+
+def test_a_manifest_on_a_host_without_listings_is_read_by_number(tmp_path: Path) -> None:
+    folder = make_shards(tmp_path / "set", samples=7, per_shard=3)
+
+    class NoListing(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, directory=folder)
+
+        def list_directory(self, path: str | os.PathLike[str]) -> None:  # noqa: ARG002
+            self.send_error(404)
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), NoListing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        storage = Storage()
+        found = locate(f"http://127.0.0.1:{server.server_port}/index.json", storage)
+        assert [shard.nsamples for shard in found.shards] == [3, 3, 1]
+        assert len(found.indexed) == 3
+        assert Catalog(found, storage).extents([6]).shards.tolist() == [2]
+        server.shutdown()
+
+
+def test_a_misspelt_storage_option_is_named(s3_env: None, bucket: str) -> None:
+    with pytest.raises(OptionError, match="storage options: .*'endpoint'"):
+        locate(f"{bucket}/", Storage({"endpoint": "http://127.0.0.1:9"}))
