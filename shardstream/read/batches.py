@@ -131,11 +131,15 @@ class Batches(IterableDataset[Packet]):
         if part in position.parts:
             run.load_state_dict(position.parts[part])
         size = self.batch_size
+        reported: dict[str, int] = {}
         try:
             while items := list(islice(run, size or 1)):
                 if size is not None and self.split.drop_last and len(items) < size:
-                    return
+                    break
                 batch = items[0] if size is None else self.collate_fn(items)
-                yield Packet(batch, False, part, run.state_dict(), dict(context.skips.counts))
+                reported = dict(context.skips.counts)
+                yield Packet(batch, False, part, run.state_dict(), reported)
+            if context.skips.counts != reported:  # bad ones behind the last batch
+                yield Packet(None, True, part, run.state_dict(), dict(context.skips.counts))
         finally:
             run.close()

@@ -20,7 +20,7 @@ from shardstream.read.steps import ItemSteps
 from shardstream.storage.catalog import Catalog, Numbers
 from shardstream.storage.fetch import Fetcher, open_fetcher
 from shardstream.storage.filesystem import Storage
-from shardstream.storage.locate import locate
+from shardstream.storage.locate import Urls, locate
 
 
 class ShardMapDataset(ItemSteps, Dataset[Any]):
@@ -43,7 +43,7 @@ class ShardMapDataset(ItemSteps, Dataset[Any]):
 
     def __init__(
         self,
-        urls: str | Sequence[str],
+        urls: Urls,
         *,
         seed: int = 0,
         storage_options: Mapping[str, Any] | None = None,

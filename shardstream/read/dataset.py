@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Literal, Self
 
@@ -24,7 +23,7 @@ from shardstream.read.tensors import shared_numbers
 from shardstream.read.whole import WholeShards
 from shardstream.storage.catalog import Catalog, lacks_index
 from shardstream.storage.filesystem import Storage
-from shardstream.storage.locate import locate
+from shardstream.storage.locate import Urls, locate
 
 _WHOLE_SHARD_WINDOW = 1000  # samples shuffled together where there is no index
 
@@ -131,7 +130,7 @@ class ShardDataset(StreamDataset):
 
     def __init__(  # noqa: PLR0913  (the public door: its options are its documentation)
         self,
-        urls: str | Sequence[str],
+        urls: Urls,
         *,
         shuffle: bool = False,
         seed: int = 0,

@@ -76,6 +76,7 @@ class ShardLoader(DataLoader[Any]):
         )
         self._warn_amplified(max(1, num_workers))
         # torch would draw the workers' seeds from the global generator
+        self._seeds_workers = options.get("generator") is None
         options["generator"] = options.get("generator") or torch.Generator()
         super().__init__(
             self._batches, batch_size=None, num_workers=num_workers, collate_fn=_as_is, **options
@@ -92,7 +93,11 @@ class ShardLoader(DataLoader[Any]):
         return dict(sum((Counter(counts) for counts in self._skipped.values()), Counter()))
 
     def set_epoch(self, epoch: int) -> None:
-        """Read this epoch next; from its start, unless it is the one that a loaded state is in."""
+        """Read this epoch next.
+
+        From its start, unless a state in the middle of it has just been loaded: that goes on. After a ``break`` the epoch
+        begins anew.
+        """
         if epoch != self._position.epoch:
             self._begin = self._position = Position(epoch=epoch)
             self._share = None
@@ -125,7 +130,8 @@ class ShardLoader(DataLoader[Any]):
         self._iteration += 1
         self._batches.begin(begin)
         seed = self._batches.source_dataset.pipeline.seed
-        self.generator.manual_seed(derive_key(seed, begin.epoch) >> 1)
+        if self._seeds_workers:
+            self.generator.manual_seed(derive_key(seed, begin.epoch) >> 1)
         return self._hand_out(super().__iter__(), begin, self._iteration)
 
     def _hand_out(

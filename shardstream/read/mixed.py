@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from shardstream.errors import OptionError
 from shardstream.placement import Reader
@@ -12,17 +11,22 @@ from shardstream.read.mix import MixedSamples, Recipe, Stop, Weights
 from shardstream.read.mix_stream import MixedStreams
 from shardstream.read.pipeline import Pipeline
 from shardstream.read.planned import Options
+from shardstream.read.share import Remainder
 from shardstream.storage.joined import JoinedCatalog
 
 
-def mix(
+def mix(  # noqa: PLR0913  (the public door)
     datasets: Mapping[str, StreamDataset] | Sequence[StreamDataset],
     weights: Weights | Sequence[float] | None = None,
     *,
     stop: Stop = "first_exhausted",
     samples: int | None = None,
     seed: int = 0,
-    **order: Any,
+    lanes: int | None = None,
+    microbatch: int | None = None,
+    window: int | None = None,
+    remainder: Remainder = "pad",
+    prefetch_bytes: int = 64 << 20,
 ) -> MixedDataset:
     """Mix datasets, each with its own decode and steps; a mix is a dataset, and may be mixed again.
 
@@ -38,7 +42,12 @@ def mix(
             ("all_exhausted"; smaller datasets go round again).
         samples: With weights: an epoch has so many samples instead.
         seed: Of the mix; each dataset keeps its own.
-        order: lanes, microbatch, window, remainder, prefetch_bytes, as in `ShardDataset`.
+        lanes: As in `ShardDataset`, like the next four. Each lane is mixed by itself, in patterns of 32 samples that have
+            their shares: with many lanes a small epoch ends some samples early.
+        microbatch: An epoch of a mix with weights is whole batches.
+        window: See there.
+        remainder: See there.
+        prefetch_bytes: See there.
 
     Raises:
         OptionError: If names, weights and datasets do not fit each other.
@@ -54,7 +63,15 @@ def mix(
         weights = dict(zip(named, weights, strict=True))
     parts = {name: dataset.pipeline for name, dataset in named.items()}
     recipe = Recipe(parts=parts, weights=weights, stop=stop, samples=samples)
-    options = Options(shuffle=True, seed=seed, **order)
+    options = Options(
+        shuffle=True,
+        seed=seed,
+        lanes=lanes,
+        microbatch=microbatch,
+        window=window,
+        remainder=remainder,
+        prefetch_bytes=prefetch_bytes,
+    )
     policies = [part.on_error for part in parts.values()]
     if any(policy != policies[0] for policy in policies):
         raise OptionError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -130,6 +131,8 @@ def plain_microbatch(nsamples: int, readers: int) -> int:
 def plain_share(source: PlannedSource, reader: Reader, epoch: int) -> Share:
     """Return the steps of a rank of a dataset that is iterated by itself."""
     batch = source.options.microbatch or plain_microbatch(len(source.catalog), reader.total)
+    if source.options.microbatch is None and source.options.window is not None:
+        batch = math.gcd(batch, source.options.window)
     order = source.order(batch=batch, lanes=reader.total, epoch=epoch)
     split = Split(world_size=reader.placement.world_size, remainder=source.options.remainder)
     return Share(source.plan(order, epoch), split, rank=reader.placement.rank)

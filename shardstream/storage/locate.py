@@ -26,6 +26,10 @@ _HTTP = ("http://", "https://")
 _GLOB = re.compile(r"[*?\[]")
 
 
+Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""What names a dataset: a URL or path of any kind below, or several."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Located:
     """The shards of a dataset.
@@ -51,7 +55,7 @@ def is_compressed(name: str) -> bool:
     return _without_query(name).lower().endswith(COMPRESSED_SUFFIXES)
 
 
-def expand_urls(urls: str | Sequence[str]) -> list[str]:
+def expand_urls(urls: Urls) -> list[str]:
     """Expand ``::`` joins and brace patterns, in order; an fsspec chain (``simplecache::s3://…``) stays one URL.
 
     >>> expand_urls("a-{00..02}.tar::b.tar")
@@ -60,16 +64,16 @@ def expand_urls(urls: str | Sequence[str]) -> list[str]:
     Raises:
         OptionError: If a brace is not closed.
     """
-    parts = [urls] if isinstance(urls, str) else list(urls)
+    parts = [urls] if isinstance(urls, str | os.PathLike) else list(urls)
     return [
         expanded
         for part in parts
-        for joined in _split_join(str(part))
+        for joined in _split_join(os.fspath(part))
         for expanded in _expand_braces(joined)
     ]
 
 
-def locate(urls: str | Sequence[str], storage: Storage) -> Located:
+def locate(urls: Urls, storage: Storage) -> Located:
     """Find the shards of a dataset.
 
     A folder or prefix is read through its ``index.json`` if it has one, else it is all tars in it, sorted by name.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from shardstream.errors import OptionError, SampleError, SourceError
 
@@ -107,6 +107,8 @@ def encode_image(field: str, value: object) -> bytes:
 def reencode(data: bytes, field: str, options: ImageOptions, *, where: str) -> tuple[str, bytes]:
     """Make an image file smaller, or another format, where the options ask for it; else return its bytes as they are.
 
+    The header is looked at in any case: what is no image shall not be found out in training.
+
     What is written anew is turned upright, as EXIF says, and loses its EXIF; colour profiles stay. Transparency becomes
     white where the format has none.
 
@@ -122,13 +124,13 @@ def reencode(data: bytes, field: str, options: ImageOptions, *, where: str) -> t
     Raises:
         SourceError: If the file is no image that can be read, or an animation that would lose its frames.
     """
-    if options.changes_nothing:
-        return field, data
     old = field.rpartition(".")[2]
     new = options.format or old
     same_format = IMAGE_FORMATS[new] == IMAGE_FORMATS[old]
     try:
         with _bombs_refused(), Image.open(io.BytesIO(data)) as image:
+            if options.changes_nothing:
+                return field, data
             fits = options.max_side is None or max(image.size) <= options.max_side
             if fits and same_format:
                 return field, data
@@ -143,7 +145,11 @@ def reencode(data: bytes, field: str, options: ImageOptions, *, where: str) -> t
                 _for_format(smaller, IMAGE_FORMATS[new]), IMAGE_FORMATS[new], options.quality
             )
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        raise SourceError(f"no image that can be read: {error}", shard=where) from error
+        detail = "unknown format" if isinstance(error, UnidentifiedImageError) else str(error)
+        raise SourceError(
+            f"no image that can be read ({detail}); mend it, or leave such files out with on_error='skip' (--skip-errors)",
+            shard=where,
+        ) from error
     except Image.DecompressionBombWarning as error:
         raise SourceError(f"the image is suspiciously large: {error}", shard=where) from error
     return field[: len(field) - len(old)] + new, encoded

@@ -15,6 +15,7 @@ from shardstream.format.wds2idx import WDS2IDX_SUFFIX, encode_wds2idx
 from shardstream.storage.filesystem import FileInfo, Storage, join_url, parent_url
 from shardstream.storage.locate import (
     TAR_SUFFIXES,
+    Urls,
     expand_urls,
     is_compressed,
     is_tar,
@@ -47,7 +48,7 @@ class _Indexed:
 
 
 def index(  # noqa: PLR0913  (the public door)
-    urls: str | Sequence[str],
+    urls: Urls,
     *,
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
@@ -95,9 +96,7 @@ def _manifest_of(done: Sequence[_Indexed], *, name: str) -> Manifest:
     return Manifest(shards=tuple(one.info for one in done), name=name, fields=dict(fields))
 
 
-def _find_tars(
-    urls: str | Sequence[str], storage: Storage
-) -> tuple[str, list[FileInfo], list[str]]:
+def _find_tars(urls: Urls, storage: Storage) -> tuple[str, list[FileInfo], list[str]]:
     """Find what to index; a manifest that is there does not count, as it may be what is to be mended.
 
     Returns:

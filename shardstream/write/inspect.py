@@ -15,7 +15,7 @@ from shardstream.format.stream import StreamReader, decompressed
 from shardstream.format.tar import ReadAt, iter_members
 from shardstream.storage.catalog import Catalog, lacks_index, map_file
 from shardstream.storage.filesystem import Storage
-from shardstream.storage.locate import Located, is_compressed, locate, read_manifest
+from shardstream.storage.locate import Located, Urls, is_compressed, locate, read_manifest
 from shardstream.storage.ranges import RangeStream
 from shardstream.write.passes import Meter, ProgressFunction
 
@@ -53,7 +53,7 @@ class Listing:
 
 
 def list_shards(
-    urls: str | Sequence[str],
+    urls: Urls,
     *,
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
@@ -88,7 +88,7 @@ def list_shards(
 
 
 def read_one(
-    urls: str | Sequence[str],
+    urls: Urls,
     *,
     number: int | None = None,
     key: str | None = None,

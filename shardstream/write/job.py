@@ -194,7 +194,9 @@ def _plan(source: Source, *, shuffle: bool | None, seed: int, split: Mapping[str
         total = len(found)
     assigned = None
     if split:
-        total = sum(1 for _ in records) if total is None else total
+        if total is None:  # may be a generator: it is gone once counted
+            found = list(records)
+            records, total = found, len(found)
         assigned = assign_splits(total, split, seed=seed)
     splits = tuple(split) or ("",)
     return _Plan(source=source, records=records, total=total, splits=splits, assigned=assigned)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -14,7 +14,7 @@ from shardstream.format.manifest import MANIFEST_NAME, ShardInfo
 from shardstream.format.names import split_member_name
 from shardstream.format.tar import iter_members
 from shardstream.storage.filesystem import Storage, parent_url
-from shardstream.storage.locate import Located, is_compressed, is_tar, locate
+from shardstream.storage.locate import Located, Urls, is_compressed, is_tar, locate
 from shardstream.storage.publish import is_part
 from shardstream.write.checks import (
     Keys,
@@ -58,7 +58,7 @@ class _Verified:
 
 
 def verify(
-    urls: str | Sequence[str],
+    urls: Urls,
     *,
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,

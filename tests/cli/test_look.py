@@ -10,8 +10,8 @@ import pytest
 
 from shardstream.cli import main
 from shardstream.cli.describe import describe
-from shardstream.write.indexing import index
 from shardstream.storage.filesystem import Storage
+from shardstream.write.indexing import index
 from tests.write.tars import make_dataset, npy_bytes, png_bytes, samples, tar_bytes
 
 FIELDS = [

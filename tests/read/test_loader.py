@@ -536,7 +536,9 @@ def test_a_killed_worker_is_an_error_within_seconds(folder: str) -> None:
     workers = {child.pid for child in multiprocessing.active_children()} - others
     os.kill(workers.pop() or 0, signal.SIGKILL)
     begin = time.monotonic()
-    with pytest.raises(RuntimeError, match="killed by signal|exited unexpectedly"):
+    # or what fetching a tensor's memory from the dead process says
+    told = r"killed by signal|exited unexpectedly|[Cc]onnection|No such file|^$"
+    with pytest.raises((RuntimeError, OSError, EOFError), match=told):
         take(batches, 1000)
     assert time.monotonic() - begin < 15
 

@@ -15,9 +15,9 @@ import torch
 from PIL import Image, ImageOps
 
 from shardstream.errors import OptionError, SampleError, SourceError
+from shardstream.read.decode import BASIC
 from shardstream.write.encode import INT_FIELDS, encode_field, encode_sample
 from shardstream.write.images import ImageOptions, reencode
-from shardstream.read.decode import BASIC
 
 RGB = np.random.default_rng(0).integers(0, 255, (6, 9, 3), dtype=np.uint8)
 
@@ -190,7 +190,12 @@ def test_an_image_that_fits_keeps_its_bytes() -> None:
         "jpg",
         data,
     )
-    assert reencode(b"no image", "jpg", ImageOptions(), where="x") == ("jpg", b"no image")
+
+
+def test_what_is_no_image_is_named_even_if_nothing_is_changed() -> None:
+    assert reencode(jpeg(4, 2), "jpg", ImageOptions(), where="x")[1] == jpeg(4, 2)
+    with pytest.raises(SourceError, match=r"no image that can be read \(unknown format\).*x"):
+        reencode(b"no image", "jpg", ImageOptions(), where="x")
 
 
 @pytest.mark.parametrize(

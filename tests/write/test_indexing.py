@@ -11,10 +11,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from shardstream.errors import OptionError, SampleError, ShardError, StorageError
 from shardstream.format.index import decode_index
-from shardstream.write.indexing import index
 from shardstream.storage.catalog import Catalog
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import locate
+from shardstream.write.indexing import index
 from tests.write.tars import foreign_tar, make_dataset, samples, tar_bytes
 
 

@@ -19,14 +19,14 @@ from PIL import Image
 
 from shardstream.errors import OptionError, SourceError, StorageError
 from shardstream.format.group import iter_samples
+from shardstream.storage.filesystem import Storage
+from shardstream.storage.locate import locate
+from shardstream.storage.publish import publish_bytes
 from shardstream.write import parallel
 from shardstream.write.job import Progress, pack
 from shardstream.write.parallel import RecordEncoder
 from shardstream.write.source import FileRef, Record, SamplesSource
 from shardstream.write.split import assign_splits, shuffled_order, split_counts
-from shardstream.storage.filesystem import Storage
-from shardstream.storage.locate import locate
-from shardstream.storage.publish import publish_bytes
 
 CLASSES = ("ant", "bee", "cat")
 

@@ -18,13 +18,13 @@ import pytest
 
 from shardstream.errors import OptionError, SampleError, StorageError
 from shardstream.format.group import iter_samples
-from shardstream.write import send
-from shardstream.write.naming import ShardNames, parse_bytes
-from shardstream.write.roll import ShardWriter
 from shardstream.storage.catalog import Catalog
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import locate
 from shardstream.storage.publish import publish_bytes
+from shardstream.write import send
+from shardstream.write.naming import ShardNames, parse_bytes
+from shardstream.write.roll import ShardWriter
 
 
 def names(folder: Path) -> list[str]:

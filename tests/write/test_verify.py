@@ -8,10 +8,10 @@ import pytest
 import zstandard
 
 from shardstream.errors import ManifestError, StorageError
+from shardstream.storage.filesystem import Storage
 from shardstream.write.checks import Keys, hash_keys, repeated_keys
 from shardstream.write.indexing import index
 from shardstream.write.verify import VerifyReport, verify
-from shardstream.storage.filesystem import Storage
 from tests.write.tars import flip, make_dataset, samples, tar_bytes
 
 
