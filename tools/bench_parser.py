@@ -18,7 +18,8 @@ from collections.abc import Callable
 
 from shardstream.format.group import iter_samples, read_sample
 from shardstream.format.index import scan_shard
-from shardstream.format.tar import END_OF_ARCHIVE, encode_member, iter_members
+from shardstream.format.tar import iter_members
+from shardstream.format.tar_encode import END_OF_ARCHIVE, encode_member
 
 _ROUNDS = 5
 
@@ -58,7 +59,7 @@ def main() -> None:
 
     def by_number() -> None:
         for start, end in itertools.pairwise(offsets):
-            read_sample(read, start, end, "x")
+            read_sample(tar, 0, start, end, "x")
 
     offsets = scan_shard(read, end=len(tar), shard="x").offsets.tolist()
 

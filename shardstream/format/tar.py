@@ -7,22 +7,24 @@ and everything else goes the long way round.
 
 from __future__ import annotations
 
+import mmap
 import zlib
 from collections.abc import Callable, Iterator
 
 from shardstream.errors import ShardError
 
 BLOCK_BYTES = 512
-END_OF_ARCHIVE = bytes(2 * BLOCK_BYTES)
 _ZERO_BLOCK = bytes(BLOCK_BYTES)
 _HEADER_TEXT_LIMIT_BYTES = 1 << 20  # of one pax header or long name; real ones take hundreds
 _HEADERS_LIMIT_BYTES = 4 << 20  # of all extended headers before one member
 _SIZE_LIMIT = 1 << 60  # of one member; sums of offsets stay below 2**63
-_USTAR_SIZE_LIMIT = 8**11
 _ADLER_BASE = 65521
 
 ReadAt = Callable[[int, int], bytes]
 """``read(offset, size)``: bytes of the tar from an absolute offset; fewer only where the tar ends."""
+
+Buffer = bytes | mmap.mmap
+"""A stretch of a tar whose slices are bytes."""
 
 Member = tuple[str, int, int, int]
 """Name, offset of its first header (a pax header before it included), offset of its bytes, their size."""
@@ -47,15 +49,7 @@ def iter_members(
     position = start
     while end is None or position < end:
         block = read(position, BLOCK_BYTES)
-        # typeflag "0", no ustar prefix, right checksum, sizes in octal: what nearly every header of a shard looks like
-        # (below 33: the size's last byte ends it; some tars put a twelfth digit there)
-        if (
-            len(block) == BLOCK_BYTES
-            and block[156] == 48
-            and block[345] == 0
-            and block[135] < 33
-            and _is_sound(block)
-        ):
+        if is_plain_header(block):
             try:
                 name = block[: block.index(0, 0, 101)].decode()
                 size = int(block[124:135], 8)
@@ -82,24 +76,22 @@ def iter_members(
             yield member
 
 
-def encode_member(name: str, data: bytes | memoryview) -> tuple[bytes, bytes | memoryview, bytes]:
-    """Return header, body and padding of a member: owner 0, time 0, mode 0644, so equal input gives equal bytes.
+known_sums: dict[bytes, int] = {}
+"""Checksum field of a header -> low half of the Adler-32 that a header with it has, for fields seen."""
 
-    A name or size that ustar cannot hold goes to a pax header in front.
 
-    >>> b"".join(encode_member("a.txt", b"hi"))[:5]
-    b'a.txt'
+def is_plain_header(block: bytes) -> bool:
+    """Tell whether a header is what nearly every one of a shard looks like, with the right checksum.
+
+    Typeflag "0", no ustar prefix, a size of at most eleven octal digits (some tars put a twelfth where its end should be).
     """
-    size = len(data)
-    raw = name.encode("utf-8", "surrogateescape")
-    if len(raw) < 100 and name.isascii() and size < _USTAR_SIZE_LIMIT:
-        header = _header(raw, size, b"0")
-    else:
-        header = _pax_header(raw, size)
-    return header, data, bytes(-size % BLOCK_BYTES)
-
-
-_expected_adler: dict[bytes, int] = {}
+    return (
+        len(block) == BLOCK_BYTES
+        and block[156] == 48
+        and block[345] == 0
+        and block[135] < 33
+        and _is_sound(block)
+    )
 
 
 def _is_sound(block: bytes) -> bool:
@@ -109,14 +101,14 @@ def _is_sound(block: bytes) -> bool:
     The field itself counts as eight blanks in the sum; what that makes of each field seen is kept.
     """
     field = block[148:156]
-    expected = _expected_adler.get(field)
+    expected = known_sums.get(field)
     if expected is None:
         stored = _octal(field)
         if stored is None:
             return False
         expected = (stored - 8 * 32 + sum(field) + 1) % _ADLER_BASE
-        if len(_expected_adler) < 1 << 16:
-            _expected_adler[field] = expected
+        if len(known_sums) < 1 << 16:
+            known_sums[field] = expected
     return zlib.adler32(block) & 0xFFFF == expected
 
 
@@ -279,38 +271,3 @@ def _cut_body(member: Member, end: int, shard: str) -> ShardError:
         shard=shard,
         offset=start,
     )
-
-
-def _header(name: bytes, size: int, kind: bytes) -> bytes:
-    head = b"%b%b0000644\0000000000\0000000000\000%011o\00000000000000\0" % (
-        name,
-        bytes(100 - len(name)),
-        size,
-    )
-    tail = b"%bustar\00000%b" % (kind + bytes(100), bytes(247))
-    # 256: the checksum field counts as eight blanks
-    checksum = (zlib.adler32(tail, zlib.adler32(head)) & 0xFFFF) - 1 + 256
-    return b"%b%06o\0 %b" % (head, checksum, tail)
-
-
-def _pax_header(name: bytes, size: int) -> bytes:
-    records = _pax_record(b"path", name)
-    if size >= _USTAR_SIZE_LIMIT:
-        records += _pax_record(b"size", b"%d" % size)
-    short = name.decode("ascii", "replace").replace("\ufffd", "_").encode()[-99:]
-    ustar_size = size if size < _USTAR_SIZE_LIMIT else 0
-    return b"".join(
-        (
-            _header(b"././@PaxHeader", len(records), b"x"),
-            records,
-            bytes(-len(records) % BLOCK_BYTES),
-            _header(short, ustar_size, b"0"),
-        )
-    )
-
-
-def _pax_record(keyword: bytes, value: bytes) -> bytes:
-    rest = len(keyword) + len(value) + 3
-    length = rest + len(str(rest))
-    length = rest + len(str(length))  # once more: the length's own digits may have grown
-    return b"%d %b=%b\n" % (length, keyword, value)

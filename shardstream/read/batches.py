@@ -110,7 +110,7 @@ class Batches(IterableDataset[Packet]):
         chain = pipeline.chain(share.plan.epoch, skips)
         try:
             for numbers, samples in run.steps():
-                items, _ = chain(samples, numbers.tolist())
+                items, _ = chain(samples, numbers)
                 if not items and self.split.world_size > 1:
                     raise SampleError(
                         "all samples of a batch are bad: this rank would fall out of step with the others; mend the data"

@@ -13,7 +13,7 @@ from shardstream.read.share import Share
 from shardstream.read.skip import Skips
 from shardstream.read.stage import State
 from shardstream.storage.catalog import Catalog
-from shardstream.storage.fetch import Fetcher, open_fetcher
+from shardstream.storage.fetch import Fetcher, Place, open_fetcher
 from shardstream.storage.joined import JoinedCatalog
 
 # Planned at a time, so that planning costs a fraction of a microsecond a sample.
@@ -26,12 +26,13 @@ def own_steps(share: Share, worker: int, num_workers: int, first: int = 0) -> ra
     return range(worker + first * num_workers, share.num_steps, num_workers)
 
 
-def planned(share: Share, steps: range) -> Iterator[Ints]:
-    """Yield the sample numbers of each step."""
+def planned(share: Share, steps: range) -> Iterator[list[Ints]]:
+    """Yield the sample numbers of the steps, an array a step, some steps at a time: one at first, to begin at once."""
     width = share.split.microbatches * share.plan.order.batch
-    chunk = max(1, _CHUNK_SAMPLES // width)
-    for start in range(0, len(steps), chunk):
-        yield from share.samples(_array(steps[start : start + chunk]))
+    start, size = 0, 1
+    while start < len(steps):
+        yield share.samples(_array(steps[start : start + size]))
+        start, size = start + size, min(2 * size, max(1, _CHUNK_SAMPLES // width))
 
 
 def upcoming(share: Share, steps: range) -> Iterator[Ints]:
@@ -100,17 +101,20 @@ class PlannedRun:
         self.number, sample = next(self._samples)
         return sample
 
-    def steps(self) -> Iterator[tuple[Ints, list[Sample]]]:
+    def steps(self) -> Iterator[tuple[list[int], list[Sample]]]:
         """Yield the numbers and samples of each step, from the position on; damaged samples are left out of both."""
-        for numbers in self._open():
+        for numbers, places in self._open():
             kept: list[int] = []
             samples: list[Sample] = []
-            for number, sample in self._read(numbers):
-                if sample is not None:
-                    kept.append(number)
-                    samples.append(sample)
+            for number, place in zip(numbers.tolist(), places, strict=False):
+                try:
+                    samples.append(read_sample(*place))
+                except Exception as error:  # noqa: BLE001  (the skip policy decides)
+                    self._skips.take(error)
+                    continue
+                kept.append(number)
             self._taken += len(numbers)
-            yield np.array(kept, dtype=np.int64), samples
+            yield kept, samples
 
     def state_dict(self) -> State:
         """Return how many of its samples this reader is past."""
@@ -130,32 +134,28 @@ class PlannedRun:
             self._fetcher.close()
         self._fetcher = None
 
-    def _open(self) -> Generator[Ints, None, None]:
-        """Start reading at the position; return the sample numbers of each step."""
+    def _open(self) -> Generator[tuple[Ints, Iterator[Place]], None, None]:
+        """Start reading at the position; yield the sample numbers of each step, and an iterator that has their places next."""
         width = self._share.split.microbatches * self._share.plan.order.batch
         first, within = divmod(self._taken, width)
         steps = own_steps(self._share, self._worker, self._num_workers, first)
         self._fetcher = open_fetcher(
             self._catalog, upcoming(self._share, steps), prefetch_bytes=self._prefetch_bytes
         )
-        with closing(self._fetcher):
-            for numbers in planned(self._share, steps):
-                yield numbers[within:]
-                within = 0
+        with closing(self._fetcher) as fetcher:
+            for chunk in planned(self._share, steps):
+                chunk[0], within = chunk[0][within:], 0
+                places = fetcher.places(np.concatenate(chunk))
+                for numbers in chunk:
+                    yield numbers, places
 
     def _read_samples(self) -> Generator[tuple[int, Sample], None, None]:
-        for numbers in self._open():
-            for number, sample in self._read(numbers):
+        for numbers, places in self._open():
+            for number, place in zip(numbers.tolist(), places, strict=False):
                 self._taken += 1
-                if sample is not None:
-                    yield number, sample
-
-    def _read(self, numbers: Ints) -> Iterator[tuple[int, Sample | None]]:
-        assert self._fetcher is not None  # noqa: S101  (opened by _open)
-        for number, place in zip(numbers.tolist(), self._fetcher.places(numbers), strict=True):
-            sample = None
-            try:
-                sample = read_sample(*place)
-            except Exception as error:  # noqa: BLE001  (the skip policy decides)
-                self._skips.take(error)
-            yield number, sample
+                try:
+                    sample = read_sample(*place)
+                except Exception as error:  # noqa: BLE001  (the skip policy decides)
+                    self._skips.take(error)
+                    continue
+                yield number, sample

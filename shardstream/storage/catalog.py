@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import threading
@@ -100,9 +101,11 @@ class Catalog:
         shards = np.searchsorted(self._firsts, wanted, side="right") - 1
         within = wanted - self._firsts[shards]
         starts, ends = np.empty_like(wanted), np.empty_like(wanted)
-        for shard in np.unique(shards).tolist():
-            mine = shards == shard
-            offsets = self.offsets(shard)
+        by_shard = np.argsort(shards, kind="stable")
+        runs = np.flatnonzero(np.diff(shards[by_shard], prepend=-1)).tolist()
+        for first, last in itertools.pairwise([*runs, len(wanted)]):
+            mine = by_shard[first:last]
+            offsets = self.offsets(int(shards[mine[0]]))
             starts[mine], ends[mine] = offsets[within[mine]], offsets[within[mine] + 1]
         return Extents(shards, starts, ends)
 
@@ -142,7 +145,7 @@ class Catalog:
         shard, start, end = (int(column[0]) for column in self.extents([number]))
         url = self.shards[shard].url
         data = self.storage.read(url, start, end)
-        return read_sample(lambda at, size: data[at - start : at - start + size], start, end, url)
+        return read_sample(data, start, start, end, url)
 
     def _count(self, number: int, shard: ShardInfo, located: Located) -> ShardInfo:
         """Complete what is known of a shard; scan a local tar that has no index."""

@@ -8,10 +8,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from shardstream.errors import MissingError, RefusedError, StorageError
-from shardstream.format.tar import ReadAt
+from shardstream.format.tar import Buffer
 from shardstream.storage.catalog import Catalog, Extents, Numbers, map_file
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.joined import JoinedCatalog
@@ -26,13 +26,8 @@ _ATTEMPTS = 5
 _STALL_S = 120.0
 
 
-class Place(NamedTuple):
-    """Where a sample can be read now: the arguments of `format.group.read_sample`."""
-
-    read: ReadAt
-    start: int
-    end: int
-    shard: str
+Place = tuple[Buffer, int, int, int, str]
+"""Where a sample can be read now: the arguments of `format.group.read_sample`."""
 
 
 class Fetcher(Protocol):
@@ -68,30 +63,26 @@ class LocalFetcher:
 
     def __init__(self, catalog: Catalog | JoinedCatalog) -> None:
         self._catalog = catalog
-        self._reads: OrderedDict[int, tuple[ReadAt, str]] = OrderedDict()
+        self._maps: OrderedDict[int, tuple[Buffer, str]] = OrderedDict()
 
     def places(self, numbers: Numbers) -> Iterator[Place]:
         """Yield the place of each sample."""
         shards, starts, ends = self._catalog.extents(numbers)
         for shard, start, end in zip(shards.tolist(), starts.tolist(), ends.tolist(), strict=True):
-            read, url = self._reads.get(shard) or self._map(shard)
-            yield Place(read, start, end, url)
+            tar, url = self._maps.get(shard) or self._map(shard)
+            yield tar, 0, start, end, url
 
     def close(self) -> None:
         """Forget the maps."""
-        self._reads.clear()
+        self._maps.clear()
 
-    def _map(self, shard: int) -> tuple[ReadAt, str]:
+    def _map(self, shard: int) -> tuple[Buffer, str]:
         url = self._catalog.shards[shard].url
         tar = map_file(self._catalog.storage_of(shard).local_path(url) or url, url)
-
-        def read(at: int, size: int) -> bytes:
-            return tar[at : at + size]
-
-        if len(self._reads) >= _MAPS_KEPT:
-            self._reads.popitem(last=False)
-        self._reads[shard] = read, url
-        return read, url
+        if len(self._maps) >= _MAPS_KEPT:
+            self._maps.popitem(last=False)
+        self._maps[shard] = tar, url
+        return tar, url
 
 
 class _Range:
@@ -105,10 +96,6 @@ class _Range:
         self.data = b""
         self.url = ""
         self.future: Future[bytes] | None = None
-
-    def read(self, at: int, size: int) -> bytes:
-        offset = at - self.start
-        return self.data[offset : offset + size]
 
 
 def coalesce(extents: Extents) -> list[tuple[_Range, list[int]]]:
@@ -151,18 +138,18 @@ class RangeFetcher:
 
     def places(self, numbers: Numbers) -> Iterator[Place]:
         """Yield the place of each sample, once its bytes have come."""
-        while self._held_bytes < self._budget and self._request_next():
-            pass
         for number in numbers.tolist():
+            while self._held_bytes < self._budget and self._request_next():
+                pass
             while number not in self._held:
                 if not self._request_next():
                     self._request(numbers)
             span, start, end = self._held.pop(number)
             self._wait(span)
-            yield Place(span.read, start, end, span.url)
             span.left -= 1
             if span.left == 0:
                 self._held_bytes -= span.end - span.start
+            yield span.data, span.start, start, end, span.url
 
     def close(self) -> None:
         """Drop what is held; requests in flight end by themselves."""

@@ -166,7 +166,7 @@ def _find(key: str, shard: ShardInfo, storage: Storage) -> Sample | None:
 def _read_group(group: Group, url: str, storage: Storage) -> Sample:
     start, end = group.start, group.end
     data = storage.read(url, start, end)
-    return read_sample(lambda at, size: data[at - start : at - start + size], start, end, url)
+    return read_sample(data, start, start, end, url)
 
 
 def _stream_to(number: int, located: Located, storage: Storage) -> Sample:

@@ -21,7 +21,7 @@ from shardstream.format.manifest import (
     decode_manifest,
     encode_manifest,
 )
-from shardstream.format.tar import END_OF_ARCHIVE
+from shardstream.format.tar_encode import END_OF_ARCHIVE
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.publish import Pending, open_pending, publish_bytes, remove
 from shardstream.write.encode import encode_sample

@@ -12,7 +12,7 @@ from shardstream.errors import SampleError
 from shardstream.format.index import Offsets
 from shardstream.format.manifest import ShardInfo
 from shardstream.format.names import member_name
-from shardstream.format.tar import END_OF_ARCHIVE, encode_member
+from shardstream.format.tar_encode import END_OF_ARCHIVE, encode_member
 
 _BUFFER_BYTES = 1 << 20
 

@@ -18,7 +18,8 @@ from shardstream.format.index import (
     scan_shard,
 )
 from shardstream.format.names import member_name
-from shardstream.format.tar import END_OF_ARCHIVE, ReadAt, encode_member
+from shardstream.format.tar import ReadAt
+from shardstream.format.tar_encode import END_OF_ARCHIVE, encode_member
 from tests.strategies import Archive, archives, raw_samples
 
 URL = "s3://b/train-0007.tar.idx"

@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from shardstream.errors import ShardError, ShardStreamError
 from shardstream.format.group import iter_samples
 from shardstream.format.index import scan_shard
-from shardstream.format.tar import END_OF_ARCHIVE, ReadAt, encode_member, iter_members
+from shardstream.format.tar import ReadAt, iter_members
+from shardstream.format.tar_encode import END_OF_ARCHIVE, encode_member
 from tests.strategies import (
     BLOCK_BYTES,
     TAR_FORMATS,

@@ -128,10 +128,10 @@ def test_tensors_and_plain_containers_are_loaded(field: str) -> None:
 @pytest.mark.parametrize(
     ("field", "data", "value"),
     [
-        ("txt.gz", gzip.compress(b"hello"), "hello"),
-        ("meta.json.gz", gzip.compress(b"[1]"), [1]),
-        ("cls.gz", gzip.compress(b"4") + gzip.compress(b"2"), 42),
-        ("blob.gz", gzip.compress(b"\x00\x01"), b"\x00\x01"),
+        ("txt.gz", gzip.compress(b"hello", mtime=0), "hello"),
+        ("meta.json.gz", gzip.compress(b"[1]", mtime=0), [1]),
+        ("cls.gz", gzip.compress(b"4", mtime=0) + gzip.compress(b"2", mtime=0), 42),
+        ("blob.gz", gzip.compress(b"\x00\x01", mtime=0), b"\x00\x01"),
     ],
 )
 def test_gzipped_fields_are_inflated_first(field: str, data: bytes, value: Any) -> None:
@@ -181,7 +181,7 @@ def test_handlers_are_asked_in_order_and_may_pass() -> None:
     decoded = decode_with(stage_of(first, second), txt=b"a", cls=b"1", json=b"2")
     assert (decoded["txt"], decoded["cls"], decoded["json"]) == ("A", {"second": b"1"}, 2)
     assert asked == [".txt", ".cls", ".json"]
-    gz = decode_with(stage_of(first), **{"txt.gz": gzip.compress(b"b")})
+    gz = decode_with(stage_of(first), **{"txt.gz": gzip.compress(b"b", mtime=0)})
     assert gz["txt.gz"] == "B"
     assert asked[-1] == ".txt"
 
@@ -194,7 +194,7 @@ def test_handlers_are_asked_in_order_and_may_pass() -> None:
         ("pt", lambda bad, s: torch.save([bad], s)),
         ("pth", lambda bad, s: torch.save({"x": bad}, s, _use_new_zipfile_serialization=False)),
         ("pth", pickle.dump),
-        ("npy.gz", lambda bad, s: s.write(gzip.compress(pickle.dumps(bad)))),
+        ("npy.gz", lambda bad, s: s.write(gzip.compress(pickle.dumps(bad), mtime=0))),
         ("npz", pickle.dump),
         ("npy", pickle.dump),
     ],
@@ -230,7 +230,7 @@ def test_pickles_stay_bytes_unless_the_caller_brings_a_decoder(field: str, tmp_p
         ("npz", NPZ[:-30], "BadZipFile"),
         ("pt", PT[:-30], "RuntimeError"),
         ("txt.gz", b"no gzip", "BadGzipFile"),
-        ("txt.gz", gzip.compress(b"hello")[:-9], "EOFError"),
+        ("txt.gz", gzip.compress(b"hello", mtime=0)[:-9], "EOFError"),
     ],
 )
 def test_what_cannot_be_decoded_names_shard_key_and_field(
@@ -250,8 +250,8 @@ def test_contents_that_inflate_past_the_limit_are_refused(monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match="the limit is 1000"):
         decode_npz(zeros)
     with pytest.raises(ValueError, match="unpacks to 1001 bytes or more, the limit is 1000"):
-        decode_gzip(gzip.compress(bytes(2000)))
-    assert len(decode_gzip(gzip.compress(bytes(1000)))) == 1000
+        decode_gzip(gzip.compress(bytes(2000), mtime=0))
+    assert len(decode_gzip(gzip.compress(bytes(1000), mtime=0))) == 1000
 
 
 def header_of(shape: tuple[int, ...]) -> bytes:

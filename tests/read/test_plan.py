@@ -104,7 +104,7 @@ def test_ten_thousand_million_samples_take_no_memory(*, shuffle: bool) -> None:
     tracemalloc.start()
     share = Share(Plan(order, 0), Split(world_size=64), rank=5, consumed=order.batch * 10**8)
     steps = own_steps(share, 1, 8)
-    some = np.concatenate([next(planned(share, steps[at:])) for at in (0, 10_000, -1)])
+    some = np.concatenate([next(planned(share, steps[at:]))[0] for at in (0, 10_000, -1)])
     ahead = next(iter(upcoming(share, steps)))
     tail = share.tail()
     _, peak_bytes = tracemalloc.get_traced_memory()

@@ -175,7 +175,7 @@ def test_workers_part_the_steps_of_a_rank_in_turn(
     assert sorted(step for steps in workers for step in steps) == list(range(share.num_steps))
     everything = steps_of(share)
     for worker, steps in enumerate(workers):
-        found = [numbers.tolist() for numbers in planned(share, steps)]
+        found = [numbers.tolist() for some in planned(share, steps) for numbers in some]
         assert found == everything[worker::num_workers]
         first = data.draw(st.integers(0, len(steps)))
         assert own_steps(share, worker, num_workers, first) == steps[first:]
@@ -206,7 +206,9 @@ def test_what_is_fetched_ahead_is_what_is_planned(
     share = Share(Plan(order, 0), split, rank=rank, consumed=draw_consumed(data, order))
     first = data.draw(st.integers(0, 5))
     steps = own_steps(share, worker, num_workers, first)
-    wanted = [number for numbers in planned(share, steps) for number in numbers.tolist()]
+    wanted = [
+        number for some in planned(share, steps) for numbers in some for number in numbers.tolist()
+    ]
     groups = [numbers.tolist() for numbers in upcoming(share, steps)]
     assert sorted(number for group in groups for number in group) == sorted(wanted)
     first_needs = [min(map(wanted.index, group)) for group in groups]

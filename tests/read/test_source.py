@@ -51,9 +51,7 @@ def test_steps_are_the_samples_one_by_one(worker: int, url: str) -> None:
     samples = [(one.number, sample["__key__"]) for sample in one]
     steps = list(other.steps())
     assert [s["__key__"] for _, step in steps for s in step] == [key for _, key in samples]
-    assert [n for numbers, _ in steps for n in numbers.tolist()] == [
-        number for number, _ in samples
-    ]
+    assert [n for numbers, _ in steps for n in numbers] == [number for number, _ in samples]
     assert all(len(step) == 4 for _, step in steps[:-1])
     one.close()
     other.close()
