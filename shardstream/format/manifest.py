@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardstream.errors import ManifestError
+from shardstream.errors import ManifestError, redact
 
 MANIFEST_NAME = "index.json"
 KIND = "wids-shard-index-v1"
@@ -131,7 +131,7 @@ def fingerprint(shards: Iterable[ShardInfo]) -> str:
     """
     digest = hashlib.sha256()
     for shard in shards:
-        name = shard.url.rsplit("/", 1)[-1]
+        name = redact(shard.url).rsplit("/", 1)[-1]  # a URL signed anew is the same shard
         digest.update(
             f"{name}\0{shard.nsamples}\0{shard.filesize}\n".encode("utf-8", "surrogateescape")
         )

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardstream.errors import SampleError
 from shardstream.read.permute import derive_key
-from shardstream.read.stage import Context, Run, SourceRun, State
+from shardstream.read.stage import Context, Run, SourceRun, State, at_least
 
 Collate = Callable[[list[Any]], Any]
 
@@ -28,6 +28,9 @@ class Batched:
     size: int
     collate: Collate
     partial: bool = True
+
+    def __post_init__(self) -> None:
+        at_least(1, batch_size=self.size)
 
     def open(self, source: Run, context: Context) -> Run:  # noqa: ARG002
         """Start it on a stream."""

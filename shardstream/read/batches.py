@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from shardstream.errors import SampleError
 from shardstream.placement import Reader
@@ -59,15 +59,16 @@ class Batches(IterableDataset[Packet]):
         self.split = split
         self.lanes = lanes
         self.placement = dataset.placement
-        self._resumed = Position()
-        # Epoch, samples consumed, whether to go on from `_resumed`: shared memory, so that persistent workers see it.
-        self._control = shared_numbers(0, 0, 0)
+        self._position = Position()
+        self._is_used = False
+        # Epoch and samples consumed, in shared memory, for persistent workers. A position of parts never reaches those:
+        # loading a state ends them.
+        self._control = shared_numbers(0, 0)
 
     def begin(self, position: Position) -> None:
         """Let the next iteration start here; called in the main process, before the workers are."""
-        self._resumed = position
+        self._position = position
         self._control[0], self._control[1] = position.epoch, position.consumed
-        self._control[2] = bool(position.parts)
 
     @property
     def planned(self) -> PlannedSource | None:
@@ -95,12 +96,20 @@ class Batches(IterableDataset[Packet]):
         return Share(plan, self.split, rank=self.placement.rank, consumed=position.consumed)
 
     def __iter__(self) -> Iterator[Packet]:
-        epoch, consumed, resumed = self._control.tolist()
+        position = self._begin_here()
         reader = current_reader(self.placement)
-        share = self.share(Position(epoch=epoch, consumed=consumed))
+        share = self.share(position)
         if share is not None:
             return self._read_steps(share, reader)
-        return self._read_stream(reader, self._resumed if resumed else Position(epoch=epoch))
+        return self._read_stream(reader, position)
+
+    def _begin_here(self) -> Position:
+        """Return where to begin: what this worker was started with, or, if it is used again, what is in shared memory."""
+        if get_worker_info() is None or not self._is_used:
+            self._is_used = get_worker_info() is not None
+            return self._position
+        epoch, consumed = self._control.tolist()
+        return Position(epoch=epoch, consumed=consumed)
 
     def _read_steps(self, share: Share, reader: Reader) -> Iterator[Packet]:
         assert self.planned is not None  # noqa: S101  (it has a share)

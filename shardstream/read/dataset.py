@@ -9,7 +9,7 @@ from typing import Any, Literal, Self
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shardstream.errors import MissingError, NoIndexWarning, OptionError
+from shardstream.errors import MissingError, NoIndexWarning, OptionError, redact
 from shardstream.placement import Placement, Reader
 from shardstream.read.iterator import DatasetIterator
 from shardstream.read.pipeline import Pipeline
@@ -46,6 +46,11 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
     def placement(self) -> Placement:
         """Rank and world size: as given, or as the process says now."""
         return self.given_placement or Placement.detect()
+
+    @property
+    def has_given_length(self) -> bool:
+        """Whether ``len`` was said with `with_length`."""
+        return self._length is not None
 
     @property
     def epoch(self) -> int:
@@ -198,6 +203,7 @@ def current_reader(placement: Placement) -> Reader:
 
 
 def _warn_no_index(url: str) -> None:
+    url = redact(url)
     folder = url.rpartition("/")[0]
     warnings.warn(
         f"{url} has no index: it is read from start to end, split by whole shards, and steps may differ among ranks. "

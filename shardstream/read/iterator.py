@@ -7,7 +7,6 @@ from typing import Any
 
 from shardstream.placement import Reader
 from shardstream.read.pipeline import Pipeline
-from shardstream.read.planned import plain_share
 from shardstream.read.stage import Run, State
 from shardstream.read.state import VERSION, check_state
 
@@ -30,6 +29,15 @@ class DatasetIterator:
 
     def __next__(self) -> Any:
         return next(self._run)
+
+    def close(self) -> None:
+        """Give back files and threads; an iterator that is dropped does so by itself."""
+        self._run.close()
+
+    def __del__(self) -> None:
+        run = getattr(self, "_run", None)
+        if run is not None:
+            run.close()
 
     def state_dict(self) -> State:
         """Return where this reader is; JSON values."""
@@ -57,20 +65,5 @@ class DatasetIterator:
 
     def _identity(self) -> State:
         """Return what a state must agree with."""
-        pipeline, reader = self._pipeline, self._reader
-        identity: State = {
-            "kind": "reader",
-            "fingerprint": pipeline.fingerprint,
-            "seed": pipeline.seed,
-            "shuffle": pipeline.shuffle,
-            "stages": pipeline.steps,
-            "rank": reader.placement.rank,
-            "world_size": reader.placement.world_size,
-            "worker": reader.worker,
-            "num_workers": reader.num_workers,
-        }
-        if pipeline.planned is not None:
-            order = plain_share(pipeline.planned, reader, self._epoch).plan.order
-            identity |= {"microbatch": order.batch, "lanes": order.lanes, "block": order.block}
-            identity |= {"window": order.window} if order.shuffle else {}
-        return identity
+        identity = self._pipeline.identity(self._reader, self._epoch)
+        return {"kind": "reader", **identity, "worker": self._reader.worker}

@@ -13,11 +13,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from shardstream.errors import OptionError, StateError
+from shardstream.placement import Reader
 from shardstream.read.batches import Batches, Packet
 from shardstream.read.dataset import StreamDataset
 from shardstream.read.permute import derive_key
+from shardstream.read.planned import Options, plain_share
 from shardstream.read.share import Share, Split, fitting_lanes
-from shardstream.read.stage import Position, State
+from shardstream.read.stage import Position, State, at_least
 from shardstream.read.state import check_state, part_state, plan_state
 from shardstream.read.tensors import collate
 
@@ -53,11 +55,14 @@ class ShardLoader(DataLoader[Any]):
         **options: Any,
     ) -> None:
         _check_options(dataset, batch_size, shuffle, options)
-        self._begin = self._position = Position()
+        if batch_size is None and drop_last:
+            raise OptionError("drop_last needs a batch_size: single items have no last batch")
+        self._begin = self._position = Position(epoch=dataset.epoch)
         self._share: Share | None = None
         self._skipped: dict[int, dict[str, int]] = {}
         self._iteration = 0
         source = dataset.pipeline.planned
+        self._given = Options() if source is None else source.options
         split = Split(drop_last=drop_last)
         if source is not None and batch_size is not None:
             split = Split(
@@ -98,9 +103,11 @@ class ShardLoader(DataLoader[Any]):
         From its start, unless a state in the middle of it has just been loaded: that goes on. After a ``break`` the epoch
         begins anew.
         """
+        at_least(0, epoch=epoch)
         if epoch != self._position.epoch:
             self._begin = self._position = Position(epoch=epoch)
             self._share = None
+            self._iteration += 1  # an iteration that is still open counts no more
 
     @property
     def batches_left(self) -> int:
@@ -119,7 +126,12 @@ class ShardLoader(DataLoader[Any]):
         share = self._batches.share(Position(epoch=self._position.epoch))
         if share is not None:
             return share.num_steps
-        length, size = len(self._batches.source_dataset), self._batches.batch_size or 1
+        dataset, size = self._batches.source_dataset, self._batches.batch_size or 1
+        source = dataset.pipeline.planned
+        if source is not None and not dataset.has_given_length:
+            reader = Reader(dataset.placement, 0, max(1, self.num_workers))
+            return plain_share(source, reader, self._position.epoch).num_samples
+        length = len(dataset)
         return length // size if self._batches.split.drop_last else -(-length // size)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator around torch's iterator
@@ -180,12 +192,13 @@ class ShardLoader(DataLoader[Any]):
         """
         batches, position = self._batches, self._position
         if batches.planned is not None:
+            described = batches.planned.describe()
             return plan_state(
                 batches.order(position.epoch),
                 fingerprint=batches.planned.catalog.fingerprint,
                 epoch=position.epoch,
                 consumed=position.consumed,
-            )
+            ) | ({"mix": described} if described else {})
         return part_state(self._topology(), position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -202,6 +215,11 @@ class ShardLoader(DataLoader[Any]):
         else:
             self._adopt(state)
             position = Position(epoch=state["epoch"], consumed=state["consumed"])
+            nsamples = self._batches.order(position.epoch).nsamples
+            if position.consumed > nsamples:
+                raise StateError(
+                    f"this state is damaged: {position.consumed} of {nsamples} samples are consumed"
+                )
         self._begin = self._position = position
         self._share = None
         self._iteration += 1  # an iteration that is still open counts no more
@@ -212,11 +230,16 @@ class ShardLoader(DataLoader[Any]):
         batches = self._batches
         source = batches.planned
         assert source is not None  # noqa: S101  (asked by load_state_dict)
-        options = source.options
+        options = self._given
         mine = {name: getattr(options, name) for name in ("seed", "shuffle", "microbatch", "lanes")}
         if options.shuffle:  # in order, these two say nothing about the sequence
             mine |= {"window": options.window, "block": options.block}
-        check_state(state, mine={"kind": "plan", "fingerprint": source.catalog.fingerprint, **mine})
+        mine |= {
+            "kind": "plan",
+            "fingerprint": source.catalog.fingerprint,
+            "mix": source.describe() or None,
+        }
+        check_state(state, mine=mine)
         batch_size, microbatch = batches.batch_size or 1, state["microbatch"]
         if batch_size % microbatch:
             raise StateError(
@@ -253,18 +276,10 @@ class ShardLoader(DataLoader[Any]):
 
     def _topology(self) -> State:
         """Return what a state with a position for each worker must agree with."""
-        pipeline, placement = self._batches.source_dataset.pipeline, self._batches.placement
-        return {
-            "kind": "parts",
-            "fingerprint": pipeline.fingerprint,
-            "seed": pipeline.seed,
-            "shuffle": pipeline.shuffle,
-            "stages": pipeline.steps,
-            "rank": placement.rank,
-            "world_size": placement.world_size,
-            "num_workers": max(1, self.num_workers),
-            "batch_size": self._batches.batch_size,
-        }
+        batches = self._batches
+        reader = Reader(batches.placement, 0, max(1, self.num_workers))
+        identity = batches.source_dataset.pipeline.identity(reader, self._position.epoch)
+        return {"kind": "parts", **identity, "batch_size": batches.batch_size}
 
 
 def _as_is(packet: Any) -> Any:

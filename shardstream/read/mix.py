@@ -10,15 +10,19 @@ import numpy as np
 
 from shardstream.errors import OptionError
 from shardstream.read.permute import Ints, derive_key
-from shardstream.read.pipeline import Pipeline
+from shardstream.read.pipeline import ItemChain, Pipeline
 from shardstream.read.plan import Order, Plan, default_window
 from shardstream.read.planned import Chain, Options, PlannedSource
 from shardstream.read.skip import Skips
+from shardstream.read.stage import State
 from shardstream.read.stratify import Stratified
 from shardstream.storage.joined import JoinedCatalog
 
 Stop = Literal["first_exhausted", "all_exhausted"]
 Weights = Mapping[str, float] | Callable[[int], Mapping[str, float]]
+
+PASS = 1 << 32
+"""Pass p of a part in epoch e of its mix is epoch ``e + p * PASS`` of its own."""
 
 _MIX = 5  # what a random key is for
 
@@ -49,6 +53,23 @@ class Recipe:
         if self.samples is not None and (self.samples < 1 or self.weights is None):
             raise OptionError("samples must be at least 1, and needs weights")
         self.weights_of(0)
+        nested = [
+            name for name, part in self.parts.items() if part.source.describe().get("weights")
+        ]
+        if self.weights is None and nested:
+            raise OptionError(
+                f"{nested[0]!r} is a mix with weights, in a mix without: say weights for both, or mix all datasets at once"
+            )
+
+    def describe(self) -> State:
+        """Return what a state must agree with."""
+        weights = self.weights_of(0)
+        return {
+            "weights": weights and dict(zip(self.parts, weights, strict=True)),
+            "stop": self.stop,
+            "samples": self.samples,
+            "parts": {name: part.describe() for name, part in self.parts.items()},
+        }
 
     def weights_of(self, epoch: int) -> list[float] | None:
         """Return the weights of an epoch in the order of the parts.
@@ -58,7 +79,7 @@ class Recipe:
         """
         if self.weights is None:
             return None
-        weights = self.weights(epoch) if callable(self.weights) else self.weights
+        weights = self.weights(epoch % PASS) if callable(self.weights) else self.weights
         if set(weights) != set(self.parts):
             raise OptionError(
                 f"weights are for {sorted(weights)}, the datasets are {sorted(self.parts)}"
@@ -112,24 +133,13 @@ class MixedSamples:
 
     def chain(self, epoch: int, skips: Skips) -> Chain | None:
         """Return the steps of the parts, each applied to its own samples."""
-        chains = [part.chain(epoch, skips) for part in self.recipe.parts.values()]
-        catalog = self.catalog
+        return _PartChains(
+            self.catalog, [part.chain(epoch, skips) for part in self.recipe.parts.values()]
+        )
 
-        def apply(items: list[Any], numbers: list[int]) -> tuple[list[Any], list[int]]:
-            parts = catalog.part_of(np.array(numbers, dtype=np.int64)).tolist()
-            done: dict[int, tuple[Any, int]] = {}
-            for part in sorted(set(parts)):
-                places = [place for place, owner in enumerate(parts) if owner == part]
-                mine = [numbers[place] for place in places]
-                out, kept = chains[part]([items[place] for place in places], mine)
-                where = dict(zip(mine, places, strict=True))
-                done.update(
-                    (where[number], (item, number)) for item, number in zip(out, kept, strict=True)
-                )
-            pairs = [done[place] for place in sorted(done)]
-            return [item for item, _ in pairs], [number for _, number in pairs]
-
-        return apply
+    def describe(self) -> State:
+        """Return what a state must agree with beside the data and the order."""
+        return self.recipe.describe()
 
     def counts(self, order: Order, epoch: int) -> dict[str, int]:
         """Return how many samples of each part an epoch has."""
@@ -150,6 +160,33 @@ class MixedSamples:
         return _Lanes(self, weights, order, epoch)
 
 
+class _PartChains:
+    """The steps of each part, applied to its own samples."""
+
+    def __init__(self, catalog: JoinedCatalog, chains: list[ItemChain]) -> None:
+        self._catalog = catalog
+        self._chains = chains
+
+    def __call__(self, items: list[Any], numbers: list[int], /) -> tuple[list[Any], list[int]]:
+        catalog = self._catalog
+        joined = np.array(numbers, dtype=np.int64)
+        parts = catalog.part_of(joined)
+        turns, within = np.divmod(joined, len(catalog))
+        done: dict[int, Any] = {}
+        for part in np.unique(parts).tolist():
+            places = np.flatnonzero(parts == part).tolist()
+            own = within[places] - catalog.firsts[part] + turns[places] * len(catalog.parts[part])
+            out, kept = self._chains[part]([items[place] for place in places], own.tolist())
+            where = dict(zip(own.tolist(), places, strict=True))
+            done.update((where[number], item) for item, number in zip(out, kept, strict=True))
+        order = sorted(done)
+        return [done[place] for place in order], [numbers[place] for place in order]
+
+    def close(self) -> None:
+        for chain in self._chains:
+            chain.close()
+
+
 class _Lanes:
     """Lane l of a mix is made of the lanes l of its parts: which sample is at each place."""
 
@@ -163,8 +200,10 @@ class _Lanes:
         numbers = np.arange(order.lanes, dtype=np.int64)
         each = [self._plan(part, 0).order.nsamples for part in range(len(weights))]
         self.sizes = np.stack([-((numbers - size) // order.lanes) for size in each], axis=1)
-        if (self.sizes == 0).any():
-            name = list(mix.recipe.parts)[int(np.flatnonzero((self.sizes == 0).any(axis=0))[0])]
+        self.wanted = np.array(weights) > 0
+        small = (self.sizes == 0).any(axis=0) & self.wanted
+        if small.any():
+            name = list(mix.recipe.parts)[int(np.flatnonzero(small)[0])]
             raise OptionError(
                 f"dataset {name!r} has fewer samples than the mix has lanes, {order.lanes}; use fewer lanes"
             )
@@ -183,19 +222,26 @@ class _Lanes:
             for again in np.unique(passes[part == kind]).tolist():
                 mine = (part == kind) & (passes == again)
                 batches = turn[mine] * self._lanes + lanes[mine]
-                inner = self._plan(kind, again).batches(batches)[:, 0]
-                inner_pass, inner = np.divmod(inner, len(catalog.parts[kind]))
-                # A sample that comes again is another item: its random augmentation differs.
-                numbers[mine] = (
-                    catalog.firsts[kind] + inner + (inner_pass + again * 1024) * len(catalog)
-                )
+                plan = self._plan(kind, again)
+                inner_pass, inner = np.divmod(plan.batches(batches)[:, 0], len(catalog.parts[kind]))
+                # A sample that comes again is another item: it is fetched again, and its random augmentation differs.
+                turns = inner_pass + again * self._plan(kind, 0).passes
+                numbers[mine] = catalog.firsts[kind] + inner + turns * len(catalog)
         return numbers
+
+    def passes(self, order: Order) -> int:
+        """Return a number above that of every pass of a part in an epoch, so that numbers of passes do not meet."""
+        counts = self.counts(_lane_lengths(order.num_batches, order.lanes) * order.batch)
+        turns = int((counts / np.maximum(self.sizes, 1)).max()) + 1
+        inner = max(self._plan(part, 0).passes for part in range(counts.shape[1]))
+        # Twice, for nested mixes whose weights differ from pass to pass.
+        return 2 * turns * inner
 
     def _plan(self, part: int, again: int) -> Plan:
         plan = self._plans.get((part, again))
         if plan is None:
             source = self._mix.sources[part]
-            epoch = derive_key(self._epoch, again) if again else self._epoch
+            epoch = self._epoch + again * PASS
             order = source.order(batch=1, lanes=self._lanes, epoch=epoch)
             order = replace(
                 order, lanes=self._lanes, window=source.options.window or self._windows[part]
@@ -210,6 +256,7 @@ class MixedPlan(Plan):
     def __init__(self, order: Order, epoch: int, lanes: _Lanes) -> None:
         super().__init__(order, epoch)
         self._lanes = lanes
+        self.passes = lanes.passes(order)
 
     def batches(self, numbers: Ints) -> Ints:
         """Return the samples of some batches, shape (n, b)."""
@@ -238,11 +285,9 @@ def _length(lanes: _Lanes, recipe: Recipe, batch: int) -> int:
     def goes(batches: int) -> bool:
         counts = lanes.counts(_lane_lengths(batches, number) * batch)
         # first: nothing has come twice yet; all: something has not come yet
-        return bool(
-            (counts <= lanes.sizes).all()
-            if recipe.stop == "first_exhausted"
-            else (counts < lanes.sizes).any()
-        )
+        if recipe.stop == "first_exhausted":
+            return bool((counts <= lanes.sizes).all())
+        return bool(((counts < lanes.sizes) & lanes.wanted).any())
 
     low, high = 0, 1
     while goes(high):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from shardstream.placement import Reader
-from shardstream.read.mix import Recipe
+from shardstream.read.mix import PASS, Recipe
 from shardstream.read.permute import derive_key
 from shardstream.read.stage import Context, Run, State
 from shardstream.read.stratify import Stratified
@@ -33,6 +33,10 @@ class MixedStreams(StreamSource):
         """16 hex digits that change with any of the datasets."""
         parts = "\n".join(f"{name}\0{part.fingerprint}" for name, part in self.recipe.parts.items())
         return hashlib.sha256(parts.encode()).hexdigest()[:16]
+
+    def describe(self) -> State:
+        """Return what a state must agree with beside the data."""
+        return self.recipe.describe()
 
     def open(self, reader: Reader, context: Context) -> Run:
         """Start the stream of one loader worker."""
@@ -116,9 +120,7 @@ class MixRun:
     def _open(self, part: int) -> Run:
         pipeline = list(self._recipe.parts.values())[part]
         epoch, again = self._context.epoch, self._passes[part]
-        context = replace(
-            self._context, seed=pipeline.seed, epoch=derive_key(epoch, again) if again else epoch
-        )
+        context = replace(self._context, seed=pipeline.seed, epoch=epoch + again * PASS)
         return pipeline.open(self._reader, context)
 
     def state_dict(self) -> State:

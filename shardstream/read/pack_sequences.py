@@ -175,7 +175,14 @@ def _tokens(item: Any, stage: PackSequences) -> np.ndarray[Any, Any]:
 
 
 def _row(pieces: list[tuple[np.ndarray[Any, Any], int]], stage: PackSequences) -> Sample:
-    row = np.full(stage.length, stage.pad, dtype=pieces[0][0].dtype)
+    dtype = np.result_type(*(piece for piece, _ in pieces))
+    if dtype.kind not in "iu":
+        kinds = sorted({str(piece.dtype) for piece, _ in pieces})
+        raise SampleError(
+            f"sequences of {kinds} share no whole-number type; convert them in a map",
+            field=stage.field,
+        )
+    row = np.full(stage.length, stage.pad, dtype=dtype)
     segments, positions = np.zeros(stage.length, np.int32), np.zeros(stage.length, np.int32)
     at = 0
     for number, (piece, start) in enumerate(pieces, start=1):

@@ -9,9 +9,18 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardstream.placement import Reader
-from shardstream.read.planned import Chain, PlannedSource, open_plain
+from shardstream.read.planned import Chain, PlannedSource, open_plain, plain_share
 from shardstream.read.skip import OnError, Skips
-from shardstream.read.stage import Context, ItemFunction, ItemStage, Run, SourceRun, Stage, describe
+from shardstream.read.stage import (
+    Context,
+    ItemFunction,
+    ItemStage,
+    Run,
+    SourceRun,
+    Stage,
+    State,
+    describe,
+)
 from shardstream.read.streamed import StreamSource
 
 
@@ -72,6 +81,37 @@ class Pipeline:
         """What a state says of the stages."""
         return [describe(stage) for stage in self.stages]
 
+    def identity(self, reader: Reader, epoch: int) -> State:
+        """Return what the state of a stream must agree with to be continued."""
+        identity: State = {
+            "fingerprint": self.fingerprint,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "stages": self.steps,
+            "rank": reader.placement.rank,
+            "world_size": reader.placement.world_size,
+            "num_workers": reader.num_workers,
+        }
+        described = self.source.describe()
+        if described:
+            identity["mix"] = described
+        if not isinstance(self.source, StreamSource):
+            share = plain_share(self.source, reader, epoch)
+            order = share.plan.order
+            identity |= {"microbatch": order.batch, "lanes": order.lanes, "block": order.block}
+            identity |= {"remainder": share.split.remainder}
+            identity |= {"window": order.window} if order.shuffle else {}
+        return identity
+
+    def describe(self) -> State:
+        """Return what a part of a mix is, for the mix's state."""
+        described: State = {"seed": self.seed, "shuffle": self.shuffle, "stages": self.steps}
+        if not isinstance(self.source, StreamSource):
+            options = self.source.options
+            described |= {"window": options.window, "block": options.block}
+        mixed = self.source.describe()
+        return described | ({"mix": mixed} if mixed else {})
+
     def context(self, reader: Reader, epoch: int) -> Context:
         """Return what the stages of one loader worker share."""
         return Context(
@@ -111,6 +151,11 @@ class ChainRun(SourceRun):
                 return items[0]
         raise StopIteration
 
+    def close(self) -> None:
+        """Join the chain's threads, and close the run before."""
+        self._chain.close()
+        super().close()
+
 
 class ItemChain:
     """All stages of an exact pipeline as one function on the samples of a step.
@@ -141,9 +186,12 @@ class ItemChain:
             items, numbers = self._first(items, numbers)
         for function, pool in self._functions:
             if pool is None and self._skips.budget is None:
-                items = [
-                    function(item, number) for item, number in zip(items, numbers, strict=True)
-                ]
+                try:
+                    items = [
+                        function(item, number) for item, number in zip(items, numbers, strict=True)
+                    ]
+                except StopIteration as error:  # outside of a generator it would end the epoch
+                    self._skips.take(error)
             else:
                 items, numbers = self._guarded(function, pool, items, numbers)
         return items, numbers
@@ -151,6 +199,8 @@ class ItemChain:
     def close(self) -> None:
         """Join the threads."""
         self._exit.close()
+        if self._first is not None:
+            self._first.close()
 
     def _guarded(
         self,

@@ -73,9 +73,9 @@ def default_block(nsamples: int, total_bytes: int) -> int:
 
 
 def default_window(nsamples: int, total_bytes: int, batch: int) -> int:
-    """Return w: 64 MiB of samples, at most 16,384 of them, at least 8 batches; a multiple of the batch."""
+    """Return w: 64 MiB of samples, at most 16,384 of them, at least a batch; a multiple of the batch."""
     by_bytes = _WINDOW_BYTES * nsamples // total_bytes if total_bytes else _WINDOW_SAMPLES
-    return max(8, min(by_bytes, _WINDOW_SAMPLES) // batch) * batch
+    return max(1, min(by_bytes, _WINDOW_SAMPLES) // batch) * batch
 
 
 class Plan:
@@ -89,6 +89,7 @@ class Plan:
     def __init__(self, order: Order, epoch: int) -> None:
         self.order = order
         self.epoch = epoch
+        self.passes = 1  # a mix goes through its parts several times, and numbers samples on from pass to pass
         self._blocks, self._short = divmod(order.nsamples, order.block)
         key = derive_key(order.seed, epoch)
         self._block_key = derive_key(key, _BLOCK_ORDER)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -13,14 +12,21 @@ from shardstream.read.plan import Order, Plan, default_block, default_window
 from shardstream.read.share import Remainder, Share, Split
 from shardstream.read.skip import Skips
 from shardstream.read.source import PlannedRun
-from shardstream.read.stage import Context
+from shardstream.read.stage import Context, State
 from shardstream.storage.catalog import Catalog
 from shardstream.storage.joined import JoinedCatalog
 
 _PLAIN_MICROBATCH = 64
 
-Chain = Callable[[list[Any], list[int]], tuple[list[Any], list[int]]]
-"""``chain(items, numbers)``: the items that came through and their numbers, in order."""
+
+class Chain(Protocol):
+    """Steps on samples, before those of the pipeline."""
+
+    def __call__(self, items: list[Any], numbers: list[int], /) -> tuple[list[Any], list[int]]:
+        """Return the items that came through and their numbers, in order."""
+
+    def close(self) -> None:
+        """Join its threads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +75,9 @@ class PlannedSource(Protocol):
     def with_options(self, **changes: Any) -> PlannedSource:
         """Return the same source with other options."""
 
+    def describe(self) -> State:
+        """Return what a state must agree with beside the data and the order; nothing unless it is a mix."""
+
     def chain(self, epoch: int, skips: Skips) -> Chain | None:
         """Return what is done to raw samples before the pipeline's own stages, if anything."""
 
@@ -103,6 +112,10 @@ class PlannedSamples:
     def plan(self, order: Order, epoch: int) -> Plan:
         """Return the batches of an epoch."""
         return Plan(order, epoch)
+
+    def describe(self) -> State:
+        """Return nothing: data and order say it all."""
+        return {}
 
     def with_options(self, **changes: Any) -> PlannedSamples:
         """Return the same source with other options."""

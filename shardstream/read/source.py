@@ -139,9 +139,11 @@ class PlannedRun:
         width = self._share.split.microbatches * self._share.plan.order.batch
         first, within = divmod(self._taken, width)
         steps = own_steps(self._share, self._worker, self._num_workers, first)
-        self._fetcher = open_fetcher(
-            self._catalog, upcoming(self._share, steps), prefetch_bytes=self._prefetch_bytes
-        )
+        ahead = upcoming(self._share, steps)
+        if within:  # what a resume passes over in its first step is not fetched
+            passed = next(planned(self._share, steps))[0][:within]
+            ahead = (numbers[~np.isin(numbers, passed)] for numbers in ahead)
+        self._fetcher = open_fetcher(self._catalog, ahead, prefetch_bytes=self._prefetch_bytes)
         with closing(self._fetcher) as fetcher:
             for chunk in planned(self._share, steps):
                 chunk[0], within = chunk[0][within:], 0

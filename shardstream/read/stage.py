@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from shardstream.errors import OptionError
 from shardstream.read.permute import derive_key
 from shardstream.read.skip import Skips
 
@@ -58,6 +59,17 @@ class Position:
     consumed: int = 0
     parts: Mapping[int, State] = field(default_factory=dict)
     next_part: int = 0
+
+
+def at_least(least: int, **options: int | None) -> None:
+    """Refuse options below a number; None is no number to refuse.
+
+    Raises:
+        OptionError: Naming the first that is.
+    """
+    for name, value in options.items():
+        if value is not None and value < least:
+            raise OptionError(f"{name} must be at least {least}, not {value}")
 
 
 class Run(Protocol):

@@ -11,10 +11,10 @@ from shardstream.read.decode import BASIC, Decode, Decoder, Handler
 from shardstream.read.group_batch import GroupBatched, Leftover
 from shardstream.read.images import EXTENSIONS, ImageDecoder
 from shardstream.read.pack_sequences import PackSequences
-from shardstream.read.stage import Stage
+from shardstream.read.stage import Stage, at_least
 from shardstream.read.stream import Compose, Repeat, Shuffle, Slice
 from shardstream.read.tensors import collate, load_tensors, to_tensor
-from shardstream.read.transform import Map, MapDict, MapTuple, Rename, Select, ToTuple
+from shardstream.read.transform import Map, MapDict, MapTuple, Rename, Select, ToTuple, find_field
 
 
 class ItemSteps:
@@ -44,6 +44,7 @@ class ItemSteps:
             fields: Decoders of single fields, by name or last part: an image name, or ``function(data)``.
             threads: Decode in so many threads, in order; image decoders release the GIL.
         """
+        at_least(0, threads=threads)
         table: dict[str, Decoder] = {**BASIC, "pt": load_tensors, "pth": load_tensors}
         for handler in handlers:
             if isinstance(handler, str):
@@ -60,6 +61,7 @@ class ItemSteps:
 
     def map(self, function: Callable[..., Any], *, rng: bool = False, threads: int = 0) -> Self:
         """Apply ``function(item)``; with ``rng`` ``function(item, generator)``, a NumPy generator of that sample and epoch."""
+        at_least(0, threads=threads)
         return self._then(
             Map(function=function, rng=rng, purpose=self._num_stages, threads=threads)
         )
@@ -89,7 +91,9 @@ class StreamSteps(ItemSteps):
         return self._then(Select(predicate=predicate))
 
     def shuffle(self, window: int) -> Self:
-        """Shuffle runs of ``window`` items of each worker; ``ShardDataset(shuffle=True)`` needs none."""
+        """Shuffle runs of ``window`` items of each worker, 0 for none; ``ShardDataset(shuffle=True)`` needs no such step."""
+        if window == 0:
+            return self
         return self._then(Shuffle(window=window, purpose=self._num_stages))
 
     def batched(
@@ -163,4 +167,4 @@ class _field_of:  # noqa: N801  (used as a function; a class, so that it can be 
         self._name = name
 
     def __call__(self, sample: Any) -> Any:
-        return sample[self._name]
+        return sample[find_field(self._name, sample, "group_batched")]

@@ -21,18 +21,18 @@ class Stratified:
     """Sources by weight along a stream.
 
     Args:
-        weights: One for each source, positive; only their ratios count.
+        weights: One for each source, 0 for one that never comes; only their ratios count.
         key: Of the permutations.
 
     Raises:
-        OptionError: If a weight is not positive.
+        OptionError: If a weight is negative, or all are 0.
     """
 
     def __init__(self, weights: Sequence[float], key: int) -> None:
         shares = np.asarray(weights, dtype=np.float64)
-        if not len(shares) or not np.isfinite(shares).all() or (shares <= 0).any():
+        if not np.isfinite(shares).all() or (shares < 0).any() or not (shares > 0).any():
             raise OptionError(
-                f"weights must be positive numbers, not {list(weights)}; leave out what shall not be mixed in"
+                f"weights must be numbers from 0 up, and one of them above: {list(weights)}"
             )
         self.length = max(32, len(shares) ** 2)
         self._key = key
@@ -40,6 +40,10 @@ class Stratified:
         self._rates = np.rint(shares / shares.sum() * self.length * (1 << _FRACTION_BITS)).astype(
             np.int64
         )
+        if ((self._rates == 0) & (shares > 0)).any():
+            raise OptionError(
+                f"weights differ too much to be kept: {list(weights)}; leave out what hardly ever comes"
+            )
 
     def take(self, places: Ints, streams: Ints) -> tuple[Ints, Ints]:
         """Return for each place of a stream its source, and how often that source was taken before.
@@ -60,9 +64,9 @@ class Stratified:
         pattern, rest = np.divmod(lengths, self.length)
         sources, _ = self._patterns(streams, pattern)
         inside = np.arange(self.length) < rest[:, None]
-        kinds = np.arange(len(self._rates))
-        mine = (sources[:, :, None] == kinds) & inside[:, :, None]
-        counts: Ints = self._before(pattern) + mine.sum(axis=1)
+        counts = self._before(pattern)
+        for kind in range(len(self._rates)):
+            counts[:, kind] += ((sources == kind) & inside).sum(axis=1)
         return counts
 
     def _patterns(self, streams: Ints, pattern: Ints) -> tuple[Ints, Ints]:

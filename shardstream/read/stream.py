@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardstream.read.permute import derive_key, permute
-from shardstream.read.stage import Context, Run, SourceRun, State
+from shardstream.read.stage import Context, Run, SourceRun, State, at_least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,6 +22,9 @@ class Shuffle:
 
     window: int
     purpose: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(1, window=self.window)
 
     def open(self, source: Run, context: Context) -> Run:
         """Start it on a stream."""
@@ -124,6 +127,9 @@ class Repeat:
     times: int | None = None
     items: int | None = None
 
+    def __post_init__(self) -> None:
+        at_least(0, times=self.times, items=self.items)
+
     def open(self, source: Run, context: Context) -> Run:  # noqa: ARG002
         """Start it on a stream."""
         return _RepeatRun(source, self)
@@ -137,6 +143,11 @@ class _RepeatRun(SourceRun):
         self._round = 0
         self._taken = 0
         self._in_round = 0
+
+    @property
+    def number(self) -> int:
+        """Number of the item; of the same sample another one in each round, so that augmentation differs."""
+        return derive_key(self.source.number, self._round) if self._round else self.source.number
 
     def __next__(self) -> Any:
         times, items = self._repeat.times, self._repeat.items

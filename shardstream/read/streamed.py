@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from shardstream.placement import Reader
-from shardstream.read.stage import Context, Run
+from shardstream.read.stage import Context, Run, State
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +25,10 @@ class StreamSource(ABC):
     @abstractmethod
     def fingerprint(self) -> str:
         """16 hex digits that change with the dataset."""
+
+    def describe(self) -> State:
+        """Return what a state must agree with beside the data; nothing unless it is a mix."""
+        return {}
 
     @abstractmethod
     def open(self, reader: Reader, context: Context) -> Run:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardstream.errors import OptionError, SampleError
+from shardstream.errors import OptionError, SampleError, redact
 from shardstream.format.group import Sample
 from shardstream.read.permute import derive_key
 from shardstream.read.stage import Context, ItemFunction, ItemStage, Run, SourceRun
@@ -21,7 +21,7 @@ def add_place(error: Exception, step: str, item: object) -> None:
     """Note on a user's own error which step and sample it was."""
     where = f"in {step}"
     if isinstance(item, dict) and "__key__" in item:
-        where += f" on sample {item['__key__']!r} of {item.get('__url__')}"
+        where += f" on sample {item['__key__']!r} of {redact(str(item.get('__url__')))}"
     error.add_note(where)
 
 

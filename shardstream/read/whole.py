@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,10 @@ from shardstream.read.stage import Context, Run, State
 from shardstream.read.streamed import StreamSource
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import is_compressed
+from shardstream.storage.ranges import RangeStream
 
 _SHARD_ORDER = 4
+_CHUNK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +100,8 @@ class WholeShardRun:
     def _read_shard(self, shard: int, info: ShardInfo) -> Generator[Sample, None, None]:
         compressed = is_compressed(info.url)
         start, passed = (0, self._taken) if compressed else (self._offset, 0)
-        with (
-            self._source.storage.open(info.url) as raw,
-            decompressed(raw, shard=info.url) as stream,
-        ):
-            read: Any = StreamReader(stream)
+        with self._open(info) as raw, decompressed(raw, shard=info.url) as stream:
+            read = StreamReader(stream, chunk_bytes=_CHUNK_BYTES)
             end = None if compressed else info.filesize
             for group, sample in iter_samples(read, start=start, end=end, shard=info.url):
                 if passed:
@@ -110,3 +110,14 @@ class WholeShardRun:
                 self.number = derive_key(shard, self._taken)
                 self._taken, self._offset = self._taken + 1, group.end
                 yield sample
+
+    @contextmanager
+    def _open(self, info: ShardInfo) -> Iterator[Any]:
+        """Open a local file; of a remote one every piece is checked for its length, and asked for again if need be."""
+        storage = self._source.storage
+        if storage.local_path(info.url) is not None:
+            with storage.open(info.url) as stream:
+                yield stream
+        else:
+            size = storage.info(info.url).size if info.filesize is None else info.filesize
+            yield RangeStream(storage, info.url, size, least_bytes=_CHUNK_BYTES)

@@ -8,6 +8,7 @@ import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,6 +20,7 @@ from shardstream.format.index import INDEX_SUFFIX, Offsets, check_extent, decode
 from shardstream.format.manifest import ShardInfo, fingerprint
 from shardstream.storage.filesystem import Storage, explained
 from shardstream.storage.locate import Located, is_compressed
+from shardstream.storage.retry import fetch
 
 Numbers = npt.NDArray[np.int64]
 _OFFSETS_KEPT_BYTES = 64 << 20
@@ -72,12 +74,12 @@ class Catalog:
     def __len__(self) -> int:
         return int(self._firsts[-1])
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         """Bytes of all tars."""
         return sum(shard.filesize or 0 for shard in self.shards)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """16 hex digits that change with the dataset."""
         return fingerprint(self.shards)
@@ -109,6 +111,13 @@ class Catalog:
             starts[mine], ends[mine] = offsets[within[mine]], offsets[within[mine] + 1]
         return Extents(shards, starts, ends)
 
+    def shards_of(self, numbers: Numbers) -> list[int]:
+        """Return which shards some samples are in, each once."""
+        shards: list[int] = np.unique(
+            np.searchsorted(self._firsts, numbers, side="right") - 1
+        ).tolist()
+        return shards
+
     def offsets(self, shard: int) -> Offsets:
         """Return the index of a shard, shape (n + 1,).
 
@@ -123,7 +132,7 @@ class Catalog:
                 return self._kept[shard]
         info = self.shards[shard]
         url = info.url + INDEX_SUFFIX
-        offsets = decode_index(self.storage.read(url), url=url)
+        offsets = decode_index(fetch(self.storage, url), url=url)
         check_extent(
             offsets, filesize=info.filesize or int(offsets[-1]), nsamples=info.nsamples, url=url
         )

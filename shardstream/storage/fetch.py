@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import random
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Protocol
 
-from shardstream.errors import MissingError, RefusedError, StorageError
+from shardstream.errors import StorageError
 from shardstream.format.tar import Buffer
 from shardstream.storage.catalog import Catalog, Extents, Numbers, map_file
-from shardstream.storage.filesystem import Storage
 from shardstream.storage.joined import JoinedCatalog
+from shardstream.storage.retry import fetch
 
 _RANGE_BYTES = (
     4 << 20
@@ -22,7 +20,6 @@ _RANGE_BYTES = (
 _GAP_BYTES = 256 << 10  # read through a gap rather than pay another round trip
 _THREADS = 8
 _MAPS_KEPT = 512
-_ATTEMPTS = 5
 _STALL_S = 120.0
 
 
@@ -164,6 +161,8 @@ class RangeFetcher:
         return True
 
     def _request(self, numbers: Numbers) -> None:
+        # Indexes that are not in memory come side by side, not one after the other.
+        list(self._pool.map(self._catalog.offsets, self._catalog.shards_of(numbers)))
         extents = self._catalog.extents(numbers)
         starts, ends, names = extents.starts.tolist(), extents.ends.tolist(), numbers.tolist()
         for span, members in coalesce(extents):
@@ -174,34 +173,24 @@ class RangeFetcher:
             self._held_bytes += span.end - span.start
             self._held.update((names[i], (span, starts[i], ends[i])) for i in members)
 
-    @staticmethod
-    def _wait(span: _Range) -> None:
+    def _forget(self, span: _Range) -> None:
+        """Let what a failed request was for be asked for again."""
+        self._held = {number: entry for number, entry in self._held.items() if entry[0] is not span}
+        self._held_bytes -= span.end - span.start
+
+    def _wait(self, span: _Range) -> None:
         if span.future is None:
             return
         try:
             span.data = span.future.result(timeout=_STALL_S)
+        except StorageError:
+            self._forget(span)
+            raise
         except FutureTimeoutError as error:
+            self._forget(span)
             raise StorageError(
                 f"no answer for {span.end - span.start} bytes in {_STALL_S:.0f} s; check the server and the network",
                 shard=span.url,
                 offset=span.start,
             ) from error
         span.future = None
-
-
-def fetch(storage: Storage, url: str, start: int, end: int) -> bytes:
-    """Read a range, trying again with growing pauses where that can help.
-
-    Raises:
-        StorageError: If it still fails after five attempts; at once if the file is missing or access refused.
-    """
-    for attempt in range(1, _ATTEMPTS + 1):
-        try:
-            return storage.read(url, start, end)
-        except (MissingError, RefusedError):
-            raise
-        except StorageError:
-            if attempt == _ATTEMPTS:
-                raise
-            time.sleep(min(8.0, 0.2 * 2**attempt) * random.uniform(0.5, 1.0))
-    raise AssertionError("unreachable")

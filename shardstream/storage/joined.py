@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
+from shardstream.format.index import Offsets
 from shardstream.format.manifest import ShardInfo, fingerprint
 from shardstream.storage.catalog import Catalog, Extents, Numbers
 from shardstream.storage.filesystem import Storage
@@ -29,12 +31,12 @@ class JoinedCatalog:
     def __len__(self) -> int:
         return int(self.firsts[-1])
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         """Bytes of all tars."""
         return sum(part.total_bytes for part in self.parts)
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """16 hex digits that change with any of the datasets."""
         return fingerprint(self.shards)
@@ -54,6 +56,20 @@ class JoinedCatalog:
             columns.shards[mine] = shards + self._first_shards[part]
             columns.starts[mine], columns.ends[mine] = starts, ends
         return columns
+
+    def shards_of(self, numbers: Numbers) -> list[int]:
+        """Return which shards some samples are in, each once."""
+        within, parts = numbers % len(self), self.part_of(numbers)
+        return [
+            shard + self._first_shards[part]
+            for part in np.unique(parts).tolist()
+            for shard in self.parts[part].shards_of(within[parts == part] - self.firsts[part])
+        ]
+
+    def offsets(self, shard: int) -> Offsets:
+        """Return the index of a shard, shape (n + 1,)."""
+        part = int(np.searchsorted(self._first_shards, shard, side="right")) - 1
+        return self.parts[part].offsets(shard - self._first_shards[part])
 
     def storage_of(self, shard: int) -> Storage:
         """Return where a shard is stored."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardstream.storage.filesystem import Storage
+from shardstream.storage.retry import fetch
 
 
 class RangeStream:
@@ -15,16 +16,19 @@ class RangeStream:
         storage: Where the file is.
         url: Its URL.
         size: Its length in bytes.
+        least_bytes: Of one range read; what is asked for in smaller pieces (decompressors ask for 8 KiB) is kept for them.
     """
 
-    def __init__(self, storage: Storage, url: str, size: int) -> None:
+    def __init__(self, storage: Storage, url: str, size: int, *, least_bytes: int = 0) -> None:
         self._storage = storage
+        self._least_bytes = least_bytes
+        self._kept, self._kept_start = b"", 0
         self._url = url
         self._size = size
         self._position = 0
 
     def read(self, size: int, /) -> bytes:
-        """Return ``size`` bytes, fewer only at the end.
+        """Return up to ``size`` bytes; none only at the end.
 
         Raises:
             StorageError: If the file is shorter than it was said to be, or out of reach.
@@ -32,8 +36,12 @@ class RangeStream:
         start, end = self._position, min(self._position + size, self._size)
         if end <= start:
             return b""
-        data = self._storage.read(self._url, start, end)
-        self._position = end
+        at = start - self._kept_start
+        if not 0 <= at < len(self._kept):
+            far = min(max(end, start + self._least_bytes), self._size)
+            self._kept, self._kept_start, at = fetch(self._storage, self._url, start, far), start, 0
+        data = self._kept[at : at + end - start]
+        self._position = start + len(data)
         return data
 
     def seek(self, offset: int, /) -> int:

@@ -20,9 +20,10 @@ from shardstream.format.group import read_sample
 from shardstream.read.permute import Ints
 from shardstream.storage import fetch as module
 from shardstream.storage.catalog import Catalog, Extents
-from shardstream.storage.fetch import LocalFetcher, RangeFetcher, coalesce, fetch, open_fetcher
+from shardstream.storage.fetch import LocalFetcher, RangeFetcher, coalesce, open_fetcher
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import locate
+from shardstream.storage.retry import fetch
 from tests.read.sets import FEW_CORES, flat, labels, loader, numbered
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -55,7 +56,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
         return really_read(self, url, start, end)
 
     monkeypatch.setattr(Storage, "read", read)
-    monkeypatch.setattr("shardstream.storage.fetch.time.sleep", made.sleeps.append)
+    monkeypatch.setattr("shardstream.storage.retry.time.sleep", made.sleeps.append)
     return made
 
 

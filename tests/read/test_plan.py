@@ -157,4 +157,4 @@ def test_default_blocks(nsamples: int, total_bytes: int, block: int) -> None:
 def test_default_windows_are_whole_batches(nsamples: int, total_bytes: int, batch: int) -> None:
     window = default_window(nsamples, total_bytes, batch)
     assert window % batch == 0
-    assert 8 * batch <= window <= max(16_384, 8 * batch)
+    assert batch <= window <= max(16_384, batch)
