@@ -31,6 +31,9 @@ class Packet(NamedTuple):
     state: State | None
     """Position of the part behind this batch; None where positions are arithmetic."""
     skipped: dict[str, int]
+    """Bad samples of this worker so far, by kind of error."""
+    taken: dict[str, int]
+    """Samples of this worker so far, by part of a mix."""
 
 
 class Batches(IterableDataset[Packet]):
@@ -125,7 +128,9 @@ class Batches(IterableDataset[Packet]):
                         "all samples of a batch are bad: this rank would fall out of step with the others; mend the data"
                     )
                 batch = self.collate_fn(items) if items else None
-                yield Packet(batch, not items, reader.worker, None, dict(skips.counts))
+                yield Packet(
+                    batch, not items, reader.worker, None, dict(skips.counts), dict(skips.taken)
+                )
         finally:
             chain.close()
             run.close()
@@ -139,16 +144,21 @@ class Batches(IterableDataset[Packet]):
         run = pipeline.open(reader, context)
         if part in position.parts:
             run.load_state_dict(position.parts[part])
-        size = self.batch_size
-        reported: dict[str, int] = {}
+
+        def packet(batch: Any, *, empty: bool) -> Packet:
+            counts, taken = dict(context.skips.counts), dict(context.skips.taken)
+            return Packet(batch, empty, part, run.state_dict(), counts, taken)
+
+        size, last = self.batch_size, None
         try:
             while items := list(islice(run, size or 1)):
                 if size is not None and self.split.drop_last and len(items) < size:
                     break
-                batch = items[0] if size is None else self.collate_fn(items)
-                reported = dict(context.skips.counts)
-                yield Packet(batch, False, part, run.state_dict(), reported)
-            if context.skips.counts != reported:  # bad ones behind the last batch
-                yield Packet(None, True, part, run.state_dict(), dict(context.skips.counts))
+                last = packet(items[0] if size is None else self.collate_fn(items), empty=False)
+                yield last
+            if context.skips.counts != (
+                last.skipped if last else {}
+            ):  # bad ones behind the last batch
+                yield packet(None, empty=True)
         finally:
             run.close()

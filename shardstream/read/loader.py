@@ -60,6 +60,7 @@ class ShardLoader(DataLoader[Any]):
         self._begin = self._position = Position(epoch=dataset.epoch)
         self._share: Share | None = None
         self._skipped: dict[int, dict[str, int]] = {}
+        self._taken: dict[int, dict[str, int]] = {}
         self._iteration = 0
         source = dataset.pipeline.planned
         self._given = Options() if source is None else source.options
@@ -96,6 +97,11 @@ class ShardLoader(DataLoader[Any]):
     def skipped(self) -> dict[str, int]:
         """Bad samples passed over in this epoch, by kind of error."""
         return dict(sum((Counter(counts) for counts in self._skipped.values()), Counter()))
+
+    @property
+    def taken(self) -> dict[str, int]:
+        """Samples of each dataset of a mix that this iteration has taken for this rank; of nested mixes too."""
+        return dict(sum((Counter(counts) for counts in self._taken.values()), Counter()))
 
     def set_epoch(self, epoch: int) -> None:
         """Read this epoch next.
@@ -138,7 +144,7 @@ class ShardLoader(DataLoader[Any]):
         begin, self._begin = self._begin, Position(epoch=self._begin.epoch)
         self._position = begin
         self._share = self._batches.share(begin)
-        self._skipped = {}
+        self._skipped, self._taken = {}, {}
         self._iteration += 1
         self._batches.begin(begin)
         seed = self._batches.source_dataset.pipeline.seed
@@ -154,6 +160,7 @@ class ShardLoader(DataLoader[Any]):
             for steps, packet in enumerate(packets, start=1):
                 if iteration == self._iteration:
                     self._skipped[packet.part] = packet.skipped
+                    self._taken[packet.part] = packet.taken
                     self._position = self._position_after(packet, steps, begin.epoch, parts)
                 if not packet.empty:
                     yield packet.batch

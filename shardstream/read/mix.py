@@ -133,9 +133,8 @@ class MixedSamples:
 
     def chain(self, epoch: int, skips: Skips) -> Chain | None:
         """Return the steps of the parts, each applied to its own samples."""
-        return _PartChains(
-            self.catalog, [part.chain(epoch, skips) for part in self.recipe.parts.values()]
-        )
+        chains = {name: part.chain(epoch, skips) for name, part in self.recipe.parts.items()}
+        return _PartChains(self.catalog, chains, skips)
 
     def describe(self) -> State:
         """Return what a state must agree with beside the data and the order."""
@@ -163,9 +162,12 @@ class MixedSamples:
 class _PartChains:
     """The steps of each part, applied to its own samples."""
 
-    def __init__(self, catalog: JoinedCatalog, chains: list[ItemChain]) -> None:
+    def __init__(
+        self, catalog: JoinedCatalog, chains: Mapping[str, ItemChain], skips: Skips
+    ) -> None:
         self._catalog = catalog
-        self._chains = chains
+        self._names, self._chains = list(chains), list(chains.values())
+        self._skips = skips
 
     def __call__(self, items: list[Any], numbers: list[int], /) -> tuple[list[Any], list[int]]:
         catalog = self._catalog
@@ -177,6 +179,7 @@ class _PartChains:
             places = np.flatnonzero(parts == part).tolist()
             own = within[places] - catalog.firsts[part] + turns[places] * len(catalog.parts[part])
             out, kept = self._chains[part]([items[place] for place in places], own.tolist())
+            self._skips.taken[self._names[part]] += len(places)
             where = dict(zip(own.tolist(), places, strict=True))
             done.update((where[number], item) for item, number in zip(out, kept, strict=True))
         order = sorted(done)

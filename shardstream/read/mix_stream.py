@@ -57,6 +57,7 @@ class MixRun:
         if recipe.samples is not None:
             each, more = divmod(recipe.samples, reader.total)
             self._limit = each + (reader.number < more)
+        self._names = list(recipe.parts)
         self._place = 0  # in the patterns
         self._taken = 0
         self._passes = [0] * len(recipe.parts)
@@ -83,6 +84,7 @@ class MixRun:
                 self.number = derive_key(part, self._passes[part], self._runs[part].number)
                 self._place, self._taken = self._place + 1, self._taken + 1
                 self._got[part] += 1
+                self._context.skips.taken[self._names[part]] += 1
                 return item
             self._end(part)
         raise StopIteration

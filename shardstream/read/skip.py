@@ -51,6 +51,8 @@ class Skips:
         elif on_error != "raise":
             self.budget = SkipBudget(warn=on_error == "warn")
         self.counts: Counter[str] = Counter()
+        self.taken: Counter[str] = Counter()
+        """Not bad, but counted beside them: samples of each part of a mix."""
 
     def take(self, error: Exception) -> None:
         """Count a bad sample, or raise its error again.

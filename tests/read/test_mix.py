@@ -229,3 +229,15 @@ def test_a_state_of_another_mix_is_refused(folders: dict[str, str], tmp_path: Pa
     other = {**folders, "c": make_shards(tmp_path / "c", samples=26, per_shard=17)}
     with pytest.raises(StateError, match="fingerprint of the dataset"):
         ss.ShardLoader(ss.mix(datasets(other), WEIGHTS), batch_size=8).load_state_dict(state)
+
+
+@pytest.mark.parametrize("make", [datasets, streams], ids=["planned", "streams"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_says_how_many_samples_of_each_dataset_it_took(
+    folders: dict[str, str], make: Any, workers: int
+) -> None:
+    loader = ss.ShardLoader(ss.mix(make(folders), WEIGHTS), batch_size=8, num_workers=workers)
+    seen_so_far: list[str] = []
+    for batch in loader:
+        seen_so_far += batch
+        assert loader.taken == Counter(name[0] for name in seen_so_far)
