@@ -8,8 +8,13 @@ from collections.abc import Iterator
 import boto3
 import pytest
 import s3fs
+from hypothesis import HealthCheck, settings
 
 from tests.servers import S3Server, ServerMissingError, ShapedS3, in_ci, start_nginx, start_s3
+
+# The machine may be busy: how long an example takes says nothing about the code.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 # Each would lead a client away from the server of the test.
 _FOREIGN_VARIABLES = (
