@@ -1,44 +1,25 @@
-"""Pack a folder of class folders with images: ``python tools/pack_imagefolder.py photos/ --dest s3://bucket/photos/``."""
+"""Pack a folder of class folders with images: ``python tools/pack_imagefolder.py photos/ --dest s3://bucket/photos/``.
+
+All options of ``shardstream pack`` may follow: --split train=0.9,val=0.1, --max-side 512, --processes 2, --overwrite, …
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
 
-import typer
-
-from shardstream.cli.pack import parse_split
-from shardstream.errors import ShardStreamError
-from shardstream.write.job import pack
+from shardstream.cli import main as shardstream
 
 
 def main() -> int:
     """Read the command line, pack, and return the exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("source", help="folder that holds a folder for each class")
     parser.add_argument("--dest", required=True, help="folder or pattern with {shard}")
-    parser.add_argument("--split", help="e.g. train=0.9,val=0.1")
-    parser.add_argument("--max-side", type=int, help="longest side of an image in pixels")
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--overwrite", action="store_true")
-    args = parser.parse_args()
-    try:
-        report = pack(
-            args.source,
-            args.dest,
-            kind="images",
-            split=parse_split(args.split),
-            max_side=args.max_side,
-            processes=args.processes,
-            overwrite=args.overwrite,
-        )
-    except (ShardStreamError, typer.BadParameter) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(
-        f"{report.samples:,} samples, {report.shards:,} shards, {report.total_bytes:,} bytes: {args.dest}"
-    )
-    return 0
+    args, options = parser.parse_known_args()
+    return shardstream(["pack", args.source, args.dest, "--kind", "images", *options])
 
 
 if __name__ == "__main__":

@@ -183,8 +183,9 @@ def _read_entry(read: ReadAt, start: int, block: bytes, shard: str) -> tuple[Mem
 def _check_header(block: bytes, position: int, shard: str) -> int:
     """Return the size that a header gives, after its length, checksum and size made sense."""
     if len(block) < BLOCK_BYTES:
+        what = "the tar is" if position else "no tar file, or one that is"
         raise ShardError(
-            f"the tar is cut inside a header ({len(block)} of 512 bytes); fetch or write the shard again",
+            f"{what} cut inside a header ({len(block)} of 512 bytes); fetch or write the shard again",
             shard=shard,
             offset=position,
         )

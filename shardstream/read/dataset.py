@@ -72,6 +72,16 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
             raise TypeError("the length is not known in advance: say it with .with_length(n)")
         return plain_share(source, Reader(self.placement), self.epoch).num_samples
 
+    def __repr__(self) -> str:
+        catalog = getattr(self.pipeline.source, "catalog", None)
+        held = (
+            "streams"
+            if catalog is None
+            else f"{len(catalog.shards):,} shards, {len(catalog):,} samples"
+        )
+        steps = "".join(f" > {step.partition('(')[0]}" for step in self.pipeline.steps)
+        return f"{type(self).__name__}({held}){steps}"
+
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
         if (

@@ -117,7 +117,7 @@ class ShardLoader(DataLoader[Any]):
 
     @property
     def batches_left(self) -> int:
-        """Batches that the iteration under way, or else the next one, still hands out: fewer than ``len`` after a resume.
+        """Batches behind the position that `state_dict` reports: what is left of the iteration under way, or after a resume.
 
         Raises:
             OptionError: If that cannot be known, because steps change counts.

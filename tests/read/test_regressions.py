@@ -104,6 +104,12 @@ def test_sizes_that_make_no_sense_are_refused_at_once(folder: str, build: Any) -
         build(ss.ShardDataset(folder))
 
 
+def test_a_dataset_shows_what_it_holds_and_does(folder: str) -> None:
+    dataset = ss.ShardDataset(folder).decode().select(is_number)
+    assert repr(dataset) == "ShardDataset(7 shards, 100 samples) > Decode > Select"
+    assert repr(ss.ShardDataset(folder, index="ignore")) == "ShardDataset(streams)"
+
+
 def test_a_shuffle_of_nothing_is_none(folder: str) -> None:
     assert len(list(ss.ShardDataset(folder).shuffle(0))) == 100
 
