@@ -40,7 +40,12 @@ class SlowFileSystem(LocalFileSystem):  # type: ignore[misc]  # fsspec has no ty
             file.write(data[len(data) // 2 :])
 
 
-@pytest.fixture(params=["local", "memory", "s3", "dir over memory", "not atomic"])
+PLACES = ("local", "memory", "s3", "dir over memory", "not atomic")
+# fsspec moves a file in memory, seen through a folder, by copy and delete: nothing of ours can make that one act.
+PLACES_WITH_ATOMIC_MOVES = tuple(place for place in PLACES if place != "dir over memory")
+
+
+@pytest.fixture(params=PLACES)
 def place(request: pytest.FixtureRequest) -> tuple[Storage, str]:
     """A storage and an empty folder on it, of each kind."""
     name = f"test-{uuid.uuid4().hex}"
@@ -162,11 +167,9 @@ def test_a_file_can_be_removed_and_twice(place: tuple[Storage, str]) -> None:
     assert files_in(storage, folder) == ["b"]
 
 
+@pytest.mark.parametrize("place", PLACES_WITH_ATOMIC_MOVES, indirect=True)
 def test_a_reader_sees_the_old_or_the_new_file(place: tuple[Storage, str]) -> None:
     storage, folder = place
-    filesystem = storage.resolve(folder)[0]
-    if isinstance(filesystem, DirFileSystem) and isinstance(filesystem.fs, MemoryFileSystem):
-        pytest.skip("fsspec moves a file in memory by copy and delete")
     url = f"{folder}/a.tar"
     publish_bytes(storage, url, OLD)
     wrong: list[bytes] = []
