@@ -13,12 +13,13 @@ from shardstream.read.share import Share
 from shardstream.read.skip import Skips
 from shardstream.read.stage import State
 from shardstream.storage.catalog import Catalog
-from shardstream.storage.fetch import Fetcher, Place, open_fetcher
+from shardstream.storage.fetch import GAP_BYTES, Fetcher, Place, open_fetcher
 from shardstream.storage.joined import JoinedCatalog
 
 # Planned at a time, so that planning costs a fraction of a microsecond a sample.
 _CHUNK_SAMPLES = 4096
 _CHUNK_STEPS = 1024
+_BLOCK_GAP_BYTES = 1 << 20
 
 
 def own_steps(share: Share, worker: int, num_workers: int, first: int = 0) -> range:
@@ -143,7 +144,12 @@ class PlannedRun:
         if within:  # what a resume passes over in its first step is not fetched
             passed = next(planned(self._share, steps))[0][:within]
             ahead = (numbers[~np.isin(numbers, passed)] for numbers in ahead)
-        self._fetcher = open_fetcher(self._catalog, ahead, prefetch_bytes=self._prefetch_bytes)
+        order = self._share.plan.order
+        # What a resume in mid-window still needs of its blocks has gaps: reading through them costs no more than the blocks.
+        gap_bytes = _BLOCK_GAP_BYTES if order.shuffle and order.block > 1 else GAP_BYTES
+        self._fetcher = open_fetcher(
+            self._catalog, ahead, prefetch_bytes=self._prefetch_bytes, gap_bytes=gap_bytes
+        )
         with closing(self._fetcher) as fetcher:
             for chunk in planned(self._share, steps):
                 chunk[0], within = chunk[0][within:], 0

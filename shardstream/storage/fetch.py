@@ -17,7 +17,9 @@ from shardstream.storage.retry import fetch
 _RANGE_BYTES = (
     4 << 20
 )  # of one request: large enough to hide latency, small enough to spread over connections
-_GAP_BYTES = 256 << 10  # read through a gap rather than pay another round trip
+GAP_BYTES = 256 << 10
+"""Read through a gap of that size rather than pay another round trip."""
+
 _THREADS = 8
 _MAPS_KEPT = 512
 _STALL_S = 120.0
@@ -38,7 +40,11 @@ class Fetcher(Protocol):
 
 
 def open_fetcher(
-    catalog: Catalog | JoinedCatalog, upcoming: Iterable[Numbers], *, prefetch_bytes: int
+    catalog: Catalog | JoinedCatalog,
+    upcoming: Iterable[Numbers],
+    *,
+    prefetch_bytes: int,
+    gap_bytes: int = GAP_BYTES,
 ) -> Fetcher:
     """Open what fits the data: memory maps if all of it is on this machine, else range reads ahead.
 
@@ -46,13 +52,14 @@ def open_fetcher(
         catalog: The dataset.
         upcoming: Sample numbers that will be asked for, in groups that are read together, in order of first need.
         prefetch_bytes: How much to hold ahead of use.
+        gap_bytes: Gaps between samples that are read through.
     """
     if all(
         catalog.storage_of(number).local_path(shard.url)
         for number, shard in enumerate(catalog.shards)
     ):
         return LocalFetcher(catalog)
-    return RangeFetcher(catalog, iter(upcoming), prefetch_bytes=prefetch_bytes)
+    return RangeFetcher(catalog, iter(upcoming), prefetch_bytes=prefetch_bytes, gap_bytes=gap_bytes)
 
 
 class LocalFetcher:
@@ -95,7 +102,7 @@ class _Range:
         self.future: Future[bytes] | None = None
 
 
-def coalesce(extents: Extents) -> list[tuple[_Range, list[int]]]:
+def coalesce(extents: Extents, gap_bytes: int = GAP_BYTES) -> list[tuple[_Range, list[int]]]:
     """Join samples that are near each other in a shard to ranges of at most 4 MiB, or one larger sample.
 
     Returns:
@@ -110,7 +117,7 @@ def coalesce(extents: Extents) -> list[tuple[_Range, list[int]]]:
     for i in order:
         if ranges:
             last, members = ranges[-1]
-            near = shards[i] == last.shard and starts[i] - last.end <= _GAP_BYTES
+            near = shards[i] == last.shard and starts[i] - last.end <= gap_bytes
             if near and ends[i] - last.start <= _RANGE_BYTES:
                 last.end = max(last.end, ends[i])
                 last.left += 1
@@ -124,11 +131,17 @@ class RangeFetcher:
     """Remote tars, by range reads ahead of use."""
 
     def __init__(
-        self, catalog: Catalog | JoinedCatalog, upcoming: Iterator[Numbers], *, prefetch_bytes: int
+        self,
+        catalog: Catalog | JoinedCatalog,
+        upcoming: Iterator[Numbers],
+        *,
+        prefetch_bytes: int,
+        gap_bytes: int = GAP_BYTES,
     ) -> None:
         self._catalog = catalog
         self._upcoming = upcoming
         self._budget = prefetch_bytes
+        self._gap_bytes = gap_bytes
         self._held: dict[int, tuple[_Range, int, int]] = {}
         self._held_bytes = 0
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-fetch")
@@ -165,7 +178,7 @@ class RangeFetcher:
         list(self._pool.map(self._catalog.offsets, self._catalog.shards_of(numbers)))
         extents = self._catalog.extents(numbers)
         starts, ends, names = extents.starts.tolist(), extents.ends.tolist(), numbers.tolist()
-        for span, members in coalesce(extents):
+        for span, members in coalesce(extents, self._gap_bytes):
             span.url = self._catalog.shards[span.shard].url
             span.future = self._pool.submit(
                 fetch, self._catalog.storage_of(span.shard), span.url, span.start, span.end

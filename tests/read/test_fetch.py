@@ -177,7 +177,9 @@ def test_no_more_is_held_than_the_budget_and_one_group(
 def test_an_epoch_reads_each_byte_once(
     url: str, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_GAP_BYTES", 0)  # shards this small are all gap
+    # shards this small are all gap
+    monkeypatch.setattr("shardstream.read.source.GAP_BYTES", 0)
+    monkeypatch.setattr("shardstream.read.source._BLOCK_GAP_BYTES", 0)
     for _ in range(2):
         wire.reads.clear()
         one = loader(url, shuffle=True, window=8)
