@@ -134,7 +134,8 @@ class ShardDataset(StreamDataset):
         storage_options: For fsspec, e.g. ``{"endpoint_url": "http://127.0.0.1:9000"}``.
         filesystem: An fsspec file system to use instead.
         on_error: "raise" at the first bad sample; "warn" or "skip" pass over up to 100 a worker; or a `SkipBudget`.
-        prefetch_bytes: Bytes each worker holds ahead of use when it reads from afar.
+        prefetch_bytes: Bytes that each worker asks for ahead of use when it reads from afar. The windows it is in, one for each of
+            its lanes, are held whatever this says: with many lanes a worker, choose a smaller window.
         placement: Rank and world size; by default those of torch.distributed, Ray Train or RANK/WORLD_SIZE.
 
     Raises:

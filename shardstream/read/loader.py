@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -303,6 +303,11 @@ def _check_options(
     if shuffle is not None and shuffle != dataset.pipeline.shuffle:
         raise OptionError(
             f"the order belongs to the dataset: say ShardDataset(..., shuffle={shuffle}) there, nothing here"
+        )
+    misplaced = sorted({field.name for field in fields(Options)} & set(options))
+    if misplaced:
+        raise OptionError(
+            f"{', '.join(misplaced)}: the order belongs to the dataset, say it in ShardDataset(...)"
         )
     if options.get("sampler") is not None or options.get("batch_sampler") is not None:
         raise OptionError("a stream has no sampler: the dataset's plan splits and shuffles")

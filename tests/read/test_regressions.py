@@ -97,6 +97,7 @@ def test_two_states_may_be_loaded_one_after_the_other(folder: str) -> None:
         lambda data: data.map(len, threads=-1),
         lambda data: ss.ShardLoader(data, batch_size=None, drop_last=True),
         lambda data: ss.ShardLoader(data).set_epoch(-1),
+        lambda data: ss.ShardLoader(data, lanes=4, seed=1),
     ],
 )
 def test_sizes_that_make_no_sense_are_refused_at_once(folder: str, build: Any) -> None:
