@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from shardstream.errors import OptionError, StateError
 from shardstream.placement import Reader
 from shardstream.read.batches import Batches, Packet
 from shardstream.read.dataset import StreamDataset
+from shardstream.read.loader_options import check_options
 from shardstream.read.permute import derive_key
 from shardstream.read.planned import Options, plain_share
 from shardstream.read.share import Share, Split, fitting_lanes
@@ -54,9 +55,7 @@ class ShardLoader(DataLoader[Any]):
         drop_last: bool = False,
         **options: Any,
     ) -> None:
-        _check_options(dataset, batch_size, shuffle, options)
-        if batch_size is None and drop_last:
-            raise OptionError("drop_last needs a batch_size: single items have no last batch")
+        check_options(dataset, batch_size, shuffle, options | {"drop_last": drop_last})
         self._begin = self._position = Position(epoch=dataset.epoch)
         self._share: Share | None = None
         self._skipped: dict[int, dict[str, int]] = {}
@@ -291,33 +290,3 @@ class ShardLoader(DataLoader[Any]):
 
 def _as_is(packet: Any) -> Any:
     return packet
-
-
-def _check_options(
-    dataset: StreamDataset, batch_size: int | None, shuffle: bool | None, options: Mapping[str, Any]
-) -> None:
-    if not isinstance(dataset, StreamDataset):
-        raise OptionError(
-            f"a ShardLoader reads a ShardDataset, not {type(dataset).__name__}; use torch's DataLoader for that"
-        )
-    if shuffle is not None and shuffle != dataset.pipeline.shuffle:
-        raise OptionError(
-            f"the order belongs to the dataset: say ShardDataset(..., shuffle={shuffle}) there, nothing here"
-        )
-    misplaced = sorted({field.name for field in fields(Options)} & set(options))
-    if misplaced:
-        raise OptionError(
-            f"{', '.join(misplaced)}: the order belongs to the dataset, say it in ShardDataset(...)"
-        )
-    if options.get("sampler") is not None or options.get("batch_sampler") is not None:
-        raise OptionError("a stream has no sampler: the dataset's plan splits and shuffles")
-    if not options.get("in_order", True):
-        raise OptionError("in_order=False: a position counts batches in order; leave it at True")
-    if batch_size is not None and batch_size < 1:
-        raise OptionError(f"batch_size must be at least 1, not {batch_size}")
-    source = dataset.pipeline.planned
-    microbatch = None if source is None else source.options.microbatch
-    if batch_size is not None and microbatch is not None and batch_size % microbatch:
-        raise OptionError(
-            f"batch_size={batch_size} must be a multiple of the dataset's microbatch={microbatch}"
-        )
