@@ -129,7 +129,7 @@ def read_sample(buffer: Buffer, base: int, start: int, end: int, shard: str) -> 
 def _read_plain(buffer: Buffer, position: int, end: int, shard: str) -> Sample | None:
     """Read a sample of plain members with short names; None if anything is unusual or wrong.
 
-    This is the loop that a training spends its reading time in: 1.0 us a member where the general way takes 2.2.
+    This is the loop that a training spends its reading time in: 1.7 us a member where the general way takes 2.1.
     """
     sample: Sample = {"__key__": "", "__url__": shard}
     prefix, first, sums = b"", True, known_sums
@@ -163,10 +163,8 @@ def _read_plain(buffer: Buffer, position: int, end: int, shard: str) -> Sample |
             position = body + (size + 511 & -512)
             if len(data) != size:
                 return None
-    except (
-        IndexError,
-        ValueError,
-    ):  # cut, no UTF-8, no number, no end of a name: let the general way say what it is
+    except (IndexError, ValueError):
+        # Cut, no UTF-8, no number, no end of a name: the general way says what it is.
         return None
     return sample if position == end and not first else None
 

@@ -11,7 +11,6 @@ RESERVED_FIELDS = frozenset({"__key__", "__url__"})
 
 _META = re.compile(r"__[^/]*__($|/)")
 _FIELD = re.compile(r"[^\x00/]+")
-_NAME_LIMIT_BYTES = 100
 
 
 def split_member_name(name: str) -> tuple[str, str] | None:
@@ -71,17 +70,6 @@ def member_name(key: str, field: str) -> str:
     if not name.isascii() and not _survives_utf8(name):
         raise SampleError("the name cannot be written in UTF-8; rename it", key=key, field=field)
     return name
-
-
-def is_portable(name: str) -> bool:
-    """Tell whether every known reader takes this member name: printable ASCII, no blanks, under 100 bytes.
-
-    >>> is_portable("0001.jpg"), is_portable("été.jpg"), is_portable("a b.jpg")
-    (True, False, False)
-    """
-    return (
-        len(name) < _NAME_LIMIT_BYTES and name.isascii() and name.isprintable() and " " not in name
-    )
 
 
 def _survives_utf8(name: str) -> bool:

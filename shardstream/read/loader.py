@@ -271,11 +271,11 @@ class ShardLoader(DataLoader[Any]):
         if batches.planned is None:
             return
         split, lanes = batches.split, batches.planned.options.lanes or batches.lanes
-        down, up = fitting_lanes(split, num_workers, lanes)
+        fitting = sorted(set(fitting_lanes(split, num_workers, lanes)))
         if batches.planned.options.shuffle and lanes % (split.batches_per_step * num_workers):
             warnings.warn(
                 f"lanes={lanes} is no multiple of {split.world_size} ranks x {num_workers} workers x {split.microbatches} "
-                f"microbatches: the order stays exact, but workers read parts of the same windows. Lanes that fit: {down}, {up}",
+                f"microbatches: the order stays exact, but workers read parts of the same windows. Lanes that fit: {str(fitting)[1:-1]}",
                 UserWarning,
                 stacklevel=4,
             )

@@ -84,12 +84,8 @@ def publish(storage: Storage, url: str) -> Iterator[BinaryIO]:
 
 def publish_bytes(storage: Storage, url: str, data: bytes) -> None:
     """Publish a small file."""
-    pending = open_pending(storage, url)
-    try:
-        pending.write(data)
-        pending.commit()
-    finally:
-        pending.discard()
+    with publish(storage, url) as stream, explained(url):
+        stream.write(data)
 
 
 def is_part(name: str) -> bool:

@@ -9,6 +9,7 @@ from shardstream.errors import MissingError, RefusedError, StorageError
 from shardstream.storage.filesystem import Storage
 
 _ATTEMPTS = 5
+_jitter = random.Random()  # of its own: the user's global generator is left alone
 
 
 def fetch(storage: Storage, url: str, start: int = 0, end: int | None = None) -> bytes:
@@ -25,5 +26,5 @@ def fetch(storage: Storage, url: str, start: int = 0, end: int | None = None) ->
         except StorageError:
             if attempt == _ATTEMPTS:
                 raise
-            time.sleep(min(8.0, 0.2 * 2**attempt) * random.uniform(0.5, 1.0))
+            time.sleep(min(8.0, 0.2 * 2**attempt) * _jitter.uniform(0.5, 1.0))
     raise AssertionError("unreachable")

@@ -98,11 +98,6 @@ class ShardWriter:
         return self._names.folder
 
     @property
-    def nshards(self) -> int:
-        """Shards begun so far."""
-        return self._begun
-
-    @property
     def manifest(self) -> Manifest:
         """The dataset, once it is published.
 

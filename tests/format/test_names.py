@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from webdataset.tariterators import base_plus_ext
 
 from shardstream.errors import SampleError
-from shardstream.format.names import is_meta_name, is_portable, member_name, split_member_name
+from shardstream.format.names import is_meta_name, member_name, split_member_name
 from tests.strategies import fields, keys, member_names
 
 
@@ -85,11 +85,3 @@ def test_unusual_keys_are_fine(key: str) -> None:
 def test_meta_names_are_those_that_webdataset_skips(name: str) -> None:
     skipped = re.match(r"__[^/]*__($|/)", name) is not None  # tar_file_iterator, skip_meta
     assert is_meta_name(name) == skipped
-
-
-@pytest.mark.parametrize(
-    ("name", "portable"),
-    [("a" * 95 + ".jpg", True), ("a" * 96 + ".jpg", False), ("a\tb.x", False), ("é.jpg", False)],
-)
-def test_portable_names(name: str, *, portable: bool) -> None:
-    assert is_portable(name) is portable

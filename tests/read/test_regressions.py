@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import random
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import shardstream as ss
 from shardstream.errors import OptionError, StateError, StorageError
 from shardstream.format.manifest import ShardInfo, fingerprint
 from shardstream.storage.filesystem import Storage
+from shardstream.storage.retry import fetch
 from tests.read.sets import FEW_CORES, flat, labels, loader, numbered, take
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -146,6 +148,18 @@ def test_a_store_out_of_reach_is_no_bad_sample(
     monkeypatch.setattr(Storage, "read", broken)
     with pytest.raises(StorageError, match="connection reset"):
         list(dataset)
+
+
+def test_retries_leave_the_global_generators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> bytes:
+        raise StorageError("transient")
+
+    monkeypatch.setattr("shardstream.storage.retry.time.sleep", lambda _: None)
+    monkeypatch.setattr(Storage, "read", failing)
+    before = random.getstate()
+    with pytest.raises(StorageError, match="transient"):
+        fetch(Storage(), "memory://a.tar", 0, 1)
+    assert random.getstate() == before
 
 
 def test_what_failed_to_come_is_asked_for_again(
