@@ -11,7 +11,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from shardstream.errors import OptionError
-from shardstream.format.group import read_sample
+from shardstream.format.group import Sample
 from shardstream.read.pipeline import Pipeline
 from shardstream.read.planned import Options, PlannedSamples
 from shardstream.read.skip import Skips
@@ -89,7 +89,7 @@ class ShardMapDataset(ItemSteps, Dataset[Any]):
                 raise IndexError(f"sample numbers go from {-size} to {size - 1}, asked for {index}")
         numbers = np.array([self._numbers[index] for index in indices], dtype=np.int64)
         unique, back = np.unique(numbers, return_inverse=True)
-        raw = [read_sample(*place) for place in self._open().places(unique)]
+        raw = [_sound(sample) for sample in self._open().samples(unique)]
         chain = self._pipeline.chain(self.epoch, Skips())
         try:
             items, _ = chain(
@@ -138,3 +138,9 @@ class ShardMapDataset(ItemSteps, Dataset[Any]):
         changed = object.__new__(type(self))
         changed.__dict__.update(self.__getstate__())
         return changed
+
+
+def _sound(sample: Sample | Exception) -> Sample:
+    if isinstance(sample, Exception):
+        raise sample
+    return sample

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 from contextlib import closing
+from typing import cast
 
 import numpy as np
 
-from shardstream.format.group import Sample, read_sample
+from shardstream.format.group import Sample
 from shardstream.read.permute import Ints
 from shardstream.read.share import Share
 from shardstream.read.skip import Skips
 from shardstream.read.stage import State
+from shardstream.storage.ahead import GAP_BYTES
 from shardstream.storage.catalog import Catalog
-from shardstream.storage.fetch import GAP_BYTES, Fetcher, Place, open_fetcher
+from shardstream.storage.fetch import Fetcher, open_fetcher
 from shardstream.storage.joined import JoinedCatalog
 
-# Planned at a time, so that planning costs a fraction of a microsecond a sample.
-_CHUNK_SAMPLES = 4096
+# Planned and parsed at a time, so that a sample costs a fraction of a microsecond of each.
+_CHUNK_SAMPLES, _CHUNK_BYTES = 4096, 8 << 20
 _CHUNK_STEPS = 1024
 _BLOCK_GAP_BYTES = 1 << 20
 
@@ -27,13 +29,13 @@ def own_steps(share: Share, worker: int, num_workers: int, first: int = 0) -> ra
     return range(worker + first * num_workers, share.num_steps, num_workers)
 
 
-def planned(share: Share, steps: range) -> Iterator[list[Ints]]:
-    """Yield the sample numbers of the steps, an array a step, some steps at a time: one at first, to begin at once."""
+def planned(share: Share, steps: range, most: int = _CHUNK_SAMPLES) -> Iterator[list[Ints]]:
+    """Yield the sample numbers of the steps, an array a step, up to ``most`` samples at a time: one step at first, to begin at once."""
     width = share.split.microbatches * share.plan.order.batch
     start, size = 0, 1
     while start < len(steps):
         yield share.samples(_array(steps[start : start + size]))
-        start, size = start + size, min(2 * size, max(1, _CHUNK_SAMPLES // width))
+        start, size = start + size, min(2 * size, max(1, most // width))
 
 
 def upcoming(share: Share, steps: range) -> Iterator[Ints]:
@@ -90,7 +92,7 @@ class PlannedRun:
         self._skips = skips
         self._prefetch_bytes = prefetch_bytes
         self._taken = 0
-        self._fetcher: Fetcher | None = None
+        self.fetcher: Fetcher | None = None
         self._samples: Generator[tuple[int, Sample], None, None] | None = None
 
     def __iter__(self) -> PlannedRun:
@@ -104,16 +106,16 @@ class PlannedRun:
 
     def steps(self) -> Iterator[tuple[list[int], list[Sample]]]:
         """Yield the numbers and samples of each step, from the position on; damaged samples are left out of both."""
-        for numbers, places in self._open():
-            kept: list[int] = []
-            samples: list[Sample] = []
-            for number, place in zip(numbers.tolist(), places, strict=False):
-                try:
-                    samples.append(read_sample(*place))
-                except Exception as error:  # noqa: BLE001  (the skip policy decides)
-                    self._skips.take(error)
-                    continue
-                kept.append(number)
+        for numbers, found in self._open():
+            kept, samples = numbers, cast("list[Sample]", found)
+            if list(map(type, found)).count(dict) < len(found):
+                kept, samples = [], []
+                for number, sample in zip(numbers, found, strict=True):
+                    if isinstance(sample, Exception):
+                        self._skips.take(sample)
+                    else:
+                        kept.append(number)
+                        samples.append(sample)
             self._taken += len(numbers)
             yield kept, samples
 
@@ -131,12 +133,12 @@ class PlannedRun:
         if self._samples is not None:
             self._samples.close()
         self._samples = None
-        if self._fetcher is not None:
-            self._fetcher.close()
-        self._fetcher = None
+        if self.fetcher is not None:
+            self.fetcher.close()
+        self.fetcher = None
 
-    def _open(self) -> Generator[tuple[Ints, Iterator[Place]], None, None]:
-        """Start reading at the position; yield the sample numbers of each step, and an iterator that has their places next."""
+    def _open(self) -> Generator[tuple[list[int], list[Sample | Exception]], None, None]:
+        """Start reading at the position; yield numbers and samples of each step."""
         width = self._share.split.microbatches * self._share.plan.order.batch
         first, within = divmod(self._taken, width)
         steps = own_steps(self._share, self._worker, self._num_workers, first)
@@ -144,26 +146,28 @@ class PlannedRun:
         if within:  # what a resume passes over in its first step is not fetched
             passed = next(planned(self._share, steps))[0][:within]
             ahead = (numbers[~np.isin(numbers, passed)] for numbers in ahead)
-        order = self._share.plan.order
+        order, catalog = self._share.plan.order, self._catalog
         # What a resume in mid-window still needs of its blocks has gaps: reading through them costs no more than the blocks.
         gap_bytes = _BLOCK_GAP_BYTES if order.shuffle and order.block > 1 else GAP_BYTES
-        self._fetcher = open_fetcher(
-            self._catalog, ahead, prefetch_bytes=self._prefetch_bytes, gap_bytes=gap_bytes
+        self.fetcher = open_fetcher(
+            catalog, ahead, prefetch_bytes=self._prefetch_bytes, gap_bytes=gap_bytes
         )
-        with closing(self._fetcher) as fetcher:
-            for chunk in planned(self._share, steps):
+        most = min(_CHUNK_SAMPLES, _CHUNK_BYTES * len(catalog) // max(1, catalog.total_bytes))
+        with closing(self.fetcher) as fetcher:
+            for chunk in planned(self._share, steps, most):
                 chunk[0], within = chunk[0][within:], 0
-                places = fetcher.places(np.concatenate(chunk))
+                found = fetcher.samples(np.concatenate(chunk))
+                start = 0
                 for numbers in chunk:
-                    yield numbers, places
+                    end = start + len(numbers)
+                    yield numbers.tolist(), found[start:end]
+                    start = end
 
     def _read_samples(self) -> Generator[tuple[int, Sample], None, None]:
-        for numbers, places in self._open():
-            for number, place in zip(numbers.tolist(), places, strict=False):
+        for numbers, found in self._open():
+            for number, sample in zip(numbers, found, strict=True):
                 self._taken += 1
-                try:
-                    sample = read_sample(*place)
-                except Exception as error:  # noqa: BLE001  (the skip policy decides)
-                    self._skips.take(error)
-                    continue
-                yield number, sample
+                if isinstance(sample, Exception):
+                    self._skips.take(sample)
+                else:
+                    yield number, sample

@@ -34,32 +34,31 @@ def collate(items: Sequence[Any]) -> Any:
     """
     first = items[0]
     if isinstance(first, Mapping):
-        return {name: _column(_values(items, name), name, items) for name in _same_fields(items)}
+        columns = _columns(first, items)
+        return {name: _column(values, name, items) for name, values in columns.items()}
     if isinstance(first, tuple):
         sizes = {len(item) for item in items}
         if len(sizes) > 1:
             raise SampleError(f"tuples of different lengths, {sorted(sizes)}, cannot be one batch")
-        columns = zip(*items, strict=True)
         return tuple(
-            _column(list(column), f"element {place}", items) for place, column in enumerate(columns)
+            _column(list(column), f"element {place}", items)
+            for place, column in enumerate(zip(*items, strict=True))
         )
     return _column(list(items), "items", items)
 
 
-def _same_fields(items: Sequence[Mapping[str, Any]]) -> list[str]:
-    names = list(items[0])
-    for item in items:
-        if item.keys() != items[0].keys():
-            differ = sorted(item.keys() ^ items[0].keys())
-            raise SampleError(
-                f"samples with different fields cannot be one batch: {differ} of {items[0].get('__key__')!r} and "
-                f"{item.get('__key__')!r}; choose fields that all have, with to_tuple or rename(..., keep=False)"
-            )
-    return names
-
-
-def _values(items: Sequence[Mapping[str, Any]], name: str) -> list[Any]:
-    return [item[name] for item in items]
+def _columns(first: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    try:
+        # Equally many names and all of the first one's: the same names, and 10 times faster than to compare them.
+        if list(map(len, items)).count(len(first)) == len(items):
+            return {name: [item[name] for item in items] for name in first}
+    except KeyError:
+        pass
+    names, other = first.keys(), next(item for item in items if item.keys() != first.keys())
+    raise SampleError(
+        f"samples with different fields cannot be one batch: {sorted(other.keys() ^ names)} of {first.get('__key__')!r} and "
+        f"{other.get('__key__')!r}; choose fields that all have, with to_tuple or rename(..., keep=False)"
+    )
 
 
 def _column(values: list[Any], name: str, items: Sequence[Any]) -> Any:

@@ -18,6 +18,7 @@ from shardstream.errors import IndexMismatchError, OptionError, ShardError
 from shardstream.format.group import Sample, read_sample
 from shardstream.format.index import INDEX_SUFFIX, Offsets, check_extent, decode_index, scan_shard
 from shardstream.format.manifest import ShardInfo, fingerprint
+from shardstream.format.many import Stretch, read_samples
 from shardstream.storage.filesystem import Storage, explained
 from shardstream.storage.locate import Located, is_compressed
 from shardstream.storage.retry import fetch
@@ -143,6 +144,10 @@ class Catalog:
             while self._kept_bytes > _OFFSETS_KEPT_BYTES and len(self._kept) > 1:
                 self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
         return offsets
+
+    def parse(self, stretches: Sequence[Stretch]) -> list[Sample | Exception]:
+        """Return the samples of some stretches, one after the other, or what is wrong with them."""
+        return read_samples(stretches)
 
     def read_sample(self, number: int) -> Sample:
         """Read one sample, by a range read of its bytes alone.

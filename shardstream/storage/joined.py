@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import islice
 
 import numpy as np
 
+from shardstream.format.group import Sample
 from shardstream.format.index import Offsets
 from shardstream.format.manifest import ShardInfo, fingerprint
+from shardstream.format.many import Stretch
 from shardstream.storage.catalog import Catalog, Extents, Numbers
 from shardstream.storage.filesystem import Storage
 
@@ -70,6 +73,20 @@ class JoinedCatalog:
         """Return the index of a shard, shape (n + 1,)."""
         part = int(np.searchsorted(self._first_shards, shard, side="right")) - 1
         return self.parts[part].offsets(shard - self._first_shards[part])
+
+    def parse(self, stretches: Sequence[Stretch]) -> list[Sample | Exception]:
+        """Return the samples of some stretches, one after the other, or what is wrong with them."""
+        found: list[list[Sample | Exception]] = [[] for _ in stretches]
+        shards = np.array([stretch.shard for stretch in stretches])
+        parts = np.searchsorted(self._first_shards, shards, side="right") - 1
+        for part in np.unique(parts).tolist():
+            mine = np.flatnonzero(parts == part).tolist()
+            first = self._first_shards[part]
+            own = [stretches[i]._replace(shard=stretches[i].shard - first) for i in mine]
+            samples = iter(self.parts[part].parse(own))
+            for i in mine:
+                found[i] = list(islice(samples, len(stretches[i].starts)))
+        return [sample for each in found for sample in each]
 
     def storage_of(self, shard: int) -> Storage:
         """Return where a shard is stored."""

@@ -1,0 +1,204 @@
+"""Many samples at once: what `group.read_sample` reads one by one, with headers checked side by side by NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardstream.format.group import Sample, read_sample
+from shardstream.format.tar import BLOCK_BYTES, Buffer
+
+Column = np.ndarray[Any, np.dtype[Any]]
+
+_FEW = 40  # below, NumPy's calls cost more than they save
+_POWERS_OF_8 = 8 ** np.arange(
+    10, -1, -1, dtype=np.int64
+)  # whole numbers: floats would wake the threads of BLAS
+_DOT, _SLASH, _UNDERSCORE, _FLAG_FILE = b"./_0"
+
+
+class Stretch(NamedTuple):
+    """Samples of one shard whose bytes are at hand."""
+
+    shard: int
+    """Number of the shard in its dataset."""
+    url: str
+    """Of the shard, for ``__url__`` and messages."""
+    buffer: Buffer
+    """A stretch of the tar, such as a memory map or a fetched range."""
+    base: int
+    """Offset in the tar of the buffer's first byte."""
+    starts: Column
+    """Offsets in the tar of each sample's first header, shape (n,), int64."""
+    ends: Column
+    """Offsets behind each sample's last member, shape (n,), int64."""
+
+
+def read_samples(stretches: Sequence[Stretch]) -> list[Sample | Exception]:
+    """Read the samples that the index says are at ``starts`` to ``ends`` of some stretches, one stretch after the other.
+
+    Samples that look like the first one (same fields, names of one length, plain headers) are read together: 1.3 us for one
+    of two members where `read_sample` takes 3.6 us. Any other goes through `read_sample`.
+
+    Returns:
+        For each the sample, or the error that `read_sample` raises for it.
+    """
+    if not stretches:
+        return []
+    starts = np.concatenate([stretch.starts - stretch.base for stretch in stretches])
+    if len(starts) < _FEW:
+        return [sample for stretch in stretches for sample in _read_each(stretch)]
+    return _Read(stretches, starts).samples()
+
+
+def _read_each(stretch: Stretch) -> list[Sample | Exception]:
+    return [
+        _read_one(stretch, start, end)
+        for start, end in zip(stretch.starts.tolist(), stretch.ends.tolist(), strict=True)
+    ]
+
+
+def _read_one(stretch: Stretch, start: int, end: int) -> Sample | Exception:
+    try:
+        return read_sample(stretch.buffer, stretch.base, start, end, stretch.url)
+    except Exception as error:  # noqa: BLE001  (handed on: the caller says what becomes of it)
+        return error
+
+
+class _Read:
+    """Samples under way.
+
+    Args:
+        stretches: Where they are.
+        starts: Offsets of their first headers, each in its buffer, shape (n,).
+    """
+
+    def __init__(self, stretches: Sequence[Stretch], starts: Column) -> None:
+        self._stretches = stretches
+        self._at = starts
+        self._counts = [len(stretch.starts) for stretch in stretches]
+        self._sound = starts % BLOCK_BYTES == 0
+        self._buffers = [each.buffer for each in stretches for _ in range(len(each.starts))]
+        self._samples: list[Sample] = []
+
+    def samples(self) -> list[Sample | Exception]:
+        stretch = self._stretches[0]
+        first = _read_one(stretch, int(stretch.starts[0]), int(stretch.ends[0]))
+        fields = list(first)[2:] if isinstance(first, dict) else []
+        key: Column = np.empty(0)
+        for field in fields:
+            headers = _Headers(self._headers())
+            suffix = np.frombuffer(b"." + field.encode() + b"\0", dtype=np.uint8)
+            if not self._samples:
+                key = headers.name[:, : headers.name_bytes + 1 - len(suffix)]
+                self._begin(key)
+            self._sound &= headers.sound & headers.are_named(key, suffix)
+            self._take(field, headers.size)
+        return (
+            self._mended() if fields else [s for each in self._stretches for s in _read_each(each)]
+        )
+
+    def _headers(self) -> Column:
+        """Return the header of each sample's next member, shape (n, 512); any other block where that is not in the buffer."""
+        taken = np.empty(len(self._at), dtype=f"V{BLOCK_BYTES}")
+        first = 0
+        for stretch, count in zip(self._stretches, self._counts, strict=True):
+            last = first + count
+            blocks = len(stretch.buffer) // BLOCK_BYTES
+            if blocks:
+                block = self._at[first:last] // BLOCK_BYTES
+                whole = np.frombuffer(stretch.buffer, dtype=taken.dtype, count=blocks)
+                whole.take(block, mode="clip", out=taken[first:last])
+            else:
+                self._sound[first:last] = False
+            first = last
+        return taken.view(np.uint8).reshape(len(taken), BLOCK_BYTES)
+
+    def _begin(self, key: Column) -> None:
+        """Make samples of keys alone, shape (n, k)."""
+        keys = [b""] * len(key)
+        if key.shape[1]:
+            keys = np.ascontiguousarray(key).view(f"S{key.shape[1]}")[:, 0].tolist()
+            # A key ends before the first dot, names a file, and is none of those that are passed over.
+            self._sound &= ~(key == _DOT).any(axis=1) & (key[:, -1] != _SLASH)
+            self._sound &= ~(key[:, :2] == _UNDERSCORE).all(axis=1) & (key < 128).all(axis=1)
+        urls = [stretch.url for stretch in self._stretches for _ in range(len(stretch.starts))]
+        self._samples = [
+            {"__key__": name.decode("ascii", "replace"), "__url__": url}
+            for name, url in zip(keys, urls, strict=True)
+        ]
+
+    def _take(self, field: str, sizes: Column) -> None:
+        """Give each sample its bytes of a member, and go on to the next."""
+        bodies = self._at + BLOCK_BYTES
+        ends = np.where(
+            self._sound, bodies + sizes, bodies
+        )  # nothing is copied on the word of a bad header
+        places = zip(self._samples, self._buffers, bodies.tolist(), ends.tolist(), strict=True)
+        for sample, buffer, body, end in places:
+            sample[field] = buffer[body:end]
+        self._at = bodies + (sizes + 511 & -512)
+
+    def _mended(self) -> list[Sample | Exception]:
+        """Return the samples, those that do not look like the first read anew."""
+        samples: list[Sample | Exception] = [*self._samples]
+        first = 0
+        for stretch, count in zip(self._stretches, self._counts, strict=True):
+            last = first + count
+            at = self._at[first:last]
+            sound = self._sound[first:last] & (at == stretch.ends - stretch.base)
+            sound &= at <= len(stretch.buffer)
+            for place in np.flatnonzero(~sound).tolist():
+                start, end = int(stretch.starts[place]), int(stretch.ends[place])
+                samples[first + place] = _read_one(stretch, start, end)
+            first = last
+        return samples
+
+
+class _Headers:
+    """One header of each of some samples.
+
+    Args:
+        header: Their bytes, shape (n, 512).
+    """
+
+    def __init__(self, header: Column) -> None:
+        self._header = header
+        self.name = header[:, :100]
+        self._size_digits = header[:, 124:135] ^ np.uint8(48)
+
+    @property
+    def name_bytes(self) -> int:
+        """Length of the first one's name; 0 if it fills its field, too."""
+        return int((self.name[0] == 0).argmax())
+
+    @property
+    def size(self) -> Column:
+        """Bytes of the members, shape (n,); right where `sound`."""
+        return self._size_digits.astype(np.int64) @ _POWERS_OF_8
+
+    @property
+    def sound(self) -> Column:
+        """Where `tar.is_plain_header` holds, with eleven octal digits of a size and six of a checksum; shape (n,)."""
+        header = self._header
+        field = header[:, 148:156]
+        stored = (field[:, :6] ^ np.uint8(48)).astype(np.int64) @ _POWERS_OF_8[-6:]
+        # The checksum's own field counts as eight blanks.
+        total = header.sum(axis=1, dtype=np.uint32) + 8 * 32 - field.sum(axis=1, dtype=np.uint32)
+        sound: Column = total == stored
+        sound &= header[:, 154] == 0
+        sound &= (header[:, 156] == _FLAG_FILE) & (header[:, 345] == 0) & (header[:, 135] <= 32)
+        sound &= self._size_digits.max(axis=1) < 8
+        return sound
+
+    def are_named(self, key: Column, suffix: Column) -> Column:
+        """Tell where a name is the key and the suffix, shape (n,); key: (n, k), suffix: (s,)."""
+        end = key.shape[1] + len(suffix)
+        if end > self.name.shape[1] or not key.shape[1]:
+            return np.zeros(len(self.name), dtype=bool)
+        named: Column = (self.name[:, key.shape[1] : end] == suffix).all(axis=1)
+        if key.base is not self.name.base:  # else it is the name that the key is taken from
+            named &= (self.name[:, : key.shape[1]] == key).all(axis=1)
+        return named

@@ -1,0 +1,228 @@
+"""Remote samples ahead of their use: few large range reads, several in flight, within a budget of bytes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from itertools import pairwise, repeat
+
+import numpy as np
+
+from shardstream.errors import StorageError
+from shardstream.format.group import Sample
+from shardstream.format.many import Stretch
+from shardstream.storage.catalog import Catalog, Extents, Numbers
+from shardstream.storage.filesystem import Storage
+from shardstream.storage.joined import JoinedCatalog
+from shardstream.storage.pace import Pace
+from shardstream.storage.retry import fetch
+
+_RANGE_BYTES = (
+    4 << 20
+)  # of one request: large enough to hide latency, small enough to spread over connections
+GAP_BYTES = 256 << 10
+"""Read through a gap of that size rather than pay another round trip."""
+
+_THREADS = 32  # of which `Pace` lets some work
+_INDEX_THREADS = 16
+_STALL_S = 120.0
+
+
+class Range:
+    """One request for consecutive samples of a shard."""
+
+    __slots__ = ("data", "end", "future", "left", "places", "shard", "start")
+
+    def __init__(self, shard: int, start: int, end: int, places: Numbers) -> None:
+        self.shard, self.start, self.end = shard, start, end
+        self.places = places  # of its samples, in what it was made of
+        self.left = len(places)
+        self.data = b""
+        self.future: Future[bytes] | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.end - self.start
+
+
+def coalesce(extents: Extents, gap_bytes: int = GAP_BYTES) -> list[Range]:
+    """Join samples that are near each other in a shard to ranges of at most 4 MiB, or one larger sample.
+
+    Returns:
+        The ranges, in the order in which their first samples are in ``extents``.
+    """
+    shards, starts, ends = extents
+    order = np.lexsort((starts, shards))
+    shards, starts, ends = shards[order], starts[order], ends[order]
+    apart = (np.diff(shards) != 0) | (starts[1:] - ends[:-1] > gap_bytes)
+    runs = [0, *(np.flatnonzero(apart) + 1).tolist(), len(order)]
+    ranges: list[Range] = []
+    for run, run_end in pairwise(runs):
+        first = run
+        while first < run_end:
+            reach = starts[first] + _RANGE_BYTES
+            last = max(first + 1, run + int(np.searchsorted(ends[run:run_end], reach, "right")))
+            begin, end = int(starts[first]), int(ends[last - 1])
+            ranges.append(Range(int(shards[first]), begin, end, order[first:last]))
+            first = last
+    return sorted(ranges, key=lambda span: int(span.places.min()))
+
+
+class RangeFetcher:
+    """Samples of remote tars, by range reads ahead of use.
+
+    Args:
+        catalog: The dataset.
+        upcoming: Sample numbers that will be asked for, in groups that are read together, in order of first need.
+        prefetch_bytes: How much to hold ahead of use; the group that is being read is held whatever this says.
+        gap_bytes: Gaps between samples that are read through.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog | JoinedCatalog,
+        upcoming: Iterator[Numbers],
+        *,
+        prefetch_bytes: int,
+        gap_bytes: int = GAP_BYTES,
+    ) -> None:
+        self._catalog = catalog
+        self._upcoming = upcoming
+        self._budget = prefetch_bytes
+        self._gap_bytes = gap_bytes
+        self._held: dict[int, Range] = {}
+        self._held_bytes = 0
+        self._pace = Pace()
+        self._read_bytes = self._requests = 0
+        self._wait_s = 0.0
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-fetch")
+        self._index_pool = ThreadPoolExecutor(
+            _INDEX_THREADS, thread_name_prefix="shardstream-index"
+        )
+        self._next: tuple[Numbers, list[Future[object]]] | None = None
+
+    def samples(self, numbers: Numbers) -> list[Sample | Exception]:
+        """Return for each number its sample, once its bytes have come, or what is wrong with it."""
+        if not len(numbers):
+            return []
+        while self._held_bytes < self._budget and self._request_next():
+            pass
+        wanted = numbers.tolist()
+        while any(number not in self._held for number in wanted) and self._request_next():
+            pass
+        missing = [number for number in dict.fromkeys(wanted) if number not in self._held]
+        if missing:
+            self._request(np.array(missing, dtype=np.int64))
+        by_range: dict[Range, list[int]] = {}
+        for place, number in enumerate(wanted):
+            by_range.setdefault(self._held[number], []).append(place)
+        return self._read(numbers, by_range)
+
+    def stats(self) -> dict[str, float]:
+        """Return what it has cost so far."""
+        return {
+            "read_bytes": self._read_bytes,
+            "requests": self._requests,
+            "throttled": self._pace.throttled_times,
+            "wait_s": self._wait_s,
+        }
+
+    def close(self) -> None:
+        """Drop what is held; requests in flight end by themselves."""
+        self._held.clear()
+        for pool in (self._pool, self._index_pool):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _read(self, numbers: Numbers, by_range: dict[Range, list[int]]) -> list[Sample | Exception]:
+        """Read ranges in order of need; a store that fails is the end of all that is not there yet."""
+        extents = self._catalog.extents(numbers)
+        stretches, order = [], []
+        failed: StorageError | None = None
+        for span, places in by_range.items():
+            try:
+                data = self._wait(span)
+            except StorageError as error:
+                failed = error
+                break
+            url = self._catalog.shards[span.shard].url
+            starts, ends = extents.starts[places], extents.ends[places]
+            stretches.append(Stretch(span.shard, url, data, span.start, starts, ends))
+            order += places
+            self._let_go(span, {int(numbers[place]) for place in places})
+        found: list[Sample | Exception | None] = [failed] * len(numbers)
+        for place, sample in zip(order, self._catalog.parse(stretches), strict=True):
+            found[place] = sample
+        return found  # type: ignore[return-value]  # all are there, or failed
+
+    def _let_go(self, span: Range, used: set[int]) -> None:
+        for number in used:
+            del self._held[number]
+        span.left -= len(used)
+        if span.left == 0:
+            span.data = b""
+            self._held_bytes -= span.size
+
+    def _request_next(self) -> bool:
+        """Ask for the next group; the indexes of the one after it are on their way meanwhile."""
+        numbers, indexes = self._next or self._announce()
+        if not len(numbers):
+            return False
+        for index in indexes:
+            index.result()
+        self._request(numbers)
+        self._next = self._announce()
+        return True
+
+    def _announce(self) -> tuple[Numbers, list[Future[object]]]:
+        numbers = next(self._upcoming, np.empty(0, dtype=np.int64))
+        shards = self._catalog.shards_of(numbers) if len(numbers) else []
+        return numbers, [self._index_pool.submit(self._catalog.offsets, shard) for shard in shards]
+
+    def _request(self, numbers: Numbers) -> None:
+        for span in coalesce(self._catalog.extents(numbers), self._gap_bytes):
+            storage, url = (
+                self._catalog.storage_of(span.shard),
+                self._catalog.shards[span.shard].url,
+            )
+            span.future = self._pool.submit(self._fetch, storage, url, span.start, span.end)
+            self._held_bytes += span.size
+            mine = numbers[span.places].tolist()
+            self._held.update(zip(mine, repeat(span)))
+            span.left = len(set(mine))
+
+    def _fetch(self, storage: Storage, url: str, start: int, end: int) -> bytes:
+        with self._pace.slot():
+            data = fetch(storage, url, start, end)
+        self._pace.arrived(len(data))
+        return data
+
+    def _wait(self, span: Range) -> bytes:
+        if span.future is None:
+            return span.data
+        begin = time.perf_counter()
+        try:
+            span.data = span.future.result(timeout=_STALL_S)
+        except StorageError:
+            self._forget(span)
+            raise
+        except FutureTimeoutError as error:
+            self._forget(span)
+            raise StorageError(
+                f"no answer for {span.size} bytes in {_STALL_S:.0f} s; check the server and the network",
+                shard=self._catalog.shards[span.shard].url,
+                offset=span.start,
+            ) from error
+        finally:
+            self._wait_s += time.perf_counter() - begin
+        self._requests += 1
+        self._read_bytes += span.size
+        span.future = None
+        return span.data
+
+    def _forget(self, span: Range) -> None:
+        """Let what a failed request was for be asked for again."""
+        self._held = {number: held for number, held in self._held.items() if held is not span}
+        self._held_bytes -= span.size

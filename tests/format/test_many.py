@@ -1,0 +1,144 @@
+"""Samples read side by side are those read one by one, and so are the errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardstream.format import many
+from shardstream.format.group import iter_groups, read_sample
+from shardstream.format.many import Stretch, read_samples
+from shardstream.format.names import member_name
+from shardstream.format.tar import iter_members
+from tests.strategies import archives, raw_samples
+from tests.write.tars import samples as two_fields
+from tests.write.tars import tar_bytes
+
+URL = "s3://bucket/a.tar"
+
+
+def extents(tar: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    groups = list(iter_groups(iter_members(lambda at, size: tar[at : at + size])))
+    starts = np.array([group.start for group in groups], dtype=np.int64)
+    return starts, np.array([group.end for group in groups], dtype=np.int64)
+
+
+def one_by_one(stretches: list[Stretch]) -> list[Any]:
+    found: list[Any] = []
+    for _, url, buffer, base, starts, ends in stretches:
+        for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+            try:
+                found.append(read_sample(buffer, base, start, end, url))
+            except Exception as error:  # noqa: BLE001  (compared below)
+                found.append(repr(error))
+    return found
+
+
+def together(stretches: list[Stretch]) -> list[Any]:
+    found = read_samples(stretches)
+    return [repr(sample) if isinstance(sample, Exception) else sample for sample in found]
+
+
+def members(samples: list[dict[str, Any]]) -> list[tuple[str, bytes]]:
+    return [
+        (member_name(sample["__key__"], field), data)
+        for sample in samples
+        for field, data in sample.items()
+        if field != "__key__"
+    ]
+
+
+def crowd(count: int) -> bytes:
+    return tar_bytes(two_fields(0, count))
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(many, "_FEW", 1)
+
+
+def test_many_plain_samples_never_take_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    tar = crowd(200)
+    expected = one_by_one([Stretch(0, URL, tar, 0, *extents(tar))])
+    calls: list[int] = []
+
+    def counted(buffer: Any, base: int, start: int, end: int, shard: str) -> Any:
+        calls.append(start)
+        return read_sample(buffer, base, start, end, shard)
+
+    monkeypatch.setattr(many, "read_sample", counted)
+    assert together([Stretch(0, URL, tar, 0, *extents(tar))]) == expected
+    assert len(calls) == 1  # the one that shows what they look like
+
+
+@given(data=st.data())
+def test_any_shards_in_any_stretches(data: st.DataObject) -> None:
+    stretches = []
+    for shard in range(data.draw(st.integers(1, 3))):
+        tar = tar_bytes(members(data.draw(raw_samples(max_samples=30))))
+        starts, ends = extents(tar)
+        if not len(starts):
+            continue
+        base = int(starts.min()) if data.draw(st.booleans()) else 0
+        order = np.array(data.draw(st.permutations(range(len(starts)))), dtype=np.int64)
+        stretches.append(
+            Stretch(shard, f"{URL}{shard}", tar[base:], base, starts[order], ends[order])
+        )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(many, "_FEW", 1)
+        assert together(stretches) == one_by_one(stretches)
+
+
+@given(archive=archives())
+def test_tars_of_any_form(archive: Any) -> None:
+    try:
+        starts, ends = extents(archive.data)
+    except Exception:  # noqa: BLE001  (no such samples: nothing to compare)
+        return
+    stretches = [Stretch(0, URL, archive.data, 0, starts, ends)] if len(starts) else []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(many, "_FEW", 1)
+        assert together(stretches) == one_by_one(stretches)
+
+
+@given(
+    flips=st.lists(
+        st.tuples(st.integers(0, 60 * 2048), st.integers(0, 255)), min_size=1, max_size=30
+    ),
+    cut=st.integers(0, 60 * 2560) | st.none(),
+)
+def test_damage_is_found_as_one_by_one(flips: list[tuple[int, int]], cut: int | None) -> None:
+    tar = bytearray(crowd(60))
+    starts, ends = extents(bytes(tar))
+    for place, value in flips:
+        tar[place % len(tar)] = value
+    stretches = [Stretch(0, URL, bytes(tar[:cut]), 0, starts, ends)]
+    assert together(stretches) == one_by_one(stretches)
+
+
+@pytest.mark.parametrize("column", range(512))
+def test_every_byte_of_a_header_counts(column: int) -> None:
+    tar = bytearray(crowd(45))
+    starts, ends = extents(bytes(tar))
+    tar[int(starts[7]) + column] ^= 1
+    stretches = [Stretch(0, URL, bytes(tar), 0, starts, ends)]
+    assert together(stretches) == one_by_one(stretches)
+
+
+@pytest.mark.parametrize("shift", [-1024, -512, -1, 1, 512, 10**12, -(10**12)])
+def test_an_index_that_does_not_fit(shift: int, few: None) -> None:
+    tar = crowd(10)
+    starts, ends = extents(tar)
+    starts[3] += shift
+    stretches = [Stretch(0, URL, tar, 0, starts, ends)]
+    assert together(stretches) == one_by_one(stretches)
+
+
+def test_nothing_is_nothing() -> None:
+    assert read_samples([]) == []
+    none = np.empty(0, dtype=np.int64)
+    assert read_samples([Stretch(0, URL, b"", 0, none, none)]) == []
