@@ -328,11 +328,11 @@ def test_a_store_that_stalls_is_an_error(url: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ahead, "_STALL_S", 0.1)
     released = threading.Event()
 
-    def stall(*_: Any) -> bytes:
+    def stall(*_: Any, **__: Any) -> bytes:
         released.wait(10)
         return b""
 
-    monkeypatch.setattr(module, "fetch", stall)
+    monkeypatch.setattr(ahead, "fetch", stall)
     try:
         with pytest.raises(StorageError, match=r"no answer for \d+ bytes in 0 s; check the server"):
             list(loader(url))
