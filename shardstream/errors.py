@@ -4,7 +4,8 @@
     ├── OptionError         an argument that makes no sense (also a ValueError)
     ├── StorageError        a place that cannot be listed, read or written
     │   ├── MissingError    nothing is there
-    │   └── RefusedError    no credentials, or wrong ones
+    │   ├── RefusedError    no credentials, or wrong ones
+    │   └── ChangedError    not the file that was indexed, or read before
     ├── ShardError          a tar whose bytes are damaged or cut
     │   └── IndexMismatchError   a tar, its index and its manifest that do not fit each other
     ├── ManifestError       an index.json that is none of ours
@@ -85,6 +86,10 @@ class MissingError(StorageError):
 
 class RefusedError(StorageError):
     """No credentials, or wrong ones. Trying again does not help."""
+
+
+class ChangedError(StorageError):
+    """A file that is not what its manifest says, or not what it was before. Trying again does not help."""
 
 
 class ShardError(ShardStreamError):

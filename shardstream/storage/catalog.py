@@ -19,7 +19,8 @@ from shardstream.format.group import Sample, read_sample
 from shardstream.format.index import INDEX_SUFFIX, Offsets, check_extent, decode_index, scan_shard
 from shardstream.format.manifest import ShardInfo, fingerprint
 from shardstream.format.many import Stretch, read_samples
-from shardstream.storage.filesystem import Storage, explained
+from shardstream.storage.explain import explained
+from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import Located, is_compressed
 from shardstream.storage.retry import fetch
 

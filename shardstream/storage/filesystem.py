@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import copy
-import os
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 import fsspec
-from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-from shardstream.errors import MissingError, OptionError, RefusedError, StorageError, redact
-from shardstream.storage.inherited import keep_inherited
+from shardstream.errors import MissingError, StorageError
+from shardstream.storage.clients import Clients, Limits
+from shardstream.storage.explain import explained
+from shardstream.storage.piece import Piece
+from shardstream.storage.retry import fetch, patiently
 
-_S3 = ("s3", "s3a")
-_INSTALL = {
-    "s3": "pip install 'shardstream[s3]'",
-    "gs": "pip install gcsfs",
-    "abfs": "pip install adlfs",
-}
+_VERSIONS_KEPT = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,71 +34,70 @@ class FileInfo:
 
 
 class Storage:
-    """Reads and lists files by URL; picklable, opens its file systems anew in each process.
+    """Reads and lists files by URL; picklable, opens its clients anew in each process.
+
+    What is read is asked for again where that can help (see `retry.fetch`).
 
     Args:
-        options: What fsspec takes as ``storage_options``, e.g. ``{"key": …, "secret": …, "endpoint_url": …}``.
+        options: What fsspec takes as ``storage_options``, e.g. ``{"key": …, "secret": …, "endpoint_url": …}``, and beside
+            them ``s3_client`` ("s3fs" or "obstore"; by default obstore where it is installed and knows all options),
+            ``stall_s`` (limit of the time without a byte, 20) and ``patience_s`` (how long a server that fails is asked
+            again, 60).
         filesystem: An fsspec file system to use for every URL instead of looking one up by protocol.
+
+    Raises:
+        OptionError: If one of those three makes no sense.
     """
 
     def __init__(self, options: Mapping[str, Any] | None = None, filesystem: Any = None) -> None:
-        self._options = dict(options or {})
-        self._filesystem = filesystem
-        self._opened: dict[str, Any] = {}
-        self._pid = os.getpid()
+        self._clients = Clients(options or {}, filesystem)
+        self._versions: OrderedDict[str, str] = OrderedDict()
+        self.reached = False
+        """Whether a server has answered: one that never did is not waited for that long."""
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_opened": {}}
+        return self.__dict__ | {"_versions": OrderedDict()}
+
+    @property
+    def limits(self) -> Limits:
+        """How long a server is waited for."""
+        return self._clients.limits
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Values that no message may show."""
+        return self._clients.secrets
 
     def resolve(self, url: str) -> tuple[Any, str]:
-        """Return the file system of a URL and the path on it.
+        """Return the file system of a URL and the path on it, for writing: it retries by itself.
 
         Raises:
             OptionError: If the URL starts a command, or its protocol is unknown or not installed.
         """
-        if url.startswith("pipe:"):
-            raise OptionError(
-                "no URL starts a command here; give the files' own URL (s3://…), "
-                "or mount or download what only a command can reach"
-            )
-        if self._pid != os.getpid():  # forked: connections and threads stayed with the parent
-            keep_inherited(self._opened, self._filesystem)
-            self._opened, self._pid = {}, os.getpid()
-            if getattr(self._filesystem, "async_impl", False):
-                self._filesystem = copy.deepcopy(self._filesystem)  # opens it anew
-        if self._filesystem is not None:
-            return self._filesystem, self._filesystem._strip_protocol(url)
-        protocol = url.split("://", 1)[0] if "://" in url else "file"
-        filesystem = self._opened.get(protocol)
-        if filesystem is None or "::" in url:
-            filesystem, path = self._open(url, protocol)
-            if "::" not in url:
-                self._opened[protocol] = filesystem
-            return filesystem, path
-        return filesystem, filesystem._strip_protocol(url)
+        return self._clients.filesystem(url, reading=False)
 
-    def _open(self, url: str, protocol: str) -> tuple[Any, str]:
-        options = self._options
-        if protocol in _S3:
-            # Servers that came before the newer checksums (MinIO, Ceph) refuse or drop them.
-            checksums = dict.fromkeys(
-                ("request_checksum_calculation", "response_checksum_validation"), "when_required"
-            )
-            options = {"use_listings_cache": False, **options}
-            options["config_kwargs"] = checksums | options.get("config_kwargs", {})
-        try:
-            return cast("tuple[Any, str]", url_to_fs(url, **options))
-        except ImportError as error:
-            install = _INSTALL.get(protocol, "install the package it names")
-            raise OptionError(
-                f"{protocol}:// needs one more package ({error}): {install}", shard=url
-            ) from error
-        except (ValueError, TypeError) as error:
-            raise OptionError(f"cannot open this URL: {error}", shard=url) from error
+    def read_once(
+        self, url: str, start: int = 0, end: int | None = None, *, piecemeal: bool = False
+    ) -> Piece:
+        """Ask a client once, and raise what it raises: for `retry.fetch`, which has the words and the pauses."""
+        return self._clients.read(url, start, end, piecemeal=piecemeal)
+
+    def pin(self, url: str, version: str) -> str:
+        """Remember the version of a file that is read by ranges; returns the one that was first seen."""
+        first = self._versions.setdefault(url, version)
+        if len(self._versions) > _VERSIONS_KEPT:
+            self._versions.popitem(last=False)
+        return first
+
+    def forget(self, url: str) -> None:
+        """Let a file that we write have a new version."""
+        self._versions.pop(url, None)
 
     def local_path(self, url: str) -> str | None:
         """Return the path of a file on this machine, None for anything else."""
-        filesystem, path = self.resolve(url)
+        if self._clients.is_s3(url):  # not opened to find that out
+            return None
+        filesystem, path = self._clients.filesystem(url, reading=True)
         return path if isinstance(filesystem, LocalFileSystem) else None
 
     def info(self, url: str) -> FileInfo:
@@ -111,20 +106,18 @@ class Storage:
         Raises:
             StorageError: If it is missing or out of reach.
         """
-        filesystem, path = self.resolve(url)
-        with explained(url):
-            filesystem.invalidate_cache()
-            found = filesystem.info(path)
+        found = self._ask(url, "info")
         if found["type"] == "directory":
             raise StorageError("a folder where a file is expected", shard=url)
         return FileInfo(url=url, size=found["size"])
 
     def exists(self, url: str) -> bool:
         """Tell whether there is a file or folder."""
-        filesystem, path = self.resolve(url)
-        with explained(url):
-            filesystem.invalidate_cache()
-            return bool(filesystem.exists(path))
+        try:
+            self._ask(url, "info")  # exists() of some file systems takes every failure for a no
+        except MissingError:
+            return False
+        return True
 
     def list_folder(self, url: str) -> tuple[list[FileInfo], list[str]]:
         """Return the files, sorted by name, and the names of the folders, right under a folder or prefix.
@@ -132,13 +125,11 @@ class Storage:
         Raises:
             StorageError: If it is missing, empty or out of reach.
         """
-        filesystem, path = self.resolve(url)
-        with explained(url):
-            filesystem.invalidate_cache()
-            entries = filesystem.ls(path, detail=True)
+        _, path = self._clients.filesystem(url, reading=True)
+        entries = self._ask(url, "ls", detail=True)
         entries = [entry for entry in entries if entry["name"].rstrip("/") != path.rstrip("/")]
         files = [
-            FileInfo(url=self._url(url, filesystem, e["name"]), size=e["size"])
+            FileInfo(url=self._url(url, e["name"]), size=e["size"])
             for e in entries
             if e["type"] == "file"
         ]
@@ -151,133 +142,58 @@ class Storage:
 
     def find(self, url: str) -> list[FileInfo]:
         """Return all files under a folder or prefix, however deep, sorted by name."""
-        filesystem, path = self.resolve(url)
-        with explained(url):
-            filesystem.invalidate_cache()
-            found = filesystem.find(path, detail=True)
-        files = [
-            FileInfo(url=self._url(url, filesystem, name), size=entry["size"])
-            for name, entry in found.items()
-        ]
-        return sorted(files, key=lambda file: file.url)
+        return self._files(url, self._ask(url, "find", detail=True))
 
     def glob(self, pattern: str) -> list[FileInfo]:
         """Return the files that match a pattern, sorted by name."""
-        filesystem, path = self.resolve(pattern)
-        with explained(pattern):
-            filesystem.invalidate_cache()
-            found = filesystem.glob(path, detail=True)
-        files = [
-            FileInfo(url=self._url(pattern, filesystem, name), size=entry["size"])
-            for name, entry in found.items()
-            if entry["type"] == "file"
-        ]
-        return sorted(files, key=lambda file: file.url)
+        found = self._ask(pattern, "glob", detail=True)
+        return self._files(
+            pattern, {name: entry for name, entry in found.items() if entry["type"] == "file"}
+        )
 
     def read(self, url: str, start: int = 0, end: int | None = None) -> bytes:
-        """Read a whole file, or the bytes ``start`` to ``end`` of it.
+        """Read a whole file, or the bytes ``start`` to ``end`` of it: `retry.fetch`.
 
         Raises:
             StorageError: If it is missing, out of reach, or shorter than asked for.
         """
-        filesystem, path = self.resolve(url)
-        with explained(url):
-            # start=0, end=None is a plain GET: a range on an empty object would be refused
-            data = (
-                filesystem.cat_file(path)
-                if (start, end) == (0, None)
-                else filesystem.cat_file(path, start=start, end=end)
-            )
-        data = bytes(data)
-        if end is not None and len(data) < end - start:
-            raise StorageError(
-                f"got {len(data)} of {end - start} bytes: the file is shorter than its index says, or the answer was cut",
-                shard=url,
-                offset=start,
-            )
-        return data
+        return fetch(self, url, start, end)
+
+    def _ask(self, url: str, method: str, **arguments: Any) -> Any:
+        """Call what lists or looks up, on what is there now."""
+        filesystem, path = self._clients.filesystem(url, reading=True)
+
+        def ask() -> Any:
+            filesystem.invalidate_cache()
+            return getattr(filesystem, method)(path, **arguments)
+
+        return patiently(self, url, ask)
+
+    def _files(self, asked: str, found: Mapping[str, Any]) -> list[FileInfo]:
+        files = [
+            FileInfo(url=self._url(asked, name), size=entry["size"])
+            for name, entry in found.items()
+        ]
+        return sorted(files, key=lambda file: file.url)
 
     @contextmanager
     def open(self, url: str) -> Iterator[BinaryIO]:
         """Open a file for reading from the start to the end."""
-        filesystem, path = self.resolve(url)
-        with explained(url):
+        filesystem, path = self._clients.filesystem(url, reading=False)
+        with explained(url, self.secrets):
             stream = filesystem.open(path, "rb")
         with stream:
             yield cast("BinaryIO", stream)
 
     @staticmethod
-    def _url(asked: str, filesystem: Any, name: str) -> str:
+    def _url(asked: str, name: str) -> str:
         """Give a listed name the protocol that its folder was asked with, so it can be opened again."""
         if "::" in asked:
             chain, last = asked.rsplit("::", 1)
-            return f"{chain}::{Storage._url(last, filesystem, name)}"
+            return f"{chain}::{Storage._url(last, name)}"
         if "://" not in asked or "://" in name:
             return name
         return f"{asked.split('://', 1)[0]}://{name.lstrip('/') if not asked.startswith('file:') else name}"
-
-
-@contextmanager
-def explained(url: str) -> Iterator[None]:
-    """Turn what a file system raises into a `StorageError` that says what to do."""
-    try:
-        yield
-    except (OSError, ValueError, RuntimeError) as error:
-        raise _explain(error, url) from error
-    except TypeError as error:
-        if "keyword argument" not in str(error):
-            raise
-        raise OptionError(
-            f"the file system does not know one of the storage options: {error}", shard=url
-        ) from error
-    except Exception as error:
-        # Clients have trees of their own (botocore's comes from Exception); only theirs is translated.
-        if type(error).__module__.split(".")[0] in _CLIENTS:
-            raise _explain(error, url) from error
-        raise
-
-
-_CLIENTS = (
-    "botocore",
-    "aiobotocore",
-    "s3fs",
-    "aiohttp",
-    "gcsfs",
-    "adlfs",
-    "azure",
-    "google",
-    "obstore",
-    "fsspec",
-)
-_REMEDIES: tuple[tuple[type[StorageError], tuple[str, ...], str], ...] = (
-    (MissingError, ("FileNotFoundError", "NoSuchBucket", "NoSuchKey"),
-     "nothing is there; check the URL, and that it was written"),
-    (RefusedError, ("NoCredentials", "CredentialRetrieval", "PartialCredentials", "ProfileNotFound"),
-     "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, or pass storage_options"),
-    (RefusedError, ("PermissionError", "Forbidden", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"),
-     "access refused; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy"),
-    (StorageError, ("EndpointConnectionError", "ConnectionError", "ConnectorError", "ConnectTimeout", "NameResolution"),
-     "the server cannot be reached; check AWS_ENDPOINT_URL and the network"),
-    (StorageError, ("No space left", "Disk quota exceeded", "File too large"),
-     "the disk is full; free some space, or write elsewhere"),
-    (StorageError, ("Timeout",),
-     "the server did not answer in time; try again, or raise the client's timeout in storage_options"),
-)  # fmt: skip
-
-
-def _explain(error: BaseException, url: str) -> StorageError:
-    """Find the first thing in an error's chain that we know a remedy for."""
-    names: list[str] = []
-    cause: BaseException | None = error
-    while cause is not None and len(names) < 10:
-        names.append(" ".join(kind.__name__ for kind in type(cause).__mro__))
-        cause = cause.__cause__ or cause.__context__
-    text = " ".join(names) + f" {error}"
-    detail = f"{type(error).__name__}: {error}"
-    for kind, signs, remedy in _REMEDIES:
-        if any(sign in text for sign in signs):
-            return kind(f"{remedy} ({redact(detail)})", shard=url)
-    return StorageError(redact(detail), shard=url)
 
 
 def join_url(folder: str, name: str) -> str:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from shardstream.errors import StorageError
-from shardstream.storage.filesystem import Storage, explained, parent_url
+from shardstream.storage.explain import explained
+from shardstream.storage.filesystem import Storage, parent_url
 
 # Where a PUT is one act: the object is there whole or not at all.
 _ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "memory", "hf"})

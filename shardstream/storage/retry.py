@@ -1,30 +1,224 @@
-"""Reads that are tried again where that can help."""
+"""Reads that are tried again where that can help, from the byte they had reached."""
 
 from __future__ import annotations
 
+import logging
 import random
 import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeVar
 
-from shardstream.errors import MissingError, RefusedError, StorageError
-from shardstream.storage.filesystem import Storage
+from shardstream.errors import ChangedError
+from shardstream.storage.explain import Verdict, judge, tellable
 
-_ATTEMPTS = 5
+if TYPE_CHECKING:
+    from shardstream.storage.filesystem import Storage
+    from shardstream.storage.piece import Piece
+
+_T = TypeVar("_T")
+_log = logging.getLogger(__name__)
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 8.0
+_NEVER_REACHED_S = (
+    10.0  # of patience with a server that has not answered once: more likely a wrong address
+)
 _jitter = random.Random()  # of its own: the user's global generator is left alone
 
 
-def fetch(storage: Storage, url: str, start: int = 0, end: int | None = None) -> bytes:
-    """Read a range, or a whole file, trying again with growing pauses where that can help.
+def fetch(
+    storage: Storage,
+    url: str,
+    start: int = 0,
+    end: int | None = None,
+    *,
+    size: int | None = None,
+    on_throttle: Callable[[], None] | None = None,
+) -> bytes:
+    """Read a range, or a whole file; after a fault go on at the byte reached, with growing pauses.
+
+    All bytes are of one version of the file: its ETag must stay what it was when this storage first read a range of it in this
+    process, and its length what the caller says.
+
+    Args:
+        storage: Where the file is.
+        url: Its URL.
+        start: Offset of the first byte.
+        end: Offset behind the last; None is the end of the file.
+        size: Length of the file as a manifest says; None is unknown.
+        on_throttle: Called each time the server asks for fewer requests (503 SlowDown, 429).
 
     Raises:
-        StorageError: If it still fails after five attempts; at once if the file is missing or access refused.
+        MissingError: If the file is missing; at once.
+        RefusedError: If access is refused; at once.
+        ChangedError: If the file is not the one that was indexed, or changes meanwhile; at once.
+        StorageError: If no byte comes for ``patience_s`` of the storage options.
     """
-    for attempt in range(1, _ATTEMPTS + 1):
+    reading = _Reading(storage, url, start, end, size)
+    turns = Turns(storage, url, on_throttle)
+    while not reading.is_complete:
+        if end is not None and start >= end:
+            return b""
         try:
-            return storage.read(url, start, end)
-        except (MissingError, RefusedError):
-            raise
-        except StorageError:
-            if attempt == _ATTEMPTS:
-                raise
-            time.sleep(min(8.0, 0.2 * 2**attempt) * _jitter.uniform(0.5, 1.0))
-    raise AssertionError("unreachable")
+            piece = storage.read_once(url, reading.position, end, piecemeal=reading.has_broken_off)
+        except Exception as error:  # noqa: BLE001  (judged: a bug keeps its type)
+            turns.wait(error, reading.explain)
+            continue
+        reading.add(piece)
+        storage.reached = True
+        if not reading.is_complete:
+            if piece.data:
+                turns.begin_anew()
+            turns.wait(piece.error or reading.too_short(), reading.explain)
+    return reading.data
+
+
+def patiently(storage: Storage, url: str, ask: Callable[[], _T]) -> _T:
+    """Ask for something that changes nothing there, such as a listing, again while that can help.
+
+    Raises:
+        StorageError: If it still fails after ``patience_s``; at once if it is missing or refused.
+    """
+    turns = Turns(storage, url)
+    while True:
+        try:
+            answer = ask()
+        except Exception as error:  # noqa: BLE001  (judged: a bug keeps its type)
+            turns.wait(error)
+            continue
+        storage.reached = True
+        return answer
+
+
+class Turns:
+    """The pauses between attempts, and when there are no more.
+
+    Args:
+        storage: Whose options say how long, and which texts no message may show.
+        url: For messages.
+        on_throttle: Called each time the server asks for fewer requests.
+    """
+
+    def __init__(
+        self, storage: Storage, url: str, on_throttle: Callable[[], None] | None = None
+    ) -> None:
+        self._storage, self._url, self._on_throttle = storage, url, on_throttle
+        self._count = 0
+        self._since = time.monotonic()
+
+    def begin_anew(self) -> None:
+        """Bytes came: whatever fails now is a fault of its own."""
+        self._count, self._since = 0, time.monotonic()
+
+    def wait(self, error: Exception, explain: Callable[[Verdict], Exception] | None = None) -> None:
+        """Pause before the next attempt.
+
+        Raises:
+            StorageError: What the error means to the user, if trying again does not help or has lasted too long.
+        """
+        storage = self._storage
+        verdict = judge(error, self._url, storage.secrets)
+        if verdict.throttled and self._on_throttle is not None:
+            self._on_throttle()
+        patience_s = storage.limits.patience_s
+        if not storage.reached:
+            patience_s = min(patience_s, _NEVER_REACHED_S)
+        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._count) * _jitter.uniform(0.5, 1.0)
+        passed_s = time.monotonic() - self._since
+        self._count += 1
+        if not verdict.again or passed_s + pause_s > patience_s:
+            told = verdict.error if explain is None else explain(verdict)
+            if verdict.again:
+                told.add_note(f"tried {self._count} times in {passed_s:.0f} s")
+            raise told from (None if told is error else tellable(error, storage.secrets))
+        _log.debug("again in %.1f s: %s", pause_s, verdict.error)
+        time.sleep(pause_s)
+
+
+class _Reading:
+    """What has come of a range, and whether it is all of one file."""
+
+    def __init__(
+        self, storage: Storage, url: str, start: int, end: int | None, size: int | None
+    ) -> None:
+        self._storage, self._url, self._end = storage, url, end
+        self._told_size = size
+        self._size = size
+        self._version: str | None = None
+        self._pins = (start, end) != (0, None) or size is not None
+        self._parts: list[bytes] = []
+        self._start = self.position = start
+        self.is_complete = False
+        self.has_broken_off = False
+
+    @property
+    def data(self) -> bytes:
+        return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+
+    def add(self, piece: Piece) -> None:
+        """Take what a request brought.
+
+        Raises:
+            ChangedError: If it is of another version of the file.
+        """
+        self._check(piece)
+        self._parts.append(piece.data)
+        self.position += len(piece.data)
+        self.has_broken_off |= piece.error is not None
+        if self._end is not None:
+            self.is_complete = self.position >= self._end
+        elif self._size is not None:
+            self.is_complete = self.position >= self._size
+        else:
+            self.is_complete = piece.error is None
+
+    def _check(self, piece: Piece) -> None:
+        if piece.size is not None:
+            if self._size not in (None, piece.size):
+                raise self._other_size(piece.size)
+            if self._end is not None and self._end > piece.size:
+                raise self._shorter(piece.size)
+            self._size = piece.size
+        if piece.version is not None:
+            known = self._version
+            if known is None and self._pins:
+                known = self._storage.pin(self._url, piece.version)
+            if known not in (None, piece.version):
+                raise ChangedError(
+                    f"the file changed while it was read: it was ETag {known}, it is {piece.version}; "
+                    "start again, and run 'shardstream index' if it was written anew",
+                    shard=self._url,
+                    offset=self.position,
+                )
+            self._version = piece.version
+
+    def too_short(self) -> Exception:
+        """Say that an answer ended early without a word, or that the file itself does."""
+        got = self.position - self._start
+        if self._size is None and self._end is not None:
+            size = self._storage.info(self._url).size
+            if size < self._end:
+                return self._shorter(size)
+        wanted = (self._size or 0) - self._start if self._end is None else self._end - self._start
+        return ConnectionError(f"the answer was cut: got {got} of {wanted} bytes")
+
+    def explain(self, verdict: Verdict) -> Exception:
+        """Return the error of a verdict, with the file's length if that is what it is about."""
+        if verdict.past_end:
+            return self._shorter(self._storage.info(self._url).size)
+        return verdict.error
+
+    def _shorter(self, size: int) -> ChangedError:
+        if self._told_size not in (None, size):
+            return self._other_size(size)
+        return ChangedError(
+            f"the file is shorter than its index says: it has {size} bytes, wanted are {self.position} to {self._end}; "
+            "run 'shardstream index' again, or write the shard again",
+            shard=self._url,
+            offset=self._start,
+        )
+
+    def _other_size(self, size: int) -> ChangedError:
+        return ChangedError(
+            f"the file changed: it has {size} bytes, the manifest or an earlier answer says {self._size}; "
+            "run 'shardstream index' again",
+            shard=self._url,
+        )

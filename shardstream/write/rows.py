@@ -11,7 +11,8 @@ from types import ModuleType
 from typing import Any
 
 from shardstream.errors import OptionError, SourceError
-from shardstream.storage.filesystem import Storage, explained
+from shardstream.storage.explain import explained
+from shardstream.storage.filesystem import Storage
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 _PARQUET_ROWS = 256  # at a time: rows may hold whole images

@@ -1,0 +1,273 @@
+"""Which client serves a URL, opened in the process that uses it."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import logging
+import math
+import multiprocessing
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
+
+from fsspec.core import url_to_fs
+
+from shardstream.errors import OptionError
+from shardstream.storage import inherited
+from shardstream.storage.environment import aws_variables
+from shardstream.storage.explain import explained
+from shardstream.storage.piece import Piece, Reader
+from shardstream.storage.read_any import FilesystemReader
+from shardstream.storage.s3_settings import S3Settings, for_s3fs, understand
+
+if TYPE_CHECKING:
+    from shardstream.storage.read_obstore import ObstoreReader
+
+_log = logging.getLogger(__name__)
+S3 = ("s3", "s3a")
+_INSTALL = {
+    "s3": "pip install 'shardstream[s3]'",
+    "s3a": "pip install 'shardstream[s3]'",
+    "gs": "pip install gcsfs",
+    "abfs": "pip install adlfs",
+}
+# What obstore says where s3fs can help: another region (which s3fs finds), a chunked answer.
+_FOR_S3FS = (
+    "PermanentRedirect",
+    "redirect without LOCATION",
+    "AuthorizationHeaderMalformed",
+    "Content-Length Header missing",
+)
+_SECRET_NAMES = ("key", "secret", "token", "password", "credential", "sas", "passphrase")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How long a server is waited for.
+
+    Args:
+        stall_s: Without a byte, before a request is given up and sent again.
+        patience_s: Of failing requests without a byte, before that is an error.
+
+    Raises:
+        OptionError: If one is no positive number.
+    """
+
+    stall_s: float = 20.0
+    patience_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name, value in (("stall_s", self.stall_s), ("patience_s", self.patience_s)):
+            told: object = value  # from storage options: of any type
+            if not isinstance(told, int | float) or not 0 < told < math.inf:
+                raise OptionError(f"{name} is a number of seconds over 0, not {value!r}")
+
+
+class Clients:
+    """The clients of one `Storage`; picklable, opened anew in each process.
+
+    Args:
+        options: As the user gave them.
+        filesystem: An fsspec file system to use for every URL.
+
+    Raises:
+        OptionError: If an option of ours makes no sense.
+    """
+
+    def __init__(self, options: Mapping[str, Any], filesystem: Any) -> None:
+        self._options = dict(options)
+        self._s3_client = self._options.pop("s3_client", None)
+        if self._s3_client not in (None, "s3fs", "obstore"):
+            raise OptionError(f"s3_client is 's3fs' or 'obstore', not {self._s3_client!r}")
+        given = {
+            name: self._options.pop(name) for name in ("stall_s", "patience_s") if name in options
+        }
+        self.limits = Limits(**given)
+        self._filesystem = filesystem
+        self._opened: dict[tuple[str, bool], Any] = {}
+        self._obstore: ObstoreReader | str | None = None
+        self._pid = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_opened": {}, "_obstore": None}
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Values that no message may show."""
+        found = _secret_values(self._options)
+        found += [
+            value for name, value in aws_variables().items() if name.endswith(("_KEY", "_TOKEN"))
+        ]
+        return tuple(found)
+
+    def filesystem(self, url: str, *, reading: bool) -> tuple[Any, str]:
+        """Return the file system of a URL and the path on it.
+
+        Args:
+            url: Of any protocol, or a chain.
+            reading: Requests will be retried by `storage.retry`, so the client need not.
+
+        Raises:
+            OptionError: If the URL starts a command, or its protocol is unknown or not installed.
+        """
+        if url.startswith("pipe:"):
+            raise OptionError(
+                "no URL starts a command here; give the files' own URL (s3://…), "
+                "or mount or download what only a command can reach"
+            )
+        self._leave_inherited()
+        if self._filesystem is not None:
+            return self._filesystem, self._filesystem._strip_protocol(url)
+        protocol = protocol_of(url)
+        filesystem = self._opened.get((protocol, reading))
+        if filesystem is None or "::" in url:
+            filesystem, path = self._open(url, protocol, reading=reading)
+            if "::" not in url:
+                self._opened[protocol, reading] = filesystem
+            return filesystem, path
+        return filesystem, filesystem._strip_protocol(url)
+
+    def is_s3(self, url: str) -> bool:
+        """Tell whether a URL is read by an S3 client of ours: no chain, no file system of the user's."""
+        return self._filesystem is None and protocol_of(url) in S3 and "::" not in url
+
+    def reader(self, url: str, *, whole: bool) -> tuple[Reader, str]:
+        """Return what reads a URL, and the path to ask it for.
+
+        Args:
+            url: Of any protocol, or a chain.
+            whole: The file will be read from its start to its end, as small ones are.
+        """
+        self._leave_inherited()
+        if self.is_s3(url):
+            path = url.partition("://")[2]
+            reader = self._find_obstore(path, whole=whole)
+            if reader is not None:
+                return reader, path
+        filesystem, path = self.filesystem(url, reading=True)
+        s3fs = sys.modules.get("s3fs")
+        if s3fs is not None and isinstance(filesystem, s3fs.S3FileSystem):
+            from shardstream.storage.read_s3fs import S3fsReader  # noqa: PLC0415
+
+            return S3fsReader(filesystem, self.limits.stall_s), path
+        return FilesystemReader(filesystem, self.limits.stall_s), path
+
+    def read(self, url: str, start: int, end: int | None, *, piecemeal: bool) -> Piece:
+        """Ask once for bytes of a file, and raise what the client raises."""
+        reader, path = self.reader(url, whole=(start, end) == (0, None))
+        try:
+            return reader.read(path, start, end, piecemeal=piecemeal)
+        except Exception as error:
+            if reader is not self._obstore or not self._give_up_obstore(error):
+                raise
+        reader, path = self.reader(url, whole=False)
+        return reader.read(path, start, end, piecemeal=piecemeal)
+
+    def _give_up_obstore(self, error: Exception) -> bool:
+        """Go on with s3fs if that can do what obstore cannot: follow a bucket to its region, read answers without a length."""
+        known = next((sign for sign in _FOR_S3FS if sign in str(error)), None)
+        if known is None or self._s3_client == "obstore" or not _is_installed("s3fs"):
+            return False
+        _log.info("reading S3 with s3fs, not obstore: %s", known)
+        self._obstore = known
+        return True
+
+    def _leave_inherited(self) -> None:
+        if self._pid == os.getpid():
+            return
+        # forked: connections and threads stayed with the parent
+        inherited.keep_inherited(self._opened, self._obstore, self._filesystem)
+        self._opened, self._obstore, self._pid = {}, None, os.getpid()
+        if getattr(self._filesystem, "async_impl", False):
+            self._filesystem = copy.deepcopy(self._filesystem)  # opens it anew
+
+    def _find_obstore(self, path: str, *, whole: bool) -> ObstoreReader | None:
+        if self._s3_client == "s3fs" or not _is_installed("obstore"):
+            if self._s3_client == "obstore":
+                raise OptionError("s3_client='obstore' needs one more package: pip install obstore")
+            return None
+        forced = self._s3_client == "obstore" or not _is_installed("s3fs")
+        if not forced and whole and multiprocessing.parent_process() is None:
+            return None  # a process that only looks around keeps free of threads that its workers could not do without
+        from shardstream.storage.read_obstore import ObstoreReader, can_name  # noqa: PLC0415
+
+        if self._obstore is None:
+            settings = self._settings()
+            if inherited.has_dead_threads():
+                self._obstore = (
+                    "this process was forked from one that had used obstore, whose threads stayed there; "
+                    "install s3fs, or start workers with multiprocessing_context='spawn'"
+                )
+            elif settings is None:
+                self._obstore = (
+                    "one of the storage options, or of the AWS profile, is for s3fs alone"
+                )
+            else:
+                self._obstore = ObstoreReader(settings)
+        why = self._obstore if can_name(path) else "obstore cannot ask for a key of that name"
+        if isinstance(why, ObstoreReader):
+            return why
+        if forced:
+            raise OptionError(f"obstore cannot read this: {why}", shard=f"s3://{path}")
+        return None
+
+    def _settings(self) -> S3Settings | None:
+        with explained("s3://"):
+            return understand(self._options, aws_variables(), self.limits.stall_s)
+
+    def _open(self, url: str, protocol: str, *, reading: bool) -> tuple[Any, str]:
+        options = self._options
+        try:
+            if protocol in S3:
+                if not _is_installed("s3fs") and _is_installed("obstore"):
+                    return self._open_obstore(), url.partition("://")[2].rstrip("/")
+                options = for_s3fs(
+                    options, aws_variables(), self.limits.stall_s if reading else None
+                )
+            filesystem, path = cast("tuple[Any, str]", url_to_fs(url, **options))
+        except ImportError as error:
+            install = _INSTALL.get(protocol, "install the package it names")
+            raise OptionError(
+                f"{protocol}:// needs one more package ({error}): {install}", shard=url
+            ) from error
+        except (ValueError, TypeError) as error:
+            raise OptionError(f"cannot open this URL: {error}", shard=url) from error
+        if protocol in S3 and reading and "::" not in url:
+            filesystem.retries = 1  # its options make it an instance of its own
+        return filesystem, path
+
+    def _open_obstore(self) -> Any:
+        from obstore.fsspec import FsspecStore  # noqa: PLC0415
+
+        from shardstream.storage.read_obstore import store_arguments  # noqa: PLC0415
+
+        settings = self._settings()
+        if settings is None:
+            raise OptionError(
+                "one of the storage options, or of the AWS profile, is for s3fs alone: pip install s3fs"
+            )
+        inherited.note_threads_started()
+        make: Any = FsspecStore  # its types do not name what fsspec's metaclass takes
+        return make("s3", **store_arguments(settings), skip_instance_cache=True)
+
+
+def protocol_of(url: str) -> str:
+    """Return the protocol of a URL, "file" for a path."""
+    return url.split("://", 1)[0] if "://" in url else "file"
+
+
+def _is_installed(package: str) -> bool:
+    return package in sys.modules or importlib.util.find_spec(package) is not None
+
+
+def _secret_values(options: Mapping[str, Any]) -> list[str]:
+    found: list[str] = []
+    for name, value in options.items():
+        if isinstance(value, Mapping):
+            found += _secret_values(value)
+        elif isinstance(value, str) and len(value) >= 4 and name.lower().endswith(_SECRET_NAMES):
+            found.append(value)
+    return found

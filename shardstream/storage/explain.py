@@ -1,0 +1,173 @@
+"""What clients raise, in our words: what is wrong, where, what to do, and whether trying again can help."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from shardstream.errors import (
+    MissingError,
+    OptionError,
+    RefusedError,
+    ShardStreamError,
+    StorageError,
+    redact,
+)
+
+# Clients have trees of their own (botocore's comes from Exception); only theirs is translated.
+_CLIENTS = (
+    "botocore",
+    "aiobotocore",
+    "s3fs",
+    "aiohttp",
+    "gcsfs",
+    "adlfs",
+    "azure",
+    "google",
+    "obstore",
+    "pyo3_runtime",
+    "fsspec",
+)
+# What a server or a client says of a request that was signed, beside URLs (`redact`).
+_SIGNED = re.compile(
+    r"(?is)(<(AWSAccessKeyId|StringToSign|StringToSignBytes|SignatureProvided|CanonicalRequest|CanonicalRequestBytes)>).*?(?=</\2>|$)"
+    r"|(\b(?:X-Amz-(?:Signature|Credential|Security-Token)|AWSAccessKeyId|Signature|Credential|sig|Authorization)['\"]?\s*[=:]\s*)[^\s&<>]+"
+)
+_CODE = re.compile(r"<Code>([^<]*)</Code>(?:<Message>([^<]*)</Message>)?")
+
+
+class Verdict(NamedTuple):
+    """What to make of a failed request."""
+
+    error: StorageError
+    """For the user."""
+    again: bool
+    """Whether the same request may work later."""
+    throttled: bool = False
+    """Whether the server asks for fewer requests."""
+    past_end: bool = False
+    """Whether the range begins behind the end of the file."""
+
+
+class _Sign(NamedTuple):
+    names: tuple[str, ...]
+    remedy: str
+    kind: type[StorageError] = StorageError
+    again: bool = False
+    throttled: bool = False
+    past_end: bool = False
+
+
+_SIGNS = (
+    _Sign(("EndpointConnectionError", "ConnectionError", "ConnectorError", "ConnectTimeout", "NameResolution",
+           "kind: Connect"),
+          "the server cannot be reached; check AWS_ENDPOINT_URL and the network", again=True),
+    _Sign(("SlowDown", "reduce your request rate", "TooManyRequests", "Too Many Requests", "Throttl", "RequestLimitExceeded",
+           "503 Service Unavailable", "ServiceUnavailable"),
+          "the server asks for fewer requests; read with fewer workers at a time", again=True, throttled=True),
+    _Sign(("InvalidRange", "Range Not Satisfiable", "RangeNotSatisfiable"),
+          "the file is shorter than its index says", past_end=True),
+    _Sign(("NoCredentials", "CredentialRetrieval", "PartialCredentials", "ProfileNotFound"),
+          "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, or pass storage_options",
+          RefusedError),
+    _Sign(("ExpiredToken", "TokenRefreshRequired", "InvalidToken"),
+          "access refused; AWS_SESSION_TOKEN is wrong or has expired, get new credentials", RefusedError),
+    _Sign(("PermissionError", "PermissionDenied", "Unauthenticated", "Forbidden", "AccessDenied", "InvalidAccessKeyId",
+           "SignatureDoesNotMatch"),
+          "access refused; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy",
+          RefusedError),
+    _Sign(("FileNotFoundError", "NoSuchBucket", "NoSuchKey"),
+          "nothing is there; check the URL, and that it was written", MissingError),
+    _Sign(("PermanentRedirect", "BareRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint"),
+          "the bucket is in another region; set AWS_REGION"),
+    _Sign(("No space left", "Disk quota exceeded", "File too large"),
+          "the disk is full; free some space, or write elsewhere"),
+    _Sign(("Timeout", "TimedOut"),
+          "the server did not answer in time; check it and the network, or raise stall_s in storage_options", again=True),
+)  # fmt: skip
+_LATER = (OSError, RuntimeError)  # of unknown ones, those that tell of a world that may change
+_NEVER = (
+    "IsADirectoryError",
+    "NotADirectoryError",
+    "NotImplementedError",
+    "InvalidBucketName",
+    "InvalidRequest",
+    "InvalidArgument",
+    "MethodNotAllowed",
+    "(400)",
+    "400 Bad Request",
+    "501 Not Implemented",
+    "builder error",
+)
+
+
+def judge(error: Exception, url: str, secrets: tuple[str, ...] = ()) -> Verdict:
+    """Find the first thing in an error's chain that we know a remedy for.
+
+    Raises:
+        Exception: The error itself if it is none of a client's: a bug keeps its type.
+        OptionError: If the file system does not know a storage option.
+    """
+    if isinstance(error, StorageError):
+        return Verdict(error, again=False)
+    if isinstance(error, ShardStreamError):
+        raise error
+    if isinstance(error, TypeError) and "keyword argument" in str(error):
+        raise OptionError(
+            f"the file system does not know one of the storage options: {error}", shard=url
+        ) from error
+    theirs = type(error).__module__.split(".")[0] in _CLIENTS
+    if not theirs and not isinstance(error, OSError | ValueError | RuntimeError | TimeoutError):
+        raise error
+    text = _chain_text(error).replace(url.partition("://")[2] or url, "")
+    detail = _scrub(f"{type(error).__name__}: {_first_line(error)}", secrets)
+    for sign in _SIGNS:
+        if any(name in text for name in sign.names):
+            made = sign.kind(f"{sign.remedy} ({detail})", shard=url)
+            return Verdict(made, sign.again, sign.throttled, sign.past_end)
+    again = (theirs or isinstance(error, _LATER)) and not any(name in text for name in _NEVER)
+    return Verdict(StorageError(detail, shard=url), again)
+
+
+def tellable(error: BaseException, secrets: tuple[str, ...] = ()) -> BaseException | None:
+    """Return an error as the cause of ours, or None if anything in its chain would show a secret."""
+    text = _chain_text(error)
+    return error if _scrub(text, secrets) == text else None
+
+
+@contextmanager
+def explained(url: str, secrets: tuple[str, ...] = ()) -> Iterator[None]:
+    """Turn what a file system raises into a `StorageError` that says what to do."""
+    try:
+        yield
+    except Exception as error:
+        verdict = judge(error, url, secrets)
+        if verdict.error is error:
+            raise
+        raise verdict.error from tellable(error, secrets)
+
+
+def _scrub(text: str, secrets: tuple[str, ...]) -> str:
+    for secret in secrets:
+        text = text.replace(secret, "…")
+    return _SIGNED.sub(lambda found: (found[1] or found[3]) + "…", redact(text))
+
+
+def _chain_text(error: BaseException) -> str:
+    parts: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None and len(parts) < 20:
+        parts += (" ".join(kind.__name__ for kind in type(cause).__mro__), str(cause))
+        cause = cause.__cause__ or cause.__context__
+    return "\n".join(parts)
+
+
+def _first_line(error: Exception) -> str:
+    """Return what an error says, without the dumps of structures that some clients append."""
+    text = str(error)
+    code = _CODE.search(text)
+    if code is not None:
+        return ", ".join(part for part in code.groups() if part)
+    return text.strip().partition("\n")[0]

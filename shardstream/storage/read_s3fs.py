@@ -1,0 +1,71 @@
+"""S3 by s3fs: its session, its options and its credentials, with a reading loop of our own."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fsspec.asyn import sync
+
+from shardstream.storage.piece import Piece
+
+_CHUNK_BYTES = 1 << 20
+
+
+class S3fsReader:
+    """Reads objects through the client of an `s3fs.S3FileSystem`; what came before a cut is kept.
+
+    Its own ``cat_file`` starts over after a cut, tells neither length nor ETag, and waits for a minute for a server that stalls.
+
+    Args:
+        filesystem: Open in this process.
+        stall_s: Limit of the time without a byte.
+    """
+
+    def __init__(self, filesystem: Any, stall_s: float) -> None:
+        self._filesystem = filesystem
+        self._stall_s = stall_s
+
+    def read(self, path: str, start: int, end: int | None, *, piecemeal: bool = False) -> Piece:  # noqa: ARG002
+        """Ask once for the bytes ``start`` to ``end``."""
+        piece: Piece = sync(self._filesystem.loop, self._read, path, start, end)
+        return piece
+
+    async def _read(self, path: str, start: int, end: int | None) -> Piece:
+        bucket, key, version_id = self._filesystem.split_path(path)
+        request = {"Bucket": bucket, "Key": key}
+        if (start, end) != (0, None):
+            request["Range"] = f"bytes={start}-{'' if end is None else end - 1}"
+        if version_id is not None:
+            request["VersionId"] = version_id
+        async with asyncio.timeout(
+            self._stall_s + 10
+        ):  # connecting and asking for credentials, too
+            answer = await self._filesystem._call_s3("get_object", **request)
+        whole = answer.get("ContentRange", "").rpartition("/")[2]
+        parts: list[bytes] = []
+        error: Exception | None = None
+        try:
+            await self._collect(answer["Body"], parts)
+        except Exception as broken:  # noqa: BLE001  (the caller judges it, and keeps what came)
+            error = broken
+        finally:
+            answer["Body"].close()
+        size = int(whole) if whole.isdigit() else answer.get("ContentLength")
+        if size is None:  # a chunked answer, whose end looks like any cut
+            async with asyncio.timeout(self._stall_s):
+                head = await self._filesystem._call_s3("head_object", Bucket=bucket, Key=key)
+            size = head["ContentLength"]
+        return Piece(
+            data=b"".join(parts),
+            size=size,
+            version=answer.get("ETag"),
+            error=error,
+        )
+
+    async def _collect(self, body: Any, parts: list[bytes]) -> None:
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(self._stall_s) as limit:
+            while chunk := await body.read(_CHUNK_BYTES):
+                parts.append(chunk)
+                limit.reschedule(loop.time() + self._stall_s)

@@ -1,0 +1,235 @@
+"""Storage options and AWS variables -> what both S3 clients are opened with.
+
+Options keep the shape that s3fs gives them. The other client, obstore, is opened only with options that are all understood
+here, so that both go to the same place with the same credentials.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+_CREDENTIALS_LAST = timedelta(minutes=10)  # obstore asks again five minutes before
+# Of no matter for reading by range.
+_IDLE = frozenset(
+    {
+        "asynchronous",
+        "cache_regions",
+        "default_block_size",
+        "default_cache_type",
+        "default_fill_cache",
+        "fixed_upload_size",
+        "listings_expiry_time",
+        "max_concurrency",
+        "skip_instance_cache",
+        "use_listings_cache",
+    }
+)
+_KNOWN = _IDLE | {
+    "anon",
+    "client_kwargs",
+    "config_kwargs",
+    "endpoint_url",
+    "key",
+    "profile",
+    "requester_pays",
+    "secret",
+    "token",
+}
+_KNOWN_CLIENT = frozenset({"endpoint_url", "region_name", "verify"})
+_KNOWN_CONFIG = frozenset(
+    {
+        "connect_timeout",
+        "max_pool_connections",
+        "read_timeout",
+        "request_checksum_calculation",
+        "response_checksum_validation",
+        "retries",
+        "s3",
+    }
+)
+# In a profile of ~/.aws/config, what changes where requests go in ways that only botocore knows.
+_PROFILE_DETAILS = frozenset(
+    {"ca_bundle", "s3", "services", "use_dualstack_endpoint", "use_fips_endpoint"}
+)
+_DETAILS = ("AWS_USE_DUALSTACK_ENDPOINT", "AWS_USE_FIPS_ENDPOINT")
+
+Credentials = Callable[[], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class S3Settings:
+    """Where an S3 server is and how to speak to it.
+
+    Args:
+        region: To sign for.
+        endpoint: URL of the server; None is AWS.
+        credentials: Looks them up; None asks the client's own chain (variables, web identity, container, instance).
+        anonymous: Sign nothing.
+        virtual_hosts: Put the bucket into the host's name.
+        requester_pays: Say that the reader pays.
+        verify: False takes any certificate; text is the path of one to trust.
+        connect_s: Limit of the time to connect.
+        stall_s: Limit of the time without a byte.
+    """
+
+    region: str
+    endpoint: str | None = None
+    credentials: Credentials | None = None
+    anonymous: bool = False
+    virtual_hosts: bool = False
+    requester_pays: bool = False
+    verify: bool | str = True
+    connect_s: float = 10.0
+    stall_s: float = 20.0
+
+
+def understand(
+    options: Mapping[str, Any], variables: Mapping[str, str], stall_s: float
+) -> S3Settings | None:
+    """Read the storage options of s3fs; None if there is one whose meaning only s3fs knows.
+
+    Args:
+        options: As for `s3fs.S3FileSystem`.
+        variables: The AWS_… variables.
+        stall_s: Limit of the time without a byte.
+
+    Raises:
+        Exception: What botocore raises for a profile that does not exist.
+    """
+    client = options.get("client_kwargs") or {}
+    config = options.get("config_kwargs") or {}
+    style = (config.get("s3") or {}).get("addressing_style", "auto")
+    if not (
+        _KNOWN.issuperset(options)
+        and _KNOWN_CLIENT.issuperset(client)
+        and _KNOWN_CONFIG.issuperset(config)
+        and {"addressing_style"}.issuperset(config.get("s3") or {})
+        and not any(variables.get(name, "").lower() == "true" for name in _DETAILS)
+    ):
+        return None
+    profile = _profile(options, variables)
+    if _PROFILE_DETAILS.intersection(profile):
+        return None
+    endpoint = find_endpoint(options, variables) or profile.get("endpoint_url")
+    if endpoint and style == "virtual":
+        return None
+    read_s = float(config.get("read_timeout") or stall_s)
+    return S3Settings(
+        region=find_region(options, variables) or profile.get("region") or "us-east-1",
+        endpoint=endpoint,
+        credentials=_credentials(options, variables),
+        anonymous=bool(options.get("anon")),
+        virtual_hosts=style == "virtual",
+        requester_pays=bool(options.get("requester_pays")),
+        verify=client.get("verify", variables.get("AWS_CA_BUNDLE") or True),
+        connect_s=float(config.get("connect_timeout") or min(10.0, read_s)),
+        stall_s=read_s,
+    )
+
+
+def for_s3fs(
+    options: Mapping[str, Any], variables: Mapping[str, str], stall_s: float | None
+) -> dict[str, Any]:
+    """Complete the options of an `s3fs.S3FileSystem`.
+
+    Args:
+        options: As the user gave them; they win.
+        variables: The AWS_… variables.
+        stall_s: Limit of the time without a byte, for a file system that is asked by `retry`, which needs no retries below
+            it; None for one that retries by itself.
+    """
+    # Servers that came before the newer checksums (MinIO, Ceph) refuse or drop them.
+    config: dict[str, Any] = dict.fromkeys(
+        ("request_checksum_calculation", "response_checksum_validation"), "when_required"
+    )
+    if stall_s is not None:
+        config |= {
+            "connect_timeout": min(10.0, stall_s),
+            "read_timeout": stall_s,
+            "max_pool_connections": 64,
+            "retries": {"total_max_attempts": 1},
+        }
+    complete = {"use_listings_cache": False, **options}
+    complete["config_kwargs"] = config | dict(options.get("config_kwargs") or {})
+    region = variables.get("AWS_REGION")  # which botocore does not look at
+    client = dict(options.get("client_kwargs") or {})
+    if region and "region_name" not in client:
+        complete["client_kwargs"] = client | {"region_name": region}
+    return complete
+
+
+def find_region(options: Mapping[str, Any], variables: Mapping[str, str]) -> str | None:
+    """Return the region that options or variables name."""
+    given: str | None = (options.get("client_kwargs") or {}).get("region_name")
+    return given or variables.get("AWS_REGION") or variables.get("AWS_DEFAULT_REGION")
+
+
+def find_endpoint(options: Mapping[str, Any], variables: Mapping[str, str]) -> str | None:
+    """Return the server that options or variables name."""
+    given: str | None = options.get("endpoint_url") or (options.get("client_kwargs") or {}).get(
+        "endpoint_url"
+    )
+    if given or variables.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true":
+        return given
+    return variables.get("AWS_ENDPOINT_URL_S3") or variables.get("AWS_ENDPOINT_URL")
+
+
+def _profile(options: Mapping[str, Any], variables: Mapping[str, str]) -> Mapping[str, Any]:
+    """Return what the user's profile says; nothing where botocore, which reads it, is missing."""
+    if importlib.util.find_spec("botocore") is None:
+        return {}
+    found: Mapping[str, Any] = _session(options).get_scoped_config()
+    if variables.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true":
+        return {name: value for name, value in found.items() if name != "endpoint_url"}
+    return found
+
+
+def _session(options: Mapping[str, Any]) -> Any:
+    import botocore.session  # noqa: PLC0415  (comes with s3fs, which is an extra)
+
+    return botocore.session.Session(profile=options.get("profile"))
+
+
+def _credentials(options: Mapping[str, Any], variables: Mapping[str, str]) -> Credentials | None:
+    key, secret, token = (options.get(name) for name in ("key", "secret", "token"))
+    if not (key and secret) and not options.get("profile"):
+        key, secret = (
+            variables.get(f"AWS_{name}") for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY")
+        )
+        token = variables.get("AWS_SESSION_TOKEN")
+    if key and secret:
+        fixed = {
+            "access_key_id": key,
+            "secret_access_key": secret,
+            "token": token,
+            "expires_at": None,
+        }
+        return lambda: fixed
+    if importlib.util.find_spec("botocore") is None:
+        return None
+    return _FromBotocore(_session(options))
+
+
+class _FromBotocore:
+    """Profiles, single sign-on, roles, containers, instances: as botocore finds them, and renews them."""
+
+    def __init__(self, session: Any) -> None:
+        self._session = session
+
+    def __call__(self) -> dict[str, Any]:
+        from botocore.exceptions import NoCredentialsError  # noqa: PLC0415
+
+        found = self._session.get_credentials()
+        if found is None:
+            raise NoCredentialsError
+        frozen = found.get_frozen_credentials()
+        return {
+            "access_key_id": frozen.access_key,
+            "secret_access_key": frozen.secret_key,
+            "token": frozen.token,
+            "expires_at": datetime.now(UTC) + _CREDENTIALS_LAST,
+        }
