@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeoutError
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from contextlib import nullcontext
 from itertools import pairwise, repeat
 
 import numpy as np
@@ -14,7 +14,6 @@ from shardstream.errors import StorageError
 from shardstream.format.group import Sample
 from shardstream.format.many import Stretch
 from shardstream.storage.catalog import Catalog, Extents, Numbers
-from shardstream.storage.filesystem import Storage
 from shardstream.storage.joined import JoinedCatalog
 from shardstream.storage.pace import Pace
 from shardstream.storage.retry import fetch
@@ -27,7 +26,6 @@ GAP_BYTES = 256 << 10
 
 _THREADS = 32  # of which `Pace` lets some work
 _INDEX_THREADS = 16
-_STALL_S = 120.0
 
 
 class Range:
@@ -79,6 +77,7 @@ class RangeFetcher:
         upcoming: Sample numbers that will be asked for, in groups that are read together, in order of first need.
         prefetch_bytes: How much to hold ahead of use; the group that is being read is held whatever this says.
         gap_bytes: Gaps between samples that are read through.
+        hedges: Send a second request where an answer takes three times as long as usual, and take what comes first.
     """
 
     def __init__(
@@ -88,11 +87,13 @@ class RangeFetcher:
         *,
         prefetch_bytes: int,
         gap_bytes: int = GAP_BYTES,
+        hedges: bool = False,
     ) -> None:
         self._catalog = catalog
         self._upcoming = upcoming
         self._budget = prefetch_bytes
         self._gap_bytes = gap_bytes
+        self._hedges = hedges
         self._held: dict[int, Range] = {}
         self._held_bytes = 0
         self._pace = Pace()
@@ -183,44 +184,71 @@ class RangeFetcher:
 
     def _request(self, numbers: Numbers) -> None:
         for span in coalesce(self._catalog.extents(numbers), self._gap_bytes):
-            storage, url = (
-                self._catalog.storage_of(span.shard),
-                self._catalog.shards[span.shard].url,
-            )
-            span.future = self._pool.submit(self._fetch, storage, url, span.start, span.end)
+            span.future = self._pool.submit(self._fetch, span)
             self._held_bytes += span.size
             mine = numbers[span.places].tolist()
             self._held.update(zip(mine, repeat(span)))
             span.left = len(set(mine))
 
-    def _fetch(self, storage: Storage, url: str, start: int, end: int) -> bytes:
-        with self._pace.slot():
-            data = fetch(storage, url, start, end)
-        self._pace.arrived(len(data))
+    def _fetch(self, span: Range, *, hedge: bool = False) -> bytes:
+        """Read a range, in a thread of the pool."""
+        shard = self._catalog.shards[span.shard]
+        with nullcontext() if hedge else self._pace.slot():
+            begin = time.monotonic()
+            data = fetch(
+                self._catalog.storage_of(span.shard),
+                shard.url,
+                span.start,
+                span.end,
+                size=shard.filesize,
+                on_throttle=self._pace.throttled,
+            )
+        self._pace.arrived(len(data), time.monotonic() - begin)
         return data
 
     def _wait(self, span: Range) -> bytes:
+        """Return the bytes of a range.
+
+        Raises:
+            StorageError: If they cannot be had, or nothing at all comes any more.
+        """
         if span.future is None:
             return span.data
-        begin = time.perf_counter()
+        begin = time.monotonic()
         try:
-            span.data = span.future.result(timeout=_STALL_S)
+            span.data = self._answer(span, span.future)
         except StorageError:
             self._forget(span)
             raise
-        except FutureTimeoutError as error:
-            self._forget(span)
-            raise StorageError(
-                f"no answer for {span.size} bytes in {_STALL_S:.0f} s; check the server and the network",
-                shard=self._catalog.shards[span.shard].url,
-                offset=span.start,
-            ) from error
         finally:
-            self._wait_s += time.perf_counter() - begin
+            self._wait_s += time.monotonic() - begin
         self._requests += 1
         self._read_bytes += span.size
         span.future = None
         return span.data
+
+    def _answer(self, span: Range, first: Future[bytes]) -> bytes:
+        """Wait for a request, and for a second one like it if the first takes long and that is wanted."""
+        shard = self._catalog.shards[span.shard]
+        limits = self._catalog.storage_of(span.shard).limits
+        limit_s = (
+            limits.patience_s + 2 * limits.stall_s
+        )  # a client that keeps to its limits is done by then
+        asked, begin = {first}, time.monotonic()
+        if self._hedges and not wait(asked, timeout=self._pace.straggler_s).done:
+            asked.add(self._pool.submit(self._fetch, span, hedge=True))
+        while True:
+            answered = wait(asked, timeout=limit_s, return_when=FIRST_COMPLETED).done
+            good = [request for request in answered if request.exception() is None]
+            if good or answered == asked:
+                return (good or list(answered))[0].result()
+            asked -= answered
+            if time.monotonic() - max(begin, self._pace.arrived_at) >= limit_s:
+                raise StorageError(
+                    f"no answer for {span.size} bytes in {limit_s:.0f} s; check the server and the network",
+                    shard=shard.url,
+                    offset=span.start,
+                )
 
     def _forget(self, span: Range) -> None:
         """Let what a failed request was for be asked for again."""

@@ -31,6 +31,8 @@ class Pace:
     ) -> None:
         self.limit = first
         self.throttled_times = 0
+        self.arrived_at = clock()
+        self._usual_s, self._answers = 0.0, 0
         self._most, self._clock = most, clock
         self._active = 0
         self._changed = threading.Condition()
@@ -55,12 +57,19 @@ class Pace:
                 self._active -= 1
                 self._changed.notify()
 
-    def arrived(self, nbytes: int) -> None:
-        """Hear that a request has brought so many bytes."""
+    @property
+    def straggler_s(self) -> float:
+        """Seconds after which an answer is late: three times the usual, at least 0.2."""
+        return max(0.2, 3 * self._usual_s)
+
+    def arrived(self, nbytes: int, seconds: float) -> None:
+        """Hear that a request has brought so many bytes in so many seconds."""
         with self._changed:
+            self._usual_s += (seconds - self._usual_s) / min(32, self._answers + 1)
+            self._answers += 1
             self._bytes += nbytes
             self._count += 1
-            now = self._clock()
+            self.arrived_at = now = self._clock()
             elapsed = now - self._since
             if elapsed >= _WINDOW_S and self._count >= self.limit:
                 if self._crowded:  # else it is the reader that sets the rate

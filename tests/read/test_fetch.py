@@ -325,7 +325,6 @@ def test_a_store_that_fails_stops_the_epoch(
 
 
 def test_a_store_that_stalls_is_an_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "_STALL_S", 0.1)
     released = threading.Event()
 
     def stall(*_: Any, **__: Any) -> bytes:
@@ -333,8 +332,9 @@ def test_a_store_that_stalls_is_an_error(url: str, monkeypatch: pytest.MonkeyPat
         return b""
 
     monkeypatch.setattr(ahead, "fetch", stall)
+    options = {"patience_s": 0.1, "stall_s": 0.05}
     try:
         with pytest.raises(StorageError, match=r"no answer for \d+ bytes in 0 s; check the server"):
-            list(loader(url))
+            list(loader(url, storage_options=options))
     finally:
         released.set()
