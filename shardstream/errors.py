@@ -12,7 +12,8 @@
     │   └── DecodeError     a field whose bytes cannot be decoded
     ├── SourceError         a file or row that cannot be packed
     ├── StateError          a state that cannot be continued exactly
-    └── SkipBudgetError  more bad samples than the caller allowed
+    ├── SkipBudgetError  more bad samples than the caller allowed
+    └── WorkerError         a loader worker that died (also a RuntimeError, as torch raises)
 
 Every message says what is wrong, where (shard, byte, key, field) and what to do. Loader workers rebuild an exception as
 ``type(message)``, so each class takes one positional message; the rest are optional keywords kept as attributes.
@@ -117,6 +118,10 @@ class StateError(ShardStreamError):
 
 class SkipBudgetError(ShardStreamError):
     """More bad samples than the caller's budget allows."""
+
+
+class WorkerError(ShardStreamError, RuntimeError):
+    """A loader worker that died."""
 
 
 class NoIndexWarning(UserWarning):

@@ -111,7 +111,7 @@ class PlannedRun:
                 try:
                     samples.append(read_sample(*place))
                 except Exception as error:  # noqa: BLE001  (the skip policy decides)
-                    self._skips.take(error)
+                    self._skips.take(error, number=number)
                     continue
                 kept.append(number)
             self._taken += len(numbers)
@@ -164,6 +164,6 @@ class PlannedRun:
                 try:
                     sample = read_sample(*place)
                 except Exception as error:  # noqa: BLE001  (the skip policy decides)
-                    self._skips.take(error)
+                    self._skips.take(error, number=number)
                     continue
                 yield number, sample
