@@ -38,6 +38,20 @@ def redact(url: str) -> str:
     return _QUERY.sub("?…", _USERINFO.sub("", url))
 
 
+def shown(text: str) -> str:
+    r"""Escape what a terminal would obey rather than show, such as names in hostile tars; lines stay lines.
+
+    >>> shown("a\x1b[31m\u202e\n")
+    'a\\x1b[31m\\u202e\n'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode()
+        for one in text
+    )
+
+
 class ShardStreamError(Exception):
     """Base of all errors that shardstream raises on purpose.
 
@@ -69,7 +83,7 @@ class ShardStreamError(Exception):
             None if field is None else f"field {field!r}",
         )
         where = ", ".join(place for place in places if place)
-        super().__init__(f"{message} [{where}]" if where else message)
+        super().__init__(shown(f"{message} [{where}]" if where else message))
 
 
 class OptionError(ShardStreamError, ValueError):
