@@ -24,6 +24,7 @@ from shardstream.errors import (
     SourceError,
     StateError,
     StorageError,
+    WorkerError,
 )
 from shardstream.placement import Placement
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from shardstream.read.dataset import ShardDataset
     from shardstream.read.loader import ShardLoader
     from shardstream.read.mixed import mix
+    from shardstream.read.quarantine import BadSample
     from shardstream.read.skip import SkipBudget
     from shardstream.read.tensors import collate
     from shardstream.write.indexing import index
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
     from shardstream.write.verify import verify
 
 __all__ = [
+    "BadSample",
     "DecodeError",
     "IndexMismatchError",
     "ManifestError",
@@ -60,6 +63,7 @@ __all__ = [
     "SourceError",
     "StateError",
     "StorageError",
+    "WorkerError",
     "collate",
     "index",
     "mix",
@@ -69,6 +73,7 @@ __all__ = [
 
 # Looked up when first used: torch takes over a second to import, and the command line does without.
 _LAZY = {
+    "BadSample": "read.quarantine",
     "ShardDataset": "read.dataset",
     "ShardLoader": "read.loader",
     "ShardMapDataset": "read.by_number",

@@ -13,7 +13,8 @@
     │   └── DecodeError     a field whose bytes cannot be decoded
     ├── SourceError         a file or row that cannot be packed
     ├── StateError          a state that cannot be continued exactly
-    └── SkipBudgetError  more bad samples than the caller allowed
+    ├── SkipBudgetError  more bad samples than the caller allowed
+    └── WorkerError         a loader worker that died (also a RuntimeError, as torch raises)
 
 Every message says what is wrong, where (shard, byte, key, field) and what to do. Loader workers rebuild an exception as
 ``type(message)``, so each class takes one positional message; the rest are optional keywords kept as attributes.
@@ -36,6 +37,20 @@ def redact(url: str) -> str:
     if "://" not in url:
         return url
     return _QUERY.sub("?…", _USERINFO.sub("", url))
+
+
+def shown(text: str) -> str:
+    r"""Escape what a terminal would obey rather than show, such as names in hostile tars; lines stay lines.
+
+    >>> shown("a\x1b[31m\u202e\n")
+    'a\\x1b[31m\\u202e\n'
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one.isprintable() or one in "\n\t" else one.encode("unicode_escape").decode()
+        for one in text
+    )
 
 
 class ShardStreamError(Exception):
@@ -69,7 +84,7 @@ class ShardStreamError(Exception):
             None if field is None else f"field {field!r}",
         )
         where = ", ".join(place for place in places if place)
-        super().__init__(f"{message} [{where}]" if where else message)
+        super().__init__(shown(f"{message} [{where}]" if where else message))
 
 
 class OptionError(ShardStreamError, ValueError):
@@ -122,6 +137,10 @@ class StateError(ShardStreamError):
 
 class SkipBudgetError(ShardStreamError):
     """More bad samples than the caller's budget allows."""
+
+
+class WorkerError(ShardStreamError, RuntimeError):
+    """A loader worker that died."""
 
 
 class NoIndexWarning(UserWarning):

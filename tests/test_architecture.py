@@ -36,6 +36,7 @@ HOMES = {
         "read/dataset.py",
         "read/loader.py",
         "read/tensors.py",
+        "read/watch.py",
     ),
     "webdataset": (),
 }

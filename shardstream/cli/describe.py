@@ -61,10 +61,12 @@ def _text(data: bytes, limit: int | None) -> str | None:
 def _image(data: bytes) -> str | None:
     from PIL import Image  # noqa: PLC0415  (only where there is an image)
 
+    from shardstream.format.pictures import PILLOW_FORMATS  # noqa: PLC0415
+
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a huge image is only measured here
-            with Image.open(io.BytesIO(data)) as image:
+            with Image.open(io.BytesIO(data), formats=PILLOW_FORMATS) as image:
                 return f"{image.format} {image.width}x{image.height} {image.mode}"
     except Exception:  # noqa: BLE001  (Pillow raises what it likes on damaged headers; the bytes are shown then)
         return None

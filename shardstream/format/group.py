@@ -18,6 +18,14 @@ from shardstream.format.tar import (
     known_sums,
 )
 
+FIELDS_LIMIT = 1 << 16
+"""Of one sample."""
+
+STREAMED_SAMPLE_LIMIT_BYTES = 2 << 30
+"""Of one sample in a stream that may be unpacked from next to nothing."""
+
+_KEYS_KEPT = 1 << 20  # in each of two halves, 200 MB in all
+
 Sample = dict[str, Any]
 """A plain dict: ``__key__``, ``__url__`` and one entry a field, as bytes until a decoder has seen it."""
 
@@ -38,10 +46,11 @@ def iter_groups(members: Iterable[Member], *, shard: str = "") -> Iterator[Group
     """Group members to samples; members without a field (README, say) and ``__meta__`` names are passed over.
 
     Raises:
-        SampleError: If a sample has a field twice, or a key comes back after another key: written that way, the sample
-            would be read as two halves.
+        SampleError: If a sample has a field twice or over 65,536 of them, or a key comes back after another key: written
+            that way, the sample would be read as two halves. Of huge shards the last million keys are remembered.
     """
-    seen: set[str] = set()
+    seen: set[int] = set()
+    before: set[int] = set()
     key, start, end = None, 0, 0
     fields: dict[str, tuple[int, int]] = {}
     for name, header, body, size in members:
@@ -52,7 +61,9 @@ def iter_groups(members: Iterable[Member], *, shard: str = "") -> Iterator[Group
             if key is not None:
                 yield Group(key, start, end, fields)
             key, start, fields = parts[0], header, {}
-            if key in seen:
+            # Hashes: keys may be long. They are keyed anew in each process, so nobody can make two meet.
+            mark = hash(key)
+            if mark in seen or mark in before:
                 raise SampleError(
                     "the key comes back after another key: its sample is in two halves; "
                     "write the members of a sample one after another",
@@ -60,7 +71,16 @@ def iter_groups(members: Iterable[Member], *, shard: str = "") -> Iterator[Group
                     offset=header,
                     key=key,
                 )
-            seen.add(key)
+            seen.add(mark)
+            if len(seen) >= _KEYS_KEPT:
+                before, seen = seen, set()
+        if len(fields) >= FIELDS_LIMIT:
+            raise SampleError(
+                f"a sample of over {FIELDS_LIMIT} fields; split it",
+                shard=shard,
+                offset=header,
+                key=key[:80],
+            )
         if parts[1] in fields or parts[1] in RESERVED_FIELDS:
             raise _twice(parts[1], key, shard, header)
         fields[parts[1]] = body, size
@@ -85,11 +105,18 @@ def iter_samples(
         SampleError: As in `iter_groups`.
     """
     kept: dict[int, bytes] = {}
+    began = start
 
     def keeping(members: Iterable[Member]) -> Iterator[Member]:
         # Bodies are read as their headers pass, so a stream need not go back.
         for member in members:
             name, header, body, size = member
+            if end is None and body + size - began > STREAMED_SAMPLE_LIMIT_BYTES:
+                raise ShardError(
+                    f"a sample of over {STREAMED_SAMPLE_LIMIT_BYTES} bytes in a compressed tar; unpack it to a plain tar",
+                    shard=shard,
+                    offset=header,
+                )
             data = read(body, size)
             if len(data) < size:
                 raise _cut(name, len(data), size, shard, header)
@@ -104,6 +131,7 @@ def iter_samples(
             sample[field] = kept[body]
         # What is left belongs to the next sample, whose first member has been read already.
         kept = {body: data for body, data in kept.items() if body >= group.end}
+        began = group.end
         yield group, sample
 
 

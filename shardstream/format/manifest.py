@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,23 +106,34 @@ def decode_manifest(data: bytes, *, url: str) -> Manifest:
     if not isinstance(document, dict) or document.get("__kind__") != KIND:
         found = document.get("__kind__") if isinstance(document, dict) else type(document).__name__
         raise ManifestError(
-            f"no manifest of shards: __kind__ is {found!r}, not {KIND!r}; name the tars themselves, or run 'shardstream index'",
+            f"no manifest of shards: __kind__ is {reprlib.repr(found)}, not {KIND!r}; name the tars themselves, or run 'shardstream index'",
             shard=url,
         )
     for keyword, known in (("wids_version", 1), ("version", VERSION)):
         if document.get(keyword, known) != known:
             raise ManifestError(
-                f"{keyword} is {document[keyword]!r}, this shardstream reads {known}; "
+                f"{keyword} is {reprlib.repr(document[keyword])}, this shardstream reads {known}; "
                 "upgrade shardstream, or run 'shardstream index' to write it again",
                 shard=url,
             )
     shardlist, fields = document.get("shardlist"), document.get("fields", {})
-    if not isinstance(shardlist, list) or not isinstance(fields, dict):
+    if (
+        not isinstance(shardlist, list)
+        or not isinstance(fields, dict)
+        or not all(type(count) is int for count in fields.values())
+    ):
         raise ManifestError(
-            "'shardlist' must be a list and 'fields' a mapping; run 'shardstream index'", shard=url
+            "'shardlist' must be a list and 'fields' a mapping to counts; run 'shardstream index'",
+            shard=url,
         )
     shards = tuple(_decode_shard(entry, url=url) for entry in shardlist)
-    return Manifest(shards=shards, name=str(document.get("name", "")), fields=fields)
+    for what in ("nsamples", "filesize"):
+        if sum(getattr(shard, what) or 0 for shard in shards) >= _COUNT_LIMIT:
+            raise ManifestError(
+                f"{what} of all shards make no sense; run 'shardstream index'", shard=url
+            )
+    name = document.get("name", "")
+    return Manifest(shards=shards, name=name if isinstance(name, str) else "", fields=fields)
 
 
 def fingerprint(shards: Iterable[ShardInfo]) -> str:
@@ -141,7 +153,7 @@ def fingerprint(shards: Iterable[ShardInfo]) -> str:
 def _decode_shard(entry: Any, *, url: str) -> ShardInfo:
     if not isinstance(entry, dict) or not isinstance(entry.get("url"), str):
         raise ManifestError(
-            f"a shard without a 'url': {str(entry)[:80]}; run 'shardstream index'", shard=url
+            f"a shard without a 'url': {reprlib.repr(entry)}; run 'shardstream index'", shard=url
         )
     counts = {key: entry.get(key) for key in ("nsamples", "filesize")}
     for key, value in counts.items():
@@ -149,11 +161,13 @@ def _decode_shard(entry: Any, *, url: str) -> ShardInfo:
             not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _COUNT_LIMIT
         ):
             raise ManifestError(
-                f"{key} of {entry['url']} is {value!r}; run 'shardstream index'", shard=url
+                f"{key} of {entry['url'][:200]} is {reprlib.repr(value)}; run 'shardstream index'",
+                shard=url,
             )
     sha256 = entry.get("sha256")
     if sha256 is not None and not isinstance(sha256, str):
         raise ManifestError(
-            f"sha256 of {entry['url']} is {sha256!r}; run 'shardstream index'", shard=url
+            f"sha256 of {entry['url'][:200]} is {reprlib.repr(sha256)}; run 'shardstream index'",
+            shard=url,
         )
     return ShardInfo(url=entry["url"], sha256=sha256, **counts)

@@ -11,6 +11,10 @@ from typing import Any, BinaryIO, Protocol, cast
 from shardstream.errors import OptionError, ShardError
 
 CHUNK_BYTES = 1 << 20
+_FREE_BYTES = 4 << 30  # a compressed tar may unpack to so much, whatever its size
+_RATIO_LIMIT = (
+    250  # and beyond, to so many times its size; the largest that real data reach is about 50
+)
 
 
 class Readable(Protocol):
@@ -132,7 +136,7 @@ class StreamReader:
 def decompressed(stream: BinaryIO, *, shard: str) -> Iterator[Readable]:
     """Open the tar inside a ``.tar.gz``, ``.tgz`` or ``.tar.zst``; any other stream stays as it is.
 
-    Bytes are expanded as they are read, so a bomb costs its reader's time, not memory.
+    Bytes are expanded as they are read, so a bomb costs no memory; and past 4 GiB no more than 1,000 times its own size.
 
     Args:
         stream: The file's bytes.
@@ -140,27 +144,54 @@ def decompressed(stream: BinaryIO, *, shard: str) -> Iterator[Readable]:
 
     Raises:
         OptionError: If it is zstd and ``zstandard`` is not installed.
-        ShardError: While reading, if the compressed bytes are damaged or cut.
+        ShardError: While reading, if the compressed bytes are damaged or cut, or unpack to more than that.
     """
     name = shard.lower()
+    packed = _Counting(stream)
     if name.endswith((".gz", ".tgz")):
-        with gzip.GzipFile(fileobj=stream, mode="rb") as inner:
-            yield _Explained(inner, shard)
+        with gzip.GzipFile(fileobj=cast("BinaryIO", packed), mode="rb") as inner:
+            yield _Unpacked(inner, packed, shard)
     elif name.endswith(".zst"):
-        with _zstd_reader(stream, shard) as inner:
-            yield _Explained(inner, shard)
+        with _zstd_reader(packed, shard) as inner:
+            yield _Unpacked(inner, packed, shard)
     else:
         yield stream
 
 
-class _Explained:
-    """Turns what a decompressor raises into a `ShardError`."""
+class _Counting:
+    """Counts the bytes that a decompressor takes."""
 
-    def __init__(self, inner: Any, shard: str) -> None:
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.taken = 0
+
+    def read(self, size: int = -1, /) -> bytes:
+        data = self._stream.read(size)
+        self.taken += len(data)
+        return data
+
+
+class _Unpacked:
+    """Turns what a decompressor raises into a `ShardError`, and stops a bomb."""
+
+    def __init__(self, inner: Any, packed: _Counting, shard: str) -> None:
         self._inner = inner
+        self._packed = packed
         self._shard = shard
+        self._given = 0
 
     def read(self, size: int, /) -> bytes:
+        data = self._read(size)
+        self._given += len(data)
+        if self._given > _FREE_BYTES + _RATIO_LIMIT * self._packed.taken:
+            raise ShardError(
+                f"{self._packed.taken} bytes unpack to more than {self._given}: a decompression bomb? "
+                "If it is none, unpack it to a plain tar",
+                shard=self._shard,
+            )
+        return data
+
+    def _read(self, size: int) -> bytes:
         try:
             return cast("bytes", self._inner.read(size))
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -181,7 +212,7 @@ class _Explained:
         )
 
 
-def _zstd_reader(stream: BinaryIO, shard: str) -> Any:
+def _zstd_reader(stream: _Counting, shard: str) -> Any:
     try:
         import zstandard  # noqa: PLC0415  (an extra: needed for .tar.zst alone)
     except ImportError as error:

@@ -12,12 +12,18 @@ import zlib
 from collections.abc import Callable, Iterator
 
 from shardstream.errors import ShardError
+from shardstream.format.extended import (
+    SIZE_LIMIT_BYTES,
+    extend,
+    extended_name,
+    extended_size,
+    records_of,
+)
 
 BLOCK_BYTES = 512
 _ZERO_BLOCK = bytes(BLOCK_BYTES)
 _HEADER_TEXT_LIMIT_BYTES = 1 << 20  # of one pax header or long name; real ones take hundreds
 _HEADERS_LIMIT_BYTES = 4 << 20  # of all extended headers before one member
-_SIZE_LIMIT = 1 << 60  # of one member; sums of offsets stay below 2**63
 _ADLER_BASE = 65521
 
 ReadAt = Callable[[int, int], bytes]
@@ -150,10 +156,7 @@ def _read_entry(read: ReadAt, start: int, block: bytes, shard: str) -> tuple[Mem
         if kind not in b"xgLKX" or kind == b"":
             break
         text = _read_header_text(read, body, size, position, shard)
-        if kind in b"xX":
-            extended |= _pax_records(text, position, shard)
-        elif kind == b"L":
-            extended["path"] = text.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
+        extend(extended, records_of(kind, text, position, shard), position, shard)
         position = body + (size + 511 & -512)
         if kind == b"g" and not extended:
             return ("", start, body, size), position
@@ -165,17 +168,19 @@ def _read_entry(read: ReadAt, start: int, block: bytes, shard: str) -> tuple[Mem
             )
         block = read(position, BLOCK_BYTES)
     if "size" in extended:
-        size = _pax_size(extended["size"], start, shard)
+        size = extended_size(extended["size"], start, shard)
     if kind == b"S" or any(record.startswith("GNU.sparse.") for record in extended):
         raise ShardError(
             "a sparse member would come out condensed; pack it without sparseness (GNU tar: leave out --sparse)",
             shard=shard,
             offset=start,
         )
-    name = extended.get("path") or _ustar_name(block)
-    if kind in b"123456" or (kind == b"\0" and name.endswith("/")):
+    if kind in b"123456" or (kind == b"\0" and block[:100].split(b"\0", 1)[0][-1:] == b"/"):
         # Links, devices and folders have no body, whatever their size says (as in tarfile).
         return ("", start, body, 0), body
+    name = (
+        extended_name(extended["path"], start, shard) if "path" in extended else _ustar_name(block)
+    )
     member = (name if kind in b"0\x007" else "", start, body, size)
     return member, body + (size + 511 & -512)
 
@@ -197,7 +202,7 @@ def _check_header(block: bytes, position: int, shard: str) -> int:
             offset=position,
         )
     size = _number(block[124:136])
-    if size is None or not 0 <= size < _SIZE_LIMIT:
+    if size is None or not 0 <= size < SIZE_LIMIT_BYTES:
         raise ShardError(
             f"a header gives a size of {block[124:136]!r}", shard=shard, offset=position
         )
@@ -218,36 +223,17 @@ def _read_header_text(read: ReadAt, body: int, size: int, position: int, shard: 
             shard=shard,
             offset=position,
         )
-    text = read(body, size)
+    text = read(body, size + 511 & -512)
     if len(text) < size:
         raise ShardError("the tar is cut inside an extended header", shard=shard, offset=position)
-    return text
-
-
-def _pax_records(text: bytes, position: int, shard: str) -> dict[str, str]:
-    """Parse records of ``LENGTH KEYWORD=VALUE`` and a line feed, where the length counts the whole record."""
-    records: dict[str, str] = {}
-    at = 0
-    while at < len(text) and text[at] != 0:
-        blank = text.find(b" ", at, at + 20)
-        length = int(text[at:blank]) if blank > 0 and text[at:blank].isdigit() else 0
-        record = text[blank + 1 : at + length]
-        if length <= 0 or at + length > len(text) or record[-1:] != b"\n" or b"=" not in record:
-            raise ShardError(
-                "a pax header has a record that makes no sense", shard=shard, offset=position
-            )
-        keyword, value = record[:-1].split(b"=", 1)
-        records[keyword.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
-        at += length
-    return records
-
-
-def _pax_size(text: str, position: int, shard: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) < _SIZE_LIMIT):
+    if text[size:].strip(b"\0"):
+        # Readers that take whole blocks would see more of it.
         raise ShardError(
-            f"a pax header gives a size of {text[:40]!r}", shard=shard, offset=position
+            "an extended header goes on behind its size; write the shard again",
+            shard=shard,
+            offset=position,
         )
-    return int(text)
+    return text[:size]
 
 
 def _check_end(read: ReadAt, position: int, end: int | None, shard: str) -> None:

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shardstream.errors import SampleError
+from shardstream.errors import SampleError, SkipBudgetError
 from shardstream.placement import Reader
 from shardstream.read.dataset import StreamDataset, current_reader
 from shardstream.read.plan import Order
 from shardstream.read.planned import PlannedSource, open_share
+from shardstream.read.quarantine import BadSample, located
 from shardstream.read.share import Share, Split
 from shardstream.read.skip import Skips
 from shardstream.read.stage import Position, State
 from shardstream.read.tensors import shared_numbers
+from shardstream.read.watch import marked
 
 
 class Packet(NamedTuple):
@@ -34,6 +36,10 @@ class Packet(NamedTuple):
     """Bad samples of this worker so far, by kind of error."""
     taken: dict[str, int]
     """Samples of this worker so far, by part of a mix."""
+    bad: tuple[BadSample, ...]
+    """Bad samples of this worker since its last packet."""
+    error: SkipBudgetError | None = None
+    """There were too many of them: there is no batch, and will be none."""
 
 
 class Batches(IterableDataset[Packet]):
@@ -45,6 +51,7 @@ class Batches(IterableDataset[Packet]):
         collate_fn: Makes a batch of a list of items.
         split: How an epoch is dealt out.
         lanes: Readers of the job: the default number of lanes.
+        num_workers: Loader processes.
     """
 
     def __init__(
@@ -55,6 +62,7 @@ class Batches(IterableDataset[Packet]):
         collate_fn: Callable[[list[Any]], Any],
         split: Split,
         lanes: int,
+        num_workers: int,
     ) -> None:
         self.source_dataset = dataset
         self.batch_size = batch_size
@@ -67,11 +75,14 @@ class Batches(IterableDataset[Packet]):
         # Epoch and samples consumed, in shared memory, for persistent workers. A position of parts never reaches those:
         # loading a state ends them.
         self._control = shared_numbers(0, 0)
+        self.begun = shared_numbers(*[0] * max(1, num_workers))
+        """Which batch each worker is at (see `marked`)."""
 
     def begin(self, position: Position) -> None:
         """Let the next iteration start here; called in the main process, before the workers are."""
         self._position = position
         self._control[0], self._control[1] = position.epoch, position.consumed
+        self.begun.zero_()
 
     @property
     def planned(self) -> PlannedSource | None:
@@ -102,9 +113,12 @@ class Batches(IterableDataset[Packet]):
         position = self._begin_here()
         reader = current_reader(self.placement)
         share = self.share(position)
-        if share is not None:
-            return self._read_steps(share, reader)
-        return self._read_stream(reader, position)
+        packets = (
+            self._read_stream(reader, position)
+            if share is None
+            else self._read_steps(share, reader)
+        )
+        return marked(packets, self.begun, reader.worker)
 
     def _begin_here(self) -> Position:
         """Return where to begin: what this worker was started with, or, if it is used again, what is in shared memory."""
@@ -114,10 +128,16 @@ class Batches(IterableDataset[Packet]):
         epoch, consumed = self._control.tolist()
         return Position(epoch=epoch, consumed=consumed)
 
-    def _read_steps(self, share: Share, reader: Reader) -> Iterator[Packet]:
+    def _read_steps(self, share: Share, reader: Reader) -> Generator[Packet]:
         assert self.planned is not None  # noqa: S101  (it has a share)
-        pipeline = self.source_dataset.pipeline
+        pipeline, catalog = self.source_dataset.pipeline, self.planned.catalog
         skips = Skips(pipeline.on_error)
+
+        def packet(batch: Any, *, empty: bool, error: SkipBudgetError | None = None) -> Packet:
+            bad = located(skips.drain(), catalog)
+            counts, taken = dict(skips.counts), dict(skips.taken)
+            return Packet(batch, empty, reader.worker, None, counts, taken, bad, error)
+
         run = open_share(self.planned, share, reader, skips)
         chain = pipeline.chain(share.plan.epoch, skips)
         try:
@@ -127,15 +147,14 @@ class Batches(IterableDataset[Packet]):
                     raise SampleError(
                         "all samples of a batch are bad: this rank would fall out of step with the others; mend the data"
                     )
-                batch = self.collate_fn(items) if items else None
-                yield Packet(
-                    batch, not items, reader.worker, None, dict(skips.counts), dict(skips.taken)
-                )
+                yield packet(self.collate_fn(items) if items else None, empty=not items)
+        except SkipBudgetError as error:
+            yield packet(None, empty=True, error=error)
         finally:
             chain.close()
             run.close()
 
-    def _read_stream(self, reader: Reader, position: Position) -> Iterator[Packet]:
+    def _read_stream(self, reader: Reader, position: Position) -> Generator[Packet]:
         # torch asks worker 0 first: after a resume it takes the part whose turn it is.
         part = (reader.worker + position.next_part) % reader.num_workers
         pipeline = self.source_dataset.pipeline
@@ -145,9 +164,10 @@ class Batches(IterableDataset[Packet]):
         if part in position.parts:
             run.load_state_dict(position.parts[part])
 
-        def packet(batch: Any, *, empty: bool) -> Packet:
+        def packet(batch: Any, *, empty: bool, error: SkipBudgetError | None = None) -> Packet:
             counts, taken = dict(context.skips.counts), dict(context.skips.taken)
-            return Packet(batch, empty, part, run.state_dict(), counts, taken)
+            bad = tuple(context.skips.drain())
+            return Packet(batch, empty, part, run.state_dict(), counts, taken, bad, error)
 
         size, last = self.batch_size, None
         try:
@@ -160,5 +180,7 @@ class Batches(IterableDataset[Packet]):
                 last.skipped if last else {}
             ):  # bad ones behind the last batch
                 yield packet(None, empty=True)
+        except SkipBudgetError as error:
+            yield packet(None, empty=True, error=error)
         finally:
             run.close()

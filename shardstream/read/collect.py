@@ -90,7 +90,7 @@ class CollectRun(SourceRun, ABC):
         try:
             name = self.choose(item)
         except Exception as error:  # noqa: BLE001  (the skip policy decides)
-            self._skips.take(error)
+            self._skips.take(error, item)
             return None
         if name is not None:
             self._bins.setdefault(name, []).append(_Waiting(item, place, before))

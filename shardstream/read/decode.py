@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.lib import format as npy_format
 
-from shardstream.errors import DecodeError, OptionError
+from shardstream.errors import DecodeError, OptionError, redact
 from shardstream.format.group import Sample
 from shardstream.read.stage import Context, ItemFunction, ItemStage
 
@@ -30,6 +30,9 @@ Table = Mapping[str, Decoder]
 _TEXT = ("txt", "text", "transcript")
 _WHOLE_NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
 _INFLATED_LIMIT_BYTES = 1 << 30
+_PIECE_BYTES = 1 << 18
+_JSON_DEPTH_LIMIT = 200  # lists in lists; what is deeper cannot be pickled on its way from a worker
+_PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the ways of numpy
 
 
 def decode_npy(data: bytes) -> np.ndarray[Any, Any]:
@@ -45,7 +48,10 @@ def _check_npy_size(stream: io.BytesIO, size: int) -> None:
     version = npy_format.read_magic(stream)
     is_first = version == (1, 0)
     read = npy_format.read_array_header_1_0 if is_first else npy_format.read_array_header_2_0
-    shape, _, dtype = read(stream)
+    try:
+        shape, _, dtype = read(stream)
+    except (MemoryError, RecursionError) as error:  # Python's parser gave up, not the machine
+        raise ValueError("the header of the array is nested too deeply") from error
     left = size - stream.tell()
     stream.seek(0)
     if not dtype.hasobject and math.prod(shape) * dtype.itemsize > left:
@@ -58,17 +64,29 @@ def decode_npz(data: bytes) -> dict[str, np.ndarray[Any, Any]]:
         entries = archive.infolist()
         _check_inflated(sum(entry.file_size for entry in entries))
         return {
-            entry.filename.removesuffix(".npy"): decode_npy(archive.read(entry))
+            entry.filename.removesuffix(".npy"): decode_npy(_read_entry(archive, entry))
             for entry in entries
         }
 
 
+def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
+    """Read no more of an entry than it says to hold; ``archive.read`` would inflate all there is first."""
+    if entry.compress_type not in _PACKED:
+        raise ValueError(f"{entry.filename!r} is packed in a way that numpy does not use")
+    with archive.open(entry) as stream:
+        return stream.read(entry.file_size)
+
+
 def decode_gzip(data: bytes) -> bytes:
     """Inflate a ``.gz`` field; contents over 1 GiB are refused."""
+    pieces: list[bytes] = []
+    size = 0
     with gzip.GzipFile(fileobj=io.BytesIO(data)) as stream:
-        inflated = stream.read(_INFLATED_LIMIT_BYTES + 1)
-    _check_inflated(len(inflated))
-    return inflated
+        while piece := stream.read(_PIECE_BYTES):
+            pieces.append(piece)
+            size += len(piece)
+            _check_inflated(size)
+    return b"".join(pieces)
 
 
 def _check_inflated(size: int) -> None:
@@ -78,6 +96,28 @@ def _check_inflated(size: int) -> None:
         )
 
 
+def decode_json(data: bytes) -> Any:
+    """Decode JSON; nesting over 200 levels is refused."""
+    value = json.loads(data)
+    if data.count(b"[") + data.count(b"{") > _JSON_DEPTH_LIMIT:
+        _check_depth(value)
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(_JSON_DEPTH_LIMIT + 1):
+        if not level:
+            return
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    raise ValueError(f"JSON nested over {_JSON_DEPTH_LIMIT} levels")
+
+
 def _decode_text(data: bytes) -> str:
     return data.decode("utf-8")
 
@@ -85,7 +125,7 @@ def _decode_text(data: bytes) -> str:
 BASIC: dict[str, Decoder] = {
     **dict.fromkeys(_TEXT, _decode_text),
     **dict.fromkeys(_WHOLE_NUMBERS, int),
-    **dict.fromkeys(("json", "jsn"), json.loads),
+    **dict.fromkeys(("json", "jsn"), decode_json),
     "npy": decode_npy,
     "npz": decode_npz,
 }
@@ -129,7 +169,10 @@ class Decode(ItemStage):
                 continue
             try:
                 decoded[name] = self._decode_field(name, value)
-            except MemoryError:
+            except MemoryError as error:
+                error.add_note(
+                    f"while decoding field {name!r} of sample {sample.get('__key__')!r} in {redact(str(sample.get('__url__')))}"
+                )
                 raise
             except Exception as error:
                 raise DecodeError(

@@ -11,6 +11,7 @@ import numpy as np
 import PIL.Image
 
 from shardstream.errors import OptionError
+from shardstream.format.pictures import PILLOW_FORMATS
 
 EXTENSIONS = frozenset(
     [
@@ -102,8 +103,8 @@ def open_image(data: bytes, mode: str) -> PIL.Image.Image:
     """Load an image in a mode (``L``, ``RGB``, ``RGBA``).
 
     Raises:
-        OSError: If the bytes are no image, or cut.
+        OSError: If the bytes are no image of a format that Pillow decodes by itself, or cut.
         PIL.Image.DecompressionBombError: If it has more pixels than Pillow's limit (179 million).
     """
-    with PIL.Image.open(io.BytesIO(data)) as image:
+    with PIL.Image.open(io.BytesIO(data), formats=PILLOW_FORMATS) as image:
         return image.convert(mode)

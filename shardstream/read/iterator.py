@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from shardstream.placement import Reader
 from shardstream.read.pipeline import Pipeline
+from shardstream.read.quarantine import BadSample
 from shardstream.read.stage import Run, State
 from shardstream.read.state import VERSION, check_state
 
@@ -22,6 +24,7 @@ class DatasetIterator:
 
     def __init__(self, pipeline: Pipeline, reader: Reader, epoch: int) -> None:
         self._pipeline, self._reader = pipeline, reader
+        self._bad: list[BadSample] = []
         self._run = self._open(epoch)
 
     def __iter__(self) -> DatasetIterator:
@@ -29,6 +32,22 @@ class DatasetIterator:
 
     def __next__(self) -> Any:
         return next(self._run)
+
+    @property
+    def quarantine(self) -> list[BadSample]:
+        """The bad samples passed over so far."""
+        self._bad += (
+            replace(
+                one, epoch=self._epoch, rank=self._reader.placement.rank, worker=self._reader.worker
+            )
+            for one in self._context.skips.drain()
+        )
+        return list(self._bad)
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """How many bad samples were passed over, by kind of error."""
+        return dict(self._context.skips.counts)
 
     def close(self) -> None:
         """Give back files and threads; an iterator that is dropped does so by itself."""
@@ -61,7 +80,8 @@ class DatasetIterator:
 
     def _open(self, epoch: int) -> Run:
         self._epoch = epoch
-        return self._pipeline.open(self._reader, self._pipeline.context(self._reader, epoch))
+        self._context = self._pipeline.context(self._reader, epoch)
+        return self._pipeline.open(self._reader, self._context)
 
     def _identity(self) -> State:
         """Return what a state must agree with."""

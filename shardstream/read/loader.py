@@ -19,10 +19,13 @@ from shardstream.read.dataset import StreamDataset
 from shardstream.read.loader_options import check_options
 from shardstream.read.permute import derive_key
 from shardstream.read.planned import Options, plain_share
+from shardstream.read.quarantine import BadSample, Quarantine
 from shardstream.read.share import Share, Split, fitting_lanes
+from shardstream.read.skip import Skips
 from shardstream.read.stage import Position, State, at_least
 from shardstream.read.state import check_state, part_state, plan_state
 from shardstream.read.tensors import collate
+from shardstream.read.watch import WorkerWatch
 
 
 class ShardLoader(DataLoader[Any]):
@@ -78,7 +81,9 @@ class ShardLoader(DataLoader[Any]):
             collate_fn=collate_fn or collate,
             split=split,
             lanes=lanes,
+            num_workers=num_workers,
         )
+        self._quarantine = Quarantine(Skips(dataset.pipeline.on_error).report, dataset.placement)
         self._warn_amplified(max(1, num_workers))
         # torch would draw the workers' seeds from the global generator
         self._seeds_workers = options.get("generator") is None
@@ -96,6 +101,11 @@ class ShardLoader(DataLoader[Any]):
     def skipped(self) -> dict[str, int]:
         """Bad samples passed over in this epoch, by kind of error."""
         return dict(sum((Counter(counts) for counts in self._skipped.values()), Counter()))
+
+    @property
+    def quarantine(self) -> list[BadSample]:
+        """The bad samples passed over by this loader so far, in all epochs, each once; up to 10,000 a worker and epoch."""
+        return self._quarantine.samples
 
     @property
     def taken(self) -> dict[str, int]:
@@ -149,14 +159,24 @@ class ShardLoader(DataLoader[Any]):
         seed = self._batches.source_dataset.pipeline.seed
         if self._seeds_workers:
             self.generator.manual_seed(derive_key(seed, begin.epoch) >> 1)
-        return self._hand_out(super().__iter__(), begin, self._iteration)
+        with self._watch(self._iterator):  # persistent workers may have died since the last epoch
+            packets = super().__iter__()
+        return self._hand_out(packets, begin, self._iteration)
+
+    def _watch(self, workers: Any) -> WorkerWatch:
+        planned = self._batches.planned
+        catalog = None if planned is None else planned.catalog
+        return WorkerWatch(workers, self._batches.begun, self._share, catalog)
 
     def _hand_out(
         self, packets: Iterator[Packet], begin: Position, iteration: int
     ) -> Iterator[Any]:
         parts = dict(begin.parts)
-        with self._ending_workers_on_error(packets):
+        with self._ending_workers_on_error(packets), self._watch(packets):
             for steps, packet in enumerate(packets, start=1):
+                self._quarantine.add(packet.bad, epoch=begin.epoch, worker=packet.part)
+                if packet.error is not None:
+                    raise packet.error
                 if iteration == self._iteration:
                     self._skipped[packet.part] = packet.skipped
                     self._taken[packet.part] = packet.taken
@@ -178,6 +198,8 @@ class ShardLoader(DataLoader[Any]):
                 end()
             self._iterator = None
             raise
+        finally:
+            self._quarantine.write()
 
     def _position_after(
         self, packet: Packet, steps: int, epoch: int, parts: dict[int, State]

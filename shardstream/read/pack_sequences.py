@@ -96,7 +96,7 @@ class _ConcatRun(SourceRun):
             try:
                 self._tokens = _tokens(item, self._stage)
             except Exception as error:  # noqa: BLE001  (the skip policy decides)
-                self._skips.take(error)
+                self._skips.take(error, item)
                 continue
             self._before, self._used = before, used
             return True

@@ -220,11 +220,11 @@ class ItemChain:
                 for item, number in zip(items, numbers, strict=True)
             ]
         kept: list[tuple[Any, int]] = []
-        for call, number in zip(calls, numbers, strict=True):
+        for call, item, number in zip(calls, items, numbers, strict=True):
             try:
                 kept.append((call(), number))
             except Exception as error:  # noqa: BLE001  (the skip policy decides)
-                self._skips.take(error)
+                self._skips.take(error, item, number)
         return [item for item, _ in kept], [number for _, number in kept]
 
 

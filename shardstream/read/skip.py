@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from shardstream.errors import IndexMismatchError, OptionError, SkipBudgetError, StorageError
+from shardstream.read.quarantine import BadSample
 
 _log = logging.getLogger(__name__)
+_LISTED = 10_000  # in each worker and epoch; more are counted only
 _FATAL = (StorageError, IndexMismatchError, SkipBudgetError, MemoryError)
 
 
@@ -20,10 +22,13 @@ class SkipBudget:
     Args:
         samples: At most that many in each loader worker and epoch; one more is an error.
         warn: Log each one as a warning.
+        report: Path or URL of a file where a `ShardLoader` lists them, a line of JSON each: shard, offset, number, key, field,
+            error. With several ranks its name needs ``{rank}``. What an earlier run listed there stays.
     """
 
     samples: int = 100
     warn: bool = False
+    report: str | None = None
 
     def __post_init__(self) -> None:
         if self.samples < 0:
@@ -53,9 +58,25 @@ class Skips:
         self.counts: Counter[str] = Counter()
         self.taken: Counter[str] = Counter()
         """Not bad, but counted beside them: samples of each part of a mix."""
+        self._bad: list[BadSample] = []
 
-    def take(self, error: Exception) -> None:
+    @property
+    def report(self) -> str | None:
+        """Where they are listed, if anywhere."""
+        return None if self.budget is None else self.budget.report
+
+    def drain(self) -> list[BadSample]:
+        """Return the bad samples since the last call."""
+        bad, self._bad = self._bad, []
+        return bad
+
+    def take(self, error: Exception, item: Any = None, number: int | None = None) -> None:
         """Count a bad sample, or raise its error again.
+
+        Args:
+            error: What is wrong.
+            item: What it was found in, if that is known; a sample tells its key and shard.
+            number: Of the sample in the dataset, if that is known.
 
         Raises:
             Exception: The error itself if nothing may be skipped, or if it is no fault of the sample: a store out of reach,
@@ -68,6 +89,8 @@ class Skips:
         if self.budget is None or isinstance(error, _FATAL):
             raise error
         self.counts[type(error).__name__] += 1
+        if self.counts.total() <= _LISTED:
+            self._bad.append(BadSample.of(error, item, number))
         notes = "; ".join(getattr(error, "__notes__", ()))
         text = f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
         _log.log(

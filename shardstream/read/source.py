@@ -112,7 +112,7 @@ class PlannedRun:
                 kept, samples = [], []
                 for number, sample in zip(numbers, found, strict=True):
                     if isinstance(sample, Exception):
-                        self._skips.take(sample)
+                        self._skips.take(sample, number=number)
                     else:
                         kept.append(number)
                         samples.append(sample)
@@ -168,6 +168,6 @@ class PlannedRun:
             for number, sample in zip(numbers, found, strict=True):
                 self._taken += 1
                 if isinstance(sample, Exception):
-                    self._skips.take(sample)
+                    self._skips.take(sample, number=number)
                 else:
                     yield number, sample

@@ -175,7 +175,7 @@ class _ItemRun(SourceRun):
             try:
                 return self._function(item, self.source.number)
             except Exception as error:  # noqa: BLE001  (the skip policy decides)
-                self._skips.take(error)
+                self._skips.take(error, item)
 
 
 class _ThreadedItemRun(SourceRun):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zipfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -12,6 +13,8 @@ from torch.utils.data import get_worker_info
 
 from shardstream.errors import SampleError
 
+_REPEATED_LIMIT_BYTES = 1 << 30
+
 
 def to_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
     """Wrap an array as a tensor of the same memory."""
@@ -19,8 +22,36 @@ def to_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
 
 
 def load_tensors(data: bytes) -> Any:
-    """Decode what ``torch.save`` wrote, tensors and plain containers only (``weights_only``), to the CPU."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    """Decode what ``torch.save`` wrote, tensors and plain containers only (``weights_only``), to the CPU.
+
+    Raises:
+        ValueError: If it says to hold more than it does: packed entries, or tensors over 1 GiB that repeat their memory.
+        pickle.UnpicklingError: If it holds anything but tensors and plain values.
+    """
+    if zipfile.is_zipfile(io.BytesIO(data)):
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+        if size > len(data):  # torch packs nothing
+            raise ValueError(f"{len(data)} bytes say that they hold {size}")
+    loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    _check_extent(loaded)
+    return loaded
+
+
+def _check_extent(loaded: Any) -> None:
+    """Refuse tensors that would take far more memory once they are stacked to a batch."""
+    waiting, seen = [loaded], set[int]()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            size = value.numel() * value.element_size()
+            if value.layout == torch.strided and size > max(
+                _REPEATED_LIMIT_BYTES, value.untyped_storage().nbytes()
+            ):
+                raise ValueError(f"a tensor of shape {tuple(value.shape)} repeats its memory")
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += value.values() if isinstance(value, dict) else value
 
 
 def collate(items: Sequence[Any]) -> Any:

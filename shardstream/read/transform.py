@@ -178,7 +178,7 @@ class _SelectRun(SourceRun):
                     return item
             except Exception as error:  # noqa: BLE001  (the skip policy decides)
                 add_place(error, f"select({name_of(self._predicate)})", item)
-                self._skips.take(error)
+                self._skips.take(error, item)
         raise StopIteration
 
 

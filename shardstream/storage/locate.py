@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 import braceexpand
 
-from shardstream.errors import OptionError, StorageError
+from shardstream.errors import ManifestError, OptionError, StorageError
 from shardstream.format.index import INDEX_SUFFIX, num_samples
 from shardstream.format.manifest import MANIFEST_NAME, Manifest, ShardInfo, decode_manifest
+from shardstream.storage.elsewhere import check_names
 from shardstream.storage.filesystem import (
     FileInfo,
     Storage,
@@ -23,6 +24,8 @@ from shardstream.storage.filesystem import (
 TAR_SUFFIXES = (".tar",)
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
 _HTTP = ("http://", "https://")
+_MANIFEST_LIMIT_BYTES = 256 << 20  # over a million shards
+_FOLDERS_LIMIT = 10_000  # each is listed once
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -112,8 +115,20 @@ def locate(urls: Urls, storage: Storage) -> Located:
 
 
 def read_manifest(url: str, storage: Storage) -> Manifest:
-    """Read an ``index.json``."""
-    return decode_manifest(storage.read(url), url=url)
+    """Read an ``index.json``.
+
+    Raises:
+        ManifestError: If it cannot be understood, or names what lies elsewhere (see `check_names`).
+    """
+    size = storage.info(url).size
+    if size is not None and size > _MANIFEST_LIMIT_BYTES:
+        raise ManifestError(
+            f"a manifest of {size} bytes is over the limit of {_MANIFEST_LIMIT_BYTES}; split the dataset",
+            shard=url,
+        )
+    manifest = decode_manifest(storage.read(url), url=url)
+    check_names(url, [shard.url for shard in manifest.shards])
+    return manifest
 
 
 def _split_join(text: str) -> Iterable[str]:
@@ -161,7 +176,13 @@ def _from_manifest(url: str, storage: Storage) -> Located:
         )
     shards = tuple(replace(shard, url=join_url(folder, shard.url)) for shard in manifest.shards)
     indexed: set[str] = set()
-    for one in dict.fromkeys(parent_url(shard.url) for shard in shards):
+    folders = dict.fromkeys(parent_url(shard.url) for shard in shards)
+    if len(folders) > _FOLDERS_LIMIT:
+        raise ManifestError(
+            f"shards in {len(folders)} folders, the limit is {_FOLDERS_LIMIT}; move them together",
+            shard=url,
+        )
+    for one in folders:
         mine = [shard.url for shard in shards if parent_url(shard.url) == one]
         if one.startswith(_HTTP):  # cannot be listed: one index stands for all
             indexed.update(mine if storage.exists(mine[0] + INDEX_SUFFIX) else ())

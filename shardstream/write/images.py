@@ -14,6 +14,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from shardstream.errors import OptionError, SampleError, SourceError
+from shardstream.format.pictures import PILLOW_FORMATS
 
 IMAGE_FORMATS = {
     "jpg": "JPEG",
@@ -128,7 +129,7 @@ def reencode(data: bytes, field: str, options: ImageOptions, *, where: str) -> t
     new = options.format or old
     same_format = IMAGE_FORMATS[new] == IMAGE_FORMATS[old]
     try:
-        with _bombs_refused(), Image.open(io.BytesIO(data)) as image:
+        with _bombs_refused(), Image.open(io.BytesIO(data), formats=PILLOW_FORMATS) as image:
             if options.changes_nothing:
                 return field, data
             fits = options.max_side is None or max(image.size) <= options.max_side

@@ -108,7 +108,7 @@ def document(**changes: Any) -> bytes:
         (document(shardlist=None), "'shardlist' must be a list"),
         (document(shardlist={}), "'shardlist' must be a list"),
         (document(fields=[]), "'fields' a mapping"),
-        (document(shardlist=["a.tar"]), "a shard without a 'url': a.tar"),
+        (document(shardlist=["a.tar"]), "a shard without a 'url': 'a.tar'"),
         (document(shardlist=[{}]), "a shard without a 'url'"),
         (document(shardlist=[{"url": 1}]), "a shard without a 'url'"),
         (document(shardlist=[{"url": "a.tar", "nsamples": -1}]), "nsamples of a.tar is -1"),

@@ -1,0 +1,174 @@
+"""Loader workers that die: a clear error at once, with what each was reading.
+
+torch notices a dead worker by SIGCHLD, or at the next look at its queue, and says its process id. What is added here: which worker
+it was, which samples of which shards it was at, and what to do. A worker tells its place by one number a batch, in shared memory.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Generator, Iterator
+from contextlib import closing
+from multiprocessing import queues
+from types import FrameType
+from typing import Any, Self, TypeVar
+from weakref import WeakSet
+
+import numpy as np
+from torch._utils import ExceptionWrapper
+from torch.utils.data import get_worker_info
+
+from shardstream.errors import SampleError, WorkerError, redact
+from shardstream.read.share import Share
+from shardstream.read.source import own_steps
+from shardstream.storage.catalog import Catalog
+from shardstream.storage.joined import JoinedCatalog
+
+_T = TypeVar("_T")
+_REMEDIES = {
+    "SIGKILL": "mostly the system ran out of memory (see dmesg): use fewer workers, or a smaller prefetch_factor, "
+    "prefetch_bytes or window",
+    "SIGBUS": "mostly /dev/shm is full: give it more room (docker run --shm-size), or use fewer workers",
+}
+_CRASHED = "a library crashed: iterate with num_workers=0 and python -X faulthandler to see where"
+_open: WeakSet[WorkerWatch] = WeakSet()
+_is_installed = False
+
+
+def marked(packets: Generator[_T], begun: Any, worker: int) -> Iterator[_T]:
+    """Hand packets on, and note in shared memory which is being made: number n from 1, or -n once it has been handed on.
+
+    Args:
+        packets: What a worker makes.
+        begun: Shape (workers,), int64, in shared memory.
+        worker: Its place there.
+    """
+    place = begun.numpy()
+    if get_worker_info() is not None:
+        _report_unsendable()
+    with closing(packets):
+        number = 0
+        while True:
+            number += 1
+            place[worker] = number
+            packet = next(packets, None)
+            place[worker] = -number
+            if packet is None:
+                return
+            yield packet
+
+
+class WorkerWatch:
+    """Knows what the workers of one iteration are at; while it is open, a dead one is told by a `WorkerError`.
+
+    Args:
+        workers: torch's iterator, which holds the processes; any other has none.
+        begun: As in `marked`.
+        share: The rank's steps, where they are known.
+        catalog: Whose samples they are.
+    """
+
+    def __init__(
+        self,
+        workers: Any,
+        begun: Any,
+        share: Share | None,
+        catalog: Catalog | JoinedCatalog | None,
+    ) -> None:
+        self._workers: list[Any] = list(getattr(workers, "_workers", ()))
+        self._begun = begun
+        self._share, self._catalog = share, catalog
+
+    def __enter__(self) -> Self:
+        if self._workers:
+            _open.add(self)
+            _install()
+        return self
+
+    def __exit__(self, _: object, error: object, __: object) -> None:
+        _open.discard(self)
+        if isinstance(error, RuntimeError | OSError | EOFError) and not isinstance(
+            error, WorkerError
+        ):
+            told = self.explain()
+            if told is not None:
+                raise told from error
+
+    def explain(self) -> WorkerError | None:
+        """Return what to say of a dead worker; None if all live."""
+        for number, worker in enumerate(self._workers):
+            if not worker.is_alive() and (worker.exitcode or int(self._begun[number]) > 0):
+                return WorkerError(self._describe(number, worker))
+        return None
+
+    def _describe(self, number: int, worker: Any) -> str:
+        code = worker.exitcode
+        name = signal.Signals(-code).name if code and code < 0 else ""
+        how = f"was killed by {name}" if name else f"ended by itself (exit code {code})"
+        remedy = _REMEDIES.get(name, _CRASHED) if name else "something in it called exit()"
+        return (
+            f"loader worker {number} of {len(self._workers)} (pid {worker.pid}) {how} "
+            f"{self._at(number)}; {remedy}"
+        )
+
+    def _at(self, worker: int) -> str:
+        """Say what a worker is reading, or has sent last."""
+        begun = int(self._begun[worker])
+        if begun == 0:
+            return "before it read anything"
+        doing = "while it made" if begun > 0 else "after it had made"
+        text = f"{doing} batch {abs(begun)} of its own"
+        if self._share is None or self._catalog is None:
+            return text
+        steps = own_steps(self._share, worker, len(self._workers))
+        if abs(begun) > len(steps):
+            return "after its last batch"
+        step = steps[abs(begun) - 1]
+        numbers = self._share.samples(np.array([step], dtype=np.int64))[0]
+        urls = [
+            redact(self._catalog.shards[shard].url) for shard in self._catalog.shards_of(numbers)
+        ]
+        more = f" and {len(urls) - 3} more shards" if len(urls) > 3 else ""
+        return f"{doing} batch {step} of the rank: {len(numbers)} samples of {', '.join(urls[:3])}{more}"
+
+
+def _install() -> None:
+    """Let torch's handler of SIGCHLD, which raises wherever the main thread is, speak of what we know."""
+    global _is_installed  # noqa: PLW0603  (once a process, as torch does)
+    torchs = signal.getsignal(signal.SIGCHLD)
+    is_main = threading.current_thread() is threading.main_thread()
+    if _is_installed or not is_main or not callable(torchs):
+        return
+    inner = torchs
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        try:
+            inner(number, frame)
+        except RuntimeError as error:
+            for watch in list(_open):
+                told = watch.explain()
+                if told is not None:
+                    raise told from error
+            raise
+
+    signal.signal(signal.SIGCHLD, handler)
+    _is_installed = True
+
+
+def _report_unsendable() -> None:
+    """In a worker: hand on the error of a batch that cannot be pickled. Else the loader would wait for it for ever."""
+    queues.Queue._on_queue_feeder_error = _send_instead  # type: ignore[attr-defined]
+
+
+def _send_instead(queue: Any, error: Exception, sent: Any) -> None:
+    if not (isinstance(sent, tuple) and len(sent) == 2):
+        sys.excepthook(type(error), error, error.__traceback__)
+        return
+    told = SampleError(
+        f"a batch cannot be sent to the main process ({type(error).__name__}: {error}); "
+        "turn what cannot be pickled to arrays, numbers or text in a map, or pass collate_fn"
+    )
+    where = (type(told), told, error.__traceback__)
+    queue.put((sent[0], ExceptionWrapper(where, "in a loader worker")))  # type: ignore[no-untyped-call]
