@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from shardstream.read.dataset import ShardDataset
     from shardstream.read.loader import ShardLoader
     from shardstream.read.mixed import mix
+    from shardstream.read.objects import ObjectDataset, ObjectMapDataset
     from shardstream.read.skip import SkipBudget
     from shardstream.read.tensors import collate
     from shardstream.write.indexing import index
@@ -45,6 +46,8 @@ __all__ = [
     "ManifestError",
     "MissingError",
     "NoIndexWarning",
+    "ObjectDataset",
+    "ObjectMapDataset",
     "OptionError",
     "Placement",
     "RefusedError",
@@ -69,6 +72,8 @@ __all__ = [
 
 # Looked up when first used: torch takes over a second to import, and the command line does without.
 _LAZY = {
+    "ObjectDataset": "read.objects",
+    "ObjectMapDataset": "read.objects",
     "ShardDataset": "read.dataset",
     "ShardLoader": "read.loader",
     "ShardMapDataset": "read.by_number",

@@ -12,9 +12,8 @@ from shardstream.read.permute import Ints
 from shardstream.read.share import Share
 from shardstream.read.skip import Skips
 from shardstream.read.stage import State
-from shardstream.storage.catalog import Catalog
 from shardstream.storage.fetch import GAP_BYTES, Fetcher, Place, open_fetcher
-from shardstream.storage.joined import JoinedCatalog
+from shardstream.storage.joined import AnyCatalog
 
 # Planned at a time, so that planning costs a fraction of a microsecond a sample.
 _CHUNK_SAMPLES = 4096
@@ -76,7 +75,7 @@ class PlannedRun:
 
     def __init__(
         self,
-        catalog: Catalog | JoinedCatalog,
+        catalog: AnyCatalog,
         share: Share,
         *,
         worker: int,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -52,6 +53,13 @@ class Catalog:
         ShardError: If a local tar that is scanned is damaged.
     """
 
+    joins = True
+    """Whether samples with neighbouring numbers are read together."""
+    threads = 8
+    """Requests in flight."""
+    most_ahead = sys.maxsize
+    """Samples that are asked for ahead of use, at most."""
+
     def __init__(self, located: Located, storage: Storage) -> None:
         self.storage = storage
         self._scanned: dict[int, Offsets] = {}
@@ -74,6 +82,21 @@ class Catalog:
     def __len__(self) -> int:
         return int(self._firsts[-1])
 
+    @property
+    def num_shards(self) -> int:
+        """How many shards there are."""
+        return len(self.shards)
+
+    @property
+    def contents(self) -> str:
+        """How much it is, for people."""
+        return f"{len(self.shards):,} shards, {len(self):,} samples"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all shards lie on this machine."""
+        return all(self.storage.local_path(shard.url) for shard in self.shards)
+
     @cached_property
     def total_bytes(self) -> int:
         """Bytes of all tars."""
@@ -84,9 +107,21 @@ class Catalog:
         """16 hex digits that change with the dataset."""
         return fingerprint(self.shards)
 
-    def storage_of(self, shard: int) -> Storage:  # noqa: ARG002  (one for all; a mix has several)
-        """Return where a shard is stored."""
-        return self.storage
+    def url_of(self, shard: int) -> str:
+        """Return the URL of a shard."""
+        return self.shards[shard].url
+
+    def local_path(self, shard: int) -> str | None:
+        """Return the path of a shard on this machine, None if it is elsewhere."""
+        return self.storage.local_path(self.shards[shard].url)
+
+    def fetch(self, shard: int, start: int, end: int) -> bytes:
+        """Read some bytes of a shard, trying again where that can help.
+
+        Raises:
+            StorageError: If they are out of reach.
+        """
+        return fetch(self.storage, self.shards[shard].url, start, end)
 
     def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
         """Return where samples are, in the order given.

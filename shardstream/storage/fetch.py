@@ -10,9 +10,8 @@ from typing import Protocol
 
 from shardstream.errors import StorageError
 from shardstream.format.tar import Buffer
-from shardstream.storage.catalog import Catalog, Extents, Numbers, map_file
-from shardstream.storage.joined import JoinedCatalog
-from shardstream.storage.retry import fetch
+from shardstream.storage.catalog import Extents, Numbers, map_file
+from shardstream.storage.joined import AnyCatalog
 
 _RANGE_BYTES = (
     4 << 20
@@ -20,7 +19,6 @@ _RANGE_BYTES = (
 GAP_BYTES = 256 << 10
 """Read through a gap of that size rather than pay another round trip."""
 
-_THREADS = 8
 _MAPS_KEPT = 512
 _STALL_S = 120.0
 
@@ -40,7 +38,7 @@ class Fetcher(Protocol):
 
 
 def open_fetcher(
-    catalog: Catalog | JoinedCatalog,
+    catalog: AnyCatalog,
     upcoming: Iterable[Numbers],
     *,
     prefetch_bytes: int,
@@ -54,10 +52,7 @@ def open_fetcher(
         prefetch_bytes: How much to hold ahead of use.
         gap_bytes: Gaps between samples that are read through.
     """
-    if all(
-        catalog.storage_of(number).local_path(shard.url)
-        for number, shard in enumerate(catalog.shards)
-    ):
+    if catalog.is_local:
         return LocalFetcher(catalog)
     return RangeFetcher(catalog, iter(upcoming), prefetch_bytes=prefetch_bytes, gap_bytes=gap_bytes)
 
@@ -65,7 +60,7 @@ def open_fetcher(
 class LocalFetcher:
     """Local tars, mapped to memory: the page cache is the read-ahead."""
 
-    def __init__(self, catalog: Catalog | JoinedCatalog) -> None:
+    def __init__(self, catalog: AnyCatalog) -> None:
         self._catalog = catalog
         self._maps: OrderedDict[int, tuple[Buffer, str]] = OrderedDict()
 
@@ -81,8 +76,8 @@ class LocalFetcher:
         self._maps.clear()
 
     def _map(self, shard: int) -> tuple[Buffer, str]:
-        url = self._catalog.shards[shard].url
-        tar = map_file(self._catalog.storage_of(shard).local_path(url) or url, url)
+        url = self._catalog.url_of(shard)
+        tar = map_file(self._catalog.local_path(shard) or url, url)
         if len(self._maps) >= _MAPS_KEPT:
             self._maps.popitem(last=False)
         self._maps[shard] = tar, url
@@ -132,7 +127,7 @@ class RangeFetcher:
 
     def __init__(
         self,
-        catalog: Catalog | JoinedCatalog,
+        catalog: AnyCatalog,
         upcoming: Iterator[Numbers],
         *,
         prefetch_bytes: int,
@@ -144,12 +139,16 @@ class RangeFetcher:
         self._gap_bytes = gap_bytes
         self._held: dict[int, tuple[_Range, int, int]] = {}
         self._held_bytes = 0
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-fetch")
+        self._pool = ThreadPoolExecutor(catalog.threads, thread_name_prefix="shardstream-fetch")
 
     def places(self, numbers: Numbers) -> Iterator[Place]:
         """Yield the place of each sample, once its bytes have come."""
         for number in numbers.tolist():
-            while self._held_bytes < self._budget and self._request_next():
+            while (
+                self._held_bytes < self._budget
+                and len(self._held) < self._catalog.most_ahead
+                and self._request_next()
+            ):
                 pass
             while number not in self._held:
                 if not self._request_next():
@@ -179,10 +178,8 @@ class RangeFetcher:
         extents = self._catalog.extents(numbers)
         starts, ends, names = extents.starts.tolist(), extents.ends.tolist(), numbers.tolist()
         for span, members in coalesce(extents, self._gap_bytes):
-            span.url = self._catalog.shards[span.shard].url
-            span.future = self._pool.submit(
-                fetch, self._catalog.storage_of(span.shard), span.url, span.start, span.end
-            )
+            span.url = self._catalog.url_of(span.shard)
+            span.future = self._pool.submit(self._catalog.fetch, span.shard, span.start, span.end)
             self._held_bytes += span.end - span.start
             self._held.update((names[i], (span, starts[i], ends[i])) for i in members)
 

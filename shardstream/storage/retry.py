@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
 
 from shardstream.errors import MissingError, RefusedError, StorageError
 from shardstream.storage.filesystem import Storage
@@ -18,9 +19,14 @@ def fetch(storage: Storage, url: str, start: int = 0, end: int | None = None) ->
     Raises:
         StorageError: If it still fails after five attempts; at once if the file is missing or access refused.
     """
+    return retried(lambda: storage.read(url, start, end))
+
+
+def retried(read: Callable[[], bytes]) -> bytes:
+    """Call a function that reads, again with growing pauses where that can help (see `fetch`)."""
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            return storage.read(url, start, end)
+            return read()
         except (MissingError, RefusedError):
             raise
         except StorageError:

@@ -319,7 +319,7 @@ def test_a_store_that_stalls_is_an_error(url: str, monkeypatch: pytest.MonkeyPat
         released.wait(10)
         return b""
 
-    monkeypatch.setattr(module, "fetch", stall)
+    monkeypatch.setattr(Catalog, "fetch", stall)
     try:
         with pytest.raises(StorageError, match=r"no answer for \d+ bytes in 0 s; check the server"):
             list(loader(url))
