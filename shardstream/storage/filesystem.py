@@ -17,6 +17,9 @@ from shardstream.errors import MissingError, OptionError, RefusedError, StorageE
 from shardstream.storage.inherited import keep_inherited
 
 _S3 = ("s3", "s3a")
+_CONNECTIONS = (
+    64  # of one process to a server, at most; botocore's 10 would be what small objects wait for
+)
 _INSTALL = {
     "s3": "pip install 'shardstream[s3]'",
     "gs": "pip install gcsfs",
@@ -89,7 +92,8 @@ class Storage:
                 ("request_checksum_calculation", "response_checksum_validation"), "when_required"
             )
             options = {"use_listings_cache": False, **options}
-            options["config_kwargs"] = checksums | options.get("config_kwargs", {})
+            config = {"max_pool_connections": _CONNECTIONS} | checksums
+            options["config_kwargs"] = config | options.get("config_kwargs", {})
         try:
             return cast("tuple[Any, str]", url_to_fs(url, **options))
         except ImportError as error:
@@ -129,6 +133,8 @@ class Storage:
     def list_folder(self, url: str) -> tuple[list[FileInfo], list[str]]:
         """Return the files, sorted by name, and the names of the folders, right under a folder or prefix.
 
+        On S3 the name of a folder may be empty: that of ``a//b`` under ``a``.
+
         Raises:
             StorageError: If it is missing, empty or out of reach.
         """
@@ -136,6 +142,7 @@ class Storage:
         with explained(url):
             filesystem.invalidate_cache()
             entries = filesystem.ls(path, detail=True)
+        nameless = any(e["type"] == "directory" and e["name"] == f"{path}/" for e in entries)
         entries = [entry for entry in entries if entry["name"].rstrip("/") != path.rstrip("/")]
         files = [
             FileInfo(url=self._url(url, filesystem, e["name"]), size=e["size"])
@@ -147,7 +154,7 @@ class Storage:
             for entry in entries
             if entry["type"] == "directory"
         ]
-        return sorted(files, key=lambda file: file.url), sorted(folders)
+        return sorted(files, key=lambda file: file.url), sorted(folders + [""] * nameless)
 
     def find(self, url: str) -> list[FileInfo]:
         """Return all files under a folder or prefix, however deep, sorted by name."""

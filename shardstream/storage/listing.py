@@ -42,7 +42,8 @@ def list_files(root: str, storage: Storage) -> list[Listed]:
     found = []
     for file in _find(root, storage):
         path = storage.resolve(file.url)[1][len(base) + 1 :]
-        if path and not path.startswith(".") and "/." not in path and not is_part(path):
+        hidden = path.startswith(".") or "/." in path or is_part(path)
+        if path and not path.endswith("/") and not hidden:  # "a/" is what consoles make of a folder
             found.append(Listed(path, file.url, file.size))
     return sorted(found)
 
@@ -125,7 +126,7 @@ def _list_one(url: str, storage: Storage) -> tuple[str, list[Listed]]:
 
 def _find(root: str, storage: Storage) -> list[FileInfo]:
     files, folders = storage.list_folder(root)
-    if len(folders) > _MOST_FOLDERS:
+    if len(folders) > _MOST_FOLDERS or "" in folders:
         return storage.find(root)
     urls = [join_url(root, folder) for folder in folders if not folder.startswith(".")]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-list") as pool:

@@ -18,7 +18,7 @@ from shardstream.format.tar_encode import encode_member, member_bytes
 from shardstream.storage.catalog import Extents, Numbers
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.listing import Listed, sample_members
-from shardstream.storage.retry import retried
+from shardstream.storage.retry import retrying
 
 _Unsigned = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -188,7 +188,7 @@ class ObjectCatalog:
                 )
             raise StorageError(f"got {len(data)} of {size} bytes: the answer was cut", shard=url)
 
-        return retried(read)
+        return retrying(read)
 
     def _members(self, number: int) -> list[tuple[str, int | None]]:
         """Return names in the tar, in the order of their fields, with the number of the file; None stands for the label."""
