@@ -36,7 +36,9 @@ def upload(url: str) -> None:
 def train(dataset: ss.ObjectDataset | ss.ShardDataset) -> list[str]:
     """Stand for a training: return the keys of an epoch, one by one."""
     samples = dataset.decode("rgb8").to_tuple("png", "cls", "__key__")
-    return [key for _, _, keys in ss.ShardLoader(samples, batch_size=8, num_workers=2) for key in keys]
+    return [
+        key for _, _, keys in ss.ShardLoader(samples, batch_size=8, num_workers=2) for key in keys
+    ]
 
 
 def main() -> None:
@@ -52,12 +54,16 @@ def main() -> None:
         assert len(set(train(loose))) == 60
 
         # It stops and goes on as shards do.
-        loader = ss.ShardLoader(loose.decode("rgb8").to_tuple("png", "cls", "__key__"), batch_size=8)
+        loader = ss.ShardLoader(
+            loose.decode("rgb8").to_tuple("png", "cls", "__key__"), batch_size=8
+        )
         begun = iter(loader)
         seen = [*next(begun)[2], *next(begun)[2]]
         checkpoint = f"{scratch}/checkpoint.pt"
         ss.save_checkpoint(checkpoint, loader=loader)
-        resumed = ss.ShardLoader(loose.decode("rgb8").to_tuple("png", "cls", "__key__"), batch_size=8)
+        resumed = ss.ShardLoader(
+            loose.decode("rgb8").to_tuple("png", "cls", "__key__"), batch_size=8
+        )
         resumed.load_state_dict(ss.load_checkpoint(checkpoint)["loader"])
         rest = [key for _, _, keys in resumed for key in keys]
         assert sorted(seen + rest) == sorted(set(seen + rest)), "a sample came twice"

@@ -29,6 +29,7 @@ from shardstream.placement import Placement
 
 if TYPE_CHECKING:
     from shardstream.read.by_number import ShardMapDataset
+    from shardstream.read.checkpoint import load_checkpoint, save_checkpoint
     from shardstream.read.dataset import ShardDataset
     from shardstream.read.loader import ShardLoader
     from shardstream.read.mixed import mix
@@ -65,8 +66,10 @@ __all__ = [
     "StorageError",
     "collate",
     "index",
+    "load_checkpoint",
     "mix",
     "pack",
+    "save_checkpoint",
     "verify",
 ]
 
@@ -81,8 +84,10 @@ _LAZY = {
     "ShardWriter": "write.roll",
     "collate": "read.tensors",
     "index": "write.indexing",
+    "load_checkpoint": "read.checkpoint",
     "mix": "read.mixed",
     "pack": "write.job",
+    "save_checkpoint": "read.checkpoint",
     "verify": "write.verify",
 }
 

@@ -64,7 +64,10 @@ def test_odd_names_on_s3_are_found_and_markers_of_folders_are_not(
     filesystem = fsspec.filesystem("s3")
     keys = ("a//b.txt", "/c.txt", "marked/", "marked/d.txt", "e {1}[2]*?.txt")
     for key in keys:
-        name = {"Bucket": bucket.removeprefix("s3://"), "Key": f"set/{key}"}  # pipe_file would cut the slash
+        name = {
+            "Bucket": bucket.removeprefix("s3://"),
+            "Key": f"set/{key}",
+        }  # pipe_file would cut the slash
         filesystem.call_s3("put_object", **name, Body=key.encode())
     found = list_files(f"{bucket}/set", Storage())
     assert {file.path for file in found} == {*keys} - {"marked/"}
