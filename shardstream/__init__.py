@@ -30,9 +30,11 @@ from shardstream.placement import Placement
 
 if TYPE_CHECKING:
     from shardstream.read.by_number import ShardMapDataset
+    from shardstream.read.checkpoint import load_checkpoint, save_checkpoint
     from shardstream.read.dataset import ShardDataset
     from shardstream.read.loader import ShardLoader
     from shardstream.read.mixed import mix
+    from shardstream.read.objects import ObjectDataset, ObjectMapDataset
     from shardstream.read.quarantine import BadSample
     from shardstream.read.skip import SkipBudget
     from shardstream.read.tensors import collate
@@ -48,6 +50,8 @@ __all__ = [
     "ManifestError",
     "MissingError",
     "NoIndexWarning",
+    "ObjectDataset",
+    "ObjectMapDataset",
     "OptionError",
     "Placement",
     "RefusedError",
@@ -66,14 +70,18 @@ __all__ = [
     "WorkerError",
     "collate",
     "index",
+    "load_checkpoint",
     "mix",
     "pack",
+    "save_checkpoint",
     "verify",
 ]
 
 # Looked up when first used: torch takes over a second to import, and the command line does without.
 _LAZY = {
     "BadSample": "read.quarantine",
+    "ObjectDataset": "read.objects",
+    "ObjectMapDataset": "read.objects",
     "ShardDataset": "read.dataset",
     "ShardLoader": "read.loader",
     "ShardMapDataset": "read.by_number",
@@ -81,8 +89,10 @@ _LAZY = {
     "ShardWriter": "write.roll",
     "collate": "read.tensors",
     "index": "write.indexing",
+    "load_checkpoint": "read.checkpoint",
     "mix": "read.mixed",
     "pack": "write.job",
+    "save_checkpoint": "read.checkpoint",
     "verify": "write.verify",
 }
 

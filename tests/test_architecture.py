@@ -33,6 +33,7 @@ HOMES = {
     "torch": (
         "read/batches.py",
         "read/by_number.py",
+        "read/checkpoint.py",
         "read/dataset.py",
         "read/loader.py",
         "read/tensors.py",

@@ -31,6 +31,16 @@ def split_member_name(name: str) -> tuple[str, str] | None:
     return name[:dot], name[dot + 1 :].lower()
 
 
+def canonical_field(extension: str) -> str:
+    """Return the field for a file's extension: lower case, and one spelling for JPEG.
+
+    >>> canonical_field("JPEG"), canonical_field("Seg.PNG")
+    ('jpg', 'seg.png')
+    """
+    lower = extension.lower()
+    return f"{lower[:-4]}jpg" if lower.rpartition(".")[2] == "jpeg" else lower
+
+
 def is_meta_name(name: str) -> bool:
     """Tell whether readers skip this member: its first path part is in double underscores.
 

@@ -219,4 +219,5 @@ def _zstd_reader(stream: _Counting, shard: str) -> Any:
         raise OptionError(
             ".tar.zst needs one more package: pip install 'shardstream[zstd]'", shard=shard
         ) from error
-    return zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
+    packed: Any = stream  # all that is asked of it is `read`
+    return zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True)

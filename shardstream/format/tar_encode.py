@@ -19,12 +19,23 @@ def encode_member(name: str, data: bytes | memoryview) -> tuple[bytes, bytes | m
     b'a.txt'
     """
     size = len(data)
+    return _member_header(name, size), data, bytes(-size % BLOCK_BYTES)
+
+
+def member_bytes(name: str, size: int) -> int:
+    """Return how many bytes header, body and padding of a member take.
+
+    >>> member_bytes("a.txt", 2)
+    1024
+    """
+    return len(_member_header(name, size)) + (size + BLOCK_BYTES - 1 & -BLOCK_BYTES)
+
+
+def _member_header(name: str, size: int) -> bytes:
     raw = name.encode("utf-8", "surrogateescape")
     if len(raw) < 100 and name.isascii() and size < _USTAR_SIZE_LIMIT:
-        header = _header(raw, size, b"0")
-    else:
-        header = _pax_header(raw, size)
-    return header, data, bytes(-size % BLOCK_BYTES)
+        return _header(raw, size, b"0")
+    return _pax_header(raw, size)
 
 
 def _header(name: bytes, size: int, kind: bytes) -> bytes:

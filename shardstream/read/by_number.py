@@ -21,36 +21,18 @@ from shardstream.storage.catalog import Catalog, Numbers
 from shardstream.storage.fetch import Fetcher, open_fetcher
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import Urls, locate
+from shardstream.storage.objects import ObjectCatalog
 
 
-class ShardMapDataset(ItemSteps, Dataset[Any]):
-    """Samples of tar shards by number: ``ds[i]``, ``ds[-1]``, ``ds[10:20]``, ``len(ds)``.
-
-    For torch's ``DataLoader`` with a sampler (``DistributedSampler``, ``WeightedRandomSampler``), ``Subset`` and
-    ``random_split``. A batch is fetched with few range reads of neighbouring samples. `ShardDataset` reads faster where a
-    sampler is not needed: it knows what comes next.
+class NumberedDataset(ItemSteps, Dataset[Any]):
+    """Samples by number, of shards or of loose files.
 
     Args:
-        urls: As in `ShardDataset`; every shard needs an index, or lies on this machine.
+        catalog: The samples.
         seed: For ``map(rng=True)``.
-        storage_options: For fsspec.
-        filesystem: An fsspec file system to use instead.
-
-    Raises:
-        OptionError: If a shard has no index and is not local.
-        StorageError: If nothing is there, or it is out of reach.
     """
 
-    def __init__(
-        self,
-        urls: Urls,
-        *,
-        seed: int = 0,
-        storage_options: Mapping[str, Any] | None = None,
-        filesystem: Any = None,
-    ) -> None:
-        storage = Storage(storage_options, filesystem)
-        catalog = Catalog(locate(urls, storage), storage)
+    def __init__(self, catalog: Catalog | ObjectCatalog, *, seed: int) -> None:
         self._catalog = catalog
         self._numbers: Numbers | range = range(len(catalog))
         self._pipeline = Pipeline(
@@ -138,6 +120,36 @@ class ShardMapDataset(ItemSteps, Dataset[Any]):
         changed = object.__new__(type(self))
         changed.__dict__.update(self.__getstate__())
         return changed
+
+
+class ShardMapDataset(NumberedDataset):
+    """Samples of tar shards by number: ``ds[i]``, ``ds[-1]``, ``ds[10:20]``, ``len(ds)``.
+
+    For torch's ``DataLoader`` with a sampler (``DistributedSampler``, ``WeightedRandomSampler``), ``Subset`` and
+    ``random_split``. A batch is fetched with few range reads of neighbouring samples. `ShardDataset` reads faster where a
+    sampler is not needed: it knows what comes next.
+
+    Args:
+        urls: As in `ShardDataset`; every shard needs an index, or lies on this machine.
+        seed: For ``map(rng=True)``.
+        storage_options: For fsspec.
+        filesystem: An fsspec file system to use instead.
+
+    Raises:
+        OptionError: If a shard has no index and is not local.
+        StorageError: If nothing is there, or it is out of reach.
+    """
+
+    def __init__(
+        self,
+        urls: Urls,
+        *,
+        seed: int = 0,
+        storage_options: Mapping[str, Any] | None = None,
+        filesystem: Any = None,
+    ) -> None:
+        storage = Storage(storage_options, filesystem)
+        super().__init__(Catalog(locate(urls, storage), storage), seed=seed)
 
 
 def _sound(sample: Sample | Exception) -> Sample:

@@ -74,11 +74,7 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
 
     def __repr__(self) -> str:
         catalog = getattr(self.pipeline.source, "catalog", None)
-        held = (
-            "streams"
-            if catalog is None
-            else f"{len(catalog.shards):,} shards, {len(catalog):,} samples"
-        )
+        held = "streams" if catalog is None else catalog.contents
         steps = "".join(f" > {step.partition('(')[0]}" for step in self.pipeline.steps)
         return f"{type(self).__name__}({held}){steps}"
 

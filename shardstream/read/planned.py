@@ -14,9 +14,11 @@ from shardstream.read.skip import Skips
 from shardstream.read.source import PlannedRun
 from shardstream.read.stage import Context, State
 from shardstream.storage.catalog import Catalog
-from shardstream.storage.joined import JoinedCatalog
+from shardstream.storage.joined import AnyCatalog
+from shardstream.storage.objects import ObjectCatalog
 
 _PLAIN_MICROBATCH = 64
+_LOOSE_WINDOW = 64
 
 
 class Chain(Protocol):
@@ -63,7 +65,7 @@ class PlannedSource(Protocol):
         """What the user said about the order."""
 
     @property
-    def catalog(self) -> Catalog | JoinedCatalog:
+    def catalog(self) -> AnyCatalog:
         """All samples by number."""
 
     def order(self, *, batch: int, lanes: int, epoch: int) -> Order:
@@ -91,13 +93,18 @@ class PlannedSamples:
         options: What the user said about their order.
     """
 
-    catalog: Catalog
+    catalog: Catalog | ObjectCatalog
     options: Options
 
     def order(self, *, batch: int, lanes: int, epoch: int) -> Order:  # noqa: ARG002  (the same every epoch)
         """Return the order for a microbatch, with that many lanes unless the user said otherwise."""
         options, nsamples, total_bytes = self.options, len(self.catalog), self.catalog.total_bytes
-        window = options.window or default_window(nsamples, total_bytes, batch)
+        if self.catalog.joins:
+            window = options.window or default_window(nsamples, total_bytes, batch)
+            block = options.block or default_block(nsamples, total_bytes)
+        else:  # nothing is gained by reading neighbours: the shuffle is as good as any, windows only group the requests
+            window = options.window or max(1, _LOOSE_WINDOW // batch) * batch
+            block = options.block or 1
         return Order(
             nsamples=nsamples,
             batch=batch,
@@ -106,7 +113,7 @@ class PlannedSamples:
             lanes=options.lanes or lanes,
             # Read in order, a window is shared by all readers: it only says how much is worth fetching together.
             window=window if options.shuffle else window * lanes,
-            block=options.block or default_block(nsamples, total_bytes),
+            block=block,
         )
 
     def plan(self, order: Order, epoch: int) -> Plan:

@@ -10,9 +10,8 @@ from typing import Any
 
 from shardstream.errors import OptionError, ShardStreamError, redact
 from shardstream.placement import Placement
-from shardstream.storage.catalog import Catalog
 from shardstream.storage.filesystem import Storage
-from shardstream.storage.joined import JoinedCatalog
+from shardstream.storage.joined import AnyCatalog, JoinedCatalog
 from shardstream.storage.publish import publish_bytes
 
 _MESSAGE_CHARACTERS = 500
@@ -74,7 +73,7 @@ class BadSample:
         return self.shard, self.offset, self.key, self.field, self.error
 
 
-def located(bad: Iterable[BadSample], catalog: Catalog | JoinedCatalog) -> tuple[BadSample, ...]:
+def located(bad: Iterable[BadSample], catalog: AnyCatalog) -> tuple[BadSample, ...]:
     """Complete shard and offset from the sample's number.
 
     In a mix a number may be that of one of its datasets, so it says nothing, and is left out.
@@ -87,7 +86,7 @@ def located(bad: Iterable[BadSample], catalog: Catalog | JoinedCatalog) -> tuple
             done.append(one)
         else:
             shards, starts, _ = catalog.extents([one.number % len(catalog)])
-            url = redact(catalog.shards[int(shards[0])].url)
+            url = redact(catalog.url_of(int(shards[0])))
             done.append(replace(one, shard=url, offset=int(starts[0])))
     return tuple(done)
 

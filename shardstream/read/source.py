@@ -14,9 +14,8 @@ from shardstream.read.share import Share
 from shardstream.read.skip import Skips
 from shardstream.read.stage import State
 from shardstream.storage.ahead import GAP_BYTES
-from shardstream.storage.catalog import Catalog
 from shardstream.storage.fetch import Fetcher, open_fetcher
-from shardstream.storage.joined import JoinedCatalog
+from shardstream.storage.joined import AnyCatalog
 
 # Planned and parsed at a time, so that a sample costs a fraction of a microsecond of each.
 _CHUNK_SAMPLES, _CHUNK_BYTES = 4096, 8 << 20
@@ -78,7 +77,7 @@ class PlannedRun:
 
     def __init__(
         self,
-        catalog: Catalog | JoinedCatalog,
+        catalog: AnyCatalog,
         share: Share,
         *,
         worker: int,

@@ -23,8 +23,7 @@ from torch.utils.data import get_worker_info
 from shardstream.errors import SampleError, WorkerError, redact
 from shardstream.read.share import Share
 from shardstream.read.source import own_steps
-from shardstream.storage.catalog import Catalog
-from shardstream.storage.joined import JoinedCatalog
+from shardstream.storage.joined import AnyCatalog
 
 _T = TypeVar("_T")
 _REMEDIES = {
@@ -75,7 +74,7 @@ class WorkerWatch:
         workers: Any,
         begun: Any,
         share: Share | None,
-        catalog: Catalog | JoinedCatalog | None,
+        catalog: AnyCatalog | None,
     ) -> None:
         self._workers: list[Any] = list(getattr(workers, "_workers", ()))
         self._begun = begun
@@ -127,11 +126,11 @@ class WorkerWatch:
             return "after its last batch"
         step = steps[abs(begun) - 1]
         numbers = self._share.samples(np.array([step], dtype=np.int64))[0]
-        urls = [
-            redact(self._catalog.shards[shard].url) for shard in self._catalog.shards_of(numbers)
-        ]
+        catalog = self._catalog
+        urls = [redact(catalog.url_of(shard)) for shard in catalog.shards_of(numbers)]
         more = f" and {len(urls) - 3} more shards" if len(urls) > 3 else ""
-        return f"{doing} batch {step} of the rank: {len(numbers)} samples of {', '.join(urls[:3])}{more}"
+        where = f" of {', '.join(urls[:3])}{more}" if urls else ""
+        return f"{doing} batch {step} of the rank: {len(numbers)} samples{where}"
 
 
 def _install() -> None:

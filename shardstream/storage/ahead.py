@@ -12,20 +12,18 @@ import numpy as np
 
 from shardstream.errors import StorageError
 from shardstream.format.group import Sample
-from shardstream.format.many import Stretch
-from shardstream.storage.catalog import Catalog, Extents, Numbers
-from shardstream.storage.joined import JoinedCatalog
+from shardstream.format.many import Stretch, read_samples
+from shardstream.storage.catalog import Extents, Numbers
+from shardstream.storage.joined import AnyCatalog
 from shardstream.storage.pace import Pace
-from shardstream.storage.retry import fetch
 
-_RANGE_BYTES = (
-    4 << 20
-)  # of one request: large enough to hide latency, small enough to spread over connections
+# Of one request: large enough to hide latency, small enough to spread over connections.
+_RANGE_BYTES = 4 << 20
 GAP_BYTES = 256 << 10
 """Read through a gap of that size rather than pay another round trip."""
 
 _THREADS = 32  # of which `Pace` lets some work
-_INDEX_THREADS = 16
+_THREADS_ASIDE = 16  # for indexes and second requests, which do not wait for a slot
 
 
 class Range:
@@ -82,7 +80,7 @@ class RangeFetcher:
 
     def __init__(
         self,
-        catalog: Catalog | JoinedCatalog,
+        catalog: AnyCatalog,
         upcoming: Iterator[Numbers],
         *,
         prefetch_bytes: int,
@@ -96,20 +94,22 @@ class RangeFetcher:
         self._hedges = hedges
         self._held: dict[int, Range] = {}
         self._held_bytes = 0
-        self._pace = Pace()
+        self._pace = Pace(catalog.threads, _THREADS)
         self._read_bytes = self._requests = 0
         self._wait_s = 0.0
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-fetch")
-        self._index_pool = ThreadPoolExecutor(
-            _INDEX_THREADS, thread_name_prefix="shardstream-index"
-        )
+        self._aside = ThreadPoolExecutor(_THREADS_ASIDE, thread_name_prefix="shardstream-aside")
         self._next: tuple[Numbers, list[Future[object]]] | None = None
 
     def samples(self, numbers: Numbers) -> list[Sample | Exception]:
         """Return for each number its sample, once its bytes have come, or what is wrong with it."""
         if not len(numbers):
             return []
-        while self._held_bytes < self._budget and self._request_next():
+        while (
+            self._held_bytes < self._budget
+            and len(self._held) < self._catalog.most_ahead
+            and self._request_next()
+        ):
             pass
         wanted = numbers.tolist()
         while any(number not in self._held for number in wanted) and self._request_next():
@@ -134,7 +134,7 @@ class RangeFetcher:
     def close(self) -> None:
         """Drop what is held; requests in flight end by themselves."""
         self._held.clear()
-        for pool in (self._pool, self._index_pool):
+        for pool in (self._pool, self._aside):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, numbers: Numbers, by_range: dict[Range, list[int]]) -> list[Sample | Exception]:
@@ -148,13 +148,13 @@ class RangeFetcher:
             except StorageError as error:
                 failed = error
                 break
-            url = self._catalog.shards[span.shard].url
+            url = self._catalog.url_of(span.shard)
             starts, ends = extents.starts[places], extents.ends[places]
             stretches.append(Stretch(span.shard, url, data, span.start, starts, ends))
             order += places
             self._let_go(span, {int(numbers[place]) for place in places})
         found: list[Sample | Exception | None] = [failed] * len(numbers)
-        for place, sample in zip(order, self._catalog.parse(stretches), strict=True):
+        for place, sample in zip(order, read_samples(stretches), strict=True):
             found[place] = sample
         return found  # type: ignore[return-value]  # all are there, or failed
 
@@ -180,7 +180,7 @@ class RangeFetcher:
     def _announce(self) -> tuple[Numbers, list[Future[object]]]:
         numbers = next(self._upcoming, np.empty(0, dtype=np.int64))
         shards = self._catalog.shards_of(numbers) if len(numbers) else []
-        return numbers, [self._index_pool.submit(self._catalog.offsets, shard) for shard in shards]
+        return numbers, [self._aside.submit(self._catalog.offsets, shard) for shard in shards]
 
     def _request(self, numbers: Numbers) -> None:
         for span in coalesce(self._catalog.extents(numbers), self._gap_bytes):
@@ -192,17 +192,9 @@ class RangeFetcher:
 
     def _fetch(self, span: Range, *, hedge: bool = False) -> bytes:
         """Read a range, in a thread of the pool."""
-        shard = self._catalog.shards[span.shard]
         with nullcontext() if hedge else self._pace.slot():
             begin = time.monotonic()
-            data = fetch(
-                self._catalog.storage_of(span.shard),
-                shard.url,
-                span.start,
-                span.end,
-                size=shard.filesize,
-                on_throttle=self._pace.throttled,
-            )
+            data = self._catalog.fetch(span.shard, span.start, span.end, self._pace.throttled)
         self._pace.arrived(len(data), time.monotonic() - begin)
         return data
 
@@ -229,14 +221,10 @@ class RangeFetcher:
 
     def _answer(self, span: Range, first: Future[bytes]) -> bytes:
         """Wait for a request, and for a second one like it if the first takes long and that is wanted."""
-        shard = self._catalog.shards[span.shard]
-        limits = self._catalog.storage_of(span.shard).limits
-        limit_s = (
-            limits.patience_s + 2 * limits.stall_s
-        )  # a client that keeps to its limits is done by then
+        limit_s = self._catalog.limit_s
         asked, begin = {first}, time.monotonic()
         if self._hedges and not wait(asked, timeout=self._pace.straggler_s).done:
-            asked.add(self._pool.submit(self._fetch, span, hedge=True))
+            asked.add(self._aside.submit(self._fetch, span, hedge=True))
         while True:
             answered = wait(asked, timeout=limit_s, return_when=FIRST_COMPLETED).done
             good = [request for request in answered if request.exception() is None]
@@ -246,7 +234,7 @@ class RangeFetcher:
             if time.monotonic() - max(begin, self._pace.arrived_at) >= limit_s:
                 raise StorageError(
                     f"no answer for {span.size} bytes in {limit_s:.0f} s; check the server and the network",
-                    shard=shard.url,
+                    shard=self._catalog.url_of(span.shard),
                     offset=span.start,
                 )
 

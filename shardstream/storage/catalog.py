@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,7 +19,6 @@ from shardstream.errors import IndexMismatchError, OptionError, ShardError
 from shardstream.format.group import Sample, read_sample
 from shardstream.format.index import INDEX_SUFFIX, Offsets, check_extent, decode_index, scan_shard
 from shardstream.format.manifest import ShardInfo, fingerprint
-from shardstream.format.many import Stretch, read_samples
 from shardstream.storage.explain import explained
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import Located, is_compressed
@@ -54,6 +54,13 @@ class Catalog:
         ShardError: If a local tar that is scanned is damaged.
     """
 
+    joins = True
+    """Whether samples with neighbouring numbers are read together."""
+    threads = 8
+    """Requests in flight."""
+    most_ahead = sys.maxsize
+    """Samples that are asked for ahead of use, at most."""
+
     def __init__(self, located: Located, storage: Storage) -> None:
         self.storage = storage
         self._scanned: dict[int, Offsets] = {}
@@ -76,6 +83,21 @@ class Catalog:
     def __len__(self) -> int:
         return int(self._firsts[-1])
 
+    @property
+    def num_shards(self) -> int:
+        """How many shards there are."""
+        return len(self.shards)
+
+    @property
+    def contents(self) -> str:
+        """How much it is, for people."""
+        return f"{len(self.shards):,} shards, {len(self):,} samples"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all shards lie on this machine."""
+        return all(self.storage.local_path(shard.url) for shard in self.shards)
+
     @cached_property
     def total_bytes(self) -> int:
         """Bytes of all tars."""
@@ -86,9 +108,31 @@ class Catalog:
         """16 hex digits that change with the dataset."""
         return fingerprint(self.shards)
 
-    def storage_of(self, shard: int) -> Storage:  # noqa: ARG002  (one for all; a mix has several)
-        """Return where a shard is stored."""
-        return self.storage
+    def url_of(self, shard: int) -> str:
+        """Return the URL of a shard."""
+        return self.shards[shard].url
+
+    def local_path(self, shard: int) -> str | None:
+        """Return the path of a shard on this machine, None if it is elsewhere."""
+        return self.storage.local_path(self.shards[shard].url)
+
+    def fetch(
+        self, shard: int, start: int, end: int, on_throttle: Callable[[], None] | None = None
+    ) -> bytes:
+        """Read some bytes of a shard, trying again where that can help.
+
+        Raises:
+            StorageError: If they are out of reach, or of another file than the manifest's.
+        """
+        info = self.shards[shard]
+        return fetch(
+            self.storage, info.url, start, end, size=info.filesize, on_throttle=on_throttle
+        )
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds within which `fetch` ends, unless bytes come."""
+        return self.storage.limits.limit_s
 
     def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
         """Return where samples are, in the order given.
@@ -145,10 +189,6 @@ class Catalog:
             while self._kept_bytes > _OFFSETS_KEPT_BYTES and len(self._kept) > 1:
                 self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
         return offsets
-
-    def parse(self, stretches: Sequence[Stretch]) -> list[Sample | Exception]:
-        """Return the samples of some stretches, one after the other, or what is wrong with them."""
-        return read_samples(stretches)
 
     def read_sample(self, number: int) -> Sample:
         """Read one sample, by a range read of its bytes alone.

@@ -59,6 +59,11 @@ class Limits:
     stall_s: float = 20.0
     patience_s: float = 60.0
 
+    @property
+    def limit_s(self) -> float:
+        """Within which a read that brings nothing has failed."""
+        return self.patience_s + 2 * self.stall_s
+
     def __post_init__(self) -> None:
         for name, value in (("stall_s", self.stall_s), ("patience_s", self.patience_s)):
             told: object = value  # from storage options: of any type

@@ -9,11 +9,11 @@ from typing import Protocol
 import numpy as np
 
 from shardstream.format.group import Sample
-from shardstream.format.many import Stretch
+from shardstream.format.many import Stretch, read_samples
 from shardstream.format.tar import Buffer
 from shardstream.storage.ahead import GAP_BYTES, RangeFetcher
-from shardstream.storage.catalog import Catalog, Numbers, map_file
-from shardstream.storage.joined import JoinedCatalog
+from shardstream.storage.catalog import Numbers, map_file
+from shardstream.storage.joined import AnyCatalog
 
 _MAPS_KEPT = 512
 
@@ -32,7 +32,7 @@ class Fetcher(Protocol):
 
 
 def open_fetcher(
-    catalog: Catalog | JoinedCatalog,
+    catalog: AnyCatalog,
     upcoming: Iterable[Numbers],
     *,
     prefetch_bytes: int,
@@ -46,10 +46,7 @@ def open_fetcher(
         prefetch_bytes: How much to hold ahead of use.
         gap_bytes: Gaps between samples that are read through.
     """
-    if all(
-        catalog.storage_of(number).local_path(shard.url)
-        for number, shard in enumerate(catalog.shards)
-    ):
+    if catalog.is_local:
         return LocalFetcher(catalog)
     return RangeFetcher(catalog, iter(upcoming), prefetch_bytes=prefetch_bytes, gap_bytes=gap_bytes)
 
@@ -57,7 +54,7 @@ def open_fetcher(
 class LocalFetcher:
     """Local tars, mapped to memory: the page cache is the read-ahead."""
 
-    def __init__(self, catalog: Catalog | JoinedCatalog) -> None:
+    def __init__(self, catalog: AnyCatalog) -> None:
         self._catalog = catalog
         self._maps: OrderedDict[int, Buffer] = OrderedDict()
         self._read_bytes = 0
@@ -72,10 +69,10 @@ class LocalFetcher:
         stretches = []
         for mine in np.split(by_shard, np.flatnonzero(np.diff(shards[by_shard])) + 1):
             shard = int(shards[mine[0]])
-            url, tar = self._catalog.shards[shard].url, self._maps.get(shard) or self._map(shard)
+            url, tar = self._catalog.url_of(shard), self._maps.get(shard) or self._map(shard)
             stretches.append(Stretch(shard, url, tar, 0, starts[mine], ends[mine]))
         found: list[Sample | Exception] = [{}] * len(numbers)
-        samples = self._catalog.parse(stretches)
+        samples = read_samples(stretches)
         for place, sample in zip(by_shard.tolist(), samples, strict=True):
             found[place] = sample
         return found
@@ -89,8 +86,8 @@ class LocalFetcher:
         self._maps.clear()
 
     def _map(self, shard: int) -> Buffer:
-        url = self._catalog.shards[shard].url
-        tar = map_file(self._catalog.storage_of(shard).local_path(url) or url, url)
+        url = self._catalog.url_of(shard)
+        tar = map_file(self._catalog.local_path(shard) or url, url)
         if len(self._maps) >= _MAPS_KEPT:
             self._maps.popitem(last=False)
         self._maps[shard] = tar

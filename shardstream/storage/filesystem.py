@@ -122,11 +122,14 @@ class Storage:
     def list_folder(self, url: str) -> tuple[list[FileInfo], list[str]]:
         """Return the files, sorted by name, and the names of the folders, right under a folder or prefix.
 
+        On S3 the name of a folder may be empty: that of ``a//b`` under ``a``.
+
         Raises:
             StorageError: If it is missing, empty or out of reach.
         """
         _, path = self._clients.filesystem(url, reading=True)
         entries = self._ask(url, "ls", detail=True)
+        nameless = any(e["type"] == "directory" and e["name"] == f"{path}/" for e in entries)
         entries = [entry for entry in entries if entry["name"].rstrip("/") != path.rstrip("/")]
         files = [
             FileInfo(url=self._url(url, e["name"]), size=e["size"])
@@ -138,7 +141,7 @@ class Storage:
             for entry in entries
             if entry["type"] == "directory"
         ]
-        return sorted(files, key=lambda file: file.url), sorted(folders)
+        return sorted(files, key=lambda file: file.url), sorted(folders + [""] * nameless)
 
     def find(self, url: str) -> list[FileInfo]:
         """Return all files under a folder or prefix, however deep, sorted by name."""

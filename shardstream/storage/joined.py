@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from collections.abc import Callable, Sequence
 from functools import cached_property
-from itertools import islice
 
 import numpy as np
 
-from shardstream.format.group import Sample
 from shardstream.format.index import Offsets
-from shardstream.format.manifest import ShardInfo, fingerprint
-from shardstream.format.many import Stretch
 from shardstream.storage.catalog import Catalog, Extents, Numbers
-from shardstream.storage.filesystem import Storage
+from shardstream.storage.objects import ObjectCatalog
 
 
 class JoinedCatalog:
@@ -23,16 +20,32 @@ class JoinedCatalog:
         parts: At least one.
     """
 
-    def __init__(self, parts: Sequence[Catalog | JoinedCatalog]) -> None:
+    def __init__(self, parts: Sequence[AnyCatalog]) -> None:
         self.parts = tuple(parts)
         self.firsts: Numbers = np.concatenate(([0], np.cumsum([len(part) for part in parts])))
         self._first_shards = np.concatenate(
-            ([0], np.cumsum([len(part.shards) for part in parts]))
+            ([0], np.cumsum([part.num_shards for part in parts]))
         ).tolist()
-        self.shards: tuple[ShardInfo, ...] = tuple(shard for part in parts for shard in part.shards)
+        self.threads: int = max(part.threads for part in parts)
+        self.most_ahead: int = max(part.most_ahead for part in parts)
 
     def __len__(self) -> int:
         return int(self.firsts[-1])
+
+    @property
+    def num_shards(self) -> int:
+        """How many shards there are."""
+        return int(self._first_shards[-1])
+
+    @property
+    def contents(self) -> str:
+        """How much it is, for people."""
+        return f"{self.num_shards:,} shards, {len(self):,} samples"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all shards lie on this machine."""
+        return all(part.is_local for part in self.parts)
 
     @cached_property
     def total_bytes(self) -> int:
@@ -42,7 +55,9 @@ class JoinedCatalog:
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits that change with any of the datasets."""
-        return fingerprint(self.shards)
+        return hashlib.sha256(
+            " ".join(part.fingerprint for part in self.parts).encode()
+        ).hexdigest()[:16]
 
     def part_of(self, numbers: Numbers) -> Numbers:
         """Return which dataset each sample is of."""
@@ -71,24 +86,36 @@ class JoinedCatalog:
 
     def offsets(self, shard: int) -> Offsets:
         """Return the index of a shard, shape (n + 1,)."""
-        part = int(np.searchsorted(self._first_shards, shard, side="right")) - 1
-        return self.parts[part].offsets(shard - self._first_shards[part])
+        part, within = self._within(shard)
+        return part.offsets(within)
 
-    def parse(self, stretches: Sequence[Stretch]) -> list[Sample | Exception]:
-        """Return the samples of some stretches, one after the other, or what is wrong with them."""
-        found: list[list[Sample | Exception]] = [[] for _ in stretches]
-        shards = np.array([stretch.shard for stretch in stretches])
-        parts = np.searchsorted(self._first_shards, shards, side="right") - 1
-        for part in np.unique(parts).tolist():
-            mine = np.flatnonzero(parts == part).tolist()
-            first = self._first_shards[part]
-            own = [stretches[i]._replace(shard=stretches[i].shard - first) for i in mine]
-            samples = iter(self.parts[part].parse(own))
-            for i in mine:
-                found[i] = list(islice(samples, len(stretches[i].starts)))
-        return [sample for each in found for sample in each]
+    def url_of(self, shard: int) -> str:
+        """Return the URL of a shard."""
+        part, within = self._within(shard)
+        return part.url_of(within)
 
-    def storage_of(self, shard: int) -> Storage:
-        """Return where a shard is stored."""
+    def local_path(self, shard: int) -> str | None:
+        """Return the path of a shard on this machine, None if it is elsewhere."""
+        part, within = self._within(shard)
+        return part.local_path(within)
+
+    def fetch(
+        self, shard: int, start: int, end: int, on_throttle: Callable[[], None] | None = None
+    ) -> bytes:
+        """Read some bytes of a shard, as `Catalog.fetch`."""
+        part, within = self._within(shard)
+        return part.fetch(within, start, end, on_throttle)
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds within which `fetch` ends, unless bytes come."""
+        return max(part.limit_s for part in self.parts)
+
+    def _within(self, shard: int) -> tuple[AnyCatalog, int]:
+        """Return the part that a shard is of, and its number there."""
         part = int(np.searchsorted(self._first_shards, shard, side="right")) - 1
-        return self.parts[part].storage_of(shard - self._first_shards[part])
+        return self.parts[part], shard - self._first_shards[part]
+
+
+AnyCatalog = Catalog | ObjectCatalog | JoinedCatalog
+"""Samples by number, of any kind."""

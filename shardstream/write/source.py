@@ -151,16 +151,6 @@ class SamplesSource:
             yield Record(key, fields, where)
 
 
-def canonical_field(extension: str) -> str:
-    """Return the field for a file's extension: lower case, and one spelling for JPEG.
-
-    >>> canonical_field("JPEG"), canonical_field("Seg.PNG")
-    ('jpg', 'seg.png')
-    """
-    lower = extension.lower()
-    return f"{lower[:-4]}jpg" if lower.rpartition(".")[2] == "jpeg" else lower
-
-
 def is_image_name(name: str) -> bool:
     """Tell whether a file is an image, by its name; hidden files are none."""
     last = name.rpartition("/")[2]

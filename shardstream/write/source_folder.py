@@ -6,45 +6,17 @@ import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
 
 from shardstream.errors import OptionError, SourceError
-from shardstream.format.names import split_member_name
+from shardstream.format.names import canonical_field, split_member_name
 from shardstream.storage.filesystem import Storage
-from shardstream.storage.publish import is_part
-from shardstream.write.source import FileRef, KeyMaker, Record, canonical_field, is_image_name
+from shardstream.storage.listing import Listed, list_files, sample_members
+from shardstream.write.source import FileRef, KeyMaker, Record, is_image_name
 
 _log = logging.getLogger(__name__)
 
 CLASSES_NAME = "classes.json"
 _SPLITS = frozenset({"train", "training", "val", "valid", "validation", "test", "testing", "dev"})
-
-
-class Listed(NamedTuple):
-    """A file under the folder of a source."""
-
-    path: str
-    """Relative to that folder."""
-    url: str
-    size: int
-
-
-def list_files(root: str, storage: Storage) -> list[Listed]:
-    """Return all files under a folder, however deep, sorted by path; hidden ones and half-written ones are left out.
-
-    Raises:
-        SourceError: If there are none.
-        StorageError: If the folder is out of reach.
-    """
-    base = storage.resolve(root)[1].rstrip("/")
-    found = []
-    for file in storage.find(root):
-        path = storage.resolve(file.url)[1][len(base) + 1 :]
-        if path and not path.startswith(".") and "/." not in path and not is_part(path):
-            found.append(Listed(path, file.url, file.size))
-    if not found:
-        raise SourceError("no files are here; check the path", shard=root)
-    return sorted(found)
 
 
 class ClassFolderSource:
@@ -161,33 +133,15 @@ class GroupedFilesSource:
         for index, (path, group) in enumerate(self._groups.items()):
             where = next(iter(group.values())).url
             names = {"index": index, "stem": path.rpartition("/")[2], "path": path}
-            fields = {field: FileRef(file.url, file.size) for field, file in sorted(group.items())}
+            fields = {field: FileRef(file.url, file.size) for field, file in group.items()}
             yield Record(make_key(where, **names), fields, where)
 
     @cached_property
     def _groups(self) -> dict[str, dict[str, Listed]]:
         groups: dict[str, dict[str, Listed]] = {}
-        left_out = 0
-        for file in self._files:
-            parts = split_member_name(file.path)
-            if parts is None:
-                left_out += 1
-                continue
-            group = groups.setdefault(parts[0], {})
-            field = canonical_field(parts[1])
-            if field in group:
-                raise SourceError(
-                    f"{group[field].path} and {file.path} would both be the field {field!r} of {parts[0]!r}; rename one",
-                    shard=self._root,
-                )
-            group[field] = file
-        if left_out:
-            _log.warning("%s: files without an extension are left out: %d", self._root, left_out)
-        if not groups:
-            raise SourceError(
-                "no file here has an extension, so none can be a field", shard=self._root
-            )
-        return dict(sorted(groups.items()))
+        for key, field, file in sample_members(self._root, self._files):
+            groups.setdefault(key, {})[field] = file
+        return groups
 
 
 def guess_folder(
@@ -224,6 +178,8 @@ def folder_source(
         SourceError: If the folder does not look like that.
     """
     files = list_files(root, storage)
+    if not files:
+        raise SourceError("no files are here; check the path", shard=root)
     if kind is None:
         return guess_folder(root, files, key=key)
     if kind == "images":

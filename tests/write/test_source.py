@@ -25,13 +25,14 @@ from shardstream.errors import (
     SourceError,
     StorageError,
 )
+from shardstream.format.names import canonical_field
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.publish import publish_bytes
 from shardstream.write.images import ImageOptions
 from shardstream.write.open_source import SourceOptions, open_source
 from shardstream.write.parallel import RecordEncoder
 from shardstream.write.roll import ShardWriter
-from shardstream.write.source import FileRef, Record, SamplesSource, Source, canonical_field
+from shardstream.write.source import FileRef, Record, SamplesSource, Source
 
 
 def png(shade: int = 0) -> bytes:

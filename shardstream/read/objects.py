@@ -1,0 +1,170 @@
+"""ObjectDataset: a sample for each loose file of a folder or prefix, for data that nobody has packed yet."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Self
+
+from shardstream.errors import MissingError, OptionError
+from shardstream.placement import Placement
+from shardstream.read.by_number import NumberedDataset
+from shardstream.read.dataset import StreamDataset
+from shardstream.read.pipeline import Pipeline
+from shardstream.read.planned import Options, PlannedSamples
+from shardstream.read.share import Remainder, Split
+from shardstream.read.skip import OnError, Skips
+from shardstream.storage.filesystem import Storage
+from shardstream.storage.listing import list_all, list_beginning
+from shardstream.storage.locate import Urls
+from shardstream.storage.objects import ObjectCatalog, folder_label
+
+Label = Literal["folder"] | Callable[[str], Any]
+
+
+class ObjectDataset(StreamDataset):
+    """Samples that are files of their own, not packed: the same splitting, order, state and steps as `ShardDataset`.
+
+    Keys and fields are those that ``shardstream pack URL DEST --kind files`` gives: the key is the path up to the first dot of its last
+    part, the field is the rest, and files that share a key (``a.jpg``, ``a.json``) are one sample. Hidden files and files without an
+    extension are left out. What is there is listed once, now.
+
+    Every sample is a request of its own, and 32 are in flight for each worker: packed shards are read several times as fast.
+    With nothing to gain from neighbours, ``shuffle=True`` is a full shuffle.
+
+    Args:
+        urls: A folder or prefix (``s3://bucket/photos/``), a file, or a list of these, as they are: no patterns. Keys are paths under
+            the folder that all have in common.
+        label: Gives each sample a field ``cls``, as a packed shard has it. "folder" takes the name of the folder right under the
+            prefix; a function is called with the path of the sample's first file, once, now. Names become numbers in sorted
+            order, see `classes`.
+        suffixes: Ends of the names that count, e.g. ``(".jpg", ".json")``; case does not matter. None takes all.
+        shuffle: As in `ShardDataset`, like all below.
+        seed: See there.
+        lanes: See there.
+        microbatch: See there.
+        remainder: See there.
+        storage_options: See there.
+        filesystem: See there.
+        on_error: See there; a file that is gone or was changed is always an error.
+        prefetch_bytes: See there.
+        placement: See there.
+
+    Raises:
+        OptionError: If an argument makes no sense, or the files are tar shards.
+        SourceError: If no file has an extension, or two would be the same field of a sample.
+        StorageError: If nothing is there, or it is out of reach.
+    """
+
+    def __init__(  # noqa: PLR0913  (the public door: its options are its documentation)
+        self,
+        urls: Urls,
+        *,
+        label: Label | None = None,
+        suffixes: str | Sequence[str] | None = None,
+        shuffle: bool = False,
+        seed: int = 0,
+        lanes: int | None = None,
+        microbatch: int | None = None,
+        remainder: Remainder = "pad",
+        storage_options: Mapping[str, Any] | None = None,
+        filesystem: Any = None,
+        on_error: OnError = "raise",
+        prefetch_bytes: int = 64 << 20,
+        placement: Placement | None = None,
+    ) -> None:
+        Skips(on_error)  # refuses nonsense now
+        Split(remainder=remainder)
+        options = Options(
+            shuffle=shuffle,
+            seed=seed,
+            lanes=lanes,
+            microbatch=microbatch,
+            remainder=remainder,
+            prefetch_bytes=prefetch_bytes,
+        )
+        catalog = _open(urls, Storage(storage_options, filesystem), label, suffixes)
+        source = PlannedSamples(catalog=catalog, options=options)
+        super().__init__(Pipeline(source=source, on_error=on_error), placement)
+        self.classes = catalog.classes
+        """Names of the classes, in the order of their labels; none if `label` gave numbers, or none."""
+
+    @classmethod
+    def from_prefix(cls, prefix: str, **options: Any) -> Self:
+        """Take all files under a prefix, as the S3 connector does: a folder, or the beginning of their names."""
+        return cls(_under(prefix, options), **options)
+
+    @classmethod
+    def from_objects(cls, urls: Sequence[str], **options: Any) -> Self:
+        """Take some files by name; each costs requests to learn its size."""
+        return cls(urls, **options)
+
+
+class ObjectMapDataset(NumberedDataset):
+    """Samples that are files of their own, by number: ``ds[i]``, ``len(ds)``, for samplers, subsets and splits.
+
+    As `ShardMapDataset` is to `ShardDataset`. A batch is fetched 32 files at a time.
+
+    Args:
+        urls: As in `ObjectDataset`, like the next two.
+        label: See there.
+        suffixes: See there.
+        seed: For ``map(rng=True)``.
+        storage_options: For fsspec.
+        filesystem: An fsspec file system to use instead.
+
+    Raises:
+        OptionError: As in `ObjectDataset`.
+        SourceError: See there.
+        StorageError: See there.
+    """
+
+    def __init__(
+        self,
+        urls: Urls,
+        *,
+        label: Label | None = None,
+        suffixes: str | Sequence[str] | None = None,
+        seed: int = 0,
+        storage_options: Mapping[str, Any] | None = None,
+        filesystem: Any = None,
+    ) -> None:
+        catalog = _open(urls, Storage(storage_options, filesystem), label, suffixes)
+        super().__init__(catalog, seed=seed)
+        self.classes = catalog.classes
+        """Names of the classes, in the order of their labels; none if `label` gave numbers, or none."""
+
+    @classmethod
+    def from_prefix(cls, prefix: str, **options: Any) -> Self:
+        """Take all files under a prefix: a folder, or the beginning of their names."""
+        return cls(_under(prefix, options), **options)
+
+    @classmethod
+    def from_objects(cls, urls: Sequence[str], **options: Any) -> Self:
+        """Take some files by name; each costs requests to learn its size."""
+        return cls(urls, **options)
+
+
+def _under(prefix: str, options: Mapping[str, Any]) -> list[str]:
+    storage = Storage(options.get("storage_options"), options.get("filesystem"))
+    return list_beginning(prefix, storage)
+
+
+def _open(
+    urls: Urls, storage: Storage, label: Label | None, suffixes: str | Sequence[str] | None
+) -> ObjectCatalog:
+    """List the files, and give their samples numbers and labels."""
+    several = [urls] if isinstance(urls, str | os.PathLike) else urls
+    root, files = list_all([os.fspath(url) for url in several], storage)
+    if suffixes is not None:
+        ends = (suffixes,) if isinstance(suffixes, str) else tuple(suffixes)
+        ends = tuple(end.lower() for end in ends)
+        files = [file for file in files if file.path.lower().endswith(ends)]
+        if not files:
+            raise MissingError(f"no file here ends in {' or '.join(ends)}", shard=root)
+    catalog = ObjectCatalog(root, files, storage)
+    if label is not None:
+        if label != "folder" and not callable(label):
+            raise OptionError(f"label is 'folder' or a function of the path, not {label!r}")
+        catalog.set_labels(folder_label if label == "folder" else label)
+    return catalog

@@ -1,0 +1,135 @@
+"""All files under a folder or prefix, however deep."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import NamedTuple
+
+from shardstream.errors import MissingError, OptionError, SourceError
+from shardstream.format.names import canonical_field, is_meta_name, split_member_name
+from shardstream.storage.filesystem import FileInfo, Storage, join_url, parent_url
+from shardstream.storage.publish import is_part
+
+_log = logging.getLogger(__name__)
+
+_THREADS = 16
+_MOST_FOLDERS = 4096  # with more, one listing of everything is fewer requests
+
+
+class Listed(NamedTuple):
+    """A file under the folder that was listed."""
+
+    path: str
+    """Relative to that folder."""
+    url: str
+    size: int
+
+
+def list_files(root: str, storage: Storage) -> list[Listed]:
+    """Return all files under a folder, sorted by path; hidden ones and half-written ones are left out.
+
+    An object store hands out its names a thousand at a time, one page after the other: the folders right under this one are
+    listed side by side.
+
+    Raises:
+        StorageError: If the folder is missing or out of reach.
+    """
+    base = storage.resolve(root)[1].rstrip("/")
+    found = []
+    for file in _find(root, storage):
+        path = storage.resolve(file.url)[1][len(base) + 1 :]
+        hidden = path.startswith(".") or "/." in path or is_part(path)
+        if path and not path.endswith("/") and not hidden:  # "a/" is what consoles make of a folder
+            found.append(Listed(path, file.url, file.size))
+    return sorted(found)
+
+
+def list_all(urls: Sequence[str], storage: Storage) -> tuple[str, list[Listed]]:
+    """Return the folder that some folders, prefixes and files have in common, and the files in them, with paths under it.
+
+    Raises:
+        OptionError: If none is named.
+        MissingError: If one of them is missing or empty.
+        StorageError: If one is out of reach.
+    """
+    if not urls:
+        raise OptionError("no folder and no file is named")
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-list") as pool:
+        found = list(pool.map(lambda url: _list_one(url, storage), urls))
+    if len(found) == 1:
+        return found[0]
+    files = sorted({file.url: file for _, some in found for file in some}.values())
+    common = os.path.commonprefix([f"{folder}/" for folder, _ in found])  # noqa: RUF071  (URLs: "//" counts)
+    root = common.rpartition("/")[0]
+    return root, [file._replace(path=file.url[len(root) + 1 :]) for file in files]
+
+
+def list_beginning(prefix: str, storage: Storage) -> list[str]:
+    """Return the files and folders whose URLs begin so; a folder of that name stands for itself.
+
+    Raises:
+        MissingError: If there is none.
+    """
+    folder, start = parent_url(prefix), prefix.rpartition("/")[2]
+    files, folders = storage.list_folder(folder)
+    if not start or start in folders:
+        return [prefix]
+    urls = [join_url(folder, name) for name in folders if name.startswith(start)]
+    urls += [file.url for file in files if file.url.rpartition("/")[2].startswith(start)]
+    if not urls:
+        raise MissingError("no file or folder begins so; check the prefix", shard=prefix)
+    return urls
+
+
+def sample_members(root: str, files: Sequence[Listed]) -> list[tuple[str, str, Listed]]:
+    """Return key, field and file of what samples are made of, sorted.
+
+    Files without an extension, and those in folders named like ``__this__``, are left out, with a warning that counts them.
+
+    Raises:
+        SourceError: If none is left, or two would be the same field of a sample.
+    """
+    named = [(split_member_name(file.path), file) for file in files]
+    members = sorted(
+        (parts[0], canonical_field(parts[1]), file)
+        for parts, file in named
+        if parts is not None and not is_meta_name(file.path)
+    )
+    if len(members) < len(files):
+        _log.warning(
+            "%s: files without an extension are left out: %d", root, len(files) - len(members)
+        )
+    if not members:
+        raise SourceError("no file here has an extension, so none can be a field", shard=root)
+    for one, other in pairwise(members):
+        if one[:2] == other[:2]:
+            raise SourceError(
+                f"{one[2].path} and {other[2].path} would both be the field {one[1]!r} of {one[0]!r}; rename one",
+                shard=root,
+            )
+    return members
+
+
+def _list_one(url: str, storage: Storage) -> tuple[str, list[Listed]]:
+    files = list_files(url, storage)
+    if files:
+        return url.rstrip("/"), files
+    if url.endswith("/"):
+        raise MissingError("no files are here; check the URL", shard=url)
+    info = storage.info(url)
+    return parent_url(url), [Listed(url.rpartition("/")[2], url, info.size)]
+
+
+def _find(root: str, storage: Storage) -> list[FileInfo]:
+    files, folders = storage.list_folder(root)
+    if len(folders) > _MOST_FOLDERS or "" in folders:
+        return storage.find(root)
+    urls = [join_url(root, folder) for folder in folders if not folder.startswith(".")]
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-list") as pool:
+        for inside in pool.map(storage.find, urls):
+            files += inside
+    return files

@@ -1,0 +1,94 @@
+"""Everything under a folder, however a store shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from shardstream.errors import MissingError
+from shardstream.storage import listing
+from shardstream.storage.filesystem import Storage
+from shardstream.storage.listing import Listed, list_all, list_beginning, list_files
+from shardstream.storage.publish import publish_bytes
+
+NAMES = ("a/b/c.jpg", "a/d.txt", "b.c/e", "top.json")
+HIDDEN = (".git/x.txt", "a/.DS_Store", "a/d.txt.part-x12")
+
+
+def write(root: str, *names: str) -> None:
+    for name in names:
+        publish_bytes(Storage(), f"{root}/{name}", name.encode())
+
+
+@pytest.fixture(params=["local", "file", "memory"])
+def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    made = {"local": f"{tmp_path}", "file": f"file://{tmp_path}", "memory": f"memory:/{tmp_path}"}
+    write(made[request.param], *NAMES, *HIDDEN)
+    return made[request.param]
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+@pytest.mark.parametrize("most_folders", [0, 4096])
+def test_all_files_are_found_by_folder_and_at_once(
+    root: str, slash: str, most_folders: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listing, "_MOST_FOLDERS", most_folders)
+    found = list_files(root + slash, Storage())
+    assert found == [Listed(name, f"{root}/{name}", len(name)) for name in NAMES]
+
+
+def test_several_folders_have_paths_under_what_they_have_in_common(root: str) -> None:
+    some, files = list_all([f"{root}/a/b/", f"{root}/a/d.txt", f"{root}/a"], Storage())
+    assert (some, [file.path for file in files]) == (f"{root}/a", ["b/c.jpg", "d.txt"])
+    one, files = list_all([f"{root}/top.json"], Storage())
+    assert (one, [file.path for file in files]) == (root, ["top.json"])
+
+
+def test_a_prefix_is_a_folder_or_the_beginning_of_names(root: str) -> None:
+    assert list_beginning(f"{root}/a", Storage()) == [f"{root}/a"]
+    assert list_beginning(f"{root}/", Storage()) == [f"{root}/"]
+    assert list_beginning(f"{root}/b", Storage()) == [f"{root}/b.c"]
+    assert list_beginning(f"{root}/t", Storage()) == [f"{root}/top.json"]
+    with pytest.raises(MissingError, match="begins so"):
+        list_beginning(f"{root}/z", Storage())
+
+
+def test_odd_names_on_s3_are_found_and_markers_of_folders_are_not(
+    bucket: str, s3_env: None
+) -> None:
+    filesystem = fsspec.filesystem("s3")
+    keys = ("a//b.txt", "/c.txt", "marked/", "marked/d.txt", "e {1}[2]*?.txt")
+    for key in keys:
+        name = {
+            "Bucket": bucket.removeprefix("s3://"),
+            "Key": f"set/{key}",
+        }  # pipe_file would cut the slash
+        filesystem.call_s3("put_object", **name, Body=key.encode())
+    found = list_files(f"{bucket}/set", Storage())
+    assert {file.path for file in found} == {*keys} - {"marked/"}
+    assert all(Storage().read(file.url) == file.path.encode() for file in found)
+
+
+@pytest.mark.parametrize("name", ["none", "none/"])
+def test_what_is_not_there_is_missing(root: str, name: str) -> None:
+    with pytest.raises(MissingError):
+        list_all([f"{root}/{name}"], Storage())
+
+
+@given(st.lists(st.text("ab/", min_size=1, max_size=6).filter(lambda name: name[-1] != "/")))
+def test_the_common_folder_is_a_folder_of_all(names: list[str]) -> None:
+    """Of any URLs of files, through a file system that has each."""
+    files = [
+        f"memory://common/x{name}.txt".replace("//", "/").replace(":/", "://") for name in names
+    ]
+    filesystem: Any = fsspec.filesystem("memory")
+    for url in files:
+        filesystem.pipe_file(url, b"1")
+    if files:
+        root, found = list_all(files, Storage())
+        assert {f"{root}/{file.path}" for file in found} == {*files}
