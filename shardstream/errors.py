@@ -121,3 +121,7 @@ class SkipBudgetError(ShardStreamError):
 
 class NoIndexWarning(UserWarning):
     """Shards without an index are read, which is slower and less exact."""
+
+
+class CacheWarning(UserWarning):
+    """Nothing is kept on the local disk: it is full, cannot be written, or what is read has no version."""

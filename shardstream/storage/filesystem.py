@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
@@ -14,6 +14,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from shardstream.errors import MissingError, OptionError, RefusedError, StorageError, redact
+from shardstream.storage.cache import Cache, version_of
 from shardstream.storage.inherited import keep_inherited
 
 _S3 = ("s3", "s3a")
@@ -31,10 +32,12 @@ class FileInfo:
     Args:
         url: With its protocol, as `Storage` takes it back.
         size: Bytes.
+        version: Changes with the bytes, as far as the file system tells.
     """
 
     url: str
     size: int
+    version: str | None = None
 
 
 class Storage:
@@ -43,9 +46,16 @@ class Storage:
     Args:
         options: What fsspec takes as ``storage_options``, e.g. ``{"key": …, "secret": …, "endpoint_url": …}``.
         filesystem: An fsspec file system to use for every URL instead of looking one up by protocol.
+        cache: Where `retry.fetch` keeps what it reads from afar.
     """
 
-    def __init__(self, options: Mapping[str, Any] | None = None, filesystem: Any = None) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, Any] | None = None,
+        filesystem: Any = None,
+        cache: Cache | None = None,
+    ) -> None:
+        self.cache = cache
         self._options = dict(options or {})
         self._filesystem = filesystem
         self._opened: dict[str, Any] = {}
@@ -117,7 +127,7 @@ class Storage:
             found = filesystem.info(path)
         if found["type"] == "directory":
             raise StorageError("a folder where a file is expected", shard=url)
-        return FileInfo(url=url, size=found["size"])
+        return self._file(url, found)
 
     def exists(self, url: str) -> bool:
         """Tell whether there is a file or folder."""
@@ -137,17 +147,15 @@ class Storage:
             filesystem.invalidate_cache()
             entries = filesystem.ls(path, detail=True)
         entries = [entry for entry in entries if entry["name"].rstrip("/") != path.rstrip("/")]
-        files = [
-            FileInfo(url=self._url(url, filesystem, e["name"]), size=e["size"])
-            for e in entries
-            if e["type"] == "file"
-        ]
+        files = self._files(
+            url, filesystem, [entry for entry in entries if entry["type"] == "file"]
+        )
         folders = [
             entry["name"].rstrip("/").rsplit("/", 1)[-1]
             for entry in entries
             if entry["type"] == "directory"
         ]
-        return sorted(files, key=lambda file: file.url), sorted(folders)
+        return files, sorted(folders)
 
     def find(self, url: str) -> list[FileInfo]:
         """Return all files under a folder or prefix, however deep, sorted by name."""
@@ -155,11 +163,7 @@ class Storage:
         with explained(url):
             filesystem.invalidate_cache()
             found = filesystem.find(path, detail=True)
-        files = [
-            FileInfo(url=self._url(url, filesystem, name), size=entry["size"])
-            for name, entry in found.items()
-        ]
-        return sorted(files, key=lambda file: file.url)
+        return self._files(url, filesystem, found.values())
 
     def glob(self, pattern: str) -> list[FileInfo]:
         """Return the files that match a pattern, sorted by name."""
@@ -167,12 +171,8 @@ class Storage:
         with explained(pattern):
             filesystem.invalidate_cache()
             found = filesystem.glob(path, detail=True)
-        files = [
-            FileInfo(url=self._url(pattern, filesystem, name), size=entry["size"])
-            for name, entry in found.items()
-            if entry["type"] == "file"
-        ]
-        return sorted(files, key=lambda file: file.url)
+        files = [entry for entry in found.values() if entry["type"] == "file"]
+        return self._files(pattern, filesystem, files)
 
     def read(self, url: str, start: int = 0, end: int | None = None) -> bytes:
         """Read a whole file, or the bytes ``start`` to ``end`` of it.
@@ -205,6 +205,20 @@ class Storage:
             stream = filesystem.open(path, "rb")
         with stream:
             yield cast("BinaryIO", stream)
+
+    def _files(
+        self, asked: str, filesystem: Any, entries: Iterable[Mapping[str, Any]]
+    ) -> list[FileInfo]:
+        files = [
+            self._file(self._url(asked, filesystem, entry["name"]), entry) for entry in entries
+        ]
+        return sorted(files, key=lambda file: file.url)
+
+    def _file(self, url: str, entry: Mapping[str, Any]) -> FileInfo:
+        file = FileInfo(url=url, size=entry["size"], version=version_of(entry))
+        if self.cache is not None:
+            self.cache.learn(file.url, file.size, file.version)
+        return file
 
     @staticmethod
     def _url(asked: str, filesystem: Any, name: str) -> str:

@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Callable
+from typing import TypeVar
 
 from shardstream.errors import MissingError, RefusedError, StorageError
 from shardstream.storage.filesystem import Storage
+
+T = TypeVar("T")
 
 _ATTEMPTS = 5
 _jitter = random.Random()  # of its own: the user's global generator is left alone
 
 
 def fetch(storage: Storage, url: str, start: int = 0, end: int | None = None) -> bytes:
-    """Read a range, or a whole file, trying again with growing pauses where that can help.
+    """Read a range, or a whole file, trying again with growing pauses where that can help; through the cache, if there is one.
 
     Raises:
         StorageError: If it still fails after five attempts; at once if the file is missing or access refused.
     """
+    if storage.cache is None or storage.local_path(url) is not None:
+        return _patiently(lambda: storage.read(url, start, end))
+    return storage.cache.read(
+        url,
+        start,
+        end,
+        read=lambda start, end: _patiently(lambda: storage.read(url, start, end)),
+        look_up=lambda: _patiently(lambda: storage.info(url)),
+    )
+
+
+def _patiently(act: Callable[[], T]) -> T:
     for attempt in range(1, _ATTEMPTS + 1):
         try:
-            return storage.read(url, start, end)
+            return act()
         except (MissingError, RefusedError):
             raise
         except StorageError:
