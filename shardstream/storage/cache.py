@@ -8,10 +8,11 @@ half-written is ever seen, and a process that is killed leaves no more than a pa
 from __future__ import annotations
 
 import hashlib
+import io
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -132,12 +133,22 @@ class Cache:
             return read(start, end)
         file = _File(self._space, identity, size)
         numbers = range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES))
-        pieces: dict[int, bytes | memoryview | None] = {
-            number: file.take(number, start, end) for number in numbers
-        }
-        for first, last in _runs([number for number in numbers if pieces[number] is None]):
-            pieces[first] = file.fill(first, last, start, end, read)
-        return b"".join(piece for piece in pieces.values() if piece is not None)
+        out = io.BytesIO()
+        gap: int | None = None
+        for number in numbers:
+            piece = file.take(number, start, end)
+            if piece is None:
+                gap = number if gap is None else gap
+                continue
+            if gap is not None:
+                out.write(file.fill(gap, number, start, end, read))
+                gap = None
+            out.write(piece)
+        if gap == numbers.start:  # nothing was here
+            return bytes(file.fill(gap, numbers.stop, start, end, read))
+        if gap is not None:
+            out.write(file.fill(gap, numbers.stop, start, end, read))
+        return out.getvalue()
 
     def _warn_no_version(self, url: str) -> None:
         if not self._warned:
@@ -204,19 +215,6 @@ class _File:
             number.to_bytes(8, "little"), key=self._identity, digest_size=_NAME_BYTES
         ).digest()
         return name, self._space.path_of(name.hex())
-
-
-def _runs(numbers: list[int]) -> Iterator[tuple[int, int]]:
-    """Yield where neighbouring numbers begin and end.
-
-    >>> list(_runs([3, 4, 5, 9]))
-    [(3, 6), (9, 10)]
-    """
-    first = 0
-    for place in range(1, len(numbers) + 1):
-        if place == len(numbers) or numbers[place] != numbers[place - 1] + 1:
-            yield numbers[first], numbers[place - 1] + 1
-            first = place
 
 
 def open_cache(

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import stat
 import struct
+import threading
 import zlib
+from typing import cast
 
 PAGE_BYTES = 64 << 10
 _PAGES = 16
@@ -19,6 +21,7 @@ CHUNK_BYTES = _PAGES * PAGE_BYTES
 _MAGIC = b"shardst1"
 _HEAD = struct.Struct(f"<8s16sI{_PAGES}I")
 _SUM = struct.Struct("<I")
+_local = threading.local()
 HEADER_BYTES = _HEAD.size + _SUM.size
 
 
@@ -35,6 +38,8 @@ def encode_header(name: bytes, data: memoryview) -> bytes:
 
 def read_chunk(handle: int, name: bytes, length: int, start: int, end: int) -> memoryview:
     """Return the bytes ``start`` to ``end`` of a chunk that is ``length`` bytes long, checked.
+
+    They stand in memory that the next call of this thread writes over: new memory for each would cost more than all else.
 
     Args:
         handle: An open file; it may be anything.
@@ -54,14 +59,20 @@ def read_chunk(handle: int, name: bytes, length: int, start: int, end: int) -> m
     first, last = start // PAGE_BYTES, -(-end // PAGE_BYTES)
     base = first * PAGE_BYTES
     size = min(last * PAGE_BYTES, length) - base
-    data = memoryview(os.pread(handle, size, HEADER_BYTES + base))
-    if len(data) != size:
+    data = _buffer()[:size]
+    if os.preadv(handle, [data], HEADER_BYTES + base) != size:
         raise ChunkError("it became shorter")
     for page in range(first, last):
         at = page * PAGE_BYTES - base
         if zlib.crc32(data[at : at + PAGE_BYTES]) != sums[page]:
             raise ChunkError(f"the checksum of its page {page} is wrong")
     return data[start - base : end - base]
+
+
+def _buffer() -> memoryview:
+    if not hasattr(_local, "buffer"):
+        _local.buffer = memoryview(bytearray(CHUNK_BYTES))
+    return cast("memoryview", _local.buffer)
 
 
 def _read_sums(header: bytes, name: bytes, length: int) -> tuple[int, ...]:
