@@ -79,12 +79,14 @@ class ShapedS3:
 
     `plain` passes through; `shaped` gives 30 ms to the first byte and 80 MB/s a connection;
     `chaos` answers 503 SlowDown, resets, cuts and stalls (5, 2, 1 and 1 % of object GETs).
+    `access_log` names each request, up to a second late.
     """
 
     plain: S3Server
     shaped: S3Server
     chaos: S3Server
     control_endpoint: str
+    access_log: Path
 
     def control(self, path: str) -> str:
         """Tune or ask the proxy; returns its counts and configuration as JSON text.
@@ -156,6 +158,7 @@ def start_nginx(workdir: Path, s3: S3Server) -> Iterator[ShapedS3]:
             shaped=shaped,
             chaos=chaos,
             control_endpoint=f"http://127.0.0.1:{port + 3}",
+            access_log=workdir / "logs" / "access.log",
         )
     finally:
         _stop(workdir)

@@ -25,7 +25,7 @@ from shardstream.storage.chunk import (
     read_chunk,
 )
 from shardstream.storage.sizes import parse_bytes
-from shardstream.storage.space import Space
+from shardstream.storage.space import Space, on_disk
 
 _log = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ class _File:
         """Read what chunks ``first`` to ``last`` have of these bytes from the source, and keep the chunks if there is room."""
         low, high = first * CHUNK_BYTES, min(last * CHUNK_BYTES, self._size)
         start, end = max(start, low), min(end, high)
-        if not self._space.admits(high - low):
+        if not self._space.admits((last - first) * on_disk(HEADER_BYTES + CHUNK_BYTES)):
             return read(start, end)
         data = memoryview(read(low, high))
         for number in range(first, last):

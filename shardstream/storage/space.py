@@ -66,19 +66,18 @@ class Space:
             raise OptionError(f"{self.root} belongs to another user; choose another cache_dir")
 
     def admits(self, nbytes: int) -> bool:
-        """Tell whether files of so many bytes would be kept, after making room if that can help."""
+        """Tell whether files that take so many bytes of the disk would be kept, after making room if that can help."""
         if time.monotonic() < self._paused_until:
             return False
         try:
-            state = self._peek()
-            if state is None or self._room(state.total) >= nbytes:
+            state = self._peek() or Tally(0)
+            if self._room(state.total) >= nbytes:
                 return True
             all_in_use = state.oldest_ns >= self.started_ns
             if all_in_use and time.time_ns() - state.surveyed_ns < _SURVEY_NS:
                 return False
             self._evict(nbytes)
-            state = self._peek()
-            return state is not None and self._room(state.total) >= nbytes
+            return self._room((self._peek() or state).total) >= nbytes
         except FileNotFoundError:  # deleted meanwhile: it is made again
             return True
         except OSError as error:
@@ -111,7 +110,7 @@ class Space:
             os.unlink(path)
             state = None if handle is None else load(handle)
             if handle is not None and state is not None:
-                save(handle, state._replace(total=max(0, state.total - _on_disk(nbytes))))
+                save(handle, state._replace(total=max(0, state.total - on_disk(nbytes))))
 
     def path_of(self, name: str) -> str:
         """Return where a file of that name, hex digits, is kept."""
@@ -167,9 +166,9 @@ class Space:
             if handle is None or os.path.lexists(path):  # or another process was first
                 return
             state = load(handle) or self._count()
-            if self._room(state.total) >= _on_disk(nbytes):
+            if self._room(state.total) >= on_disk(nbytes):
                 # Counted before it is there: a process that dies in between leaves a bit too little room, not too much.
-                save(handle, state._replace(total=state.total + _on_disk(nbytes)))
+                save(handle, state._replace(total=state.total + on_disk(nbytes)))
                 os.replace(part, path)
 
     def _files(self) -> Iterator[tuple[str, int, int]]:
@@ -184,7 +183,7 @@ class Space:
                         found = entry.stat(follow_symlinks=False)
                         # A clock that was set back must not make files immortal.
                         used_ns = found.st_mtime_ns if found.st_mtime_ns < limit_ns else 0
-                        yield entry.path, _on_disk(found.st_size), used_ns
+                        yield entry.path, on_disk(found.st_size), used_ns
 
     def _count(self) -> Tally:
         return Tally(sum(nbytes for _, nbytes, _ in self._files()))
@@ -247,7 +246,8 @@ class Space:
                         os.unlink(entry.path)
 
 
-def _on_disk(nbytes: int) -> int:
+def on_disk(nbytes: int) -> int:
+    """Return what a file takes of a disk, in bytes."""
     return -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
