@@ -17,11 +17,14 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+import boto3
 
 SCRIPTS = Path(__file__).parent / "s3"
 
@@ -79,14 +82,12 @@ class ShapedS3:
 
     `plain` passes through; `shaped` gives 30 ms to the first byte and 80 MB/s a connection;
     `chaos` answers 503 SlowDown, resets, cuts and stalls (5, 2, 1 and 1 % of object GETs).
-    `access_log` names each request, up to a second late.
     """
 
     plain: S3Server
     shaped: S3Server
     chaos: S3Server
     control_endpoint: str
-    access_log: Path
 
     def control(self, path: str) -> str:
         """Tune or ask the proxy; returns its counts and configuration as JSON text.
@@ -158,10 +159,26 @@ def start_nginx(workdir: Path, s3: S3Server) -> Iterator[ShapedS3]:
             shaped=shaped,
             chaos=chaos,
             control_endpoint=f"http://127.0.0.1:{port + 3}",
-            access_log=workdir / "logs" / "access.log",
         )
     finally:
         _stop(workdir)
+
+
+@contextmanager
+def new_bucket(s3: S3Server) -> Iterator[str]:
+    """Make an empty bucket, "s3://NAME", and delete it with all that is in it."""
+    client = boto3.resource(
+        "s3",
+        endpoint_url=s3.endpoint,
+        aws_access_key_id=s3.access_key,
+        aws_secret_access_key=s3.secret_key,
+        region_name=s3.region,
+    )
+    made = client.create_bucket(Bucket=f"test-{uuid.uuid4().hex}")
+    yield f"s3://{made.name}"
+    made.objects.delete()
+    made.delete()
+    client.meta.client.close()
 
 
 def _start(script: str, workdir: Path, *arguments: str, num_ports: int) -> int:
