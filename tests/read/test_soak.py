@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import re
 import time
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -40,10 +39,10 @@ def use_of(pid: int) -> Use:
     return Use(resident, threads, len(os.listdir(f"/proc/{pid}/fd")))
 
 
-def settled(measure: Callable[[], Use], limit: Use) -> Use:
+def settled(pid: int, threads: int) -> Use:
     """Measure between epochs; threads that are ending get some seconds to end."""
     deadline = time.monotonic() + 10
-    while (use := measure()).threads > limit.threads and time.monotonic() < deadline:
+    while (use := use_of(pid)).threads > threads and time.monotonic() < deadline:
         time.sleep(0.02)
     return use
 
@@ -66,12 +65,9 @@ def test_fifty_epochs_through_a_cache_hold_no_more_than_ten(bucket: str, tmp_pat
         workers = [worker.pid or 0 for worker in multiprocessing.active_children()]
         for pid in [os.getpid(), *workers]:
             seen = uses.setdefault(pid, [])
-            limit = max(seen[:WARM]) if epoch >= WARM else Use(0, 10**6, 0)
-            seen.append(settled(lambda pid=pid: use_of(pid), limit))
-    assert (
-        sorted(len(seen) for seen in uses.values()) == [EPOCHS] * 3
-    )  # the same workers throughout
-    print(uses)
+            threads = max(use.threads for use in seen[:WARM]) if epoch >= WARM else 1000
+            seen.append(settled(pid, threads))
+    assert [len(seen) for seen in uses.values()] == [EPOCHS] * 3  # the same workers throughout
     for seen in uses.values():
         early, late = seen[:WARM], seen[-WARM:]
         assert max(use.threads for use in late) <= max(use.threads for use in early)
