@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shardstream.errors import (
+    CacheWarning,
     DecodeError,
     IndexMismatchError,
     ManifestError,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BadSample",
+    "CacheWarning",
     "DecodeError",
     "IndexMismatchError",
     "ManifestError",

@@ -145,3 +145,7 @@ class WorkerError(ShardStreamError, RuntimeError):
 
 class NoIndexWarning(UserWarning):
     """Shards without an index are read, which is slower and less exact."""
+
+
+class CacheWarning(UserWarning):
+    """Nothing is kept on the local disk: it is full, cannot be written, or what is read has no version."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Iterator
 
-import boto3
 import pytest
 import s3fs
 from hypothesis import HealthCheck, settings
 
-from tests.servers import S3Server, ServerMissingError, ShapedS3, in_ci, start_nginx, start_s3
+from tests.servers import (
+    S3Server,
+    ServerMissingError,
+    ShapedS3,
+    in_ci,
+    new_bucket,
+    start_nginx,
+    start_s3,
+)
 
 # The machine may be busy: how long an example takes says nothing about the code.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -47,18 +53,8 @@ def shaped_s3(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 @pytest.fixture
 def bucket(s3: S3Server) -> Iterator[str]:
     """URL of a new, empty bucket, "s3://NAME"; it goes with the test, for it lives in memory."""
-    client = boto3.resource(
-        "s3",
-        endpoint_url=s3.endpoint,
-        aws_access_key_id=s3.access_key,
-        aws_secret_access_key=s3.secret_key,
-        region_name=s3.region,
-    )
-    made = client.create_bucket(Bucket=f"test-{uuid.uuid4().hex}")
-    yield f"s3://{made.name}"
-    made.objects.delete()
-    made.delete()
-    client.meta.client.close()
+    with new_bucket(s3) as url:
+        yield url
 
 
 @pytest.fixture

@@ -17,11 +17,14 @@ import subprocess
 import sys
 import tempfile
 import urllib.request
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
+
+import boto3
 
 SCRIPTS = Path(__file__).parent / "s3"
 
@@ -159,6 +162,23 @@ def start_nginx(workdir: Path, s3: S3Server) -> Iterator[ShapedS3]:
         )
     finally:
         _stop(workdir)
+
+
+@contextmanager
+def new_bucket(s3: S3Server) -> Iterator[str]:
+    """Make an empty bucket, "s3://NAME", and delete it with all that is in it."""
+    client = boto3.resource(
+        "s3",
+        endpoint_url=s3.endpoint,
+        aws_access_key_id=s3.access_key,
+        aws_secret_access_key=s3.secret_key,
+        region_name=s3.region,
+    )
+    made = client.create_bucket(Bucket=f"test-{uuid.uuid4().hex}")
+    yield f"s3://{made.name}"
+    made.objects.delete()
+    made.delete()
+    client.meta.client.close()
 
 
 def _start(script: str, workdir: Path, *arguments: str, num_ports: int) -> int:

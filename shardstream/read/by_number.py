@@ -17,6 +17,7 @@ from shardstream.read.planned import Options, PlannedSamples
 from shardstream.read.skip import Skips
 from shardstream.read.stage import ItemStage, Stage
 from shardstream.read.steps import ItemSteps
+from shardstream.storage.cache import open_cache
 from shardstream.storage.catalog import Catalog, Numbers
 from shardstream.storage.fetch import Fetcher, open_fetcher
 from shardstream.storage.filesystem import Storage
@@ -134,6 +135,8 @@ class ShardMapDataset(NumberedDataset):
         seed: For ``map(rng=True)``.
         storage_options: For fsspec.
         filesystem: An fsspec file system to use instead.
+        cache_dir: A folder on a local disk that keeps what is read from afar, for later epochs and other processes.
+        cache_bytes: How much it may keep, e.g. "200GB"; by default what leaves a tenth of the disk free.
 
     Raises:
         OptionError: If a shard has no index and is not local.
@@ -147,8 +150,10 @@ class ShardMapDataset(NumberedDataset):
         seed: int = 0,
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | str | None = None,
     ) -> None:
-        storage = Storage(storage_options, filesystem)
+        storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
         super().__init__(Catalog(locate(urls, storage), storage), seed=seed)
 
 

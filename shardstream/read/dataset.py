@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import warnings
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Literal, Self
@@ -21,6 +22,7 @@ from shardstream.read.steps import StreamSteps
 from shardstream.read.stream import Shuffle
 from shardstream.read.tensors import shared_numbers
 from shardstream.read.whole import WholeShards
+from shardstream.storage.cache import open_cache
 from shardstream.storage.catalog import Catalog, lacks_index
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import Urls, locate
@@ -129,6 +131,8 @@ class ShardDataset(StreamDataset):
             reads whole shards.
         storage_options: For fsspec, e.g. ``{"endpoint_url": "http://127.0.0.1:9000"}``.
         filesystem: An fsspec file system to use instead.
+        cache_dir: A folder on a local disk that keeps what is read from afar, for later epochs and other processes.
+        cache_bytes: How much it may keep, e.g. "200GB"; by default what leaves a tenth of the disk free.
         on_error: "raise" at the first bad sample; "warn" or "skip" pass over up to 100 a worker; or a `SkipBudget`.
         prefetch_bytes: Bytes that each worker asks for ahead of use when it reads from afar. The windows it is in, one for each of
             its lanes, are held whatever this says: with many lanes a worker, choose a smaller window.
@@ -154,6 +158,8 @@ class ShardDataset(StreamDataset):
         index: Literal["auto", "require", "ignore"] = "auto",
         storage_options: dict[str, Any] | None = None,
         filesystem: Any = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | str | None = None,
         on_error: OnError = "raise",
         prefetch_bytes: int = 64 << 20,
         placement: Placement | None = None,
@@ -161,7 +167,7 @@ class ShardDataset(StreamDataset):
         if index not in ("auto", "require", "ignore"):
             raise OptionError(f"index is 'auto', 'require' or 'ignore', not {index!r}")
         Skips(on_error)  # refuses nonsense now
-        storage = Storage(storage_options, filesystem)
+        storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
         located = locate(urls, storage)
         unindexed = located.shards[0].url if index == "ignore" else lacks_index(located, storage)
         source: PlannedSource | WholeShards

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
@@ -12,6 +12,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from shardstream.errors import MissingError, StorageError
+from shardstream.storage.cache import Cache, version_of
 from shardstream.storage.clients import Clients, Limits
 from shardstream.storage.explain import explained
 from shardstream.storage.piece import Piece
@@ -27,10 +28,12 @@ class FileInfo:
     Args:
         url: With its protocol, as `Storage` takes it back.
         size: Bytes.
+        version: Changes with the bytes, as far as the file system tells.
     """
 
     url: str
     size: int
+    version: str | None = None
 
 
 class Storage:
@@ -44,12 +47,19 @@ class Storage:
             ``stall_s`` (limit of the time without a byte, 20) and ``patience_s`` (how long a server that fails is asked
             again, 60).
         filesystem: An fsspec file system to use for every URL instead of looking one up by protocol.
+        cache: Where `retry.fetch` keeps what it reads from afar.
 
     Raises:
         OptionError: If one of those three makes no sense.
     """
 
-    def __init__(self, options: Mapping[str, Any] | None = None, filesystem: Any = None) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, Any] | None = None,
+        filesystem: Any = None,
+        cache: Cache | None = None,
+    ) -> None:
+        self.cache = cache
         self._clients = Clients(options or {}, filesystem)
         self._versions: OrderedDict[str, str] = OrderedDict()
         self.reached = False
@@ -109,7 +119,7 @@ class Storage:
         found = self._ask(url, "info")
         if found["type"] == "directory":
             raise StorageError("a folder where a file is expected", shard=url)
-        return FileInfo(url=url, size=found["size"])
+        return self._file(url, found)
 
     def exists(self, url: str) -> bool:
         """Tell whether there is a file or folder."""
@@ -131,28 +141,22 @@ class Storage:
         entries = self._ask(url, "ls", detail=True)
         nameless = any(e["type"] == "directory" and e["name"] == f"{path}/" for e in entries)
         entries = [entry for entry in entries if entry["name"].rstrip("/") != path.rstrip("/")]
-        files = [
-            FileInfo(url=self._url(url, e["name"]), size=e["size"])
-            for e in entries
-            if e["type"] == "file"
-        ]
+        files = self._files(url, [entry for entry in entries if entry["type"] == "file"])
         folders = [
             entry["name"].rstrip("/").rsplit("/", 1)[-1]
             for entry in entries
             if entry["type"] == "directory"
         ]
-        return sorted(files, key=lambda file: file.url), sorted(folders + [""] * nameless)
+        return files, sorted(folders + [""] * nameless)
 
     def find(self, url: str) -> list[FileInfo]:
         """Return all files under a folder or prefix, however deep, sorted by name."""
-        return self._files(url, self._ask(url, "find", detail=True))
+        return self._files(url, self._ask(url, "find", detail=True).values())
 
     def glob(self, pattern: str) -> list[FileInfo]:
         """Return the files that match a pattern, sorted by name."""
-        found = self._ask(pattern, "glob", detail=True)
-        return self._files(
-            pattern, {name: entry for name, entry in found.items() if entry["type"] == "file"}
-        )
+        found = self._ask(pattern, "glob", detail=True).values()
+        return self._files(pattern, [entry for entry in found if entry["type"] == "file"])
 
     def read(self, url: str, start: int = 0, end: int | None = None) -> bytes:
         """Read a whole file, or the bytes ``start`` to ``end`` of it: `retry.fetch`.
@@ -172,13 +176,6 @@ class Storage:
 
         return patiently(self, url, ask)
 
-    def _files(self, asked: str, found: Mapping[str, Any]) -> list[FileInfo]:
-        files = [
-            FileInfo(url=self._url(asked, name), size=entry["size"])
-            for name, entry in found.items()
-        ]
-        return sorted(files, key=lambda file: file.url)
-
     @contextmanager
     def open(self, url: str) -> Iterator[BinaryIO]:
         """Open a file for reading from the start to the end."""
@@ -187,6 +184,16 @@ class Storage:
             stream = filesystem.open(path, "rb")
         with stream:
             yield cast("BinaryIO", stream)
+
+    def _files(self, asked: str, entries: Iterable[Mapping[str, Any]]) -> list[FileInfo]:
+        files = [self._file(self._url(asked, entry["name"]), entry) for entry in entries]
+        return sorted(files, key=lambda file: file.url)
+
+    def _file(self, url: str, entry: Mapping[str, Any]) -> FileInfo:
+        file = FileInfo(url=url, size=entry["size"], version=version_of(entry))
+        if self.cache is not None:
+            self.cache.learn(file.url, file.size, file.version)
+        return file
 
     @staticmethod
     def _url(asked: str, name: str) -> str:

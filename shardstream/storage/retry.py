@@ -33,7 +33,7 @@ def fetch(
     size: int | None = None,
     on_throttle: Callable[[], None] | None = None,
 ) -> bytes:
-    """Read a range, or a whole file; after a fault go on at the byte reached, with growing pauses.
+    """Read a range, or a whole file; after a fault go on at the byte reached, with growing pauses. Through the cache, if any.
 
     All bytes are of one version of the file: its ETag must stay what it was when this storage first read a range of it in this
     process, and its length what the caller says.
@@ -52,10 +52,22 @@ def fetch(
         ChangedError: If the file is not the one that was indexed, or changes meanwhile; at once.
         StorageError: If no byte comes for ``patience_s`` of the storage options.
     """
-    reading = _Reading(storage, url, start, end, size)
+
+    def read(start: int, end: int | None) -> bytes:
+        return _read(_Reading(storage, url, start, end, size), on_throttle)
+
+    if storage.cache is None or storage.local_path(url) is not None:
+        return read(start, end)
+    return storage.cache.read(
+        url, start, end, size=size, read=read, look_up=lambda: storage.info(url)
+    )
+
+
+def _read(reading: _Reading, on_throttle: Callable[[], None] | None) -> bytes:
+    storage, url, end = reading.storage, reading.url, reading.end
     turns = Turns(storage, url, on_throttle)
     while not reading.is_complete:
-        if end is not None and start >= end:
+        if end is not None and reading.position >= end:
             return b""
         try:
             piece = storage.read_once(url, reading.position, end, piecemeal=reading.has_broken_off)
@@ -139,7 +151,7 @@ class _Reading:
     def __init__(
         self, storage: Storage, url: str, start: int, end: int | None, size: int | None
     ) -> None:
-        self._storage, self._url, self._end = storage, url, end
+        self.storage, self.url, self.end = storage, url, end
         self._told_size = size
         self._size = size
         self._version: str | None = None
@@ -163,8 +175,8 @@ class _Reading:
         self._parts.append(piece.data)
         self.position += len(piece.data)
         self.has_broken_off |= piece.error is not None
-        if self._end is not None:
-            self.is_complete = self.position >= self._end
+        if self.end is not None:
+            self.is_complete = self.position >= self.end
         elif self._size is not None:
             self.is_complete = self.position >= self._size
         else:
@@ -174,18 +186,18 @@ class _Reading:
         if piece.size is not None:
             if self._size not in (None, piece.size):
                 raise self._other_size(piece.size)
-            if self._end is not None and self._end > piece.size:
+            if self.end is not None and self.end > piece.size:
                 raise self._shorter(piece.size)
             self._size = piece.size
         if piece.version is not None:
             known = self._version
             if known is None and self._pins:
-                known = self._storage.pin(self._url, piece.version)
+                known = self.storage.pin(self.url, piece.version)
             if known not in (None, piece.version):
                 raise ChangedError(
                     f"the file changed while it was read: it was ETag {known}, it is {piece.version}; "
                     "start again, and run 'shardstream index' if it was written anew",
-                    shard=self._url,
+                    shard=self.url,
                     offset=self.position,
                 )
             self._version = piece.version
@@ -193,26 +205,26 @@ class _Reading:
     def too_short(self) -> Exception:
         """Say that an answer ended early without a word, or that the file itself does."""
         got = self.position - self._start
-        if self._size is None and self._end is not None:
-            size = self._storage.info(self._url).size
-            if size < self._end:
+        if self._size is None and self.end is not None:
+            size = self.storage.info(self.url).size
+            if size < self.end:
                 return self._shorter(size)
-        wanted = (self._size or 0) - self._start if self._end is None else self._end - self._start
+        wanted = (self._size or 0) - self._start if self.end is None else self.end - self._start
         return ConnectionError(f"the answer was cut: got {got} of {wanted} bytes")
 
     def explain(self, verdict: Verdict) -> Exception:
         """Return the error of a verdict, with the file's length if that is what it is about."""
         if verdict.past_end:
-            return self._shorter(self._storage.info(self._url).size)
+            return self._shorter(self.storage.info(self.url).size)
         return verdict.error
 
     def _shorter(self, size: int) -> ChangedError:
         if self._told_size not in (None, size):
             return self._other_size(size)
         return ChangedError(
-            f"the file is shorter than its index says: it has {size} bytes, wanted are {self.position} to {self._end}; "
+            f"the file is shorter than its index says: it has {size} bytes, wanted are {self.position} to {self.end}; "
             "run 'shardstream index' again, or write the shard again",
-            shard=self._url,
+            shard=self.url,
             offset=self._start,
         )
 
@@ -220,5 +232,5 @@ class _Reading:
         return ChangedError(
             f"the file changed: it has {size} bytes, the manifest or an earlier answer says {self._size}; "
             "run 'shardstream index' again",
-            shard=self._url,
+            shard=self.url,
         )

@@ -24,8 +24,9 @@ from shardstream.format.manifest import (
 from shardstream.format.tar_encode import END_OF_ARCHIVE
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.publish import Pending, open_pending, publish_bytes, remove
+from shardstream.storage.sizes import parse_bytes
 from shardstream.write.encode import encode_sample
-from shardstream.write.naming import ShardNames, parse_bytes
+from shardstream.write.naming import ShardNames
 from shardstream.write.send import ShardSender
 from shardstream.write.writer import TarShard, sample_pieces
 

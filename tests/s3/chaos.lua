@@ -40,6 +40,7 @@ end
 function M.access()
   local p = ngx.var.profile
   count(p, "requests")
+  count(p, "seen:" .. ngx.req.get_method() .. " " .. (ngx.var.uri:match("%.%a+$") or "/"))
   local lat = get(p, "latency_ms")
   if lat > 0 then ngx.sleep(lat / 1000) end
   local u, frac = draw(p)
@@ -186,7 +187,11 @@ function M.control()
   for _, p in ipairs({"shaped", "chaos"}) do
     local t = {'"requests":' .. (dict:get("c:" .. p .. ":requests") or 0)}
     for _, k in ipairs(KINDS) do t[#t + 1] = '"' .. k .. '":' .. (dict:get("c:" .. p .. ":" .. k) or 0) end
-    local c = {}
+    local c, seen, mine = {}, {}, "c:" .. p .. ":seen:"
+    for _, k in ipairs(dict:get_keys(0)) do
+      if k:sub(1, #mine) == mine then seen[#seen + 1] = '"' .. k:sub(#mine + 1) .. '":' .. dict:get(k) end
+    end
+    t[#t + 1] = '"seen":{' .. table.concat(seen, ",") .. "}" -- by method and ending: "GET .tar"
     for k in pairs(D.chaos) do c[#c + 1] = '"' .. k .. '":' .. get(p, k) end
     table.sort(c)
     out[#out + 1] = '"' .. p .. '":{' .. table.concat(t, ",") .. ',"config":{' .. table.concat(c, ",") .. "}}"

@@ -22,8 +22,9 @@ from shardstream.storage.catalog import Catalog
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import locate
 from shardstream.storage.publish import publish_bytes
+from shardstream.storage.sizes import parse_bytes
 from shardstream.write import send
-from shardstream.write.naming import ShardNames, parse_bytes
+from shardstream.write.naming import ShardNames
 from shardstream.write.roll import ShardWriter
 
 

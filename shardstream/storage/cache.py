@@ -1,0 +1,243 @@
+"""Chunks of remote files on a local disk, kept across epochs and processes.
+
+A file is known by its URL and its version (the ETag, else length and time of change), so what was replaced is read anew. A chunk
+that is missing, damaged or something else is read from its source. Files are written beside their place and renamed: nothing
+half-written is ever seen, and a process that is killed leaves no more than a part that the next one deletes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from datetime import datetime
+from typing import Any, NamedTuple
+
+from shardstream.errors import CacheWarning, OptionError, redact
+from shardstream.storage.chunk import (
+    CHUNK_BYTES,
+    HEADER_BYTES,
+    ChunkError,
+    encode_header,
+    read_chunk,
+)
+from shardstream.storage.sizes import parse_bytes
+from shardstream.storage.space import Space, on_disk
+
+_log = logging.getLogger(__name__)
+
+_LEAST_BYTES = 4 * CHUNK_BYTES
+_NAME_BYTES = 16
+
+ReadRange = Callable[[int, int | None], bytes]
+
+
+# As the file systems of fsspec call them; what stands for the bytes first.
+_ETAGS = ("ETag", "etag", "md5Hash", "generation", "content_hash", "sha", "blob_id")
+_TIMES = (
+    "LastModified",
+    "Last-Modified",
+    "last_modified",
+    "mtime",
+    "modified",
+    "updated",
+    "created",
+)
+
+
+def version_of(entry: Mapping[str, Any]) -> str | None:
+    """Return what tells one version of a file from another, as a listing of fsspec shows it; None if nothing does.
+
+    >>> version_of({"size": 3, "ETag": "9a0364b9"}), version_of({"size": 3, "mtime": 12.5}), version_of({"size": 3})
+    ('ETag 9a0364b9', 'mtime 12.5', None)
+    """
+    for name in _ETAGS:
+        if entry.get(name):
+            return f"ETag {entry[name]}"
+    for name in _TIMES:
+        if time := entry.get(name):
+            # Some list seconds where a look-up gives a date.
+            return f"{name} {time.timestamp() if isinstance(time, datetime) else time}"
+    return None
+
+
+class Known(NamedTuple):
+    """What is known of a remote file.
+
+    Args:
+        size: Bytes.
+        identity: Names this file in this version; None if its version is not known.
+    """
+
+    size: int
+    identity: bytes | None
+
+
+class Cache:
+    """Reads ranges of remote files, through chunks of them on a local disk; picklable, safe among threads and processes.
+
+    Args:
+        folder: On a local disk; made if need be, for this user alone.
+        max_bytes: How much to keep there, over all processes that use the folder; None leaves a tenth of the disk free.
+
+    Raises:
+        OptionError: If the folder is a file, or belongs to somebody else.
+    """
+
+    def __init__(self, folder: str, max_bytes: int | None) -> None:
+        self._space = Space(folder, max_bytes)
+        self._known: dict[str, Known] = {}
+        self._warned = False
+
+    def learn(self, url: str, size: int, version: str | None) -> Known:
+        """Remember what a listing said of a file, for the life of this object."""
+        identity = None
+        if version is not None:
+            # An ETag stands for the bytes, whatever a signature in the query says today.
+            place = redact(url) if version.startswith("ETag") else url
+            text = "\0".join((place, version, str(size)))
+            identity = hashlib.blake2b(text.encode(), digest_size=_NAME_BYTES).digest()
+        known = self._known[url] = Known(size, identity)
+        return known
+
+    def read(
+        self,
+        url: str,
+        start: int,
+        end: int | None,
+        *,
+        size: int | None = None,
+        read: ReadRange,
+        look_up: Callable[[], object],
+    ) -> bytes:
+        """Return the bytes ``start`` to ``end`` of a remote file, or to its end.
+
+        Args:
+            url: Its URL.
+            start: From which byte.
+            end: To which byte.
+            size: Length of the file, if the caller knows.
+            read: Reads a range from the source.
+            look_up: Makes `learn` be called with this file, for one that no listing named.
+        """
+        if url not in self._known:
+            look_up()
+        known = self._known[url]
+        if size not in (None, known.size):  # another file than the caller means: the source says so
+            return read(start, end)
+        size, identity = known
+        end = size if end is None else end
+        if identity is None:
+            self._warn_no_version(url)
+        if (
+            identity is None or not start < end <= size
+        ):  # past the end: the source says what is wrong
+            return read(start, end)
+        file = _File(self._space, identity, size)
+        numbers = range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES))
+        out = io.BytesIO()
+        gap: int | None = None
+        for number in numbers:
+            piece = file.take(number, start, end)
+            if piece is None:
+                gap = number if gap is None else gap
+                continue
+            if gap is not None:
+                out.write(file.fill(gap, number, start, end, read))
+                gap = None
+            out.write(piece)
+        if gap == numbers.start:  # nothing was here
+            return bytes(file.fill(gap, numbers.stop, start, end, read))
+        if gap is not None:
+            out.write(file.fill(gap, numbers.stop, start, end, read))
+        return out.getvalue()
+
+    def _warn_no_version(self, url: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{redact(url)} is not kept in the cache: its file system tells neither an ETag nor a time of change",
+                CacheWarning,
+                stacklevel=2,
+            )
+
+
+class _File:
+    """One remote file in one version, and its chunks."""
+
+    def __init__(self, space: Space, identity: bytes, size: int) -> None:
+        self._space, self._identity, self._size = space, identity, size
+
+    def take(self, number: int, start: int, end: int) -> memoryview | None:
+        """Return what a chunk has of the bytes ``start`` to ``end`` of the file; None if it is not here."""
+        name, path = self._name(number)
+        base = number * CHUNK_BYTES
+        length = min(CHUNK_BYTES, self._size - base)
+        try:
+            # Whatever lies there: no link is followed, no pipe waited for.
+            flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+            handle = os.open(path, flags)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._refuse(path, length, error)
+            return None
+        try:
+            piece = read_chunk(handle, name, length, max(start - base, 0), min(end - base, length))
+            self._space.touch(handle)
+        except (OSError, ChunkError) as error:
+            self._refuse(path, length, error)
+            return None
+        finally:
+            os.close(handle)
+        return piece
+
+    def fill(
+        self, first: int, last: int, start: int, end: int, read: ReadRange
+    ) -> bytes | memoryview:
+        """Read what chunks ``first`` to ``last`` have of these bytes from the source, and keep the chunks if there is room."""
+        low, high = first * CHUNK_BYTES, min(last * CHUNK_BYTES, self._size)
+        start, end = max(start, low), min(end, high)
+        if not self._space.admits((last - first) * on_disk(HEADER_BYTES + CHUNK_BYTES)):
+            return read(start, end)
+        data = memoryview(read(low, high))
+        for number in range(first, last):
+            at = (number - first) * CHUNK_BYTES
+            chunk = data[at : at + CHUNK_BYTES]
+            name, path = self._name(number)
+            self._space.publish(path, (encode_header(name, chunk), chunk))
+        return data[start - low : end - low]
+
+    def _refuse(self, path: str, length: int, error: Exception) -> None:
+        _log.warning("the cache file %s is damaged: %s; it is read from its source", path, error)
+        self._space.discard(path, HEADER_BYTES + length)
+
+    def _name(self, number: int) -> tuple[bytes, str]:
+        name = hashlib.blake2b(
+            number.to_bytes(8, "little"), key=self._identity, digest_size=_NAME_BYTES
+        ).digest()
+        return name, self._space.path_of(name.hex())
+
+
+def open_cache(
+    cache_dir: str | os.PathLike[str] | None, cache_bytes: int | str | None
+) -> Cache | None:
+    """Open the cache that two options ask for; None if they ask for none.
+
+    Raises:
+        OptionError: If they make no sense.
+    """
+    if cache_dir is None:
+        if cache_bytes is not None:
+            raise OptionError("cache_bytes says how large a cache may grow; say cache_dir, too")
+        return None
+    folder = os.fspath(cache_dir)
+    if "://" in folder or not folder:
+        raise OptionError(f"cache_dir is a folder on this machine, not {folder!r}")
+    max_bytes = None if cache_bytes is None else parse_bytes(cache_bytes)
+    if max_bytes is not None and max_bytes < _LEAST_BYTES:
+        raise OptionError(f"cache_bytes must be {_LEAST_BYTES:,} or more, not {max_bytes:,}")
+    return Cache(os.path.abspath(os.path.expanduser(folder)), max_bytes)

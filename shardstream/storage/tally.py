@@ -1,0 +1,73 @@
+"""A small count that several processes keep in a file, under a lock of the kernel's, which ends with its holder."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+
+class Tally(NamedTuple):
+    """What is kept in the files of a cache."""
+
+    total: int
+    """Bytes of all that are whole."""
+    oldest_ns: int = 0
+    """None was last used before."""
+    surveyed_ns: int = 0
+    """When this was last looked up, not reckoned."""
+
+
+_TALLY = struct.Struct("<8sQQQ")
+_SUM = struct.Struct("<I")
+_MAGIC = b"shardst1"
+
+
+@contextmanager
+def locked(path: str, wait_s: float) -> Iterator[int | None]:
+    """Open and lock a file, made if need be; None if another holds the lock all that time."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        locked = _try_lock(handle, wait_s)
+        try:
+            yield handle if locked else None
+        finally:
+            if (
+                locked
+            ):  # a child forked meanwhile holds the same open file: closing it here would not do
+                fcntl.flock(handle, fcntl.LOCK_UN)
+    finally:
+        os.close(handle)
+
+
+def _try_lock(handle: int, wait_s: float) -> bool:
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.001)
+        else:
+            return True
+
+
+def load(handle: int) -> Tally | None:
+    """Read a tally; None if there is none, or it is damaged."""
+    data = os.pread(handle, _TALLY.size + _SUM.size, 0)
+    head, total = data[: _TALLY.size], data[_TALLY.size :]
+    if total != _SUM.pack(zlib.crc32(head)) or not head.startswith(_MAGIC):
+        return None
+    return Tally(*_TALLY.unpack(head)[1:])
+
+
+def save(handle: int, tally: Tally) -> None:
+    """Write a tally."""
+    head = _TALLY.pack(_MAGIC, *tally)
+    os.pwrite(handle, head + _SUM.pack(zlib.crc32(head)), 0)

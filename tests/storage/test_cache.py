@@ -1,0 +1,663 @@
+"""The cache on its own: whatever happens to its folder, the bytes are those of the source."""
+
+from __future__ import annotations
+
+import fcntl
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import time
+from collections.abc import Iterator
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardstream as ss
+from shardstream.errors import CacheWarning, MissingError, OptionError
+from shardstream.storage import space
+from shardstream.storage.cache import Cache, open_cache, version_of
+from shardstream.storage.chunk import CHUNK_BYTES, HEADER_BYTES
+from shardstream.storage.filesystem import Storage
+from shardstream.storage.retry import fetch
+
+MIB = 1 << 20
+DATA = random.Random(0).randbytes(5 * MIB + 12_345)
+ROOM = 100 * MIB
+URL = "s3://bucket/a.tar"
+
+
+class Source:
+    """A remote file, and what was asked of it through a cache."""
+
+    def __init__(self, data: bytes = DATA, version: str | None = "ETag 1", url: str = URL) -> None:
+        self.data, self.version, self.url = data, version, url
+        self.reads: list[tuple[int, int | None]] = []
+        self.look_ups = 0
+
+    @property
+    def bytes_read(self) -> int:
+        return sum((len(self.data) if end is None else end) - start for start, end in self.reads)
+
+    def through(self, cache: Cache, start: int = 0, end: int | None = None) -> bytes:
+        def read(start: int, end: int | None) -> bytes:
+            self.reads.append((start, end))
+            return self.data[start:end]
+
+        def look_up() -> None:
+            self.look_ups += 1
+            cache.learn(self.url, len(self.data), self.version)
+
+        found = cache.read(self.url, start, end, read=read, look_up=look_up)
+        assert type(found) is bytes
+        return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+def cached(folder: Path, max_bytes: int | None = ROOM) -> Cache:
+    return Cache(str(folder), max_bytes)
+
+
+def chunks(folder: Path) -> list[Path]:
+    """The files that hold bytes of shards."""
+    return sorted(folder.glob("*/??/*"))
+
+
+def parts(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/parts/*"))
+
+
+def used_bytes(folder: Path) -> int:
+    total = 0
+    for path in chunks(folder):
+        try:
+            total += -(-path.stat().st_size // 4096) * 4096
+        except FileNotFoundError:  # another process made room
+            continue
+    return total
+
+
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at % len(data)] ^= 1
+    path.write_bytes(data)
+
+
+# --- hits and misses
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [(0, 1), (0, MIB), (MIB - 1, MIB + 1), (123, 4 * MIB + 7), (5 * MIB, None), (0, None)],
+)
+def test_what_was_read_once_is_not_read_again(folder: Path, start: int, end: int | None) -> None:
+    source = Source()
+    for _ in range(2):
+        assert source.through(cached(folder), start, end) == DATA[start:end]
+    assert len(source.reads) == 1
+
+
+def test_neighbours_that_are_missing_come_by_one_read_and_the_rest_from_the_disk(
+    folder: Path,
+) -> None:
+    source, cache = Source(), cached(folder)
+    source.through(cache, 2 * MIB, 3 * MIB)
+    assert source.through(cache, 100, 5 * MIB) == DATA[100 : 5 * MIB]
+    assert source.reads == [(2 * MIB, 3 * MIB), (0, 2 * MIB), (3 * MIB, 5 * MIB)]
+
+
+def test_ranges_that_cut_chunks_read_each_byte_once_over_all(folder: Path) -> None:
+    source, cache = Source(), cached(folder)
+    starts = list(range(0, len(DATA), 300_001))
+    random.Random(1).shuffle(starts)
+    for start in starts:
+        end = min(start + 300_001, len(DATA))
+        assert source.through(cache, start, end) == DATA[start:end]
+    assert source.bytes_read == len(DATA)
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), max_size=4))
+def test_any_range_of_a_small_file_is_right(spans: list[tuple[int, int]]) -> None:
+    source = Source(DATA[:50])
+    with tempfile.TemporaryDirectory() as folder:
+        for start, size in spans:
+            end = min(start + size, 50)
+            assert source.through(cached(Path(folder)), start, end) == DATA[start:end]
+    assert len(source.reads) == bool(spans)
+
+
+def test_a_range_past_the_end_is_left_to_the_source(folder: Path) -> None:
+    source = Source()
+    source.through(cached(folder), len(DATA) - 5, len(DATA) + 5)
+    assert source.reads == [(len(DATA) - 5, len(DATA) + 5)]
+
+
+def test_an_error_of_the_source_is_the_users(folder: Path) -> None:
+    cache = cached(folder)
+    cache.learn(URL, len(DATA), "ETag 1")
+
+    def read(start: int, end: int | None) -> bytes:
+        raise MissingError("gone")
+
+    with pytest.raises(MissingError, match="gone"):
+        cache.read(URL, 0, 5, read=read, look_up=lambda: None)
+    assert chunks(folder) == []
+
+
+def test_a_cache_goes_to_other_processes(folder: Path) -> None:
+    source = Source()
+    source.through(cached(folder), 0, 5)
+    copy: Cache = ForkingPickler.loads(ForkingPickler.dumps(cached(folder)))
+    assert source.through(copy, 0, 5) == DATA[:5]
+    assert len(source.reads) == 1
+
+
+def test_only_this_user_can_look_in(folder: Path) -> None:
+    Source().through(cached(folder))
+    places = [folder, *folder.rglob("*")]
+    assert len(places) > 8
+    assert all(place.stat().st_mode & 0o077 == 0 for place in places)
+
+
+# --- versions
+
+
+def test_a_file_that_was_replaced_is_read_anew(folder: Path) -> None:
+    old, new = Source(), Source(DATA[::-1], "ETag 2")
+    old.through(cached(folder), 0, 100)
+    assert new.through(cached(folder), 0, 100) == DATA[::-1][:100]
+    assert old.through(cached(folder), 0, 100) == DATA[:100]
+    assert (len(old.reads), len(new.reads)) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Source(DATA[:-1]),
+        Source(url="s3://bucket/b.tar"),
+        Source(version="mtime 1"),
+    ],
+)
+def test_another_length_url_or_kind_of_version_is_another_file(folder: Path, other: Source) -> None:
+    Source().through(cached(folder), 0, 100)
+    other.reads.clear()
+    other.through(cached(folder), 0, 100)
+    assert len(other.reads) == 1
+
+
+def test_a_signature_in_the_url_does_not_matter_where_an_etag_says_what_it_is(folder: Path) -> None:
+    first = Source(url="https://host/a.tar?X-Amz-Signature=1")
+    second = Source(url="https://host/a.tar?X-Amz-Signature=2")
+    first.through(cached(folder))
+    second.through(cached(folder))
+    assert second.reads == []
+    dated = [Source(url=f"https://host/get?id={i}", version="Last-Modified 5") for i in range(2)]
+    for source in dated:
+        source.through(cached(folder))
+    assert [len(source.reads) for source in dated] == [1, 1]
+
+
+def test_a_file_is_looked_up_once(folder: Path) -> None:
+    source, cache = Source(), cached(folder)
+    for start in range(10):
+        source.through(cache, start, start + 1)
+    assert source.look_ups == 1
+
+
+def test_what_has_no_version_is_not_kept(folder: Path) -> None:
+    source, cache = Source(version=None), cached(folder)
+    with pytest.warns(CacheWarning, match="neither an ETag nor a time of change"):
+        source.through(cache, 0, 9)
+    assert source.through(cache, 0, 9) == DATA[:9]  # without another warning
+    assert (len(source.reads), chunks(folder)) == (2, [])
+
+
+@pytest.mark.parametrize(
+    ("entry", "version"),
+    [
+        ({"ETag": '"1f"', "LastModified": "today"}, 'ETag "1f"'),
+        ({"ETag": "", "mtime": 5}, "mtime 5"),
+        ({"etag": "x"}, "ETag x"),
+        ({"Last-Modified": "Mon"}, "Last-Modified Mon"),
+        ({"size": 5}, None),
+    ],
+)
+def test_a_version_is_an_etag_or_a_time(entry: dict[str, Any], version: str | None) -> None:
+    assert version_of(entry) == version
+
+
+# --- room
+
+
+def test_no_more_is_kept_than_allowed_and_what_is_kept_serves_each_epoch(folder: Path) -> None:
+    source, room = Source(), 4 * MIB
+    cache = cached(folder, room)
+    hits: list[int] = []
+    for epoch in range(4):
+        source.reads.clear()
+        order = list(range(0, len(DATA), 200_000))
+        random.Random(epoch).shuffle(order)
+        for start in order:
+            end = min(start + 200_000, len(DATA))
+            assert source.through(cache, start, end) == DATA[start:end]
+            assert used_bytes(folder) <= room
+        hits.append(len(DATA) - source.bytes_read)
+    kept = sum(path.stat().st_size - HEADER_BYTES for path in chunks(folder))
+    assert kept >= room - 2 * CHUNK_BYTES
+    assert (
+        hits[1:] == [kept] * 3
+    )  # all that is kept is of use, and nothing is read around what is not
+
+
+def test_a_run_drops_what_runs_before_it_kept(folder: Path) -> None:
+    old, new = Source(), Source(DATA[::-1], url="s3://bucket/b.tar")
+    old.through(cached(folder, 6 * MIB))
+    run = cached(folder, 6 * MIB)
+    old.through(run, 0, MIB)  # used again: it stays
+    for start in range(0, 4 * MIB, MIB):
+        new.through(run, start, start + MIB)
+    assert used_bytes(folder) <= 6 * MIB
+    old.reads.clear()
+    new.reads.clear()
+    old.through(run, 0, MIB)
+    for start in range(0, 4 * MIB, MIB):
+        new.through(run, start, start + MIB)
+    assert old.reads == new.reads == []
+
+
+def test_a_smaller_limit_holds_from_the_next_write_on(folder: Path) -> None:
+    Source().through(cached(folder))
+    assert used_bytes(folder) > 5 * MIB
+    Source(url="s3://bucket/b.tar").through(cached(folder, 4 * MIB), 0, 5)
+    assert used_bytes(folder) <= 4 * MIB
+
+
+def test_by_default_a_tenth_of_the_disk_stays_free(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SimpleNamespace(f_bavail=100 + 2 * MIB // 4096 + 4, f_blocks=1000, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _: disk)
+    source = Source()
+    assert source.through(cached(folder, None)) == DATA
+    assert chunks(folder) == []  # 5 MiB would not fit
+    source.through(cached(folder, None), 0, MIB)
+    assert len(chunks(folder)) == 1
+
+
+def test_files_that_others_delete_are_noticed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, cache = Source(), cached(folder, 5 * MIB)
+    for start in range(0, len(DATA), MIB):
+        source.through(cache, start, min(start + MIB, len(DATA)))
+    for path in chunks(folder):
+        path.unlink()
+    assert source.through(cache, 0, 9) == DATA[:9]
+    assert chunks(folder) == []  # by its count it is full
+    monkeypatch.setattr(space, "_SURVEY_NS", 0)
+    source.through(cache, 0, 9)
+    assert len(chunks(folder)) == 1
+
+
+@pytest.mark.parametrize("wrong", [b"", b"garbage" * 20, b"\xff" * 36])
+def test_a_count_that_is_lost_is_counted_again(folder: Path, wrong: bytes) -> None:
+    source = Source()
+    source.through(cached(folder))
+    [total] = folder.glob("*/total")
+    total.write_bytes(wrong)
+    run = cached(folder, 6 * MIB)
+    Source(url="s3://bucket/b.tar").through(run)
+    assert used_bytes(folder) <= 6 * MIB
+
+
+def test_a_clock_that_was_set_back_makes_no_file_immortal(folder: Path) -> None:
+    Source().through(cached(folder, 6 * MIB))
+    for path in chunks(folder):
+        os.utime(path, (time.time() + 1e6, time.time() + 1e6))
+    new = Source(url="s3://bucket/b.tar")
+    for _ in range(2):
+        new.through(cached(folder, 6 * MIB), 0, 4 * MIB)
+    assert len(new.reads) == 1
+
+
+# --- damage
+
+
+@pytest.mark.parametrize("at", [0, 9, 25, 60, HEADER_BYTES, HEADER_BYTES + 70_000, -1])
+def test_a_flipped_bit_is_found_and_mended(
+    folder: Path, at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = Source()
+    source.through(cached(folder), 0, MIB)
+    [path] = chunks(folder)
+    flip(path, at)
+    assert source.through(cached(folder), 0, MIB) == DATA[:MIB]
+    assert "is read from its source" in caplog.text
+    assert source.through(cached(folder), 0, MIB) == DATA[:MIB]
+    assert len(source.reads) == 2
+
+
+def hostile_files(path: Path, secret: Path) -> Iterator[None]:
+    """Put one thing after the other where a chunk is."""
+    good = path.read_bytes()
+
+    path.write_bytes(b"")
+    yield
+    path.write_bytes(b"\0" * len(good))
+    yield
+    path.write_bytes(good[:-1])
+    yield
+    with path.open("wb") as stream:
+        stream.truncate(1 << 40)  # sparse: it must not be read
+    yield
+    path.unlink()
+    path.symlink_to(secret)
+    yield
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)  # opening it would wait for a writer
+    yield
+    path.unlink(missing_ok=True)
+    path.mkdir()
+    yield
+    path.rmdir()
+
+
+def test_hostile_files_are_never_handed_out(folder: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_bytes(b"secret" * 300_000)
+    source = Source()
+    source.through(cached(folder), 0, MIB)
+    [path] = chunks(folder)
+    for _ in hostile_files(path, secret):
+        cache = cached(folder)
+        assert source.through(cache, 0, MIB) == DATA[:MIB]
+        assert source.through(cache, MIB, 2 * MIB) == DATA[MIB : 2 * MIB]
+    assert secret.read_bytes() == b"secret" * 300_000
+
+
+def test_a_chunk_under_the_name_of_another_is_refused(folder: Path) -> None:
+    source = Source()
+    source.through(cached(folder), 0, MIB)
+    [first] = chunks(folder)
+    source.through(cached(folder), MIB, 2 * MIB)
+    [second] = set(chunks(folder)) - {first}
+    shutil.copy(second, first)
+    assert source.through(cached(folder), 0, MIB) == DATA[:MIB]
+
+
+ACTS = ("flip", "cut", "delete", "directory", "drop_total", "drop_all", "new_run", "old")
+
+
+@settings(max_examples=30)
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(st.just("read"), st.integers(0, len(DATA) - 1), st.integers(1, 3 * MIB)),
+            st.tuples(st.sampled_from(ACTS), st.integers(0, 20), st.integers(0, 2 * MIB)),
+        ),
+        max_size=15,
+    )
+)
+def test_whatever_is_done_to_the_folder_the_bytes_are_right(
+    acts: list[tuple[str, int, int]],
+) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        folder, source = Path(name), Source()
+        cache = cached(folder, 4 * MIB)
+        for act, first, second in acts:
+            if act == "read":
+                end = min(first + second, len(DATA))
+                assert source.through(cache, first, end) == DATA[first:end]
+            elif act == "new_run":
+                cache = cached(folder, 4 * MIB)
+            else:
+                harm(folder, act, first, second)
+
+
+def harm(folder: Path, act: str, which: int, at: int) -> None:
+    files = [path for path in chunks(folder) if path.is_file()]
+    path = files[which % len(files)] if files else None
+    if act == "drop_all":
+        shutil.rmtree(folder, ignore_errors=True)
+    elif act == "drop_total":
+        for total in folder.glob("*/total"):
+            total.unlink()
+    elif path is None:
+        return
+    elif act == "flip":
+        flip(path, at)
+    elif act == "cut":
+        os.truncate(path, at)
+    elif act == "old":
+        os.utime(path, (1, 1))
+    else:
+        path.unlink()
+        if act == "directory":
+            path.mkdir()
+
+
+# --- a disk that fails
+
+
+def test_a_folder_deleted_meanwhile_is_made_again(folder: Path) -> None:
+    source, cache = Source(), cached(folder)
+    for _ in range(2):
+        assert source.through(cache) == DATA
+        shutil.rmtree(folder)
+    assert source.through(cache) == DATA
+    assert source.through(cache) == DATA
+    assert len(source.reads) == 3
+
+
+FULL_DISK = """
+    import resource, signal, sys, warnings
+    from tests.storage.test_cache import DATA, Source, cached, Path, chunks, parts
+    warnings.simplefilter("always")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, 500_000))
+    folder, source = Path(sys.argv[1]), Source()
+    cache = cached(folder)
+    with warnings.catch_warnings(record=True) as warned:
+        for start in range(0, len(DATA), 500_000):
+            assert source.through(cache, start, start + 9) == DATA[start : start + 9]
+    assert (chunks(folder), parts(folder)) == ([], [])
+    print(len(warned), warned[0].message)
+"""
+
+
+def run_python(code: str, *arguments: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)],
+        capture_output=True, text=True, check=True, timeout=100,
+    )  # fmt: skip
+    return done.stdout
+
+
+def test_a_full_disk_is_one_warning_and_no_cache(folder: Path) -> None:
+    said = run_python(FULL_DISK, folder)
+    assert said.startswith("1 nothing more is kept in the cache")
+    assert "File too large" in said
+
+
+def test_a_full_disk_is_tried_again_later(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source, cache = Source(), cached(folder)
+    (folder / "shardstream-cache-1" / "parts").rmdir()
+    (folder / "shardstream-cache-1" / "parts").write_bytes(b"")
+    with pytest.warns(CacheWarning, match="Not a directory"):
+        source.through(cache, 0, 5)
+    source.through(cache, 0, 5)  # without another warning
+    (folder / "shardstream-cache-1" / "parts").unlink()
+    source.through(cache, 0, 5)
+    assert chunks(folder) == []
+    later = time.monotonic() + 61
+    monkeypatch.setattr("shardstream.storage.space.time.monotonic", lambda: later)
+    source.through(cache, 0, 5)
+    assert len(chunks(folder)) == 1
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.warns(CacheWarning, match="reading goes on without"):
+        cache = Cache("/proc/no-such-place/cache", ROOM)
+    assert Source().through(cache, 0, 5) == DATA[:5]
+
+
+# --- several processes
+
+
+def read_all(folder: Path, room: int, seed: int, rounds: int, said: Any) -> None:
+    """What each process of these tests does."""
+    source, cache = Source(), cached(folder, room)
+    starts = list(range(0, len(DATA), 250_000))
+    for turn in range(rounds):
+        random.Random(seed + turn).shuffle(starts)
+        for start in starts:
+            end = min(start + 250_000, len(DATA))
+            assert source.through(cache, start, end) == DATA[start:end]
+    said.put(source.bytes_read)
+
+
+def start_all(
+    folder: Path, room: int, count: int, rounds: int
+) -> tuple[list[multiprocessing.process.BaseProcess], Any]:
+    context = multiprocessing.get_context("spawn")
+    said = context.Queue()
+    workers = [
+        context.Process(target=read_all, args=(folder, room, seed, rounds, said))
+        for seed in range(count)
+    ]
+    for worker in workers:
+        worker.start()
+    return list(workers), said
+
+
+@pytest.mark.parametrize("room", [ROOM, 4 * MIB])
+def test_processes_that_fill_one_cache_at_once_stay_within_its_size(
+    folder: Path, room: int
+) -> None:
+    workers, said = start_all(folder, room, 2, rounds=3)
+    most = 0
+    while any(worker.is_alive() for worker in workers):
+        most = max(most, used_bytes(folder))
+        time.sleep(0.002)
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert most <= room
+    assert parts(folder) == []
+    again = Source()
+    assert again.through(cached(folder, room)) == DATA
+    if room == ROOM:
+        assert again.reads == []
+        assert sum(said.get(timeout=10) for _ in workers) <= 2 * len(DATA)
+
+
+WRITE_FOR_EVER = """
+    import itertools, sys
+    from tests.storage.test_cache import MIB, Source, cached, Path
+    cache = cached(Path(sys.argv[1]), 20 * MIB)
+    print("ready", flush=True)
+    for number in itertools.count():
+        Source(version=f"ETag {number}").through(cache)
+"""
+
+
+def test_processes_killed_while_they_write_leave_nothing_behind(folder: Path) -> None:
+    for wait_s in (0.05, 0.1, 0.02, 0.07):
+        with subprocess.Popen(
+            [sys.executable, "-c", textwrap.dedent(WRITE_FOR_EVER), folder], stdout=subprocess.PIPE
+        ) as writer:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            time.sleep(wait_s)
+            writer.send_signal(signal.SIGKILL)
+    (parts(folder) or [folder / "shardstream-cache-1" / "parts" / "left"])[0].write_bytes(b"x" * 9)
+    left = parts(folder)
+    for path in left:
+        os.utime(path, (time.time() - 61, time.time() - 61))
+    source, cache = Source(), cached(folder, 20 * MIB)
+    for _ in range(2):
+        assert source.through(cache) == DATA
+    assert len(source.reads) == 1  # no lock was left
+    assert parts(folder) == []
+    for number in range(40):  # whatever the killed ones kept is whole
+        assert Source(version=f"ETag {number}").through(cache) == DATA
+    assert used_bytes(folder) <= 20 * MIB
+
+
+@pytest.mark.parametrize("name", ["total", "evicting"])
+def test_a_lock_that_another_process_holds_is_not_waited_for(folder: Path, name: str) -> None:
+    old = Source(url="s3://bucket/b.tar")
+    old.through(cached(folder, 6 * MIB))
+    source, cache = Source(), cached(folder, 6 * MIB)
+    with (folder / "shardstream-cache-1" / name).open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert source.through(cache) == DATA
+        assert source.through(cache) == DATA
+    assert len(source.reads) == 2
+    source.through(cache)
+    source.through(cache)
+    assert len(source.reads) == 3
+
+
+# --- options, and the way through storage
+
+
+@pytest.mark.parametrize(
+    ("cache_dir", "cache_bytes", "message"),
+    [
+        (None, "1GB", "say cache_dir, too"),
+        ("s3://bucket/cache", None, "a folder on this machine"),
+        ("", None, "a folder on this machine"),
+        ("here", "many", "is no size"),
+        ("here", 1000, "4,194,304 or more"),
+        (__file__, None, "no folder"),
+    ],
+)
+def test_options_that_make_no_sense(
+    cache_dir: str | None, cache_bytes: Any, message: str, monkeypatch: Any, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(OptionError, match=message):
+        open_cache(cache_dir, cache_bytes)
+
+
+def test_a_folder_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cached(folder)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(OptionError, match="belongs to another user"):
+        cached(folder)
+
+
+def test_files_are_read_through_the_cache_and_local_ones_are_not(
+    folder: Path, tmp_path: Path
+) -> None:
+    storage = Storage(cache=cached(folder))
+    url = f"memory://cache-{random.getrandbits(64):x}/a.tar"
+    filesystem, path = storage.resolve(url)
+    filesystem.pipe_file(path, DATA)
+    assert fetch(storage, url, 5, 9) == DATA[5:9]
+    assert len(chunks(folder)) == 1
+    filesystem.rm(path)
+    assert fetch(storage, url, 7, MIB) == DATA[7:MIB]
+    with pytest.raises(MissingError):
+        fetch(Storage(cache=cached(folder)), url, 7, MIB)
+    (tmp_path / "b.tar").write_bytes(DATA)
+    assert fetch(storage, str(tmp_path / "b.tar"), 5, 9) == DATA[5:9]
+    assert len(chunks(folder)) == 1
+
+
+def test_the_warning_is_public() -> None:
+    assert ss.CacheWarning is CacheWarning
