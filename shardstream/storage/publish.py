@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from shardstream.errors import StorageError
+from shardstream.errors import MissingError, StorageError
 from shardstream.storage.filesystem import Storage, explained, parent_url
+from shardstream.storage.s3_upload import S3Upload, takes_parts
 
 # Where a PUT is one act: the object is there whole or not at all.
 _ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "memory", "hf"})
@@ -25,7 +26,7 @@ class Pending(ABC):
 
     Args:
         place: What is written to meanwhile, for messages: a full disk is full there.
-        stream: Where the bytes go.
+        stream: Where the bytes go, from first to last: what is written may be on its way, so nobody can seek in it.
     """
 
     def __init__(self, place: str, stream: BinaryIO) -> None:
@@ -57,14 +58,20 @@ class Pending(ABC):
 def open_pending(storage: Storage, url: str) -> Pending:
     """Open a file for writing that appears at ``url`` when it is committed, and never otherwise.
 
-    On a local disk it is written beside its final place, flushed to the disk and renamed. For other file systems it is
-    spooled to a temporary file, sent, and its length checked there.
+    On a local disk it is written beside its final place, flushed to the disk and renamed. To S3 it is sent while it is
+    written, in parts, several at a time (see `S3Upload`). For other file systems it is spooled to a temporary file, sent, and its
+    length checked there.
 
     Raises:
         StorageError: If it cannot be opened.
     """
     path = storage.local_path(url)
-    return _LocalFile(Path(path)) if path is not None else _RemoteFile(storage, url)
+    if path is not None:
+        return _LocalFile(Path(path))
+    filesystem, there = storage.resolve(url)
+    if takes_parts(filesystem):
+        return _S3File(url, S3Upload(filesystem, there, url))
+    return _RemoteFile(storage, url)
 
 
 @contextmanager
@@ -103,6 +110,24 @@ def remove(storage: Storage, url: str) -> None:
             return
 
 
+def remove_parts(storage: Storage, folder: str, is_ours: Callable[[str], bool]) -> None:
+    """Delete what killed writers left half-written in a folder.
+
+    Args:
+        storage: Where it is.
+        folder: URL; it need not be there.
+        is_ours: Tells by its final name whether a file is for the caller to delete.
+    """
+    try:
+        files, _ = storage.list_folder(folder)
+    except MissingError:
+        return
+    for file in files:
+        name, mark, _ = file.url.rsplit("/", 1)[-1].partition(_PART_MARK)
+        if mark and is_ours(name):
+            remove(storage, file.url)
+
+
 class _LocalFile(Pending):
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -123,6 +148,18 @@ class _LocalFile(Pending):
     def discard(self) -> None:
         _close_unsaved(self.stream)
         self._part.unlink(missing_ok=True)
+
+
+class _S3File(Pending):
+    def __init__(self, url: str, upload: S3Upload) -> None:
+        self._upload = upload
+        super().__init__(url, cast("BinaryIO", upload))
+
+    def commit(self) -> None:
+        self._upload.finish()
+
+    def discard(self) -> None:
+        self._upload.abort()
 
 
 class _RemoteFile(Pending):
