@@ -14,7 +14,7 @@ from shardstream.cli.options import StorageOption, parse_options
 from shardstream.cli.text import aligned, human_bytes, plural, printable
 
 if TYPE_CHECKING:
-    from shardstream.write.job import PackReport, Progress
+    from shardstream.write.report import PackReport, Progress
 
 _SKIPS_SHOWN = 10
 

@@ -17,6 +17,8 @@ from shardstream.errors import MissingError, OptionError, RefusedError, StorageE
 from shardstream.storage.inherited import keep_inherited
 
 _S3 = ("s3", "s3a")
+# What listings of file systems call that which changes with a file, the best first.
+_STAMPS = ("ETag", "etag", "e_tag", "md5Hash", "mtime", "LastModified", "last_modified", "updated")
 _INSTALL = {
     "s3": "pip install 'shardstream[s3]'",
     "gs": "pip install gcsfs",
@@ -31,10 +33,12 @@ class FileInfo:
     Args:
         url: With its protocol, as `Storage` takes it back.
         size: Bytes.
+        stamp: What changes when the file is written again: an ETag or a time; empty if the file system tells none.
     """
 
     url: str
     size: int
+    stamp: str = ""
 
 
 class Storage:
@@ -117,7 +121,7 @@ class Storage:
             found = filesystem.info(path)
         if found["type"] == "directory":
             raise StorageError("a folder where a file is expected", shard=url)
-        return FileInfo(url=url, size=found["size"])
+        return FileInfo(url=url, size=found["size"], stamp=_stamp(found))
 
     def exists(self, url: str) -> bool:
         """Tell whether there is a file or folder."""
@@ -138,9 +142,9 @@ class Storage:
             entries = filesystem.ls(path, detail=True)
         entries = [entry for entry in entries if entry["name"].rstrip("/") != path.rstrip("/")]
         files = [
-            FileInfo(url=self._url(url, filesystem, e["name"]), size=e["size"])
-            for e in entries
-            if e["type"] == "file"
+            self._file(url, filesystem, entry["name"], entry)
+            for entry in entries
+            if entry["type"] == "file"
         ]
         folders = [
             entry["name"].rstrip("/").rsplit("/", 1)[-1]
@@ -155,10 +159,7 @@ class Storage:
         with explained(url):
             filesystem.invalidate_cache()
             found = filesystem.find(path, detail=True)
-        files = [
-            FileInfo(url=self._url(url, filesystem, name), size=entry["size"])
-            for name, entry in found.items()
-        ]
+        files = [self._file(url, filesystem, name, entry) for name, entry in found.items()]
         return sorted(files, key=lambda file: file.url)
 
     def glob(self, pattern: str) -> list[FileInfo]:
@@ -168,7 +169,7 @@ class Storage:
             filesystem.invalidate_cache()
             found = filesystem.glob(path, detail=True)
         files = [
-            FileInfo(url=self._url(pattern, filesystem, name), size=entry["size"])
+            self._file(pattern, filesystem, name, entry)
             for name, entry in found.items()
             if entry["type"] == "file"
         ]
@@ -207,6 +208,11 @@ class Storage:
             yield cast("BinaryIO", stream)
 
     @staticmethod
+    def _file(asked: str, filesystem: Any, name: str, entry: Mapping[str, Any]) -> FileInfo:
+        url = Storage._url(asked, filesystem, name)
+        return FileInfo(url=url, size=entry["size"], stamp=_stamp(entry))
+
+    @staticmethod
     def _url(asked: str, filesystem: Any, name: str) -> str:
         """Give a listed name the protocol that its folder was asked with, so it can be opened again."""
         if "::" in asked:
@@ -215,6 +221,10 @@ class Storage:
         if "://" not in asked or "://" in name:
             return name
         return f"{asked.split('://', 1)[0]}://{name.lstrip('/') if not asked.startswith('file:') else name}"
+
+
+def _stamp(entry: Mapping[str, Any]) -> str:
+    return next((str(entry[name]) for name in _STAMPS if entry.get(name)), "")
 
 
 @contextmanager

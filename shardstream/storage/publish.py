@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from shardstream.errors import MissingError, StorageError
+from shardstream.errors import StorageError
 from shardstream.storage.filesystem import Storage, explained, parent_url
 from shardstream.storage.s3_upload import S3Upload, takes_parts
 
@@ -100,6 +100,16 @@ def is_part(name: str) -> bool:
     return _PART_MARK in name
 
 
+def final_name(name: str) -> str | None:
+    """Return what a half-written file was to become; None if it is no such file.
+
+    >>> final_name("000001.tar.part-x3_1b"), final_name("000001.tar")
+    ('000001.tar', None)
+    """
+    name, mark, _ = name.partition(_PART_MARK)
+    return name if mark else None
+
+
 def remove(storage: Storage, url: str) -> None:
     """Delete a file; one that is not there is fine."""
     filesystem, path = storage.resolve(url)
@@ -108,24 +118,6 @@ def remove(storage: Storage, url: str) -> None:
             filesystem.rm_file(path)
         except FileNotFoundError:
             return
-
-
-def remove_parts(storage: Storage, folder: str, is_ours: Callable[[str], bool]) -> None:
-    """Delete what killed writers left half-written in a folder.
-
-    Args:
-        storage: Where it is.
-        folder: URL; it need not be there.
-        is_ours: Tells by its final name whether a file is for the caller to delete.
-    """
-    try:
-        files, _ = storage.list_folder(folder)
-    except MissingError:
-        return
-    for file in files:
-        name, mark, _ = file.url.rsplit("/", 1)[-1].partition(_PART_MARK)
-        if mark and is_ours(name):
-            remove(storage, file.url)
 
 
 class _LocalFile(Pending):

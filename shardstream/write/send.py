@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ from shardstream.write.naming import ShardNames
 
 _log = logging.getLogger(__name__)
 
-# Finished shards that wait to be sent; each takes its size on the disk.
+# Finished shards that wait to be sent: on a disk, or as up to 40 MiB on their way to S3.
 _IN_FLIGHT = 2
 
 
@@ -42,8 +43,20 @@ class ShardSender:
         self._uploads: deque[_Upload] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardstream-send")
 
-    def send(self, pending: Pending, info: ShardInfo, offsets: Offsets) -> None:
+    def send(
+        self,
+        pending: Pending,
+        info: ShardInfo,
+        offsets: Offsets,
+        when_sent: Callable[[], None] | None = None,
+    ) -> None:
         """Hand over a finished shard; waits while two others are on their way.
+
+        Args:
+            pending: Its bytes.
+            info: What is known of it.
+            offsets: Its index.
+            when_sent: Called in the thread when both are there.
 
         Raises:
             StorageError: If an earlier one could not be published.
@@ -54,7 +67,7 @@ class ShardSender:
         except BaseException:
             pending.discard()
             raise
-        future = self._thread.submit(self._publish, pending, info, offsets)
+        future = self._thread.submit(self._publish, pending, info, offsets, when_sent)
         self._uploads.append(_Upload(future, pending))
 
     def check(self) -> None:
@@ -86,7 +99,13 @@ class ShardSender:
     def _take_oldest(self) -> None:
         self.sent.append(self._uploads.popleft().future.result())
 
-    def _publish(self, pending: Pending, info: ShardInfo, offsets: Offsets) -> ShardInfo:
+    def _publish(
+        self,
+        pending: Pending,
+        info: ShardInfo,
+        offsets: Offsets,
+        when_sent: Callable[[], None] | None,
+    ) -> ShardInfo:
         index_url = self._names.url(info.url + INDEX_SUFFIX)
         try:
             if self._replaces:  # the old index must not stand beside the new shard
@@ -95,5 +114,7 @@ class ShardSender:
         finally:
             pending.discard()
         publish_bytes(self._storage, index_url, encode_index(offsets))
+        if when_sent is not None:
+            when_sent()
         _log.info("published %s: %s samples", self._names.url(info.url), info.nsamples)
         return info

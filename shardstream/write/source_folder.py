@@ -12,7 +12,14 @@ from shardstream.errors import OptionError, SourceError
 from shardstream.format.names import split_member_name
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.publish import is_part
-from shardstream.write.source import FileRef, KeyMaker, Record, canonical_field, is_image_name
+from shardstream.write.source import (
+    FileRef,
+    KeyMaker,
+    Record,
+    canonical_field,
+    fingerprint_of,
+    is_image_name,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -27,6 +34,8 @@ class Listed(NamedTuple):
     """Relative to that folder."""
     url: str
     size: int
+    stamp: str = ""
+    """What changes when it is written again, if a listing tells."""
 
 
 def list_files(root: str, storage: Storage) -> list[Listed]:
@@ -41,7 +50,7 @@ def list_files(root: str, storage: Storage) -> list[Listed]:
     for file in storage.find(root):
         path = storage.resolve(file.url)[1][len(base) + 1 :]
         if path and not path.startswith(".") and "/." not in path and not is_part(path):
-            found.append(Listed(path, file.url, file.size))
+            found.append(Listed(path, file.url, file.size, file.stamp))
     if not found:
         raise SourceError("no files are here; check the path", shard=root)
     return sorted(found)
@@ -105,6 +114,11 @@ class ClassFolderSource:
         return len(self._images)
 
     @property
+    def fingerprint(self) -> str:
+        """Changes with paths, sizes, and times or ETags."""
+        return _fingerprint("images", self._images)
+
+    @property
     def extras(self) -> Mapping[str, bytes]:
         """``classes.json``: the class names in the order of their labels."""
         text = json.dumps(self.classes, ensure_ascii=False, indent=1)
@@ -154,6 +168,11 @@ class GroupedFilesSource:
     def length(self) -> int:
         """How many samples there are."""
         return len(self._groups)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with paths, sizes, and times or ETags."""
+        return _fingerprint("files", self._files)
 
     def __iter__(self) -> Iterator[Record]:
         """Yield the records, sorted by path."""
@@ -207,6 +226,10 @@ def guess_folder(
     if not nested or companions or len(nested) * 2 < len(images):
         return GroupedFilesSource(root, files, key=key)
     return ClassFolderSource(root, files, key=key)
+
+
+def _fingerprint(kind: str, files: Sequence[Listed]) -> str:
+    return fingerprint_of(kind, *(part for file in files for part in (file.path, *file[2:])))
 
 
 def _stem(path: str) -> str | None:
