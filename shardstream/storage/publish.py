@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -123,11 +124,15 @@ def remove(storage: Storage, url: str) -> None:
 class _LocalFile(Pending):
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._part = path.with_name(f"{path.name}{_PART_MARK}{uuid.uuid4().hex[:12]}")
         with explained(str(path)):
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(prefix=f"{path.name}{_PART_MARK}", dir=path.parent)
-        self._part = Path(name)
-        super().__init__(str(path), os.fdopen(handle, "wb"))
+            try:
+                stream = self._part.open("xb")
+            except BaseException:  # also a signal, between the file's creation and its opening
+                self._part.unlink(missing_ok=True)
+                raise
+        super().__init__(str(path), stream)
 
     def commit(self) -> None:
         with explained(self._place):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+from shardstream.errors import StorageError
 from shardstream.format.index import INDEX_SUFFIX, Offsets, encode_index
 from shardstream.format.manifest import ShardInfo
 from shardstream.storage.filesystem import Storage
@@ -40,6 +41,7 @@ class ShardSender:
         self._storage = storage
         self._names = names
         self._replaces = replaces
+        self._has_failed = False
         self._uploads: deque[_Upload] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardstream-send")
 
@@ -106,15 +108,23 @@ class ShardSender:
         offsets: Offsets,
         when_sent: Callable[[], None] | None,
     ) -> ShardInfo:
-        index_url = self._names.url(info.url + INDEX_SUFFIX)
+        if self._has_failed:  # no shard is there without those before it
+            pending.discard()
+            raise StorageError("an earlier shard could not be published", shard=info.url)
         try:
-            if self._replaces:  # the old index must not stand beside the new shard
-                remove(self._storage, index_url)
-            pending.commit()
+            self._publish_both(pending, self._names.url(info.url + INDEX_SUFFIX), offsets)
+            if when_sent is not None:
+                when_sent()
+        except BaseException:
+            self._has_failed = True
+            raise
         finally:
             pending.discard()
-        publish_bytes(self._storage, index_url, encode_index(offsets))
-        if when_sent is not None:
-            when_sent()
         _log.info("published %s: %s samples", self._names.url(info.url), info.nsamples)
         return info
+
+    def _publish_both(self, pending: Pending, index_url: str, offsets: Offsets) -> None:
+        if self._replaces:  # the old index must not stand beside the new shard
+            remove(self._storage, index_url)
+        pending.commit()
+        publish_bytes(self._storage, index_url, encode_index(offsets))
