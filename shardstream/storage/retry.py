@@ -25,24 +25,31 @@ def fetch(storage: Storage, url: str, start: int = 0, end: int | None = None) ->
     return retrying(lambda: storage.read(url, start, end))
 
 
-def retrying(request: Callable[[], _Answer], *, given_up: threading.Event | None = None) -> _Answer:
+def retrying(
+    request: Callable[[], _Answer],
+    *,
+    attempts: int | None = None,
+    given_up: threading.Event | None = None,
+) -> _Answer:
     """Make a request, again with growing pauses while it fails and trying again can help.
 
     Args:
         request: Asks once.
+        attempts: At most so many; by default five.
         given_up: Ends the pauses, and the attempts, when it is set from another thread.
 
     Raises:
-        StorageError: If it still fails after five attempts; at once if something is missing or access refused.
+        StorageError: If it still fails after the last attempt; at once if something is missing or access refused.
     """
-    for attempt in range(1, _ATTEMPTS + 1):
+    most = attempts or _ATTEMPTS
+    for attempt in range(1, most + 1):
         try:
             return request()
         except (MissingError, RefusedError):
             raise
         except StorageError:
             pause_s = min(8.0, 0.2 * 2**attempt) * _jitter.uniform(0.5, 1.0)
-            if attempt == _ATTEMPTS or _pause(pause_s, given_up):
+            if attempt == most or _pause(pause_s, given_up):
                 raise
     raise AssertionError("unreachable")
 

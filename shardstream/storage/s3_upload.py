@@ -29,6 +29,7 @@ PART_BYTES = 8 << 20
 _IN_FLIGHT = 4
 _PARTS_OF_A_SIZE = 2000  # S3 takes 10,000: sizes double every 2,000, which makes 520 GB
 _ANSWER_S = 120.0  # for 8 MiB: over 0.07 MB/s, and no server that has stopped reading is waited for
+_ATTEMPTS = 2  # each of up to 25 requests: s3fs tries busy servers and lost connections 5 times, botocore each of those 5 times
 _GRACE_S = 5.0
 _MD5 = re.compile(r"[0-9a-f]{32}(-\d+)?")
 
@@ -175,7 +176,7 @@ class _S3Object:
     def abort(self, upload_id: str) -> None:
         """Drop an upload with its parts; what stands in the way of that is logged."""
         try:
-            retrying(lambda: self._request("abort_multipart_upload", UploadId=upload_id))
+            self._request("abort_multipart_upload", UploadId=upload_id)
         except MissingError:
             return
         except StorageError as error:
