@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import metadata
 from typing import Annotated
 
@@ -17,6 +19,7 @@ from shardstream.cli.text import printable
 from shardstream.errors import ShardStreamError
 
 EXIT_INTERRUPTED = 130
+EXIT_TERMINATED = 143
 _DEBUG = "--debug"
 
 app = typer.Typer(
@@ -65,8 +68,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; by default those of the process.
 
     Returns:
-        The exit code: 0 well, 1 an error or problems found, 2 wrong usage, 130 interrupted.
+        The exit code: 0 well, 1 an error or problems found, 2 wrong usage, 130 interrupted, 143 terminated.
     """
+    with _sigterm_raised():
+        return _main(argv)
+
+
+def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = _DEBUG in arguments
     if debug:  # taken anywhere, so that it can be added to the end of a line that failed
@@ -89,6 +97,20 @@ def main(argv: Sequence[str] | None = None) -> int:
             sys.stderr.write(f"error: {printable(str(error))}\n")
         return 1
     return code
+
+
+@contextmanager
+def _sigterm_raised() -> Iterator[None]:
+    """Let SIGTERM end a command as Ctrl-C does: by an exception, on whose way files are closed and uploads dropped."""
+
+    def end(*_: object) -> None:
+        raise SystemExit(EXIT_TERMINATED)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(arguments: list[str]) -> int:

@@ -14,7 +14,7 @@ from shardstream.cli.options import StorageOption, parse_options
 from shardstream.cli.text import aligned, human_bytes, plural, printable
 
 if TYPE_CHECKING:
-    from shardstream.write.job import PackReport, Progress
+    from shardstream.write.report import PackReport, Progress
 
 _SKIPS_SHOWN = 10
 
@@ -116,7 +116,13 @@ _Name = Annotated[
         metavar="NAME", help="Name of the dataset, kept in index.json.", show_default=False
     ),
 ]
-_Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace a dataset that is there.")]
+_Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite",
+        help="Replace a dataset that is there, or what another command has left unfinished.",
+    ),
+]
 _SkipErrors = Annotated[
     bool,
     typer.Option(
@@ -161,7 +167,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
     """Pack images, files, tables or tars into shards for training.
 
     Writes tars, an index beside each, and index.json last: without it a dataset is not published. Equal input gives equal
-    bytes.
+    bytes. A command that was stopped or killed goes on when it is given again: finished shards are kept.
 
     A folder of images has a folder for each class; labels go to "cls", names to classes.json. Loose files become one sample
     for each name: 0001.jpg and 0001.json. Of a table, a column mapped to an image or another file holds its path.
@@ -174,7 +180,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
     """
     from shardstream.write import job  # noqa: PLC0415  (numpy, pillow and fsspec take 300 ms)
 
-    with _progress_bar() as progress:
+    with _farewell(), _progress_bar() as progress:
         report = job.pack(
             source,
             dest,
@@ -199,6 +205,19 @@ def pack(  # noqa: PLR0913  (the options of a command)
             source_options=parse_options(source_option) if source_option else None,
         )
     _show(report)
+
+
+@contextmanager
+def _farewell() -> Iterator[None]:
+    """Say how to go on to who stops the command."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        typer.echo(
+            "stopped: nothing is published yet, and finished shards are kept; the same command goes on behind them",
+            err=True,
+        )
+        raise
 
 
 def parse_split(text: str | None) -> dict[str, float]:
@@ -264,9 +283,12 @@ def _progress_bar() -> Iterator[Callable[[Progress], None] | None]:
 
         def update(progress: Progress) -> None:
             seconds = max(time.monotonic() - start_s, 1e-3)
+            new = progress.samples - progress.kept
+            mean_bytes = progress.size_bytes / max(progress.samples, 1)
+            kept = f"  {progress.kept:,} of an earlier run" if progress.kept else ""
             counts = (
-                f"{plural(progress.samples, 'sample')}  {progress.samples / seconds:,.0f}/s  "
-                f"{human_bytes(int(progress.size_bytes / seconds))}/s"
+                f"{plural(progress.samples, 'sample')}  {new / seconds:,.0f}/s  "
+                f"{human_bytes(int(new * mean_bytes / seconds))}/s{kept}"
             )
             done = progress.samples + progress.skipped
             bar.update(task, completed=done, total=progress.total, counts=counts)
@@ -281,6 +303,8 @@ def _show(report: PackReport) -> None:
     if len(report.skipped) > _SKIPS_SHOWN:
         typer.echo(f"skipped: {len(report.skipped) - _SKIPS_SHOWN:,} more", err=True)
     skipped = f", {len(report.skipped):,} skipped" if report.skipped else ""
+    if report.kept:
+        typer.echo(f"kept {plural(report.kept, 'shard')} of an earlier run that was stopped")
     typer.echo(
         f"packed {plural(report.samples, 'sample')} into {plural(report.shards, 'shard')}{skipped}: "
         f"{human_bytes(report.total_bytes)} in {report.seconds:.1f} s "

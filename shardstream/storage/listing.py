@@ -27,6 +27,8 @@ class Listed(NamedTuple):
     """Relative to that folder."""
     url: str
     size: int
+    version: str | None = None
+    """Changes with the bytes, as far as the file system tells."""
 
 
 def list_files(root: str, storage: Storage) -> list[Listed]:
@@ -44,7 +46,7 @@ def list_files(root: str, storage: Storage) -> list[Listed]:
         path = storage.resolve(file.url)[1][len(base) + 1 :]
         hidden = path.startswith(".") or "/." in path or is_part(path)
         if path and not path.endswith("/") and not hidden:  # "a/" is what consoles make of a folder
-            found.append(Listed(path, file.url, file.size))
+            found.append(Listed(path, file.url, file.size, file.version))
     return sorted(found)
 
 
@@ -121,7 +123,7 @@ def _list_one(url: str, storage: Storage) -> tuple[str, list[Listed]]:
     if url.endswith("/"):
         raise MissingError("no files are here; check the URL", shard=url)
     info = storage.info(url)
-    return parent_url(url), [Listed(url.rpartition("/")[2], url, info.size)]
+    return parent_url(url), [Listed(url.rpartition("/")[2], url, info.size, info.version)]
 
 
 def _find(root: str, storage: Storage) -> list[FileInfo]:

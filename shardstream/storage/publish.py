@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any, BinaryIO, cast
 from shardstream.errors import StorageError
 from shardstream.storage.explain import explained
 from shardstream.storage.filesystem import Storage, parent_url
+from shardstream.storage.s3_upload import S3Upload, takes_parts
 
 # Where a PUT is one act: the object is there whole or not at all.
 _ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "memory", "hf"})
@@ -26,7 +28,7 @@ class Pending(ABC):
 
     Args:
         place: What is written to meanwhile, for messages: a full disk is full there.
-        stream: Where the bytes go.
+        stream: Where the bytes go, from first to last: what is written may be on its way, so nobody can seek in it.
     """
 
     def __init__(self, place: str, stream: BinaryIO) -> None:
@@ -58,14 +60,19 @@ class Pending(ABC):
 def open_pending(storage: Storage, url: str) -> Pending:
     """Open a file for writing that appears at ``url`` when it is committed, and never otherwise.
 
-    On a local disk it is written beside its final place, flushed to the disk and renamed. For other file systems it is
-    spooled to a temporary file, sent, and its length checked there.
+    On a local disk it is written beside its final place, flushed to the disk and renamed. To S3 it is sent while it is
+    written, in parts, several at a time (see `S3Upload`). For other file systems it is spooled to a temporary file, sent, and its
+    length checked there.
 
     Raises:
         StorageError: If it cannot be opened.
     """
     path = storage.local_path(url)
-    return _LocalFile(Path(path)) if path is not None else _RemoteFile(storage, url)
+    if path is not None:
+        return _LocalFile(Path(path))
+    if takes_parts(storage.resolve(url)[0]):
+        return _S3File(url, S3Upload(storage, url))
+    return _RemoteFile(storage, url)
 
 
 @contextmanager
@@ -94,6 +101,16 @@ def is_part(name: str) -> bool:
     return _PART_MARK in name
 
 
+def final_name(name: str) -> str | None:
+    """Return what a half-written file was to become; None if it is no such file.
+
+    >>> final_name("000001.tar.part-x3_1b"), final_name("000001.tar")
+    ('000001.tar', None)
+    """
+    name, mark, _ = name.partition(_PART_MARK)
+    return name if mark else None
+
+
 def remove(storage: Storage, url: str) -> None:
     """Delete a file; one that is not there is fine."""
     filesystem, path = storage.resolve(url)
@@ -107,11 +124,15 @@ def remove(storage: Storage, url: str) -> None:
 class _LocalFile(Pending):
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._part = path.with_name(f"{path.name}{_PART_MARK}{uuid.uuid4().hex[:12]}")
         with explained(str(path)):
             path.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(prefix=f"{path.name}{_PART_MARK}", dir=path.parent)
-        self._part = Path(name)
-        super().__init__(str(path), os.fdopen(handle, "wb"))
+            try:
+                stream = self._part.open("xb")
+            except BaseException:  # also a signal, between the file's creation and its opening
+                self._part.unlink(missing_ok=True)
+                raise
+        super().__init__(str(path), stream)
 
     def commit(self) -> None:
         with explained(self._place):
@@ -124,6 +145,18 @@ class _LocalFile(Pending):
     def discard(self) -> None:
         _close_unsaved(self.stream)
         self._part.unlink(missing_ok=True)
+
+
+class _S3File(Pending):
+    def __init__(self, url: str, upload: S3Upload) -> None:
+        self._upload = upload
+        super().__init__(url, cast("BinaryIO", upload))
+
+    def commit(self) -> None:
+        self._upload.finish()
+
+    def discard(self) -> None:
+        self._upload.abort()
 
 
 class _RemoteFile(Pending):

@@ -1,9 +1,10 @@
-"""Reads that are tried again where that can help, from the byte they had reached."""
+"""Requests that are tried again where that can help, from the byte they had reached."""
 
 from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
@@ -83,13 +84,21 @@ def _read(reading: _Reading, on_throttle: Callable[[], None] | None) -> bytes:
     return reading.data
 
 
-def patiently(storage: Storage, url: str, ask: Callable[[], _T]) -> _T:
-    """Ask for something that changes nothing there, such as a listing, again while that can help.
+def patiently(
+    storage: Storage, url: str, ask: Callable[[], _T], *, given_up: threading.Event | None = None
+) -> _T:
+    """Ask for something that may be asked twice, such as a listing, again while that can help.
+
+    Args:
+        storage: Where.
+        url: For messages.
+        ask: Asks once.
+        given_up: Ends the pauses, and the attempts, when it is set from another thread.
 
     Raises:
         StorageError: If it still fails after ``patience_s``; at once if it is missing or refused.
     """
-    turns = Turns(storage, url)
+    turns = Turns(storage, url, given_up=given_up)
     while True:
         try:
             answer = ask()
@@ -107,11 +116,17 @@ class Turns:
         storage: Whose options say how long, and which texts no message may show.
         url: For messages.
         on_throttle: Called each time the server asks for fewer requests.
+        given_up: Set when nobody wants the answer any more.
     """
 
     def __init__(
-        self, storage: Storage, url: str, on_throttle: Callable[[], None] | None = None
+        self,
+        storage: Storage,
+        url: str,
+        on_throttle: Callable[[], None] | None = None,
+        given_up: threading.Event | None = None,
     ) -> None:
+        self._given_up = given_up
         self._storage, self._url, self._on_throttle = storage, url, on_throttle
         self._count = 0
         self._since = time.monotonic()
@@ -142,7 +157,10 @@ class Turns:
                 told.add_note(f"tried {self._count} times in {passed_s:.0f} s")
             raise told from (None if told is error else tellable(error, storage.secrets))
         _log.debug("again in %.1f s: %s", pause_s, verdict.error)
-        time.sleep(pause_s)
+        if self._given_up is None:
+            time.sleep(pause_s)
+        elif self._given_up.wait(pause_s):
+            raise verdict.error
 
 
 class _Reading:

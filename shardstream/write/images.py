@@ -7,10 +7,11 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
+import PIL
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from shardstream.errors import OptionError, SampleError, SourceError
@@ -72,6 +73,12 @@ class ImageOptions:
     def changes_nothing(self) -> bool:
         """Tell whether every image stays as it is."""
         return self.max_side is None and self.format is None
+
+    def decisive(self) -> dict[str, Any]:
+        """Return what decides the bytes of images: for those written anew, the version of the encoder, too."""
+        if self.changes_nothing:
+            return {}
+        return {**asdict(self), "pillow": PIL.__version__}
 
 
 def is_image_field(field: str) -> bool:

@@ -2,97 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from shardstream.errors import OptionError, SampleError, SourceError
 from shardstream.storage.filesystem import Storage, join_url
 from shardstream.storage.publish import publish_bytes
+from shardstream.storage.sizes import parse_bytes
 from shardstream.write.images import DEFAULT_QUALITY, ImageOptions
+from shardstream.write.journal import NumberedSkip, Task
 from shardstream.write.naming import ShardNames
 from shardstream.write.open_source import AnySource, SourceOptions, open_source
 from shardstream.write.parallel import Encoded, RecordEncoder, encode_in_order, named
-from shardstream.write.roll import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES, ShardWriter
-from shardstream.write.source import Record, Source
+from shardstream.write.report import PackReport, Progress, Skip, SplitReport
+from shardstream.write.resume import PackWriter
+from shardstream.write.roll import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES
+from shardstream.write.source import Record, Source, records_from
 from shardstream.write.split import Numbers, assign_splits, shuffled_order
 
+_log = logging.getLogger(__name__)
+
 _PROGRESS_EVERY_S = 0.1
-
-
-class Progress(NamedTuple):
-    """How far a job is."""
-
-    samples: int
-    """Written so far."""
-    skipped: int
-    """Left out so far."""
-    size_bytes: int
-    """Of the tars so far."""
-    total: int | None
-    """Records there are in all, if known."""
-
-
-class Skip(NamedTuple):
-    """A record that was left out."""
-
-    where: str
-    """Its file or row."""
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitReport:
-    """What was written to one data set.
-
-    Args:
-        name: Of the split; "" if there is but one.
-        url: Its folder.
-        samples: Samples in it.
-        shards: Shards in it.
-        total_bytes: Of its tars.
-    """
-
-    name: str
-    url: str
-    samples: int
-    shards: int
-    total_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackReport:
-    """What a job did.
-
-    Args:
-        source: What was packed, for people.
-        splits: What was written where.
-        seconds: How long it took.
-        skipped: Records that were left out, with ``on_error="skip"``.
-    """
-
-    source: str
-    splits: tuple[SplitReport, ...]
-    seconds: float
-    skipped: tuple[Skip, ...] = ()
-
-    @property
-    def samples(self) -> int:
-        """Samples written."""
-        return sum(split.samples for split in self.splits)
-
-    @property
-    def shards(self) -> int:
-        """Shards written."""
-        return sum(split.shards for split in self.splits)
-
-    @property
-    def total_bytes(self) -> int:
-        """Bytes of all tars."""
-        return sum(split.total_bytes for split in self.splits)
 
 
 def pack(  # noqa: PLR0913  (public door)
@@ -121,6 +57,9 @@ def pack(  # noqa: PLR0913  (public door)
 ) -> PackReport:
     """Pack a source into shards, and publish them as a dataset; equal input gives equal bytes, whatever ``processes`` is.
 
+    A job that was stopped or killed goes on when it is called again with the same source and options: finished shards are kept.
+    Samples that are made in Python are packed anew, unless their source says by a ``fingerprint`` that they are the same.
+
     Args:
         source: A folder of class folders with images, a folder of loose files, a table (CSV, TSV, JSON lines, Parquet), tars;
             local or on any fsspec file system; or an iterable of samples as `ShardWriter.write` takes them.
@@ -139,7 +78,7 @@ def pack(  # noqa: PLR0913  (public door)
         quality: Of JPEG and WebP that are written anew, 1 to 100.
         image_format: Turn all images into "jpg", "png", "webp", …
         processes: That read and encode.
-        overwrite: Replace a dataset that is there.
+        overwrite: Replace a dataset that is there, or what another job has left unfinished.
         on_error: At a file or row that cannot be packed: "raise", or "skip" it and report it.
         progress: Called about ten times a second.
         storage_options: What fsspec takes, of the destination.
@@ -161,10 +100,18 @@ def pack(  # noqa: PLR0913  (public door)
         source, reading, SourceOptions(kind=kind, key=key, fields=fields or {}, root=root)
     )
     names = ShardNames.parse(dest)
-    limits: dict[str, Any] = {"max_samples": max_samples, "max_bytes": max_bytes}
-    limits |= {"name": name, "overwrite": overwrite, "storage_options": storage_options}
+    limits: dict[str, Any] = {
+        "max_samples": max_samples,
+        "max_bytes": parse_bytes(max_bytes),
+        "name": name,
+    }
     _check_apart(opened, names.folder, reading)
     plan = _plan(opened, shuffle=shuffle, seed=seed, split=split or {})
+    asked: dict[str, Any] = {"kind": kind, "key": key, "fields": fields, "root": root, "seed": seed}
+    asked |= {"shuffle": shuffle, "split": list((split or {}).items()), "template": names.template}
+    task = Task(source=opened.fingerprint, options=limits | asked | images.decisive())
+    limits |= {"overwrite": overwrite, "storage_options": storage_options}
+    limits |= {"task": task, "extras": opened.extras}
     job = _Job(plan=plan, names=names, limits=limits, skips=on_error == "skip", progress=progress)
     return job.run(RecordEncoder(storage=reading, images=images), processes=processes)
 
@@ -220,19 +167,21 @@ class _Job:
     limits: Mapping[str, Any]
     skips: bool
     progress: Callable[[Progress], object] | None
-    skipped: list[Skip] = field(default_factory=list)
+    skipped: list[NumberedSkip] = field(default_factory=list)
     told_s: float = 0.0
 
     def run(self, encoder: RecordEncoder, *, processes: int) -> PackReport:
         start_s = time.monotonic()
         with ExitStack() as stack:
             writers = [stack.enter_context(self._open_writer(name)) for name in self.plan.splits]
+            self._go_on(writers)
+            todo = itertools.tee(self._todo(writers))
+            records = (record for _, _, record in todo[0])
             encoded = stack.enter_context(
-                closing(encode_in_order(self.plan.records, encoder, processes=processes))
+                closing(encode_in_order(records, encoder, processes=processes))
             )
-            for number, sample in enumerate(encoded):
-                assigned = self.plan.assigned
-                self._write(writers[0 if assigned is None else assigned[number]], sample)
+            for sample, (number, writer, _) in zip(encoded, todo[1], strict=False):
+                self._write(writer, number, sample)
                 self._tell(writers)
             self._tell(writers, last=True)
             self._check_some(writers)
@@ -240,6 +189,8 @@ class _Job:
             for writer in writers:
                 for name, data in self.plan.source.extras.items():
                     publish_bytes(storage, join_url(writer.folder, name), data)
+        for writer in writers:
+            writer.forget_journal()
         return PackReport(
             source=self.plan.source.name,
             splits=tuple(
@@ -247,35 +198,59 @@ class _Job:
                 for name, writer in zip(self.plan.splits, writers, strict=True)
             ),
             seconds=time.monotonic() - start_s,
-            skipped=tuple(self.skipped),
+            skipped=tuple(Skip(one.where, one.reason) for one in sorted(self.skipped)),
         )
 
-    def _open_writer(self, split: str) -> ShardWriter:
+    def _open_writer(self, split: str) -> PackWriter:
         folder = join_url(self.names.folder, split) if split else self.names.folder
-        return ShardWriter(join_url(folder, self.names.template), **self.limits)
+        return PackWriter(join_url(folder, self.names.template), **self.limits)
 
-    def _write(self, writer: ShardWriter, sample: Encoded) -> None:
+    def _go_on(self, writers: list[PackWriter]) -> None:
+        """Take over what an earlier run has done."""
+        for writer in writers:
+            if writer.kept:
+                _log.info("%s: going on behind %d finished shards", writer.folder, len(writer.kept))
+            self.skipped += [skip for shard in writer.kept for skip in shard.skipped]
+        if self.skipped and not self.skips:
+            raise OptionError(
+                f"the run that was stopped had left out {len(self.skipped)} records, the first: {self.skipped[0].reason}; "
+                "go on with on_error='skip' (--skip-errors), or start anew with overwrite=True (--overwrite)",
+                shard=writers[0].folder,
+            )
+
+    def _todo(self, writers: list[PackWriter]) -> Iterator[tuple[int, PackWriter, Record]]:
+        """Yield the records that are in no finished shard, with their numbers and where they go."""
+        starts = [writer.position for writer in writers]
+        first, assigned = min(starts), self.plan.assigned
+        for number, record in enumerate(records_from(self.plan.records, first), start=first):
+            split = 0 if assigned is None else int(assigned[number])
+            if number >= starts[split]:
+                yield number, writers[split], record
+
+    def _write(self, writer: PackWriter, number: int, sample: Encoded) -> None:
         error = sample.error
         if error is None:
             try:
-                writer.write_encoded(sample.key, sample.fields)
+                writer.write_numbered(number, sample.key, sample.fields)
             except SampleError as unfit:
                 error = named(unfit, sample.where)
         if error is not None:
             if not self.skips:
                 raise error
-            self.skipped.append(Skip(sample.where, str(error)))
+            self.skipped.append(NumberedSkip(number, sample.where, str(error)))
+            writer.skip(self.skipped[-1])
 
-    def _tell(self, writers: list[ShardWriter], *, last: bool = False) -> None:
+    def _tell(self, writers: list[PackWriter], *, last: bool = False) -> None:
         now_s = time.monotonic()
         if self.progress is None or (now_s - self.told_s < _PROGRESS_EVERY_S and not last):
             return
         self.told_s = now_s
         samples = sum(writer.nsamples for writer in writers)
         size_bytes = sum(writer.size_bytes for writer in writers)
-        self.progress(Progress(samples, len(self.skipped), size_bytes, self.plan.total))
+        kept = sum(shard.info.nsamples or 0 for writer in writers for shard in writer.kept)
+        self.progress(Progress(samples, len(self.skipped), size_bytes, self.plan.total, kept))
 
-    def _check_some(self, writers: list[ShardWriter]) -> None:
+    def _check_some(self, writers: list[PackWriter]) -> None:
         for writer in writers:
             if not writer.nsamples:
                 raise SourceError(
@@ -287,7 +262,7 @@ class _Job:
                 )
 
 
-def _report(name: str, writer: ShardWriter) -> SplitReport:
+def _report(name: str, writer: PackWriter) -> SplitReport:
     manifest = writer.manifest
     return SplitReport(
         name=name,
@@ -295,4 +270,5 @@ def _report(name: str, writer: ShardWriter) -> SplitReport:
         samples=manifest.nsamples,
         shards=len(manifest.shards),
         total_bytes=manifest.total_bytes,
+        kept=len(writer.kept),
     )

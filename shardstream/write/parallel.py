@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
@@ -174,10 +176,19 @@ _here: list[RecordEncoder] = []  # in a process of the pool: its one encoder
 
 
 def _begin(encoder: RecordEncoder) -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches all; the main process ends the rest
+    # Ctrl-C, or the end of a whole group of processes, reaches all; the main process ends the rest.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="shardstream-parent", daemon=True).start()
     _here[:] = [encoder]
+
+
+def _end_with_parent() -> None:
+    """End this process when the main one was killed: the pool's queue would be waited on for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
 def _encode_here(records: Sequence[Record]) -> list[Encoded]:

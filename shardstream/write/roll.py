@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from shardstream.errors import (
-    ManifestError,
-    MissingError,
-    OptionError,
-    SampleError,
-)
+from shardstream.errors import OptionError, SampleError
 from shardstream.format.index import INDEX_SUFFIX
-from shardstream.format.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    decode_manifest,
-    encode_manifest,
-)
+from shardstream.format.manifest import MANIFEST_NAME, Manifest, ShardInfo, encode_manifest
 from shardstream.format.tar_encode import END_OF_ARCHIVE
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.publish import Pending, open_pending, publish_bytes, remove
+from shardstream.storage.s3_upload import abort_unfinished
 from shardstream.storage.sizes import parse_bytes
+from shardstream.write.claim import Claim, claim
 from shardstream.write.encode import encode_sample
 from shardstream.write.naming import ShardNames
 from shardstream.write.send import ShardSender
@@ -90,8 +82,15 @@ class ShardWriter:
         """Samples written so far."""
         self.size_bytes = 0
         """Bytes of the tars so far, without their ends."""
-        self._stale = _take_over(self._storage, self._names, overwrite=overwrite)
-        self._sender = ShardSender(self._storage, self._names, replaces=overwrite)
+        taken = self._claim(overwrite=overwrite)
+        self._stale = taken.stale
+        self._sender = ShardSender(self._storage, self._names, replaces=taken.replaces)
+        for finished in taken.finished:
+            self._begun += 1
+            self._count_fields(finished.fields)
+            self._sender.sent.append(finished.info)
+            self.nsamples += finished.info.nsamples or 0
+            self.size_bytes += (finished.info.filesize or 0) - len(END_OF_ARCHIVE)
 
     @property
     def folder(self) -> str:
@@ -198,6 +197,16 @@ class ShardWriter:
         else:
             self.abort()
 
+    def _claim(self, *, overwrite: bool) -> Claim:
+        """Make sure that the place may be written to, and take it."""
+        taken = claim(self._storage, self._names, overwrite=overwrite)
+        taken.take()
+        return taken
+
+    def _when_sent(self, info: ShardInfo, fields: Mapping[str, int]) -> Callable[[], None] | None:  # noqa: ARG002
+        """Return what the sending thread is to do when the shard at hand is there."""
+        return None
+
     @property
     def _current(self) -> TarShard:
         assert self._shard is not None  # noqa: S101  (for the type checker)
@@ -215,6 +224,7 @@ class ShardWriter:
 
     def _begin_shard(self) -> None:
         name = self._names.name(self._begun)
+        abort_unfinished(self._storage, self._names.url(name))
         self._pending = open_pending(self._storage, self._names.url(name))
         self._shard = TarShard(self._pending, url=name)
         self._begun += 1
@@ -225,10 +235,13 @@ class ShardWriter:
         if shard is None or pending is None:
             return
         info = shard.finish()
-        for field, count in shard.fields.items():
-            self._fields[field] = self._fields.get(field, 0) + count
+        self._count_fields(shard.fields)
         self._shard = self._pending = None
-        self._sender.send(pending, info, shard.offsets)
+        self._sender.send(pending, info, shard.offsets, self._when_sent(info, shard.fields))
+
+    def _count_fields(self, fields: Mapping[str, int]) -> None:
+        for field, count in fields.items():
+            self._fields[field] = self._fields.get(field, 0) + count
 
     def _publish_manifest(self) -> None:
         manifest = Manifest(shards=tuple(self._sender.sent), name=self._name, fields=self._fields)
@@ -237,38 +250,3 @@ class ShardWriter:
         for name in self._stale - {info.url for info in self._sender.sent}:
             remove(self._storage, self._names.url(name))
             remove(self._storage, self._names.url(name + INDEX_SUFFIX))
-
-
-def _take_over(storage: Storage, names: ShardNames, *, overwrite: bool) -> frozenset[str]:
-    """Make sure that nothing is destroyed by mistake; unpublish what is replaced.
-
-    Returns:
-        Names of the shards that were there, as their manifest knows them.
-    """
-    url = names.url(MANIFEST_NAME)
-    if storage.exists(url):
-        if not overwrite:
-            raise OptionError(
-                "a dataset is published here; replace it with overwrite=True (--overwrite), or write elsewhere",
-                shard=url,
-            )
-        try:
-            shards = decode_manifest(storage.read(url), url=url).shards
-        except ManifestError:
-            shards = ()
-        remove(storage, url)
-        # Those of another folder are not this dataset's to delete.
-        return frozenset(shard.url for shard in shards if "/" not in shard.url)
-    if not overwrite:
-        try:
-            files, _ = storage.list_folder(names.folder)
-        except MissingError:
-            return frozenset()
-        for file in files:
-            if names.is_ours(file.url.rsplit("/", 1)[-1]):
-                raise OptionError(
-                    "a shard of this name is here without an index.json: left by a run that failed, or another tool's; "
-                    "write over it with overwrite=True (--overwrite), or write elsewhere",
-                    shard=file.url,
-                )
-    return frozenset()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+from shardstream.errors import StorageError
 from shardstream.format.index import INDEX_SUFFIX, Offsets, encode_index
 from shardstream.format.manifest import ShardInfo
 from shardstream.storage.filesystem import Storage
@@ -15,7 +17,7 @@ from shardstream.write.naming import ShardNames
 
 _log = logging.getLogger(__name__)
 
-# Finished shards that wait to be sent; each takes its size on the disk.
+# Finished shards that wait to be sent: on a disk, or as up to 40 MiB on their way to S3.
 _IN_FLIGHT = 2
 
 
@@ -39,11 +41,24 @@ class ShardSender:
         self._storage = storage
         self._names = names
         self._replaces = replaces
+        self._has_failed = False
         self._uploads: deque[_Upload] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardstream-send")
 
-    def send(self, pending: Pending, info: ShardInfo, offsets: Offsets) -> None:
+    def send(
+        self,
+        pending: Pending,
+        info: ShardInfo,
+        offsets: Offsets,
+        when_sent: Callable[[], None] | None = None,
+    ) -> None:
         """Hand over a finished shard; waits while two others are on their way.
+
+        Args:
+            pending: Its bytes.
+            info: What is known of it.
+            offsets: Its index.
+            when_sent: Called in the thread when both are there.
 
         Raises:
             StorageError: If an earlier one could not be published.
@@ -54,7 +69,7 @@ class ShardSender:
         except BaseException:
             pending.discard()
             raise
-        future = self._thread.submit(self._publish, pending, info, offsets)
+        future = self._thread.submit(self._publish, pending, info, offsets, when_sent)
         self._uploads.append(_Upload(future, pending))
 
     def check(self) -> None:
@@ -86,14 +101,30 @@ class ShardSender:
     def _take_oldest(self) -> None:
         self.sent.append(self._uploads.popleft().future.result())
 
-    def _publish(self, pending: Pending, info: ShardInfo, offsets: Offsets) -> ShardInfo:
-        index_url = self._names.url(info.url + INDEX_SUFFIX)
+    def _publish(
+        self,
+        pending: Pending,
+        info: ShardInfo,
+        offsets: Offsets,
+        when_sent: Callable[[], None] | None,
+    ) -> ShardInfo:
+        if self._has_failed:  # no shard is there without those before it
+            pending.discard()
+            raise StorageError("an earlier shard could not be published", shard=info.url)
         try:
-            if self._replaces:  # the old index must not stand beside the new shard
-                remove(self._storage, index_url)
-            pending.commit()
+            self._publish_both(pending, self._names.url(info.url + INDEX_SUFFIX), offsets)
+            if when_sent is not None:
+                when_sent()
+        except BaseException:
+            self._has_failed = True
+            raise
         finally:
             pending.discard()
-        publish_bytes(self._storage, index_url, encode_index(offsets))
         _log.info("published %s: %s samples", self._names.url(info.url), info.nsamples)
         return info
+
+    def _publish_both(self, pending: Pending, index_url: str, offsets: Offsets) -> None:
+        if self._replaces:  # the old index must not stand beside the new shard
+            remove(self._storage, index_url)
+        pending.commit()
+        publish_bytes(self._storage, index_url, encode_index(offsets))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from shardstream.errors import OptionError, SampleError, SourceError
 from shardstream.write.images import is_image_field
@@ -55,11 +57,38 @@ class Source(Protocol):
         """URLs of folders whose shards are read while packing: nothing must be written there."""
 
     @property
+    def fingerprint(self) -> str | None:
+        """Text that changes when the records do; None if nobody can tell: then a pack that was stopped begins anew."""
+
+    @property
     def shuffled(self) -> bool:
         """Whether its order should be shuffled unless the user says otherwise: it is sorted by class."""
 
     def __iter__(self) -> Iterator[Record]:
         """Yield the records."""
+
+
+@runtime_checkable
+class SeekableSource(Protocol):
+    """A source that need not go through the records before one."""
+
+    def iter_from(self, first: int) -> Iterator[Record]:
+        """Yield the records from a number on."""
+
+
+def records_from(records: Iterable[Record], first: int) -> Iterator[Record]:
+    """Yield the records from a number on."""
+    if first and isinstance(records, SeekableSource):
+        return records.iter_from(first)
+    return itertools.islice(records, first, None)
+
+
+def fingerprint_of(kind: str, *parts: object) -> str:
+    """Return a hash that changes with any of the parts; their text counts."""
+    digest = hashlib.sha256(kind.encode())
+    for part in parts:
+        digest.update(b"\0" + str(part).encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
 
 
 class KeyMaker:
@@ -122,6 +151,8 @@ class SamplesSource:
         name: For messages.
         extras: Small files that go beside the manifest.
         shuffled: Whether to shuffle unless told otherwise.
+        fingerprint: Any text, to say that these are the same samples in the same order whenever they are gone through
+            under this text: then a pack that was stopped goes on.
     """
 
     samples: Iterable[Mapping[str, Any]]
@@ -129,6 +160,7 @@ class SamplesSource:
     extras: Mapping[str, bytes] = field(default_factory=dict)
     shuffled: bool = False
     folders: frozenset[str] = frozenset()
+    fingerprint: str | None = None
 
     @property
     def length(self) -> int | None:

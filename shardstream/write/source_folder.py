@@ -11,7 +11,13 @@ from shardstream.errors import OptionError, SourceError
 from shardstream.format.names import canonical_field, split_member_name
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.listing import Listed, list_files, sample_members
-from shardstream.write.source import FileRef, KeyMaker, Record, is_image_name
+from shardstream.write.source import (
+    FileRef,
+    KeyMaker,
+    Record,
+    fingerprint_of,
+    is_image_name,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -77,6 +83,11 @@ class ClassFolderSource:
         return len(self._images)
 
     @property
+    def fingerprint(self) -> str:
+        """Changes with paths, sizes, and times or ETags."""
+        return _fingerprint("images", self._images)
+
+    @property
     def extras(self) -> Mapping[str, bytes]:
         """``classes.json``: the class names in the order of their labels."""
         text = json.dumps(self.classes, ensure_ascii=False, indent=1)
@@ -127,6 +138,11 @@ class GroupedFilesSource:
         """How many samples there are."""
         return len(self._groups)
 
+    @property
+    def fingerprint(self) -> str:
+        """Changes with paths, sizes, and times or ETags."""
+        return _fingerprint("files", self._files)
+
     def __iter__(self) -> Iterator[Record]:
         """Yield the records, sorted by path."""
         make_key = KeyMaker(self._key, source=self._root)
@@ -161,6 +177,10 @@ def guess_folder(
     if not nested or companions or len(nested) * 2 < len(images):
         return GroupedFilesSource(root, files, key=key)
     return ClassFolderSource(root, files, key=key)
+
+
+def _fingerprint(kind: str, files: Sequence[Listed]) -> str:
+    return fingerprint_of(kind, *(part for file in files for part in (file.path, *file[2:])))
 
 
 def _stem(path: str) -> str | None:

@@ -12,7 +12,7 @@ from shardstream.errors import OptionError, SourceError
 from shardstream.storage.filesystem import Storage, join_url, parent_url
 from shardstream.write.encode import INT_FIELDS, JSON_FIELDS, TEXT_FIELDS
 from shardstream.write.rows import Row, count_rows, iter_rows
-from shardstream.write.source import FileRef, KeyMaker, Record
+from shardstream.write.source import FileRef, KeyMaker, Record, fingerprint_of
 
 _RUNNING_KEY = "{index:08d}"
 _NUMBERS = ("npy", "npz", "pt", "pth")
@@ -68,6 +68,14 @@ class TableSource:
         """How many rows there are, if the files say so: Parquet does."""
         counts = [count_rows(url, self._storage) for url in self._urls]
         return None if None in counts else sum(count or 0 for count in counts)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the tables; the files that they name are not looked at."""
+        files = [self._storage.info(url) for url in self._urls]
+        return fingerprint_of(
+            "table", *(part for file in files for part in (file.size, file.version))
+        )
 
     def __iter__(self) -> Iterator[Record]:
         """Yield the records.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, cast
 
 from shardstream.errors import IndexMismatchError
@@ -12,9 +14,10 @@ from shardstream.format.stream import StreamReader, decompressed
 from shardstream.storage.filesystem import Storage, parent_url
 from shardstream.storage.locate import locate
 from shardstream.storage.ranges import RangeStream
-from shardstream.write.source import KeyMaker, Record
+from shardstream.write.source import KeyMaker, Record, fingerprint_of
 
 _CHUNK_BYTES = 8 << 20  # of one range read
+_ASKED_AT_ONCE = 16
 
 
 class TarSource:
@@ -56,6 +59,21 @@ class TarSource:
         """Where the tars are."""
         return frozenset(parent_url(shard.url) for shard in self._shards)
 
+    @property
+    def fingerprint(self) -> str:
+        """Changes with names, sizes, counts, and sha256 if a manifest tells, else times or ETags."""
+        with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="shardstream-look") as pool:
+            stamps = list(pool.map(self._stamp, self._shards))
+        names = [shard.url.rsplit("/", 1)[-1] for shard in self._shards]
+        counts = [shard.nsamples for shard in self._shards]
+        return fingerprint_of("tars", *itertools.chain(*zip(names, counts, stamps, strict=True)))
+
+    def _stamp(self, shard: ShardInfo) -> str:
+        if shard.sha256 is not None:
+            return shard.sha256
+        file = self._storage.info(shard.url)
+        return f"{file.size} {file.version}"
+
     def __iter__(self) -> Iterator[Record]:
         """Yield the records.
 
@@ -63,19 +81,32 @@ class TarSource:
             ShardError: If a tar is damaged.
             SourceError: If a key comes twice.
         """
+        return self.iter_from(0)
+
+    def iter_from(self, first: int) -> Iterator[Record]:
+        """Yield the records from a number on; tars before it whose samples are counted are not read.
+
+        Raises:
+            ShardError: If a tar is damaged.
+            SourceError: If a key comes twice among those that are read.
+        """
         make_key = KeyMaker(self._key, source=self._urls)
         index = 0
         for shard in self._shards:
-            first = index
+            if shard.nsamples is not None and index + shard.nsamples <= first:
+                index += shard.nsamples
+                continue
+            begin = index
             for sample in self._samples(shard):
                 key = str(sample.pop("__key__"))
                 where = f"sample {key} of {sample.pop('__url__')}"
                 made = make_key(where, index=index, key=key, stem=key.rpartition("/")[2])
-                yield Record(made, sample, where)
+                if index >= first:
+                    yield Record(made, sample, where)
                 index += 1
-            if shard.nsamples not in (None, index - first):
+            if shard.nsamples not in (None, index - begin):
                 raise IndexMismatchError(
-                    f"{index - first} samples are in the tar, its index or manifest says {shard.nsamples}; "
+                    f"{index - begin} samples are in the tar, its index or manifest says {shard.nsamples}; "
                     "fetch or write the shard again, or run 'shardstream index'",
                     shard=shard.url,
                 )

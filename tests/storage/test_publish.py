@@ -124,15 +124,6 @@ def test_an_empty_file_can_be_published(place: tuple[Storage, str]) -> None:
     assert storage.info(f"{folder}/empty").size == 0
 
 
-def test_a_writer_may_go_back(place: tuple[Storage, str]) -> None:
-    storage, folder = place
-    with publish(storage, f"{folder}/a") as stream:
-        stream.write(b"____56")
-        stream.seek(0)
-        stream.write(b"1234")
-    assert storage.read(f"{folder}/a") == b"123456"
-
-
 def test_what_is_pending_appears_at_its_commit(place: tuple[Storage, str]) -> None:
     storage, folder = place
     publish_bytes(storage, f"{folder}/other", b"")

@@ -23,8 +23,9 @@ from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import locate
 from shardstream.storage.publish import publish_bytes
 from shardstream.write import parallel
-from shardstream.write.job import Progress, pack
+from shardstream.write.job import pack
 from shardstream.write.parallel import RecordEncoder
+from shardstream.write.report import Progress
 from shardstream.write.source import FileRef, Record, SamplesSource
 from shardstream.write.split import assign_splits, shuffled_order, split_counts
 

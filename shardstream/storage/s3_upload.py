@@ -1,0 +1,286 @@
+"""A file that goes to S3 while it is written: in parts, several at a time; it appears whole when they are joined.
+
+Parts are 8 MiB: one is being filled while up to four are on their way, so a file under way takes 40 MiB of memory and no
+room on the disk. A file of less than one part goes in one request. Each request carries the MD5 of its bytes, which the server
+checks; at last the length and, where it says something, the ETag of the whole are compared.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import io
+import logging
+import mimetypes
+import re
+import threading
+from collections import deque
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from typing import Any, NamedTuple, cast
+
+from shardstream.errors import MissingError, StorageError
+from shardstream.storage.explain import explained
+from shardstream.storage.filesystem import Storage
+from shardstream.storage.retry import patiently
+
+_log = logging.getLogger(__name__)
+
+PART_BYTES = 8 << 20
+_IN_FLIGHT = 4
+_PARTS_OF_A_SIZE = 2000  # S3 takes 10,000: sizes double every 2,000, which makes 520 GB
+_ANSWER_S = 120.0  # for 8 MiB: over 0.07 MB/s, and no server that has stopped reading is waited for
+_GRACE_S = 5.0
+_MD5 = re.compile(r"[0-9a-f]{32}(-\d+)?")
+
+
+class _Part(NamedTuple):
+    md5: bytes
+    size: int
+
+
+class S3Upload(io.RawIOBase):
+    """A stream whose bytes are sent as they come; then `finish` or `abort`. Not to be written from two threads at a time.
+
+    Args:
+        storage: Whose file system of the URL is s3fs (see `takes_parts`).
+        url: Of the file.
+    """
+
+    def __init__(self, storage: Storage, url: str) -> None:
+        super().__init__()
+        self._object = _S3Object(storage, url)
+        self._pieces: list[memoryview] = []
+        self._held_bytes = 0
+        self._parts: list[_Part] = []
+        self._etags: list[Future[str]] = []
+        self._under_way: deque[Future[str]] = deque()
+        self._pool: ThreadPoolExecutor | None = None
+        self._upload_id: str | None = None
+
+    def writable(self) -> bool:
+        """Say that it can be written."""
+        return True
+
+    def write(self, data: Any, /) -> int:
+        """Append bytes; waits while four parts are on their way.
+
+        Raises:
+            StorageError: If a part could not be sent.
+        """
+        # Bytes stay as they are until they are sent; any other buffer may be filled anew meanwhile.
+        view = memoryview(data if isinstance(data, bytes) else bytes(data))
+        at = 0
+        while at < len(view):
+            if self._held_bytes == self._part_bytes:  # and there is more: at least two parts
+                self._send_part()
+            piece = view[at : at + self._part_bytes - self._held_bytes]
+            self._pieces.append(piece)
+            self._held_bytes += len(piece)
+            at += len(piece)
+        return len(view)
+
+    def finish(self) -> None:
+        """Send what is left, make the file appear, and check it.
+
+        Raises:
+            StorageError: If that fails, or other bytes arrived.
+        """
+        if self._upload_id is None:
+            body = self._take()
+            self._parts.append(_Part(hashlib.md5(body, usedforsecurity=False).digest(), len(body)))
+            self._object.put("put_object", body, self._parts[0].md5, **self._object.kind)
+        else:
+            self._send_part()
+            etags = [future.result() for future in self._etags]
+            self._object.join(self._upload_id, etags)
+            self._upload_id = None
+        self._object.check(self._parts)
+        self.abort()
+
+    def abort(self) -> None:
+        """Forget what was sent; after `finish`, or a second time, it does nothing."""
+        self._pieces.clear()
+        self._held_bytes = 0
+        self._object.give_up(self._under_way)
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+        upload_id, self._upload_id = self._upload_id, None
+        if upload_id is not None:
+            self._object.abort(upload_id)
+
+    @property
+    def _part_bytes(self) -> int:
+        return int(PART_BYTES << (len(self._parts) // _PARTS_OF_A_SIZE))
+
+    def _take(self) -> bytes:
+        body = b"".join(self._pieces)
+        self._pieces.clear()
+        self._held_bytes = 0
+        return body
+
+    def _send_part(self) -> None:
+        if self._upload_id is None or self._pool is None:
+            self._upload_id = self._object.begin()
+            self._pool = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="shardstream-part")
+        while len(self._under_way) >= _IN_FLIGHT:
+            self._under_way.popleft().result()
+        body = self._take()
+        number = len(self._parts) + 1
+        md5 = hashlib.md5(body, usedforsecurity=False).digest()
+        self._parts.append(_Part(md5, len(body)))
+        future = self._pool.submit(self._object.put_part, self._upload_id, number, body, md5)
+        self._under_way.append(future)
+        self._etags.append(future)
+
+
+class _S3Object:
+    """One object of a bucket: requests about it, tried again where that can help."""
+
+    def __init__(self, storage: Storage, url: str) -> None:
+        self._storage, self._url = storage, url
+        filesystem, path = storage.resolve(url)
+        self._filesystem = filesystem
+        self._bucket, self._key, _ = filesystem.split_path(path)
+        self._given_up = threading.Event()
+        self._requests: set[Future[Any]] = set()
+        kind = mimetypes.guess_type(self._key)[0]
+        self.kind: dict[str, Any] = {} if kind is None else {"ContentType": kind}
+
+    def begin(self) -> str:
+        """Begin an upload in parts."""
+        return str(self._ask("create_multipart_upload", **self.kind)["UploadId"])
+
+    def put(self, method: str, body: bytes, md5: bytes, **arguments: Any) -> dict[str, Any]:
+        """Send bytes with their MD5."""
+        digest = base64.b64encode(md5).decode()
+        return self._ask(method, len(body), Body=body, ContentMD5=digest, **arguments)
+
+    def put_part(self, upload_id: str, number: int, body: bytes, md5: bytes) -> str:
+        """Send one part, return its ETag."""
+        answer = self.put("upload_part", body, md5, UploadId=upload_id, PartNumber=number)
+        return str(answer["ETag"])
+
+    def join(self, upload_id: str, etags: list[str]) -> None:
+        """Make the object of its parts."""
+        parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, start=1)]
+        try:
+            self._ask(
+                "complete_multipart_upload",
+                UploadId=upload_id,
+                MultipartUpload={"Parts": parts},
+            )
+        except MissingError:  # joined already, and the answer to that got lost: `check` will tell
+            _log.info("%s: the upload is not known any more; looking at what is there", self._url)
+
+    def abort(self, upload_id: str) -> None:
+        """Drop an upload with its parts; what stands in the way of that is logged."""
+        try:
+            with explained(self._url):
+                self._request("abort_multipart_upload", UploadId=upload_id)
+        except MissingError:
+            return
+        except StorageError as error:
+            _log.warning("%s: an unfinished upload is left on the server (%s)", self._url, error)
+
+    def abort_all(self) -> None:
+        """Drop all uploads of this object, begun by whomever."""
+        with explained(self._url):
+            answer = self._request("list_multipart_uploads", Prefix=self._key, Key=None)
+        for upload in answer.get("Uploads") or ():
+            if upload["Key"] == self._key:
+                self.abort(upload["UploadId"])
+
+    def check(self, parts: list[_Part]) -> None:
+        """Compare what is there with what was sent.
+
+        Raises:
+            StorageError: If it is something else.
+        """
+        found = self._ask("head_object")
+        size = sum(part.size for part in parts)
+        if found["ContentLength"] != size:
+            raise StorageError(
+                f"{found['ContentLength']} of {size} bytes arrived; write it again", shard=self._url
+            )
+        etag = found.get("ETag", "").strip('"').lower()
+        if _is_md5(etag, found, len(parts)) and etag != _etag_of(parts):
+            self._compare(parts)
+
+    def give_up(self, under_way: deque[Future[str]]) -> None:
+        """End attempts; those that have been made get five seconds to be answered."""
+        self._given_up.set()
+        wait(under_way, timeout=_GRACE_S)
+        for request in list(self._requests):
+            request.cancel()
+
+    def _compare(self, parts: list[_Part]) -> None:
+        """Read back what an ETag says is something else: not every server means MD5 by what looks so."""
+        start = 0
+        self._storage.forget(self._url)
+        for part in parts:
+            data = self._storage.read(self._url, start, start + part.size)
+            if hashlib.md5(data, usedforsecurity=False).digest() != part.md5:
+                raise StorageError(
+                    "other bytes arrived than were sent; check the network and the server, and write it again",
+                    shard=self._url,
+                    offset=start,
+                )
+            start += part.size
+
+    def _ask(self, method: str, nbytes: int = 0, **arguments: Any) -> dict[str, Any]:
+        return patiently(
+            self._storage,
+            self._url,
+            lambda: self._request(method, nbytes, **arguments),
+            given_up=self._given_up,
+        )
+
+    def _request(self, method: str, nbytes: int = 0, **arguments: Any) -> dict[str, Any]:
+        target = {"Bucket": self._bucket, "Key": self._key} | arguments
+        target = {name: value for name, value in target.items() if value is not None}
+        limit_s = _ANSWER_S * max(1, nbytes // PART_BYTES)
+        request = asyncio.run_coroutine_threadsafe(
+            asyncio.wait_for(self._filesystem._call_s3(method, **target), limit_s),
+            self._filesystem.loop,
+        )
+        self._requests.add(request)
+        try:
+            return cast("dict[str, Any]", request.result())
+        except CancelledError as error:
+            raise StorageError("given up", shard=self._url) from error
+        finally:
+            self._requests.discard(request)
+
+
+def takes_parts(filesystem: Any) -> bool:
+    """Tell whether `S3Upload` can write to a file system: to s3fs."""
+    return hasattr(filesystem, "_call_s3")
+
+
+def abort_unfinished(storage: Storage, url: str) -> None:
+    """Drop the unfinished uploads of one object, which a killed writer left; elsewhere than on S3 there are none.
+
+    Where the server does not let us look, they stay: they cost room, and harm nothing.
+    """
+    if not takes_parts(storage.resolve(url)[0]):
+        return
+    try:
+        _S3Object(storage, url).abort_all()
+    except StorageError as error:
+        _log.info("%s: cannot look for unfinished uploads: %s", url, error)
+
+
+def _is_md5(etag: str, found: dict[str, Any], num_parts: int) -> bool:
+    """Tell whether an ETag may be the MD5 of the bytes, or for parts the MD5 of their MD5s: that of encrypted ones is not."""
+    if found.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in found:
+        return False
+    match = _MD5.fullmatch(etag)
+    return match is not None and match[1] in (None if num_parts == 1 else f"-{num_parts}",)
+
+
+def _etag_of(parts: list[_Part]) -> str:
+    if len(parts) == 1:
+        return parts[0].md5.hex()
+    joined = hashlib.md5(b"".join(part.md5 for part in parts), usedforsecurity=False)
+    return f"{joined.hexdigest()}-{len(parts)}"

@@ -1,0 +1,166 @@
+"""Whether a place may be written to, and what is there already: decided before anything is touched."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from shardstream.errors import ManifestError, MissingError, OptionError
+from shardstream.format.index import INDEX_SUFFIX, OFFSET_BYTES
+from shardstream.format.manifest import MANIFEST_NAME, decode_manifest
+from shardstream.storage.filesystem import Storage
+from shardstream.storage.publish import final_name, remove
+from shardstream.storage.retry import fetch
+from shardstream.write.journal import Finished, Journal, Task, is_journal, read_journal
+from shardstream.write.naming import ShardNames
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """A place that may be written to.
+
+    Args:
+        storage: Where it is.
+        names: What its shards are called.
+        files: What is there now: name -> bytes.
+        stale: Names of shards that are there; those not written again are deleted at last.
+        finished: Shards of an earlier run that are kept, in order.
+        journal_files: How many files the journal of an earlier run has.
+        extras: Names of small files that are written, too.
+    """
+
+    storage: Storage
+    names: ShardNames
+    files: Mapping[str, int]
+    stale: frozenset[str] = frozenset()
+    finished: tuple[Finished, ...] = ()
+    journal_files: int = 0
+    extras: frozenset[str] = frozenset()
+
+    @property
+    def replaces(self) -> bool:
+        """Whether shards of these names may be there."""
+        return any(self.names.is_ours(name.removesuffix(INDEX_SUFFIX)) for name in self.files)
+
+    def take(self) -> None:
+        """Unpublish what is there, and delete what killed writers left half-written."""
+        if MANIFEST_NAME in self.files:
+            remove(self.storage, self.names.url(MANIFEST_NAME))
+        for name in self.files:
+            final = final_name(name)
+            if final is not None and self._is_written(final):
+                remove(self.storage, self.names.url(name))
+
+    def _is_written(self, name: str) -> bool:
+        """Tell whether a writer of this dataset makes a file of that name."""
+        is_shard = self.names.is_ours(name.removesuffix(INDEX_SUFFIX))
+        return is_shard or is_journal(name) or name in (MANIFEST_NAME, *self.extras)
+
+
+def claim(storage: Storage, names: ShardNames, *, overwrite: bool) -> Claim:
+    """Make sure that nothing is destroyed by mistake.
+
+    Raises:
+        OptionError: If something is there and ``overwrite`` is not set.
+    """
+    files = _list(storage, names)
+    there = frozenset(name for name in files if names.is_ours(name))
+    if overwrite:
+        stale = there | _known_to_manifest(storage, names, files)
+        return Claim(
+            storage=storage,
+            names=names,
+            files=files,
+            stale=stale,
+            journal_files=sum(map(is_journal, files)),
+        )
+    if MANIFEST_NAME in files:
+        raise OptionError(
+            "a dataset is published here; replace it with overwrite=True (--overwrite), or write elsewhere",
+            shard=names.url(MANIFEST_NAME),
+        )
+    if there:
+        raise OptionError(
+            "a shard of this name is here without an index.json: left by a run that failed, or another tool's; "
+            "write over it with overwrite=True (--overwrite), or write elsewhere",
+            shard=names.url(min(there)),
+        )
+    return Claim(storage=storage, names=names, files=files)
+
+
+def claim_or_resume(
+    storage: Storage,
+    names: ShardNames,
+    task: Task,
+    *,
+    overwrite: bool,
+    extras: frozenset[str] = frozenset(),
+) -> Claim:
+    """Make sure that nothing is destroyed by mistake, and go on where an earlier run of the same task was stopped.
+
+    Raises:
+        OptionError: If something else is there and ``overwrite`` is not set.
+    """
+    files = _list(storage, names)
+    try:
+        journal = read_journal(storage, names.folder, list(files))
+    except OptionError:
+        if not overwrite:
+            raise
+        journal = None
+    if journal is None:
+        return replace(claim(storage, names, overwrite=overwrite), extras=extras)
+    differences = task.differences(journal.task)
+    if differences and journal.finished and not overwrite:
+        raise OptionError(
+            f"an unfinished pack is here, and it is another one: {'; '.join(differences)}. Finish that with its own source "
+            "and options, or replace it with overwrite=True (--overwrite), or write elsewhere",
+            shard=names.folder,
+        )
+    can_go_on = not differences and task.source is not None
+    finished = _intact(journal, names, files) if can_go_on else ()
+    stale = {name for name in journal.stale if "/" not in name and name.endswith(".tar")}
+    stale |= {name for name in files if names.is_ours(name)}
+    return Claim(
+        storage=storage,
+        names=names,
+        files=files,
+        stale=frozenset(stale),
+        finished=finished,
+        journal_files=sum(map(is_journal, files)),
+        extras=extras,
+    )
+
+
+def _intact(journal: Journal, names: ShardNames, files: Mapping[str, int]) -> tuple[Finished, ...]:
+    """Return the finished shards up to the first that is not as it was left."""
+    kept: list[Finished] = []
+    for number, one in enumerate(journal.finished):
+        name, index_bytes = names.name(number), OFFSET_BYTES * ((one.info.nsamples or 0) + 1)
+        found = files.get(name), files.get(name + INDEX_SUFFIX)
+        if one.info.url != name or found != (one.info.filesize, index_bytes):
+            break
+        kept.append(one)
+    return tuple(kept)
+
+
+def _list(storage: Storage, names: ShardNames) -> dict[str, int]:
+    try:
+        files, _ = storage.list_folder(names.folder)
+    except MissingError:
+        return {}
+    return {file.url.rsplit("/", 1)[-1]: file.size for file in files}
+
+
+def _known_to_manifest(
+    storage: Storage, names: ShardNames, files: Mapping[str, int]
+) -> frozenset[str]:
+    if MANIFEST_NAME not in files:
+        return frozenset()
+    url = names.url(MANIFEST_NAME)
+    try:
+        shards = decode_manifest(fetch(storage, url), url=url).shards
+    except ManifestError:
+        return frozenset()
+    # Those of another folder are not this dataset's to delete.
+    return frozenset(shard.url for shard in shards if "/" not in shard.url)

@@ -1,0 +1,341 @@
+"""Files that are sent to S3 in parts: whole or not at all, checked, tried again, and nothing left behind."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from moto.server import ThreadedMotoServer
+
+from shardstream.errors import StorageError
+from shardstream.storage import s3_upload
+from shardstream.storage.filesystem import Storage
+from shardstream.storage.publish import open_pending, publish, publish_bytes
+from shardstream.storage.s3_upload import PART_BYTES, abort_unfinished
+from shardstream.write.roll import ShardWriter
+from tests.proxy import spoiling
+from tests.servers import S3Server, ShapedS3
+
+ROOT = Path(__file__).parents[2]
+DATA = random.Random(0).randbytes(2 * PART_BYTES + PART_BYTES // 2)  # two and a half parts
+
+
+def client_of(server: S3Server) -> Any:
+    return boto3.client(
+        "s3",
+        endpoint_url=server.endpoint,
+        aws_access_key_id=server.access_key,
+        aws_secret_access_key=server.secret_key,
+        region_name=server.region,
+    )
+
+
+@pytest.fixture
+def uploads(s3: S3Server, bucket: str) -> Iterator[Callable[[], list[str]]]:
+    """Asks for the keys of uploads that are not finished."""
+    client = client_of(s3)
+    name = bucket.removeprefix("s3://")
+    yield lambda: [
+        upload["Key"] for upload in client.list_multipart_uploads(Bucket=name).get("Uploads", ())
+    ]
+    client.close()
+
+
+def write_in_pieces(stream: Any, data: bytes, piece_bytes: int) -> None:
+    for at in range(0, len(data), piece_bytes):
+        stream.write(data[at : at + piece_bytes])
+
+
+@pytest.fixture
+def storage(s3: S3Server) -> Storage:
+    return Storage(s3.storage_options)
+
+
+@pytest.mark.parametrize(
+    ("size", "parts"),
+    [(1, 1), (PART_BYTES, 1), (PART_BYTES + 1, 2), (3 * PART_BYTES, 3)],
+)
+def test_parts_make_the_file(
+    size: int, parts: int, storage: Storage, bucket: str, uploads: Callable[[], list[str]]
+) -> None:
+    data = (DATA * 2)[:size]
+    with publish(storage, f"{bucket}/a/x.tar") as stream:
+        write_in_pieces(stream, data, 1_000_003)
+        assert not storage.exists(f"{bucket}/a/x.tar")
+        assert uploads() == (["a/x.tar"] if parts > 1 else [])
+    assert storage.read(f"{bucket}/a/x.tar") == data
+    assert uploads() == []
+    filesystem, path = storage.resolve(f"{bucket}/a/x.tar")
+    info = filesystem.info(path)
+    assert info["ContentType"] == "application/x-tar"
+    assert ("-" in info["ETag"]) == (parts > 1)
+
+
+def test_a_buffer_may_be_filled_anew_once_it_is_written(storage: Storage, bucket: str) -> None:
+    buffer = bytearray(3 << 20)
+    pending = open_pending(storage, f"{bucket}/x")
+    for i in range(5):
+        buffer[:] = bytes([i]) * len(buffer)
+        pending.write(memoryview(buffer))
+    pending.commit()
+    pending.discard()
+    expected = b"".join(bytes([i]) * len(buffer) for i in range(5))
+    assert storage.read(f"{bucket}/x") == expected
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_what_is_given_up_leaves_no_upload(
+    error: type[BaseException], storage: Storage, bucket: str, uploads: Callable[[], list[str]]
+) -> None:
+    def write() -> None:
+        with publish(storage, f"{bucket}/x.tar") as stream:
+            stream.write(DATA)
+            assert uploads() == ["x.tar"]
+            raise error
+
+    with pytest.raises(error):
+        write()
+    assert uploads() == []
+    assert not storage.exists(f"{bucket}/x.tar")
+    assert not [t for t in threading.enumerate() if t.name.startswith("shardstream-part")]
+
+
+def test_memory_is_bounded_however_large_the_file(storage: Storage, bucket: str) -> None:
+    piece = bytes(1 << 20)
+    publish_bytes(storage, f"{bucket}/warm", b"")
+    tracemalloc.start()
+    try:
+        with publish(storage, f"{bucket}/x") as stream:
+            for _ in range(120):
+                stream.write(bytearray(piece))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # Five parts of 8 MiB, and the copies that the client makes of those on their way.
+    assert peak < 100 << 20
+    assert storage.info(f"{bucket}/x").size == 120 << 20
+
+
+# --- faults
+
+
+def test_a_busy_server_is_asked_again(
+    shaped_s3: ShapedS3, bucket: str, storage: Storage, uploads: Callable[[], list[str]]
+) -> None:
+    shaped_s3.control("/set?profile=chaos&slow=0.3&reset=0&trunc=0&stall=0&seed=5")
+    chaotic = Storage(shaped_s3.chaos.storage_options)
+    for number in range(3):
+        with publish(chaotic, f"{bucket}/{number}.tar") as stream:
+            write_in_pieces(stream, DATA, 1 << 20)
+        assert storage.read(f"{bucket}/{number}.tar") == DATA
+    assert '"slow":' in shaped_s3.control("/stats")
+    assert uploads() == []
+
+
+def test_a_server_that_stays_busy_is_an_error_and_its_upload_is_dropped_later(
+    shaped_s3: ShapedS3,
+    bucket: str,
+    storage: Storage,
+    uploads: Callable[[], list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(s3_upload, "_ATTEMPTS", 1)
+    impatient = {"config_kwargs": {"retries": {"max_attempts": 0}}}
+    chaotic = Storage(shaped_s3.chaos.storage_options | impatient)
+    shaped_s3.control("/set?profile=chaos&slow=0&reset=0&trunc=0&stall=0")
+    pending = open_pending(chaotic, f"{bucket}/x.tar")
+    pending.write(DATA)
+    shaped_s3.control("/set?profile=chaos&slow=1")
+    with pytest.raises(StorageError, match=r"x\.tar"):
+        pending.commit()
+    with caplog.at_level(logging.WARNING, logger="shardstream"):
+        pending.discard()
+    assert "an unfinished upload is left on the server" in caplog.text
+    assert uploads() == ["x.tar"]
+    publish_bytes(storage, f"{bucket}/x.tar2", b"")
+    abort_unfinished(storage, f"{bucket}/x.ta")
+    assert uploads() == ["x.tar"]
+    abort_unfinished(storage, f"{bucket}/x.tar")
+    assert uploads() == []
+
+
+@pytest.mark.parametrize("data", [DATA[:1000], DATA], ids=["one request", "parts"])
+def test_bytes_that_change_on_their_way_are_refused_and_sent_again(
+    data: bytes, s3: S3Server, bucket: str, storage: Storage
+) -> None:
+    def flip(request: str, number: int) -> str:
+        return "flip" if request.startswith("PUT") and number == 0 else ""
+
+    if s3.kind == "moto":
+        pytest.skip("moto checks nothing")
+    with spoiling(s3.endpoint, flip) as proxy:
+        spoilt = Storage(replace(s3, endpoint=proxy.endpoint).storage_options)
+        publish_bytes(spoilt, f"{bucket}/x", data)
+    assert storage.read(f"{bucket}/x") == data
+    puts = [request for request in proxy.requests if request.startswith("PUT")]
+    assert len(puts) == 2 * len(set(puts)) > 0
+
+
+@pytest.mark.parametrize("data", [DATA[:1000], DATA], ids=["one request", "parts"])
+def test_a_server_that_checks_nothing_is_found_out_by_its_etag(
+    data: bytes, s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto.start()
+    host, port = moto.get_host_and_port()
+    server = replace(s3, endpoint=f"http://{host}:{port}", region="us-east-1", kind="moto")
+    try:
+        plain = Storage(server.storage_options)
+        client = client_of(server)
+        client.create_bucket(Bucket="bucket")
+        client.close()
+        with spoiling(
+            server.endpoint, lambda request, _: "flip" if request.startswith("PUT") else ""
+        ) as proxy:
+            spoilt = Storage(replace(server, endpoint=proxy.endpoint).storage_options)
+            with pytest.raises(StorageError, match="other bytes arrived than were sent"):
+                publish_bytes(spoilt, "s3://bucket/x", data)
+        publish_bytes(plain, "s3://bucket/y", data)
+        # An ETag that only looks like an MD5 is no reason to fail: the bytes are read back, and right.
+        monkeypatch.setattr(s3_upload, "_etag_of", lambda _: "0" * 32)
+        publish_bytes(plain, "s3://bucket/z", data)
+        assert plain.read("s3://bucket/z") == data
+    finally:
+        moto.stop()
+
+
+@pytest.mark.parametrize(
+    ("etag", "found", "num_parts", "is_md5"),
+    [
+        ("0" * 32, {}, 1, True),
+        ("0" * 32, {"ServerSideEncryption": "AES256"}, 1, True),
+        ("0" * 32, {"ServerSideEncryption": "aws:kms"}, 1, False),
+        ("0" * 32, {"SSECustomerAlgorithm": "AES256"}, 1, False),
+        ("0" * 32 + "-3", {}, 3, True),
+        ("0" * 32 + "-2", {}, 3, False),
+        ("0" * 32, {}, 3, False),
+        ("", {}, 1, False),
+        ("0x8DC5", {}, 1, False),
+    ],
+)
+def test_which_etags_may_be_compared(
+    etag: str, found: dict[str, str], num_parts: int, is_md5: bool
+) -> None:
+    assert s3_upload._is_md5(etag, found, num_parts) == is_md5
+
+
+@pytest.mark.parametrize("lost", ["POST", "PUT", "DELETE"])
+def test_an_answer_that_gets_lost_is_no_harm(
+    lost: str, s3: S3Server, bucket: str, storage: Storage, uploads: Callable[[], list[str]]
+) -> None:
+    def lose(request: str, number: int) -> str:
+        hit = request.startswith(lost) and "uploadId" in request and number == 0
+        return "lose" if hit else ""
+
+    with spoiling(s3.endpoint, lose) as proxy:
+        losing = Storage(replace(s3, endpoint=proxy.endpoint).storage_options)
+        pending = open_pending(losing, f"{bucket}/x")
+        pending.write(DATA)
+        if lost != "DELETE":
+            pending.commit()
+            assert storage.read(f"{bucket}/x") == DATA
+        pending.discard()
+    assert any(request.startswith(lost) for request in proxy.requests)
+    assert uploads() == []
+    assert storage.exists(f"{bucket}/x") == (lost != "DELETE")
+
+
+def test_a_server_that_restarts_is_waited_for(
+    s3: S3Server, bucket: str, storage: Storage, uploads: Callable[[], list[str]]
+) -> None:
+    with spoiling(s3.endpoint, lambda *_: "") as proxy:
+        restarting = Storage(replace(s3, endpoint=proxy.endpoint).storage_options)
+        pending = open_pending(restarting, f"{bucket}/x")
+        pending.write(DATA[: PART_BYTES + 1])
+        proxy.close()
+        back = threading.Timer(1.5, proxy.reopen)
+        back.start()
+        pending.write(DATA[PART_BYTES + 1 :])
+        pending.commit()
+        pending.discard()
+        back.join()
+    assert storage.read(f"{bucket}/x") == DATA
+    assert uploads() == []
+
+
+def test_a_server_that_takes_no_bytes_is_given_up(
+    s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(s3_upload, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(s3_upload, "_GRACE_S", 0.1)
+    stalled = threading.Event()
+
+    def stall(request: str, _: int) -> str:
+        if request.startswith("PUT"):
+            stalled.wait(30)
+        return ""
+
+    with spoiling(s3.endpoint, stall) as proxy:
+        slow = Storage(replace(s3, endpoint=proxy.endpoint).storage_options)
+        start_s = time.monotonic()
+        with pytest.raises(StorageError, match="did not answer in time"):
+            publish_bytes(slow, f"{bucket}/x", DATA)
+        stalled.set()
+    assert time.monotonic() - start_s < 25  # before the proxy would have gone on by itself
+
+
+# --- killed
+
+
+KILLED = """
+import os, sys
+from shardstream.write.roll import ShardWriter
+with ShardWriter(sys.argv[1], max_bytes="20MB") as writer:
+    for i in range(60):
+        writer.write({"bin": os.urandom(1_000_000)})
+        if i == 35:
+            print("half", flush=True)
+            sys.stdin.read()
+"""
+
+
+@pytest.mark.usefixtures("s3_env")
+def test_what_a_killed_writer_left_is_dropped_by_the_next_one(
+    bucket: str, storage: Storage, uploads: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, f"{bucket}/train/"],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    ) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"half\n"
+        writer.send_signal(signal.SIGKILL)
+    assert not list(tmp_path.iterdir())  # nothing waits on the disk
+    assert uploads() == ["train/000001.tar"]
+    with ShardWriter(f"{bucket}/train/", max_bytes="20MB", overwrite=True) as again:
+        for _ in range(30):
+            again.write({"bin": bytes(1_000_000)})
+    assert uploads() == []
+    names = [file.url.rsplit("/", 1)[-1] for file in storage.find(f"{bucket}/train")]
+    assert names == ["000000.tar", "000000.tar.idx", "000001.tar", "000001.tar.idx", "index.json"]
+    for shard in again.manifest.shards:
+        data = storage.read(f"{bucket}/train/{shard.url}")
+        assert hashlib.sha256(data).hexdigest() == shard.sha256

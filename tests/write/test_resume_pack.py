@@ -1,0 +1,509 @@
+"""Packs that are killed: the same call again ends in the bytes of one clean run, and keeps finished shards."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import boto3
+import numpy as np
+import pytest
+from PIL import Image
+
+from shardstream.errors import OptionError, SourceError
+from shardstream.storage.filesystem import Storage
+from shardstream.write import journal as journal_module
+from shardstream.write.job import pack
+from shardstream.write.journal import Finished, Journal, Task, is_journal, read_journal
+from shardstream.write.parallel import Encoded, RecordEncoder
+from shardstream.write.report import PackReport
+from shardstream.write.roll import ShardWriter
+from shardstream.write.source import Record, SamplesSource
+from tests.servers import S3Server
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-c", "import sys; from shardstream.cli import main; sys.exit(main(sys.argv[1:]))"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 300 loose samples: text of growing length, and a label."""
+    root = tmp_path_factory.mktemp("source")
+    for i in range(300):
+        (root / f"{i:04d}.txt").write_text(f"sample {i} " * (1 + i % 50))
+        (root / f"{i:04d}.cls").write_text(str(i % 7))
+    return root
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 images of 2 classes."""
+    root = tmp_path_factory.mktemp("photos")
+    for i in range(60):
+        (root / "ab"[i % 2]).mkdir(exist_ok=True)
+        Image.fromarray(np.full((8, 8), i, np.uint8)).save(root / "ab"[i % 2] / f"{i:02d}.png")
+    return root
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files there, hidden ones too."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def remote_contents(folder: str, options: dict[str, Any] | None = None) -> dict[str, bytes]:
+    storage = Storage(options)
+    start = len(folder.rstrip("/")) + 1
+    return {file.url[start:]: storage.read(file.url) for file in storage.find(folder)}
+
+
+class StoppedError(Exception):
+    """Raised by a test in the midst of a pack."""
+
+
+@pytest.fixture
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Make packs stop, by an exception, when they have noted so many shards; 0: no more."""
+    original = Journal.add
+    left = [0]
+
+    def add(self: Journal, finished: Finished) -> None:
+        original(self, finished)
+        left[0] -= 1
+        if left[0] == 0:
+            raise StoppedError
+
+    monkeypatch.setattr(Journal, "add", add)
+
+    def arm(count: int) -> None:
+        left[0] = count
+
+    return arm
+
+
+def pack_stopped(stop_after: Callable[[int], None], count: int, *args: Any, **kwargs: Any) -> None:
+    stop_after(count)
+    with pytest.raises(StoppedError):
+        pack(*args, **kwargs)
+    stop_after(0)
+
+
+# --- killed at any moment, as processes
+
+
+def run_killed(command: list[str], after_s: float) -> bool:
+    """Run a command and kill it after some seconds; tell whether it ended by itself, well."""
+    with subprocess.Popen(
+        [*COMMAND, *command],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        try:
+            process.wait(after_s)
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+        _, said = process.communicate()
+    assert process.returncode in (0, -signal.SIGKILL), said
+    return process.returncode == 0
+
+
+def is_published(storage: Storage, folders: list[str]) -> bool:
+    for folder in folders:
+        if not storage.exists(f"{folder}/index.json"):
+            return False
+        if any(is_journal(f.url.rsplit("/", 1)[-1]) for f in storage.list_folder(folder)[0]):
+            return False
+    return True
+
+
+def pack_under_fire(command: list[str], folders: list[str], *, seed: int, kills: int) -> int:
+    """Give a command again and again, killed at random moments, until all is published; return how often it was killed."""
+    draw = random.Random(seed)
+    storage = Storage()
+    start_s = time.monotonic()
+    assert run_killed(["pack", "--help"], 60)
+    least_s = time.monotonic() - start_s  # what it takes to begin
+    killed = 0
+    for _ in range(kills):
+        if run_killed(command, least_s * draw.uniform(0.8, 2.5)):
+            break
+        killed += 1
+        if is_published(storage, folders):  # it was on its way out
+            break
+    else:
+        assert run_killed(command, 60)
+    assert is_published(storage, folders)
+    return killed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--split", "a=0.7,b=0.3"], ["--processes", "2"]])
+def test_killed_at_any_moment_the_same_command_ends_in_the_same_bytes(
+    options: list[str], files: Path, tmp_path: Path
+) -> None:
+    limits = ["--max-samples", "15", "--shuffle", *options]
+    assert run_killed(["pack", str(files), str(tmp_path / "clean"), *limits], 60)
+    dest = str(tmp_path / "out")
+    folders = [f"{dest}/a", f"{dest}/b"] if "--split" in options else [dest]
+    killed = pack_under_fire(["pack", str(files), dest, *limits], folders, seed=3, kills=5)
+    assert killed
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("s3_env")
+def test_killed_at_any_moment_on_s3(bucket: str, s3: S3Server, files: Path) -> None:
+    limits = ["--max-samples", "20"]
+    assert run_killed(["pack", str(files), f"{bucket}/clean", *limits], 60)
+    dest = f"{bucket}/out"
+    assert pack_under_fire(["pack", str(files), dest, *limits], [dest], seed=1, kills=4)
+    assert remote_contents(dest) == remote_contents(f"{bucket}/clean")
+
+
+def test_processes_that_encode_end_with_a_killed_pack(files: Path, tmp_path: Path) -> None:
+    command = ["pack", str(files), str(tmp_path / "out"), "--processes", "2", "--max-samples", "1"]
+    with subprocess.Popen([*COMMAND, *command], cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+        deadline_s = time.monotonic() + 60
+        while not list((tmp_path / "out").glob("*.tar")):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        children = children_of(process.pid)
+        process.kill()
+    assert len(children) >= 2
+    while any(is_running(child) for child in children):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"]
+)
+def test_a_signal_stops_with_a_message_and_the_same_command_goes_on(
+    number: signal.Signals, code: int, files: Path, tmp_path: Path
+) -> None:
+    command = ["pack", str(files), str(tmp_path / "out"), "--max-samples", "5"]
+    with subprocess.Popen(
+        [*COMMAND, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline_s = time.monotonic() + 60
+        while len(list((tmp_path / "out").glob("*.tar"))) < 3:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+        process.send_signal(number)
+        said = process.communicate()[1]
+    assert (process.returncode, "Traceback" in said) == (code, False), said
+    assert "the same command goes on" in said
+    assert not list((tmp_path / "out").glob("*.part-*"))
+    done = subprocess.run(
+        [*COMMAND, *command], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "of an earlier run that was stopped" in done.stdout
+    pack(files, tmp_path / "clean", max_samples=5)
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+# --- what is kept, and what is not
+
+
+def test_finished_shards_are_neither_written_nor_encoded_again(
+    photos: Path,
+    tmp_path: Path,
+    stop_after: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options: dict[str, Any] = {"max_samples": 8, "max_side": 4}
+    clean = pack(photos, tmp_path / "clean", **options)
+    pack_stopped(stop_after, 4, photos, tmp_path / "out", **options)
+    before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("00000[0-3].tar*")}
+    assert len(before) == 8
+    encoded: list[Record] = []
+    original = RecordEncoder.encode
+
+    def encode(self: RecordEncoder, records: Sequence[Record]) -> list[Encoded]:
+        encoded.extend(records)
+        return original(self, records)
+
+    monkeypatch.setattr(RecordEncoder, "encode", encode)
+    report = pack(photos, tmp_path / "out", **options)
+    assert (report.kept, clean.kept, report.shards) == (4, 0, clean.shards)
+    assert len(encoded) == 60 - 4 * 8
+    after = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("00000[0-3].tar*")}
+    assert after == before
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_every_shard_may_be_the_last_before_a_stop(
+    files: Path, tmp_path: Path, stop_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_RECORDS_A_FILE", 3)  # several files, and their borders
+    options: dict[str, Any] = {"max_samples": 20, "shuffle": True, "split": {"x": 0.8, "y": 0.2}}
+    pack(files, tmp_path / "clean", **options)
+    clean = contents(tmp_path / "clean")
+    for count in range(1, 16):
+        dest = tmp_path / f"out{count}"
+        pack_stopped(stop_after, count, files, dest, **options)
+        # The other split's thread may finish some more before the pack stops.
+        assert pack(files, dest, **options).kept >= count
+        assert contents(dest) == clean
+
+
+def test_it_may_be_stopped_again_and_again(
+    files: Path, tmp_path: Path, stop_after: Callable[[int], None]
+) -> None:
+    pack(files, tmp_path / "clean", max_samples=20)
+    for _ in range(7):
+        pack_stopped(stop_after, 2, files, tmp_path / "out", max_samples=20)
+    assert pack(files, tmp_path / "out", max_samples=20).kept == 14
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_what_was_left_out_is_known_again(
+    tmp_path: Path, stop_after: Callable[[int], None]
+) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("n\n" + "".join(f"{i if i % 5 else 'x'}\n" for i in range(60)))
+    options: dict[str, Any] = {"fields": {"cls": "n"}, "max_samples": 10, "split": {"a": 0.5, "b": 0.5}}  # fmt: skip
+    clean = pack(table, tmp_path / "clean", on_error="skip", **options)
+    pack_stopped(stop_after, 3, table, tmp_path / "out", on_error="skip", **options)
+    with pytest.raises(OptionError, match=r"had left out \d+ records.*whole number.*--skip-errors"):
+        pack(table, tmp_path / "out", **options)
+    report = pack(table, tmp_path / "out", on_error="skip", **options)
+    assert report.kept >= 3
+    assert (report.skipped, len(report.skipped)) == (clean.skipped, 12)
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_a_pack_that_met_a_bad_row_goes_on_without_it(tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("n\n" + "".join(f"{i if i != 47 else 'x'}\n" for i in range(60)))
+    options: dict[str, Any] = {"fields": {"cls": "n"}, "max_samples": 10}
+    with pytest.raises(SourceError, match="row 48"):
+        pack(table, tmp_path / "out", **options)
+    report = pack(table, tmp_path / "out", on_error="skip", **options)
+    assert (report.kept >= 2, len(report.skipped), report.samples) == (True, 1, 59)
+    pack(table, tmp_path / "clean", on_error="skip", **options)
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_tars_before_the_last_finished_shard_are_not_read_again(
+    files: Path, tmp_path: Path, stop_after: Callable[[int], None]
+) -> None:
+    pack(files, tmp_path / "old", max_samples=30)
+    pack(tmp_path / "old", tmp_path / "clean", max_samples=25)
+    pack_stopped(stop_after, 8, tmp_path / "old", tmp_path / "out", max_samples=25)
+    # Of 200 samples all of the first 6 tars: whoever reads one of them now finds nothing.
+    for number in range(6):
+        path = tmp_path / "old" / f"{number:06d}.tar"
+        stat = path.stat()
+        path.write_bytes(bytes(stat.st_size))
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert pack(tmp_path / "old", tmp_path / "out", max_samples=25).kept == 8
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_a_shard_that_was_deleted_or_cut_meanwhile_is_written_again(
+    files: Path, tmp_path: Path, stop_after: Callable[[int], None]
+) -> None:
+    pack(files, tmp_path / "clean", max_samples=20)
+    for name, data in (("000002.tar", None), ("000002.tar", b"cut"), ("000002.tar.idx", None)):
+        pack_stopped(stop_after, 5, files, tmp_path / "out", max_samples=20, overwrite=True)
+        path = tmp_path / "out" / name
+        path.unlink() if data is None else path.write_bytes(data)
+        assert pack(files, tmp_path / "out", max_samples=20, overwrite=True).kept == 2
+        assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_samples": 30}, r"max_samples was 20, now 30"),
+        ({"seed": 1}, "seed was 0, now 1"),
+        ({"split": {"a": 0.5, "b": 0.5}}, None),
+        ({"source": "another"}, "the source has changed"),
+    ],
+)
+def test_another_pack_is_not_mixed_with_what_is_left(
+    change: dict[str, Any],
+    message: str | None,
+    files: Path,
+    tmp_path: Path,
+    stop_after: Callable[[int], None],
+) -> None:
+    options: dict[str, Any] = {"max_samples": 20}
+    pack_stopped(stop_after, 5, files, tmp_path / "out", **options)
+    source = files
+    if "source" in change:
+        source = tmp_path / "source"
+        source.mkdir()
+        (source / "a.txt").write_text("another")
+    options |= {name: value for name, value in change.items() if name != "source"}
+    before = contents(tmp_path / "out")
+    if message is None:  # other folders: nothing there stands in the way
+        assert pack(source, tmp_path / "out", **options).kept == 0
+        return
+    with pytest.raises(OptionError, match=rf"unfinished pack.*{message}.*--overwrite"):
+        pack(source, tmp_path / "out", **options)
+    assert contents(tmp_path / "out") == before
+    assert pack(source, tmp_path / "out", overwrite=True, **options).kept == 0
+    pack(source, tmp_path / "clean", **options)
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_a_file_of_the_source_that_was_written_again_is_noticed(
+    tmp_path: Path, stop_after: Callable[[int], None]
+) -> None:
+    for i in range(20):
+        (tmp_path / f"in/{i}").mkdir(parents=True)
+        (tmp_path / f"in/{i}/x.txt").write_text("same length")
+    pack_stopped(stop_after, 2, tmp_path / "in", tmp_path / "out", max_samples=5)
+    (tmp_path / "in/3/x.txt").write_text("length same")
+    with pytest.raises(OptionError, match="the source has changed"):
+        pack(tmp_path / "in", tmp_path / "out", max_samples=5)
+
+
+def test_an_interrupted_replacement_still_deletes_what_is_stale(
+    files: Path, tmp_path: Path, stop_after: Callable[[int], None]
+) -> None:
+    pack(files, tmp_path / "clean", max_samples=50)
+    pack(files, tmp_path / "out", max_samples=10)  # 30 shards, of which 6 are written again
+    options: dict[str, Any] = {"max_samples": 50, "overwrite": True}
+    pack_stopped(stop_after, 2, files, tmp_path / "out", **options)
+    assert not (tmp_path / "out" / "index.json").exists()
+    assert pack(files, tmp_path / "out", **options).kept == 2
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_samples_from_python_begin_anew_unless_they_are_said_to_be_the_same(
+    tmp_path: Path, stop_after: Callable[[int], None]
+) -> None:
+    samples = [{"txt": f"{i}"} for i in range(60)]
+    report: list[PackReport] = []
+    for fingerprint, kept in ((None, 0), ("numbers to 60", 3)):
+        dest = tmp_path / str(fingerprint)
+        source = SamplesSource(samples=samples, fingerprint=fingerprint)
+        pack_stopped(stop_after, 3, source, dest, max_samples=10)
+        report.append(pack(source, dest, max_samples=10))
+        assert report[-1].kept == kept
+    pack(samples, tmp_path / "clean", max_samples=10)
+    assert contents(tmp_path / "None") == contents(tmp_path / "clean")
+    assert contents(tmp_path / "numbers to 60") == contents(tmp_path / "clean")
+
+
+def test_a_pack_that_fails_before_its_first_shard_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(SourceError):
+        pack([{"cls": "x"}], tmp_path / "out")
+    assert contents(tmp_path / "out") == {}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"version": 99}', '{"version": 1, "finished": [{"info": 3}]}']
+)
+def test_notes_that_cannot_be_read_are_an_error_unless_replaced(
+    text: str, files: Path, tmp_path: Path, stop_after: Callable[[int], None]
+) -> None:
+    pack_stopped(stop_after, 2, files, tmp_path / "out", max_samples=50)
+    (tmp_path / "out" / ".shardstream-pack-000000.json").write_text(text)
+    with pytest.raises(OptionError, match=r"notes of an unfinished pack cannot be read.*overwrite"):
+        pack(files, tmp_path / "out", max_samples=50)
+    pack(files, tmp_path / "out", max_samples=50, overwrite=True)
+    pack(files, tmp_path / "clean", max_samples=50)
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_notes_cannot_make_us_delete_elsewhere(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "victim.tar").write_bytes(b"mine")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    document = {"version": 1, "source": "x", "options": {}, "stale": ["../victim.tar", "notes.txt"]}
+    path = tmp_path / "out" / ".shardstream-pack-000000.json"
+    path.write_text(json.dumps(document | {"finished": []}))
+    pack(files, tmp_path / "out")
+    assert (tmp_path / "victim.tar").read_bytes() == b"mine"
+    assert (tmp_path / "out" / "notes.txt").exists()
+
+
+def test_a_journal_reads_back_as_it_was(tmp_path: Path) -> None:
+    task = Task(source="é\udc80", options={"split": [["a", 0.1]], "key": None})
+    storage = Storage()
+    journal = Journal(storage=storage, folder=str(tmp_path), task=task, stale=frozenset({"a.tar"}))
+    journal.begin(0)
+    back = read_journal(storage, str(tmp_path), os.listdir(tmp_path))
+    assert back is not None
+    assert (back.task.differences(task), back.stale, back.finished) == ([], journal.stale, [])
+    journal.remove()
+    assert os.listdir(tmp_path) == []
+    assert read_journal(storage, str(tmp_path), []) is None
+
+
+# --- on S3, and by a writer alone
+
+
+@pytest.mark.usefixtures("s3_env")
+def test_on_s3_finished_shards_stay(
+    bucket: str, s3: S3Server, files: Path, stop_after: Callable[[int], None]
+) -> None:
+    client = boto3.client("s3", endpoint_url=s3.endpoint)
+    name = bucket.removeprefix("s3://")
+    pack(files, f"{bucket}/clean", max_samples=30)
+    pack_stopped(stop_after, 4, files, f"{bucket}/out", max_samples=30)
+
+    def times() -> dict[str, Any]:
+        listed = client.list_objects_v2(Bucket=name, Prefix="out/00000")["Contents"]
+        return {one["Key"]: one["LastModified"] for one in listed}
+
+    before = times()
+    report = pack(files, f"{bucket}/out", max_samples=30)
+    after = times()
+    client.close()
+    assert report.kept == 4
+    assert {key: after[key] for key in list(before)[:8]} == dict(list(before.items())[:8])
+    assert remote_contents(f"{bucket}/out") == remote_contents(f"{bucket}/clean")
+
+
+KILLED = """
+import os, signal, sys
+from shardstream.write.roll import ShardWriter
+with ShardWriter(sys.argv[1], max_samples=10) as writer:
+    for i in range(55):
+        writer.write({"bin": bytes(500_000)})
+    writer._sender.drain()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_writer_run_again_replaces_what_a_killed_one_left(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLED, tmp_path / "out"], check=False, cwd=ROOT)
+    (tmp_path / "out" / "other.tar.part-1").write_bytes(b"another writer's")
+    assert any(".part-" in name for name in contents(tmp_path / "out"))
+    with pytest.raises(OptionError, match="left by a run that failed"):
+        ShardWriter(tmp_path / "out")
+    for folder in ("out", "clean"):
+        with ShardWriter(tmp_path / folder, max_samples=10, overwrite=True) as writer:
+            for i in range(25):
+                writer.write({"cls": i})
+    (tmp_path / "out" / "other.tar.part-1").unlink()
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
