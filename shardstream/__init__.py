@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from shardstream.errors import (
+    ChangedError,
     DecodeError,
     IndexMismatchError,
     ManifestError,
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
     from shardstream.write.verify import verify
 
 __all__ = [
+    "ChangedError",
     "DecodeError",
     "IndexMismatchError",
     "ManifestError",

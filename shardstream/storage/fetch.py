@@ -179,9 +179,11 @@ class RangeFetcher:
         extents = self._catalog.extents(numbers)
         starts, ends, names = extents.starts.tolist(), extents.ends.tolist(), numbers.tolist()
         for span, members in coalesce(extents, self._gap_bytes):
-            span.url = self._catalog.shards[span.shard].url
+            shard = self._catalog.shards[span.shard]
+            storage = self._catalog.storage_of(span.shard)
+            span.url = shard.url
             span.future = self._pool.submit(
-                fetch, self._catalog.storage_of(span.shard), span.url, span.start, span.end
+                fetch, storage, span.url, span.start, span.end, size=shard.filesize
             )
             self._held_bytes += span.end - span.start
             self._held.update((names[i], (span, starts[i], ends[i])) for i in members)

@@ -101,12 +101,11 @@ class Turns:
         self, storage: Storage, url: str, on_throttle: Callable[[], None] | None = None
     ) -> None:
         self._storage, self._url, self._on_throttle = storage, url, on_throttle
-        self._count = 0
-        self._since = time.monotonic()
+        self.begin_anew()
 
     def begin_anew(self) -> None:
         """Bytes came: whatever fails now is a fault of its own."""
-        self._count, self._since = 0, time.monotonic()
+        self._count, self._paused_s, self._since = 0, 0.0, 0.0
 
     def wait(self, error: Exception, explain: Callable[[Verdict], Exception] | None = None) -> None:
         """Pause before the next attempt.
@@ -122,8 +121,11 @@ class Turns:
         if not storage.reached:
             patience_s = min(patience_s, _NEVER_REACHED_S)
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._count) * _jitter.uniform(0.5, 1.0)
-        passed_s = time.monotonic() - self._since
+        if self._count == 0:
+            self._since = time.monotonic()
+        passed_s = max(self._paused_s, time.monotonic() - self._since)
         self._count += 1
+        self._paused_s += pause_s
         if not verdict.again or passed_s + pause_s > patience_s:
             told = verdict.error if explain is None else explain(verdict)
             if verdict.again:
