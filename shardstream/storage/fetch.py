@@ -179,11 +179,9 @@ class RangeFetcher:
         extents = self._catalog.extents(numbers)
         starts, ends, names = extents.starts.tolist(), extents.ends.tolist(), numbers.tolist()
         for span, members in coalesce(extents, self._gap_bytes):
-            shard = self._catalog.shards[span.shard]
-            storage = self._catalog.storage_of(span.shard)
-            span.url = shard.url
+            span.url = self._catalog.shards[span.shard].url
             span.future = self._pool.submit(
-                fetch, storage, span.url, span.start, span.end, size=shard.filesize
+                fetch, self._catalog.storage_of(span.shard), span.url, span.start, span.end
             )
             self._held_bytes += span.end - span.start
             self._held.update((names[i], (span, starts[i], ends[i])) for i in members)

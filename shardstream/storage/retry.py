@@ -55,8 +55,6 @@ def fetch(
     reading = _Reading(storage, url, start, end, size)
     turns = Turns(storage, url, on_throttle)
     while not reading.is_complete:
-        if end is not None and start >= end:
-            return b""
         try:
             piece = storage.read_once(url, reading.position, end, piecemeal=reading.has_broken_off)
         except Exception as error:  # noqa: BLE001  (judged: a bug keeps its type)
@@ -86,6 +84,10 @@ def patiently(storage: Storage, url: str, ask: Callable[[], _T]) -> _T:
             continue
         storage.reached = True
         return answer
+
+
+class AnswerCutError(OSError):
+    """An answer with fewer bytes than it was asked for, which ends as if it were whole."""
 
 
 class Turns:
@@ -143,12 +145,12 @@ class _Reading:
     ) -> None:
         self._storage, self._url, self._end = storage, url, end
         self._told_size = size
-        self._size = size
+        self._size: int | None = None  # as the server says
         self._version: str | None = None
         self._pins = (start, end) != (0, None) or size is not None
         self._parts: list[bytes] = []
         self._start = self.position = start
-        self.is_complete = False
+        self.is_complete = end is not None and end <= start
         self.has_broken_off = False
 
     @property
@@ -174,53 +176,54 @@ class _Reading:
 
     def _check(self, piece: Piece) -> None:
         if piece.size is not None:
-            if self._size not in (None, piece.size):
-                raise self._other_size(piece.size)
-            if self._end is not None and self._end > piece.size:
-                raise self._shorter(piece.size)
+            self._check_size(piece.size)
             self._size = piece.size
-        if piece.version is not None:
-            known = self._version
-            if known is None and self._pins:
-                known = self._storage.pin(self._url, piece.version)
-            if known not in (None, piece.version):
-                raise ChangedError(
-                    f"the file changed while it was read: it was ETag {known}, it is {piece.version}; "
-                    "start again, and run 'shardstream index' if it was written anew",
-                    shard=self._url,
-                    offset=self.position,
-                )
-            self._version = piece.version
+        if piece.version is None:
+            return
+        if self._version is None:
+            pinned = self._storage.pin(self._url, piece.version) if self._pins else piece.version
+            self._version = pinned
+        if self._version != piece.version:
+            raise ChangedError(
+                f"the file changed while it was read: its ETag was {self._version}, it is {piece.version}; "
+                "start again, and run 'shardstream index' if it was written anew",
+                shard=self._url,
+                offset=self.position,
+            )
+
+    def _check_size(self, size: int) -> None:
+        known = self._told_size if self._size is None else self._size
+        if known not in (None, size):
+            raise ChangedError(
+                f"the file changed: it has {size} bytes, the manifest or an earlier answer says {known}; "
+                "run 'shardstream index' again",
+                shard=self._url,
+            )
+        if size < (self._start if self._end is None else self._end):
+            raise ChangedError(
+                f"the file is shorter than its index says: it has {size} bytes, wanted are those up to {self._end or 'its end'} "
+                f"from {self._start}; run 'shardstream index' again, or write the shard again",
+                shard=self._url,
+                offset=self._start,
+            )
 
     def too_short(self) -> Exception:
-        """Say that an answer ended early without a word, or that the file itself does."""
-        got = self.position - self._start
+        """Say that an answer ended early without a word.
+
+        Raises:
+            ChangedError: If it is the file itself that does.
+        """
         if self._size is None and self._end is not None:
-            size = self._storage.info(self._url).size
-            if size < self._end:
-                return self._shorter(size)
+            self._check_size(self._storage.info(self._url).size)
         wanted = (self._size or 0) - self._start if self._end is None else self._end - self._start
-        return ConnectionError(f"the answer was cut: got {got} of {wanted} bytes")
+        return AnswerCutError(f"got {self.position - self._start} of {wanted} bytes")
 
     def explain(self, verdict: Verdict) -> Exception:
-        """Return the error of a verdict, with the file's length if that is what it is about."""
+        """Return the error of a verdict.
+
+        Raises:
+            ChangedError: If the server says that the file ends before the range, with the file's length.
+        """
         if verdict.past_end:
-            return self._shorter(self._storage.info(self._url).size)
+            self._check_size(self._storage.info(self._url).size)
         return verdict.error
-
-    def _shorter(self, size: int) -> ChangedError:
-        if self._told_size not in (None, size):
-            return self._other_size(size)
-        return ChangedError(
-            f"the file is shorter than its index says: it has {size} bytes, wanted are {self.position} to {self._end}; "
-            "run 'shardstream index' again, or write the shard again",
-            shard=self._url,
-            offset=self._start,
-        )
-
-    def _other_size(self, size: int) -> ChangedError:
-        return ChangedError(
-            f"the file changed: it has {size} bytes, the manifest or an earlier answer says {self._size}; "
-            "run 'shardstream index' again",
-            shard=self._url,
-        )

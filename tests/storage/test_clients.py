@@ -167,7 +167,7 @@ def test_a_length_that_differs_from_the_manifest_says_so(
     place = Place(Storage(s3.storage_options | {"s3_client": client}), bucket)
     url = place.url("a.tar", b"0123456789")
     with pytest.raises(
-        ChangedError, match=r"has 10 bytes, the manifest .* says 12; run 'shardstream index'"
+        ChangedError, match=r"has 10 bytes, the manifest .* 12; run 'shardstream index'"
     ):
         fetch(place.storage, url, 0, 5, size=12)
     with pytest.raises(ChangedError, match="has 10 bytes, the manifest"):
@@ -228,7 +228,7 @@ def test_an_endpoint_out_of_reach_is_told(client: str, s3: S3Server) -> None:
 
 @pytest.mark.parametrize("fault", ["slow", "reset", "trunc", "short"])
 def test_bytes_come_right_through_faults(client: str, fault: str, faults: Faults) -> None:
-    faults.set(**{fault: 0.5})
+    faults.set(**{fault: 0.3})
     storage = faults.storage(client)
     starts = range(0, len(BODY), 1 << 18)
     with ThreadPoolExecutor(8) as pool:
@@ -300,7 +300,7 @@ def test_a_file_that_is_replaced_meanwhile_is_an_error(client: str, faults: Faul
         return piece
 
     storage.read_once = read_once  # type: ignore[method-assign]
-    with pytest.raises(ChangedError, match="the file changed while it was read: it was ETag"):
+    with pytest.raises(ChangedError, match="the file changed while it was read: its ETag was"):
         fetch(storage, faults.url, 0, len(BODY))
 
 
