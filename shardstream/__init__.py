@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardstream.errors import (
     CacheWarning,
+    ChangedError,
     DecodeError,
     IndexMismatchError,
     ManifestError,
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 __all__ = [
     "BadSample",
     "CacheWarning",
+    "ChangedError",
     "DecodeError",
     "IndexMismatchError",
     "ManifestError",

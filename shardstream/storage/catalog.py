@@ -198,9 +198,9 @@ class Catalog:
             StorageError: If they are out of reach.
         """
         shard, start, end = (int(column[0]) for column in self.extents([number]))
-        url = self.shards[shard].url
-        data = self.storage.read(url, start, end)
-        return read_sample(data, start, start, end, url)
+        info = self.shards[shard]
+        data = fetch(self.storage, info.url, start, end, size=info.filesize)
+        return read_sample(data, start, start, end, info.url)
 
     def _count(self, number: int, shard: ShardInfo, located: Located) -> ShardInfo:
         """Complete what is known of a shard; scan a local tar that has no index."""

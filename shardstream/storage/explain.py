@@ -61,6 +61,9 @@ class _Sign(NamedTuple):
 
 
 _SIGNS = (
+    _Sign(("AnswerCutError", "ClientPayloadError", "IncompleteRead", "response body error", "ConnectionReset",
+           "ServerDisconnected", "IncompleteMessage"),
+          "the connection broke off; check the server and the network", again=True),
     _Sign(("EndpointConnectionError", "ConnectionError", "ConnectorError", "ConnectTimeout", "NameResolution",
            "kind: Connect"),
           "the server cannot be reached; check AWS_ENDPOINT_URL and the network", again=True),

@@ -81,9 +81,12 @@ class Storage:
     def resolve(self, url: str) -> tuple[Any, str]:
         """Return the file system of a URL and the path on it, for writing: it retries by itself.
 
+        What was known of the file's version is forgotten.
+
         Raises:
             OptionError: If the URL starts a command, or its protocol is unknown or not installed.
         """
+        self._versions.pop(url, None)
         return self._clients.filesystem(url, reading=False)
 
     def read_once(
@@ -98,10 +101,6 @@ class Storage:
         if len(self._versions) > _VERSIONS_KEPT:
             self._versions.popitem(last=False)
         return first
-
-    def forget(self, url: str) -> None:
-        """Let a file that we write have a new version."""
-        self._versions.pop(url, None)
 
     def local_path(self, url: str) -> str | None:
         """Return the path of a file on this machine, None for anything else."""

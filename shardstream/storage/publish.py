@@ -71,7 +71,7 @@ def open_pending(storage: Storage, url: str) -> Pending:
     if path is not None:
         return _LocalFile(Path(path))
     if takes_parts(storage.resolve(url)[0]):
-        return _S3File(url, S3Upload(storage, url))
+        return _S3File(storage, url)
     return _RemoteFile(storage, url)
 
 
@@ -148,9 +148,10 @@ class _LocalFile(Pending):
 
 
 class _S3File(Pending):
-    def __init__(self, url: str, upload: S3Upload) -> None:
-        self._upload = upload
-        super().__init__(url, cast("BinaryIO", upload))
+    def __init__(self, storage: Storage, url: str) -> None:
+        self._storage, self._url = storage, url
+        self._upload = S3Upload(storage, url)
+        super().__init__(url, cast("BinaryIO", self._upload))
 
     def commit(self) -> None:
         self._upload.finish()

@@ -10,7 +10,7 @@ class RangeStream:
     """Reads a file from its start on, each piece by one range read.
 
     A file object of fsspec would do as well, but for two things: clients hand out bodies that were cut without a word
-    (`Storage.read` checks the length), and a file object reads ahead what a seek then throws away.
+    (`fetch` checks the length), and a file object reads ahead what a seek then throws away.
 
     Args:
         storage: Where the file is.
@@ -39,7 +39,8 @@ class RangeStream:
         at = start - self._kept_start
         if not 0 <= at < len(self._kept):
             far = min(max(end, start + self._least_bytes), self._size)
-            self._kept, self._kept_start, at = fetch(self._storage, self._url, start, far), start, 0
+            self._kept = fetch(self._storage, self._url, start, far, size=self._size)
+            self._kept_start, at = start, 0
         data = self._kept[at : at + end - start]
         self._position = start + len(data)
         return data

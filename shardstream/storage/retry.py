@@ -68,8 +68,6 @@ def _read(reading: _Reading, on_throttle: Callable[[], None] | None) -> bytes:
     storage, url, end = reading.storage, reading.url, reading.end
     turns = Turns(storage, url, on_throttle)
     while not reading.is_complete:
-        if end is not None and reading.position >= end:
-            return b""
         try:
             piece = storage.read_once(url, reading.position, end, piecemeal=reading.has_broken_off)
         except Exception as error:  # noqa: BLE001  (judged: a bug keeps its type)
@@ -109,6 +107,10 @@ def patiently(
         return answer
 
 
+class AnswerCutError(OSError):
+    """An answer with fewer bytes than it was asked for, which ends as if it were whole."""
+
+
 class Turns:
     """The pauses between attempts, and when there are no more.
 
@@ -128,12 +130,11 @@ class Turns:
     ) -> None:
         self._given_up = given_up
         self._storage, self._url, self._on_throttle = storage, url, on_throttle
-        self._count = 0
-        self._since = time.monotonic()
+        self.begin_anew()
 
     def begin_anew(self) -> None:
         """Bytes came: whatever fails now is a fault of its own."""
-        self._count, self._since = 0, time.monotonic()
+        self._count, self._paused_s, self._since = 0, 0.0, 0.0
 
     def wait(self, error: Exception, explain: Callable[[Verdict], Exception] | None = None) -> None:
         """Pause before the next attempt.
@@ -149,8 +150,11 @@ class Turns:
         if not storage.reached:
             patience_s = min(patience_s, _NEVER_REACHED_S)
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._count) * _jitter.uniform(0.5, 1.0)
-        passed_s = time.monotonic() - self._since
+        if self._count == 0:
+            self._since = time.monotonic()
+        passed_s = max(self._paused_s, time.monotonic() - self._since)
         self._count += 1
+        self._paused_s += pause_s
         if not verdict.again or passed_s + pause_s > patience_s:
             told = verdict.error if explain is None else explain(verdict)
             if verdict.again:
@@ -171,12 +175,12 @@ class _Reading:
     ) -> None:
         self.storage, self.url, self.end = storage, url, end
         self._told_size = size
-        self._size = size
+        self._size: int | None = None  # as the server says
         self._version: str | None = None
         self._pins = (start, end) != (0, None) or size is not None
         self._parts: list[bytes] = []
         self._start = self.position = start
-        self.is_complete = False
+        self.is_complete = end is not None and end <= start
         self.has_broken_off = False
 
     @property
@@ -202,53 +206,54 @@ class _Reading:
 
     def _check(self, piece: Piece) -> None:
         if piece.size is not None:
-            if self._size not in (None, piece.size):
-                raise self._other_size(piece.size)
-            if self.end is not None and self.end > piece.size:
-                raise self._shorter(piece.size)
+            self._check_size(piece.size)
             self._size = piece.size
-        if piece.version is not None:
-            known = self._version
-            if known is None and self._pins:
-                known = self.storage.pin(self.url, piece.version)
-            if known not in (None, piece.version):
-                raise ChangedError(
-                    f"the file changed while it was read: it was ETag {known}, it is {piece.version}; "
-                    "start again, and run 'shardstream index' if it was written anew",
-                    shard=self.url,
-                    offset=self.position,
-                )
-            self._version = piece.version
+        if piece.version is None:
+            return
+        if self._version is None:
+            pinned = self.storage.pin(self.url, piece.version) if self._pins else piece.version
+            self._version = pinned
+        if self._version != piece.version:
+            raise ChangedError(
+                f"the file changed while it was read: its ETag was {self._version}, it is {piece.version}; "
+                "start again, and run 'shardstream index' if it was written anew",
+                shard=self.url,
+                offset=self.position,
+            )
+
+    def _check_size(self, size: int) -> None:
+        known = self._told_size if self._size is None else self._size
+        if known not in (None, size):
+            raise ChangedError(
+                f"the file changed: it has {size} bytes, the manifest or an earlier answer says {known}; "
+                "run 'shardstream index' again",
+                shard=self.url,
+            )
+        if size < (self._start if self.end is None else self.end):
+            raise ChangedError(
+                f"the file is shorter than its index says: it has {size} bytes, wanted are those up to {self.end or 'its end'} "
+                f"from {self._start}; run 'shardstream index' again, or write the shard again",
+                shard=self.url,
+                offset=self._start,
+            )
 
     def too_short(self) -> Exception:
-        """Say that an answer ended early without a word, or that the file itself does."""
-        got = self.position - self._start
+        """Say that an answer ended early without a word.
+
+        Raises:
+            ChangedError: If it is the file itself that does.
+        """
         if self._size is None and self.end is not None:
-            size = self.storage.info(self.url).size
-            if size < self.end:
-                return self._shorter(size)
+            self._check_size(self.storage.info(self.url).size)
         wanted = (self._size or 0) - self._start if self.end is None else self.end - self._start
-        return ConnectionError(f"the answer was cut: got {got} of {wanted} bytes")
+        return AnswerCutError(f"got {self.position - self._start} of {wanted} bytes")
 
     def explain(self, verdict: Verdict) -> Exception:
-        """Return the error of a verdict, with the file's length if that is what it is about."""
+        """Return the error of a verdict.
+
+        Raises:
+            ChangedError: If the server says that the file ends before the range, with the file's length.
+        """
         if verdict.past_end:
-            return self._shorter(self.storage.info(self.url).size)
+            self._check_size(self.storage.info(self.url).size)
         return verdict.error
-
-    def _shorter(self, size: int) -> ChangedError:
-        if self._told_size not in (None, size):
-            return self._other_size(size)
-        return ChangedError(
-            f"the file is shorter than its index says: it has {size} bytes, wanted are {self.position} to {self.end}; "
-            "run 'shardstream index' again, or write the shard again",
-            shard=self.url,
-            offset=self._start,
-        )
-
-    def _other_size(self, size: int) -> ChangedError:
-        return ChangedError(
-            f"the file changed: it has {size} bytes, the manifest or an earlier answer says {self._size}; "
-            "run 'shardstream index' again",
-            shard=self.url,
-        )

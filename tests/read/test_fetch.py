@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstream as ss
-from shardstream.errors import MissingError, RefusedError, StorageError
+from shardstream.errors import ChangedError, MissingError, RefusedError, StorageError
 from shardstream.read.permute import Ints
 from shardstream.storage import ahead
 from shardstream.storage import fetch as module
@@ -24,6 +24,7 @@ from shardstream.storage.catalog import Catalog, Extents
 from shardstream.storage.fetch import LocalFetcher, open_fetcher
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import locate
+from shardstream.storage.piece import Piece
 from shardstream.storage.retry import fetch
 from tests.read.sets import FEW_CORES, flat, labels, loader, numbered
 
@@ -46,9 +47,11 @@ class Wire:
 @pytest.fixture
 def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
     made = Wire()
-    really_read = Storage.read
+    really_read = Storage.read_once
 
-    def read(self: Storage, url: str, start: int = 0, end: int | None = None) -> bytes:
+    def read_once(
+        self: Storage, url: str, start: int = 0, end: int | None = None, *, piecemeal: bool = False
+    ) -> Piece:
         if end is None or not url.endswith(".tar"):
             return really_read(self, url, start, end)
         made.reads.append((url, start, end))
@@ -56,7 +59,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
             raise made.faults.pop(0)
         return really_read(self, url, start, end)
 
-    monkeypatch.setattr(Storage, "read", read)
+    monkeypatch.setattr(Storage, "read_once", read_once)
     monkeypatch.setattr("shardstream.storage.retry.time.sleep", made.sleeps.append)
     return made
 
@@ -279,19 +282,35 @@ def first_range(url: str) -> tuple[Storage, str, int, int]:
 
 @pytest.mark.parametrize("faults", [0, 1, 4])
 def test_a_read_is_tried_again_with_growing_pauses(faults: int, url: str, wire: Wire) -> None:
-    wire.faults += [StorageError("503 SlowDown")] * faults
+    wire.faults += [OSError("503 SlowDown")] * faults
     assert len(fetch(*first_range(url))) == 1024
     assert len(wire.reads) == faults + 1
     assert len(wire.sleeps) == faults
-    bounds = [(0.2, 0.4), (0.4, 0.8), (0.8, 1.6), (1.6, 3.2)]
+    bounds = [(0.1, 0.2), (0.2, 0.4), (0.4, 0.8), (0.8, 1.6)]
     assert all(low <= nap <= high for nap, (low, high) in zip(wire.sleeps, bounds, strict=False))
 
 
-def test_after_five_attempts_the_error_is_the_users(url: str, wire: Wire) -> None:
-    wire.faults += [StorageError(f"attempt {number}") for number in range(9)]
-    with pytest.raises(StorageError, match="attempt 4"):
+def test_after_its_patience_the_error_is_the_users(url: str, wire: Wire) -> None:
+    wire.faults += [OSError(f"attempt {number}") for number in range(99)]
+    with pytest.raises(StorageError, match="attempt") as raised:
         fetch(*first_range(url))
-    assert len(wire.reads) == 5
+    assert 52 < sum(wire.sleeps) <= 60
+    assert raised.value.__notes__ == [f"tried {len(wire.reads)} times in {sum(wire.sleeps):.0f} s"]
+
+
+def test_a_server_that_never_answered_is_waited_for_less(url: str, wire: Wire) -> None:
+    _, shard, start, end = first_range(url)
+    wire.faults += [OSError("no route")] * 99
+    with pytest.raises(StorageError, match="no route"):
+        fetch(Storage(), shard, start, end)
+    assert sum(wire.sleeps) <= 10
+
+
+def test_a_caller_hears_of_a_server_that_is_overloaded(url: str, wire: Wire) -> None:
+    heard: list[int] = []
+    wire.faults += [OSError("503 SlowDown"), OSError("reset"), OSError("429 Too Many Requests")]
+    fetch(*first_range(url), on_throttle=lambda: heard.append(len(wire.reads)))
+    assert heard == [1, 3]
 
 
 @pytest.mark.parametrize("fault", [MissingError("gone"), RefusedError("no"), KeyError("bug")])
@@ -306,20 +325,20 @@ def test_what_trying_again_cannot_help_is_raised_at_once(
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(
-    "fault",
+    ("fault", "kind"),
     [
-        lambda: MissingError("nothing is there"),
-        lambda: StorageError("503 SlowDown"),
-        lambda: OSError("a bug of a client"),
+        (MissingError("nothing is there"), MissingError),
+        (ChangedError("the file changed"), ChangedError),
+        (OSError("503 SlowDown"), StorageError),
+        (ZeroDivisionError("a bug of a client"), ZeroDivisionError),
     ],
 )
 def test_a_store_that_fails_stops_the_epoch(
-    fault: Callable[[], Exception], num_workers: int, url: str, wire: Wire
+    fault: Exception, kind: type[Exception], num_workers: int, url: str, wire: Wire
 ) -> None:
     one = loader(url, num_workers=num_workers, shuffle=True, on_error="skip")
-    error = fault()
-    wire.faults += [error] * 1000
-    with pytest.raises(type(error), match=str(error)):
+    wire.faults += [fault] * 1000
+    with pytest.raises(kind, match=str(fault)):
         list(one)
     assert one.skipped == {}
 

@@ -20,6 +20,7 @@ from shardstream.storage import catalog as catalog_module
 from shardstream.storage.catalog import Catalog, lacks_index, map_file
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import locate
+from shardstream.storage.piece import Piece
 from shardstream.storage.publish import publish_bytes
 from tests.servers import S3Server
 from tests.strategies import make_index, make_shard
@@ -196,7 +197,7 @@ def test_a_shard_cut_after_indexing_is_refused() -> None:
     catalog = open_catalog(folder)
     whole = Storage().read(f"{folder}/000.tar")
     publish_bytes(Storage(), f"{folder}/000.tar", whole[:1600])
-    with pytest.raises(StorageError, match=r"shorter than its index says.*000\.tar"):
+    with pytest.raises(StorageError, match=r"has 1600 bytes, the manifest.*index' again.*000\.tar"):
         catalog.read_sample(2)
 
 
@@ -211,13 +212,13 @@ def test_indexes_are_read_once_and_the_least_used_forgotten(
     monkeypatch.setattr(catalog_module, "_OFFSETS_KEPT_BYTES", 2 * 16)  # two indexes of one sample
     catalog = open_catalog(folder)
     reads: list[str] = []
-    original = catalog.storage.read
+    original = catalog.storage.read_once
 
-    def read(url: str, *args: Any) -> bytes:
+    def read_once(url: str, *args: Any, **options: Any) -> Piece:
         reads.append(url[-len("000.tar.idx") : -len(".tar.idx")])
-        return original(url, *args)
+        return original(url, *args, **options)
 
-    monkeypatch.setattr(catalog.storage, "read", read)
+    monkeypatch.setattr(catalog.storage, "read_once", read_once)
     for shard in (0, 1, 0, 1, 2, 1, 0, 0, 3, 0):
         assert catalog.offsets(shard).tolist() == [0, 1024 if shard == 0 else 1024 + 512 * (shard > 1)] or shard  # fmt: skip
     assert reads == ["000", "001", "002", "000", "003"]

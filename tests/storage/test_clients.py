@@ -1,0 +1,320 @@
+"""One contract for every way to read: s3fs, obstore, any fsspec file system; on a real server that fails in all its ways."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+import traceback
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import boto3
+import pytest
+
+from shardstream.errors import ChangedError, MissingError, OptionError, RefusedError, StorageError
+from shardstream.storage.filesystem import Storage
+from shardstream.storage.publish import publish_bytes
+from shardstream.storage.retry import fetch
+from tests.servers import S3Server, ShapedS3
+
+BODY = bytes(range(256)) * (3 << 12)  # 3 MiB
+CLIENTS = ("s3fs", "obstore")
+NAMES = (
+    "a b.tar", "a%20b.tar", "a+b.tar", "a?b.tar", "a#b.tar", "ä/日本.tar", "a&b=c;d,e:@$!'().tar", "x//y.tar", "a/./b.tar",
+    "a~{b}[c].tar",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Place:
+    """A way to read, and where."""
+
+    storage: Storage
+    folder: str
+
+    def url(self, name: str, data: bytes = BODY) -> str:
+        """Write a file there."""
+        publish_bytes(self.storage, f"{self.folder}/{name}", data)
+        return f"{self.folder}/{name}"
+
+
+@pytest.fixture(params=[*CLIENTS, "filesystem", "memory", "local"])
+def place(request: pytest.FixtureRequest) -> Place:
+    if request.param == "memory":
+        return Place(Storage(), f"memory://test-{uuid.uuid4().hex}")
+    if request.param == "local":
+        return Place(Storage(), str(request.getfixturevalue("tmp_path")))
+    server: S3Server = request.getfixturevalue("s3")
+    folder = f"{request.getfixturevalue('bucket')}/data"
+    if request.param == "filesystem":
+        import s3fs  # noqa: PLC0415
+
+        return Place(Storage(filesystem=s3fs.S3FileSystem(**server.storage_options)), folder)
+    return Place(Storage(server.storage_options | {"s3_client": request.param}), folder)
+
+
+@pytest.fixture(params=CLIENTS)
+def client(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class Faults:
+    """The chaos port: what it is told to do, and what it was asked."""
+
+    def __init__(self, shaped: ShapedS3, bucket: str) -> None:
+        self.server = shaped
+        self.url = f"{bucket}/data.bin"
+        publish_bytes(Storage(shaped.plain.storage_options), self.url, BODY)
+        self.set()
+
+    def set(self, **rates: float) -> None:
+        every = dict.fromkeys(("slow", "reset", "trunc", "stall", "short", "flip"), 0.0) | rates
+        knobs = "&".join(f"{name}={value}" for name, value in every.items())
+        self.server.control(f"/set?profile=chaos&{knobs}")
+        self.server.control("/clear")
+
+    def count(self, name: str) -> int:
+        return int(json.loads(self.server.control("/stats"))["chaos"].get(name, 0))
+
+    def storage(self, client: str, **options: Any) -> Storage:
+        made = Storage(self.server.chaos.storage_options | {"s3_client": client, **options})
+        made.reached = True
+        return made
+
+
+@pytest.fixture
+def faults(shaped_s3: ShapedS3, bucket: str) -> Faults:
+    return Faults(shaped_s3, bucket)
+
+
+# --- what every client gives
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [
+        (0, None),
+        (5, None),
+        (0, 1),
+        (0, len(BODY)),
+        (1000, 3000),
+        (len(BODY) - 1, len(BODY)),
+        (7, 7),
+    ],
+)
+def test_a_range_has_the_bytes_of_the_file(place: Place, start: int, end: int | None) -> None:
+    assert fetch(place.storage, place.url("a.tar"), start, end) == BODY[start:end]
+
+
+def test_a_length_that_is_right_is_fine(place: Place) -> None:
+    url = place.url("a.tar")
+    assert fetch(place.storage, url, 0, 10, size=len(BODY)) == BODY[:10]
+    assert fetch(place.storage, url, size=len(BODY)) == BODY
+
+
+def test_an_empty_file_is_read(place: Place) -> None:
+    assert fetch(place.storage, place.url("empty.tar", b"")) == b""
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_any_name_is_read(client: str, s3: S3Server, bucket: str, name: str) -> None:
+    writing = boto3.client(
+        "s3", endpoint_url=s3.endpoint, aws_access_key_id=s3.access_key, aws_secret_access_key=s3.secret_key,
+        region_name=s3.region,
+    )  # fmt: skip
+    writing.put_object(Bucket=bucket.removeprefix("s3://"), Key=name, Body=name.encode())
+    writing.close()
+    storage = Storage(s3.storage_options | {"s3_client": client})
+    url, wanted = f"{bucket}/{name}", name.encode()
+    if client == "obstore" and ("//" in name or "/./" in name):
+        with pytest.raises(OptionError, match="obstore cannot ask for a key of that name"):
+            fetch(storage, url, 1, 3)
+        storage = Storage(s3.storage_options)  # unless it must be obstore, s3fs reads it
+    assert fetch(storage, url) == wanted
+    assert fetch(storage, url, 1, 3) == wanted[1:3]
+
+
+def test_threads_share_a_client(place: Place) -> None:
+    url = place.url("a.tar")
+    starts = [i * 65_536 for i in range(48)]
+    with ThreadPoolExecutor(8) as pool:
+        parts = list(pool.map(lambda at: fetch(place.storage, url, at, at + 65_536), starts))
+    assert b"".join(parts) == BODY
+
+
+# --- what is wrong at once
+
+
+@pytest.mark.parametrize(("start", "end"), [(5, 11), (10, 12), (500, 600), (500, None)])
+def test_a_range_past_the_end_says_so(place: Place, start: int, end: int | None) -> None:
+    url = place.url("a.tar", b"0123456789")
+    if (end, place.folder[:3]) == (None, "mem") or (end is None and "://" not in url):
+        assert fetch(place.storage, url, start, end) == b""  # as files do
+        return
+    with pytest.raises(
+        ChangedError, match=r"shorter than its index says: it has 10 bytes.*shardstream index"
+    ) as raised:
+        fetch(place.storage, url, start, end)
+    assert (raised.value.shard, raised.value.offset) == (url, start)
+
+
+def test_a_length_that_differs_from_the_manifest_says_so(
+    client: str, s3: S3Server, bucket: str
+) -> None:
+    place = Place(Storage(s3.storage_options | {"s3_client": client}), bucket)
+    url = place.url("a.tar", b"0123456789")
+    with pytest.raises(
+        ChangedError, match=r"has 10 bytes, the manifest .* 12; run 'shardstream index'"
+    ):
+        fetch(place.storage, url, 0, 5, size=12)
+    with pytest.raises(ChangedError, match="has 10 bytes, the manifest"):
+        fetch(place.storage, url, 0, 12, size=12)
+
+
+def test_a_missing_file_is_told_at_once(place: Place) -> None:
+    place.url("there.tar")
+    begun = time.monotonic()
+    with pytest.raises(MissingError, match="nothing is there; check the URL"):
+        fetch(place.storage, f"{place.folder}/none.tar", 0, 10)
+    assert time.monotonic() - begun < 60  # its patience
+
+
+def test_a_missing_bucket_is_told(client: str, s3: S3Server) -> None:
+    storage = Storage(s3.storage_options | {"s3_client": client})
+    with pytest.raises(MissingError, match="nothing is there; check the URL"):
+        fetch(storage, f"s3://none-{uuid.uuid4().hex}/a.tar", 0, 10)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"secret": "hunter2-hunter2"},
+        {"key": "hunter2-hunter2"},
+        {"anon": True, "key": None, "secret": None},
+    ],
+    ids=["secret", "key", "anonymous"],
+)
+def test_refused_access_is_told_and_no_secret_shown(
+    client: str, wrong: dict[str, Any], s3: S3Server, bucket: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if s3.kind == "moto":
+        pytest.skip("moto checks no signatures")
+    url = Place(Storage(s3.storage_options), bucket).url("a.tar")
+    storage = Storage(s3.storage_options | wrong | {"s3_client": client})
+    caplog.set_level("DEBUG", "shardstream")
+    for read in (lambda: fetch(storage, url, 0, 10), lambda: storage.info(url)):
+        with pytest.raises(RefusedError, match="access refused; check the credentials") as raised:
+            read()
+        told = "".join(traceback.format_exception(raised.value)) + repr(storage) + caplog.text
+        assert "hunter2" not in told
+        assert s3.secret_key not in told
+
+
+def test_an_endpoint_out_of_reach_is_told(client: str, s3: S3Server) -> None:
+    options = s3.storage_options | {"endpoint_url": "http://127.0.0.1:9", "patience_s": 0.5}
+    storage = Storage(options | {"s3_client": client})
+    with pytest.raises(
+        StorageError, match="the server cannot be reached; check AWS_ENDPOINT_URL"
+    ) as raised:
+        fetch(storage, "s3://b/a.tar", 0, 10)
+    assert "tried" in raised.value.__notes__[0]
+
+
+# --- what is mended by asking again
+
+
+@pytest.mark.parametrize("fault", ["slow", "reset", "trunc", "short"])
+def test_bytes_come_right_through_faults(client: str, fault: str, faults: Faults) -> None:
+    faults.set(**{fault: 0.3})
+    storage = faults.storage(client)
+    starts = range(0, len(BODY), 1 << 18)
+    with ThreadPoolExecutor(8) as pool:
+        parts = list(pool.map(lambda at: fetch(storage, faults.url, at, at + (1 << 18)), starts))
+        whole = fetch(storage, faults.url)
+    assert b"".join(parts) == whole == BODY
+    assert faults.count(fault)
+
+
+def test_a_cut_answer_is_continued_where_it_ended(client: str, faults: Faults) -> None:
+    faults.set(trunc=1)
+    storage = faults.storage(client)
+    positions: list[int] = []
+    really_read = storage.read_once
+
+    def read_once(url: str, start: int = 0, end: int | None = None, **options: Any) -> Any:
+        positions.append(start)
+        if len(positions) == 6:
+            faults.set()
+        return really_read(url, start, end, **options)
+
+    storage.read_once = read_once  # type: ignore[method-assign]
+    assert fetch(storage, faults.url, 0, len(BODY)) == BODY
+    assert len(positions) == 6
+    assert positions == sorted(positions)
+    assert positions[-1] > len(BODY) // 2  # each cut is at a random place of what is left
+
+
+def test_a_server_that_stalls_is_asked_again(client: str, faults: Faults) -> None:
+    faults.set(stall=1, stall_s=30)
+    storage = faults.storage(client, stall_s=0.5)
+    threading.Timer(1.0, faults.set).start()
+    begun = time.monotonic()
+    assert fetch(storage, faults.url, 0, 1 << 20) == BODY[: 1 << 20]
+    assert time.monotonic() - begun < 25  # less than one stall
+
+
+def test_a_server_that_always_fails_is_an_error_in_the_end(client: str, faults: Faults) -> None:
+    faults.set(slow=1)
+    heard: list[int] = []
+    storage = faults.storage(client, patience_s=1)
+    with pytest.raises(StorageError, match="the server asks for fewer requests") as raised:
+        fetch(storage, faults.url, 0, 10, on_throttle=lambda: heard.append(1))
+    assert len(heard) == faults.count("slow") >= 2
+    assert raised.value.__notes__[0].startswith(f"tried {len(heard)} times")
+
+
+def test_listings_are_asked_for_again_too(faults: Faults) -> None:
+    faults.set(slow=0.6)
+    storage = faults.storage("s3fs")
+    while not faults.count("slow"):
+        assert storage.info(faults.url).size == len(BODY)
+        assert len(storage.list_folder(faults.url.rpartition("/")[0])[0]) == 1
+
+
+# --- what must not be mixed
+
+
+def test_a_file_that_is_replaced_meanwhile_is_an_error(client: str, faults: Faults) -> None:
+    storage = faults.storage(client)
+    other = bytes(reversed(BODY))
+    faults.set(trunc=1)
+    really_read = storage.read_once
+
+    def read_once(*asked: Any, **options: Any) -> Any:
+        piece = really_read(*asked, **options)
+        if piece.data and piece.error is not None:
+            publish_bytes(Storage(faults.server.plain.storage_options), faults.url, other)
+        return piece
+
+    storage.read_once = read_once  # type: ignore[method-assign]
+    with pytest.raises(ChangedError, match="the file changed while it was read: its ETag was"):
+        fetch(storage, faults.url, 0, len(BODY))
+
+
+def test_an_epoch_never_mixes_two_versions(client: str, s3: S3Server, bucket: str) -> None:
+    place = Place(Storage(s3.storage_options | {"s3_client": client}), bucket)
+    url = place.url("a.tar", b"old old old")
+    assert fetch(place.storage, url, 0, 3) == b"old"
+    publish_bytes(Storage(s3.storage_options), url, b"new new new")
+    with pytest.raises(ChangedError, match="shardstream index"):
+        fetch(place.storage, url, 4, 7)
+    assert fetch(Storage(s3.storage_options), url, 4, 7) == b"new"
+
+
+def test_what_this_storage_writes_itself_may_change(client: str, s3: S3Server, bucket: str) -> None:
+    place = Place(Storage(s3.storage_options | {"s3_client": client}), bucket)
+    for text in (b"old", b"new"):
+        assert fetch(place.storage, place.url("a.tar", text), 0, 3) == text
