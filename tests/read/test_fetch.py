@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 import shardstream as ss
 from shardstream.errors import ChangedError, MissingError, RefusedError, StorageError
 from shardstream.read.permute import Ints
-from shardstream.storage import ahead
 from shardstream.storage import fetch as module
 from shardstream.storage.ahead import RangeFetcher, coalesce
 from shardstream.storage.catalog import Catalog, Extents
@@ -350,7 +349,7 @@ def test_a_store_that_stalls_is_an_error(url: str, monkeypatch: pytest.MonkeyPat
         released.wait(10)
         return b""
 
-    monkeypatch.setattr(ahead, "fetch", stall)
+    monkeypatch.setattr(Catalog, "fetch", stall)
     options = {"patience_s": 0.1, "stall_s": 0.05}
     try:
         with pytest.raises(StorageError, match=r"no answer for \d+ bytes in 0 s; check the server"):
