@@ -34,6 +34,7 @@ class ItemSteps:
         *handlers: str | Handler,
         only: str | Sequence[str] | None = None,
         fields: dict[str, str | Decoder] | None = None,
+        max_side: int | None = None,
         threads: int = 0,
     ) -> Self:
         """Decode fields by their last part: txt, cls, json, npy, npz, pt, …; images where a name such as "rgb8" is given.
@@ -42,18 +43,20 @@ class ItemSteps:
             handlers: Image names ("pil", "rgb8", "torchrgb", …) or WebDataset's functions ``handler(".jpg", data)``.
             only: Fields to decode; the others stay bytes.
             fields: Decoders of single fields, by name or last part: an image name, or ``function(data)``.
+            max_side: Make larger images smaller, keeping their aspect, so that no side has more pixels. A JPEG is decoded in half
+                the time or less where that halves it. Images named in ``fields`` keep their size: a mask must not be blurred.
             threads: Decode in so many threads, in order; image decoders release the GIL.
         """
         at_least(0, threads=threads)
+        at_least(1, max_side=max_side)
         table: dict[str, Decoder] = {**BASIC, "pt": load_tensors, "pth": load_tensors}
         for handler in handlers:
             if isinstance(handler, str):
-                table |= dict.fromkeys(EXTENSIONS, ImageDecoder(spec=handler, to_tensor=to_tensor))
-        for name, decoder in (fields or {}).items():
+                decoder = ImageDecoder(spec=handler, to_tensor=to_tensor, max_side=max_side)
+                table |= dict.fromkeys(EXTENSIONS, decoder)
+        for name, given in (fields or {}).items():
             table[name] = (
-                ImageDecoder(spec=decoder, to_tensor=to_tensor)
-                if isinstance(decoder, str)
-                else decoder
+                ImageDecoder(spec=given, to_tensor=to_tensor) if isinstance(given, str) else given
             )
         functions = tuple(handler for handler in handlers if not isinstance(handler, str))
         wanted = None if only is None else frozenset([only] if isinstance(only, str) else only)

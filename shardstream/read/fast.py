@@ -1,0 +1,79 @@
+"""Decoders that are faster where a package of the ``[fast]`` extra is installed, and give the same values: JSON and JPEG."""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+import PIL.Image
+
+
+def _if_installed(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError:
+        return None
+
+
+orjson, simplejpeg = _if_installed("orjson"), _if_installed("simplejpeg")
+
+_LONG_NUMBER = re.compile(rb"\d{19}")  # orjson makes floats of whole numbers over 64 bits
+_START_OF_IMAGE = b"\xff\xd8"
+_SAME_PIXELS = {"RGB": ("YCbCr", "RGB", "Gray"), "L": ("Gray",)}
+"""Mode -> colour spaces of files for which libjpeg-turbo's answer is Pillow's, bit for bit."""
+
+
+def parse_json(data: bytes) -> Any:
+    """Parse JSON as ``json.loads`` does; with orjson 5 times as fast."""
+    if orjson is not None and _LONG_NUMBER.search(data) is None:
+        try:
+            return orjson.loads(data)
+        except orjson.JSONDecodeError:
+            pass  # NaN, lone surrogates and other encodings, which `json` takes; or no JSON: it says what is wrong
+    return json.loads(data)
+
+
+def decode_jpeg(
+    data: bytes, mode: str, *, least: int | None = None
+) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
+    """Decode a JPEG by libjpeg-turbo without Pillow: the same pixels in two thirds of the time.
+
+    Args:
+        data: The file.
+        mode: ``RGB`` or ``L``.
+        least: Pixels that the longer side must have at least: a larger image may come out smaller, by 1/2, 1/4 or 1/8, at no cost.
+
+    Returns:
+        Shape (H, W, 3) or (H, W), uint8; None where Pillow must do it: another format, other colours, odd or damaged bytes,
+        more pixels than Pillow takes without a warning, or no simplejpeg.
+    """
+    if simplejpeg is None or mode not in _SAME_PIXELS or data[:2] != _START_OF_IMAGE:
+        return None
+    try:
+        height, width, colours, _ = simplejpeg.decode_jpeg_header(data)
+        limit = PIL.Image.MAX_IMAGE_PIXELS
+        if colours not in _SAME_PIXELS[mode] or (limit is not None and height * width > limit):
+            return None
+        smallest = {}
+        if least is not None and max(height, width) > least:
+            smallest = {"min_height": -(-height * least // max(height, width)),
+                        "min_width": -(-width * least // max(height, width))}  # fmt: skip
+        pixels: np.ndarray[Any, np.dtype[np.uint8]] = simplejpeg.decode_jpeg(
+            data, "RGB" if mode == "RGB" else "GRAY", **smallest
+        )
+    except ValueError:
+        return None
+    return pixels if mode == "RGB" else pixels[:, :, 0]
+
+
+def has_only_pixels(data: bytes) -> bool:
+    """Tell whether a JPEG has no more to say than its pixels: no EXIF, no colour profile, which Pillow keeps with an image."""
+    at = 2
+    while data[at : at + 1] == b"\xff" and data[at + 1] not in (0xDA, 0xD9):
+        if 0xE1 <= data[at + 1] <= 0xEF:
+            return False
+        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
+    return True
