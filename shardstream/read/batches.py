@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
+from time import perf_counter
 from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
@@ -18,7 +19,8 @@ from shardstream.read.planned import PlannedSource, open_share
 from shardstream.read.quarantine import BadSample, located
 from shardstream.read.share import Share, Split
 from shardstream.read.skip import Skips
-from shardstream.read.stage import Position, State
+from shardstream.read.stage import Position, Run, State
+from shardstream.read.stats import Spent
 from shardstream.read.tensors import shared_numbers
 from shardstream.read.watch import marked
 
@@ -38,6 +40,8 @@ class Packet(NamedTuple):
     """Samples of this worker so far, by part of a mix."""
     bad: tuple[BadSample, ...]
     """Bad samples of this worker since its last packet."""
+    spent: Spent
+    """What reading has cost this worker so far."""
     error: SkipBudgetError | None = None
     """There were too many of them: there is no batch, and will be none."""
 
@@ -131,23 +135,43 @@ class Batches(IterableDataset[Packet]):
     def _read_steps(self, share: Share, reader: Reader) -> Generator[Packet]:
         assert self.planned is not None  # noqa: S101  (it has a share)
         pipeline, catalog = self.source_dataset.pipeline, self.planned.catalog
-        skips = Skips(pipeline.on_error)
+        skips, spent = Skips(pipeline.on_error), Spent()
 
         def packet(batch: Any, *, empty: bool, error: SkipBudgetError | None = None) -> Packet:
             bad = located(skips.drain(), catalog)
             counts, taken = dict(skips.counts), dict(skips.taken)
-            return Packet(batch, empty, reader.worker, None, counts, taken, bad, error)
+            return Packet(
+                batch,
+                empty,
+                reader.worker,
+                None,
+                counts,
+                taken,
+                bad,
+                spent.with_costs(run.costs()),
+                error,
+            )
 
         run = open_share(self.planned, share, reader, skips)
         chain = pipeline.chain(share.plan.epoch, skips)
         try:
+            begun = perf_counter()
             for numbers, samples in run.steps():
+                read = perf_counter()
                 items, _ = chain(samples, numbers)
                 if not items and self.split.world_size > 1:
                     raise SampleError(
                         "all samples of a batch are bad: this rank would fall out of step with the others; mend the data"
                     )
-                yield packet(self.collate_fn(items) if items else None, empty=not items)
+                done = perf_counter()
+                batch = self.collate_fn(items) if items else None
+                end = perf_counter()
+                spent.read_s += read - begun
+                spent.steps_s += done - read
+                spent.collate_s += end - done
+                spent.samples += len(items)
+                yield packet(batch, empty=not items)
+                begun = perf_counter()
         except SkipBudgetError as error:
             yield packet(None, empty=True, error=error)
         finally:
@@ -167,14 +191,22 @@ class Batches(IterableDataset[Packet]):
         def packet(batch: Any, *, empty: bool, error: SkipBudgetError | None = None) -> Packet:
             counts, taken = dict(context.skips.counts), dict(context.skips.taken)
             bad = tuple(context.skips.drain())
-            return Packet(batch, empty, part, run.state_dict(), counts, taken, bad, error)
+            return Packet(
+                batch,
+                empty,
+                part,
+                run.state_dict(),
+                counts,
+                taken,
+                bad,
+                spent.with_costs({}),
+                error,
+            )
 
-        size, last = self.batch_size, None
+        last, spent = None, Spent()
         try:
-            while items := list(islice(run, size or 1)):
-                if size is not None and self.split.drop_last and len(items) < size:
-                    break
-                last = packet(items[0] if size is None else self.collate_fn(items), empty=False)
+            for batch in self._collated(run, spent):
+                last = packet(batch, empty=False)
                 yield last
             if context.skips.counts != (
                 last.skipped if last else {}
@@ -184,3 +216,17 @@ class Batches(IterableDataset[Packet]):
             yield packet(None, empty=True, error=error)
         finally:
             run.close()
+
+    def _collated(self, run: Run, spent: Spent) -> Iterator[Any]:
+        """Yield the batches of a stream of items, or the items where batches are made by its steps."""
+        size, begun = self.batch_size, perf_counter()
+        while items := list(islice(run, size or 1)):
+            if size is not None and self.split.drop_last and len(items) < size:
+                return
+            done = perf_counter()
+            batch = items[0] if size is None else self.collate_fn(items)
+            spent.read_s += done - begun
+            spent.collate_s += perf_counter() - done
+            spent.samples += len(items)
+            yield batch
+            begun = perf_counter()

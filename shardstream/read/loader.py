@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -16,14 +16,15 @@ from shardstream.errors import OptionError, StateError
 from shardstream.placement import Reader
 from shardstream.read.batches import Batches, Packet
 from shardstream.read.dataset import StreamDataset
-from shardstream.read.loader_options import check_options
+from shardstream.read.loader_options import check_options, warn_of_lanes
 from shardstream.read.permute import derive_key
 from shardstream.read.planned import Options, plain_share
 from shardstream.read.quarantine import BadSample, Quarantine
-from shardstream.read.share import Share, Split, fitting_lanes
+from shardstream.read.share import Share, Split
 from shardstream.read.skip import Skips
 from shardstream.read.stage import Position, State, at_least
 from shardstream.read.state import check_state, part_state, plan_state
+from shardstream.read.stats import LoaderStats, Stopwatch
 from shardstream.read.tensors import collate
 from shardstream.read.watch import WorkerWatch
 
@@ -64,6 +65,7 @@ class ShardLoader(DataLoader[Any]):
         self._skipped: dict[int, dict[str, int]] = {}
         self._taken: dict[int, dict[str, int]] = {}
         self._iteration = 0
+        self._stopwatch = Stopwatch(epoch=dataset.epoch, workers=num_workers)
         source = dataset.pipeline.planned
         self._given = Options() if source is None else source.options
         split = Split(drop_last=drop_last)
@@ -84,7 +86,7 @@ class ShardLoader(DataLoader[Any]):
             num_workers=num_workers,
         )
         self._quarantine = Quarantine(Skips(dataset.pipeline.on_error).report, dataset.placement)
-        self._warn_amplified(max(1, num_workers))
+        warn_of_lanes(self._batches, max(1, num_workers))
         # torch would draw the workers' seeds from the global generator
         self._seeds_workers = options.get("generator") is None
         options["generator"] = options.get("generator") or torch.Generator()
@@ -111,6 +113,10 @@ class ShardLoader(DataLoader[Any]):
     def taken(self) -> dict[str, int]:
         """Samples of each dataset of a mix that this iteration has taken for this rank; of nested mixes too."""
         return dict(sum((Counter(counts) for counts in self._taken.values()), Counter()))
+
+    def stats(self) -> LoaderStats:
+        """Return where the time of the epoch under way, or of the last one, has gone; ``print`` it, or log its `as_dict`."""
+        return self._stopwatch.stats()
 
     def set_epoch(self, epoch: int) -> None:
         """Read this epoch next.
@@ -155,6 +161,7 @@ class ShardLoader(DataLoader[Any]):
         self._share = self._batches.share(begin)
         self._skipped, self._taken = {}, {}
         self._iteration += 1
+        self._stopwatch = Stopwatch(epoch=begin.epoch, workers=self.num_workers)
         self._batches.begin(begin)
         seed = self._batches.source_dataset.pipeline.seed
         if self._seeds_workers:
@@ -172,8 +179,10 @@ class ShardLoader(DataLoader[Any]):
         self, packets: Iterator[Packet], begin: Position, iteration: int
     ) -> Iterator[Any]:
         parts = dict(begin.parts)
+        stopwatch, asked = self._stopwatch, time.perf_counter()
         with self._ending_workers_on_error(packets), self._watch(packets):
             for steps, packet in enumerate(packets, start=1):
+                stopwatch.took(packet.part, packet.spent, waited_s=time.perf_counter() - asked)
                 self._quarantine.add(packet.bad, epoch=begin.epoch, worker=packet.part)
                 if packet.error is not None:
                     raise packet.error
@@ -183,6 +192,8 @@ class ShardLoader(DataLoader[Any]):
                     self._position = self._position_after(packet, steps, begin.epoch, parts)
                 if not packet.empty:
                     yield packet.batch
+                asked = time.perf_counter()
+        stopwatch.stop()
         if iteration == self._iteration:
             self._begin = self._position = Position(epoch=begin.epoch + 1)
             self._share = None
@@ -285,22 +296,7 @@ class ShardLoader(DataLoader[Any]):
             }
         )
         batches.split = replace(batches.split, microbatches=batch_size // microbatch)
-        self._warn_amplified(max(1, self.num_workers))
-
-    def _warn_amplified(self, num_workers: int) -> None:
-        """Say when several workers must read the same windows."""
-        batches = self._batches
-        if batches.planned is None:
-            return
-        split, lanes = batches.split, batches.planned.options.lanes or batches.lanes
-        fitting = sorted(set(fitting_lanes(split, num_workers, lanes)))
-        if batches.planned.options.shuffle and lanes % (split.batches_per_step * num_workers):
-            warnings.warn(
-                f"lanes={lanes} is no multiple of {split.world_size} ranks x {num_workers} workers x {split.microbatches} "
-                f"microbatches: the order stays exact, but workers read parts of the same windows. Lanes that fit: {str(fitting)[1:-1]}",
-                UserWarning,
-                stacklevel=4,
-            )
+        warn_of_lanes(self._batches, max(1, self.num_workers))
 
     def _topology(self) -> State:
         """Return what a state with a position for each worker must agree with."""

@@ -1,14 +1,19 @@
-"""What a `ShardLoader` refuses, and what to do instead."""
+"""What a `ShardLoader` refuses or warns of, and what to do instead."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 from shardstream.errors import OptionError
+from shardstream.read.batches import Batches
 from shardstream.read.dataset import StreamDataset
 from shardstream.read.planned import Options
+from shardstream.read.share import fitting_lanes
+
+_MUCH_BYTES = 4_000_000_000  # of windows in one worker
 
 
 def check_options(
@@ -51,4 +56,31 @@ def check_options(
     if batch_size is not None and microbatch is not None and batch_size % microbatch:
         raise OptionError(
             f"batch_size={batch_size} must be a multiple of the dataset's microbatch={microbatch}"
+        )
+
+
+def warn_of_lanes(batches: Batches, num_workers: int) -> None:
+    """Say when several workers must read the same windows, or one must hold very many."""
+    if batches.planned is None or not batches.planned.options.shuffle:
+        return
+    split, lanes = batches.split, batches.planned.options.lanes or batches.lanes
+    unit = split.batches_per_step * num_workers
+    fitting = sorted(set(fitting_lanes(split, num_workers, lanes)))
+    if lanes % unit:
+        warnings.warn(
+            f"lanes={lanes} is no multiple of {split.world_size} ranks x {num_workers} workers x {split.microbatches} "
+            f"microbatches: the order stays exact, but workers read parts of the same windows. Lanes that fit: {str(fitting)[1:-1]}",
+            UserWarning,
+            stacklevel=4,
+        )
+    catalog, window = batches.planned.catalog, batches.order(0).window
+    held_bytes = min(-(-lanes * split.microbatches // unit) * window, len(catalog)) * (
+        catalog.total_bytes // max(1, len(catalog))
+    )
+    if held_bytes > _MUCH_BYTES and not catalog.is_local:
+        warnings.warn(
+            f"with lanes={lanes} each of {num_workers} workers holds {held_bytes / 1e9:.1f} GB of windows; "
+            f"say a smaller window= than {window} samples, or use more workers",
+            UserWarning,
+            stacklevel=4,
         )

@@ -91,7 +91,7 @@ class PlannedRun:
         self._skips = skips
         self._prefetch_bytes = prefetch_bytes
         self._taken = 0
-        self.fetcher: Fetcher | None = None
+        self._fetcher: Fetcher | None = None
         self._samples: Generator[tuple[int, Sample], None, None] | None = None
 
     def __iter__(self) -> PlannedRun:
@@ -118,6 +118,10 @@ class PlannedRun:
             self._taken += len(numbers)
             yield kept, samples
 
+    def costs(self) -> dict[str, float]:
+        """Return what its reading has cost so far, as `Fetcher.stats`."""
+        return {} if self._fetcher is None else self._fetcher.stats()
+
     def state_dict(self) -> State:
         """Return how many of its samples this reader is past."""
         return {"taken": self._taken}
@@ -132,9 +136,9 @@ class PlannedRun:
         if self._samples is not None:
             self._samples.close()
         self._samples = None
-        if self.fetcher is not None:
-            self.fetcher.close()
-        self.fetcher = None
+        if self._fetcher is not None:
+            self._fetcher.close()
+        self._fetcher = None
 
     def _open(self) -> Generator[tuple[list[int], list[Sample | Exception]], None, None]:
         """Start reading at the position; yield numbers and samples of each step."""
@@ -148,11 +152,11 @@ class PlannedRun:
         order, catalog = self._share.plan.order, self._catalog
         # What a resume in mid-window still needs of its blocks has gaps: reading through them costs no more than the blocks.
         gap_bytes = _BLOCK_GAP_BYTES if order.shuffle and order.block > 1 else GAP_BYTES
-        self.fetcher = open_fetcher(
+        self._fetcher = open_fetcher(
             catalog, ahead, prefetch_bytes=self._prefetch_bytes, gap_bytes=gap_bytes
         )
         most = min(_CHUNK_SAMPLES, _CHUNK_BYTES * len(catalog) // max(1, catalog.total_bytes))
-        with closing(self.fetcher) as fetcher:
+        with closing(self._fetcher) as fetcher:
             for chunk in planned(self._share, steps, most):
                 chunk[0], within = chunk[0][within:], 0
                 found = fetcher.samples(np.concatenate(chunk))

@@ -101,7 +101,7 @@ def _column(values: list[Any], name: str, items: Sequence[Any]) -> Any:
     if issubclass(kind, np.ndarray):
         if values[0].dtype.kind not in "biufc":
             return values
-        return _stack([torch.from_numpy(_native(value)) for value in values], name, items)
+        return _stack_arrays(values, name, items)
     if issubclass(kind, np.generic):
         column = np.array(values)
         return torch.as_tensor(column) if column.dtype.kind in "biufc" else values
@@ -112,18 +112,28 @@ def _column(values: list[Any], name: str, items: Sequence[Any]) -> Any:
     return values
 
 
-def _native(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return the array as torch takes it: native byte order, writable, no negative strides."""
-    if not array.dtype.isnative:
-        array = array.astype(array.dtype.newbyteorder("="))
-    return (
-        np.array(array)
-        if not array.flags.writeable or any(step < 0 for step in array.strides)
-        else array
-    )
-
-
 def _stack(values: list[torch.Tensor], name: str, items: Sequence[Any]) -> torch.Tensor:
+    _check_alike(values, name, items)
+    if get_worker_info() is None:
+        return torch.stack(values)
+    first = values[0]
+    return torch.stack(values, out=_new_batch(first, len(values)))
+
+
+def _stack_arrays(
+    values: list[np.ndarray[Any, Any]], name: str, items: Sequence[Any]
+) -> torch.Tensor:
+    first = torch.from_numpy(np.empty_like(values[0], dtype=values[0].dtype.newbyteorder("=")))
+    _check_alike(values, name, items)
+    batch = _new_batch(first, len(values))
+    # Not by torch: it would wake its threads for what is a few copies, and wait for them where the cores are busy.
+    rows = batch.numpy()
+    for place, value in enumerate(values):
+        rows[place] = value
+    return batch
+
+
+def _check_alike(values: Sequence[Any], name: str, items: Sequence[Any]) -> None:
     shape, dtype = values[0].shape, values[0].dtype
     for item, value in zip(items, values, strict=True):
         if value.shape != shape or value.dtype != dtype:
@@ -133,12 +143,17 @@ def _stack(values: list[torch.Tensor], name: str, items: Sequence[Any]) -> torch
                 "make them alike in a map (crop, resize, pad), or pass collate_fn",
                 field=name,
             )
+
+
+def _new_batch(like: torch.Tensor, count: int) -> torch.Tensor:
+    """Return a batch to be filled, shape (count, …); in a worker in the shared memory that crosses to the main process."""
     if get_worker_info() is None:
-        return torch.stack(values)
-    # Straight into the shared memory that crosses to the main process (as torch's default_collate does).
-    typed: Any = values[0]._typed_storage()  # type: ignore[no-untyped-call]
-    storage = typed._new_shared(sum(value.numel() for value in values), device=values[0].device)
-    return torch.stack(values, out=values[0].new(storage).resize_(len(values), *shape))
+        return like.new_empty((count, *like.shape))
+    typed: Any = like._typed_storage()  # type: ignore[no-untyped-call]
+    storage = typed._new_shared(
+        count * like.numel(), device=like.device
+    )  # as torch's default_collate
+    return like.new(storage).resize_(count, *like.shape)
 
 
 def shared_numbers(*values: int) -> torch.Tensor:

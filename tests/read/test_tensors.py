@@ -87,7 +87,7 @@ def sample(key: str, **fields: Any) -> dict[str, Any]:
     [
         ([sample("a", x=1), sample("b")], r"different fields .*\['x'\] of 'a' and 'b'; choose fields"),
         ([sample("a", x=np.zeros(2)), sample("b", x=np.zeros(3))],
-         r"x: \(2,\) torch.float64 and \(3,\) torch.float64 \(sample 'b'\) cannot be stacked.*field 'x'"),
+         r"x: \(2,\) float64 and \(3,\) float64 \(sample 'b'\) cannot be stacked.*field 'x'"),
         ([sample("a", x=np.zeros(2)), sample("b", x=np.zeros(2, np.float32))], "make them alike in a"),
         ([(np.zeros(2),), (np.zeros(3),)], "element 0: "),
         ([np.zeros(2), np.zeros(3)], "items: "),

@@ -1,0 +1,143 @@
+"""Where the time of an epoch goes: what workers have spent, and how long the training loop waited for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+
+
+@dataclass(slots=True, kw_only=True)
+class Spent:
+    """What reading has cost so far, in one worker or in all.
+
+    Args:
+        samples: Handed to the collate function.
+        read_s: Seconds of planning, parsing and waiting for bytes.
+        wait_s: Of these, seconds of waiting for bytes.
+        steps_s: Seconds of the pipeline's steps: decode, map, …
+        collate_s: Seconds of making batches.
+        read_bytes: Bytes of shards that were read.
+        requests: Range reads that brought them; 0 for local shards, which are mapped to memory.
+        throttled: How often a server asked for fewer requests.
+    """
+
+    samples: int = 0
+    read_s: float = 0.0
+    wait_s: float = 0.0
+    steps_s: float = 0.0
+    collate_s: float = 0.0
+    read_bytes: float = 0
+    requests: float = 0
+    throttled: float = 0
+
+    def with_costs(self, costs: Mapping[str, float]) -> Spent:
+        """Return a copy with what a fetcher says of itself."""
+        spent = replace(self)
+        for name, cost in costs.items():
+            setattr(spent, name, cost)
+        return spent
+
+    def add(self, other: Spent) -> None:
+        """Take in what another has spent."""
+        for one in fields(Spent):
+            setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoaderStats:
+    """What an epoch has cost so far, as `ShardLoader.stats` returns it; ``print`` shows it as a few lines.
+
+    Where steps change counts, ``steps_s`` is a part of ``read_s``, and bytes and requests are not known.
+
+    Args:
+        epoch: From 0.
+        batches: Handed out.
+        seconds: Since the epoch was begun here.
+        loop_wait_s: Of these, seconds that the training loop waited for batches.
+        workers: Loader processes; 0 reads in the loop's own.
+        spent: Sum over the workers; they read ahead of the loop, so it may count more than was handed out.
+    """
+
+    epoch: int
+    batches: int
+    seconds: float
+    loop_wait_s: float
+    workers: int
+    spent: Spent
+
+    def as_dict(self) -> dict[str, float]:
+        """Return plain numbers by name, for a logger.
+
+        >>> Stopwatch(epoch=3, workers=2).stats().as_dict()["epoch"]
+        3
+        """
+        numbers = asdict(self)
+        numbers |= numbers.pop("spent")
+        return numbers
+
+    def __str__(self) -> str:
+        spent, seconds = self.spent, max(self.seconds, 1e-9)
+        rate = f"{spent.samples / seconds:,.0f} samples/s, {spent.read_bytes / seconds / 1e6:,.1f} MB/s"
+        busy = spent.read_s + spent.steps_s + spent.collate_s
+        parts = {
+            "waiting for bytes": spent.wait_s,
+            "reading": spent.read_s - spent.wait_s,
+            "steps": spent.steps_s,
+            "collate": spent.collate_s,
+        }
+        shares = ", ".join(
+            f"{name} {100 * value / max(busy, 1e-9):.0f} %" for name, value in parts.items()
+        )
+        lines = [
+            f"epoch {self.epoch}: {self.batches:,} batches, {spent.samples:,} samples in {seconds:.1f} s ({rate})",
+            f"the loop waited {100 * self.loop_wait_s / seconds:.0f} % of the time for batches",
+            f"{self.workers or 'no'} workers were busy for {busy:.1f} s: {shares}",
+        ]
+        if spent.requests:
+            size = spent.read_bytes / spent.requests / 1e6
+            throttled = f", {spent.throttled:,.0f} times throttled" if spent.throttled else ""
+            lines.append(f"{spent.requests:,.0f} requests of {size:.1f} MB{throttled}")
+        return "\n".join(lines)
+
+
+@dataclass(slots=True)
+class Stopwatch:
+    """The loop's side of an epoch.
+
+    Args:
+        epoch: From 0.
+        workers: Loader processes.
+    """
+
+    epoch: int
+    workers: int
+    batches: int = 0
+    wait_s: float = 0.0
+    _begun: float = field(default_factory=time.perf_counter)
+    _ended: float | None = None
+    _spent: dict[int, Spent] = field(default_factory=dict)
+
+    def took(self, part: int, spent: Spent, *, waited_s: float) -> None:
+        """Hear of a batch that a worker has sent."""
+        self.batches += 1
+        self.wait_s += waited_s
+        self._spent[part] = spent
+
+    def stop(self) -> None:
+        """End the epoch."""
+        self._ended = time.perf_counter()
+
+    def stats(self) -> LoaderStats:
+        """Return what it has cost so far."""
+        total = Spent()
+        for spent in self._spent.values():
+            total.add(spent)
+        return LoaderStats(
+            epoch=self.epoch,
+            batches=self.batches,
+            seconds=(self._ended or time.perf_counter()) - self._begun,
+            loop_wait_s=self.wait_s,
+            workers=self.workers,
+            spent=total,
+        )
