@@ -36,7 +36,7 @@ ReadRange = Callable[[int, int | None], bytes]
 
 
 # As the file systems of fsspec call them; what stands for the bytes first.
-_ETAGS = ("ETag", "etag", "md5Hash", "generation", "content_hash", "sha", "blob_id")
+_ETAGS = ("ETag", "etag", "e_tag", "md5Hash", "generation", "content_hash", "sha", "blob_id")
 _TIMES = (
     "LastModified",
     "Last-Modified",
@@ -69,10 +69,12 @@ class Known(NamedTuple):
 
     Args:
         size: Bytes.
+        version: As `version_of` tells it.
         identity: Names this file in this version; None if its version is not known.
     """
 
     size: int
+    version: str | None
     identity: bytes | None
 
 
@@ -92,7 +94,7 @@ class Cache:
         self._known: dict[str, Known] = {}
         self._warned = False
 
-    def learn(self, url: str, size: int, version: str | None) -> Known:
+    def learn(self, url: str, size: int, version: str | None) -> None:
         """Remember what a listing said of a file, for the life of this object."""
         identity = None
         if version is not None:
@@ -100,30 +102,22 @@ class Cache:
             place = redact(url) if version.startswith("ETag") else url
             text = "\0".join((place, version, str(size)))
             identity = hashlib.blake2b(text.encode(), digest_size=_NAME_BYTES).digest()
-        known = self._known[url] = Known(size, identity)
-        return known
+        self._known[url] = Known(size, version, identity)
 
-    def read(
-        self,
-        url: str,
-        start: int,
-        end: int | None,
-        *,
-        read: ReadRange,
-        look_up: Callable[[], object],
-    ) -> bytes:
+    def known(self, url: str) -> Known | None:
+        """Return what was learnt of a file."""
+        return self._known.get(url)
+
+    def read(self, url: str, start: int, end: int | None, *, read: ReadRange) -> bytes:
         """Return the bytes ``start`` to ``end`` of a remote file, or to its end.
 
         Args:
-            url: Its URL.
+            url: Its URL, which was learnt.
             start: From which byte.
             end: To which byte.
-            read: Reads a range from the source.
-            look_up: Makes `learn` be called with this file, for one that no listing named.
+            read: Reads a range from the source, of this version of the file.
         """
-        if url not in self._known:
-            look_up()
-        size, identity = self._known[url]
+        size, _, identity = self._known[url]
         end = size if end is None else end
         if identity is None:
             self._warn_no_version(url)

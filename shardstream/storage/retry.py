@@ -22,14 +22,16 @@ def fetch(storage: Storage, url: str, start: int = 0, end: int | None = None) ->
     Raises:
         StorageError: If it still fails after five attempts; at once if the file is missing or access refused.
     """
-    if storage.cache is None or storage.local_path(url) is not None:
+    cache = storage.cache
+    if cache is None or storage.local_path(url) is not None:
         return _patiently(lambda: storage.read(url, start, end))
-    return storage.cache.read(
+    if cache.known(url) is None:
+        _patiently(lambda: storage.info(url))
+    return cache.read(
         url,
         start,
         end,
         read=lambda start, end: _patiently(lambda: storage.read(url, start, end)),
-        look_up=lambda: _patiently(lambda: storage.info(url)),
     )
 
 
