@@ -253,6 +253,13 @@ def test_no_more_is_kept_than_allowed_and_what_is_kept_serves_each_epoch(folder:
     )  # all that is kept is of use, and nothing is read around what is not
 
 
+def test_a_read_larger_than_the_cache_fills_what_there_is(folder: Path) -> None:
+    source, cache = Source(), cached(folder, 4 * MIB)
+    assert source.through(cache, 5, len(DATA) - 5) == DATA[5:-5]
+    assert source.through(cache, 5, len(DATA) - 5) == DATA[5:-5]
+    assert source.reads == [(0, len(DATA) - 5), (3 * MIB, len(DATA) - 5)]
+
+
 def test_a_run_drops_what_runs_before_it_kept(folder: Path) -> None:
     old, new = Source(), Source(DATA[::-1], url="s3://bucket/b.tar")
     old.through(cached(folder, 6 * MIB))
@@ -281,11 +288,11 @@ def test_by_default_a_tenth_of_the_disk_stays_free(
 ) -> None:
     disk = SimpleNamespace(f_bavail=100 + 2 * MIB // 4096 + 4, f_blocks=1000, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda _: disk)
-    source = Source()
-    assert source.through(cached(folder, None)) == DATA
-    assert chunks(folder) == []  # 5 MiB would not fit
-    source.through(cached(folder, None), 0, MIB)
-    assert len(chunks(folder)) == 1
+    assert Source().through(cached(folder, None)) == DATA
+    assert len(chunks(folder)) == 2
+    disk.f_bavail = 100
+    assert Source(version="ETag 2").through(cached(folder, None)) == DATA
+    assert len(chunks(folder)) == 0  # of an earlier run
 
 
 def test_files_that_others_delete_are_noticed(
@@ -577,7 +584,7 @@ def test_processes_killed_while_they_write_leave_nothing_behind(folder: Path) ->
     left = parts(folder)
     for path in left:
         os.utime(path, (time.time() - 61, time.time() - 61))
-    source, cache = Source(), cached(folder, 20 * MIB)
+    source, cache = Source(version="ETag of another"), cached(folder, 20 * MIB)
     for _ in range(2):
         assert source.through(cache) == DATA
     assert len(source.reads) == 1  # no lock was left
