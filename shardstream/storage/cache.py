@@ -69,12 +69,10 @@ class Known(NamedTuple):
 
     Args:
         size: Bytes.
-        version: As `version_of` tells it.
         identity: Names this file in this version; None if its version is not known.
     """
 
     size: int
-    version: str | None
     identity: bytes | None
 
 
@@ -94,7 +92,7 @@ class Cache:
         self._known: dict[str, Known] = {}
         self._warned = False
 
-    def learn(self, url: str, size: int, version: str | None) -> None:
+    def learn(self, url: str, size: int, version: str | None) -> Known:
         """Remember what a listing said of a file, for the life of this object."""
         identity = None
         if version is not None:
@@ -102,22 +100,35 @@ class Cache:
             place = redact(url) if version.startswith("ETag") else url
             text = "\0".join((place, version, str(size)))
             identity = hashlib.blake2b(text.encode(), digest_size=_NAME_BYTES).digest()
-        self._known[url] = Known(size, version, identity)
+        known = self._known[url] = Known(size, identity)
+        return known
 
-    def known(self, url: str) -> Known | None:
-        """Return what was learnt of a file."""
-        return self._known.get(url)
-
-    def read(self, url: str, start: int, end: int | None, *, read: ReadRange) -> bytes:
+    def read(
+        self,
+        url: str,
+        start: int,
+        end: int | None,
+        *,
+        size: int | None = None,
+        read: ReadRange,
+        look_up: Callable[[], object],
+    ) -> bytes:
         """Return the bytes ``start`` to ``end`` of a remote file, or to its end.
 
         Args:
-            url: Its URL, which was learnt.
+            url: Its URL.
             start: From which byte.
             end: To which byte.
-            read: Reads a range from the source, of this version of the file.
+            size: Length of the file, if the caller knows.
+            read: Reads a range from the source.
+            look_up: Makes `learn` be called with this file, for one that no listing named.
         """
-        size, _, identity = self._known[url]
+        if url not in self._known:
+            look_up()
+        known = self._known[url]
+        if size not in (None, known.size):  # another file than the caller means: the source says so
+            return read(start, end)
+        size, identity = known
         end = size if end is None else end
         if identity is None:
             self._warn_no_version(url)

@@ -22,16 +22,14 @@ def fetch(storage: Storage, url: str, start: int = 0, end: int | None = None) ->
     Raises:
         StorageError: If it still fails after five attempts; at once if the file is missing or access refused.
     """
-    cache = storage.cache
-    if cache is None or storage.local_path(url) is not None:
+    if storage.cache is None or storage.local_path(url) is not None:
         return _patiently(lambda: storage.read(url, start, end))
-    if cache.known(url) is None:
-        _patiently(lambda: storage.info(url))
-    return cache.read(
+    return storage.cache.read(
         url,
         start,
         end,
         read=lambda start, end: _patiently(lambda: storage.read(url, start, end)),
+        look_up=lambda: _patiently(lambda: storage.info(url)),
     )
 
 

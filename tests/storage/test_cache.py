@@ -43,6 +43,7 @@ class Source:
     def __init__(self, data: bytes = DATA, version: str | None = "ETag 1", url: str = URL) -> None:
         self.data, self.version, self.url = data, version, url
         self.reads: list[tuple[int, int | None]] = []
+        self.look_ups = 0
 
     @property
     def bytes_read(self) -> int:
@@ -53,8 +54,11 @@ class Source:
             self.reads.append((start, end))
             return self.data[start:end]
 
-        cache.learn(self.url, len(self.data), self.version)
-        found = cache.read(self.url, start, end, read=read)
+        def look_up() -> None:
+            self.look_ups += 1
+            cache.learn(self.url, len(self.data), self.version)
+
+        found = cache.read(self.url, start, end, read=read, look_up=look_up)
         assert type(found) is bytes
         return found
 
@@ -150,7 +154,7 @@ def test_an_error_of_the_source_is_the_users(folder: Path) -> None:
         raise MissingError("gone")
 
     with pytest.raises(MissingError, match="gone"):
-        cache.read(URL, 0, 5, read=read)
+        cache.read(URL, 0, 5, read=read, look_up=lambda: None)
     assert chunks(folder) == []
 
 
@@ -205,6 +209,26 @@ def test_a_signature_in_the_url_does_not_matter_where_an_etag_says_what_it_is(fo
     for source in dated:
         source.through(cached(folder))
     assert [len(source.reads) for source in dated] == [1, 1]
+
+
+def test_a_file_is_looked_up_once(folder: Path) -> None:
+    source, cache = Source(), cached(folder)
+    for start in range(10):
+        source.through(cache, start, start + 1)
+    assert source.look_ups == 1
+
+
+def test_another_length_than_the_caller_knows_is_left_to_the_source(folder: Path) -> None:
+    cache, asked = cached(folder), []
+    cache.learn(URL, len(DATA), "ETag 1")
+
+    def read(start: int, end: int | None) -> bytes:
+        asked.append((start, end))
+        return b"the source"
+
+    size = len(DATA) - 1
+    found = cache.read(URL, 3, 9, size=size, read=read, look_up=lambda: None)
+    assert (found, asked, chunks(folder)) == (b"the source", [(3, 9)], [])
 
 
 def test_what_has_no_version_is_not_kept(folder: Path) -> None:
