@@ -174,7 +174,12 @@ class Space:
         """Yield path, bytes on disk and time of last use of each file."""
         limit_ns = time.time_ns() + _AHEAD_NS
         with os.scandir(self.root) as folders:
-            names = [each.path for each in folders if len(each.name) == 2]
+            # No link is followed: what it leads to is not ours to delete.
+            names = [
+                each.path
+                for each in folders
+                if len(each.name) == 2 and each.is_dir(follow_symlinks=False)
+            ]
         for name in names:
             with suppress(FileNotFoundError, NotADirectoryError), os.scandir(name) as entries:
                 for entry in entries:

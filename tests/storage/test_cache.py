@@ -410,6 +410,18 @@ def test_hostile_files_are_never_handed_out(folder: Path, tmp_path: Path) -> Non
     assert secret.read_bytes() == b"secret" * 300_000
 
 
+def test_making_room_deletes_nothing_behind_a_link(folder: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "thesis").write_bytes(bytes(MIB))
+    os.utime(elsewhere / "thesis", (1, 1))
+    cached(folder)
+    (folder / "shardstream-cache-1" / "zz").symlink_to(elsewhere)
+    for number in range(3):
+        Source(version=f"ETag {number}").through(cached(folder, 6 * MIB))
+    assert (elsewhere / "thesis").exists()
+
+
 def test_a_chunk_under_the_name_of_another_is_refused(folder: Path) -> None:
     source = Source()
     source.through(cached(folder), 0, MIB)
