@@ -36,7 +36,7 @@ ReadRange = Callable[[int, int | None], bytes]
 
 
 # As the file systems of fsspec call them; what stands for the bytes first.
-_ETAGS = ("ETag", "etag", "md5Hash", "generation", "content_hash", "sha", "blob_id")
+_ETAGS = ("ETag", "etag", "e_tag", "md5Hash", "generation", "content_hash", "sha", "blob_id")
 _TIMES = (
     "LastModified",
     "Last-Modified",
@@ -199,17 +199,22 @@ class _File:
         self, first: int, last: int, start: int, end: int, read: ReadRange
     ) -> bytes | memoryview:
         """Read what chunks ``first`` to ``last`` have of these bytes from the source, and keep the chunks if there is room."""
-        low, high = first * CHUNK_BYTES, min(last * CHUNK_BYTES, self._size)
-        start, end = max(start, low), min(end, high)
-        if not self._space.admits((last - first) * on_disk(HEADER_BYTES + CHUNK_BYTES)):
-            return read(start, end)
-        data = memoryview(read(low, high))
-        for number in range(first, last):
-            at = (number - first) * CHUNK_BYTES
-            chunk = data[at : at + CHUNK_BYTES]
-            name, path = self._name(number)
+        base, limit = first * CHUNK_BYTES, min(last * CHUNK_BYTES, self._size)
+        low, high = max(start, base), min(end, limit)
+        whole = on_disk(HEADER_BYTES + CHUNK_BYTES)
+        cost = (last - first - 1) * whole + on_disk(
+            HEADER_BYTES + (limit - base - 1) % CHUNK_BYTES + 1
+        )
+        room = self._space.room_for(cost)
+        kept = last - first if room >= cost else max(0, room // whole)
+        if not kept:
+            return read(low, high)  # around what is asked for no more is read than is kept
+        data = memoryview(read(base, limit if first + kept == last else high))
+        for number in range(kept):
+            chunk = data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+            name, path = self._name(first + number)
             self._space.publish(path, (encode_header(name, chunk), chunk))
-        return data[start - low : end - low]
+        return data[low - base : high - base]
 
     def _refuse(self, path: str, length: int, error: Exception) -> None:
         _log.warning("the cache file %s is damaged: %s; it is read from its source", path, error)

@@ -65,23 +65,23 @@ class Space:
         if os.stat(self.root).st_uid != os.geteuid():
             raise OptionError(f"{self.root} belongs to another user; choose another cache_dir")
 
-    def admits(self, nbytes: int) -> bool:
-        """Tell whether files that take so many bytes of the disk would be kept, after making room if that can help."""
+    def room_for(self, nbytes: int) -> int:
+        """Return how much may still come, in bytes on disk, after making room for ``nbytes`` if that can help."""
         if time.monotonic() < self._paused_until:
-            return False
+            return 0
         try:
             state = self._peek() or Tally(0)
-            if self._room(state.total) >= nbytes:
-                return True
+            room = self._room(state.total)
             all_in_use = state.oldest_ns >= self.started_ns
-            if all_in_use and time.time_ns() - state.surveyed_ns < _SURVEY_NS:
-                return False
+            if room >= nbytes or (all_in_use and time.time_ns() - state.surveyed_ns < _SURVEY_NS):
+                return room
             self._evict(nbytes)
-            return self._room((self._peek() or state).total) >= nbytes
+            return self._room((self._peek() or state).total)
         except FileNotFoundError:  # deleted meanwhile: it is made again
-            return True
+            return nbytes
         except OSError as error:
-            return self._pause(error)
+            self._pause(error)
+            return 0
 
     def publish(self, path: str, pieces: Sequence[bytes | memoryview]) -> None:
         """Write a file that is there whole or not at all; if it cannot be kept, warn once and keep no more for a minute."""
@@ -130,7 +130,7 @@ class Space:
         os.makedirs(self.root, mode=0o700, exist_ok=True)
         os.makedirs(self._path("parts"), mode=0o700, exist_ok=True)
 
-    def _pause(self, error: OSError) -> bool:
+    def _pause(self, error: OSError) -> None:
         self._paused_until = time.monotonic() + _PAUSE_S
         if not self._warned:
             self._warned = True
@@ -140,7 +140,6 @@ class Space:
                 CacheWarning,
                 stacklevel=3,
             )
-        return False
 
     def _peek(self) -> Tally | None:
         """Read the state without a lock: good enough to decide what is worth trying."""
@@ -175,7 +174,12 @@ class Space:
         """Yield path, bytes on disk and time of last use of each file."""
         limit_ns = time.time_ns() + _AHEAD_NS
         with os.scandir(self.root) as folders:
-            names = [each.path for each in folders if len(each.name) == 2]
+            # No link is followed: what it leads to is not ours to delete.
+            names = [
+                each.path
+                for each in folders
+                if len(each.name) == 2 and each.is_dir(follow_symlinks=False)
+            ]
         for name in names:
             with suppress(FileNotFoundError, NotADirectoryError), os.scandir(name) as entries:
                 for entry in entries:

@@ -174,7 +174,8 @@ def test_workers_killed_while_they_fill_the_cache_harm_nobody(
     next(batches)
     for worker in multiprocessing.active_children():
         worker.kill()
-    with pytest.raises(RuntimeError, match="killed by signal|exited unexpectedly"):
+    # What torch says depends on whether a batch of theirs was on its way.
+    with pytest.raises((RuntimeError, OSError, EOFError)):
         list(batches)
     del batches
     assert epoch(server.loader(tmp_path, num_workers=2, shuffle=True)) == EVERYTHING

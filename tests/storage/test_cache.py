@@ -218,6 +218,19 @@ def test_a_file_is_looked_up_once(folder: Path) -> None:
     assert source.look_ups == 1
 
 
+def test_another_length_than_the_caller_knows_is_left_to_the_source(folder: Path) -> None:
+    cache, asked = cached(folder), []
+    cache.learn(URL, len(DATA), "ETag 1")
+
+    def read(start: int, end: int | None) -> bytes:
+        asked.append((start, end))
+        return b"the source"
+
+    size = len(DATA) - 1
+    found = cache.read(URL, 3, 9, size=size, read=read, look_up=lambda: None)
+    assert (found, asked, chunks(folder)) == (b"the source", [(3, 9)], [])
+
+
 def test_what_has_no_version_is_not_kept(folder: Path) -> None:
     source, cache = Source(version=None), cached(folder)
     with pytest.warns(CacheWarning, match="neither an ETag nor a time of change"):
@@ -232,6 +245,7 @@ def test_what_has_no_version_is_not_kept(folder: Path) -> None:
         ({"ETag": '"1f"', "LastModified": "today"}, 'ETag "1f"'),
         ({"ETag": "", "mtime": 5}, "mtime 5"),
         ({"etag": "x"}, "ETag x"),
+        ({"e_tag": "x", "last_modified": None}, "ETag x"),
         ({"Last-Modified": "Mon"}, "Last-Modified Mon"),
         ({"size": 5}, None),
     ],
@@ -263,6 +277,13 @@ def test_no_more_is_kept_than_allowed_and_what_is_kept_serves_each_epoch(folder:
     )  # all that is kept is of use, and nothing is read around what is not
 
 
+def test_a_read_larger_than_the_cache_fills_what_there_is(folder: Path) -> None:
+    source, cache = Source(), cached(folder, 4 * MIB)
+    assert source.through(cache, 5, len(DATA) - 5) == DATA[5:-5]
+    assert source.through(cache, 5, len(DATA) - 5) == DATA[5:-5]
+    assert source.reads == [(0, len(DATA) - 5), (3 * MIB, len(DATA) - 5)]
+
+
 def test_a_run_drops_what_runs_before_it_kept(folder: Path) -> None:
     old, new = Source(), Source(DATA[::-1], url="s3://bucket/b.tar")
     old.through(cached(folder, 6 * MIB))
@@ -291,11 +312,11 @@ def test_by_default_a_tenth_of_the_disk_stays_free(
 ) -> None:
     disk = SimpleNamespace(f_bavail=100 + 2 * MIB // 4096 + 4, f_blocks=1000, f_frsize=4096)
     monkeypatch.setattr(os, "statvfs", lambda _: disk)
-    source = Source()
-    assert source.through(cached(folder, None)) == DATA
-    assert chunks(folder) == []  # 5 MiB would not fit
-    source.through(cached(folder, None), 0, MIB)
-    assert len(chunks(folder)) == 1
+    assert Source().through(cached(folder, None)) == DATA
+    assert len(chunks(folder)) == 2
+    disk.f_bavail = 100
+    assert Source(version="ETag 2").through(cached(folder, None)) == DATA
+    assert len(chunks(folder)) == 0  # of an earlier run
 
 
 def test_files_that_others_delete_are_noticed(
@@ -387,6 +408,18 @@ def test_hostile_files_are_never_handed_out(folder: Path, tmp_path: Path) -> Non
         assert source.through(cache, 0, MIB) == DATA[:MIB]
         assert source.through(cache, MIB, 2 * MIB) == DATA[MIB : 2 * MIB]
     assert secret.read_bytes() == b"secret" * 300_000
+
+
+def test_making_room_deletes_nothing_behind_a_link(folder: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "thesis").write_bytes(bytes(MIB))
+    os.utime(elsewhere / "thesis", (1, 1))
+    cached(folder)
+    (folder / "shardstream-cache-1" / "zz").symlink_to(elsewhere)
+    for number in range(3):
+        Source(version=f"ETag {number}").through(cached(folder, 6 * MIB))
+    assert (elsewhere / "thesis").exists()
 
 
 def test_a_chunk_under_the_name_of_another_is_refused(folder: Path) -> None:
@@ -587,7 +620,7 @@ def test_processes_killed_while_they_write_leave_nothing_behind(folder: Path) ->
     left = parts(folder)
     for path in left:
         os.utime(path, (time.time() - 61, time.time() - 61))
-    source, cache = Source(), cached(folder, 20 * MIB)
+    source, cache = Source(version="ETag of another"), cached(folder, 20 * MIB)
     for _ in range(2):
         assert source.through(cache) == DATA
     assert len(source.reads) == 1  # no lock was left
@@ -648,7 +681,7 @@ def test_files_are_read_through_the_cache_and_local_ones_are_not(
     url = f"memory://cache-{random.getrandbits(64):x}/a.tar"
     filesystem, path = storage.resolve(url)
     filesystem.pipe_file(path, DATA)
-    assert fetch(storage, url, 5, 9) == DATA[5:9]
+    assert fetch(storage, url, 5, 9) == DATA[5:9]  # looked up, for no listing named it
     assert len(chunks(folder)) == 1
     filesystem.rm(path)
     assert fetch(storage, url, 7, MIB) == DATA[7:MIB]
