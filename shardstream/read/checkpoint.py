@@ -10,11 +10,13 @@ import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, BinaryIO, SupportsIndex, cast
 
 import torch
 
 from shardstream.errors import MissingError, OptionError, StateError
+from shardstream.storage.explain import explained
 from shardstream.storage.filesystem import Storage, join_url
 from shardstream.storage.publish import Pending, is_part, open_pending, remove
 from shardstream.storage.retry import fetch
@@ -63,7 +65,7 @@ def save_checkpoint(
         OptionError: If an object holds what could not be loaded again without running code, or an argument makes no sense.
         StorageError: If it cannot be written; what was there is as it was.
     """
-    storage, folder = Storage(storage_options, filesystem), os.fspath(url)
+    storage, folder = _storage(storage_options, filesystem), os.fspath(url)
     number = None if step is None else operator.index(step)  # NumPy's numbers are welcome here
     _check(folder, number, keep)
     file = folder if _is_file(folder) else join_url(folder, f"step-{number:08d}.pt")
@@ -93,8 +95,8 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load what `save_checkpoint` wrote, or any file of ``torch.save`` that holds tensors and plain values in a dict.
 
-    It is read with several requests at a time, its checksums are compared, and nothing in it runs as code. While it is loaded, it
-    is in memory twice.
+    It is read with several requests at a time, its checksums are compared, and nothing in it runs as code. One from afar is in memory
+    twice while it is loaded.
 
     Args:
         url: A file, or a folder: its checkpoint of the latest step.
@@ -111,25 +113,34 @@ def load_checkpoint(
             URL.
         StorageError: If it is out of reach.
     """
-    storage, file = Storage(storage_options, filesystem), os.fspath(url)
+    storage, file = _storage(storage_options, filesystem), os.fspath(url)
     if not _is_file(file):
         file = _latest(file, storage)
-    stream = _read(file, storage)
-    _check_sums(stream, file)
-    try:
-        loaded = torch.load(stream, map_location=map_location, weights_only=True)
-    except Exception as error:
-        # Of which kind depends on torch's version; an error of the device (no memory, say) is told as it is, too.
-        raise StateError(
-            "this checkpoint cannot be loaded as tensors and plain values; if you trust who wrote it, torch.load(..., "
-            f"weights_only=False) runs what it holds ({type(error).__name__}: {_first_line(error)})",
-            shard=file,
-        ) from error
+    with _open(file, storage) as stream:
+        _check_sums(stream, file)
+        loaded = _load(stream, map_location, file)
     if not isinstance(loaded, dict):
         raise StateError(
             f"this file holds a {type(loaded).__name__}, no checkpoint: a dict by name", shard=file
         )
     return cast("dict[str, Any]", loaded)
+
+
+def _load(stream: BinaryIO, map_location: Any, url: str) -> Any:
+    try:
+        return torch.load(stream, map_location=map_location, weights_only=True)
+    except Exception as error:
+        # Of which kind depends on torch's version; an error of the device (no memory, say) is told as it is, too.
+        raise StateError(
+            "this checkpoint cannot be loaded as tensors and plain values; if you trust who wrote it, torch.load(..., "
+            f"weights_only=False) runs what it holds ({type(error).__name__}: {_first_line(error)})",
+            shard=url,
+        ) from error
+
+
+def _storage(options: Mapping[str, Any] | None, filesystem: Any) -> Storage:
+    # obstore's threads in this process would keep loader workers that are forked later from using it.
+    return Storage({"s3_client": "s3fs"} | dict(options or {}), filesystem)
 
 
 def _is_file(url: str) -> bool:
@@ -232,8 +243,12 @@ def _remove_older(folder: str, storage: Storage, *, step: int, keep: int) -> Non
             remove(storage, file.url)
 
 
-def _read(url: str, storage: Storage) -> io.BytesIO:
-    """Read a file to memory, several ranges at a time."""
+def _open(url: str, storage: Storage) -> BinaryIO:
+    """Open a file of this machine; read any other to memory, several ranges at a time."""
+    path = storage.local_path(url)
+    if path is not None:
+        with explained(url):
+            return Path(path).open("rb")
     size = storage.info(url).size
     stream = io.BytesIO()
     if size:
@@ -253,7 +268,7 @@ def _read(url: str, storage: Storage) -> io.BytesIO:
     return stream
 
 
-def _check_sums(stream: io.BytesIO, url: str) -> None:
+def _check_sums(stream: BinaryIO, url: str) -> None:
     """Compare the checksums of the archive, which torch writes but does not read.
 
     Raises:

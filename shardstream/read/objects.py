@@ -14,6 +14,7 @@ from shardstream.read.pipeline import Pipeline
 from shardstream.read.planned import Options, PlannedSamples
 from shardstream.read.share import Remainder, Split
 from shardstream.read.skip import OnError, Skips
+from shardstream.storage.cache import open_cache
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.listing import list_all, list_beginning
 from shardstream.storage.locate import Urls
@@ -46,6 +47,8 @@ class ObjectDataset(StreamDataset):
         remainder: See there.
         storage_options: See there.
         filesystem: See there.
+        cache_dir: See there; each file is one in the cache.
+        cache_bytes: See there.
         on_error: See there; a file that is gone or was changed is always an error.
         prefetch_bytes: See there.
         placement: See there.
@@ -69,6 +72,8 @@ class ObjectDataset(StreamDataset):
         remainder: Remainder = "pad",
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | str | None = None,
         on_error: OnError = "raise",
         prefetch_bytes: int = 64 << 20,
         placement: Placement | None = None,
@@ -83,7 +88,8 @@ class ObjectDataset(StreamDataset):
             remainder=remainder,
             prefetch_bytes=prefetch_bytes,
         )
-        catalog = _open(urls, Storage(storage_options, filesystem), label, suffixes)
+        storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
+        catalog = _open(urls, storage, label, suffixes)
         source = PlannedSamples(catalog=catalog, options=options)
         super().__init__(Pipeline(source=source, on_error=on_error), placement)
         self.classes = catalog.classes

@@ -102,6 +102,10 @@ class Storage:
             self._versions.popitem(last=False)
         return first
 
+    def is_s3(self, url: str) -> bool:
+        """Tell whether a URL is read by an S3 client, which tells lengths and versions with each range."""
+        return self._clients.is_s3(url)
+
     def local_path(self, url: str) -> str | None:
         """Return the path of a file on this machine, None for anything else."""
         if self._clients.is_s3(url):  # not opened to find that out

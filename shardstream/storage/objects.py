@@ -11,14 +11,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.errors import OptionError
+from shardstream.errors import ChangedError, OptionError
 from shardstream.format.index import Offsets
 from shardstream.format.names import canonical_field, split_member_name
 from shardstream.format.tar_encode import encode_member, member_bytes
 from shardstream.storage.catalog import Extents, Numbers
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.listing import Listed, sample_members
-from shardstream.storage.retry import fetch
+from shardstream.storage.retry import AnswerCutError, fetch, patiently
 
 _Unsigned = npt.NDArray[np.unsignedinteger[Any]]
 
@@ -45,9 +45,8 @@ class ObjectCatalog:
     """
 
     joins = False
-    is_local = (
-        False  # read ahead on this machine too: opening a small file may take as long as a request
-    )
+    # Read ahead on this machine too: to open a small file may take as long as a request.
+    is_local = False
     threads = 32
     most_ahead = 1024
 
@@ -173,9 +172,27 @@ class ObjectCatalog:
             data = self._label(shard)
             if member is not None:
                 url, size = self._root + self._path(member), int(self._sizes[member])
-                data = fetch(self.storage, url, size=size, on_throttle=on_throttle)
+                data = self._read(url, size, on_throttle)
             pieces += encode_member(name, data)
         return b"".join(pieces)[start:end]
+
+    def _read(self, url: str, size: int, on_throttle: Callable[[], None] | None) -> bytes:
+        """Read a file that must have the length it was listed with."""
+        # S3 tells the length with a range; elsewhere only the whole file shows that it has grown.
+        end = size if self.storage.is_s3(url) else None
+
+        def ask() -> bytes:
+            try:
+                data = fetch(self.storage, url, 0, end, size=size, on_throttle=on_throttle)
+            except ChangedError as error:
+                raise _changed(url) from error
+            if len(data) != size:
+                if self.storage.info(url).size != size:
+                    raise _changed(url)
+                raise AnswerCutError(f"got {len(data)} of {size} bytes")
+            return data
+
+        return patiently(self.storage, url, ask)
 
     @property
     def limit_s(self) -> float:
@@ -232,6 +249,12 @@ def _key_and_field(path: str) -> tuple[str, str]:
     parts = split_member_name(path)
     assert parts is not None  # noqa: S101  (others were left out)
     return parts[0], canonical_field(parts[1])
+
+
+def _changed(url: str) -> ChangedError:
+    return ChangedError(
+        "the file was changed after it was listed; open the dataset anew", shard=url
+    )
 
 
 def _compact(numbers: Sequence[int]) -> _Unsigned:

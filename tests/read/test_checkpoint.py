@@ -273,7 +273,10 @@ def test_a_file_that_holds_something_else_is_refused(tmp_path: Path) -> None:
 # -- S3 ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_straight_to_s3_and_back(bucket: str, s3_env: None) -> None:
+def test_straight_to_s3_and_back(
+    bucket: str, s3_env: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tempfile.tempdir", "/no/local/file")
     model, optimizer = trained(0)
     big = torch.arange(5_000_000)  # 40 MB: several parts, several ranges
     for step in (1, 2, 3):
@@ -286,6 +289,20 @@ def test_straight_to_s3_and_back(bucket: str, s3_env: None) -> None:
     assert found["model"].keys() == model.state_dict().keys()
     with pytest.raises(ss.MissingError, match="none"):
         ss.load_checkpoint(f"{bucket}/none/")
+
+
+def test_loader_workers_forked_later_may_use_any_client(bucket: str, s3_env: None) -> None:
+    ss.save_checkpoint(f"{bucket}/run", step=1)
+    code = (
+        "import sys, pathlib, shardstream as ss\n"
+        "ss.load_checkpoint(sys.argv[1])\n"
+        "print([task.read_text() for task in pathlib.Path('/proc/self/task').glob('*/comm')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, f"{bucket}/run"], check=True, capture_output=True, text=True
+    )
+    assert "python" in done.stdout
+    assert "tokio" not in done.stdout
 
 
 @pytest.mark.slow
