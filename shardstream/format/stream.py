@@ -219,4 +219,6 @@ def _zstd_reader(stream: _Counting, shard: str) -> Any:
         raise OptionError(
             ".tar.zst needs one more package: pip install 'shardstream[zstd]'", shard=shard
         ) from error
-    return zstandard.ZstdDecompressor().stream_reader(stream, read_across_frames=True)
+    # Windows over 128 MiB, its default limit, are refused.
+    packed = cast("BinaryIO", stream)
+    return zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True)

@@ -19,7 +19,7 @@ from weakref import WeakSet
 import numpy as np
 from torch._utils import ExceptionWrapper
 from torch.utils.data import get_worker_info
-from torch.utils.data._utils.signal_handling import _remove_worker_pids
+from torch.utils.data._utils import signal_handling
 
 from shardstream.errors import SampleError, WorkerError, redact
 from shardstream.read.share import Share
@@ -146,7 +146,7 @@ def end_workers(workers: Any, *, at_once: bool = False) -> None:
     if end is None:
         return
     if at_once and workers._worker_pids_set:
-        _remove_worker_pids(id(workers))  # that they end is no error any more
+        signal_handling._remove_worker_pids(id(workers))  # type: ignore[attr-defined]  # that they end is no error any more
         workers._worker_pids_set = False
         for worker in workers._workers:
             worker.terminate()

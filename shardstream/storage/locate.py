@@ -121,7 +121,7 @@ def read_manifest(url: str, storage: Storage) -> Manifest:
         ManifestError: If it cannot be understood, or names what lies elsewhere (see `check_names`).
     """
     size = storage.info(url).size
-    if size is not None and size > _MANIFEST_LIMIT_BYTES:
+    if (size or 0) > _MANIFEST_LIMIT_BYTES:  # a web server may not tell
         raise ManifestError(
             f"a manifest of {size} bytes is over the limit of {_MANIFEST_LIMIT_BYTES}; split the dataset",
             shard=url,

@@ -32,7 +32,7 @@ from tests.read.sets import picture
 
 MiB = 1 << 20
 GiB = 1 << 30
-TABLE = {
+TABLE: dict[str, Callable[[bytes], Any]] = {
     **BASIC,
     "pt": load_tensors,
     "pth": load_tensors,

@@ -73,7 +73,7 @@ def _no_children_left() -> Iterator[None]:
     [
         ("SIGKILL", "fork", False, _OUT_OF_MEMORY),
         ("SIGKILL", "fork", True, _OUT_OF_MEMORY),
-        ("SIGKILL", "spawn", True, _OUT_OF_MEMORY),
+        pytest.param("SIGKILL", "spawn", True, _OUT_OF_MEMORY, marks=pytest.mark.slow),
         ("SIGBUS", "fork", False, r"killed by SIGBUS .*/dev/shm is full"),
         ("SIGSEGV", "fork", False, r"killed by SIGSEGV .*a library crashed"),
         ("exit", "fork", False, r"ended by itself \(exit code 3\)"),
@@ -158,7 +158,7 @@ def test_a_killed_worker_of_streams_is_told_too(folder: str) -> None:
 
 
 @pytest.mark.usefixtures("_no_children_left")
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_a_batch_that_cannot_be_sent_is_an_error(method: str, folder: str) -> None:
     # torch alone prints a traceback in the worker and waits for the batch for ever.
     one = loader(folder, unsendable, multiprocessing_context=method)
