@@ -106,7 +106,7 @@ class WorkerWatch:
 
     def _describe(self, number: int, worker: Any) -> str:
         code = worker.exitcode
-        name = signal.Signals(-code).name if code and code < 0 else ""
+        name = _signal_name(code)
         how = f"was killed by {name}" if name else f"ended by itself (exit code {code})"
         remedy = _REMEDIES.get(name, _CRASHED) if name else "something in it called exit()"
         return (
@@ -133,6 +133,16 @@ class WorkerWatch:
         ]
         more = f" and {len(urls) - 3} more shards" if len(urls) > 3 else ""
         return f"{doing} batch {step} of the rank: {len(numbers)} samples of {', '.join(urls[:3])}{more}"
+
+
+def _signal_name(exitcode: int | None) -> str:
+    """Return the signal that ended a process; empty if none did."""
+    if exitcode is None or exitcode >= 0:
+        return ""
+    try:
+        return signal.Signals(-exitcode).name
+    except ValueError:  # one of the real-time signals
+        return f"signal {-exitcode}"
 
 
 def end_workers(workers: Any, *, at_once: bool = False) -> None:
