@@ -142,6 +142,8 @@ def _read_with_tarfile(data: bytes) -> list[Member] | None:
             fileobj=io.BytesIO(data), mode="r:", encoding="utf-8", tarinfo=_PosixInfo
         ) as tar:
             for info in tar:
+                if info.issparse():  # which we refuse, and it would fill memory with zeros
+                    return None
                 if info.isreg():
                     body = tar.extractfile(info)
                     found.append((info.name, b"" if body is None else body.read()))

@@ -80,7 +80,7 @@ def _array(data: bytes) -> str | None:
         version = npy.read_magic(stream)
         read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, _, dtype = read(stream)
-    except (ValueError, SyntaxError, TypeError, EOFError, RecursionError, MemoryError):
+    except Exception:  # noqa: BLE001  (numpy hands the header to Python's tokenizer and parser, which raise what they like)
         return None
     kind = "Python objects: not opened" if dtype.hasobject else str(dtype)
     return f"array {kind} {'x'.join(map(str, shape)) or 'scalar'}"

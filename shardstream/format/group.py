@@ -113,7 +113,7 @@ def iter_samples(
             name, header, body, size = member
             if end is None and body + size - began > STREAMED_SAMPLE_LIMIT_BYTES:
                 raise ShardError(
-                    f"a sample of over {STREAMED_SAMPLE_LIMIT_BYTES} bytes in a compressed tar; unpack it to a plain tar",
+                    f"a sample of over {STREAMED_SAMPLE_LIMIT_BYTES} bytes in a stream whose length nobody knows; unpack it to a plain tar",
                     shard=shard,
                     offset=header,
                 )

@@ -88,7 +88,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "fields": dict(sorted(manifest.fields.items())),
         "shardlist": shardlist,
     }
-    return (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
+    try:
+        return (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:  # names that are no UTF-8
+        return (json.dumps(document, indent=1) + "\n").encode()
 
 
 def decode_manifest(data: bytes, *, url: str) -> Manifest:

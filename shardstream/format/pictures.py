@@ -6,17 +6,5 @@ Ghostscript.
 
 from __future__ import annotations
 
-PILLOW_FORMATS = (
-    "JPEG",
-    "PNG",
-    "WEBP",
-    "GIF",
-    "TIFF",
-    "BMP",
-    "DIB",
-    "PPM",
-    "JPEG2000",
-    "TGA",
-    "MPO",
-)
+PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "DIB", "PPM", "JPEG2000", "TGA")
 """Names as in ``PIL.Image.open(formats=)``, the frequent ones first."""

@@ -12,9 +12,7 @@ from shardstream.errors import OptionError, ShardError
 
 CHUNK_BYTES = 1 << 20
 _FREE_BYTES = 4 << 30  # a compressed tar may unpack to so much, whatever its size
-_RATIO_LIMIT = (
-    250  # and beyond, to so many times its size; the largest that real data reach is about 50
-)
+_RATIO_LIMIT = 1000  # and beyond, to so many times its size; labels alone reach 540 with zstd
 
 
 class Readable(Protocol):
@@ -219,5 +217,6 @@ def _zstd_reader(stream: _Counting, shard: str) -> Any:
         raise OptionError(
             ".tar.zst needs one more package: pip install 'shardstream[zstd]'", shard=shard
         ) from error
-    packed: Any = stream  # all that is asked of it is `read`
+    # Windows over 128 MiB, its default limit, are refused.
+    packed = cast("BinaryIO", stream)
     return zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shardstream.errors import SampleError, SkipBudgetError
+from shardstream.errors import SkipBudgetError
 from shardstream.placement import Reader
 from shardstream.read.dataset import StreamDataset, current_reader
 from shardstream.read.plan import Order
@@ -19,8 +19,10 @@ from shardstream.read.planned import PlannedSource, open_share
 from shardstream.read.quarantine import BadSample, located
 from shardstream.read.share import Share, Split
 from shardstream.read.skip import Skips
+from shardstream.read.source import own_steps
 from shardstream.read.stage import Position, Run, State
 from shardstream.read.stats import Spent
+from shardstream.read.substitute import substitute
 from shardstream.read.tensors import shared_numbers
 from shardstream.read.watch import marked
 
@@ -156,13 +158,12 @@ class Batches(IterableDataset[Packet]):
         chain = pipeline.chain(share.plan.epoch, skips)
         try:
             begun = perf_counter()
-            for numbers, samples in run.steps():
+            steps = own_steps(share, reader.worker, reader.num_workers)
+            for step, (numbers, samples) in zip(steps, run.steps(), strict=False):
                 read = perf_counter()
                 items, _ = chain(samples, numbers)
                 if not items and self.split.world_size > 1:
-                    raise SampleError(
-                        "all samples of a batch are bad: this rank would fall out of step with the others; mend the data"
-                    )
+                    items = substitute(catalog, chain, share, step, skips)
                 done = perf_counter()
                 batch = self.collate_fn(items) if items else None
                 end = perf_counter()

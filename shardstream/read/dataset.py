@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shardstream.errors import MissingError, NoIndexWarning, OptionError, redact
+from shardstream.errors import MissingError, NoIndexWarning, OptionError, redact, shown
 from shardstream.placement import Placement, Reader
 from shardstream.read.iterator import DatasetIterator
 from shardstream.read.pipeline import Pipeline
@@ -216,7 +216,7 @@ def current_reader(placement: Placement) -> Reader:
 
 
 def _warn_no_index(url: str) -> None:
-    url = redact(url)
+    url = shown(redact(url))
     folder = url.rpartition("/")[0]
     warnings.warn(
         f"{url} has no index: it is read from start to end, split by whole shards, and steps may differ among ranks. "

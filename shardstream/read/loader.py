@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from shardstream.errors import OptionError, StateError
+from shardstream.errors import OptionError, StateError, WorkerError
 from shardstream.placement import Reader
 from shardstream.read.batches import Batches, Packet
 from shardstream.read.dataset import StreamDataset
@@ -26,7 +26,7 @@ from shardstream.read.stage import Position, State, at_least
 from shardstream.read.state import check_state, part_state, plan_state
 from shardstream.read.stats import LoaderStats, Stopwatch
 from shardstream.read.tensors import collate
-from shardstream.read.watch import WorkerWatch
+from shardstream.read.watch import WorkerWatch, end_workers, living
 
 
 class ShardLoader(DataLoader[Any]):
@@ -166,21 +166,18 @@ class ShardLoader(DataLoader[Any]):
         seed = self._batches.source_dataset.pipeline.seed
         if self._seeds_workers:
             self.generator.manual_seed(derive_key(seed, begin.epoch) >> 1)
-        with self._watch(self._iterator):  # persistent workers may have died since the last epoch
-            packets = super().__iter__()
-        return self._hand_out(packets, begin, self._iteration)
-
-    def _watch(self, workers: Any) -> WorkerWatch:
-        planned = self._batches.planned
-        catalog = None if planned is None else planned.catalog
-        return WorkerWatch(workers, self._batches.begun, self._share, catalog)
+        self._iterator = living(self._iterator)
+        return self._hand_out(super().__iter__(), begin, self._iteration)
 
     def _hand_out(
         self, packets: Iterator[Packet], begin: Position, iteration: int
     ) -> Iterator[Any]:
         parts = dict(begin.parts)
+        batches = self._batches
+        catalog = None if batches.planned is None else batches.planned.catalog
+        watch = WorkerWatch(packets, batches.begun, self._share, catalog)
         stopwatch, asked = self._stopwatch, time.perf_counter()
-        with self._ending_workers_on_error(packets), self._watch(packets):
+        with self._ending_workers_on_error(packets), watch:
             for steps, packet in enumerate(packets, start=1):
                 stopwatch.took(packet.part, packet.spent, waited_s=time.perf_counter() - asked)
                 self._quarantine.add(packet.bad, epoch=begin.epoch, worker=packet.part)
@@ -203,10 +200,8 @@ class ShardLoader(DataLoader[Any]):
         """End the workers at once if one raises: torch leaves them to a garbage collection, which waits 5 s for each."""
         try:
             yield
-        except Exception:
-            end = getattr(packets, "_shutdown_workers", None)
-            if end is not None:
-                end()
+        except Exception as error:
+            end_workers(packets, at_once=isinstance(error, WorkerError))
             self._iterator = None
             raise
         finally:

@@ -7,7 +7,13 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from shardstream.errors import IndexMismatchError, OptionError, SkipBudgetError, StorageError
+from shardstream.errors import (
+    IndexMismatchError,
+    OptionError,
+    SkipBudgetError,
+    StorageError,
+    shown,
+)
 from shardstream.read.quarantine import BadSample
 
 _log = logging.getLogger(__name__)
@@ -92,7 +98,7 @@ class Skips:
         if self.counts.total() <= _LISTED:
             self._bad.append(BadSample.of(error, item, number))
         notes = "; ".join(getattr(error, "__notes__", ()))
-        text = f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else "")
+        text = shown(f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else ""))
         _log.log(
             logging.WARNING if self.budget.warn else logging.INFO, "skipped a sample: %s", text
         )

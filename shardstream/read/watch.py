@@ -19,6 +19,7 @@ from weakref import WeakSet
 import numpy as np
 from torch._utils import ExceptionWrapper
 from torch.utils.data import get_worker_info
+from torch.utils.data._utils import signal_handling
 
 from shardstream.errors import SampleError, WorkerError, redact
 from shardstream.read.share import Share
@@ -104,7 +105,7 @@ class WorkerWatch:
 
     def _describe(self, number: int, worker: Any) -> str:
         code = worker.exitcode
-        name = signal.Signals(-code).name if code and code < 0 else ""
+        name = _signal_name(code)
         how = f"was killed by {name}" if name else f"ended by itself (exit code {code})"
         remedy = _REMEDIES.get(name, _CRASHED) if name else "something in it called exit()"
         return (
@@ -131,6 +132,42 @@ class WorkerWatch:
         more = f" and {len(urls) - 3} more shards" if len(urls) > 3 else ""
         where = f" of {', '.join(urls[:3])}{more}" if urls else ""
         return f"{doing} batch {step} of the rank: {len(numbers)} samples{where}"
+
+
+def _signal_name(exitcode: int | None) -> str:
+    """Return the signal that ended a process; empty if none did."""
+    if exitcode is None or exitcode >= 0:
+        return ""
+    try:
+        return signal.Signals(-exitcode).name
+    except ValueError:  # one of the real-time signals
+        return f"signal {-exitcode}"
+
+
+def end_workers(workers: Any, *, at_once: bool = False) -> None:
+    """End the processes of torch's iterator; any other has none.
+
+    Args:
+        workers: The iterator.
+        at_once: Do not wait for them to end by themselves: a dead one may have taken a lock along that they wait for.
+    """
+    end = getattr(workers, "_shutdown_workers", None)
+    if end is None:
+        return
+    if at_once and workers._worker_pids_set:
+        signal_handling._remove_worker_pids(id(workers))  # type: ignore[attr-defined]  # that they end is no error any more
+        workers._worker_pids_set = False
+        for worker in workers._workers:
+            worker.terminate()
+    end()
+
+
+def living(workers: Any) -> Any:
+    """Return torch's iterator of persistent workers if all live; else end it, so that new ones are started."""
+    if all(worker.is_alive() for worker in getattr(workers, "_workers", ())):
+        return workers
+    end_workers(workers, at_once=True)
+    return None
 
 
 def _install() -> None:

@@ -189,7 +189,8 @@ def _stream(shard: ShardInfo, storage: Storage) -> Generator[Sample]:
         storage.open(shard.url) as raw,
         decompressed(raw, shard=shard.url) as stream,
     ):
-        for _, sample in iter_samples(StreamReader(stream), shard=shard.url):
+        end = None if is_compressed(shard.url) else shard.filesize
+        for _, sample in iter_samples(StreamReader(stream), end=end, shard=shard.url):
             yield sample
 
 

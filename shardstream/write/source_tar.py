@@ -12,7 +12,7 @@ from shardstream.format.group import Sample, iter_samples
 from shardstream.format.manifest import ShardInfo
 from shardstream.format.stream import StreamReader, decompressed
 from shardstream.storage.filesystem import Storage, parent_url
-from shardstream.storage.locate import locate
+from shardstream.storage.locate import is_compressed, locate
 from shardstream.storage.ranges import RangeStream
 from shardstream.write.source import KeyMaker, Record, fingerprint_of
 
@@ -115,6 +115,8 @@ class TarSource:
         url = shard.url
         size = shard.filesize or self._storage.info(url).size
         stream = cast("BinaryIO", RangeStream(self._storage, url, size))
+        end = None if is_compressed(url) else size
         with decompressed(stream, shard=url) as tar:
-            for _, sample in iter_samples(StreamReader(tar, chunk_bytes=_CHUNK_BYTES), shard=url):
+            read = StreamReader(tar, chunk_bytes=_CHUNK_BYTES)
+            for _, sample in iter_samples(read, end=end, shard=url):
                 yield sample

@@ -32,6 +32,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--workers", type=int, default=0)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--remainder", default="pad")
+    parser.add_argument("--on-error", default="raise")
     parser.add_argument("--save-every", type=int, default=3)
     parser.add_argument("--kill-rank", type=int, default=-1)
     parser.add_argument("--kill-step", type=int, default=-1)
@@ -46,6 +47,7 @@ def make_loader(args: argparse.Namespace) -> ss.ShardLoader:
         lanes=args.lanes,
         microbatch=args.microbatch,
         remainder=args.remainder,
+        on_error=args.on_error,
     )
     columns = dataset.decode().to_tuple("cls")
     return ss.ShardLoader(

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+import shardstream as ss
 from shardstream.testing import make_shards
 
 JOB = Path(__file__).with_name("job.py")
@@ -65,6 +66,32 @@ def test_ranks_train_in_step_and_see_each_sample_once(
         )
         assert set(counts) == set(range(samples))
         assert counts.total() - samples < ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("batch_size", "workers"), [(4, 1), (1, 0)])
+def test_ranks_stay_in_step_whatever_one_of_them_skips(
+    batch_size: int, workers: int, tmp_path: Path
+) -> None:
+    samples: list[dict[str, Any]] = [{"__key__": f"{n:03d}", "cls": n} for n in range(48)]
+    url = make_shards(tmp_path / "sound", samples=samples, per_shard=12)
+    dataset = ss.ShardDataset(url, shuffle=True, seed=1, placement=ss.Placement(1, 2)).decode()
+    first = ss.ShardLoader(dataset, batch_size, num_workers=workers)
+    # bad are samples of rank 1 alone, among them all of its third step
+    bad = {int(number) for batch in list(first)[1:4] for number in batch["cls"]}
+    bad -= {min(bad)} if batch_size > 1 else set()
+    for number in bad:
+        samples[number]["cls"] = b"none"
+    url = make_shards(tmp_path / "bad", samples=samples, per_shard=12)
+    options = ["--batch-size", f"{batch_size}", "--workers", f"{workers}", "--on-error", "skip"]
+    done = torchrun(2, tmp_path / "out", url, *options)
+    assert done.returncode == 0, done.stderr[-3000:]
+    steps = steps_of(tmp_path / "out", 2)
+    assert len(steps[0]) == len(steps[1]) == 24 // batch_size
+    assert {len(step["ids"]) for step in steps[0]} == {batch_size}
+    assert min(len(step["ids"]) for step in steps[1]) >= 1
+    seen = {number for rank in steps for step in rank for number in step["ids"]}
+    assert seen == set(range(48)) - bad
 
 
 def test_a_killed_rank_is_made_good_on_another_number_of_ranks(tmp_path: Path) -> None:

@@ -201,7 +201,27 @@ def test_a_batch_of_bad_images_alone_is_left_out(tmp_path: Path) -> None:
     assert loader.skipped == {"DecodeError": 4}
 
 
-def test_a_batch_of_bad_images_alone_stops_one_rank_of_many(tmp_path: Path) -> None:
+def test_a_batch_of_bad_images_alone_is_made_good_by_another_sample_on_one_rank_of_many(
+    tmp_path: Path,
+) -> None:
+    samples = [
+        {"__key__": f"{i:02d}", "png": b"bad" if 4 <= i < 8 else picture(), "cls": i}
+        for i in range(16)
+    ]
+    folder = make_shards(tmp_path, samples=samples)
+    runs = []
+    for num_workers in (0, 2):
+        place = ss.Placement(1, 2)
+        dataset = ss.ShardDataset(folder, on_error="skip", placement=place).decode("rgb8")
+        loader = ss.ShardLoader(dataset, batch_size=4, num_workers=num_workers)
+        runs.append(labels(loader))
+    assert runs[0] == runs[1]
+    (substitute,), last = runs[0]
+    assert substitute not in range(4, 8)
+    assert last == [12, 13, 14, 15]
+
+
+def test_where_all_is_bad_one_rank_of_many_stops(tmp_path: Path) -> None:
     samples = [{"__key__": f"{i:02d}", "png": b"bad"} for i in range(8)]
     folder = make_shards(tmp_path, samples=samples)
     dataset = ss.ShardDataset(folder, on_error="skip", placement=ss.Placement(1, 2))

@@ -1,0 +1,160 @@
+"""A manifest from afar opens no files of this machine, asks no other server; and no URL starts a command."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardstream as ss
+from shardstream.errors import ManifestError, ShardStreamError
+from shardstream.storage.elsewhere import check_names
+from shardstream.storage.filesystem import Storage
+from shardstream.storage.locate import locate
+from shardstream.storage.publish import publish_bytes
+from shardstream.testing import make_shards
+from tests.strategies import make_index, make_shard
+
+
+def manifest(*urls: str, **more: Any) -> bytes:
+    shards = [{"url": url, "nsamples": 2} for url in urls]
+    return json.dumps({"__kind__": "wids-shard-index-v1", "shardlist": shards, **more}).encode()
+
+
+def served(*urls: str) -> str:
+    """Put a manifest in a store that is not this machine's disk; return its URL."""
+    url = f"memory://elsewhere-{uuid.uuid4().hex}/train/index.json"
+    publish_bytes(Storage(), url, manifest(*urls))
+    return url
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "file:///etc/passwd",
+        "/etc/passwd",
+        "local:///etc/passwd.tar",
+        "../../other/a.tar",
+        "more/../../a.tar",
+        "http://169.254.169.254/latest/meta-data/a.tar",
+        "https://internal/a.tar",
+        "s3://other/a.tar",
+        "simplecache::file:///etc/passwd",
+        "a.tar::file:///etc/passwd",
+        "ftp://h/a.tar",
+    ],
+)
+def test_a_remote_manifest_that_leads_elsewhere_is_refused(name: str) -> None:
+    with pytest.raises(ManifestError, match=r"not in its own store; if you trust it, copy it"):
+        locate(served("0.tar", name), Storage())
+
+
+@pytest.mark.parametrize(
+    ("url", "good", "bad"),
+    [
+        ("s3://b/t/index.json", ["a.tar", "x/y..z/a.tar", "s3://b/a.tar", "s3a://other/a.tar"], ["gs://b/a.tar"]),
+        ("http://h:80/t/index.json", ["a.tar", "http://h:80/other/a.tar"], ["http://h/a.tar", "https://h:80/a.tar", "http://h:80@evil/a.tar"]),
+        ("https://u:p@h/index.json", ["https://h/a.tar", "https://v@H/a.tar"], ["https://u:p@i/a.tar"]),
+        ("simplecache::s3://b/index.json", ["s3://b/a.tar"], ["file:///a.tar", "simplecache::s3://b/a.tar"]),
+        ("sftp://h/t/index.json", ["sftp://h/a.tar"], ["sftp://i/a.tar", "sftp://h/../a.tar"]),
+        ("data/index.json", ["s3://b/a.tar", "/data/a.tar", "../a.tar", "http://h/a.tar"], []),
+        ("file:///data/index.json", ["s3://b/a.tar", "/data/a.tar", "../a.tar"], []),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)  # fmt: skip
+def test_what_a_manifest_may_name(url: str, good: list[str], bad: list[str]) -> None:
+    check_names(url, good)
+    for name in bad:
+        with pytest.raises(ManifestError, match="copy it to this machine"):
+            check_names(url, ["a.tar", name])
+
+
+def test_a_manifest_of_this_machine_may_name_what_it_likes(tmp_path: Path) -> None:
+    folder = make_shards(tmp_path / "data", samples=4)
+    (tmp_path / "lists").mkdir()
+    here = tmp_path / "lists" / "index.json"
+    tar = next(Path(folder).glob("*.tar"))
+    here.write_bytes(manifest(f"../data/{tar.name}"))
+    assert len(locate(str(here), Storage()).shards) == 1
+    here.write_bytes(manifest(str(tar)))
+    assert len(locate(str(here), Storage()).shards) == 1
+
+
+def test_a_manifest_of_its_own_store_is_read() -> None:
+    folder = f"memory://elsewhere-{uuid.uuid4().hex}/train"
+    tar = make_shard(2)
+    publish_bytes(Storage(), f"{folder}/0.tar", tar)
+    publish_bytes(Storage(), f"{folder}/0.tar.idx", make_index(tar))
+    for name in ("0.tar", f"{folder}/0.tar"):
+        publish_bytes(Storage(), f"{folder}/index.json", manifest(name))
+        assert len(ss.ShardDataset(f"{folder}/index.json")) == 2
+
+
+def test_huge_manifests_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = served(*(f"{number}.tar" for number in range(100)))
+    monkeypatch.setattr("shardstream.storage.locate._MANIFEST_LIMIT_BYTES", 1000)
+    with pytest.raises(ManifestError, match="over the limit of 1000; split the dataset"):
+        locate(url, Storage())
+
+
+def test_a_manifest_cannot_have_a_million_folders_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardstream.storage.locate._FOLDERS_LIMIT", 10)
+    with pytest.raises(ManifestError, match="shards in 11 folders, the limit is 10"):
+        locate(served(*(f"{number}/a.tar" for number in range(11))), Storage())
+
+
+@pytest.mark.parametrize("count", [10**15, (1 << 60) - 1])
+def test_a_count_that_lies_is_told_in_no_time(count: int) -> None:
+    folder = f"memory://elsewhere-{uuid.uuid4().hex}/train"
+    tar = make_shard(2)
+    publish_bytes(Storage(), f"{folder}/0.tar", tar)
+    publish_bytes(Storage(), f"{folder}/0.tar.idx", make_index(tar))
+    lie = {"url": "0.tar", "nsamples": count, "filesize": len(tar)}
+    text = json.dumps({"__kind__": "wids-shard-index-v1", "shardlist": [lie]})
+    publish_bytes(Storage(), f"{folder}/index.json", text.encode())
+    dataset = ss.ShardDataset(f"{folder}/index.json", shuffle=True)
+    with pytest.raises(ss.IndexMismatchError, match="the manifest says"):
+        next(iter(ss.ShardLoader(dataset, batch_size=4)))
+
+
+COMMANDS = [
+    "pipe:touch {mark}",
+    "pipe://touch {mark}",
+    "PIPE:touch {mark}",
+    "simplecache::pipe:touch {mark}",
+    "pipe:touch {mark}::a.tar",
+    "| touch {mark}",
+    "|touch {mark}.tar",
+    "a.tar; touch {mark}",
+    "$(touch {mark}).tar",
+    "`touch {mark}`.tar",
+    "file:///tmp/$(touch {mark}).tar",
+    "s3://$(touch {mark})/a.tar",
+    "http://127.0.0.1:9/$(touch {mark}).tar",
+    "shell:touch {mark}",
+    "ssh:touch {mark}",
+    "gopen:touch {mark}",
+    "file:|touch {mark}",
+]
+
+
+@pytest.mark.parametrize("url", COMMANDS)
+def test_no_url_starts_a_command(url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "none")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    mark = tmp_path / "ran"
+    url = url.format(mark=mark)
+    listed = tmp_path / "index.json"
+    listed.write_bytes(manifest(url))
+    options = {"config_kwargs": {"retries": {"max_attempts": 0}}} if url.startswith("s3") else None
+    for urls in (url, [url], str(listed)):
+        with pytest.raises((ShardStreamError, OSError)):
+            list(ss.ShardDataset(urls, index="ignore", storage_options=options))
+    for write in (ss.index, ss.verify):
+        with pytest.raises((ShardStreamError, OSError)):
+            write(url, storage_options=options)
+    assert not mark.exists()
