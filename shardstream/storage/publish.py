@@ -57,12 +57,17 @@ class Pending(ABC):
         """Forget what was written; after `commit`, or a second time, it does nothing."""
 
 
-def open_pending(storage: Storage, url: str) -> Pending:
+def open_pending(storage: Storage, url: str, *, alone: bool = False) -> Pending:
     """Open a file for writing that appears at ``url`` when it is committed, and never otherwise.
 
     On a local disk it is written beside its final place, flushed to the disk and renamed. To S3 it is sent while it is
     written, in parts, several at a time (see `S3Upload`). For other file systems it is spooled to a temporary file, sent, and its
     length checked there.
+
+    Args:
+        storage: Where it goes.
+        url: Its URL.
+        alone: Whether nobody else writes this file now: then unfinished uploads of it, which a killed writer left, are dropped.
 
     Raises:
         StorageError: If it cannot be opened.
@@ -71,7 +76,7 @@ def open_pending(storage: Storage, url: str) -> Pending:
     if path is not None:
         return _LocalFile(Path(path))
     if takes_parts(storage.resolve(url)[0]):
-        return _S3File(storage, url)
+        return _S3File(storage, url, alone=alone)
     return _RemoteFile(storage, url)
 
 
@@ -148,9 +153,8 @@ class _LocalFile(Pending):
 
 
 class _S3File(Pending):
-    def __init__(self, storage: Storage, url: str) -> None:
-        self._storage, self._url = storage, url
-        self._upload = S3Upload(storage, url)
+    def __init__(self, storage: Storage, url: str, *, alone: bool) -> None:
+        self._upload = S3Upload(storage, url, alone=alone)
         super().__init__(url, cast("BinaryIO", self._upload))
 
     def commit(self) -> None:

@@ -1,7 +1,7 @@
 """A file that goes to S3 while it is written: in parts, several at a time; it appears whole when they are joined.
 
-Parts are 8 MiB: one is being filled while up to four are on their way, so a file under way takes 40 MiB of memory and no
-room on the disk. A file of less than one part goes in one request. Each request carries the MD5 of its bytes, which the server
+Parts are 8 MiB: one is being filled while up to four are on their way, of each of which the client makes a copy. So a file under
+way takes 72 MiB of memory at most, and no room on the disk. A file of less than one part goes in one request. Each request carries the MD5 of its bytes, which the server
 checks; at last the length and, where it says something, the ETag of the whole are compared.
 """
 
@@ -37,6 +37,8 @@ _MD5 = re.compile(r"[0-9a-f]{32}(-\d+)?")
 class _Part(NamedTuple):
     md5: bytes
     size: int
+    etag: str
+    """What the server calls it."""
 
 
 class S3Upload(io.RawIOBase):
@@ -45,18 +47,19 @@ class S3Upload(io.RawIOBase):
     Args:
         storage: Whose file system of the URL is s3fs (see `takes_parts`).
         url: Of the file.
+        alone: Whether nobody else writes this file now: then unfinished uploads of it, which a killed writer left, are dropped.
     """
 
-    def __init__(self, storage: Storage, url: str) -> None:
+    def __init__(self, storage: Storage, url: str, *, alone: bool = False) -> None:
         super().__init__()
+        self._alone = alone
         self._object = _S3Object(storage, url)
         self._pieces: list[memoryview] = []
         self._held_bytes = 0
-        self._parts: list[_Part] = []
-        self._etags: list[Future[str]] = []
-        self._under_way: deque[Future[str]] = deque()
+        self._parts: list[Future[_Part]] = []
+        self._under_way: deque[Future[_Part]] = deque()
         self._pool: ThreadPoolExecutor | None = None
-        self._upload_id: str | None = None
+        self._upload_id: Future[str] | None = None
 
     def writable(self) -> bool:
         """Say that it can be written."""
@@ -87,15 +90,13 @@ class S3Upload(io.RawIOBase):
             StorageError: If that fails, or other bytes arrived.
         """
         if self._upload_id is None:
-            body = self._take()
-            self._parts.append(_Part(hashlib.md5(body, usedforsecurity=False).digest(), len(body)))
-            self._object.put("put_object", body, self._parts[0].md5, **self._object.kind)
+            parts = [self._object.put("put_object", self._take(), **self._object.kind)]
         else:
             self._send_part()
-            etags = [future.result() for future in self._etags]
-            self._object.join(self._upload_id, etags)
+            parts = [future.result() for future in self._parts]
+            self._object.join(self._upload_id.result(), parts)
             self._upload_id = None
-        self._object.check(self._parts)
+        self._object.check(parts)
         self.abort()
 
     def abort(self) -> None:
@@ -105,9 +106,9 @@ class S3Upload(io.RawIOBase):
         self._object.give_up(self._under_way)
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
-        upload_id, self._upload_id = self._upload_id, None
-        if upload_id is not None:
-            self._object.abort(upload_id)
+        begun, self._upload_id = self._upload_id, None
+        if begun is not None and not begun.cancelled() and begun.exception() is None:
+            self._object.abort(begun.result())
 
     @property
     def _part_bytes(self) -> int:
@@ -121,17 +122,14 @@ class S3Upload(io.RawIOBase):
 
     def _send_part(self) -> None:
         if self._upload_id is None or self._pool is None:
-            self._upload_id = self._object.begin()
             self._pool = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="shardstream-part")
+            self._upload_id = self._pool.submit(self._object.begin, alone=self._alone)
         while len(self._under_way) >= _IN_FLIGHT:
             self._under_way.popleft().result()
-        body = self._take()
         number = len(self._parts) + 1
-        md5 = hashlib.md5(body, usedforsecurity=False).digest()
-        self._parts.append(_Part(md5, len(body)))
-        future = self._pool.submit(self._object.put_part, self._upload_id, number, body, md5)
+        future = self._pool.submit(self._object.put_part, self._upload_id, number, self._take())
         self._under_way.append(future)
-        self._etags.append(future)
+        self._parts.append(future)
 
 
 class _S3Object:
@@ -147,23 +145,26 @@ class _S3Object:
         kind = mimetypes.guess_type(self._key)[0]
         self.kind: dict[str, Any] = {} if kind is None else {"ContentType": kind}
 
-    def begin(self) -> str:
+    def begin(self, *, alone: bool) -> str:
         """Begin an upload in parts."""
+        if alone:
+            self.abort_all()
         return str(self._ask("create_multipart_upload", **self.kind)["UploadId"])
 
-    def put(self, method: str, body: bytes, md5: bytes, **arguments: Any) -> dict[str, Any]:
+    def put(self, method: str, body: bytes, **arguments: Any) -> _Part:
         """Send bytes with their MD5."""
+        md5 = hashlib.md5(body, usedforsecurity=False).digest()
         digest = base64.b64encode(md5).decode()
-        return self._ask(method, len(body), Body=body, ContentMD5=digest, **arguments)
+        answer = self._ask(method, len(body), Body=body, ContentMD5=digest, **arguments)
+        return _Part(md5, len(body), str(answer.get("ETag", "")))
 
-    def put_part(self, upload_id: str, number: int, body: bytes, md5: bytes) -> str:
-        """Send one part, return its ETag."""
-        answer = self.put("upload_part", body, md5, UploadId=upload_id, PartNumber=number)
-        return str(answer["ETag"])
+    def put_part(self, begun: Future[str], number: int, body: bytes) -> _Part:
+        """Send one part of an upload that is being begun."""
+        return self.put("upload_part", body, UploadId=begun.result(), PartNumber=number)
 
-    def join(self, upload_id: str, etags: list[str]) -> None:
+    def join(self, upload_id: str, sent: list[_Part]) -> None:
         """Make the object of its parts."""
-        parts = [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, start=1)]
+        parts = [{"PartNumber": n, "ETag": part.etag} for n, part in enumerate(sent, start=1)]
         try:
             self._ask(
                 "complete_multipart_upload",
@@ -184,9 +185,16 @@ class _S3Object:
             _log.warning("%s: an unfinished upload is left on the server (%s)", self._url, error)
 
     def abort_all(self) -> None:
-        """Drop all uploads of this object, begun by whomever."""
-        with explained(self._url):
-            answer = self._request("list_multipart_uploads", Prefix=self._key, Key=None)
+        """Drop all uploads of this object, begun by whomever.
+
+        Where the server does not let us look, they stay: they cost room, and harm nothing.
+        """
+        try:
+            with explained(self._url):
+                answer = self._request("list_multipart_uploads", Prefix=self._key, Key=None)
+        except StorageError as error:
+            _log.info("%s: cannot look for unfinished uploads: %s", self._url, error)
+            return
         for upload in answer.get("Uploads") or ():
             if upload["Key"] == self._key:
                 self.abort(upload["UploadId"])
@@ -207,7 +215,7 @@ class _S3Object:
         if _is_md5(etag, found, len(parts)) and etag != _etag_of(parts):
             self._compare(parts)
 
-    def give_up(self, under_way: deque[Future[str]]) -> None:
+    def give_up(self, under_way: deque[Future[_Part]]) -> None:
         """End attempts; those that have been made get five seconds to be answered."""
         self._given_up.set()
         wait(under_way, timeout=_GRACE_S)
@@ -255,19 +263,6 @@ class _S3Object:
 def takes_parts(filesystem: Any) -> bool:
     """Tell whether `S3Upload` can write to a file system: to s3fs."""
     return hasattr(filesystem, "_call_s3")
-
-
-def abort_unfinished(storage: Storage, url: str) -> None:
-    """Drop the unfinished uploads of one object, which a killed writer left; elsewhere than on S3 there are none.
-
-    Where the server does not let us look, they stay: they cost room, and harm nothing.
-    """
-    if not takes_parts(storage.resolve(url)[0]):
-        return
-    try:
-        _S3Object(storage, url).abort_all()
-    except StorageError as error:
-        _log.info("%s: cannot look for unfinished uploads: %s", url, error)
 
 
 def _is_md5(etag: str, found: dict[str, Any], num_parts: int) -> bool:

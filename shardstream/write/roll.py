@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from types import TracebackType
 from typing import Any, Self
 
@@ -14,7 +15,6 @@ from shardstream.format.manifest import MANIFEST_NAME, Manifest, ShardInfo, enco
 from shardstream.format.tar_encode import END_OF_ARCHIVE
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.publish import Pending, open_pending, publish_bytes, remove
-from shardstream.storage.s3_upload import abort_unfinished
 from shardstream.storage.sizes import parse_bytes
 from shardstream.write.claim import Claim, claim
 from shardstream.write.encode import encode_sample
@@ -33,7 +33,8 @@ class ShardWriter:
 
     A shard is begun when the next sample would pass a limit; a sample larger than ``max_bytes`` gets a shard of its own.
     Finished shards are sent in the background. When the block ends well, ``index.json`` is written, last; when it ends with
-    an error there is none, so the dataset is not published: the shard at hand is dropped, finished ones stay.
+    an error there is none, so the dataset is not published: the shard at hand is dropped, finished ones stay. So it is when the
+    process is killed; run again with ``overwrite=True``, the writer replaces what is left. (`pack` goes on instead.)
 
         with ShardWriter("s3://bucket/train/{shard:06d}.tar") as writer:
             writer.write({"__key__": "0001", "jpg": image, "cls": 3})
@@ -43,8 +44,8 @@ class ShardWriter:
         max_bytes: Size of a tar, ends included: a number or "256MB" (10^6), "256MiB" (2^20).
         max_samples: Samples of a shard.
         name: Of the dataset, for people.
-        overwrite: Replace a dataset that is there. Its ``index.json`` is removed first, its shards that were not written
-            again last.
+        overwrite: Replace a dataset that is there, or shards of these names that a killed writer left. Its ``index.json`` is
+            removed first, its shards that were not written again last.
         storage_options: What fsspec takes, e.g. ``{"endpoint_url": …}``.
         filesystem: An fsspec file system to use instead of looking one up.
 
@@ -85,6 +86,7 @@ class ShardWriter:
         taken = self._claim(overwrite=overwrite)
         self._stale = taken.stale
         self._sender = ShardSender(self._storage, self._names, replaces=taken.replaces)
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="shardstream-hash")
         for finished in taken.finished:
             self._begun += 1
             self._count_fields(finished.fields)
@@ -181,6 +183,7 @@ class ShardWriter:
         if self._pending is not None:
             self._pending.discard()
             self._pending = self._shard = None
+        self._hashing.shutdown(wait=True, cancel_futures=True)
         self._sender.stop()
 
     def __enter__(self) -> Self:
@@ -224,9 +227,8 @@ class ShardWriter:
 
     def _begin_shard(self) -> None:
         name = self._names.name(self._begun)
-        abort_unfinished(self._storage, self._names.url(name))
-        self._pending = open_pending(self._storage, self._names.url(name))
-        self._shard = TarShard(self._pending, url=name)
+        self._pending = open_pending(self._storage, self._names.url(name), alone=True)
+        self._shard = TarShard(self._pending, url=name, hashing=self._hashing)
         self._begun += 1
 
     def _send_shard(self) -> None:

@@ -17,7 +17,7 @@ from shardstream.write.naming import ShardNames
 
 _log = logging.getLogger(__name__)
 
-# Finished shards that wait to be sent: on a disk, or as up to 40 MiB on their way to S3.
+# Finished shards that wait to be sent: on a disk, or as up to 72 MiB on their way to S3.
 _IN_FLIGHT = 2
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Executor, Future
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +17,8 @@ from shardstream.format.names import member_name
 from shardstream.format.tar_encode import END_OF_ARCHIVE, encode_member
 
 _BUFFER_BYTES = 1 << 20
+_LARGE_BYTES = 8 << 10
+_HASHED_BEHIND = 4  # buffers
 
 Pieces = list[bytes | memoryview]
 """Headers, bodies and paddings of a sample, in the order of the tar."""
@@ -63,12 +67,15 @@ class TarShard:
     Args:
         stream: Where it goes, from its current position.
         url: Of the shard, for messages and for the manifest.
+        hashing: One thread that hashes beside the writing; None: it is done in between.
     """
 
-    def __init__(self, stream: Writable, *, url: str) -> None:
+    def __init__(self, stream: Writable, *, url: str, hashing: Executor | None = None) -> None:
         self._stream = stream
         self._url = url
         self._digest = hashlib.sha256()
+        self._hashing = hashing
+        self._hashed: deque[Future[None]] = deque()
         self._buffer: Pieces = []
         self._buffered_bytes = 0
         self._starts: list[int] = []
@@ -122,7 +129,9 @@ class TarShard:
     def finish(self) -> ShardInfo:
         """Write the end of the archive, and return what is known of the shard."""
         self._buffer.append(END_OF_ARCHIVE)
+        self._buffered_bytes += len(END_OF_ARCHIVE)
         self._flush()
+        self._wait_for_hashes(0)
         return ShardInfo(
             url=self._url,
             nsamples=self.nsamples,
@@ -131,9 +140,28 @@ class TarShard:
         )
 
     def _flush(self) -> None:
-        pieces, self._buffer, self._buffered_bytes = self._buffer, [], 0
-        if sum(map(len, pieces)) < 8 * _BUFFER_BYTES:
-            pieces = [b"".join(pieces)]  # many small pieces; few large ones are not worth a copy
+        pieces, size = self._buffer, self._buffered_bytes
+        self._buffer, self._buffered_bytes = [], 0
+        if size < _LARGE_BYTES * len(pieces):  # few large ones are not worth a copy
+            pieces = [b"".join(pieces)]
+        self._hash(pieces)
+        for piece in pieces:
+            self._stream.write(piece)
+
+    def _hash(self, pieces: Pieces) -> None:
+        # A view may be of a buffer that its owner fills anew.
+        if self._hashing is None or not all(isinstance(piece, bytes) for piece in pieces):
+            self._wait_for_hashes(0)
+            self._update(pieces)
+        else:
+            self._wait_for_hashes(_HASHED_BEHIND - 1)
+            self._hashed.append(self._hashing.submit(self._update, pieces))
+
+    def _update(self, pieces: Pieces) -> None:
         for piece in pieces:
             self._digest.update(piece)
-            self._stream.write(piece)
+
+    def _wait_for_hashes(self, most: int) -> None:
+        """Wait until so many are left at most."""
+        while len(self._hashed) > most:
+            self._hashed.popleft().result()
