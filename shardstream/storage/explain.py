@@ -103,6 +103,8 @@ _NEVER = (
     "400 Bad Request",
     "501 Not Implemented",
     "builder error",
+    "UnknownConfigurationKeyError",
+    "InvalidPathError",
 )
 
 
