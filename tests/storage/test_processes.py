@@ -13,6 +13,7 @@ import pytest
 
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.publish import publish_bytes
+from tests.read.sets import numbered
 
 pytestmark = pytest.mark.usefixtures("s3_env")
 
@@ -81,6 +82,26 @@ OBSTORE_ALONE = """
 """
 
 
+LOADERS = """
+    import shardstream as ss
+
+    def look(sample):
+        from shardstream.storage.inherited import has_dead_threads
+        return sample["__key__"], has_dead_threads(), "shardstream.storage.read_obstore" in sys.modules
+
+    if __name__ == "__main__":
+        url, method, *order = sys.argv[1:]
+        found = []
+        for num_workers in map(int, order):
+            dataset = ss.ShardDataset(url, shuffle=True).map(look)
+            workers = {"num_workers": 2, "multiprocessing_context": method, "timeout": 60} if num_workers else {}
+            batches = ss.ShardLoader(dataset, batch_size=4, collate_fn=list, **workers)
+            keys, without, obstore = zip(*(sample for batch in batches for sample in batch))
+            found.append([len(set(keys)), any(without), all(obstore)])
+        print(json.dumps(found))
+"""
+
+
 def run(program: str, folder: Path, *arguments: str) -> Any:
     """Run a program as a process of its own: what threads this one has is not known."""
     (folder / "program.py").write_text(textwrap.dedent(HEAD) + textwrap.dedent(program))
@@ -122,3 +143,20 @@ def test_obstore_alone_lists_reads_and_writes(bucket: str, tmp_path: Path) -> No
         "23",
     ]
     assert "install s3fs, or start workers with multiprocessing_context='spawn'" in forked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "epochs"),
+    [
+        # workers, the main process, workers: as training, validation, training
+        ("fork", {"2": (False, True), "0": (False, True), " 2": (True, True)}),
+        ("spawn", {"0": (False, True), "2": (False, True)}),
+    ],
+)
+def test_an_epoch_is_read_by_workers_whatever_their_parent_read_before(
+    method: str, epochs: dict[str, tuple[bool, bool]], bucket: str, tmp_path: Path
+) -> None:
+    url = numbered(f"{bucket}/data", nsamples=32, per_shard=8)
+    found = run(LOADERS, tmp_path, url, method, *epochs)
+    assert found == [[32, without, obstore] for without, obstore in epochs.values()]
