@@ -77,6 +77,7 @@ _SIGNS = (
           RefusedError),
     _Sign(("ExpiredToken", "TokenRefreshRequired", "InvalidToken"),
           "access refused; AWS_SESSION_TOKEN is wrong or has expired, get new credentials", RefusedError),
+    _Sign(("RequestTimeTooSkewed",), "access refused; the clock of this machine is wrong", RefusedError),
     _Sign(("PermissionError", "PermissionDenied", "Unauthenticated", "Forbidden", "AccessDenied", "InvalidAccessKeyId",
            "SignatureDoesNotMatch"),
           "access refused; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
@@ -24,7 +25,7 @@ _NEVER_REACHED_S = (
 _jitter = random.Random()  # of its own: the user's global generator is left alone
 
 
-def fetch(
+def fetch(  # noqa: PLR0913  (the one way in: what may be known of a read)
     storage: Storage,
     url: str,
     start: int = 0,
@@ -32,6 +33,7 @@ def fetch(
     *,
     size: int | None = None,
     on_throttle: Callable[[], None] | None = None,
+    closing: threading.Event | None = None,
 ) -> bytes:
     """Read a range, or a whole file; after a fault go on at the byte reached, with growing pauses.
 
@@ -45,6 +47,7 @@ def fetch(
         end: Offset behind the last; None is the end of the file.
         size: Length of the file as a manifest says; None is unknown.
         on_throttle: Called each time the server asks for fewer requests (503 SlowDown, 429).
+        closing: Once set, nobody waits for the bytes any more: a pause is cut short and no more requests are sent.
 
     Raises:
         MissingError: If the file is missing; at once.
@@ -53,7 +56,7 @@ def fetch(
         StorageError: If no byte comes for ``patience_s`` of the storage options.
     """
     reading = _Reading(storage, url, start, end, size)
-    turns = Turns(storage, url, on_throttle)
+    turns = Turns(storage, url, on_throttle, closing)
     while not reading.is_complete:
         try:
             piece = storage.read_once(url, reading.position, end, piecemeal=reading.has_broken_off)
@@ -97,12 +100,18 @@ class Turns:
         storage: Whose options say how long, and which texts no message may show.
         url: For messages.
         on_throttle: Called each time the server asks for fewer requests.
+        closing: Ends the pauses once it is set.
     """
 
     def __init__(
-        self, storage: Storage, url: str, on_throttle: Callable[[], None] | None = None
+        self,
+        storage: Storage,
+        url: str,
+        on_throttle: Callable[[], None] | None = None,
+        closing: threading.Event | None = None,
     ) -> None:
         self._storage, self._url, self._on_throttle = storage, url, on_throttle
+        self._closing = closing
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -128,13 +137,20 @@ class Turns:
         passed_s = max(self._paused_s, time.monotonic() - self._since)
         self._count += 1
         self._paused_s += pause_s
-        if not verdict.again or passed_s + pause_s > patience_s:
+        late = passed_s + pause_s > patience_s
+        if not verdict.again or late or self._pause(pause_s):
             told = verdict.error if explain is None else explain(verdict)
             if verdict.again:
                 told.add_note(f"tried {self._count} times in {passed_s:.0f} s")
             raise told from (None if told is error else tellable(error, storage.secrets))
-        _log.debug("again in %.1f s: %s", pause_s, verdict.error)
+        _log.debug("again after %.1f s: %s", pause_s, verdict.error)
+
+    def _pause(self, pause_s: float) -> bool:
+        """Wait; True if nobody waits for the answer any more."""
+        if self._closing is not None:
+            return self._closing.wait(pause_s)
         time.sleep(pause_s)
+        return False
 
 
 class _Reading:
