@@ -1,4 +1,4 @@
-"""Which part of the job this process is: the only module that looks at the environment.
+"""Which part of the job this process is: the only module that looks at the environment for it.
 
 The rank is settled once, in the main process, and travels inside the pickled dataset: a spawned loader worker has no
 process group, a lookup there would say rank 0 of 1.

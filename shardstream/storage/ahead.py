@@ -132,8 +132,9 @@ class RangeFetcher:
         }
 
     def close(self) -> None:
-        """Drop what is held; requests in flight end by themselves."""
+        """Drop what is held; requests in flight end by themselves, and none is sent again."""
         self._held.clear()
+        self._pace.close()
         for pool in (self._pool, self._aside):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -194,7 +195,7 @@ class RangeFetcher:
         """Read a range, in a thread of the pool."""
         with nullcontext() if hedge else self._pace.slot():
             begin = time.monotonic()
-            data = self._catalog.fetch(span.shard, span.start, span.end, self._pace.throttled)
+            data = self._catalog.fetch(span.shard, span.start, span.end, self._pace)
         self._pace.arrived(len(data), time.monotonic() - begin)
         return data
 

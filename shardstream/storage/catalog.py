@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ from shardstream.format.manifest import ShardInfo, fingerprint
 from shardstream.storage.explain import explained
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import Located, is_compressed
+from shardstream.storage.pace import Pace, asking
 from shardstream.storage.retry import fetch
 
 Numbers = npt.NDArray[np.int64]
@@ -116,18 +117,14 @@ class Catalog:
         """Return the path of a shard on this machine, None if it is elsewhere."""
         return self.storage.local_path(self.shards[shard].url)
 
-    def fetch(
-        self, shard: int, start: int, end: int, on_throttle: Callable[[], None] | None = None
-    ) -> bytes:
+    def fetch(self, shard: int, start: int, end: int, pace: Pace | None = None) -> bytes:
         """Read some bytes of a shard, trying again where that can help.
 
         Raises:
             StorageError: If they are out of reach, or of another file than the manifest's.
         """
         info = self.shards[shard]
-        return fetch(
-            self.storage, info.url, start, end, size=info.filesize, on_throttle=on_throttle
-        )
+        return fetch(self.storage, info.url, start, end, size=info.filesize, **asking(pace))
 
     @property
     def limit_s(self) -> float:

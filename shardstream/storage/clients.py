@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any, cast
 
 from fsspec.core import url_to_fs
@@ -41,6 +42,11 @@ _FOR_S3FS = (
     "AuthorizationHeaderMalformed",
     "Content-Length Header missing",
 )
+_FORKED = (
+    "this process was forked from one that had used obstore, whose threads stayed there; "
+    "install s3fs, or start workers with multiprocessing_context='spawn'"
+)
+_UNKNOWN_OPTION = "one of the storage options, or of the AWS profile, is for s3fs alone"
 _SECRET_NAMES = ("key", "secret", "token", "password", "credential", "sas", "passphrase")
 
 
@@ -202,14 +208,9 @@ class Clients:
         if self._obstore is None:
             settings = self._settings()
             if inherited.has_dead_threads():
-                self._obstore = (
-                    "this process was forked from one that had used obstore, whose threads stayed there; "
-                    "install s3fs, or start workers with multiprocessing_context='spawn'"
-                )
+                self._obstore = _FORKED
             elif settings is None:
-                self._obstore = (
-                    "one of the storage options, or of the AWS profile, is for s3fs alone"
-                )
+                self._obstore = _UNKNOWN_OPTION
             else:
                 self._obstore = ObstoreReader(settings)
         why = self._obstore if can_name(path) else "obstore cannot ask for a key of that name"
@@ -228,7 +229,7 @@ class Clients:
         try:
             if protocol in S3:
                 if not _is_installed("s3fs") and _is_installed("obstore"):
-                    return self._open_obstore(), url.partition("://")[2].rstrip("/")
+                    return self._open_obstore(reading=reading), url.partition("://")[2].rstrip("/")
                 options = for_s3fs(
                     options, aws_variables(), self.limits.stall_s if reading else None
                 )
@@ -244,19 +245,17 @@ class Clients:
             filesystem.retries = 1  # its options make it an instance of its own
         return filesystem, path
 
-    def _open_obstore(self) -> Any:
-        from obstore.fsspec import FsspecStore  # noqa: PLC0415
-
+    def _open_obstore(self, *, reading: bool) -> Any:
+        from shardstream.storage.obstore_filesystem import ObstoreFilesystem  # noqa: PLC0415
         from shardstream.storage.read_obstore import store_arguments  # noqa: PLC0415
 
+        if inherited.has_dead_threads():
+            raise OptionError(_FORKED)
         settings = self._settings()
         if settings is None:
-            raise OptionError(
-                "one of the storage options, or of the AWS profile, is for s3fs alone: pip install s3fs"
-            )
+            raise OptionError(f"{_UNKNOWN_OPTION}: pip install s3fs")
         inherited.note_threads_started()
-        make: Any = FsspecStore  # its types do not name what fsspec's metaclass takes
-        return make("s3", **store_arguments(settings), skip_instance_cache=True)
+        return ObstoreFilesystem(store_arguments(settings, retries=not reading))
 
 
 def protocol_of(url: str) -> str:
@@ -264,8 +263,9 @@ def protocol_of(url: str) -> str:
     return url.split("://", 1)[0] if "://" in url else "file"
 
 
+@cache
 def _is_installed(package: str) -> bool:
-    return package in sys.modules or importlib.util.find_spec(package) is not None
+    return importlib.util.find_spec(package) is not None
 
 
 def _secret_values(options: Mapping[str, Any]) -> list[str]:

@@ -68,7 +68,7 @@ _SIGNS = (
            "kind: Connect"),
           "the server cannot be reached; check AWS_ENDPOINT_URL and the network", again=True),
     _Sign(("SlowDown", "reduce your request rate", "TooManyRequests", "Too Many Requests", "Throttl", "RequestLimitExceeded",
-           "503 Service Unavailable", "ServiceUnavailable"),
+           "503 Service Unavailable", "ServiceUnavailable", "503, message", "429, message"),
           "the server asks for fewer requests; read with fewer workers at a time", again=True, throttled=True),
     _Sign(("InvalidRange", "Range Not Satisfiable", "RangeNotSatisfiable"),
           "the file is shorter than its index says", past_end=True),
@@ -77,10 +77,14 @@ _SIGNS = (
           RefusedError),
     _Sign(("ExpiredToken", "TokenRefreshRequired", "InvalidToken"),
           "access refused; AWS_SESSION_TOKEN is wrong or has expired, get new credentials", RefusedError),
+    _Sign(("RequestTimeTooSkewed",), "access refused; the clock of this machine is wrong", RefusedError),
     _Sign(("PermissionError", "PermissionDenied", "Unauthenticated", "Forbidden", "AccessDenied", "InvalidAccessKeyId",
            "SignatureDoesNotMatch"),
           "access refused; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy",
           RefusedError),
+    # fsspec's http makes "not found" of any answer to a look-up
+    _Sign(("500, message", "502, message", "504, message"),
+          "the server failed; see its log, or try again later", again=True),
     _Sign(("FileNotFoundError", "NoSuchBucket", "NoSuchKey"),
           "nothing is there; check the URL, and that it was written", MissingError),
     _Sign(("PermanentRedirect", "BareRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint"),
@@ -90,6 +94,10 @@ _SIGNS = (
     _Sign(("Timeout", "TimedOut"),
           "the server did not answer in time; check it and the network, or raise stall_s in storage_options", again=True),
 )  # fmt: skip
+_HTTP_REMEDIES = {
+    "AWS_ENDPOINT_URL and": "the URL and",
+    "the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy": "the URL: its signature may have expired",
+}
 _LATER = (OSError, RuntimeError)  # of unknown ones, those that tell of a world that may change
 _NEVER = (
     "IsADirectoryError",
@@ -103,6 +111,8 @@ _NEVER = (
     "400 Bad Request",
     "501 Not Implemented",
     "builder error",
+    "UnknownConfigurationKeyError",
+    "InvalidPathError",
 )
 
 
@@ -128,7 +138,10 @@ def judge(error: Exception, url: str, secrets: tuple[str, ...] = ()) -> Verdict:
     detail = _scrub(f"{type(error).__name__}: {_first_line(error)}", secrets)
     for sign in _SIGNS:
         if any(name in text for name in sign.names):
-            made = sign.kind(f"{sign.remedy} ({detail})", shard=url)
+            remedy = sign.remedy
+            for words, others in _HTTP_REMEDIES.items() if url.startswith("http") else ():
+                remedy = remedy.replace(words, others)
+            made = sign.kind(f"{remedy} ({detail})", shard=url)
             return Verdict(made, sign.again, sign.throttled, sign.past_end)
     again = (theirs or isinstance(error, _LATER)) and not any(name in text for name in _NEVER)
     return Verdict(StorageError(detail, shard=url), again)

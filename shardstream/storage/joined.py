@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
@@ -11,6 +11,7 @@ import numpy as np
 from shardstream.format.index import Offsets
 from shardstream.storage.catalog import Catalog, Extents, Numbers
 from shardstream.storage.objects import ObjectCatalog
+from shardstream.storage.pace import Pace
 
 
 class JoinedCatalog:
@@ -99,12 +100,10 @@ class JoinedCatalog:
         part, within = self._within(shard)
         return part.local_path(within)
 
-    def fetch(
-        self, shard: int, start: int, end: int, on_throttle: Callable[[], None] | None = None
-    ) -> bytes:
+    def fetch(self, shard: int, start: int, end: int, pace: Pace | None = None) -> bytes:
         """Read some bytes of a shard, as `Catalog.fetch`."""
         part, within = self._within(shard)
-        return part.fetch(within, start, end, on_throttle)
+        return part.fetch(within, start, end, pace)
 
     @property
     def limit_s(self) -> float:

@@ -18,6 +18,7 @@ from shardstream.format.tar_encode import encode_member, member_bytes
 from shardstream.storage.catalog import Extents, Numbers
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.listing import Listed, sample_members
+from shardstream.storage.pace import Pace, asking
 from shardstream.storage.retry import AnswerCutError, fetch, patiently
 
 _Unsigned = npt.NDArray[np.unsignedinteger[Any]]
@@ -157,9 +158,7 @@ class ObjectCatalog:
         """Return where the one sample of a shard is."""
         return np.array([0, self._tar_bytes(shard)], dtype=np.int64)
 
-    def fetch(
-        self, shard: int, start: int, end: int, on_throttle: Callable[[], None] | None = None
-    ) -> bytes:
+    def fetch(self, shard: int, start: int, end: int, pace: Pace | None = None) -> bytes:
         """Read the files of a sample, and return them as a tar.
 
         Raises:
@@ -172,18 +171,18 @@ class ObjectCatalog:
             data = self._label(shard)
             if member is not None:
                 url, size = self._root + self._path(member), int(self._sizes[member])
-                data = self._read(url, size, on_throttle)
+                data = self._read(url, size, pace)
             pieces += encode_member(name, data)
         return b"".join(pieces)[start:end]
 
-    def _read(self, url: str, size: int, on_throttle: Callable[[], None] | None) -> bytes:
+    def _read(self, url: str, size: int, pace: Pace | None) -> bytes:
         """Read a file that must have the length it was listed with."""
         # S3 tells the length with a range; elsewhere only the whole file shows that it has grown.
         end = size if self.storage.is_s3(url) else None
 
         def ask() -> bytes:
             try:
-                data = fetch(self.storage, url, 0, end, size=size, on_throttle=on_throttle)
+                data = fetch(self.storage, url, 0, end, size=size, **asking(pace))
             except ChangedError as error:
                 raise _changed(url) from error
             if len(data) != size:

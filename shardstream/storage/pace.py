@@ -6,12 +6,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypedDict
 
 _FIRST, _MOST = 8, 32
 _GAIN = 1.08  # a rate that much higher pays for more connections
 _WINDOW_S = 0.1  # a rate is measured over at least that long
 _HOLD_WINDOWS = 16  # without gain, before it is tried again
 _CALM_S = 1.0  # answers to what was sent before a halving come in for about that long
+
+
+class Asking(TypedDict, total=False):
+    """What `retry.fetch` hears of, and what it tells."""
+
+    on_throttle: Callable[[], None]
+    given_up: threading.Event
 
 
 class Pace:
@@ -31,6 +39,8 @@ class Pace:
     ) -> None:
         self.limit = first
         self.throttled_times = 0
+        self.closed = threading.Event()
+        """Set when nobody waits for answers any more."""
         self.arrived_at = clock()
         self._usual_s, self._answers = 0.0, 0
         self._most, self._clock = most, clock
@@ -46,7 +56,7 @@ class Pace:
     def slot(self) -> Iterator[None]:
         """Wait for a slot, and hold it."""
         with self._changed:
-            while self._active >= self.limit:
+            while self._active >= self.limit and not self.closed.is_set():
                 self._crowded = True
                 self._changed.wait()
             self._active += 1
@@ -88,6 +98,12 @@ class Pace:
                 self._best, self._hold = 0.0, _HOLD_WINDOWS
                 self._begin(now)
 
+    def close(self) -> None:
+        """Let nobody wait any more."""
+        with self._changed:
+            self.closed.set()
+            self._changed.notify_all()
+
     def _begin(self, now: float) -> None:
         self._since, self._bytes, self._count, self._crowded = now, 0, 0, False
 
@@ -100,3 +116,10 @@ class Pace:
             self.limit = min(self._most, self.limit + max(1, self.limit // 4))
         else:
             self.limit, self._best, self._hold = self._before, 0.0, _HOLD_WINDOWS
+
+
+def asking(pace: Pace | None) -> Asking:
+    """Return the arguments of `retry.fetch` that keep to a pace."""
+    if pace is None:
+        return {}
+    return {"on_throttle": pace.throttled, "given_up": pace.closed}

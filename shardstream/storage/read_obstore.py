@@ -61,7 +61,9 @@ class ObstoreReader:
     def _store(self, bucket: str) -> S3Store:
         with self._lock:
             if bucket not in self._stores:
-                self._stores[bucket] = S3Store(bucket, **store_arguments(self._settings))
+                self._stores[bucket] = S3Store(
+                    bucket, **store_arguments(self._settings, retries=False)
+                )
             return self._stores[bucket]
 
 
@@ -73,7 +75,7 @@ def can_name(path: str) -> bool:
     )
 
 
-def store_arguments(settings: S3Settings) -> dict[str, Any]:
+def store_arguments(settings: S3Settings, *, retries: bool) -> dict[str, Any]:
     """Return the arguments of an `obstore.store.S3Store`. All is said, so that no variable changes it."""
     config: dict[str, Any] = {
         "region": settings.region,
@@ -96,6 +98,6 @@ def store_arguments(settings: S3Settings) -> dict[str, Any]:
     return {
         "config": config,
         "client_options": client,
-        "retry_config": {"max_retries": 0},
+        "retry_config": None if retries else {"max_retries": 0},
         "credential_provider": None if settings.anonymous else settings.credentials,
     }

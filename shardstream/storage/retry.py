@@ -25,7 +25,7 @@ _NEVER_REACHED_S = (
 _jitter = random.Random()  # of its own: the user's global generator is left alone
 
 
-def fetch(
+def fetch(  # noqa: PLR0913  (the one way in: what may be known of a read)
     storage: Storage,
     url: str,
     start: int = 0,
@@ -33,6 +33,7 @@ def fetch(
     *,
     size: int | None = None,
     on_throttle: Callable[[], None] | None = None,
+    given_up: threading.Event | None = None,
 ) -> bytes:
     """Read a range, or a whole file; after a fault go on at the byte reached, with growing pauses. Through the cache, if any.
 
@@ -46,6 +47,7 @@ def fetch(
         end: Offset behind the last; None is the end of the file.
         size: Length of the file as a manifest says; None is unknown.
         on_throttle: Called each time the server asks for fewer requests (503 SlowDown, 429).
+        given_up: Once set, nobody waits for the bytes any more: a pause is cut short and no more requests are sent.
 
     Raises:
         MissingError: If the file is missing; at once.
@@ -55,7 +57,7 @@ def fetch(
     """
 
     def read(start: int, end: int | None) -> bytes:
-        return _read(_Reading(storage, url, start, end, size), on_throttle)
+        return _read(_Reading(storage, url, start, end, size), on_throttle, given_up)
 
     if storage.cache is None or storage.local_path(url) is not None:
         return read(start, end)
@@ -64,9 +66,11 @@ def fetch(
     )
 
 
-def _read(reading: _Reading, on_throttle: Callable[[], None] | None) -> bytes:
+def _read(
+    reading: _Reading, on_throttle: Callable[[], None] | None, given_up: threading.Event | None
+) -> bytes:
     storage, url, end = reading.storage, reading.url, reading.end
-    turns = Turns(storage, url, on_throttle)
+    turns = Turns(storage, url, on_throttle, given_up)
     while not reading.is_complete:
         try:
             piece = storage.read_once(url, reading.position, end, piecemeal=reading.has_broken_off)
@@ -155,16 +159,20 @@ class Turns:
         passed_s = max(self._paused_s, time.monotonic() - self._since)
         self._count += 1
         self._paused_s += pause_s
-        if not verdict.again or passed_s + pause_s > patience_s:
+        late = passed_s + pause_s > patience_s
+        if not verdict.again or late or self._pause(pause_s):
             told = verdict.error if explain is None else explain(verdict)
             if verdict.again:
                 told.add_note(f"tried {self._count} times in {passed_s:.0f} s")
             raise told from (None if told is error else tellable(error, storage.secrets))
-        _log.debug("again in %.1f s: %s", pause_s, verdict.error)
-        if self._given_up is None:
-            time.sleep(pause_s)
-        elif self._given_up.wait(pause_s):
-            raise verdict.error
+        _log.debug("again after %.1f s: %s", pause_s, verdict.error)
+
+    def _pause(self, pause_s: float) -> bool:
+        """Wait; True if nobody waits for the answer any more."""
+        if self._given_up is not None:
+            return self._given_up.wait(pause_s)
+        time.sleep(pause_s)
+        return False
 
 
 class _Reading:

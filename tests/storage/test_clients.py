@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import select
+import socket
+import socketserver
 import threading
 import time
 import traceback
 import uuid
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +23,7 @@ from shardstream.errors import ChangedError, MissingError, OptionError, RefusedE
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.publish import publish_bytes
 from shardstream.storage.retry import fetch
-from tests.servers import S3Server, ShapedS3
+from tests.servers import S3Server, ServerMissingError, ShapedS3, in_ci, start_nginx
 
 BODY = bytes(range(256)) * (3 << 12)  # 3 MiB
 CLIENTS = ("s3fs", "obstore")
@@ -71,7 +76,8 @@ class Faults:
         self.set()
 
     def set(self, **rates: float) -> None:
-        every = dict.fromkeys(("slow", "reset", "trunc", "stall", "short", "flip"), 0.0) | rates
+        every = dict.fromkeys(("slow", "reset", "trunc", "stall", "short", "flip"), 0.0)
+        every |= {"stall_s": 5} | rates
         knobs = "&".join(f"{name}={value}" for name, value in every.items())
         self.server.control(f"/set?profile=chaos&{knobs}")
         self.server.control("/clear")
@@ -85,9 +91,21 @@ class Faults:
         return made
 
 
+@pytest.fixture(scope="module")
+def shaped(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShapedS3]:
+    """One proxy for all tests of this module: each sets every knob anew."""
+    try:
+        with start_nginx(tmp_path_factory.mktemp("nginx"), s3) as proxy:
+            yield proxy
+    except ServerMissingError as error:
+        if in_ci():
+            raise
+        pytest.skip(str(error))
+
+
 @pytest.fixture
-def faults(shaped_s3: ShapedS3, bucket: str) -> Faults:
-    return Faults(shaped_s3, bucket)
+def faults(shaped: ShapedS3, bucket: str) -> Faults:
+    return Faults(shaped, bucket)
 
 
 # --- what every client gives
@@ -274,6 +292,60 @@ def test_a_server_that_always_fails_is_an_error_in_the_end(client: str, faults: 
         fetch(storage, faults.url, 0, 10, on_throttle=lambda: heard.append(1))
     assert len(heard) == faults.count("slow") >= 2
     assert raised.value.__notes__[0].startswith(f"tried {len(heard)} times")
+
+
+@contextmanager
+def forwarded(port: int, target: str) -> Iterator[None]:
+    """Let a port of this machine lead to a server; then all its connections are cut."""
+    ended = threading.Event()
+
+    class Forward(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            host, _, number = target.removeprefix("http://").partition(":")
+            with socket.create_connection((host, int(number))) as there:
+                ends = {self.request: there, there: self.request}
+                while not ended.is_set():
+                    for end in select.select([*ends], [], [], 0.05)[0]:
+                        data = end.recv(1 << 16)
+                        if not data:
+                            return
+                        ends[end].sendall(data)
+
+    class Server(socketserver.ThreadingTCPServer):
+        allow_reuse_address = True
+
+    with Server(("127.0.0.1", port), Forward) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield
+        server.shutdown()
+        ended.set()
+        thread.join()
+
+
+def test_a_server_that_comes_back_is_waited_for(client: str, s3: S3Server, bucket: str) -> None:
+    url = Place(Storage(s3.storage_options), bucket).url("a.tar")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    options = s3.storage_options | {"endpoint_url": f"http://127.0.0.1:{port}", "s3_client": client}
+    storage = Storage(options)
+    with forwarded(port, s3.endpoint):
+        assert fetch(storage, url, 0, 4) == BODY[:4]
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(fetch, storage, url, 4, 8)
+        time.sleep(1)
+        assert not reading.done()
+        with forwarded(port, s3.endpoint):
+            assert reading.result(timeout=60) == BODY[4:8]
+
+
+def test_a_read_that_nobody_waits_for_ends_soon(client: str, faults: Faults) -> None:
+    faults.set(slow=1)
+    storage, given_up = faults.storage(client), threading.Event()
+    threading.Timer(0.5, given_up.set).start()
+    with pytest.raises(StorageError, match="the server asks for fewer requests"):
+        fetch(storage, faults.url, 0, 10, given_up=given_up)
 
 
 def test_listings_are_asked_for_again_too(faults: Faults) -> None:

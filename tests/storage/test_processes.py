@@ -7,18 +7,22 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.publish import publish_bytes
+from tests.read.sets import numbered
 
 pytestmark = pytest.mark.usefixtures("s3_env")
 
 
-PROGRAM = """
+HEAD = """
     import faulthandler, json, multiprocessing, sys
     faulthandler.dump_traceback_later(100, exit=True)
+"""
+CHILDREN = """
     from concurrent.futures import ProcessPoolExecutor
     from shardstream.storage.filesystem import Storage
 
@@ -46,6 +50,69 @@ PROGRAM = """
 """
 
 
+OBSTORE_ALONE = """
+    sys.modules.update(dict.fromkeys(("s3fs", "aiobotocore", "botocore", "boto3")))  # as if not installed
+    from concurrent.futures import ProcessPoolExecutor
+    import shardstream as ss
+    from shardstream.storage.filesystem import Storage
+    from shardstream.storage.publish import publish_bytes, remove
+
+    def read(storage, url):
+        try:
+            return storage.read(url, 1, 3).decode()
+        except ss.OptionError as error:
+            return str(error)
+
+    if __name__ == "__main__":
+        folder, storage = sys.argv[1], Storage()
+        for name in ("a.tar", "b.tar", "sub/c.tar"):
+            publish_bytes(storage, f"{folder}/{name}", b"1234")
+        names = lambda files: [file.url.removeprefix(folder + "/") for file in files]
+        files, folders = storage.list_folder(folder)
+        found = [names(files), folders, names(storage.find(folder)), names(storage.glob(f"{folder}/[b-z]*.tar"))]
+        remove(storage, f"{folder}/b.tar")
+        remove(storage, f"{folder}/b.tar")
+        found.append([storage.exists(f"{folder}/{name}") for name in ("a.tar", "b.tar", "sub")])
+        with storage.open(f"{folder}/a.tar") as stream:
+            found.append(stream.read().decode())
+        found.append(read(storage, f"{folder}/a.tar"))
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+            found.append(pool.submit(read, storage, f"{folder}/a.tar").result(timeout=60))
+        print(json.dumps(found))
+"""
+
+
+LOADERS = """
+    import shardstream as ss
+
+    def look(sample):
+        from shardstream.storage.inherited import has_dead_threads
+        return sample["__key__"], has_dead_threads(), "shardstream.storage.read_obstore" in sys.modules
+
+    if __name__ == "__main__":
+        url, method, *order = sys.argv[1:]
+        found = []
+        for num_workers in map(int, order):
+            dataset = ss.ShardDataset(url, shuffle=True).map(look)
+            workers = {"num_workers": 2, "multiprocessing_context": method, "timeout": 60} if num_workers else {}
+            batches = ss.ShardLoader(dataset, batch_size=4, collate_fn=list, **workers)
+            keys, without, obstore = zip(*(sample for batch in batches for sample in batch))
+            found.append([len(set(keys)), any(without), all(obstore)])
+        print(json.dumps(found))
+"""
+
+
+def run(program: str, folder: Path, *arguments: str) -> Any:
+    """Run a program as a process of its own: what threads this one has is not known."""
+    (folder / "program.py").write_text(textwrap.dedent(HEAD) + textwrap.dedent(program))
+    done = subprocess.run(
+        [sys.executable, folder / "program.py", *arguments],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
 @pytest.mark.parametrize(
     ("method", "parent_client", "own", "readers"),
     [
@@ -60,11 +127,36 @@ def test_a_child_reads_whatever_its_parent_has_opened(
 ) -> None:
     url = f"{bucket}/data/a.tar"
     publish_bytes(Storage(), url, b"1234")
-    # a process of its own: what threads this one has is not known
-    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM))
-    done = subprocess.run(
-        [sys.executable, tmp_path / "program.py", url, method, parent_client, own],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == [["23", reader] for reader in readers]
+    found = run(CHILDREN, tmp_path, url, method, parent_client, own)
+    assert found == [["23", reader] for reader in readers]
+
+
+def test_obstore_alone_lists_reads_and_writes(bucket: str, tmp_path: Path) -> None:
+    *found, forked = run(OBSTORE_ALONE, tmp_path, f"{bucket}/data")
+    assert found == [
+        ["a.tar", "b.tar"],
+        ["sub"],
+        ["a.tar", "b.tar", "sub/c.tar"],
+        ["b.tar"],
+        [True, False, True],
+        "1234",
+        "23",
+    ]
+    assert "install s3fs, or start workers with multiprocessing_context='spawn'" in forked
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("method", "epochs"),
+    [
+        # workers, the main process, workers: as training, validation, training
+        ("fork", {"2": (False, True), "0": (False, True), " 2": (True, True)}),
+        ("spawn", {"0": (False, True), "2": (False, True)}),
+    ],
+)
+def test_an_epoch_is_read_by_workers_whatever_their_parent_read_before(
+    method: str, epochs: dict[str, tuple[bool, bool]], bucket: str, tmp_path: Path
+) -> None:
+    url = numbered(f"{bucket}/data", nsamples=32, per_shard=8)
+    found = run(LOADERS, tmp_path, url, method, *epochs)
+    assert found == [[32, without, obstore] for without, obstore in epochs.values()]

@@ -1,0 +1,86 @@
+"""Files over plain http: what a server answers, or does not, in words; never the query of a signed URL."""
+
+from __future__ import annotations
+
+import http.server
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from shardstream.errors import MissingError, RefusedError, StorageError
+from shardstream.storage.filesystem import Storage
+
+SECRET = "hunter2"  # noqa: S105
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """The first part of the path is the status."""
+
+    def do_GET(self) -> None:
+        status = int(self.path.split("/")[1])
+        body = b"0123456789" if status == 200 else b""
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET  # noqa: N815  (as http.server looks it up)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as serving:
+        thread = threading.Thread(target=serving.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{serving.server_port}"
+        serving.shutdown()
+        thread.join()
+
+
+OPERATIONS: tuple[Callable[[Storage, str], object], ...] = (
+    lambda storage, url: storage.read(url),
+    lambda storage, url: storage.read(url, 0, 4),
+    lambda storage, url: storage.info(url),
+    lambda storage, url: storage.exists(url),
+)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    ("status", "kind", "message"),
+    [
+        (404, MissingError, "nothing is there"),
+        (403, RefusedError, "access refused; check the URL: its signature may have expired"),
+        (500, StorageError, "the server failed"),
+        (503, StorageError, "the server asks for fewer requests"),
+        (None, StorageError, "the server cannot be reached; check the URL and the network"),
+    ],
+)
+def test_what_a_server_answers_is_told(
+    operation: Callable[[Storage, str], object],
+    status: int | None,
+    kind: type[StorageError],
+    message: str,
+    server: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("DEBUG", "shardstream")
+    storage = Storage({"patience_s": 0.3})
+    host = "http://127.0.0.1:9/0" if status is None else f"{server}/{status}"
+    if (status, operation) == (404, OPERATIONS[3]):
+        assert operation(storage, f"{host}/a.tar?sig={SECRET}") is False
+        return
+    with pytest.raises(kind, match=message) as raised:
+        operation(storage, f"{host}/a.tar?X-Amz-Signature={SECRET}")
+    assert type(raised.value) is kind
+    assert SECRET not in "".join(traceback.format_exception(raised.value)) + caplog.text
+
+
+def test_a_signed_url_is_read(server: str) -> None:
+    assert Storage().read(f"{server}/200/a.tar?X-Amz-Signature={SECRET}", 0, 10) == b"0123456789"
