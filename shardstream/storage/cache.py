@@ -70,10 +70,12 @@ class Known(NamedTuple):
     Args:
         size: Bytes.
         identity: Names this file in this version; None if its version is not known.
+        etag: As the server says it, if it does.
     """
 
     size: int
     identity: bytes | None
+    etag: str | None
 
 
 class Cache:
@@ -100,8 +102,13 @@ class Cache:
             place = redact(url) if version.startswith("ETag") else url
             text = "\0".join((place, version, str(size)))
             identity = hashlib.blake2b(text.encode(), digest_size=_NAME_BYTES).digest()
-        known = self._known[url] = Known(size, identity)
+        kind, _, value = (version or "").partition(" ")
+        known = self._known[url] = Known(size, identity, value if kind == "ETag" else None)
         return known
+
+    def etag(self, url: str) -> str | None:
+        """Return the ETag that was learnt of a file."""
+        return self._known[url].etag if url in self._known else None
 
     def read(
         self,
@@ -128,7 +135,7 @@ class Cache:
         known = self._known[url]
         if size not in (None, known.size):  # another file than the caller means: the source says so
             return read(start, end)
-        size, identity = known
+        size, identity = known.size, known.identity
         end = size if end is None else end
         if identity is None:
             self._warn_no_version(url)

@@ -166,6 +166,24 @@ def test_shards_that_were_replaced_are_read_anew(server: Server, tmp_path: Path)
             assert epoch(server.loader(tmp_path, url=url)) == [first + i for i in range(SAMPLES)]
 
 
+def test_a_shard_replaced_behind_the_listing_is_an_error_and_not_kept(
+    server: Server, tmp_path: Path
+) -> None:
+    url = f"{server.url}-3"
+
+    def write(first: int) -> None:
+        samples = [{"__key__": f"{i:06d}", "cls": first + i} for i in range(SAMPLES)]
+        make_shards(url, samples=samples, storage_options=server.options, overwrite=True)
+
+    write(0)
+    listed = server.loader(tmp_path, url=url)
+    write(1000)
+    with pytest.raises(ss.ChangedError, match="the file changed while it was read"):
+        epoch(listed)
+    kept = [path.stat().st_size for path in tmp_path.glob("*/??/*")]
+    assert max(kept) < 5000  # indexes and manifest; no shard
+
+
 def test_workers_killed_while_they_fill_the_cache_harm_nobody(
     server: Server, tmp_path: Path
 ) -> None:
