@@ -57,14 +57,10 @@ def fetch(  # noqa: PLR0913  (the one way in: what may be known of a read)
     """
 
     def read(start: int, end: int | None) -> bytes:
-<<<<<<< ours
-        return _read(_Reading(storage, url, start, end, size), on_throttle, given_up)
-=======
         # What the cache keeps under the version of a listing must be of that version.
         if storage.cache is not None and (etag := storage.cache.etag(url)) is not None:
             storage.pin(url, etag)
-        return _read(_Reading(storage, url, start, end, size), on_throttle)
->>>>>>> theirs
+        return _read(_Reading(storage, url, start, end, size), on_throttle, given_up)
 
     if storage.cache is None or storage.local_path(url) is not None:
         return read(start, end)
