@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardstream.errors import ManifestError, redact
+from shardstream.format.names import is_name
 
 MANIFEST_NAME = "index.json"
 KIND = "wids-shard-index-v1"
@@ -154,7 +155,11 @@ def fingerprint(shards: Iterable[ShardInfo]) -> str:
 
 
 def _decode_shard(entry: Any, *, url: str) -> ShardInfo:
-    if not isinstance(entry, dict) or not isinstance(entry.get("url"), str):
+    if (
+        not isinstance(entry, dict)
+        or not isinstance(entry.get("url"), str)
+        or not is_name(entry["url"])
+    ):
         raise ManifestError(
             f"a shard without a 'url': {reprlib.repr(entry)}; run 'shardstream index'", shard=url
         )

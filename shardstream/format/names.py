@@ -77,17 +77,20 @@ def member_name(key: str, field: str) -> str:
         )
     if is_meta_name(name):
         raise SampleError("readers skip names like __this__; choose another key", key=key)
-    if not name.isascii() and not _survives_utf8(name):
+    if not name.isascii() and not is_name(name):
         raise SampleError("the name cannot be written in UTF-8; rename it", key=key, field=field)
     return name
 
 
-def _survives_utf8(name: str) -> bool:
-    """Tell whether the bytes of a name read back as the name; lone surrogates may not."""
+def is_name(name: str) -> bool:
+    """Tell whether the bytes of a name read back as the name, and hold no NUL; lone surrogates may not."""
+    if name.isascii():
+        return "\0" not in name
     try:
-        return name.encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape") == name
+        raw = name.encode("utf-8", "surrogateescape")
     except UnicodeEncodeError:
         return False
+    return b"\0" not in raw and raw.decode("utf-8", "surrogateescape") == name
 
 
 def _why_not(key: str, field: str) -> str:

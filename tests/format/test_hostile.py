@@ -255,8 +255,10 @@ def test_an_index_into_the_middle_of_a_member_is_refused() -> None:
         + "]}",
         '{"__kind__": "wids-shard-index-v1", "shardlist": [{"url": "a", "nsamples": -1}]}',
         '{"__kind__": "wids-shard-index-v1", "shardlist": [{"url": "a", "nsamples": NaN}]}',
+        '{"__kind__": "wids-shard-index-v1", "shardlist": [{"url": "\\ud800.tar"}]}',
+        '{"__kind__": "wids-shard-index-v1", "shardlist": [{"url": "a\\u0000.tar"}]}',
     ],
-    ids=range(9),
+    ids=range(11),
 )  # fmt: skip
 def test_a_manifest_made_to_do_harm_is_refused(text: str) -> None:
     with pytest.raises(ManifestError, match="shardstream index") as raised:
