@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -106,6 +107,9 @@ def _sigterm_raised() -> Iterator[None]:
     def end(*_: object) -> None:
         raise SystemExit(EXIT_TERMINATED)
 
+    if threading.current_thread() is not threading.main_thread():  # only that one may
+        yield
+        return
     before = signal.signal(signal.SIGTERM, end)
     try:
         yield

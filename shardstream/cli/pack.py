@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from shardstream.cli.options import StorageOption, parse_options
+from shardstream.cli.pack_progress import farewell, packing_bar
 from shardstream.cli.text import aligned, human_bytes, plural, printable
 
 if TYPE_CHECKING:
-    from shardstream.write.report import PackReport, Progress
+    from shardstream.write.report import PackReport
 
 _SKIPS_SHOWN = 10
 
@@ -180,7 +177,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
     """
     from shardstream.write import job  # noqa: PLC0415  (numpy, pillow and fsspec take 300 ms)
 
-    with _farewell(), _progress_bar() as progress:
+    with farewell(), packing_bar() as progress:
         report = job.pack(
             source,
             dest,
@@ -205,19 +202,6 @@ def pack(  # noqa: PLR0913  (the options of a command)
             source_options=parse_options(source_option) if source_option else None,
         )
     _show(report)
-
-
-@contextmanager
-def _farewell() -> Iterator[None]:
-    """Say how to go on to who stops the command."""
-    try:
-        yield
-    except (KeyboardInterrupt, SystemExit):
-        typer.echo(
-            "stopped: nothing is published yet, and finished shards are kept; the same command goes on behind them",
-            err=True,
-        )
-        raise
 
 
 def parse_split(text: str | None) -> dict[str, float]:
@@ -260,40 +244,6 @@ def parse_mapping(items: list[str] | None) -> dict[str, str]:
             )
         fields[field] = column
     return fields
-
-
-@contextmanager
-def _progress_bar() -> Iterator[Callable[[Progress], None] | None]:
-    """Show samples, rates and the time left on stderr, if it is a terminal; yields None if nobody looks."""
-    if not sys.stderr.isatty():
-        yield None
-        return
-    from rich import progress as bars  # noqa: PLC0415  (50 ms that --help does not need)
-    from rich.console import Console  # noqa: PLC0415
-
-    columns = (
-        bars.TextColumn("packing", markup=False),
-        bars.BarColumn(),
-        bars.TextColumn("{task.fields[counts]}", markup=False),
-        bars.TimeRemainingColumn(),
-    )
-    start_s = time.monotonic()
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("packing", total=None, counts="")
-
-        def update(progress: Progress) -> None:
-            seconds = max(time.monotonic() - start_s, 1e-3)
-            new = progress.samples - progress.kept
-            mean_bytes = progress.size_bytes / max(progress.samples, 1)
-            kept = f"  {progress.kept:,} of an earlier run" if progress.kept else ""
-            counts = (
-                f"{plural(progress.samples, 'sample')}  {new / seconds:,.0f}/s  "
-                f"{human_bytes(int(new * mean_bytes / seconds))}/s{kept}"
-            )
-            done = progress.samples + progress.skipped
-            bar.update(task, completed=done, total=progress.total, counts=counts)
-
-        yield update
 
 
 def _show(report: PackReport) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from shardstream.errors import ManifestError, MissingError, OptionError
 from shardstream.format.index import INDEX_SUFFIX, OFFSET_BYTES
-from shardstream.format.manifest import MANIFEST_NAME, decode_manifest
+from shardstream.format.manifest import MANIFEST_NAME, ShardInfo, decode_manifest
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.publish import final_name, remove
 from shardstream.storage.retry import fetch
@@ -75,10 +75,7 @@ def claim(storage: Storage, names: ShardNames, *, overwrite: bool) -> Claim:
             journal_files=sum(map(is_journal, files)),
         )
     if MANIFEST_NAME in files:
-        raise OptionError(
-            "a dataset is published here; replace it with overwrite=True (--overwrite), or write elsewhere",
-            shard=names.url(MANIFEST_NAME),
-        )
+        raise _published(names)
     if there:
         raise OptionError(
             "a shard of this name is here without an index.json: left by a run that failed, or another tool's; "
@@ -111,7 +108,10 @@ def claim_or_resume(
     if journal is None:
         return replace(claim(storage, names, overwrite=overwrite), extras=extras)
     differences = task.differences(journal.task)
-    if differences and journal.finished and not overwrite:
+    if not overwrite and MANIFEST_NAME in files and not _is_about(journal, names):
+        raise _published(names)  # the run that was to replace it was stopped before it began
+    there = any(names.is_ours(name) for name in files)
+    if differences and (journal.finished or there) and not overwrite:
         raise OptionError(
             f"an unfinished pack is here, and it is another one: {'; '.join(differences)}. Finish that with its own source "
             "and options, or replace it with overwrite=True (--overwrite), or write elsewhere",
@@ -130,6 +130,19 @@ def claim_or_resume(
         journal_files=sum(map(is_journal, files)),
         extras=extras,
     )
+
+
+def _published(names: ShardNames) -> OptionError:
+    return OptionError(
+        "a dataset is published here; replace it with overwrite=True (--overwrite), or write elsewhere",
+        shard=names.url(MANIFEST_NAME),
+    )
+
+
+def _is_about(journal: Journal, names: ShardNames) -> bool:
+    """Tell whether the published dataset is what the pack of a journal made, stopped on its way out."""
+    shards = _manifest_shards(journal.storage, names)
+    return bool(shards) and shards == tuple(one.info for one in journal.finished)
 
 
 def _intact(journal: Journal, names: ShardNames, files: Mapping[str, int]) -> tuple[Finished, ...]:
@@ -155,12 +168,15 @@ def _list(storage: Storage, names: ShardNames) -> dict[str, int]:
 def _known_to_manifest(
     storage: Storage, names: ShardNames, files: Mapping[str, int]
 ) -> frozenset[str]:
-    if MANIFEST_NAME not in files:
-        return frozenset()
-    url = names.url(MANIFEST_NAME)
-    try:
-        shards = decode_manifest(fetch(storage, url), url=url).shards
-    except ManifestError:
-        return frozenset()
+    shards = _manifest_shards(storage, names) if MANIFEST_NAME in files else ()
     # Those of another folder are not this dataset's to delete.
     return frozenset(shard.url for shard in shards if "/" not in shard.url)
+
+
+def _manifest_shards(storage: Storage, names: ShardNames) -> tuple[ShardInfo, ...]:
+    """Return what the manifest there lists; nothing if it cannot be understood."""
+    url = names.url(MANIFEST_NAME)
+    try:
+        return decode_manifest(fetch(storage, url), url=url).shards
+    except ManifestError:
+        return ()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from shardstream.errors import StorageError
 from shardstream.format.manifest import ShardInfo
 from shardstream.write.claim import Claim, claim_or_resume
 from shardstream.write.journal import Finished, Journal, NumberedSkip, Task
@@ -56,7 +58,8 @@ class PackWriter(ShardWriter):
         """Drop the shard at hand; what is finished stays, with the notes of it."""
         super().abort()
         if self._was_empty and not self._has_sent:  # nothing to go on with
-            self._journal.remove()
+            with suppress(StorageError):  # what went wrong before is what matters
+                self._journal.remove()
 
     def _claim(self, *, overwrite: bool) -> Claim:
         taken = claim_or_resume(

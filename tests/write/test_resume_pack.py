@@ -21,6 +21,7 @@ from PIL import Image
 from shardstream.errors import OptionError, SourceError
 from shardstream.storage.filesystem import Storage
 from shardstream.write import journal as journal_module
+from shardstream.write.claim import Claim
 from shardstream.write.job import pack
 from shardstream.write.journal import Finished, Journal, Task, is_journal, read_journal
 from shardstream.write.parallel import Encoded, RecordEncoder
@@ -134,7 +135,7 @@ def pack_under_fire(command: list[str], folders: list[str], *, seed: int, kills:
     draw = random.Random(seed)
     storage = Storage()
     start_s = time.monotonic()
-    assert run_killed(["pack", "--help"], 60)
+    assert run_killed(["pack", "--help"], 300)
     least_s = time.monotonic() - start_s  # what it takes to begin
     killed = 0
     for _ in range(kills):
@@ -144,7 +145,7 @@ def pack_under_fire(command: list[str], folders: list[str], *, seed: int, kills:
         if is_published(storage, folders):  # it was on its way out
             break
     else:
-        assert run_killed(command, 60)
+        assert run_killed(command, 300)
     assert is_published(storage, folders)
     return killed
 
@@ -155,7 +156,7 @@ def test_killed_at_any_moment_the_same_command_ends_in_the_same_bytes(
     options: list[str], files: Path, tmp_path: Path
 ) -> None:
     limits = ["--max-samples", "15", "--shuffle", *options]
-    assert run_killed(["pack", str(files), str(tmp_path / "clean"), *limits], 60)
+    assert run_killed(["pack", str(files), str(tmp_path / "clean"), *limits], 300)
     dest = str(tmp_path / "out")
     folders = [f"{dest}/a", f"{dest}/b"] if "--split" in options else [dest]
     killed = pack_under_fire(["pack", str(files), dest, *limits], folders, seed=3, kills=5)
@@ -167,7 +168,7 @@ def test_killed_at_any_moment_the_same_command_ends_in_the_same_bytes(
 @pytest.mark.usefixtures("s3_env")
 def test_killed_at_any_moment_on_s3(bucket: str, s3: S3Server, files: Path) -> None:
     limits = ["--max-samples", "20"]
-    assert run_killed(["pack", str(files), f"{bucket}/clean", *limits], 60)
+    assert run_killed(["pack", str(files), f"{bucket}/clean", *limits], 300)
     dest = f"{bucket}/out"
     assert pack_under_fire(["pack", str(files), dest, *limits], [dest], seed=1, kills=4)
     assert remote_contents(dest) == remote_contents(f"{bucket}/clean")
@@ -176,7 +177,7 @@ def test_killed_at_any_moment_on_s3(bucket: str, s3: S3Server, files: Path) -> N
 def test_processes_that_encode_end_with_a_killed_pack(files: Path, tmp_path: Path) -> None:
     command = ["pack", str(files), str(tmp_path / "out"), "--processes", "2", "--max-samples", "1"]
     with subprocess.Popen([*COMMAND, *command], cwd=ROOT, stderr=subprocess.DEVNULL) as process:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 300
         while not list((tmp_path / "out").glob("*.tar")):
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
@@ -209,7 +210,7 @@ def test_a_signal_stops_with_a_message_and_the_same_command_goes_on(
     with subprocess.Popen(
         [*COMMAND, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True
     ) as process:
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 300
         while len(list((tmp_path / "out").glob("*.tar"))) < 3:
             assert time.monotonic() < deadline_s
             time.sleep(0.001)
@@ -394,6 +395,45 @@ def test_an_interrupted_replacement_still_deletes_what_is_stale(
     pack_stopped(stop_after, 2, files, tmp_path / "out", **options)
     assert not (tmp_path / "out" / "index.json").exists()
     assert pack(files, tmp_path / "out", **options).kept == 2
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_a_replacement_that_was_stopped_at_once_leaves_the_old_dataset(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack(files, tmp_path / "out", max_samples=10)
+
+    def stop(_: Claim) -> None:
+        raise StoppedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Claim, "take", stop)
+        with pytest.raises(StoppedError):
+            pack(files, tmp_path / "out", max_samples=50, overwrite=True)
+    before = contents(tmp_path / "out")
+    for max_samples in (50, 10, 20):
+        with pytest.raises(OptionError, match="a dataset is published here"):
+            pack(files, tmp_path / "out", max_samples=max_samples)
+    assert contents(tmp_path / "out") == before
+    pack(files, tmp_path / "out", max_samples=50, overwrite=True)
+    pack(files, tmp_path / "clean", max_samples=50)
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_a_pack_stopped_between_its_manifest_and_its_end_ends_well(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(_: Journal) -> None:
+        raise StoppedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "remove", stop)
+        with pytest.raises(StoppedError):
+            pack(files, tmp_path / "out", max_samples=50)
+    assert (tmp_path / "out" / "index.json").exists()
+    report = pack(files, tmp_path / "out", max_samples=50)
+    assert (report.kept, report.shards) == (6, 6)
+    pack(files, tmp_path / "clean", max_samples=50)
     assert contents(tmp_path / "out") == contents(tmp_path / "clean")
 
 

@@ -1,0 +1,63 @@
+"""What ``shardstream pack`` shows on its way, and says when it is stopped."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import typer
+
+from shardstream.cli.text import human_bytes, plural
+
+if TYPE_CHECKING:
+    from shardstream.write.report import Progress
+
+
+@contextmanager
+def farewell() -> Iterator[None]:
+    """Say how to go on to who stops the command."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        typer.echo(
+            "stopped: nothing is published yet, and finished shards are kept; the same command goes on behind them",
+            err=True,
+        )
+        raise
+
+
+@contextmanager
+def packing_bar() -> Iterator[Callable[[Progress], None] | None]:
+    """Show samples, rates and the time left on stderr, if it is a terminal; yields None if nobody looks."""
+    if not sys.stderr.isatty():
+        yield None
+        return
+    from rich import progress as bars  # noqa: PLC0415  (50 ms that --help does not need)
+    from rich.console import Console  # noqa: PLC0415
+
+    columns = (
+        bars.TextColumn("packing", markup=False),
+        bars.BarColumn(),
+        bars.TextColumn("{task.fields[counts]}", markup=False),
+        bars.TimeRemainingColumn(),
+    )
+    start_s = time.monotonic()
+    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("packing", total=None, counts="")
+
+        def update(progress: Progress) -> None:
+            seconds = max(time.monotonic() - start_s, 1e-3)
+            new = progress.samples - progress.kept
+            mean_bytes = progress.size_bytes / max(progress.samples, 1)
+            kept = f"  {progress.kept:,} of an earlier run" if progress.kept else ""
+            counts = (
+                f"{plural(progress.samples, 'sample')}  {new / seconds:,.0f}/s  "
+                f"{human_bytes(int(new * mean_bytes / seconds))}/s{kept}"
+            )
+            done = progress.samples + progress.skipped
+            bar.update(task, completed=done, total=progress.total, counts=counts)
+
+        yield update
