@@ -19,10 +19,12 @@ from typing import Any
 import boto3
 import pytest
 
+import shardstream as ss
 from shardstream.errors import ChangedError, MissingError, OptionError, RefusedError, StorageError
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.publish import publish_bytes
 from shardstream.storage.retry import fetch
+from tests.read.sets import numbered
 from tests.servers import S3Server, ServerMissingError, ShapedS3, in_ci, start_nginx
 
 BODY = bytes(range(256)) * (3 << 12)  # 3 MiB
@@ -229,6 +231,20 @@ def test_refused_access_is_told_and_no_secret_shown(
         told = "".join(traceback.format_exception(raised.value)) + repr(storage) + caplog.text
         assert "hunter2" not in told
         assert s3.secret_key not in told
+
+
+def test_no_secret_is_in_what_a_data_set_shows(
+    client: str, s3: S3Server, bucket: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "shardstream")
+    url = numbered(f"{bucket}/data", nsamples=8, storage_options=s3.storage_options)
+    options = s3.storage_options | {"s3_client": client}
+    dataset = ss.ShardDataset(url, storage_options=options)
+    batches = ss.ShardLoader(dataset, batch_size=4)
+    next(iter(batches))
+    told = repr((dataset, batches, vars(dataset), batches.state_dict())) + caplog.text
+    assert s3.secret_key not in told
+    assert s3.access_key not in told
 
 
 def test_an_endpoint_out_of_reach_is_told(client: str, s3: S3Server) -> None:
