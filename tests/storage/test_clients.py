@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import select
 import socket
@@ -308,6 +309,45 @@ def test_a_server_that_always_fails_is_an_error_in_the_end(client: str, faults: 
         fetch(storage, faults.url, 0, 10, on_throttle=lambda: heard.append(1))
     assert len(heard) == faults.count("slow") >= 2
     assert raised.value.__notes__[0].startswith(f"tried {len(heard)} times")
+
+
+class Chunked(http.server.BaseHTTPRequestHandler):
+    """An S3 server, or a proxy before one, whose answers do not begin with their length."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {first}-{last}/{len(BODY)}")
+        self.send_header("Last-Modified", "Sat, 21 Nov 2026 12:00:00 GMT")
+        self.send_header("ETag", '"e"')
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.write(b"%x\r\n%b\r\n0\r\n\r\n" % (last + 1 - first, BODY[first : last + 1]))
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def test_what_obstore_cannot_read_s3fs_reads(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "shardstream")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Chunked) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        storage = Storage({"endpoint_url": endpoint, "key": "some", "secret": "thing"})
+        with ThreadPoolExecutor(4) as pool:
+            parts = list(
+                pool.map(lambda at: fetch(storage, "s3://b/a", at, at + 100), range(0, 800, 100))
+            )
+        storage.resolve("s3://b/a")[
+            0
+        ].clear_instance_cache()  # whose connections hold the server's threads
+        server.shutdown()
+        thread.join()
+    assert b"".join(parts) == BODY[:800]
+    assert caplog.messages == ["reading S3 with s3fs, not obstore: Content-Length Header missing"]
 
 
 @contextmanager
