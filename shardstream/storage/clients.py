@@ -172,7 +172,7 @@ class Clients:
         try:
             return reader.read(path, start, end, piecemeal=piecemeal)
         except Exception as error:
-            if reader is not self._obstore or not self._give_up_obstore(error):
+            if not self._give_up_obstore(error):
                 raise
         reader, path = self.reader(url, whole=False)
         return reader.read(path, start, end, piecemeal=piecemeal)
@@ -180,10 +180,11 @@ class Clients:
     def _give_up_obstore(self, error: Exception) -> bool:
         """Go on with s3fs if that can do what obstore cannot: follow a bucket to its region, read answers without a length."""
         known = next((sign for sign in _FOR_S3FS if sign in str(error)), None)
-        if known is None or self._s3_client == "obstore" or not _is_installed("s3fs"):
+        if known is None or self._s3_client is not None or not _is_installed("s3fs"):
             return False
-        _log.info("reading S3 with s3fs, not obstore: %s", known)
-        self._obstore = known
+        if not isinstance(self._obstore, str):  # else another thread has found out
+            _log.info("reading S3 with s3fs, not obstore: %s", known)
+            self._obstore = known
         return True
 
     def _leave_inherited(self) -> None:

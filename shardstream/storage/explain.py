@@ -134,7 +134,9 @@ def judge(error: Exception, url: str, secrets: tuple[str, ...] = ()) -> Verdict:
     theirs = type(error).__module__.split(".")[0] in _CLIENTS
     if not theirs and not isinstance(error, OSError | ValueError | RuntimeError | TimeoutError):
         raise error
-    text = _chain_text(error).replace(url.partition("://")[2] or url, "")
+    text = _chain_text(error)
+    for name in (url.partition("://")[2] or url, url.rpartition("/")[2]):
+        text = text.replace(name, "") if name else text  # a file may be called "Timeout.tar"
     detail = _scrub(f"{type(error).__name__}: {_first_line(error)}", secrets)
     for sign in _SIGNS:
         if any(name in text for name in sign.names):

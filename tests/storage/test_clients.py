@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import select
 import socket
@@ -19,10 +20,12 @@ from typing import Any
 import boto3
 import pytest
 
+import shardstream as ss
 from shardstream.errors import ChangedError, MissingError, OptionError, RefusedError, StorageError
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.publish import publish_bytes
 from shardstream.storage.retry import fetch
+from tests.read.sets import numbered
 from tests.servers import S3Server, ServerMissingError, ShapedS3, in_ci, start_nginx
 
 BODY = bytes(range(256)) * (3 << 12)  # 3 MiB
@@ -231,6 +234,20 @@ def test_refused_access_is_told_and_no_secret_shown(
         assert s3.secret_key not in told
 
 
+def test_no_secret_is_in_what_a_data_set_shows(
+    client: str, s3: S3Server, bucket: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("DEBUG", "shardstream")
+    url = numbered(f"{bucket}/data", nsamples=8, storage_options=s3.storage_options)
+    options = s3.storage_options | {"s3_client": client}
+    dataset = ss.ShardDataset(url, storage_options=options)
+    batches = ss.ShardLoader(dataset, batch_size=4)
+    next(iter(batches))
+    told = repr((dataset, batches, vars(dataset), batches.state_dict())) + caplog.text
+    assert s3.secret_key not in told
+    assert s3.access_key not in told
+
+
 def test_an_endpoint_out_of_reach_is_told(client: str, s3: S3Server) -> None:
     options = s3.storage_options | {"endpoint_url": "http://127.0.0.1:9", "patience_s": 0.5}
     storage = Storage(options | {"s3_client": client})
@@ -292,6 +309,45 @@ def test_a_server_that_always_fails_is_an_error_in_the_end(client: str, faults: 
         fetch(storage, faults.url, 0, 10, on_throttle=lambda: heard.append(1))
     assert len(heard) == faults.count("slow") >= 2
     assert raised.value.__notes__[0].startswith(f"tried {len(heard)} times")
+
+
+class Chunked(http.server.BaseHTTPRequestHandler):
+    """An S3 server, or a proxy before one, whose answers do not begin with their length."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        first, last = map(int, self.headers["Range"].removeprefix("bytes=").split("-"))
+        self.send_response(206)
+        self.send_header("Content-Range", f"bytes {first}-{last}/{len(BODY)}")
+        self.send_header("Last-Modified", "Sat, 21 Nov 2026 12:00:00 GMT")
+        self.send_header("ETag", '"e"')
+        self.send_header("Transfer-Encoding", "chunked")
+        self.end_headers()
+        self.wfile.write(b"%x\r\n%b\r\n0\r\n\r\n" % (last + 1 - first, BODY[first : last + 1]))
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def test_what_obstore_cannot_read_s3fs_reads(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "shardstream")
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Chunked) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{server.server_port}"
+        storage = Storage({"endpoint_url": endpoint, "key": "some", "secret": "thing"})
+        with ThreadPoolExecutor(4) as pool:
+            parts = list(
+                pool.map(lambda at: fetch(storage, "s3://b/a", at, at + 100), range(0, 800, 100))
+            )
+        storage.resolve("s3://b/a")[
+            0
+        ].clear_instance_cache()  # whose connections hold the server's threads
+        server.shutdown()
+        thread.join()
+    assert b"".join(parts) == BODY[:800]
+    assert caplog.messages == ["reading S3 with s3fs, not obstore: Content-Length Header missing"]
 
 
 @contextmanager

@@ -1,0 +1,94 @@
+"""Errors of clients in our words: the right kind, whether to try again, and never a secret."""
+
+from __future__ import annotations
+
+import traceback
+
+import botocore.exceptions
+import pytest
+
+from shardstream.errors import MissingError, OptionError, RefusedError, StorageError
+from shardstream.storage.explain import explained, judge
+
+URL = "s3://bucket/train/a.tar"
+SECRET = "hunter2"  # noqa: S105
+
+
+def refused(code: str, status: int) -> botocore.exceptions.ClientError:
+    """What S3 answers, as botocore raises it."""
+    answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return botocore.exceptions.ClientError(answer, "GetObject")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "again", "throttled"),
+    [
+        (refused("NoSuchKey", 404), MissingError, False, False),
+        (refused("NoSuchBucket", 404), MissingError, False, False),
+        (refused("AccessDenied", 403), RefusedError, False, False),
+        (refused("ExpiredToken", 400), RefusedError, False, False),
+        (refused("RequestTimeTooSkewed", 403), RefusedError, False, False),
+        (refused("PermanentRedirect", 301), StorageError, False, False),
+        (refused("InvalidRequest", 400), StorageError, False, False),
+        (refused("SlowDown", 503), StorageError, True, True),
+        (refused("TooManyRequests", 429), StorageError, True, True),
+        (refused("InternalError", 500), StorageError, True, False),
+        (refused("RequestTimeout", 400), StorageError, True, False),
+        (ConnectionRefusedError("x"), StorageError, True, False),
+        (TimeoutError(), StorageError, True, False),
+        (IsADirectoryError("x"), StorageError, False, False),
+        (OSError(28, "No space left on device"), StorageError, False, False),
+        (ValueError("x"), StorageError, False, False),
+    ],
+)
+def test_only_what_may_pass_is_tried_again(
+    error: Exception, kind: type[StorageError], *, again: bool, throttled: bool
+) -> None:
+    verdict = judge(error, URL)
+    assert (type(verdict.error), verdict.again, verdict.throttled) == (kind, again, throttled)
+    assert verdict.error.shard == URL
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("x"), KeyError("x"), OptionError("x")])
+def test_what_is_no_clients_keeps_its_type(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        judge(error, URL)
+
+
+def test_a_name_is_no_sign() -> None:
+    verdict = judge(OSError("cannot read bucket/SlowDown.tar"), "s3://bucket/SlowDown.tar")
+    assert not verdict.throttled
+
+
+def fail(text: str) -> None:
+    """Raise an error with another behind it."""
+    cause = KeyError(text)
+    raise OSError(text) from cause
+
+
+@pytest.mark.parametrize(
+    ("text", "secrets"),
+    [
+        ("GET https://host/a.tar?X-Amz-Signature=hunter2", ()),
+        ("https://me:hunter2@host/a.tar", ()),
+        ("<Code>InvalidAccessKeyId</Code><AWSAccessKeyId>hunter2</AWSAccessKeyId>", ()),
+        ("<StringToSign>AWS4-HMAC-SHA256\n2026 hunter2</StringToSign>", ()),
+        ("<SignatureProvided>hunter2</SignatureProvided>", ()),
+        ("X-Amz-Security-Token: hunter2", ()),
+        ("AWSAccessKeyId=hunter2&Signature=hunter2", ()),
+        ("invalid header b'hunter2'", ("hunter2",)),
+    ],
+)
+def test_no_secret_is_in_a_message_or_in_what_led_to_it(
+    text: str, secrets: tuple[str, ...]
+) -> None:
+    with pytest.raises(StorageError) as raised, explained(URL, secrets):
+        fail(text)
+    assert SECRET not in "".join(traceback.format_exception(raised.value))
+
+
+def test_what_shows_nothing_stays_the_cause() -> None:
+    cause = OSError("plain")
+    with pytest.raises(StorageError) as raised, explained(URL, (SECRET,)):
+        raise cause
+    assert raised.value.__cause__ is cause
