@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import logging
 import math
@@ -265,6 +266,7 @@ def protocol_of(url: str) -> str:
 
 
 @cache
+@functools.cache  # asked at each read
 def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 

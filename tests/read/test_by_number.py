@@ -17,6 +17,7 @@ from torch.utils.data import (
 import shardstream as ss
 from shardstream.errors import OptionError
 from shardstream.storage.filesystem import Storage
+from shardstream.storage.piece import Piece
 from tests.read.sets import FEW_CORES, numbered
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -85,14 +86,16 @@ def test_a_batch_of_neighbours_is_few_range_reads(
     numbered(f"{bucket}/set", 100, 50)
     dataset = ss.ShardMapDataset(f"{bucket}/set").decode()
     asked: list[tuple[int, int | None]] = []
-    real = Storage.read
+    real = Storage.read_once
 
-    def counting(self: Storage, url: str, start: int = 0, end: int | None = None) -> bytes:
+    def counting(
+        self: Storage, url: str, start: int = 0, end: int | None = None, *, piecemeal: bool = False
+    ) -> Piece:
         if url.endswith(".tar"):
             asked.append((start, end))
-        return real(self, url, start, end)
+        return real(self, url, start, end, piecemeal=piecemeal)
 
-    monkeypatch.setattr(Storage, "read", counting)
+    monkeypatch.setattr(Storage, "read_once", counting)
     batch = dataset.__getitems__([*range(10, 40), 60, 61])
     assert [label(sample) for sample in batch] == [*range(10, 40), 60, 61]
     assert len(asked) == 2, "one range for each shard"
