@@ -13,14 +13,12 @@ from shardstream.read.permute import Ints
 from shardstream.read.share import Share
 from shardstream.read.skip import Skips
 from shardstream.read.stage import State
-from shardstream.storage.ahead import GAP_BYTES
 from shardstream.storage.fetch import Fetcher, open_fetcher
 from shardstream.storage.joined import AnyCatalog
 
 # Planned and parsed at a time, so that a sample costs a fraction of a microsecond of each.
 _CHUNK_SAMPLES, _CHUNK_BYTES = 4096, 8 << 20
 _CHUNK_STEPS = 1024
-_BLOCK_GAP_BYTES = 1 << 20
 
 
 def own_steps(share: Share, worker: int, num_workers: int, first: int = 0) -> range:
@@ -149,12 +147,8 @@ class PlannedRun:
         if within:  # what a resume passes over in its first step is not fetched
             passed = next(planned(self._share, steps))[0][:within]
             ahead = (numbers[~np.isin(numbers, passed)] for numbers in ahead)
-        order, catalog = self._share.plan.order, self._catalog
-        # What a resume in mid-window still needs of its blocks has gaps: reading through them costs no more than the blocks.
-        gap_bytes = _BLOCK_GAP_BYTES if order.shuffle and order.block > 1 else GAP_BYTES
-        self._fetcher = open_fetcher(
-            catalog, ahead, prefetch_bytes=self._prefetch_bytes, gap_bytes=gap_bytes
-        )
+        catalog = self._catalog
+        self._fetcher = open_fetcher(catalog, ahead, prefetch_bytes=self._prefetch_bytes)
         most = min(_CHUNK_SAMPLES, _CHUNK_BYTES * len(catalog) // max(1, catalog.total_bytes))
         with closing(self._fetcher) as fetcher:
             for chunk in planned(self._share, steps, most):

@@ -19,8 +19,8 @@ from shardstream.storage.pace import Pace
 
 # Of one request: large enough to hide latency, small enough to spread over connections.
 _RANGE_BYTES = 4 << 20
-GAP_BYTES = 256 << 10
-"""Read through a gap of that size rather than pay another round trip."""
+# Read through: another request costs as much of a processor as so many bytes, and its latency is hidden by those beside it.
+_GAP_BYTES = 256 << 10
 
 _THREADS = 32  # of which `Pace` lets some work
 _THREADS_ASIDE = 16  # for indexes and second requests, which do not wait for a slot
@@ -44,7 +44,7 @@ class Range:
         return self.end - self.start
 
 
-def coalesce(extents: Extents, gap_bytes: int = GAP_BYTES) -> list[Range]:
+def coalesce(extents: Extents) -> list[Range]:
     """Join samples that are near each other in a shard to ranges of at most 4 MiB, or one larger sample.
 
     Returns:
@@ -53,7 +53,7 @@ def coalesce(extents: Extents, gap_bytes: int = GAP_BYTES) -> list[Range]:
     shards, starts, ends = extents
     order = np.lexsort((starts, shards))
     shards, starts, ends = shards[order], starts[order], ends[order]
-    apart = (np.diff(shards) != 0) | (starts[1:] - ends[:-1] > gap_bytes)
+    apart = (np.diff(shards) != 0) | (starts[1:] - ends[:-1] > _GAP_BYTES)
     runs = [0, *(np.flatnonzero(apart) + 1).tolist(), len(order)]
     ranges: list[Range] = []
     for run, run_end in pairwise(runs):
@@ -74,7 +74,6 @@ class RangeFetcher:
         catalog: The dataset.
         upcoming: Sample numbers that will be asked for, in groups that are read together, in order of first need.
         prefetch_bytes: How much to hold ahead of use; the group that is being read is held whatever this says.
-        gap_bytes: Gaps between samples that are read through.
         hedges: Send a second request where an answer takes three times as long as usual, and take what comes first.
     """
 
@@ -84,13 +83,11 @@ class RangeFetcher:
         upcoming: Iterator[Numbers],
         *,
         prefetch_bytes: int,
-        gap_bytes: int = GAP_BYTES,
         hedges: bool = False,
     ) -> None:
         self._catalog = catalog
         self._upcoming = upcoming
         self._budget = prefetch_bytes
-        self._gap_bytes = gap_bytes
         self._hedges = hedges
         self._held: dict[int, Range] = {}
         self._held_bytes = 0
@@ -184,7 +181,7 @@ class RangeFetcher:
         return numbers, [self._aside.submit(self._catalog.offsets, shard) for shard in shards]
 
     def _request(self, numbers: Numbers) -> None:
-        for span in coalesce(self._catalog.extents(numbers), self._gap_bytes):
+        for span in coalesce(self._catalog.extents(numbers)):
             span.future = self._pool.submit(self._fetch, span)
             self._held_bytes += span.size
             mine = numbers[span.places].tolist()

@@ -11,7 +11,7 @@ import numpy as np
 from shardstream.format.group import Sample
 from shardstream.format.many import Stretch, read_samples
 from shardstream.format.tar import Buffer
-from shardstream.storage.ahead import GAP_BYTES, RangeFetcher
+from shardstream.storage.ahead import RangeFetcher
 from shardstream.storage.catalog import Numbers, map_file
 from shardstream.storage.joined import AnyCatalog
 
@@ -32,11 +32,7 @@ class Fetcher(Protocol):
 
 
 def open_fetcher(
-    catalog: AnyCatalog,
-    upcoming: Iterable[Numbers],
-    *,
-    prefetch_bytes: int,
-    gap_bytes: int = GAP_BYTES,
+    catalog: AnyCatalog, upcoming: Iterable[Numbers], *, prefetch_bytes: int
 ) -> Fetcher:
     """Open what fits the data: memory maps if all of it is on this machine, else range reads ahead.
 
@@ -44,11 +40,10 @@ def open_fetcher(
         catalog: The dataset.
         upcoming: Sample numbers that will be asked for, in groups that are read together, in order of first need.
         prefetch_bytes: How much to hold ahead of use.
-        gap_bytes: Gaps between samples that are read through.
     """
     if catalog.is_local:
         return LocalFetcher(catalog)
-    return RangeFetcher(catalog, iter(upcoming), prefetch_bytes=prefetch_bytes, gap_bytes=gap_bytes)
+    return RangeFetcher(catalog, iter(upcoming), prefetch_bytes=prefetch_bytes)
 
 
 class LocalFetcher:

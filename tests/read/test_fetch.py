@@ -193,8 +193,7 @@ def test_an_epoch_reads_each_byte_once(
     url: str, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # shards this small are all gap
-    monkeypatch.setattr("shardstream.read.source.GAP_BYTES", 0)
-    monkeypatch.setattr("shardstream.read.source._BLOCK_GAP_BYTES", 0)
+    monkeypatch.setattr("shardstream.storage.ahead._GAP_BYTES", 0)
     for _ in range(2):
         wire.reads.clear()
         one = loader(url, shuffle=True, window=8)
