@@ -16,6 +16,7 @@ _FEW = 40  # below, NumPy's calls cost more than they save
 _POWERS_OF_8 = 8 ** np.arange(
     10, -1, -1, dtype=np.int64
 )  # whole numbers: floats would wake the threads of BLAS
+_BLOCK = np.dtype(f"V{BLOCK_BYTES}")
 _DOT, _SLASH, _UNDERSCORE, _FLAG_FILE = b"./_0"
 
 
@@ -79,6 +80,8 @@ class _Read:
         self._stretches = stretches
         self._at = starts
         self._counts = [len(stretch.starts) for stretch in stretches]
+        self._blocks = [_blocks(stretch.buffer) for stretch in stretches]
+        self._last_block = np.repeat([len(blocks) - 1 for blocks in self._blocks], self._counts)
         self._sound = starts % BLOCK_BYTES == 0
         self._buffers = [each.buffer for each in stretches for _ in range(len(each.starts))]
         self._samples: list[Sample] = []
@@ -102,18 +105,12 @@ class _Read:
 
     def _headers(self) -> Column:
         """Return the header of each sample's next member, shape (n, 512); any other block where that is not in the buffer."""
-        taken = np.empty(len(self._at), dtype=f"V{BLOCK_BYTES}")
+        taken = np.empty(len(self._at), dtype=_BLOCK)
+        block = np.minimum(np.maximum(self._at // BLOCK_BYTES, 0), self._last_block)
         first = 0
-        for stretch, count in zip(self._stretches, self._counts, strict=True):
-            last = first + count
-            blocks = len(stretch.buffer) // BLOCK_BYTES
-            if blocks:
-                block = self._at[first:last] // BLOCK_BYTES
-                whole = np.frombuffer(stretch.buffer, dtype=taken.dtype, count=blocks)
-                whole.take(block, mode="clip", out=taken[first:last])
-            else:
-                self._sound[first:last] = False
-            first = last
+        for blocks, count in zip(self._blocks, self._counts, strict=True):
+            taken[first : first + count] = blocks[block[first : first + count]]
+            first += count
         return taken.view(np.uint8).reshape(len(taken), BLOCK_BYTES)
 
     def _begin(self, key: Column) -> None:
@@ -155,6 +152,12 @@ class _Read:
                 samples[first + place] = _read_one(stretch, start, end)
             first = last
         return samples
+
+
+def _blocks(buffer: Buffer) -> Column:
+    """Return a stretch as blocks, shape (n,), at least one: of zeros, which are no header, where there is none."""
+    count = len(buffer) // BLOCK_BYTES
+    return np.frombuffer(buffer, _BLOCK, count) if count else np.zeros(1, _BLOCK)
 
 
 class _Headers:
