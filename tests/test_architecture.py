@@ -31,7 +31,7 @@ HOMES = {
     "fsspec": ("storage/",),
     "s3fs": ("storage/",),
     "botocore": ("storage/s3_settings.py",),
-    "obstore": ("storage/clients.py", "storage/read_obstore.py"),
+    "obstore": ("storage/read_obstore.py", "storage/obstore_filesystem.py"),
     "torch": (
         "read/batches.py",
         "read/by_number.py",

@@ -36,6 +36,7 @@ _INSTALL = {
     "gs": "pip install gcsfs",
     "abfs": "pip install adlfs",
 }
+_LOOK_BYTES = 64 << 20  # who looks at a few samples reads less
 # What obstore says where s3fs can help: another region (which s3fs finds), a chunked answer.
 _FOR_S3FS = (
     "PermanentRedirect",
@@ -101,10 +102,11 @@ class Clients:
         self._filesystem = filesystem
         self._opened: dict[tuple[str, bool], Any] = {}
         self._obstore: ObstoreReader | str | None = None
+        self._read_bytes = 0
         self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_opened": {}, "_obstore": None}
+        return self.__dict__ | {"_opened": {}, "_obstore": None, "_read_bytes": 0}
 
     @property
     def secrets(self) -> tuple[str, ...]:
@@ -171,12 +173,14 @@ class Clients:
         """Ask once for bytes of a file, and raise what the client raises."""
         reader, path = self.reader(url, whole=(start, end) == (0, None))
         try:
-            return reader.read(path, start, end, piecemeal=piecemeal)
+            piece = reader.read(path, start, end, piecemeal=piecemeal)
         except Exception as error:
             if not self._give_up_obstore(error):
                 raise
-        reader, path = self.reader(url, whole=False)
-        return reader.read(path, start, end, piecemeal=piecemeal)
+            reader, path = self.reader(url, whole=False)
+            piece = reader.read(path, start, end, piecemeal=piecemeal)
+        self._read_bytes += len(piece.data)
+        return piece
 
     def _give_up_obstore(self, error: Exception) -> bool:
         """Go on with s3fs if that can do what obstore cannot: follow a bucket to its region, read answers without a length."""
@@ -203,13 +207,14 @@ class Clients:
                 raise OptionError("s3_client='obstore' needs one more package: pip install obstore")
             return None
         forced = self._s3_client == "obstore" or not _is_installed("s3fs")
-        if not forced and whole and multiprocessing.parent_process() is None:
-            return None  # a process that only looks around keeps free of threads that its workers could not do without
+        if not forced and self._only_looks_around(whole=whole):
+            return None
         from shardstream.storage.read_obstore import ObstoreReader, can_name  # noqa: PLC0415
 
         if self._obstore is None:
             settings = self._settings()
             if inherited.has_dead_threads():
+                _log.info("reading S3 with s3fs: %s", _FORKED)
                 self._obstore = _FORKED
             elif settings is None:
                 self._obstore = _UNKNOWN_OPTION
@@ -221,6 +226,12 @@ class Clients:
         if forced:
             raise OptionError(f"obstore cannot read this: {why}", shard=f"s3://{path}")
         return None
+
+    def _only_looks_around(self, *, whole: bool) -> bool:
+        """Tell whether this may be a process that reads little and then forks workers, for whom obstore's threads would be lost."""
+        if multiprocessing.parent_process() is not None:
+            return False
+        return whole or not (inherited.has_threads() or self._read_bytes >= _LOOK_BYTES)
 
     def _settings(self) -> S3Settings | None:
         with explained("s3://"):

@@ -136,7 +136,8 @@ def judge(error: Exception, url: str, secrets: tuple[str, ...] = ()) -> Verdict:
         raise error
     text = _chain_text(error)
     for name in (url.partition("://")[2] or url, url.rpartition("/")[2]):
-        text = text.replace(name, "") if name else text  # a file may be called "Timeout.tar"
+        if len(name) > 6:  # a file may be called "Timeout.tar"
+            text = text.replace(name, "")
     detail = _scrub(f"{type(error).__name__}: {_first_line(error)}", secrets)
     for sign in _SIGNS:
         if any(name in text for name in sign.names):

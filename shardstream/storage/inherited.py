@@ -33,6 +33,11 @@ def note_threads_started() -> None:
     _threads["started"] = True
 
 
+def has_threads() -> bool:
+    """Tell whether obstore is known to be used in this process."""
+    return _threads["started"]
+
+
 def has_dead_threads() -> bool:
     """Tell whether this process was forked from one in which obstore had started its threads."""
     return _threads["dead"]

@@ -330,7 +330,10 @@ class Chunked(http.server.BaseHTTPRequestHandler):
         """Say nothing."""
 
 
-def test_what_obstore_cannot_read_s3fs_reads(caplog: pytest.LogCaptureFixture) -> None:
+def test_what_obstore_cannot_read_s3fs_reads(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardstream.storage.clients._LOOK_BYTES", 0)
     caplog.set_level("INFO", "shardstream")
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Chunked) as server:
         thread = threading.Thread(target=server.serve_forever)

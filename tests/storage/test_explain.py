@@ -58,6 +58,7 @@ def test_what_is_no_clients_keeps_its_type(error: Exception) -> None:
 def test_a_name_is_no_sign() -> None:
     verdict = judge(OSError("cannot read bucket/SlowDown.tar"), "s3://bucket/SlowDown.tar")
     assert not verdict.throttled
+    assert judge(OSError("SlowDown"), "s3://bucket/o").throttled
 
 
 def fail(text: str) -> None:
