@@ -118,7 +118,9 @@ class Share:
         """Return those of this rank's steps that take a batch of the window, shape (n,)."""
         turns = (self.plan.batches_of_window(window) - self._first) // self.split.microbatches
         mine = turns[(turns >= 0) & (turns % self.split.world_size == self.rank)]
-        return np.unique(mine // self.split.world_size)
+        steps = mine // self.split.world_size  # in order, as the batches are
+        first: Ints = steps[np.diff(steps, prepend=-1) != 0]
+        return first
 
 
 def _cut(left: int, split: Split, rank: int) -> tuple[int, int]:

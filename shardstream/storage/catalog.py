@@ -156,10 +156,7 @@ class Catalog:
 
     def shards_of(self, numbers: Numbers) -> list[int]:
         """Return which shards some samples are in, each once."""
-        shards: list[int] = np.unique(
-            np.searchsorted(self._firsts, numbers, side="right") - 1
-        ).tolist()
-        return shards
+        return sorted(set((np.searchsorted(self._firsts, numbers, side="right") - 1).tolist()))
 
     def offsets(self, shard: int) -> Offsets:
         """Return the index of a shard, shape (n + 1,).

@@ -100,7 +100,7 @@ def locate(urls: Urls, storage: Storage) -> Located:
             tars.append(url)
         else:
             located.append(
-                _from_manifest(url, storage)
+                _from_manifest(storage.info(url), storage)
                 if url.endswith(".json")
                 else _from_folder(url, storage)
             )
@@ -114,16 +114,16 @@ def locate(urls: Urls, storage: Storage) -> Located:
     )
 
 
-def read_manifest(url: str, storage: Storage) -> Manifest:
-    """Read an ``index.json``.
+def read_manifest(file: FileInfo, storage: Storage) -> Manifest:
+    """Read an ``index.json`` that was listed or looked up.
 
     Raises:
         ManifestError: If it cannot be understood, or names what lies elsewhere (see `check_names`).
     """
-    size = storage.info(url).size
-    if size > _MANIFEST_LIMIT_BYTES:
+    url = file.url
+    if (file.size or 0) > _MANIFEST_LIMIT_BYTES:  # a web server may not tell
         raise ManifestError(
-            f"a manifest of {size} bytes is over the limit of {_MANIFEST_LIMIT_BYTES}; split the dataset",
+            f"a manifest of {file.size} bytes is over the limit of {_MANIFEST_LIMIT_BYTES}; split the dataset",
             shard=url,
         )
     manifest = decode_manifest(storage.read(url), url=url)
@@ -167,8 +167,9 @@ def _globbed(pattern: str, storage: Storage) -> list[str]:
     return tars
 
 
-def _from_manifest(url: str, storage: Storage) -> Located:
-    manifest = read_manifest(url, storage)
+def _from_manifest(file: FileInfo, storage: Storage, here: list[FileInfo] | None = None) -> Located:
+    """Take the shards that a manifest names; ``here`` is what is in its folder, if that has been listed."""
+    manifest, url = read_manifest(file, storage), file.url
     folder = parent_url(url)
     if not manifest.shards:
         raise StorageError(
@@ -187,7 +188,8 @@ def _from_manifest(url: str, storage: Storage) -> Located:
         if one.startswith(_HTTP):  # cannot be listed: one index stands for all
             indexed.update(mine if storage.exists(mine[0] + INDEX_SUFFIX) else ())
             continue
-        there = {file.url.rsplit("/", 1)[-1] for file in storage.list_folder(one)[0]}
+        listed = storage.list_folder(one)[0] if here is None or one != folder else here
+        there = {file.url.rsplit("/", 1)[-1] for file in listed}
         indexed.update(tar for tar in mine if tar.rsplit("/", 1)[-1] + INDEX_SUFFIX in there)
     return Located(shards=shards, manifest_url=url, indexed=frozenset(indexed))
 
@@ -196,7 +198,7 @@ def _from_folder(url: str, storage: Storage) -> Located:
     files, folders = storage.list_folder(url)
     by_name = {file.url.rsplit("/", 1)[-1]: file for file in files}
     if MANIFEST_NAME in by_name:
-        return _from_manifest(by_name[MANIFEST_NAME].url, storage)
+        return _from_manifest(by_name[MANIFEST_NAME], storage, files)
     tars = [file for file in files if is_tar(file.url)]
     if tars:
         return _with_indexes(tars, by_name)
@@ -230,7 +232,7 @@ def _from_tars(urls: list[str], storage: Storage) -> Located:
         found |= {shard.url: shard for shard in listed.shards}
         indexed |= listed.indexed
         if MANIFEST_NAME in by_name:
-            manifest = read_manifest(by_name[MANIFEST_NAME].url, storage)
+            manifest = read_manifest(by_name[MANIFEST_NAME], storage)
             known = {shard.url.rsplit("/", 1)[-1]: shard for shard in manifest.shards}
             found |= {
                 url: replace(known[name], url=url) for name, url in names.items() if name in known

@@ -44,7 +44,7 @@ class Pace:
         self.arrived_at = clock()
         self._usual_s, self._answers = 0.0, 0
         self._most, self._clock = most, clock
-        self._active = 0
+        self._turns = self._ended = 0
         self._changed = threading.Condition()
         self._halved_at = -_CALM_S
         self._best = 0.0  # bytes a second before the last climb
@@ -54,18 +54,19 @@ class Pace:
 
     @contextmanager
     def slot(self) -> Iterator[None]:
-        """Wait for a slot, and hold it."""
+        """Wait for a slot, and hold it; first come, first served, for what is asked for first is needed first."""
         with self._changed:
-            while self._active >= self.limit and not self.closed.is_set():
+            turn = self._turns
+            self._turns += 1
+            while turn - self._ended >= self.limit and not self.closed.is_set():
                 self._crowded = True
                 self._changed.wait()
-            self._active += 1
         try:
             yield
         finally:
             with self._changed:
-                self._active -= 1
-                self._changed.notify()
+                self._ended += 1
+                self._changed.notify_all()
 
     @property
     def straggler_s(self) -> float:

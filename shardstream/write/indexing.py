@@ -187,7 +187,7 @@ def _name_before(url: str, storage: Storage) -> str:
     if not storage.exists(url):
         return ""
     try:
-        return read_manifest(url, storage).name
+        return read_manifest(storage.info(url), storage).name
     except ManifestError:
         return ""
 
