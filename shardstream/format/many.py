@@ -27,7 +27,7 @@ class Stretch(NamedTuple):
     """Number of the shard in its dataset."""
     url: str
     """Of the shard, for ``__url__`` and messages."""
-    buffer: Buffer
+    buffer: Buffer | memoryview
     """A stretch of the tar, such as a memory map or a fetched range."""
     base: int
     """Offset in the tar of the buffer's first byte."""
@@ -62,8 +62,11 @@ def _read_each(stretch: Stretch) -> list[Sample | Exception]:
 
 
 def _read_one(stretch: Stretch, start: int, end: int) -> Sample | Exception:
+    buffer, base = stretch.buffer, stretch.base
+    if isinstance(buffer, memoryview):
+        buffer, base = bytes(buffer[max(0, start - base) : max(0, end - base)]), start
     try:
-        return read_sample(stretch.buffer, stretch.base, start, end, stretch.url)
+        return read_sample(buffer, base, start, end, stretch.url)
     except Exception as error:  # noqa: BLE001  (handed on: the caller says what becomes of it)
         return error
 
@@ -84,6 +87,7 @@ class _Read:
         self._last_block = np.repeat([len(blocks) - 1 for blocks in self._blocks], self._counts)
         self._sound = starts % BLOCK_BYTES == 0
         self._buffers = [each.buffer for each in stretches for _ in range(len(each.starts))]
+        self._has_views = any(isinstance(each.buffer, memoryview) for each in stretches)
         self._samples: list[Sample] = []
 
     def samples(self) -> list[Sample | Exception]:
@@ -134,8 +138,12 @@ class _Read:
             self._sound, bodies + sizes, bodies
         )  # nothing is copied on the word of a bad header
         places = zip(self._samples, self._buffers, bodies.tolist(), ends.tolist(), strict=True)
-        for sample, buffer, body, end in places:
-            sample[field] = buffer[body:end]
+        if self._has_views:
+            for sample, buffer, body, end in places:
+                sample[field] = bytes(buffer[body:end])
+        else:
+            for sample, buffer, body, end in places:
+                sample[field] = buffer[body:end]
         self._at = bodies + (sizes + 511 & -512)
 
     def _mended(self) -> list[Sample | Exception]:
@@ -154,7 +162,7 @@ class _Read:
         return samples
 
 
-def _blocks(buffer: Buffer) -> Column:
+def _blocks(buffer: Buffer | memoryview) -> Column:
     """Return a stretch as blocks, shape (n,), at least one: of zeros, which are no header, where there is none."""
     count = len(buffer) // BLOCK_BYTES
     return np.frombuffer(buffer, _BLOCK, count) if count else np.zeros(1, _BLOCK)

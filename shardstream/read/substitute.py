@@ -61,5 +61,5 @@ def substitute(
 def _read(catalog: AnyCatalog, number: int) -> dict[str, Any]:
     shards, starts, ends = catalog.extents(np.array([number], dtype=np.int64))
     shard, start, end = int(shards[0]), int(starts[0]), int(ends[0])
-    data = catalog.fetch(shard, start, end)
+    data = bytes(catalog.fetch(shard, start, end))
     return read_sample(data, start, start, end, catalog.url_of(shard))

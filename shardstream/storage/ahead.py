@@ -35,8 +35,8 @@ class Range:
         self.shard, self.start, self.end = shard, start, end
         self.places = places  # of its samples, in what it was made of
         self.left = len(places)
-        self.data = b""
-        self.future: Future[bytes] | None = None
+        self.data: bytes | memoryview = b""
+        self.future: Future[bytes | memoryview] | None = None
 
     @property
     def size(self) -> int:
@@ -188,7 +188,7 @@ class RangeFetcher:
             self._held.update(zip(mine, repeat(span)))
             span.left = len(set(mine))
 
-    def _fetch(self, span: Range, *, hedge: bool = False) -> bytes:
+    def _fetch(self, span: Range, *, hedge: bool = False) -> bytes | memoryview:
         """Read a range, in a thread of the pool."""
         with nullcontext() if hedge else self._pace.slot():
             begin = time.monotonic()
@@ -196,7 +196,7 @@ class RangeFetcher:
         self._pace.arrived(len(data), time.monotonic() - begin)
         return data
 
-    def _wait(self, span: Range) -> bytes:
+    def _wait(self, span: Range) -> bytes | memoryview:
         """Return the bytes of a range.
 
         Raises:
@@ -217,7 +217,7 @@ class RangeFetcher:
         span.future = None
         return span.data
 
-    def _answer(self, span: Range, first: Future[bytes]) -> bytes:
+    def _answer(self, span: Range, first: Future[bytes | memoryview]) -> bytes | memoryview:
         """Wait for a request, and for a second one like it if the first takes long and that is wanted."""
         limit_s = self._catalog.limit_s
         asked, begin = {first}, time.monotonic()

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 _LEAST_BYTES = 4 * CHUNK_BYTES
 _NAME_BYTES = 16
 
-ReadRange = Callable[[int, int | None], bytes]
+ReadRange = Callable[[int, int | None], bytes | memoryview]
 
 
 # As the file systems of fsspec call them; what stands for the bytes first.
@@ -119,7 +119,7 @@ class Cache:
         size: int | None = None,
         read: ReadRange,
         look_up: Callable[[], object],
-    ) -> bytes:
+    ) -> bytes | memoryview:
         """Return the bytes ``start`` to ``end`` of a remote file, or to its end.
 
         Args:

@@ -23,7 +23,7 @@ from shardstream.storage.explain import explained
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import Located, is_compressed
 from shardstream.storage.pace import Pace, asking
-from shardstream.storage.retry import fetch
+from shardstream.storage.retry import fetch, fetch_view
 
 Numbers = npt.NDArray[np.int64]
 _OFFSETS_KEPT_BYTES = 64 << 20
@@ -117,14 +117,17 @@ class Catalog:
         """Return the path of a shard on this machine, None if it is elsewhere."""
         return self.storage.local_path(self.shards[shard].url)
 
-    def fetch(self, shard: int, start: int, end: int, pace: Pace | None = None) -> bytes:
+    def fetch(
+        self, shard: int, start: int, end: int, pace: Pace | None = None
+    ) -> bytes | memoryview:
         """Read some bytes of a shard, trying again where that can help.
 
         Raises:
             StorageError: If they are out of reach, or of another file than the manifest's.
         """
         info = self.shards[shard]
-        return fetch(self.storage, info.url, start, end, size=info.filesize, **asking(pace))
+        told = asking(pace) | {"size": info.filesize}
+        return fetch_view(self.storage, info.url, start, end, **told)
 
     @property
     def limit_s(self) -> float:

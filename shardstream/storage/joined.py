@@ -100,7 +100,9 @@ class JoinedCatalog:
         part, within = self._within(shard)
         return part.local_path(within)
 
-    def fetch(self, shard: int, start: int, end: int, pace: Pace | None = None) -> bytes:
+    def fetch(
+        self, shard: int, start: int, end: int, pace: Pace | None = None
+    ) -> bytes | memoryview:
         """Read some bytes of a shard, as `Catalog.fetch`."""
         part, within = self._within(shard)
         return part.fetch(within, start, end, pace)

@@ -182,7 +182,7 @@ class ObjectCatalog:
 
         def ask() -> bytes:
             try:
-                data = fetch(self.storage, url, 0, end, size=size, **asking(pace))
+                data = fetch(self.storage, url, 0, end, **(asking(pace) | {"size": size}))
             except ChangedError as error:
                 raise _changed(url) from error
             if len(data) != size:

@@ -6,20 +6,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypedDict
+
+from shardstream.storage.retry import Told
 
 _FIRST, _MOST = 8, 32
 _GAIN = 1.08  # a rate that much higher pays for more connections
 _WINDOW_S = 0.1  # a rate is measured over at least that long
 _HOLD_WINDOWS = 16  # without gain, before it is tried again
 _CALM_S = 1.0  # answers to what was sent before a halving come in for about that long
-
-
-class Asking(TypedDict, total=False):
-    """What `retry.fetch` hears of, and what it tells."""
-
-    on_throttle: Callable[[], None]
-    given_up: threading.Event
 
 
 class Pace:
@@ -119,7 +113,7 @@ class Pace:
             self.limit, self._best, self._hold = self._before, 0.0, _HOLD_WINDOWS
 
 
-def asking(pace: Pace | None) -> Asking:
+def asking(pace: Pace | None) -> Told:
     """Return the arguments of `retry.fetch` that keep to a pace."""
     if pace is None:
         return {}

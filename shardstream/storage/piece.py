@@ -17,7 +17,7 @@ class Piece:
         error: Why the bytes end early.
     """
 
-    data: bytes
+    data: bytes | memoryview
     size: int | None = None
     version: str | None = None
     error: Exception | None = None

@@ -51,11 +51,7 @@ class ObstoreReader:
                 parts.extend(answer.stream(_CHUNK_BYTES))
         except Exception as broken:  # noqa: BLE001  (the caller judges it, and keeps what came)
             error = broken
-        data = (
-            parts[0].to_bytes()
-            if len(parts) == 1 and not isinstance(parts[0], bytes)
-            else b"".join(parts)
-        )
+        data = memoryview(parts[0]) if len(parts) == 1 else b"".join(parts)
         return Piece(data=data, size=meta["size"], version=meta["e_tag"], error=error)
 
     def _store(self, bucket: str) -> S3Store:

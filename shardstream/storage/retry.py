@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 from shardstream.errors import ChangedError
 from shardstream.storage.explain import Verdict, judge, tellable
@@ -25,7 +25,22 @@ _NEVER_REACHED_S = (
 _jitter = random.Random()  # of its own: the user's global generator is left alone
 
 
-def fetch(  # noqa: PLR0913  (the one way in: what may be known of a read)
+def fetch(
+    storage: Storage, url: str, start: int = 0, end: int | None = None, **told: Unpack[Told]
+) -> bytes:
+    """Read a range, or a whole file, as `fetch_view` does, to bytes of its own."""
+    return bytes(fetch_view(storage, url, start, end, **told))
+
+
+class Told(TypedDict, total=False):
+    """What may be known of a read: see `fetch_view`."""
+
+    size: int | None
+    on_throttle: Callable[[], None] | None
+    given_up: threading.Event | None
+
+
+def fetch_view(  # noqa: PLR0913  (the one way in: what may be known of a read)
     storage: Storage,
     url: str,
     start: int = 0,
@@ -34,7 +49,7 @@ def fetch(  # noqa: PLR0913  (the one way in: what may be known of a read)
     size: int | None = None,
     on_throttle: Callable[[], None] | None = None,
     given_up: threading.Event | None = None,
-) -> bytes:
+) -> bytes | memoryview:
     """Read a range, or a whole file; after a fault go on at the byte reached, with growing pauses. Through the cache, if any.
 
     All bytes are of one version of the file: its ETag must stay what it was when this storage first read a range of it in this
@@ -49,6 +64,9 @@ def fetch(  # noqa: PLR0913  (the one way in: what may be known of a read)
         on_throttle: Called each time the server asks for fewer requests (503 SlowDown, 429).
         given_up: Once set, nobody waits for the bytes any more: a pause is cut short and no more requests are sent.
 
+    Returns:
+        The bytes; a view of a client's own memory where that saves a copy.
+
     Raises:
         MissingError: If the file is missing; at once.
         RefusedError: If access is refused; at once.
@@ -56,7 +74,7 @@ def fetch(  # noqa: PLR0913  (the one way in: what may be known of a read)
         StorageError: If no byte comes for ``patience_s`` of the storage options.
     """
 
-    def read(start: int, end: int | None) -> bytes:
+    def read(start: int, end: int | None) -> bytes | memoryview:
         # What the cache keeps under the version of a listing must be of that version.
         if storage.cache is not None and (etag := storage.cache.etag(url)) is not None:
             storage.pin(url, etag)
@@ -71,7 +89,7 @@ def fetch(  # noqa: PLR0913  (the one way in: what may be known of a read)
 
 def _read(
     reading: _Reading, on_throttle: Callable[[], None] | None, given_up: threading.Event | None
-) -> bytes:
+) -> bytes | memoryview:
     storage, url, end = reading.storage, reading.url, reading.end
     turns = Turns(storage, url, on_throttle, given_up)
     while not reading.is_complete:
@@ -189,13 +207,13 @@ class _Reading:
         self._size: int | None = None  # as the server says
         self._version: str | None = None
         self._pins = (start, end) != (0, None) or size is not None
-        self._parts: list[bytes] = []
+        self._parts: list[bytes | memoryview] = []
         self._start = self.position = start
         self.is_complete = end is not None and end <= start
         self.has_broken_off = False
 
     @property
-    def data(self) -> bytes:
+    def data(self) -> bytes | memoryview:
         return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
 
     def add(self, piece: Piece) -> None:

@@ -30,6 +30,7 @@ def extents(tar: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
 def one_by_one(stretches: list[Stretch]) -> list[Any]:
     found: list[Any] = []
     for _, url, buffer, base, starts, ends in stretches:
+        assert not isinstance(buffer, memoryview)
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             try:
                 found.append(read_sample(buffer, base, start, end, url))
@@ -91,6 +92,19 @@ def test_any_shards_in_any_stretches(data: st.DataObject) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(many, "_FEW", 1)
         assert together(stretches) == one_by_one(stretches)
+
+
+def test_views_of_fetched_bytes_are_read_as_bytes_are(few: None) -> None:
+    tar = crowd(30)
+    starts, ends = extents(tar)
+    damaged = bytearray(tar)
+    damaged[int(starts[4]) + 600] ^= 1  # a body: still sound
+    damaged[int(starts[5]) + 3] ^= 1
+    whole = Stretch(0, URL, bytes(damaged[int(starts[2]) :]), int(starts[2]), starts[2:], ends[2:])
+    view = whole._replace(buffer=memoryview(whole.buffer))
+    found = together([view])
+    assert found == one_by_one([whole])
+    assert all(type(value) is bytes for value in [found[0]["bin"], found[2]["bin"]])
 
 
 @given(archive=archives())
