@@ -163,7 +163,7 @@ def _read_plain(buffer: Buffer, position: int, end: int, shard: str) -> Sample |
     prefix, first, sums = b"", True, known_sums
     try:
         while position < end:
-            block = buffer[position : position + BLOCK_BYTES]
+            block = bytes(buffer[position : position + BLOCK_BYTES])
             # is_plain_header for checksums seen before, without its calls
             if (
                 block[156] != 48
@@ -187,7 +187,7 @@ def _read_plain(buffer: Buffer, position: int, end: int, shard: str) -> Sample |
                 return None
             body = position + BLOCK_BYTES
             size = int(block[124:135], 8)
-            sample[field] = data = buffer[body : body + size]
+            sample[field] = data = bytes(buffer[body : body + size])
             position = body + (size + 511 & -512)
             if len(data) != size:
                 return None
@@ -218,7 +218,7 @@ def _read_any(buffer: Buffer, base: int, start: int, end: int, shard: str) -> Sa
     """Read a sample of any members, and say what is wrong."""
 
     def read(at: int, size: int) -> bytes:
-        return buffer[at - base : at - base + size] if at < end else b""
+        return bytes(buffer[at - base : at - base + size]) if at < end else b""
 
     sample: Sample = {"__key__": None, "__url__": shard}
     for name, header, body, size in iter_members(read, start=start, shard=shard):

@@ -12,7 +12,8 @@ from shardstream.format.tar import BLOCK_BYTES, Buffer
 
 Column = np.ndarray[Any, np.dtype[Any]]
 
-_FEW = 40  # below, NumPy's calls cost more than they save
+# With fewer, and fewer in a stretch, NumPy's calls cost more than they save.
+_FEW, _FEW_IN_ONE = 40, 6
 _POWERS_OF_8 = 8 ** np.arange(
     10, -1, -1, dtype=np.int64
 )  # whole numbers: floats would wake the threads of BLAS
@@ -27,7 +28,7 @@ class Stretch(NamedTuple):
     """Number of the shard in its dataset."""
     url: str
     """Of the shard, for ``__url__`` and messages."""
-    buffer: Buffer | memoryview
+    buffer: Buffer
     """A stretch of the tar, such as a memory map or a fetched range."""
     base: int
     """Offset in the tar of the buffer's first byte."""
@@ -35,6 +36,11 @@ class Stretch(NamedTuple):
     """Offsets in the tar of each sample's first header, shape (n,), int64."""
     ends: Column
     """Offsets behind each sample's last member, shape (n,), int64."""
+
+
+def are_many(samples: int, stretches: int) -> bool:
+    """Tell whether it pays to read samples together."""
+    return samples >= max(_FEW, _FEW_IN_ONE * stretches)
 
 
 def read_samples(stretches: Sequence[Stretch]) -> list[Sample | Exception]:
@@ -49,24 +55,20 @@ def read_samples(stretches: Sequence[Stretch]) -> list[Sample | Exception]:
     if not stretches:
         return []
     starts = np.concatenate([stretch.starts - stretch.base for stretch in stretches])
-    if len(starts) < _FEW:
+    if not are_many(len(starts), len(stretches)):
         return [sample for stretch in stretches for sample in _read_each(stretch)]
     return _Read(stretches, starts).samples()
 
 
 def _read_each(stretch: Stretch) -> list[Sample | Exception]:
-    return [
-        _read_one(stretch, start, end)
-        for start, end in zip(stretch.starts.tolist(), stretch.ends.tolist(), strict=True)
-    ]
+    pairs = zip(stretch.starts.tolist(), stretch.ends.tolist(), strict=True)
+    return [read_one(stretch.buffer, stretch.base, a, b, stretch.url) for a, b in pairs]
 
 
-def _read_one(stretch: Stretch, start: int, end: int) -> Sample | Exception:
-    buffer, base = stretch.buffer, stretch.base
-    if isinstance(buffer, memoryview):
-        buffer, base = bytes(buffer[max(0, start - base) : max(0, end - base)]), start
+def read_one(buffer: Buffer, base: int, start: int, end: int, url: str) -> Sample | Exception:
+    """Return the sample that `read_sample` reads, or the error that it raises."""
     try:
-        return read_sample(buffer, base, start, end, stretch.url)
+        return read_sample(buffer, base, start, end, url)
     except Exception as error:  # noqa: BLE001  (handed on: the caller says what becomes of it)
         return error
 
@@ -92,7 +94,9 @@ class _Read:
 
     def samples(self) -> list[Sample | Exception]:
         stretch = self._stretches[0]
-        first = _read_one(stretch, int(stretch.starts[0]), int(stretch.ends[0]))
+        first = read_one(
+            stretch.buffer, stretch.base, int(stretch.starts[0]), int(stretch.ends[0]), stretch.url
+        )
         fields = list(first)[2:] if isinstance(first, dict) else []
         key: Column = np.empty(0)
         for field in fields:
@@ -157,12 +161,14 @@ class _Read:
             sound &= at <= len(stretch.buffer)
             for place in np.flatnonzero(~sound).tolist():
                 start, end = int(stretch.starts[place]), int(stretch.ends[place])
-                samples[first + place] = _read_one(stretch, start, end)
+                samples[first + place] = read_one(
+                    stretch.buffer, stretch.base, start, end, stretch.url
+                )
             first = last
         return samples
 
 
-def _blocks(buffer: Buffer | memoryview) -> Column:
+def _blocks(buffer: Buffer) -> Column:
     """Return a stretch as blocks, shape (n,), at least one: of zeros, which are no header, where there is none."""
     count = len(buffer) // BLOCK_BYTES
     return np.frombuffer(buffer, _BLOCK, count) if count else np.zeros(1, _BLOCK)

@@ -29,8 +29,8 @@ _ADLER_BASE = 65521
 ReadAt = Callable[[int, int], bytes]
 """``read(offset, size)``: bytes of the tar from an absolute offset; fewer only where the tar ends."""
 
-Buffer = bytes | mmap.mmap
-"""A stretch of a tar whose slices are bytes."""
+Buffer = bytes | mmap.mmap | memoryview
+"""A stretch of a tar."""
 
 Member = tuple[str, int, int, int]
 """Name, offset of its first header (a pax header before it included), offset of its bytes, their size."""

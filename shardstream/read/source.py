@@ -16,7 +16,7 @@ from shardstream.read.stage import State
 from shardstream.storage.fetch import Fetcher, open_fetcher
 from shardstream.storage.joined import AnyCatalog
 
-# Planned and parsed at a time, so that a sample costs a fraction of a microsecond of each.
+# Planned and parsed at a time, so that a sample costs a fraction of a microsecond of each; of what is parsed no more bytes.
 _CHUNK_SAMPLES, _CHUNK_BYTES = 4096, 8 << 20
 _CHUNK_STEPS = 1024
 
@@ -26,13 +26,19 @@ def own_steps(share: Share, worker: int, num_workers: int, first: int = 0) -> ra
     return range(worker + first * num_workers, share.num_steps, num_workers)
 
 
-def planned(share: Share, steps: range, most: int = _CHUNK_SAMPLES) -> Iterator[list[Ints]]:
-    """Yield the sample numbers of the steps, an array a step, up to ``most`` samples at a time: one step at first, to begin at once."""
+def planned(share: Share, steps: range) -> Iterator[list[Ints]]:
+    """Yield the sample numbers of the steps, an array a step, some steps at a time: one at first, to begin at once."""
     width = share.split.microbatches * share.plan.order.batch
     start, size = 0, 1
     while start < len(steps):
         yield share.samples(_array(steps[start : start + size]))
-        start, size = start + size, min(2 * size, max(1, most // width))
+        start, size = start + size, min(2 * size, max(1, _CHUNK_SAMPLES // width))
+
+
+def _parsed_together(steps: list[Ints], nsamples: int, total_bytes: int) -> Iterator[list[Ints]]:
+    most = _CHUNK_BYTES * nsamples // max(1, total_bytes)
+    size = max(1, most // max(1, len(steps[-1])))
+    return (steps[first : first + size] for first in range(0, len(steps), size))
 
 
 def upcoming(share: Share, steps: range) -> Iterator[Ints]:
@@ -149,16 +155,16 @@ class PlannedRun:
             ahead = (numbers[~np.isin(numbers, passed)] for numbers in ahead)
         catalog = self._catalog
         self._fetcher = open_fetcher(catalog, ahead, prefetch_bytes=self._prefetch_bytes)
-        most = min(_CHUNK_SAMPLES, _CHUNK_BYTES * len(catalog) // max(1, catalog.total_bytes))
         with closing(self._fetcher) as fetcher:
-            for chunk in planned(self._share, steps, most):
+            for chunk in planned(self._share, steps):
                 chunk[0], within = chunk[0][within:], 0
-                found = fetcher.samples(np.concatenate(chunk))
-                start = 0
-                for numbers in chunk:
-                    end = start + len(numbers)
-                    yield numbers.tolist(), found[start:end]
-                    start = end
+                for some in _parsed_together(chunk, len(catalog), catalog.total_bytes):
+                    found = fetcher.samples(np.concatenate(some))
+                    start = 0
+                    for numbers in some:
+                        end = start + len(numbers)
+                        yield numbers.tolist(), found[start:end]
+                        start = end
 
     def _read_samples(self) -> Generator[tuple[int, Sample], None, None]:
         for numbers, found in self._open():

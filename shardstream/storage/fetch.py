@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 
 from shardstream.format.group import Sample
-from shardstream.format.many import Stretch, read_samples
+from shardstream.format.many import Stretch, are_many, read_one, read_samples
 from shardstream.format.tar import Buffer
 from shardstream.storage.ahead import RangeFetcher
 from shardstream.storage.catalog import Numbers, map_file
@@ -60,15 +60,17 @@ class LocalFetcher:
             return []
         shards, starts, ends = self._catalog.extents(numbers)
         self._read_bytes += int((ends - starts).sum())
+        if not are_many(len(numbers), len(set(shards.tolist()))):
+            places = zip(shards.tolist(), starts.tolist(), ends.tolist(), strict=True)
+            return [read_one(self._tar(n), 0, a, b, self._catalog.url_of(n)) for n, a, b in places]
         by_shard = np.argsort(shards, kind="stable")
         stretches = []
         for mine in np.split(by_shard, np.flatnonzero(np.diff(shards[by_shard])) + 1):
             shard = int(shards[mine[0]])
-            url, tar = self._catalog.url_of(shard), self._maps.get(shard) or self._map(shard)
+            url, tar = self._catalog.url_of(shard), self._tar(shard)
             stretches.append(Stretch(shard, url, tar, 0, starts[mine], ends[mine]))
         found: list[Sample | Exception] = [{}] * len(numbers)
-        samples = read_samples(stretches)
-        for place, sample in zip(by_shard.tolist(), samples, strict=True):
+        for place, sample in zip(by_shard.tolist(), read_samples(stretches), strict=True):
             found[place] = sample
         return found
 
@@ -80,7 +82,10 @@ class LocalFetcher:
         """Forget the maps."""
         self._maps.clear()
 
-    def _map(self, shard: int) -> Buffer:
+    def _tar(self, shard: int) -> Buffer:
+        tar = self._maps.get(shard)
+        if tar is not None:
+            return tar
         url = self._catalog.url_of(shard)
         tar = map_file(self._catalog.local_path(shard) or url, url)
         if len(self._maps) >= _MAPS_KEPT:
