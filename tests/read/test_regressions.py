@@ -16,6 +16,7 @@ import shardstream as ss
 from shardstream.errors import OptionError, StateError, StorageError
 from shardstream.format.manifest import ShardInfo, fingerprint
 from shardstream.storage.filesystem import Storage
+from shardstream.storage.piece import Piece
 from shardstream.storage.retry import fetch
 from tests.read.sets import FEW_CORES, flat, labels, loader, numbered, take
 
@@ -135,27 +136,28 @@ def test_a_store_out_of_reach_is_no_bad_sample(
     bucket: str, s3_env: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbered(f"{bucket}/set", 60, 20)
-    real = Storage.read
+    real = Storage.read_once
 
-    def broken(self: Storage, url: str, start: int = 0, end: int | None = None) -> bytes:
+    def broken(self: Storage, url: str, start: int = 0, end: int | None = None, **_: Any) -> Piece:
         if start > 0:
-            raise StorageError("connection reset", shard=url)
+            raise ConnectionResetError("connection reset")
         return real(self, url, start, end)
 
     dataset = ss.ShardDataset(f"{bucket}/set", index="ignore", on_error="skip")
     monkeypatch.setattr("shardstream.storage.retry.time.sleep", lambda _: None)
     monkeypatch.setattr("shardstream.read.whole._CHUNK_BYTES", 2048)
-    monkeypatch.setattr(Storage, "read", broken)
+    monkeypatch.setattr(Storage, "read_once", broken)
     with pytest.raises(StorageError, match="connection reset"):
         list(dataset)
 
 
-def test_retries_leave_the_global_generators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(*_: Any) -> bytes:
-        raise StorageError("transient")
+def unreachable(*_: Any, **__: Any) -> Piece:
+    raise OSError("transient")
 
+
+def test_retries_leave_the_global_generators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardstream.storage.retry.time.sleep", lambda _: None)
-    monkeypatch.setattr(Storage, "read", failing)
+    monkeypatch.setattr(Storage, "read_once", unreachable)
     before = random.getstate()
     with pytest.raises(StorageError, match="transient"):
         fetch(Storage(), "memory://a.tar", 0, 1)
@@ -170,7 +172,7 @@ def test_what_failed_to_come_is_asked_for_again(
     dataset[19]  # reads the index
     with monkeypatch.context() as patch:
         patch.setattr("shardstream.storage.retry.time.sleep", lambda _: None)
-        patch.setattr(Storage, "read", lambda *_: (_ for _ in ()).throw(StorageError("transient")))
+        patch.setattr(Storage, "read_once", unreachable)
         with pytest.raises(StorageError, match="transient"):
             dataset.__getitems__([0, 1, 2])
     assert [sample["cls"] for sample in dataset.__getitems__([1, 2])] == [1, 2]
