@@ -10,7 +10,7 @@ from typing import Any, Literal
 Epochs = Callable[[int], Iterable[Any]]
 """From the number of an epoch to its batches."""
 
-Mode = Literal["throughput", "cold", "first", "resume", "memory", "pack", "index", "scale"]
+Mode = Literal["throughput", "first", "resume", "memory", "pack", "index", "scale"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,8 @@ class Case:
         batch_size: Samples.
         min_s: Short epochs are repeated, after a first to warm up, until that long was measured.
         max_s: The epoch is left when that long was measured, 0 for never.
-        cache: An empty folder for what the contestant keeps on disk; for the pack row, the folder to write to.
+        cache: An empty folder for what the contestant keeps on disk.
+        target: Of the pack row: where to write to if not to the cache.
         connections: Of the socket limit.
         began: When the process was started, seconds since 1970.
     """
@@ -50,6 +51,7 @@ class Case:
     min_s: float = 0.0
     max_s: float = 0.0
     cache: str = ""
+    target: str = ""
     connections: int = 8
     began: float = 0.0
 

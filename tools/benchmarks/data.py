@@ -1,6 +1,6 @@
 """The data of the benchmark: seeded samples, and the same samples in the format of each contestant.
 
-Formats: "tar" (with our index; the tars are what webdataset, datasets and the S3 connector read), "litdata", "mds" (MosaicML) and
+Formats: "tar" ("tar-200": in 200 shards; with our index; the tars are what webdataset, datasets and the S3 connector read), "litdata", "mds" (MosaicML) and
 "files". Each is made once in the work folder, in a process of its own.
 """
 
@@ -97,13 +97,18 @@ def packed_samples(folder: Path) -> Iterator[dict[str, bytes]]:
         yield sample
 
 
-def write_tar(samples: Iterable[Mapping[str, bytes]], folder: Path, kind: str) -> None:
+def write_tar(
+    samples: Iterable[Mapping[str, bytes]],
+    folder: Path,
+    kind: str,
+    shard_samples: int = SMALL_SHARD_SAMPLES,
+) -> None:
     """Write tars with our index."""
     import shardstream as ss  # noqa: PLC0415
 
     with ss.ShardWriter(
         folder,
-        max_samples=SMALL_SHARD_SAMPLES,
+        max_samples=shard_samples,
         max_bytes=PHOTO_SHARD_BYTES if kind == "photo" else "256MB",
         overwrite=True,
     ) as writer:
@@ -159,7 +164,12 @@ def main() -> None:
     corpus = Corpus(kind=kind, samples=int(samples))
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    WRITERS[form](packed_samples(Path(packed[0])) if packed else corpus, target, kind)
+    source = packed_samples(Path(packed[0])) if packed else corpus
+    name, _, shards = form.partition("-")
+    if shards:
+        write_tar(source, target, kind, corpus.samples // int(shards))
+    else:
+        WRITERS[name](source, target, kind)
 
 
 if __name__ == "__main__":

@@ -123,8 +123,9 @@ class Work:
         environment = server.environment if server else {}
         if server:  # litdata, mosaicml and the AWS command line look here
             environment = environment | {"S3_ENDPOINT_URL": server.endpoint}
+        target = case.target and f"{case.target}-{time.time_ns()}"
         with tempfile.TemporaryDirectory(prefix="bench-cache-", dir=self.folder) as cache:
-            case = replace(case, cache=cache, began=time.time())
+            case = replace(case, cache=cache, target=target, began=time.time())
             environment = environment | {"HF_HOME": cache, "TMPDIR": cache}
             try:
                 out = self._run(
@@ -137,8 +138,7 @@ class Work:
             except subprocess.TimeoutExpired:
                 return Result(seconds=0.0, wrong=f"no end in {_CASE_TIMEOUT_S} s")
             except subprocess.CalledProcessError as error:
-                said = [line for line in error.stderr.splitlines() if line.strip()]
-                return Result(seconds=0.0, wrong=said[-1] if said else f"exit {error.returncode}")
+                return Result(seconds=0.0, wrong=last_line(error.stderr))
         line = next(line for line in out.splitlines() if line.startswith("RESULT "))
         return Result(**json.loads(line.removeprefix("RESULT ")))
 
@@ -162,3 +162,13 @@ class Work:
             check=True,
             timeout=timeout_s,
         ).stdout
+
+
+def last_line(text: str) -> str:
+    """Return what a traceback ends with: the error.
+
+    >>> last_line("Traceback …\n  File …\nValueError: {\n  no\n}\n")
+    'ValueError: {'
+    """
+    lines = [line for line in text.splitlines() if line.strip() and line[0] not in " })]"]
+    return lines[-1] if lines else "no message"

@@ -42,5 +42,5 @@ def epochs(case: Case) -> Epochs:
         **collate,
     )
     if case.task == "train":
-        return lambda _: (tuple(batch) for batch in loader)
+        return lambda _: map(tuple, loader)
     return lambda _: loader

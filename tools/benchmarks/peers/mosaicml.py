@@ -36,10 +36,8 @@ def import_streaming() -> Any:
     return streaming
 
 
-def epochs(case: Case) -> Epochs:
-    """Return what makes the batches of an epoch."""
-    from torch.utils.data import DataLoader  # noqa: PLC0415
-
+def make_loader(case: Case) -> Any:
+    """Return the loader of a case."""
     streaming = import_streaming()
     example = images.example_fast if case.decoder == "fast" else images.example
 
@@ -59,13 +57,18 @@ def epochs(case: Case) -> Epochs:
         predownload=8 * case.batch_size,
     )
     collate: dict[str, Any] = {} if case.task == "train" else {"collate_fn": list}
-    loader: Any = DataLoader(
+    return streaming.StreamingDataLoader(
         dataset,
         batch_size=case.batch_size,
         num_workers=case.workers,
         persistent_workers=case.workers > 0,
         **collate,
     )
+
+
+def epochs(case: Case) -> Epochs:
+    """Return what makes the batches of an epoch."""
+    loader = make_loader(case)
     if case.task == "train":
-        return lambda _: (tuple(batch) for batch in loader)
+        return lambda _: map(tuple, loader)
     return lambda _: loader

@@ -53,6 +53,5 @@ def epochs(case: Case) -> Epochs:
         batch_size=None,
         num_workers=case.workers,
         persistent_workers=case.workers > 0,
-        multiprocessing_context="spawn" if case.workers else None,
     )
     return lambda _: loader

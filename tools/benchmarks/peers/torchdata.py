@@ -23,8 +23,8 @@ def _stack(examples: Any) -> Any:
     return tuple(default_collate(examples))
 
 
-def epochs(case: Case) -> Epochs:
-    """Return what makes the batches of an epoch."""
+def make_loader(case: Case) -> Any:
+    """Return the loader of a case."""
     files = Files(case)
     numbers: Any = SamplerWrapper(RandomSampler(files))
     node: Any = (
@@ -41,5 +41,10 @@ def epochs(case: Case) -> Epochs:
     node = Batcher(node, case.batch_size, drop_last=False)
     if case.task == "train":
         node = Mapper(node, _stack)
-    loader = Loader(node)
+    return Loader(node)
+
+
+def epochs(case: Case) -> Epochs:
+    """Return what makes the batches of an epoch."""
+    loader = make_loader(case)
     return lambda _: loader

@@ -1,0 +1,145 @@
+"""Row `pack`: samples a second written to shards, from memory or from loose files."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from benchmarks.case import Case, Result
+from benchmarks.data import PHOTO_SHARD_BYTES, SMALL_SHARD_SAMPLES, packed_samples, write_litdata
+from benchmarks.objects import presign_put, split_url
+from benchmarks.processes import cpu_s, peak_rss_bytes
+
+Samples = list[dict[str, Any]]
+
+
+def measure(case: Case) -> Result:
+    """Write the corpus until ``min_s`` is reached; from memory if ``location`` has tars, else from the loose files there."""
+    loose = case.location.endswith("files")
+    samples = [] if loose else list(packed_samples(Path(case.location)))
+    samples = [
+        {"__key__": f"{number:08d}", **sample} for number, sample in enumerate(samples)
+    ]
+    work: Callable[[Case, Samples, str], None] = {
+        ("shardstream", False): ours,
+        ("shardstream", True): ours_files,
+        ("webdataset", False): webdataset,
+        ("webdataset", True): webdataset,
+        ("litdata", False): litdata,
+        ("mosaicml", False): mosaicml,
+    }[case.contestant, loose]
+    rounds = 0
+    began_cpu, began = cpu_s(), time.perf_counter()
+    while True:
+        target = f"{case.target or case.cache}/{case.contestant}-{rounds}"
+        work(case, samples, target)
+        rounds += 1
+        seconds = time.perf_counter() - began
+        if seconds >= case.min_s:
+            break
+        if not case.target:
+            shutil.rmtree(target)
+    return Result(
+        seconds=seconds,
+        samples=rounds * case.samples,
+        payload_bytes=rounds * case.payload_bytes,
+        cpu_s=cpu_s() - began_cpu,
+        peak_rss_bytes=peak_rss_bytes(),
+        wrong=check(case, target),
+    )
+
+
+def check(case: Case, target: str) -> str:
+    """Compare tars on disk with what was to be written."""
+    if case.target or case.contestant not in ("shardstream", "webdataset"):
+        return ""
+    samples = payload = 0
+    for sample in packed_samples(Path(target)):
+        samples += 1
+        payload += sum(map(len, sample.values()))
+    if (samples, payload) != (case.samples, case.payload_bytes):
+        return f"wrote {samples} samples, {payload} bytes"
+    return ""
+
+
+def limits(case: Case) -> tuple[int, int]:
+    """Return the limits of a shard: samples, bytes."""
+    return SMALL_SHARD_SAMPLES, PHOTO_SHARD_BYTES if "jpg" in case.fields else 256_000_000
+
+
+def ours(case: Case, samples: Samples, target: str) -> None:
+    """Write with indexes, sha256 and manifest, as always."""
+    import shardstream as ss  # noqa: PLC0415
+
+    count, size = limits(case)
+    with ss.ShardWriter(target, max_samples=count, max_bytes=size) as writer:
+        for sample in samples:
+            writer.write(sample)
+
+
+def ours_files(case: Case, _: Samples, target: str) -> None:
+    """Pack a folder of loose files."""
+    import shardstream as ss  # noqa: PLC0415
+
+    count, size = limits(case)
+    ss.pack(
+        case.location,
+        target,
+        kind="files",
+        max_samples=count,
+        max_bytes=size,
+        processes=max(1, case.workers),
+    )
+
+
+def webdataset(case: Case, samples: Samples, target: str) -> None:
+    """Write with its ShardWriter; to S3 by curl and presigned URLs."""
+    import webdataset as wds  # noqa: PLC0415
+
+    count, size = limits(case)
+    options: dict[str, Any] = {"maxcount": count, "maxsize": size, "verbose": 0}
+    source: Any = samples or loose_samples(Path(case.location), case.fields)
+    if target.startswith("s3://"):
+        bucket, key = split_url(target)
+        options["opener"] = lambda name: wds.gopen(
+            f"pipe:curl -s -f -X PUT -T - '{presign_put(bucket, name)}'", "wb"
+        )
+        pattern = f"{key}-%06d.tar"
+    else:
+        Path(target).mkdir(parents=True)
+        pattern = f"{target}/%06d.tar"
+    with wds.ShardWriter(pattern, **options) as writer:
+        for sample in source:
+            writer.write(sample)
+
+
+def litdata(case: Case, samples: Samples, target: str) -> None:
+    """Write with the writer beneath its `optimize`, in one process."""
+    kind = "photo" if "jpg" in case.fields else "small"
+    write_litdata(map(without_key, samples), Path(target), kind)
+
+
+def mosaicml(case: Case, samples: Samples, target: str) -> None:
+    """Write with its MDSWriter."""
+    from benchmarks.data import write_mds  # noqa: PLC0415
+
+    kind = "photo" if "jpg" in case.fields else "small"
+    write_mds(map(without_key, samples), Path(target), kind)
+
+
+def without_key(sample: Mapping[str, Any]) -> dict[str, bytes]:
+    """Return the fields."""
+    return {name: data for name, data in sample.items() if name != "__key__"}
+
+
+def loose_samples(folder: Path, fields: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """Yield the samples of loose files, as a loop of one's own would read them."""
+    for first in sorted(folder.rglob(f"*.{fields[0]}")):
+        key = first.relative_to(folder).with_suffix("").as_posix()
+        yield {
+            "__key__": key,
+            **{name: first.with_suffix(f".{name}").read_bytes() for name in fields},
+        }
