@@ -35,9 +35,13 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--contestants", metavar="A,B", help="these only, and limits")
     parser.add_argument("--repetitions", type=int, metavar="N", help="of each contestant")
-    parser.add_argument("--work", type=Path, metavar="DIR", help="keep the data here for the next run")
+    parser.add_argument(
+        "--work", type=Path, metavar="DIR", help="keep the data here for the next run"
+    )
     parser.add_argument("--latency-ms", type=int, default=30, help="to the first byte, of s3-slow")
-    parser.add_argument("--rate", type=int, default=80_000_000, help="bytes/s a connection, of s3-slow")
+    parser.add_argument(
+        "--rate", type=int, default=80_000_000, help="bytes/s a connection, of s3-slow"
+    )
     parser.add_argument(
         "--python",
         action="append",
@@ -48,7 +52,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every repetition")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the table")
     parser.add_argument(
-        "--render", type=Path, metavar="FILE.json", help="print an earlier run in Markdown; measure nothing"
+        "--render",
+        type=Path,
+        metavar="FILE.json",
+        help="print an earlier run in Markdown; measure nothing",
     )
     return parser.parse_args()
 
@@ -114,7 +121,9 @@ def main() -> None:
     else:
         console = Console(width=None if sys.stdout.isatty() else 120)
         document = measure(arguments, console)
-        console.print(f"{document['machine']}\n{document['versions']}\n{document['seconds']:.0f} s in all")
+        console.print(
+            f"{document['machine']}\n{document['versions']}\n{document['seconds']:.0f} s in all"
+        )
     if arguments.json:
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")
     if arguments.plot:

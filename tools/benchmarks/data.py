@@ -13,13 +13,13 @@ import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 from PIL import Image
 
-SMALL_SHARD_SAMPLES = 10_000
-PHOTO_SHARD_BYTES = 16_000_000
+SHARDS = 15  # of every corpus and format, so that there is something to shuffle and to share out
 _WIDTH, _HEIGHT = 640, 480
 _NPY_BYTES = 550 - 128  # without the header
 
@@ -40,6 +40,11 @@ class Corpus:
     def fields(self) -> tuple[str, ...]:
         """The fields of a sample."""
         return ("npy", "json") if self.kind == "small" else ("jpg", "cls")
+
+    @property
+    def shard_samples(self) -> int:
+        """Samples of a shard."""
+        return -(-self.samples // SHARDS)
 
     @property
     def name(self) -> str:
@@ -97,55 +102,44 @@ def packed_samples(folder: Path) -> Iterator[dict[str, bytes]]:
         yield sample
 
 
-def write_tar(
-    samples: Iterable[Mapping[str, bytes]],
-    folder: Path,
-    kind: str,
-    shard_samples: int = SMALL_SHARD_SAMPLES,
-) -> None:
+def write_tar(samples: Iterable[Mapping[str, bytes]], folder: Path, shard_samples: int) -> None:
     """Write tars with our index."""
     import shardstream as ss  # noqa: PLC0415
 
     with ss.ShardWriter(
-        folder,
-        max_samples=shard_samples,
-        max_bytes=PHOTO_SHARD_BYTES if kind == "photo" else "256MB",
-        overwrite=True,
+        folder, max_samples=shard_samples, max_bytes="1GB", overwrite=True
     ) as writer:
         for number, sample in enumerate(samples):
             writer.write({"__key__": f"{number:08d}", **sample})
 
 
-def write_litdata(samples: Iterable[Mapping[str, bytes]], folder: Path, kind: str) -> None:
+def write_litdata(samples: Iterable[Mapping[str, bytes]], folder: Path, shard_samples: int) -> None:
     """Write litdata's chunks."""
     from litdata.streaming.writer import BinaryWriter  # noqa: PLC0415
 
-    writer = BinaryWriter(
-        str(folder),
-        chunk_size=SMALL_SHARD_SAMPLES if kind == "small" else None,
-        chunk_bytes=PHOTO_SHARD_BYTES if kind == "photo" else None,
-    )
+    writer = BinaryWriter(str(folder), chunk_size=shard_samples)
     for number, sample in enumerate(samples):
         writer[number] = dict(sample)
     writer.done()
     writer.merge()
 
 
-def write_mds(samples: Iterable[Mapping[str, bytes]], folder: Path, kind: str) -> None:
-    """Write MosaicML's shards."""
+def write_mds(samples: Iterable[Mapping[str, bytes]], folder: Path, shard_samples: int) -> None:
+    """Write MosaicML's shards, whose limit is in bytes: those of the first sample are taken for all."""
     from benchmarks.peers.mosaicml import import_streaming  # noqa: PLC0415
 
-    names = Corpus(kind=kind, samples=0).fields
-    # sizes of shards are set by bytes alone
-    limit = PHOTO_SHARD_BYTES if kind == "photo" else SMALL_SHARD_SAMPLES * 600
+    waiting = iter(samples)
+    first = dict(next(waiting))
     with import_streaming().MDSWriter(
-        out=str(folder), columns=dict.fromkeys(names, "bytes"), size_limit=limit
+        out=str(folder),
+        columns=dict.fromkeys(first, "bytes"),
+        size_limit=shard_samples * (sum(map(len, first.values())) + 20),
     ) as writer:
-        for sample in samples:
+        for sample in chain([first], waiting):
             writer.write(dict(sample))
 
 
-def write_files(samples: Iterable[Mapping[str, bytes]], folder: Path, _: str) -> None:
+def write_files(samples: Iterable[Mapping[str, bytes]], folder: Path, _: int) -> None:
     """Write a file for each field, a folder for each 1,000 samples."""
     for number, sample in enumerate(samples):
         part = folder / f"{number // 1000:04d}"
@@ -166,10 +160,8 @@ def main() -> None:
     target.mkdir(parents=True, exist_ok=True)
     source = packed_samples(Path(packed[0])) if packed else corpus
     name, _, shards = form.partition("-")
-    if shards:
-        write_tar(source, target, kind, corpus.samples // int(shards))
-    else:
-        WRITERS[name](source, target, kind)
+    shard_samples = corpus.samples // int(shards) if shards else corpus.shard_samples
+    WRITERS[name](source, target, shard_samples)
 
 
 if __name__ == "__main__":

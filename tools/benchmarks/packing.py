@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.case import Case, Result
-from benchmarks.data import PHOTO_SHARD_BYTES, SMALL_SHARD_SAMPLES, packed_samples, write_litdata
+from benchmarks.data import Corpus, packed_samples, write_litdata, write_mds
 from benchmarks.objects import presign_put, split_url
 from benchmarks.processes import cpu_s, peak_rss_bytes
 
@@ -19,10 +19,10 @@ Samples = list[dict[str, Any]]
 def measure(case: Case) -> Result:
     """Write the corpus until ``min_s`` is reached; from memory if ``location`` has tars, else from the loose files there."""
     loose = case.location.endswith("files")
-    samples = [] if loose else list(packed_samples(Path(case.location)))
-    samples = [
-        {"__key__": f"{number:08d}", **sample} for number, sample in enumerate(samples)
-    ]
+    samples: Samples = []
+    if not loose:
+        packed = packed_samples(Path(case.location))
+        samples = [{"__key__": f"{n:08d}", **sample} for n, sample in enumerate(packed)]
     work: Callable[[Case, Samples, str], None] = {
         ("shardstream", False): ours,
         ("shardstream", True): ours_files,
@@ -65,17 +65,16 @@ def check(case: Case, target: str) -> str:
     return ""
 
 
-def limits(case: Case) -> tuple[int, int]:
-    """Return the limits of a shard: samples, bytes."""
-    return SMALL_SHARD_SAMPLES, PHOTO_SHARD_BYTES if "jpg" in case.fields else 256_000_000
+def shard_samples(case: Case) -> int:
+    """Return the limit of a shard."""
+    return Corpus(kind="", samples=case.samples).shard_samples
 
 
 def ours(case: Case, samples: Samples, target: str) -> None:
     """Write with indexes, sha256 and manifest, as always."""
     import shardstream as ss  # noqa: PLC0415
 
-    count, size = limits(case)
-    with ss.ShardWriter(target, max_samples=count, max_bytes=size) as writer:
+    with ss.ShardWriter(target, max_samples=shard_samples(case), max_bytes="1GB") as writer:
         for sample in samples:
             writer.write(sample)
 
@@ -84,13 +83,12 @@ def ours_files(case: Case, _: Samples, target: str) -> None:
     """Pack a folder of loose files."""
     import shardstream as ss  # noqa: PLC0415
 
-    count, size = limits(case)
     ss.pack(
         case.location,
         target,
         kind="files",
-        max_samples=count,
-        max_bytes=size,
+        max_samples=shard_samples(case),
+        max_bytes="1GB",
         processes=max(1, case.workers),
     )
 
@@ -99,8 +97,7 @@ def webdataset(case: Case, samples: Samples, target: str) -> None:
     """Write with its ShardWriter; to S3 by curl and presigned URLs."""
     import webdataset as wds  # noqa: PLC0415
 
-    count, size = limits(case)
-    options: dict[str, Any] = {"maxcount": count, "maxsize": size, "verbose": 0}
+    options: dict[str, Any] = {"maxcount": shard_samples(case), "verbose": 0}
     source: Any = samples or loose_samples(Path(case.location), case.fields)
     if target.startswith("s3://"):
         bucket, key = split_url(target)
@@ -118,16 +115,12 @@ def webdataset(case: Case, samples: Samples, target: str) -> None:
 
 def litdata(case: Case, samples: Samples, target: str) -> None:
     """Write with the writer beneath its `optimize`, in one process."""
-    kind = "photo" if "jpg" in case.fields else "small"
-    write_litdata(map(without_key, samples), Path(target), kind)
+    write_litdata(map(without_key, samples), Path(target), shard_samples(case))
 
 
 def mosaicml(case: Case, samples: Samples, target: str) -> None:
     """Write with its MDSWriter."""
-    from benchmarks.data import write_mds  # noqa: PLC0415
-
-    kind = "photo" if "jpg" in case.fields else "small"
-    write_mds(map(without_key, samples), Path(target), kind)
+    write_mds(map(without_key, samples), Path(target), shard_samples(case))
 
 
 def without_key(sample: Mapping[str, Any]) -> dict[str, bytes]:

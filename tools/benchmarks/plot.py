@@ -26,7 +26,9 @@ def draw(document: dict[str, Any], path: Path) -> None:
     for axes, setting in zip(grid.flat, settings, strict=False):
         axes.set_axis_on()
         _draw_setting(axes, setting)
-    figure.suptitle("shardstream beside its peers: medians; whiskers from least to greatest", fontsize=14)
+    figure.suptitle(
+        "shardstream beside its peers: medians; whiskers from least to greatest", fontsize=14
+    )
     figure.savefig(path, dpi=110)
 
 
@@ -50,7 +52,11 @@ def _draw_setting(axes: Any, setting: dict[str, Any]) -> None:
     bars = _bars(setting)
     names = [name.replace("limit-", "limit: ") for name, _ in bars]
     middles = [statistics.median(values) for _, values in bars]
-    shown = [middle for (name, _), middle in zip(bars, middles, strict=True) if not name.startswith("limit-")]
+    shown = [
+        middle
+        for (name, _), middle in zip(bars, middles, strict=True)
+        if not name.startswith("limit-")
+    ]
     top = max(shown) * 1.25
     for place, ((name, values), middle) in enumerate(zip(bars, middles, strict=True)):
         axes.barh(place, min(middle, top), color=_colour(name), height=0.72)
@@ -71,7 +77,9 @@ def _draw_setting(axes: Any, setting: dict[str, Any]) -> None:
     axes.set_xticks([])
     better = "less is better" if setting["metric"] == "seconds" else "more is better"
     axes.set_title(
-        f"{setting['row']}: {setting['label']}\n{setting['metric']}, {better}", fontsize=10, loc="left"
+        f"{setting['row']}: {setting['label']}\n{setting['metric']}, {better}",
+        fontsize=10,
+        loc="left",
     )
     for side in ("top", "right", "bottom"):
         axes.spines[side].set_visible(False)

@@ -139,12 +139,13 @@ def markdown(document: dict[str, Any]) -> str:
     """Return the tables of a run for the docs."""
     machine, versions = document["machine"], document["versions"]
     brake = document["s3_slow"]
-    parts = [
+    where = (
         f"{document['date']} · {machine['processor']}, {machine['cores']} cores, {machine['memory_gb']} GB · "
-        f"Linux {machine['kernel']}, Python {machine['python']} · load at the start {machine['load']}",
-        ", ".join(f"{name} {version}" for name, version in versions.items()),
-        f"`s3-slow`: {brake['latency_ms']} ms to the first byte, {brake['rate_mb_s']:.0f} MB/s a connection.",
-    ]
+        f"Linux {machine['kernel']}, Python {machine['python']} · load at the start {machine['load']}"
+    )
+    brake_text = f"`s3-slow`: {brake['latency_ms']} ms to the first byte, {brake['rate_mb_s']:.0f} MB/s a connection."
+    named = ", ".join(f"{name} {version}" for name, version in versions.items())
+    parts = [where, named, brake_text]
     for setting in document["settings"]:
         rows = [" | ".join(COLUMNS), " | ".join(["---", *["---:"] * (len(COLUMNS) - 1)])]
         rows += [" | ".join(line).replace("\n", " ") for line in lines(setting)]

@@ -76,16 +76,24 @@ class Sizes:
         repetitions: Of each contestant.
     """
 
-    small: Corpus = Corpus(kind="small", samples=150_000)
-    photos: Corpus = Corpus(kind="photo", samples=2_400)
-    many: Corpus = Corpus(kind="small", samples=20_000)
-    shards: tuple[int, ...] = (10, 200, 2_000)
-    min_s: float = 1.0
-    max_s: float = 2.0
-    repetitions: int = 5
+    small: Corpus
+    photos: Corpus
+    many: Corpus
+    shards: tuple[int, ...]
+    min_s: float
+    max_s: float
+    repetitions: int
 
 
-FULL = Sizes()
+FULL = Sizes(
+    small=Corpus(kind="small", samples=150_000),
+    photos=Corpus(kind="photo", samples=2_400),
+    many=Corpus(kind="small", samples=20_000),
+    shards=(10, 200, 2_000),
+    min_s=1.0,
+    max_s=2.0,
+    repetitions=5,
+)
 QUICK = Sizes(
     small=Corpus(kind="small", samples=5_000),
     photos=Corpus(kind="photo", samples=300),
@@ -95,7 +103,9 @@ QUICK = Sizes(
     max_s=0.5,
     repetitions=1,
 )
-TINY = replace(QUICK, small=Corpus(kind="small", samples=500), photos=Corpus(kind="photo", samples=70))
+TINY = replace(
+    QUICK, small=Corpus(kind="small", samples=500), photos=Corpus(kind="photo", samples=70)
+)
 
 
 def settings(sizes: Sizes) -> Iterator[Setting]:
@@ -145,9 +155,7 @@ def _train(sizes: Sizes) -> Iterator[Setting]:
             corpus=sizes.photos,
             contestants=(OURS, fast, *_LOCAL[1:]),
             limit="limit-decode",
-            targets=(best_peer(1.1), best_peer(1.3, ours=fast), of_limit(0.95))
-            if workers
-            else (),
+            targets=(best_peer(1.1), best_peer(1.3, ours=fast), of_limit(0.95)) if workers else (),
         )
 
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.case import Case, Result
-from benchmarks.rows import OURS, Setting, Sizes, place
+from benchmarks.rows import Setting, Sizes, place
+from benchmarks.targets import OURS
 from benchmarks.work import Work, last_line
 
 Document = dict[str, Any]

@@ -52,7 +52,9 @@ def median_speed(results: Results, name: str) -> float | None:
 
 def peers(results: Results) -> list[str]:
     """Return the contestants with results that are neither ourselves nor limits."""
-    return [name for name, found in results.items() if found and not name.startswith((OURS, "limit-"))]
+    return [
+        name for name, found in results.items() if found and not name.startswith((OURS, "limit-"))
+    ]
 
 
 def against(peer: str, wanted: float, ours: str = OURS) -> Target:

@@ -80,7 +80,13 @@ class Work:
         shutil.rmtree(place, ignore_errors=True)
         packed = [] if form == "tar" else [str(self.prepare(corpus, "tar"))]
         arguments = [corpus.kind, str(corpus.samples), form, str(place), *packed]
-        self._run("benchmarks.data", arguments, {}, self._python({"mds": "mosaicml"}.get(form, form)), _DATA_TIMEOUT_S)
+        self._run(
+            "benchmarks.data",
+            arguments,
+            {},
+            self._python({"mds": "mosaicml"}.get(form, form)),
+            _DATA_TIMEOUT_S,
+        )
         if form == "tar":
             payload = sum(sum(map(len, sample.values())) for sample in packed_samples(place))
             (self.folder / corpus.name / "payload.json").write_text(json.dumps(payload))
@@ -154,7 +160,7 @@ class Work:
         timeout_s: float,
     ) -> str:
         paths = os.pathsep.join((str(TOOLS), str(TOOLS.parent)))
-        return subprocess.run(
+        return subprocess.run(  # noqa: S603  (our own modules)
             [python, "-m", module, *arguments],
             env={**os.environ, **_OFFLINE, "PYTHONPATH": paths, **environment},
             capture_output=True,
@@ -165,7 +171,7 @@ class Work:
 
 
 def last_line(text: str) -> str:
-    """Return what a traceback ends with: the error.
+    r"""Return what a traceback ends with: the error.
 
     >>> last_line("Traceback …\n  File …\nValueError: {\n  no\n}\n")
     'ValueError: {'

@@ -20,9 +20,7 @@ FORMAT = "tar"
 
 
 def _flat(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {"jpg": sample["jpg"]["bytes"], "cls": str(sample["cls"])} for sample in samples
-    ]
+    return [{"jpg": sample["jpg"]["bytes"], "cls": str(sample["cls"])} for sample in samples]
 
 
 def _examples(samples: list[dict[str, Any]]) -> Any:
@@ -38,8 +36,6 @@ def _urls(location: str) -> list[str]:
 
 def epochs(case: Case) -> Epochs:
     """Return what makes the batches of an epoch."""
-
-
     stream: Any = hf.load_dataset(
         "webdataset",
         data_files={"train": _urls(case.location)},

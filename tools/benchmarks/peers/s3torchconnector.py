@@ -41,9 +41,11 @@ class Samples(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         opened = ({"url": reader.key, "stream": reader} for reader in self._objects)
         samples = wds.tariterators.group_by_keys(wds.tariterators.tar_file_expander(opened))
-        return iter(wds.filters.batched(self._case.batch_size, collation_fn=list)(
-            wds.filters.shuffle(1000)(samples)
-        ))
+        return iter(
+            wds.filters.batched(self._case.batch_size, collation_fn=list)(
+                wds.filters.shuffle(1000)(samples)
+            )
+        )
 
 
 def epochs(case: Case) -> Epochs:
