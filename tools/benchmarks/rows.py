@@ -43,6 +43,7 @@ class Setting:
         targets: What we want.
         metric: What is compared.
         form: Of the data, if it is not each contestant's own.
+        repetitions: Of each contestant, at most.
     """
 
     row: str
@@ -55,11 +56,16 @@ class Setting:
     targets: tuple[Target, ...] = ()
     metric: Metric = "samples/s"
     form: str | None = None
+    repetitions: int = 99
 
     @property
     def name(self) -> str:
         """Row and label."""
         return f"{self.row}: {self.label}"
+
+    def count_repetitions(self, sizes: Sizes) -> int:
+        """Return how often each contestant is measured: twice at most where nothing is at stake."""
+        return min(sizes.repetitions, self.repetitions if self.targets else 2)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +98,7 @@ FULL = Sizes(
     shards=(10, 200, 2_000),
     min_s=1.0,
     max_s=2.0,
-    repetitions=5,
+    repetitions=3,
 )
 QUICK = Sizes(
     small=Corpus(kind="small", samples=5_000),
@@ -252,6 +258,7 @@ def _memory(sizes: Sizes) -> Iterator[Setting]:
         corpus=sizes.photos,
         store="s3-fast",
         contestants=_REMOTE,
+        repetitions=1,
         targets=(
             figure("growth after epoch 1", "growth", 0.02),
             figure("bytes held by a worker", "held_bytes", _HELD_BYTES),

@@ -115,11 +115,12 @@ def run_setting(setting: Setting, sizes: Sizes, work: Work, say: Say) -> Documen
         except subprocess.CalledProcessError as error:
             results[name].append(Result(seconds=0.0, wrong=f"no data: {last_line(error.stderr)}"))
     server = None if setting.store == "local" else work.server(slow=setting.store == "s3-slow")
-    for repetition in range(sizes.repetitions):
+    repetitions = setting.count_repetitions(sizes)
+    for repetition in range(repetitions):
         for name, case in cases.items():
             if any(result.wrong for result in results[name]):
                 continue
-            say(f"{setting.name} · {name} · {repetition + 1} of {sizes.repetitions}")
+            say(f"{setting.name} · {name} · {repetition + 1} of {repetitions}")
             if repetition == 0:  # a whole epoch, to be checked
                 case = replace(case, max_s=0.0)  # noqa: PLW2901
             results[name].append(work.measure(case, server=server))
