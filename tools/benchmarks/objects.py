@@ -53,11 +53,3 @@ def presign(url: str) -> str:
         "get_object", Params={"Bucket": bucket, "Key": key}, ExpiresIn=_HOUR_S
     )
     return str(url)
-
-
-def presign_put(bucket: str, key: str) -> str:
-    """Return the http URL that an object can be sent to for an hour."""
-    url = s3_client().generate_presigned_url(
-        "put_object", Params={"Bucket": bucket, "Key": key}, ExpiresIn=_HOUR_S
-    )
-    return str(url)

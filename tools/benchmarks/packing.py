@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks.case import Case, Result
 from benchmarks.data import Corpus, packed_samples, write_litdata, write_mds
-from benchmarks.objects import presign_put, split_url
+from benchmarks.objects import s3_client, split_url
 from benchmarks.processes import cpu_s, peak_rss_bytes
 
 Samples = list[dict[str, Any]]
@@ -94,21 +94,22 @@ def ours_files(case: Case, _: Samples, target: str) -> None:
 
 
 def webdataset(case: Case, samples: Samples, target: str) -> None:
-    """Write with its ShardWriter; to S3 by curl and presigned URLs."""
+    """Write with its ShardWriter; to S3 by a folder, from where each finished shard is uploaded in its ``post`` hook."""
     import webdataset as wds  # noqa: PLC0415
 
     options: dict[str, Any] = {"maxcount": shard_samples(case), "verbose": 0}
     source: Any = samples or loose_samples(Path(case.location), case.fields)
+    folder = target
     if target.startswith("s3://"):
+        folder = f"{case.cache}/shards"
         bucket, key = split_url(target)
-        options["opener"] = lambda name: wds.gopen(
-            f"pipe:curl -s -f -X PUT -T - '{presign_put(bucket, name)}'", "wb"
-        )
-        pattern = f"{key}-%06d.tar"
-    else:
-        Path(target).mkdir(parents=True)
-        pattern = f"{target}/%06d.tar"
-    with wds.ShardWriter(pattern, **options) as writer:
+
+        def send(path: str) -> None:
+            s3_client().upload_file(path, bucket, f"{key}/{Path(path).name}")
+
+        options["post"] = send
+    Path(folder).mkdir(parents=True)
+    with wds.ShardWriter(f"{folder}/%06d.tar", **options) as writer:
         for sample in source:
             writer.write(sample)
 

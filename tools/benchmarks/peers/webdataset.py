@@ -39,4 +39,6 @@ def epochs(case: Case) -> Epochs:
     loader = wds.WebLoader(
         dataset, batch_size=None, num_workers=case.workers, persistent_workers=case.workers > 0
     )
+    if case.task == "train":
+        return lambda _: map(tuple, loader)
     return lambda _: loader
