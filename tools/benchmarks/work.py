@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -164,14 +165,26 @@ class Work:
         timeout_s: float,
     ) -> str:
         paths = os.pathsep.join((str(TOOLS), str(TOOLS.parent)))
-        return subprocess.run(  # noqa: S603  (our own modules)
-            [python, "-m", module, *arguments],
-            env={**os.environ, **_OFFLINE, "PYTHONPATH": paths, **environment},
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=timeout_s,
-        ).stdout
+        # To files: a pipe would stay open as long as a worker that outlives its loader.
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as said:
+            child = subprocess.Popen(  # noqa: S603  (our own modules)
+                [python, "-m", module, *arguments],
+                env={**os.environ, **_OFFLINE, "PYTHONPATH": paths, **environment},
+                stdout=out,
+                stderr=said,
+                start_new_session=True,
+            )
+            try:
+                code = child.wait(timeout_s)
+            finally:
+                with suppress(ProcessLookupError):  # all that it started
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+            out.seek(0)
+            said.seek(0)
+            if code:
+                raise subprocess.CalledProcessError(code, module, stderr=said.read())
+            return out.read()
 
 
 def last_line(text: str) -> str:
