@@ -164,7 +164,8 @@ class Work:
         python: str,
         timeout_s: float,
     ) -> str:
-        paths = os.pathsep.join((str(TOOLS), str(TOOLS.parent)))
+        given = os.environ.get("PYTHONPATH", "")  # first: it may name another version of ours
+        paths = os.pathsep.join(filter(None, (given, str(TOOLS), str(TOOLS.parent))))
         # To files: a pipe would stay open as long as a worker that outlives its loader.
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as said:
             child = subprocess.Popen(  # noqa: S603  (our own modules)
