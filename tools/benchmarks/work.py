@@ -169,7 +169,7 @@ class Work:
         # To files: a pipe would stay open as long as a worker that outlives its loader.
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as said:
             child = subprocess.Popen(  # noqa: S603  (our own modules)
-                [python, "-m", module, *arguments],
+                [python, "-P", "-m", module, *arguments],  # -P: the current folder names no version
                 env={**os.environ, **_OFFLINE, "PYTHONPATH": paths, **environment},
                 stdout=out,
                 stderr=said,
