@@ -1,0 +1,48 @@
+"""The process that measures: ``python -m benchmarks.child CASE`` prints one line of JSON.
+
+Each measurement has a process of its own, so that imports, caches and threads of contestants do not meet.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+
+from benchmarks.case import Case, Result
+
+_WHOLE = {"index": "benchmarks.indexing", "pack": "benchmarks.packing", "scale": "benchmarks.scale"}
+
+
+def measure(case: Case) -> Result:
+    """Run a case in this process."""
+    if case.contestant.startswith("limit-"):
+        from benchmarks import limits  # noqa: PLC0415
+
+        return limits.measure(case)
+    if case.mode in _WHOLE:
+        whole: Callable[[Case], Result] = importlib.import_module(_WHOLE[case.mode]).measure
+        return whole(case)
+    peer = importlib.import_module(f"benchmarks.peers.{case.contestant.partition('+')[0]}")
+    from benchmarks import modes  # noqa: PLC0415  (after the peer, as its user would import it)
+
+    random.seed(0)  # the crops
+    if case.mode == "resume":
+        return modes.resume(case, peer)
+    works = {"throughput": modes.throughput, "first": modes.first_batch, "memory": modes.memory}
+    return works[case.mode](case, peer.epochs(case))
+
+
+def main() -> None:
+    """Measure the case of the command line."""
+    result = measure(Case.from_json(sys.argv[1]))
+    print("RESULT " + json.dumps(asdict(result)), flush=True)
+    os._exit(0)  # what a contestant still has running is not what is measured
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""The data of the benchmark: seeded samples, and the same samples in the format of each contestant.
+
+Formats: "tar" ("tar-200": in 200 shards; with our index; the tars are what webdataset, datasets and the S3 connector read), "litdata", "mds" (MosaicML) and
+"files". Each is made once in the work folder, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+SHARDS = 15  # of every corpus and format, so that there is something to shuffle and to share out
+_WIDTH, _HEIGHT = 640, 480
+_NPY_BYTES = 550 - 128  # without the header
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Corpus:
+    """Samples of one kind.
+
+    Args:
+        kind: "small" or "photo".
+        samples: How many.
+    """
+
+    kind: str
+    samples: int
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """The fields of a sample."""
+        return ("npy", "json") if self.kind == "small" else ("jpg", "cls")
+
+    @property
+    def shard_samples(self) -> int:
+        """Samples of a shard."""
+        return -(-self.samples // SHARDS)
+
+    @property
+    def name(self) -> str:
+        """The name of its folder."""
+        return f"{self.kind}-{self.samples}"
+
+    def __iter__(self) -> Iterator[dict[str, bytes]]:
+        return small_samples(self.samples) if self.kind == "small" else photo_samples(self.samples)
+
+
+def small_samples(count: int) -> Iterator[dict[str, bytes]]:
+    """Yield an array of 550 bytes and about 30 bytes of JSON."""
+    rng = np.random.default_rng(0)
+    for number in range(count):
+        array = io.BytesIO()
+        np.save(array, rng.integers(0, 256, _NPY_BYTES, dtype=np.uint8))
+        about = json.dumps({"id": number, "label": number % 1000})
+        yield {"npy": array.getvalue(), "json": about.encode()}
+
+
+def photo(number: int) -> bytes:
+    """Return a JPEG of 640 x 480: shapes of all sizes, and the grain of a sensor."""
+    rng = np.random.default_rng(number)
+    pixels = np.zeros((_HEIGHT, _WIDTH, 3), dtype=np.float32)
+    for cells, weight in ((4, 90), (16, 50), (64, 25), (160, 14)):
+        coarse = rng.integers(0, 256, (cells * 3 // 4, cells, 3), dtype=np.uint8)
+        smooth = Image.fromarray(coarse).resize((_WIDTH, _HEIGHT), Image.Resampling.BICUBIC)
+        pixels += (np.asarray(smooth, dtype=np.float32) - 128) * (weight / 100)
+    grain = rng.normal(0, rng.uniform(3, 9), (_HEIGHT, _WIDTH, 1)).astype(np.float32)
+    out = io.BytesIO()
+    image = Image.fromarray(np.clip(pixels + grain + 128, 0, 255).astype(np.uint8))
+    image.save(out, "JPEG", quality=88)
+    return out.getvalue()
+
+
+def photo_samples(count: int) -> Iterator[dict[str, bytes]]:
+    """Yield a photo and its class."""
+    with ProcessPoolExecutor() as pool:
+        for number, data in enumerate(pool.map(photo, range(count), chunksize=16)):
+            yield {"jpg": data, "cls": str(number % 1000).encode()}
+
+
+def packed_samples(folder: Path) -> Iterator[dict[str, bytes]]:
+    """Yield the samples of tars that were written before."""
+    for path in sorted(folder.glob("*.tar")):
+        key, sample = "", dict[str, bytes]()
+        with tarfile.open(path) as tar:
+            for member in tar:
+                stem, _, name = member.name.partition(".")
+                if stem != key and sample:
+                    yield sample
+                    sample = {}
+                key = stem
+                sample[name] = tar.extractfile(member).read()  # type: ignore[union-attr]
+        yield sample
+
+
+def write_tar(samples: Iterable[Mapping[str, bytes]], folder: Path, shard_samples: int) -> None:
+    """Write tars with our index."""
+    import shardstream as ss  # noqa: PLC0415
+
+    with ss.ShardWriter(
+        folder, max_samples=shard_samples, max_bytes="1GB", overwrite=True
+    ) as writer:
+        for number, sample in enumerate(samples):
+            writer.write({"__key__": f"{number:08d}", **sample})
+
+
+def write_litdata(samples: Iterable[Mapping[str, bytes]], folder: Path, shard_samples: int) -> None:
+    """Write litdata's chunks."""
+    from litdata.streaming.writer import BinaryWriter  # noqa: PLC0415
+
+    writer = BinaryWriter(str(folder), chunk_size=shard_samples)
+    for number, sample in enumerate(samples):
+        writer[number] = dict(sample)
+    writer.done()
+    writer.merge()
+
+
+def write_mds(samples: Iterable[Mapping[str, bytes]], folder: Path, shard_samples: int) -> None:
+    """Write MosaicML's shards, whose limit is in bytes: those of the first sample are taken for all."""
+    from benchmarks.peers.mosaicml import import_streaming  # noqa: PLC0415
+
+    waiting = iter(samples)
+    first = dict(next(waiting))
+    with import_streaming().MDSWriter(
+        out=str(folder),
+        columns=dict.fromkeys(first, "bytes"),
+        size_limit=shard_samples * (sum(map(len, first.values())) + 20),
+    ) as writer:
+        for sample in chain([first], waiting):
+            writer.write(dict(sample))
+
+
+def write_files(samples: Iterable[Mapping[str, bytes]], folder: Path, _: int) -> None:
+    """Write a file for each field, a folder for each 1,000 samples."""
+    for number, sample in enumerate(samples):
+        part = folder / f"{number // 1000:04d}"
+        if number % 1000 == 0:
+            part.mkdir(parents=True, exist_ok=True)
+        for name, data in sample.items():
+            (part / f"{number:08d}.{name}").write_bytes(data)
+
+
+WRITERS = {"tar": write_tar, "litdata": write_litdata, "mds": write_mds, "files": write_files}
+
+
+def main() -> None:
+    """Write a corpus: ``python -m benchmarks.data KIND SAMPLES FORMAT FOLDER [FOLDER OF THE TARS]``."""
+    kind, samples, form, folder, *packed = sys.argv[1:]
+    corpus = Corpus(kind=kind, samples=int(samples))
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    source = packed_samples(Path(packed[0])) if packed else corpus
+    name, _, shards = form.partition("-")
+    shard_samples = corpus.samples // int(shards) if shards else corpus.shard_samples
+    WRITERS[name](source, target, shard_samples)
+
+
+if __name__ == "__main__":
+    main()

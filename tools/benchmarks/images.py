@@ -1,0 +1,60 @@
+"""What a training does to a photo, the same for all contestants: decode, random resized crop to 224 x 224."""
+
+from __future__ import annotations
+
+import io
+import math
+import random
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from PIL import Image
+
+SIDE = 224
+
+
+def crop_box(width: int, height: int) -> tuple[float, float, float, float]:
+    """Draw the box that torchvision's ``RandomResizedCrop`` draws: 8 to 100 % of the area, sides 3:4 to 4:3."""
+    for _ in range(10):
+        area = width * height * random.uniform(0.08, 1.0)
+        ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
+        wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < wide <= width and 0 < high <= height:
+            left, top = random.randint(0, width - wide), random.randint(0, height - high)
+            return left, top, left + wide, top + high
+    side = min(width, height)
+    return (width - side) / 2, (height - side) / 2, (width + side) / 2, (height + side) / 2
+
+
+def crop(image: Image.Image) -> torch.Tensor:
+    """Return a random part of an image, shape (3, 224, 224), uint8."""
+    small = image.resize(
+        (SIDE, SIDE), Image.Resampling.BILINEAR, box=crop_box(image.width, image.height)
+    )
+    pixels: npt.NDArray[np.uint8] = np.array(small)
+    return torch.from_numpy(pixels).permute(2, 0, 1).contiguous()
+
+
+def load(data: bytes) -> Image.Image:
+    """Decode a JPEG by Pillow."""
+    with Image.open(io.BytesIO(data)) as image:
+        return image.convert("RGB")
+
+
+def load_fast(data: bytes) -> Image.Image:
+    """Decode a JPEG by simplejpeg (libjpeg-turbo)."""
+    import simplejpeg  # noqa: PLC0415  (an extra)
+
+    return Image.fromarray(simplejpeg.decode_jpeg(data, "RGB", fastdct=True))
+
+
+def example(sample: Any) -> tuple[torch.Tensor, int]:
+    """Make what is trained with of a raw sample: image and label, decoded by Pillow."""
+    return crop(load(sample["jpg"])), int(sample["cls"])
+
+
+def example_fast(sample: Any) -> tuple[torch.Tensor, int]:
+    """Make what is trained with of a raw sample: image and label, decoded by simplejpeg."""
+    return crop(load_fast(sample["jpg"])), int(sample["cls"])

@@ -1,0 +1,159 @@
+"""What the machine itself allows, measured in the same run: reading, fetching and decoding without any loader."""
+
+from __future__ import annotations
+
+import random
+import socket
+import tarfile
+import threading
+import time
+from collections.abc import Callable
+from http.client import HTTPConnection
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from urllib.parse import urlsplit
+
+from benchmarks.case import Case, Result
+from benchmarks.objects import list_files, presign
+from benchmarks.processes import cpu_s
+
+_RANGE_BYTES = 4 << 20
+_TIMEOUT_S = 60
+
+
+def measure(case: Case) -> Result:
+    """Run a limit: "limit-pages", "limit-sockets" or "limit-decode"."""
+    works: dict[str, Callable[[Case], Callable[[], int]]] = {
+        "limit-pages": read_pages,
+        "limit-sockets": read_sockets,
+        "limit-decode": decode_all,
+    }
+    work = works[case.contestant](case)
+    if case.min_s:
+        work()
+    rounds = size = 0
+    began_cpu, began = cpu_s(), time.perf_counter()
+    while True:
+        size += work()
+        rounds += 1
+        seconds = time.perf_counter() - began
+        if seconds >= case.min_s:
+            break
+    return Result(
+        seconds=seconds,
+        samples=rounds * case.samples,
+        payload_bytes=rounds * case.payload_bytes,
+        cpu_s=cpu_s() - began_cpu,
+        extra={"bytes_read": size},
+    )
+
+
+def read_pages(case: Case) -> Callable[[], int]:
+    """Read all tars from the page cache into one buffer of 1 MiB."""
+    paths = [name for name, _ in list_files(case.location) if name.endswith(".tar")]
+    buffer = bytearray(1 << 20)
+
+    def work() -> int:
+        size = 0
+        for path in paths:
+            with open(path, "rb", buffering=0) as stream:
+                while got := stream.readinto(buffer):
+                    size += got
+        return size
+
+    return work
+
+
+def read_sockets(case: Case) -> Callable[[], int]:
+    """Fetch all tars in ranges of 4 MiB over plain sockets into one buffer for each connection."""
+    ranges = [
+        (presign(name), start, min(start + _RANGE_BYTES, size))
+        for name, size in list_files(case.location)
+        if name.endswith(".tar")
+        for start in range(0, size, _RANGE_BYTES)
+    ]
+
+    def work() -> int:
+        waiting: SimpleQueue[tuple[str, int, int]] = SimpleQueue()
+        for piece in ranges:
+            waiting.put(piece)
+        sizes: list[int] = []
+        threads = [
+            threading.Thread(target=_fetch_all, args=(waiting, sizes))
+            for _ in range(case.connections)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert sum(sizes) == sum(end - start for _, start, end in ranges)
+        return sum(sizes)
+
+    return work
+
+
+def _fetch_all(waiting: SimpleQueue[tuple[str, int, int]], sizes: list[int]) -> None:
+    buffer = memoryview(bytearray(_RANGE_BYTES))
+    connection: HTTPConnection | None = None
+    while True:
+        try:
+            url, start, end = waiting.get_nowait()
+        except Empty:
+            break
+        parts = urlsplit(url)
+        if connection is None:
+            connection = HTTPConnection(str(parts.hostname), parts.port, timeout=_TIMEOUT_S)
+            connection.connect()
+            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.request(
+            "GET", f"{parts.path}?{parts.query}", headers={"Range": f"bytes={start}-{end - 1}"}
+        )
+        answer = connection.getresponse()
+        assert answer.status == 206, answer.status
+        got = 0
+        while got < end - start and (more := answer.readinto(buffer[got : end - start])):
+            got += more
+        answer.read()
+        sizes.append(got)
+    if connection is not None:
+        connection.close()
+
+
+def decode_all(case: Case) -> Callable[[], int]:
+    """Decode and crop all photos of the tars from memory, in as many processes as there are workers."""
+    import multiprocessing  # noqa: PLC0415
+
+    from benchmarks import images  # noqa: PLC0415  (the other limits do without torch)
+
+    photos = []
+    for name, _ in list_files(case.location):
+        if name.endswith(".tar"):
+            with tarfile.open(name) as tar:
+                photos += [
+                    tar.extractfile(member).read()  # type: ignore[union-attr]
+                    for member in tar.getmembers()
+                    if Path(member.name).suffix == ".jpg"
+                ]
+    load = images.load_fast if case.decoder == "fast" else images.load
+    random.seed(0)
+
+    def part(worker: int, of: int) -> None:
+        for data in photos[worker::of]:
+            images.crop(load(data))
+
+    def work() -> int:
+        if case.workers < 2:
+            part(0, 1)
+        else:
+            context = multiprocessing.get_context("fork")
+            processes = [
+                context.Process(target=part, args=(worker, case.workers))
+                for worker in range(case.workers)
+            ]
+            for process in processes:
+                process.start()
+            for process in processes:
+                process.join()
+        return sum(map(len, photos))
+
+    return work

@@ -1,0 +1,189 @@
+"""What is timed: epochs, the first batch, a resume, memory over epochs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+from benchmarks.case import Case, Epochs, Result
+from benchmarks.processes import cpu_s, family, memory_bytes, peak_rss_bytes
+
+_MEMORY_EPOCHS = 5
+_SAMPLE_EVERY_S = 0.02
+
+
+def count(batch: Any, fields: tuple[str, ...]) -> tuple[int, int]:
+    """Return the samples of a batch, and the bytes of their fields.
+
+    >>> count([{"a": b"12", "b": b"3"}, {"a": b"", "b": b"4"}], ("a", "b"))
+    (2, 4)
+    >>> count({"a": [b"12", b""], "b": [b"3", b"4"]}, ("a", "b"))
+    (2, 4)
+    """
+    if isinstance(batch, Mapping):
+        return len(batch[fields[0]]), sum(sum(map(len, batch[name])) for name in fields)
+    if isinstance(batch, tuple):  # images, labels
+        return len(batch[1]), 0
+    return len(batch), sum(sum([len(sample[name]) for sample in batch]) for name in fields)
+
+
+def consume(
+    batches: Iterable[Any], fields: tuple[str, ...], until: float = math.inf
+) -> tuple[int, int, bool]:
+    """Go through an epoch; return its samples, the bytes of their fields, and whether it was whole.
+
+    Args:
+        batches: Of an epoch.
+        fields: Of a sample.
+        until: When to stop before its end (`time.perf_counter`).
+    """
+    samples = payload = 0
+    for batch in batches:
+        more, size = count(batch, fields)
+        samples += more
+        payload += size
+        if time.perf_counter() > until:
+            return samples, payload, False
+    return samples, payload, True
+
+
+def check(case: Case, samples: int, payload_bytes: int, epochs: int = 1) -> str:
+    """Say what is wrong with what was delivered; nothing if nothing is."""
+    if samples != epochs * case.samples:
+        return f"{samples} samples instead of {epochs} x {case.samples}"
+    if case.task == "raw" and payload_bytes != epochs * case.payload_bytes:
+        return f"{payload_bytes} bytes instead of {epochs} x {case.payload_bytes}"
+    return ""
+
+
+def throughput(case: Case, epochs: Epochs) -> Result:
+    """Time an epoch, or as much of it as fits in ``max_s``.
+
+    With ``min_s``, an epoch shorter than that only warms up, and then whole ones are repeated until it is reached.
+    """
+    number, took = 0, _go(case, epochs, 0)
+    if took.seconds < case.min_s:
+        began_cpu, began = cpu_s(), time.perf_counter()
+        samples = payload = 0
+        while time.perf_counter() - began < case.min_s:
+            number += 1
+            more, size, _ = consume(epochs(number), case.fields)
+            samples, payload = samples + more, payload + size
+        seconds = time.perf_counter() - began
+        wrong = check(case, samples, payload, number)
+        took = Result(
+            seconds=seconds,
+            samples=samples,
+            payload_bytes=payload,
+            cpu_s=cpu_s() - began_cpu,
+            wrong=wrong,
+        )
+    return replace(took, peak_rss_bytes=peak_rss_bytes())
+
+
+def _go(case: Case, epochs: Epochs, number: int) -> Result:
+    began_cpu, began = cpu_s(), time.perf_counter()
+    until = began + case.max_s if case.max_s else math.inf
+    samples, payload, whole = consume(epochs(number), case.fields, until)
+    return Result(
+        seconds=time.perf_counter() - began,
+        samples=samples,
+        payload_bytes=payload,
+        cpu_s=cpu_s() - began_cpu,
+        wrong=check(case, samples, payload) if whole else "",
+    )
+
+
+def first_batch(case: Case, epochs: Epochs) -> Result:
+    """Time from the start of the process to the first batch."""
+    batch = next(iter(epochs(0)))
+    seconds = time.time() - case.began
+    samples, payload = count(batch, case.fields)
+    wrong = "" if samples == case.batch_size else f"{samples} samples in the first batch"
+    return Result(
+        seconds=seconds, samples=samples, payload_bytes=payload, cpu_s=cpu_s(), wrong=wrong
+    )
+
+
+def resume(case: Case, peer: Any) -> Result:
+    """Time the first batch of a loader that goes on at 90 % of an epoch; "fresh_s" is that of one that begins.
+
+    The median of three each, in turn, after an epoch that is left at 90 %. Starting the workers is part of it.
+    """
+    loader = peer.make_loader(case)
+    taken = int(0.9 * math.ceil(case.samples / case.batch_size))
+    for _ in islice(iter(loader), taken):
+        pass
+    left = case.samples - taken * case.batch_size
+    state = loader.state_dict()
+    times: dict[str, list[float]] = {"fresh": [], "resumed": []}
+    size = 0
+    for turn in range(6):
+        kind = ("fresh", "resumed")[turn % 2]
+        fresh_cache = f"{case.cache}/{turn}"
+        began = time.perf_counter()
+        loader = peer.make_loader(replace(case, cache=fresh_cache))
+        if kind == "resumed":
+            loader.load_state_dict(state)
+        size, _ = count(next(iter(loader)), case.fields)  # at last, of a resumed one
+        times[kind].append(time.perf_counter() - began)
+    wrong = "" if size == min(left, case.batch_size) else f"{size} samples, not those left"
+    return Result(
+        seconds=statistics.median(times["resumed"]),
+        samples=size,
+        wrong=wrong,
+        extra={"fresh_s": statistics.median(times["fresh"])},
+    )
+
+
+class _Watch(threading.Thread):
+    """Looks every 20 ms at how much memory of their own the workers hold."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak_bytes = 0
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        mine, *_ = family()
+        while not self.over.wait(_SAMPLE_EVERY_S):
+            for pid in family():
+                if pid != mine:
+                    held = memory_bytes(pid)
+                    self.peak_bytes = max(self.peak_bytes, held["anon"] + held["shmem"])
+
+
+def memory(case: Case, epochs: Epochs) -> Result:
+    """Go through five epochs; "base" is what a worker holds when it is forked, "growth" how much the peak rises after the first."""
+    mine, *_ = family()
+    base_bytes = memory_bytes(mine)["anon"]
+    peaks: list[int] = []
+    began_cpu, began = cpu_s(), time.perf_counter()
+    samples = payload = 0
+    for number in range(_MEMORY_EPOCHS):
+        watch = _Watch()
+        watch.start()
+        more, size, _ = consume(epochs(number), case.fields)
+        watch.over.set()
+        watch.join()
+        samples, payload = samples + more, payload + size
+        peaks.append(watch.peak_bytes)
+    return Result(
+        seconds=time.perf_counter() - began,
+        samples=samples,
+        payload_bytes=payload,
+        cpu_s=cpu_s() - began_cpu,
+        peak_rss_bytes=max(peaks),
+        wrong=check(case, samples, payload, _MEMORY_EPOCHS),
+        extra={
+            "growth": max(peaks[1:]) / peaks[0] - 1,
+            "base_bytes": base_bytes,
+            "held_bytes": max(peaks) - base_bytes,
+        },
+    )

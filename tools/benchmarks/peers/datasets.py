@@ -1,0 +1,58 @@
+"""Hugging Face datasets: its webdataset builder, streaming, with its shuffle of shards and a buffer of 1,000 samples.
+
+Photos are kept as bytes (``Image(decode=False)``), as in the other raw rows; numbers of ``cls`` come decoded, always. It decodes
+``npy`` and ``json`` always, too, so that `small-local` would be other work. From S3 it
+streams presigned URLs: ``s3://`` fails in its opening of files (it hands ``block_size`` to a client that knows no such argument).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets as hf
+from torch.utils.data import DataLoader
+
+from benchmarks import images
+from benchmarks.case import Case, Epochs
+from benchmarks.objects import list_tars, presign
+
+FORMAT = "tar"
+
+
+def _flat(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"jpg": sample["jpg"]["bytes"], "cls": str(sample["cls"])} for sample in samples]
+
+
+def _examples(samples: list[dict[str, Any]]) -> Any:
+    from torch.utils.data import default_collate  # noqa: PLC0415
+
+    return tuple(default_collate([images.example(sample) for sample in _flat(samples)]))
+
+
+def _urls(location: str) -> list[str]:
+    tars = list_tars(location)
+    return [presign(url) for url in tars] if location.startswith("s3://") else tars
+
+
+def epochs(case: Case) -> Epochs:
+    """Return what makes the batches of an epoch."""
+    stream: Any = hf.load_dataset(
+        "webdataset",
+        data_files={"train": _urls(case.location)},
+        split="train",
+        streaming=True,
+    )
+    stream = stream.cast_column("jpg", hf.Image(decode=False)).shuffle(seed=0, buffer_size=1000)
+    loader: Any = DataLoader(
+        stream,
+        batch_size=case.batch_size,
+        num_workers=case.workers,
+        collate_fn=_examples if case.task == "train" else _flat,
+        persistent_workers=case.workers > 0,
+    )
+
+    def epoch(number: int) -> Any:
+        stream.set_epoch(number)
+        return loader
+
+    return epoch

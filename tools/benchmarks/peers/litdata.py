@@ -1,0 +1,47 @@
+"""litdata: chunks of raw bytes, its shuffle, its own loader.
+
+Local chunks are mapped in place. From S3 it downloads whole chunks, by obstore if installed (as here), to a cache that is new for
+each repetition: the first epoch is what is measured. Chunks have the size of our shards.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from litdata import StreamingDataLoader, StreamingDataset
+from litdata.streaming import downloader
+
+from benchmarks import images
+from benchmarks.case import Case, Epochs
+
+FORMAT = "litdata"
+
+
+def make_loader(case: Case) -> Any:
+    """Return the loader of a case."""
+    remote = case.location.startswith("s3://")
+    if remote:  # its client refuses http otherwise
+        vars(downloader)["_OBSTORE_CLIENT_OPTIONS"]["allow_http"] = True
+    transform = images.example_fast if case.decoder == "fast" else images.example
+    dataset = StreamingDataset(
+        case.location,
+        cache_dir=case.cache if remote else None,
+        shuffle=True,
+        **{"transform": transform} if case.task == "train" else {},
+    )
+    collate: dict[str, Any] = {} if case.task == "train" else {"collate_fn": list}
+    return StreamingDataLoader(
+        dataset,
+        batch_size=case.batch_size,
+        num_workers=case.workers,
+        persistent_workers=case.workers > 0,
+        **collate,
+    )
+
+
+def epochs(case: Case) -> Epochs:
+    """Return what makes the batches of an epoch."""
+    loader = make_loader(case)
+    if case.task == "train":
+        return lambda _: map(tuple, loader)
+    return lambda _: loader

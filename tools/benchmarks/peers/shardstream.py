@@ -1,0 +1,37 @@
+"""shardstream as it comes: shuffled, all else by default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import shardstream as ss
+from benchmarks import images
+from benchmarks.case import Case, Epochs
+
+FORMAT = "tar"
+
+
+def make_loader(case: Case) -> Any:
+    """Return the loader of a case."""
+    dataset = ss.ShardDataset(case.location, shuffle=True, seed=0)
+    if case.task == "train" and case.decoder == "pil":
+        dataset = dataset.decode("pil").map_dict(jpg=images.crop).to_tuple("jpg", "cls")
+    elif case.task == "train":
+        dataset = dataset.map(images.example_fast)
+    return ss.ShardLoader(
+        dataset,
+        batch_size=case.batch_size,
+        num_workers=case.workers,
+        persistent_workers=case.workers > 0,
+    )
+
+
+def epochs(case: Case) -> Epochs:
+    """Return what makes the batches of an epoch."""
+    loader = make_loader(case)
+
+    def epoch(number: int) -> Any:
+        loader.set_epoch(number)
+        return loader
+
+    return epoch

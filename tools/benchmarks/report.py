@@ -1,0 +1,157 @@
+"""From the document of a run to tables, for the terminal and for the docs: no figure is typed by hand."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+Setting = dict[str, Any]
+COLUMNS = ("", "median", "min to max", "ours to it", "MB/s", "CPU s/GB")
+_HIGHER = {"samples/s", "members/s"}
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return median, least and greatest.
+
+    >>> spread([3.0, 1.0, 2.0, 9.0])
+    (2.5, 1.0, 9.0)
+    """
+    return statistics.median(values), min(values), max(values)
+
+
+def figures(setting: Setting, name: str) -> list[float]:
+    """Return what is compared, of each repetition of a contestant; nothing if one of them was wrong."""
+    found = setting["results"].get(name, [])
+    if not found or any(result["wrong"] for result in found):
+        return []
+    if setting["metric"] in _HIGHER:
+        return [result["samples"] / result["seconds"] for result in found]
+    return [result["seconds"] for result in found]
+
+
+def number(value: float) -> str:
+    """Return a figure with three digits that count.
+
+    >>> number(123456.7), number(12.345), number(0.012345)
+    ('123,457', '12.3', '0.0123')
+    """
+    if value >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def advantage(setting: Setting, name: str) -> float | None:
+    """Return how many times faster we are than a contestant, by the medians; None if that cannot be said."""
+    ours, theirs = figures(setting, setting["ours"]), figures(setting, name)
+    if not ours or not theirs:
+        return None
+    mine, other = statistics.median(ours), statistics.median(theirs)
+    return mine / other if setting["metric"] in _HIGHER else other / mine
+
+
+def lines(setting: Setting) -> Iterator[tuple[str, ...]]:
+    """Yield a line of the table for each contestant, the fastest first, limits last; those that were wrong say why."""
+
+    def place(name: str) -> tuple[bool, bool, float]:
+        values = figures(setting, name)
+        middle = statistics.median(values) if values else 0.0
+        return (
+            name.startswith("limit-"),
+            not values,
+            -middle if setting["metric"] in _HIGHER else middle,
+        )
+
+    for name in sorted(setting["results"], key=place):
+        values = figures(setting, name)
+        found = setting["results"][name]
+        if not values:
+            wrong = next((result["wrong"] for result in found if result["wrong"]), "not measured")
+            yield (name, f"not counted: {wrong}", "", "", "", "")
+            continue
+        middle, least, most = spread(values)
+        ratio = advantage(setting, name)
+        share = "" if ratio is None or name == setting["ours"] else f"{ratio:.2f} x"
+        rates = [result["payload_bytes"] / result["seconds"] / 1e6 for result in found]
+        costs = [
+            result["cpu_s"] * 1e9 / result["payload_bytes"]
+            for result in found
+            if result["payload_bytes"]
+        ]
+        yield (
+            name,
+            number(middle),
+            f"{number(least)} to {number(most)}",
+            share,
+            number(statistics.median(rates)) if any(rates) else "",
+            number(statistics.median(costs)) if any(costs) else "",
+        )
+
+
+def target_lines(setting: Setting) -> Iterator[str]:
+    """Yield a sentence for each target."""
+    for target in setting["targets"]:
+        sign = "at most" if target["at_most"] else "at least"
+        wanted = f"{target['text']}: wanted {sign} {number(target['wanted'])}"
+        if target["reached"] is None:
+            yield f"{wanted}, not known"
+        else:
+            yield f"{wanted}, is {number(target['reached'])}: {'met' if target['met'] else 'NOT MET'}"
+
+
+def extra_lines(setting: Setting) -> Iterator[str]:
+    """Yield a sentence for each contestant with figures of its own."""
+    for name, found in setting["results"].items():
+        if found and found[0]["extra"] and not name.startswith("limit-") and not found[0]["wrong"]:
+            pairs = (
+                f"{key} {number(statistics.median(result['extra'][key] for result in found))}"
+                for key in found[0]["extra"]
+            )
+            yield f"{name}: {', '.join(pairs)}"
+
+
+def print_setting(setting: Setting, console: Console) -> None:
+    """Print the table of a setting."""
+    table = Table(title=title(setting), title_justify="left", title_style="bold", box=None)
+    for place, column in enumerate(COLUMNS):
+        table.add_column(column, justify="right" if place else "left", overflow="fold")
+    for line in lines(setting):
+        style = "bold green" if line[0].startswith(setting["ours"]) else None
+        table.add_row(*line, style="dim" if line[0].startswith("limit-") else style)
+    console.print(table)
+    for text in extra_lines(setting):
+        console.print(f"  {text}", style="dim")
+    for text in target_lines(setting):
+        style = "red" if text.endswith("NOT MET") else "green" if text.endswith("met") else "yellow"
+        console.print(f"  {text}", style=style, highlight=False)
+    console.print()
+
+
+def title(setting: Setting) -> str:
+    """Return the heading of a setting."""
+    return f"{setting['row']}: {setting['label']} ({setting['metric']})"
+
+
+def markdown(document: dict[str, Any]) -> str:
+    """Return the tables of a run for the docs."""
+    machine, versions = document["machine"], document["versions"]
+    brake = document["s3_slow"]
+    where = (
+        f"{document['date']} · {machine['processor']}, {machine['cores']} cores, {machine['memory_gb']} GB · "
+        f"Linux {machine['kernel']}, Python {machine['python']} · load at the start {machine['load']}"
+    )
+    brake_text = f"`s3-slow`: {brake['latency_ms']} ms to the first byte, {brake['rate_mb_s']:.0f} MB/s a connection."
+    named = ", ".join(f"{name} {version}" for name, version in versions.items())
+    parts = [where, named, brake_text]
+    for setting in document["settings"]:
+        rows = [" | ".join(COLUMNS), " | ".join(["---", *["---:"] * (len(COLUMNS) - 1)])]
+        rows += [" | ".join(line).replace("\n", " ") for line in lines(setting)]
+        parts.append(f"### {title(setting)}")
+        parts.append("\n".join(f"| {row} |" for row in rows))
+        notes = [*extra_lines(setting), *target_lines(setting)]
+        if notes:
+            parts.append("\n".join(f"- {note}" for note in notes))
+    return "\n\n".join(parts) + "\n"

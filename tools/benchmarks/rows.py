@@ -1,0 +1,304 @@
+"""The rows of the table: what is measured, by whom, and what we want of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from benchmarks.case import Case
+from benchmarks.data import Corpus
+from benchmarks.targets import (
+    OURS,
+    Metric,
+    Target,
+    against,
+    as_fresh,
+    best_peer,
+    figure,
+    less_cpu,
+    of_limit,
+)
+from benchmarks.work import Work
+
+Store = Literal["local", "s3-slow", "s3-fast"]
+_FORMATS = {"litdata": "litdata", "mosaicml": "mds", "files": "files", "torchdata": "files"}
+_LOCAL = (OURS, "webdataset", "litdata", "mosaicml", "datasets", "files", "torchdata")
+_REMOTE = (OURS, "webdataset", "litdata", "mosaicml", "datasets", "s3torchconnector")
+_HELD_BYTES = 64 * 2**20 + 1.5 * 64 * 2**20  # prefetch budget, and one and a half windows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One table of a row: the same work for all contestants.
+
+    Args:
+        row: Name of the row.
+        label: What differs from the row's other settings.
+        case: What all contestants are asked; contestant and location are filled in.
+        corpus: The data.
+        store: Where they lie.
+        contestants: Who takes part, ourselves included. A name may end in "+": a variation of that contestant.
+        limit: The contestant that shows what the machine allows.
+        targets: What we want.
+        metric: What is compared.
+        form: Of the data, if it is not each contestant's own.
+        repetitions: Of each contestant, at most.
+    """
+
+    row: str
+    label: str
+    case: Case
+    corpus: Corpus
+    store: Store = "local"
+    contestants: tuple[str, ...] = (OURS,)
+    limit: str | None = None
+    targets: tuple[Target, ...] = ()
+    metric: Metric = "samples/s"
+    form: str | None = None
+    repetitions: int = 99
+
+    @property
+    def name(self) -> str:
+        """Row and label."""
+        return f"{self.row}: {self.label}"
+
+    def count_repetitions(self, sizes: Sizes) -> int:
+        """Return how often each contestant is measured: twice at most where nothing is at stake."""
+        return min(sizes.repetitions, self.repetitions if self.targets else 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """How much is measured.
+
+    Args:
+        small: The small corpus.
+        photos: The photo corpus.
+        many: A small corpus for many shards.
+        shards: Into how many it is cut.
+        min_s: Seconds of one local measurement, at least.
+        max_s: At most, once a whole epoch has been checked.
+        repetitions: Of each contestant.
+    """
+
+    small: Corpus
+    photos: Corpus
+    many: Corpus
+    shards: tuple[int, ...]
+    min_s: float
+    max_s: float
+    repetitions: int
+
+
+FULL = Sizes(
+    small=Corpus(kind="small", samples=150_000),
+    photos=Corpus(kind="photo", samples=2_400),
+    many=Corpus(kind="small", samples=20_000),
+    shards=(10, 200, 2_000),
+    min_s=1.0,
+    max_s=2.0,
+    repetitions=3,
+)
+QUICK = Sizes(
+    small=Corpus(kind="small", samples=5_000),
+    photos=Corpus(kind="photo", samples=300),
+    many=Corpus(kind="small", samples=2_000),
+    shards=(10, 200),
+    min_s=0.1,
+    max_s=0.5,
+    repetitions=1,
+)
+TINY = replace(
+    QUICK, small=Corpus(kind="small", samples=500), photos=Corpus(kind="photo", samples=70)
+)
+
+
+def settings(sizes: Sizes) -> Iterator[Setting]:
+    """Yield all settings, row by row."""
+    yield from _local(sizes)
+    yield from _train(sizes)
+    yield from _s3(sizes)
+    yield from _starts(sizes)
+    yield from _writing(sizes)
+    yield from _memory(sizes)
+    yield from _scale(sizes)
+
+
+def _case(sizes: Sizes, **options: object) -> Case:
+    blank = Case(contestant="", mode="throughput", location="")
+    return replace(blank, **{"min_s": sizes.min_s, "max_s": sizes.max_s} | options)  # type: ignore[arg-type]
+
+
+def _local(sizes: Sizes) -> Iterator[Setting]:
+    for row, corpus, multiple in (
+        ("small-local", sizes.small, 12),
+        ("photo-local", sizes.photos, 8),
+    ):
+        # datasets decodes npy and json always: on the small corpus it would do other work
+        contestants = tuple(n for n in _LOCAL if row == "photo-local" or n != "datasets")
+        for workers in (0, 2):
+            yield Setting(
+                row=row,
+                label=f"{workers} workers",
+                case=_case(sizes, workers=workers),
+                corpus=corpus,
+                contestants=contestants,
+                limit="limit-pages",
+                targets=(against("webdataset", multiple), against("litdata", 1.4))
+                if workers == 0
+                else (),
+            )
+
+
+def _train(sizes: Sizes) -> Iterator[Setting]:
+    fast = f"{OURS}+fast"  # decodes by simplejpeg, the peers by Pillow, as we do without it
+    for workers in (0, 2):
+        yield Setting(
+            row="photo-train",
+            label=f"{workers} workers",
+            case=_case(sizes, workers=workers, task="train"),
+            corpus=sizes.photos,
+            contestants=(OURS, fast, *_LOCAL[1:]),
+            limit="limit-decode",
+            targets=(best_peer(1.1), best_peer(1.3, ours=fast), of_limit(0.95)) if workers else (),
+        )
+
+
+def _s3(sizes: Sizes) -> Iterator[Setting]:
+    once = _case(sizes, min_s=0.0, max_s=0.0)
+    slow = (against("webdataset", 8), against("s3torchconnector", 6), best_peer(1.5), of_limit(0.8))
+    for store, targets in (("s3-slow", slow), ("s3-fast", (best_peer(1.2), less_cpu()))):
+        for workers in (1, 2):
+            yield Setting(
+                row=store,
+                label=f"{workers} worker{'s' * (workers > 1)}",
+                case=replace(once, workers=workers),
+                corpus=sizes.photos,
+                store=store,  # type: ignore[arg-type]
+                contestants=_REMOTE,
+                limit="limit-sockets",
+                targets=targets if workers == 1 else (),
+            )
+
+
+def _starts(sizes: Sizes) -> Iterator[Setting]:
+    stores: tuple[tuple[Store, tuple[str, ...]], ...] = (("local", _LOCAL), ("s3-slow", _REMOTE))
+    for store, contestants in stores:
+        yield Setting(
+            row="first-batch",
+            label=store,
+            case=_case(sizes, mode="first", workers=int(store != "local")),
+            corpus=sizes.photos,
+            store=store,
+            contestants=contestants,
+            targets=(best_peer(1.0),) if store != "local" else (),
+            metric="seconds",
+        )
+    for store, _ in stores:
+        yield Setting(
+            row="resume",
+            label=store,
+            case=_case(sizes, mode="resume", workers=1),
+            corpus=sizes.photos,
+            store=store,
+            contestants=(OURS, "litdata", "mosaicml"),
+            targets=(as_fresh(1.2),),
+            metric="seconds",
+        )
+
+
+def _writing(sizes: Sizes) -> Iterator[Setting]:
+    writers = (OURS, "webdataset", "litdata", "mosaicml")
+    for label, corpus, multiple in (("small", sizes.small, 5), ("photos", sizes.photos, 3)):
+        yield Setting(
+            row="pack",
+            label=f"{label} from memory",
+            case=_case(sizes, mode="pack"),
+            corpus=corpus,
+            contestants=writers,
+            targets=(against("webdataset", multiple),),
+            form="tar",
+        )
+    for processes in (1, 2):
+        yield Setting(
+            row="pack",
+            label=f"photos from files, {processes} process{'es' * (processes > 1)}",
+            case=_case(sizes, mode="pack", workers=processes),
+            corpus=sizes.photos,
+            contestants=(OURS, "webdataset") if processes == 1 else (OURS,),
+            form="files",
+        )
+    yield Setting(
+        row="pack",
+        label="photos from memory to s3-fast",
+        case=_case(sizes, mode="pack", min_s=0.0, target="s3://bench/packed"),
+        corpus=sizes.photos,
+        store="s3-fast",
+        contestants=(OURS, "webdataset"),
+        form="tar",
+    )
+    for label, corpus in (("small", sizes.small), ("photos", sizes.photos)):
+        yield Setting(
+            row="index",
+            label=label,
+            case=_case(sizes, mode="index"),
+            corpus=corpus,
+            contestants=(OURS, "tarfile"),
+            metric="members/s",
+            form="tar",
+        )
+
+
+def _memory(sizes: Sizes) -> Iterator[Setting]:
+    yield Setting(
+        row="memory",
+        label="5 epochs from s3-fast, 1 worker",
+        case=_case(sizes, mode="memory", workers=1),
+        corpus=sizes.photos,
+        store="s3-fast",
+        contestants=_REMOTE,
+        repetitions=1,
+        targets=(
+            figure("growth after epoch 1", "growth", 0.02),
+            figure("bytes held by a worker", "held_bytes", _HELD_BYTES),
+        ),
+    )
+
+
+def _scale(sizes: Sizes) -> Iterator[Setting]:
+    for exponent in (4, 6, 8, 10):
+        yield Setting(
+            row="scale",
+            label=f"plan of 10^{exponent} samples",
+            case=_case(sizes, mode="scale", samples=10**exponent),
+            corpus=sizes.many,
+            metric="seconds",
+        )
+    for shards in sizes.shards:
+        yield Setting(
+            row="scale",
+            label=f"{shards} shards",
+            case=_case(sizes),
+            corpus=sizes.many,
+            form=f"tar-{shards}",
+        )
+
+
+def place(setting: Setting, contestant: str, work: Work) -> Case:
+    """Return the case of a contestant, its data made and in place."""
+    corpus = setting.corpus
+    peer, _, variation = contestant.partition("+")
+    form = setting.form or _FORMATS.get(peer, "tar")
+    case = setting.case
+    if variation:
+        case = replace(case, decoder=variation)  # type: ignore[arg-type]
+    reads_s3 = setting.store != "local" and case.mode != "pack"
+    return replace(
+        case,
+        contestant=contestant,
+        location=work.upload(corpus, form) if reads_s3 else str(work.prepare(corpus, form)),
+        fields=corpus.fields,
+        samples=case.samples or corpus.samples,
+        payload_bytes=work.payload_bytes(corpus),
+    )

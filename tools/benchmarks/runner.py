@@ -1,0 +1,156 @@
+"""Runs settings, repetitions of contestants in turn, to a document of plain values: what ``--json`` writes and all else shows."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.case import Case, Result
+from benchmarks.rows import Setting, Sizes, place
+from benchmarks.targets import OURS
+from benchmarks.work import Work, last_line
+
+Document = dict[str, Any]
+Say = Callable[[str], None]
+_PACKAGES = (
+    "shardstream",
+    "torch",
+    "numpy",
+    "pillow",
+    "fsspec",
+    "s3fs",
+    "obstore",
+    "simplejpeg",
+    "webdataset",
+    "litdata",
+    "mosaicml-streaming",
+    "datasets",
+    "s3torchconnector",
+    "torchdata",
+)
+
+
+def describe_machine() -> dict[str, Any]:
+    """Return what figures depend on."""
+    models = [
+        line.partition(":")[2].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
+    memory_kb = int(Path("/proc/meminfo").read_text().split()[1])
+    return {
+        "processor": models[0] if models else platform.machine(),
+        "cores": os.cpu_count(),
+        "memory_gb": round(memory_kb / 1e6, 1),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "load": round(os.getloadavg()[0], 1),
+    }
+
+
+def find_versions(work: Work) -> dict[str, str]:
+    """Return the versions of all packages that take part and are installed."""
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    code = "import importlib.metadata as m; print(m.version('mosaicml-streaming'))"
+    python = work.interpreters.get("mosaicml")
+    if python:
+        done = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True)  # noqa: S603
+        found["mosaicml-streaming"] = done.stdout.strip()
+    return found
+
+
+def run(
+    settings: Iterable[Setting],
+    sizes: Sizes,
+    work: Work,
+    *,
+    say: Say,
+    done: Callable[[Document], None],
+) -> Document:
+    """Measure all settings.
+
+    Args:
+        settings: What to measure.
+        sizes: How much.
+        work: Where.
+        say: Told what is being measured.
+        done: Given each setting when it has been measured.
+    """
+    began = time.time()
+    document: Document = {
+        "machine": describe_machine(),
+        "versions": find_versions(work),
+        "date": time.strftime("%Y-%m-%d", time.gmtime(began)),
+        "s3_slow": {"latency_ms": work.latency_ms, "rate_mb_s": work.rate / 1e6},
+        "settings": [],
+    }
+    for setting in settings:
+        measured = run_setting(setting, sizes, work, say)
+        document["settings"].append(measured)
+        done(measured)
+    document["seconds"] = round(time.time() - began, 1)
+    return document
+
+
+def run_setting(setting: Setting, sizes: Sizes, work: Work, say: Say) -> Document:
+    """Measure one setting: each contestant once, then each again, and so on."""
+    names = [*setting.contestants, *([setting.limit] if setting.limit else [])]
+    cases: dict[str, Case] = {}
+    results: dict[str, list[Result]] = {name: [] for name in names}
+    for name in names:
+        try:
+            cases[name] = place(setting, name, work)
+        except subprocess.CalledProcessError as error:
+            results[name].append(Result(seconds=0.0, wrong=f"no data: {last_line(error.stderr)}"))
+    server = None if setting.store == "local" else work.server(slow=setting.store == "s3-slow")
+    repetitions = setting.count_repetitions(sizes)
+    for repetition in range(repetitions):
+        for name, case in cases.items():
+            if any(result.wrong for result in results[name]):
+                continue
+            say(f"{setting.name} · {name} · {repetition + 1} of {repetitions}")
+            if repetition == 0:  # a whole epoch, to be checked
+                case = replace(case, max_s=0.0)  # noqa: PLW2901
+            results[name].append(work.measure(case, server=server))
+    return as_document(setting, results)
+
+
+def as_document(setting: Setting, results: dict[str, list[Result]]) -> Document:
+    """Return a setting's results as plain values, with what was wanted and reached."""
+    sound: dict[str, Sequence[Result]] = {
+        name: found
+        for name, found in results.items()
+        if found and not any(result.wrong for result in found)
+    }
+    targets = []
+    for target in setting.targets:
+        reached = target.reached(sound)
+        targets.append(
+            {
+                "text": target.text,
+                "wanted": target.wanted,
+                "at_most": target.at_most,
+                "reached": reached,
+                "met": None if reached is None else target.is_met(reached),
+            }
+        )
+    return {
+        "row": setting.row,
+        "label": setting.label,
+        "metric": setting.metric,
+        "ours": OURS,
+        "results": {name: [asdict(result) for result in found] for name, found in results.items()},
+        "targets": targets,
+    }

@@ -1,0 +1,128 @@
+"""What we want of a row, and whether the figures say so."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from benchmarks.case import Result
+
+OURS = "shardstream"
+Metric = Literal["samples/s", "members/s", "seconds"]
+Results = Mapping[str, Sequence[Result]]
+"""The sound results of each contestant."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A figure that we want to reach.
+
+    Args:
+        text: What it is.
+        wanted: The least or, with ``at_most``, the greatest.
+        reached: From results to the figure, None if it cannot be known.
+        at_most: Whether less is better.
+    """
+
+    text: str
+    wanted: float
+    reached: Callable[[Results], float | None]
+    at_most: bool = False
+
+    def is_met(self, figure: float) -> bool:
+        """Say whether a figure is good enough."""
+        return figure <= self.wanted if self.at_most else figure >= self.wanted
+
+
+def speed(result: Result) -> float:
+    """Return samples a second; of a result that only has a time, one by it.
+
+    >>> speed(Result(seconds=2.0, samples=10)), speed(Result(seconds=2.0, samples=0))
+    (5.0, 0.5)
+    """
+    return (result.samples or 1) / result.seconds
+
+
+def median_speed(results: Results, name: str) -> float | None:
+    """Return the median speed; None if there is no sound result."""
+    return statistics.median(map(speed, results[name])) if results.get(name) else None
+
+
+def peers(results: Results) -> list[str]:
+    """Return the contestants with results that are neither ourselves nor limits."""
+    return [
+        name for name, found in results.items() if found and not name.startswith((OURS, "limit-"))
+    ]
+
+
+def against(peer: str, wanted: float, ours: str = OURS) -> Target:
+    """Want a multiple of a peer's speed."""
+    return Target(text=f"x {peer}", wanted=wanted, reached=lambda r: _ratio(r, peer, ours))
+
+
+def best_peer(wanted: float, ours: str = OURS) -> Target:
+    """Want a multiple of the best peer's speed."""
+
+    def reached(results: Results) -> float | None:
+        ratios = [_ratio(results, name, ours) for name in peers(results)]
+        return min((ratio for ratio in ratios if ratio is not None), default=None)
+
+    label = "x best peer" if ours == OURS else f"{ours} x best peer"
+    return Target(text=label, wanted=wanted, reached=reached)
+
+
+def of_limit(wanted: float) -> Target:
+    """Want a share of what the machine allows."""
+
+    def reached(results: Results) -> float | None:
+        limit = next((name for name in results if name.startswith("limit-")), None)
+        return _ratio(results, limit, OURS) if limit else None
+
+    return Target(text="share of the limit", wanted=wanted, reached=reached)
+
+
+def less_cpu() -> Target:
+    """Want at most the processor seconds a byte of the peer that needs least."""
+
+    def reached(results: Results) -> float | None:
+        costs = {name: cpu_s_per_gb(found) for name, found in results.items() if found}
+        theirs = [costs[name] for name in peers(results)]
+        return costs[OURS] / min(theirs) if theirs and OURS in costs else None
+
+    return Target(
+        text="CPU s per GB, by the least of peers", wanted=1.0, reached=reached, at_most=True
+    )
+
+
+def cpu_s_per_gb(results: Sequence[Result]) -> float:
+    """Return processor seconds for 10^9 bytes of fields: the median."""
+    return statistics.median(found.cpu_s * 1e9 / max(1, found.payload_bytes) for found in results)
+
+
+def figure(text: str, name: str, most: float) -> Target:
+    """Want at most so much of a figure of our own, the median of ``extra``."""
+
+    def reached(results: Results) -> float | None:
+        found = results.get(OURS)
+        return statistics.median(result.extra[name] for result in found) if found else None
+
+    return Target(text=text, wanted=most, reached=reached, at_most=True)
+
+
+def as_fresh(most: float) -> Target:
+    """Want a resume to take at most a multiple of our own first batch."""
+
+    def reached(results: Results) -> float | None:
+        found = results.get(OURS)
+        if not found:
+            return None
+        return statistics.median(result.seconds / result.extra["fresh_s"] for result in found)
+
+    return Target(text="x own first batch", wanted=most, reached=reached, at_most=True)
+
+
+def _ratio(results: Results, other: str, ours: str) -> float | None:
+    mine, theirs = median_speed(results, ours), median_speed(results, other)
+    return None if mine is None or not theirs else mine / theirs

@@ -1,0 +1,198 @@
+"""Where a run happens: its folder of data, its servers, its child processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.case import Case, Result
+from benchmarks.data import Corpus, packed_samples
+from tests.servers import S3Server, ShapedS3, start_nginx, start_s3
+
+TOOLS = Path(__file__).parent.parent
+_CASE_TIMEOUT_S = 240
+_DATA_TIMEOUT_S = 900
+_BUCKET = "bench"
+_OFFLINE = {
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+    "DO_NOT_TRACK": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+    "PYTHONWARNINGS": "ignore",
+}
+
+
+@dataclass
+class Work:
+    """A folder of data, and servers that start when first needed; close it with `close`.
+
+    Args:
+        folder: Kept between runs if given by the user.
+        latency_ms: To the first byte, of `s3-slow`.
+        rate: Bytes a second and connection, of `s3-slow`.
+        interpreters: Python of contestants that have an environment of their own.
+    """
+
+    folder: Path
+    latency_ms: int = 30
+    rate: int = 80_000_000
+    interpreters: Mapping[str, str] = field(default_factory=dict)
+    _stack: ExitStack = field(default_factory=ExitStack)
+    _s3: S3Server | None = None
+    _shaped: ShapedS3 | None = None
+    _uploaded: set[str] = field(default_factory=set)
+
+    def close(self) -> None:
+        """Stop the servers."""
+        self._stack.close()
+
+    def server(self, *, slow: bool) -> S3Server:
+        """Return the server, behind the brake or not."""
+        if self._s3 is None:
+            place = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-s3-")))
+            self._s3 = self._stack.enter_context(start_s3(place / "s3"))
+            self._client().create_bucket(Bucket=_BUCKET)
+        if not slow:
+            return self._s3
+        if self._shaped is None:
+            place = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-ng-")))
+            self._shaped = self._stack.enter_context(start_nginx(place, self._s3))
+            self._shaped.control(
+                f"/set?profile=shaped&latency_ms={self.latency_ms}&rate={self.rate}"
+            )
+        return self._shaped.shaped
+
+    def prepare(self, corpus: Corpus, form: str) -> Path:
+        """Return the folder of a corpus in a format; made if it is not there."""
+        place = self.folder / corpus.name / form
+        done = place.with_suffix(".done")
+        if done.exists():
+            return place
+        shutil.rmtree(place, ignore_errors=True)
+        packed = [] if form == "tar" else [str(self.prepare(corpus, "tar"))]
+        arguments = [corpus.kind, str(corpus.samples), form, str(place), *packed]
+        self._run(
+            "benchmarks.data",
+            arguments,
+            {},
+            self._python({"mds": "mosaicml"}.get(form, form)),
+            _DATA_TIMEOUT_S,
+        )
+        if form == "tar":
+            payload = sum(sum(map(len, sample.values())) for sample in packed_samples(place))
+            (self.folder / corpus.name / "payload.json").write_text(json.dumps(payload))
+        done.touch()
+        return place
+
+    def payload_bytes(self, corpus: Corpus) -> int:
+        """Return the bytes of all fields of a corpus."""
+        self.prepare(corpus, "tar")
+        return int(json.loads((self.folder / corpus.name / "payload.json").read_text()))
+
+    def upload(self, corpus: Corpus, form: str) -> str:
+        """Return the URL of a corpus in a format on the server; sent there if it is not there."""
+        key = f"{corpus.name}/{form}"
+        if key not in self._uploaded:
+            place = self.prepare(corpus, form)
+            client = self._client()
+            for path in sorted(place.rglob("*")):
+                if path.is_file():
+                    name = path.relative_to(place).as_posix()
+                    client.upload_file(str(path), _BUCKET, f"{key}/{name}")
+            self._uploaded.add(key)
+        return f"s3://{_BUCKET}/{key}/"
+
+    def _client(self) -> Any:
+        import boto3  # noqa: PLC0415  (local rows do without)
+
+        server = self.server(slow=False)
+        return boto3.client(
+            "s3",
+            endpoint_url=server.endpoint,
+            aws_access_key_id=server.access_key,
+            aws_secret_access_key=server.secret_key,
+            region_name=server.region,
+        )
+
+    def measure(self, case: Case, *, server: S3Server | None = None) -> Result:
+        """Run a case in a process of its own.
+
+        A contestant that fails is a result, with what it said in `wrong`.
+        """
+        environment = server.environment if server else {}
+        if server:  # litdata, mosaicml and the AWS command line look here
+            environment = environment | {"S3_ENDPOINT_URL": server.endpoint}
+        target = case.target and f"{case.target}-{time.time_ns()}"
+        with tempfile.TemporaryDirectory(prefix="bench-cache-", dir=self.folder) as cache:
+            case = replace(case, cache=cache, target=target, began=time.time())
+            environment = environment | {"HF_HOME": cache, "TMPDIR": cache}
+            try:
+                out = self._run(
+                    "benchmarks.child",
+                    [case.to_json()],
+                    environment,
+                    self._python(case.contestant),
+                    _CASE_TIMEOUT_S,
+                )
+            except subprocess.TimeoutExpired:
+                return Result(seconds=0.0, wrong=f"no end in {_CASE_TIMEOUT_S} s")
+            except subprocess.CalledProcessError as error:
+                return Result(seconds=0.0, wrong=last_line(error.stderr))
+        line = next(line for line in out.splitlines() if line.startswith("RESULT "))
+        return Result(**json.loads(line.removeprefix("RESULT ")))
+
+    def _python(self, contestant: str) -> str:
+        return self.interpreters.get(contestant, sys.executable)
+
+    def _run(
+        self,
+        module: str,
+        arguments: list[str],
+        environment: Mapping[str, str],
+        python: str,
+        timeout_s: float,
+    ) -> str:
+        given = os.environ.get("PYTHONPATH", "")  # first: it may name another version of ours
+        paths = os.pathsep.join(filter(None, (given, str(TOOLS), str(TOOLS.parent))))
+        # To files: a pipe would stay open as long as a worker that outlives its loader.
+        with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as said:
+            child = subprocess.Popen(  # noqa: S603  (our own modules)
+                [python, "-P", "-m", module, *arguments],  # -P: the current folder names no version
+                env={**os.environ, **_OFFLINE, "PYTHONPATH": paths, **environment},
+                stdout=out,
+                stderr=said,
+                start_new_session=True,
+            )
+            try:
+                code = child.wait(timeout_s)
+            finally:
+                with suppress(ProcessLookupError):  # all that it started
+                    os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+            out.seek(0)
+            said.seek(0)
+            if code:
+                raise subprocess.CalledProcessError(code, module, stderr=said.read())
+            return out.read()
+
+
+def last_line(text: str) -> str:
+    r"""Return what a traceback ends with: the error.
+
+    >>> last_line("Traceback …\n  File …\nValueError: {\n  no\n}\n")
+    'ValueError: {'
+    """
+    lines = [line for line in text.splitlines() if line.strip() and line[0] not in " })]"]
+    return lines[-1] if lines else "no message"
