@@ -48,6 +48,7 @@ class ObjectDataset(StreamDataset):
         filesystem: See there.
         on_error: See there; a file that is gone or was changed is always an error.
         prefetch_bytes: See there.
+        hedge: See there.
         placement: See there.
 
     Raises:
@@ -71,6 +72,7 @@ class ObjectDataset(StreamDataset):
         filesystem: Any = None,
         on_error: OnError = "raise",
         prefetch_bytes: int = 64 << 20,
+        hedge: bool = False,
         placement: Placement | None = None,
     ) -> None:
         Skips(on_error)  # refuses nonsense now
@@ -82,6 +84,7 @@ class ObjectDataset(StreamDataset):
             microbatch=microbatch,
             remainder=remainder,
             prefetch_bytes=prefetch_bytes,
+            hedge=hedge,
         )
         catalog = _open(urls, Storage(storage_options, filesystem), label, suffixes)
         source = PlannedSamples(catalog=catalog, options=options)

@@ -73,9 +73,10 @@ class PlannedRun:
         num_workers: Of how many.
         skips: What becomes of damaged samples.
         prefetch_bytes: How much to read ahead of use.
+        hedge: Ask a second time where an answer is late.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         catalog: AnyCatalog,
         share: Share,
@@ -84,12 +85,13 @@ class PlannedRun:
         num_workers: int,
         skips: Skips,
         prefetch_bytes: int,
+        hedge: bool = False,
     ) -> None:
         self.number = -1
         self._catalog, self._share = catalog, share
         self._worker, self._num_workers = worker, num_workers
         self._skips = skips
-        self._prefetch_bytes = prefetch_bytes
+        self._prefetch_bytes, self._hedge = prefetch_bytes, hedge
         self._taken = 0
         self.fetcher: Fetcher | None = None
         self._samples: Generator[tuple[int, Sample], None, None] | None = None
@@ -149,7 +151,11 @@ class PlannedRun:
         # What a resume in mid-window still needs of its blocks has gaps: reading through them costs no more than the blocks.
         gap_bytes = _BLOCK_GAP_BYTES if order.shuffle and order.block > 1 else GAP_BYTES
         self.fetcher = open_fetcher(
-            catalog, ahead, prefetch_bytes=self._prefetch_bytes, gap_bytes=gap_bytes
+            catalog,
+            ahead,
+            prefetch_bytes=self._prefetch_bytes,
+            gap_bytes=gap_bytes,
+            hedge=self._hedge,
         )
         most = min(_CHUNK_SAMPLES, _CHUNK_BYTES * len(catalog) // max(1, catalog.total_bytes))
         with closing(self.fetcher) as fetcher:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
 from itertools import pairwise, repeat
 
 import numpy as np
 
-from shardstream.errors import StorageError
+from shardstream.errors import IndexMismatchError, StorageError
 from shardstream.format.group import Sample
 from shardstream.format.many import Stretch, read_samples
 from shardstream.storage.catalog import Extents, Numbers
 from shardstream.storage.joined import AnyCatalog
-from shardstream.storage.pace import Pace
+from shardstream.storage.pace import Pace, Slot
 
 # Of one request: large enough to hide latency, small enough to spread over connections.
 _RANGE_BYTES = 4 << 20
@@ -24,12 +24,13 @@ GAP_BYTES = 256 << 10
 
 _THREADS = 32  # of which `Pace` lets some work
 _THREADS_ASIDE = 16  # for indexes and second requests, which do not wait for a slot
+_LOOK_S = 0.05  # between looks at what may become late
 
 
 class Range:
     """One request for consecutive samples of a shard."""
 
-    __slots__ = ("data", "end", "future", "left", "places", "shard", "start")
+    __slots__ = ("data", "end", "future", "left", "places", "sent_at", "shard", "slot", "start")
 
     def __init__(self, shard: int, start: int, end: int, places: Numbers) -> None:
         self.shard, self.start, self.end = shard, start, end
@@ -37,6 +38,8 @@ class Range:
         self.left = len(places)
         self.data = b""
         self.future: Future[bytes] | None = None
+        self.slot: Slot | None = None
+        self.sent_at = math.inf  # on the clock
 
     @property
     def size(self) -> int:
@@ -138,14 +141,14 @@ class RangeFetcher:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, numbers: Numbers, by_range: dict[Range, list[int]]) -> list[Sample | Exception]:
-        """Read ranges in order of need; a store that fails is the end of all that is not there yet."""
+        """Read ranges in order of need; a store that fails, or lies, is the end of all that is not there yet."""
         extents = self._catalog.extents(numbers)
         stretches, order = [], []
-        failed: StorageError | None = None
+        failed: StorageError | IndexMismatchError | None = None
         for span, places in by_range.items():
             try:
                 data = self._wait(span)
-            except StorageError as error:
+            except (StorageError, IndexMismatchError) as error:
                 failed = error
                 break
             url = self._catalog.url_of(span.shard)
@@ -190,11 +193,22 @@ class RangeFetcher:
             self._held.update(zip(mine, repeat(span)))
             span.left = len(set(mine))
 
-    def _fetch(self, span: Range, *, hedge: bool = False) -> bytes:
+    def _fetch(self, span: Range) -> bytes:
         """Read a range, in a thread of the pool."""
-        with nullcontext() if hedge else self._pace.slot():
-            begin = time.monotonic()
-            data = self._catalog.fetch(span.shard, span.start, span.end, self._pace.throttled)
+        with self._pace.slot() as slot:
+            span.slot, span.sent_at = slot, time.monotonic()
+            return self._read_range(span)
+
+    def _hedge(self, span: Range) -> bytes:
+        """Read a range whose answer is late; what the late one held is free for others then."""
+        data = self._read_range(span)
+        if span.slot is not None:
+            span.slot.free()
+        return data
+
+    def _read_range(self, span: Range) -> bytes:
+        begin = time.monotonic()
+        data = self._catalog.fetch(span.shard, span.start, span.end, self._pace)
         self._pace.arrived(len(data), time.monotonic() - begin)
         return data
 
@@ -203,13 +217,14 @@ class RangeFetcher:
 
         Raises:
             StorageError: If they cannot be had, or nothing at all comes any more.
+            IndexMismatchError: If they are not those of the manifest.
         """
         if span.future is None:
             return span.data
         begin = time.monotonic()
         try:
             span.data = self._answer(span, span.future)
-        except StorageError:
+        except Exception:
             self._forget(span)
             raise
         finally:
@@ -222,11 +237,13 @@ class RangeFetcher:
     def _answer(self, span: Range, first: Future[bytes]) -> bytes:
         """Wait for a request, and for a second one like it if the first takes long and that is wanted."""
         limit_s = self._catalog.limit_s
-        asked, begin = {first}, time.monotonic()
-        if self._hedges and not wait(asked, timeout=self._pace.straggler_s).done:
-            asked.add(self._aside.submit(self._fetch, span, hedge=True))
+        asked, begin, may_hedge = {first}, time.monotonic(), self._hedges
         while True:
-            answered = wait(asked, timeout=limit_s, return_when=FIRST_COMPLETED).done
+            if may_hedge and time.monotonic() - span.sent_at > self._pace.straggler_s:
+                asked.add(self._aside.submit(self._hedge, span))
+                may_hedge = False
+            look_s = _LOOK_S if may_hedge else limit_s
+            answered = wait(asked, timeout=look_s, return_when=FIRST_COMPLETED).done
             good = [request for request in answered if request.exception() is None]
             if good or answered == asked:
                 return (good or list(answered))[0].result()

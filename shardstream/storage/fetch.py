@@ -12,7 +12,7 @@ from shardstream.format.group import Sample
 from shardstream.format.many import Stretch, read_samples
 from shardstream.format.tar import Buffer
 from shardstream.storage.ahead import GAP_BYTES, RangeFetcher
-from shardstream.storage.catalog import Numbers, map_file
+from shardstream.storage.catalog import Numbers
 from shardstream.storage.joined import AnyCatalog
 
 _MAPS_KEPT = 512
@@ -37,6 +37,7 @@ def open_fetcher(
     *,
     prefetch_bytes: int,
     gap_bytes: int = GAP_BYTES,
+    hedge: bool = False,
 ) -> Fetcher:
     """Open what fits the data: memory maps if all of it is on this machine, else range reads ahead.
 
@@ -45,10 +46,13 @@ def open_fetcher(
         upcoming: Sample numbers that will be asked for, in groups that are read together, in order of first need.
         prefetch_bytes: How much to hold ahead of use.
         gap_bytes: Gaps between samples that are read through.
+        hedge: Ask a second time where an answer is late.
     """
     if catalog.is_local:
         return LocalFetcher(catalog)
-    return RangeFetcher(catalog, iter(upcoming), prefetch_bytes=prefetch_bytes, gap_bytes=gap_bytes)
+    return RangeFetcher(
+        catalog, iter(upcoming), prefetch_bytes=prefetch_bytes, gap_bytes=gap_bytes, hedges=hedge
+    )
 
 
 class LocalFetcher:
@@ -86,8 +90,7 @@ class LocalFetcher:
         self._maps.clear()
 
     def _map(self, shard: int) -> Buffer:
-        url = self._catalog.url_of(shard)
-        tar = map_file(self._catalog.local_path(shard) or url, url)
+        tar = self._catalog.map_shard(shard)
         if len(self._maps) >= _MAPS_KEPT:
             self._maps.popitem(last=False)
         self._maps[shard] = tar

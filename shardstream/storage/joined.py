@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
 import numpy as np
 
 from shardstream.format.index import Offsets
+from shardstream.format.tar import Buffer
 from shardstream.storage.catalog import Catalog, Extents, Numbers
 from shardstream.storage.objects import ObjectCatalog
+from shardstream.storage.pace import Pace
 
 
 class JoinedCatalog:
@@ -94,17 +96,15 @@ class JoinedCatalog:
         part, within = self._within(shard)
         return part.url_of(within)
 
-    def local_path(self, shard: int) -> str | None:
-        """Return the path of a shard on this machine, None if it is elsewhere."""
+    def map_shard(self, shard: int) -> Buffer:
+        """Map a shard on this machine to memory, as `Catalog.map_shard`."""
         part, within = self._within(shard)
-        return part.local_path(within)
+        return part.map_shard(within)
 
-    def fetch(
-        self, shard: int, start: int, end: int, on_throttle: Callable[[], None] | None = None
-    ) -> bytes:
+    def fetch(self, shard: int, start: int, end: int, pace: Pace | None = None) -> bytes:
         """Read some bytes of a shard, as `Catalog.fetch`."""
         part, within = self._within(shard)
-        return part.fetch(within, start, end, on_throttle)
+        return part.fetch(within, start, end, pace)
 
     @property
     def limit_s(self) -> float:

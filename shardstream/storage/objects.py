@@ -14,10 +14,12 @@ import numpy.typing as npt
 from shardstream.errors import OptionError
 from shardstream.format.index import Offsets
 from shardstream.format.names import canonical_field, split_member_name
+from shardstream.format.tar import Buffer
 from shardstream.format.tar_encode import encode_member, member_bytes
 from shardstream.storage.catalog import Extents, Numbers
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.listing import Listed, sample_members
+from shardstream.storage.pace import Pace
 from shardstream.storage.retry import fetch
 
 _Unsigned = npt.NDArray[np.unsignedinteger[Any]]
@@ -133,8 +135,9 @@ class ObjectCatalog:
         """Return the URL of a sample's first file."""
         return self._root + self._path(int(self._firsts[shard]))
 
-    def local_path(self, shard: int) -> None:
-        """Return nothing: these bytes are nowhere as they are."""
+    def map_shard(self, shard: int) -> Buffer:
+        """Return a sample's tar, which is made in memory."""
+        return self.fetch(shard, 0, self._tar_bytes(shard))
 
     def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
         """Return where samples are: each is the whole of its shard.
@@ -158,9 +161,7 @@ class ObjectCatalog:
         """Return where the one sample of a shard is."""
         return np.array([0, self._tar_bytes(shard)], dtype=np.int64)
 
-    def fetch(
-        self, shard: int, start: int, end: int, on_throttle: Callable[[], None] | None = None
-    ) -> bytes:
+    def fetch(self, shard: int, start: int, end: int, pace: Pace | None = None) -> bytes:
         """Read the files of a sample, and return them as a tar.
 
         Raises:
@@ -169,11 +170,12 @@ class ObjectCatalog:
             StorageError: If one is out of reach.
         """
         pieces: list[bytes | memoryview] = []
+        told = None if pace is None else pace.throttled
         for name, member in self._members(shard):
             data = self._label(shard)
             if member is not None:
                 url, size = self._root + self._path(member), int(self._sizes[member])
-                data = fetch(self.storage, url, size=size, on_throttle=on_throttle)
+                data = fetch(self.storage, url, size=size, on_throttle=told)
             pieces += encode_member(name, data)
         return b"".join(pieces)[start:end]
 

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import median
 
 _FIRST, _MOST = 8, 32
 _GAIN = 1.08  # a rate that much higher pays for more connections
 _WINDOW_S = 0.1  # a rate is measured over at least that long
 _HOLD_WINDOWS = 16  # without gain, before it is tried again
 _CALM_S = 1.0  # answers to what was sent before a halving come in for about that long
+_ANSWERS = 32  # of which the middle one is the usual
+
+
+class Slot:
+    """The right to have a request in flight."""
+
+    __slots__ = ("_pace", "is_held")
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace, self.is_held = pace, True
+
+    def free(self) -> None:
+        """Give it back before the request ends, because nobody waits for that any more."""
+        self._pace.free(self)
 
 
 class Pace:
@@ -32,41 +49,50 @@ class Pace:
         self.limit = first
         self.throttled_times = 0
         self.arrived_at = clock()
-        self._usual_s, self._answers = 0.0, 0
+        self._answers_s: deque[float] = deque(maxlen=_ANSWERS)
         self._most, self._clock = most, clock
         self._active = 0
         self._changed = threading.Condition()
-        self._halved_at = -_CALM_S
+        self._halved_at = self._throttled_at = clock() - _CALM_S
         self._best = 0.0  # bytes a second before the last climb
         self._before = first  # slots before it
         self._hold = 0
         self._begin(clock())
 
     @contextmanager
-    def slot(self) -> Iterator[None]:
-        """Wait for a slot, and hold it."""
+    def slot(self) -> Iterator[Slot]:
+        """Wait for a slot, and hold it until it is freed, or at most to the end."""
         with self._changed:
             while self._active >= self.limit:
                 self._crowded = True
                 self._changed.wait()
             self._active += 1
+        slot = Slot(self)
         try:
-            yield
+            yield slot
         finally:
-            with self._changed:
+            self.free(slot)
+
+    def free(self, slot: Slot) -> None:
+        """Give a slot back, once."""
+        with self._changed:
+            if slot.is_held:
+                slot.is_held = False
                 self._active -= 1
                 self._changed.notify()
 
     @property
     def straggler_s(self) -> float:
-        """Seconds after which an answer is late: three times the usual, at least 0.2."""
-        return max(0.2, 3 * self._usual_s)
+        """Seconds after which an answer is late: three times the usual, at least 0.2; never while the server asks for less."""
+        with self._changed:
+            if self._clock() - self._throttled_at < _CALM_S:
+                return math.inf
+            return max(0.2, 3 * median(self._answers_s or [0.0]))
 
     def arrived(self, nbytes: int, seconds: float) -> None:
         """Hear that a request has brought so many bytes in so many seconds."""
         with self._changed:
-            self._usual_s += (seconds - self._usual_s) / min(32, self._answers + 1)
-            self._answers += 1
+            self._answers_s.append(seconds)
             self._bytes += nbytes
             self._count += 1
             self.arrived_at = now = self._clock()
@@ -81,7 +107,7 @@ class Pace:
         """Hear that the server asked for fewer requests."""
         with self._changed:
             self.throttled_times += 1
-            now = self._clock()
+            now = self._throttled_at = self._clock()
             if now - self._halved_at >= _CALM_S:
                 self._halved_at = now
                 self.limit = self._before = max(1, self.limit // 2)
