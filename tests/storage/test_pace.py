@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import time
 
 import pytest
 from hypothesis import given
@@ -159,12 +160,10 @@ class Holder:
 
 def with_slots(made: list[Holder], count: int) -> list[Holder]:
     """Wait until so many have a slot; returns them."""
-    give_up = threading.Event()
-    for _ in range(3000):
-        held = [one for one in made if one.has_slot.is_set()]
-        if len(held) >= count:
-            break
-        give_up.wait(0.01)
+    deadline = time.monotonic() + 30
+    while sum(one.has_slot.is_set() for one in made) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    held = [one for one in made if one.has_slot.is_set()]
     assert len(held) == count
     return held
 
