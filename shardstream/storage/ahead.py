@@ -30,7 +30,18 @@ _LOOK_S = 0.05  # between looks at what may become late
 class Range:
     """One request for consecutive samples of a shard."""
 
-    __slots__ = ("data", "end", "future", "left", "places", "sent_at", "shard", "slot", "start")
+    __slots__ = (
+        "data",
+        "end",
+        "future",
+        "left",
+        "places",
+        "second",
+        "sent_at",
+        "shard",
+        "slot",
+        "start",
+    )
 
     def __init__(self, shard: int, start: int, end: int, places: Numbers) -> None:
         self.shard, self.start, self.end = shard, start, end
@@ -38,6 +49,7 @@ class Range:
         self.left = len(places)
         self.data = b""
         self.future: Future[bytes] | None = None
+        self.second: Future[bytes] | None = None  # of the same, if the first is late
         self.slot: Slot | None = None
         self.sent_at = math.inf  # on the clock
 
@@ -45,6 +57,13 @@ class Range:
     def size(self) -> int:
         """Bytes."""
         return self.end - self.start
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether its bytes are there, or will not come."""
+        return any(one is not None and one.done() for one in (self.future, self.second)) or (
+            self.future is None
+        )
 
 
 def coalesce(extents: Extents, gap_bytes: int = GAP_BYTES) -> list[Range]:
@@ -97,6 +116,8 @@ class RangeFetcher:
         self._hedges = hedges
         self._held: dict[int, Range] = {}
         self._held_bytes = 0
+        self._unanswered: list[Range] = []
+        self._closed = False
         self._pace = Pace(catalog.threads, _THREADS)
         self._read_bytes = self._requests = 0
         self._wait_s = 0.0
@@ -135,7 +156,8 @@ class RangeFetcher:
         }
 
     def close(self) -> None:
-        """Drop what is held; requests in flight end by themselves."""
+        """Drop what is held; requests in flight end by themselves, and no more are sent."""
+        self._closed = True
         self._held.clear()
         for pool in (self._pool, self._aside):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -188,6 +210,8 @@ class RangeFetcher:
     def _request(self, numbers: Numbers) -> None:
         for span in coalesce(self._catalog.extents(numbers), self._gap_bytes):
             span.future = self._pool.submit(self._fetch, span)
+            if self._hedges:
+                self._unanswered.append(span)
             self._held_bytes += span.size
             mine = numbers[span.places].tolist()
             self._held.update(zip(mine, repeat(span)))
@@ -196,8 +220,18 @@ class RangeFetcher:
     def _fetch(self, span: Range) -> bytes:
         """Read a range, in a thread of the pool."""
         with self._pace.slot() as slot:
+            if self._closed:
+                return b""  # nobody is there to see it
             span.slot, span.sent_at = slot, time.monotonic()
             return self._read_range(span)
+
+    def _hedge_late(self) -> None:
+        """Send second requests for what is late."""
+        self._unanswered = [span for span in self._unanswered if not span.is_answered]
+        late = time.monotonic() - self._pace.straggler_s
+        for span in self._unanswered:
+            if span.second is None and span.sent_at < late:
+                span.second = self._aside.submit(self._hedge, span)
 
     def _hedge(self, span: Range) -> bytes:
         """Read a range whose answer is late; what the late one held is free for others then."""
@@ -223,7 +257,7 @@ class RangeFetcher:
             return span.data
         begin = time.monotonic()
         try:
-            span.data = self._answer(span, span.future)
+            span.data = self._answer(span)
         except Exception:
             self._forget(span)
             raise
@@ -231,29 +265,29 @@ class RangeFetcher:
             self._wait_s += time.monotonic() - begin
         self._requests += 1
         self._read_bytes += span.size
-        span.future = None
+        span.future = span.second = None
         return span.data
 
-    def _answer(self, span: Range, first: Future[bytes]) -> bytes:
-        """Wait for a request, and for a second one like it if the first takes long and that is wanted."""
-        limit_s = self._catalog.limit_s
-        asked, begin, may_hedge = {first}, time.monotonic(), self._hedges
+    def _answer(self, span: Range) -> bytes:
+        """Wait for a request, or for the second one like it."""
+        limit_s, begin = self._catalog.limit_s, time.monotonic()
+        failed: set[Future[bytes]] = set()
         while True:
-            if may_hedge and time.monotonic() - span.sent_at > self._pace.straggler_s:
-                asked.add(self._aside.submit(self._hedge, span))
-                may_hedge = False
-            look_s = _LOOK_S if may_hedge else limit_s
+            asked = {one for one in (span.future, span.second) if one is not None} - failed
+            look_s = _LOOK_S if self._hedges else limit_s
             answered = wait(asked, timeout=look_s, return_when=FIRST_COMPLETED).done
             good = [request for request in answered if request.exception() is None]
             if good or answered == asked:
                 return (good or list(answered))[0].result()
-            asked -= answered
+            failed |= answered
             if time.monotonic() - max(begin, self._pace.arrived_at) >= limit_s:
                 raise StorageError(
                     f"no answer for {span.size} bytes in {limit_s:.0f} s; check the server and the network",
                     shard=self._catalog.url_of(span.shard),
                     offset=span.start,
                 )
+            if self._hedges:
+                self._hedge_late()
 
     def _forget(self, span: Range) -> None:
         """Let what a failed request was for be asked for again."""

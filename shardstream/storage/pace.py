@@ -16,6 +16,8 @@ _WINDOW_S = 0.1  # a rate is measured over at least that long
 _HOLD_WINDOWS = 16  # without gain, before it is tried again
 _CALM_S = 1.0  # answers to what was sent before a halving come in for about that long
 _ANSWERS = 32  # of which the middle one is the usual
+_LATE, _LEAST_LATE_S = 3, 0.2  # times the usual, but not below
+_FEW, _LATE_AT_FIRST_S = 4, 2.0  # the first answers take long: connections are made
 
 
 class Slot:
@@ -52,7 +54,8 @@ class Pace:
         self._answers_s: deque[float] = deque(maxlen=_ANSWERS)
         self._most, self._clock = most, clock
         self._active = 0
-        self._changed = threading.Condition()
+        self._changed = threading.Lock()
+        self._waiting: deque[threading.Lock] = deque()
         self._halved_at = self._throttled_at = clock() - _CALM_S
         self._best = 0.0  # bytes a second before the last climb
         self._before = first  # slots before it
@@ -62,11 +65,13 @@ class Pace:
     @contextmanager
     def slot(self) -> Iterator[Slot]:
         """Wait for a slot, and hold it until it is freed, or at most to the end."""
+        gate = threading.Lock()
         with self._changed:
-            while self._active >= self.limit:
-                self._crowded = True
-                self._changed.wait()
-            self._active += 1
+            gate.acquire()
+            self._waiting.append(gate)
+            self._crowded |= self._active >= self.limit
+            self._admit()
+        gate.acquire()  # those that came first are let in first: they are needed first
         slot = Slot(self)
         try:
             yield slot
@@ -79,7 +84,7 @@ class Pace:
             if slot.is_held:
                 slot.is_held = False
                 self._active -= 1
-                self._changed.notify()
+                self._admit()
 
     @property
     def straggler_s(self) -> float:
@@ -87,7 +92,9 @@ class Pace:
         with self._changed:
             if self._clock() - self._throttled_at < _CALM_S:
                 return math.inf
-            return max(0.2, 3 * median(self._answers_s or [0.0]))
+            if len(self._answers_s) < _FEW:
+                return _LATE_AT_FIRST_S
+            return max(_LEAST_LATE_S, _LATE * median(self._answers_s))
 
     def arrived(self, nbytes: int, seconds: float) -> None:
         """Hear that a request has brought so many bytes in so many seconds."""
@@ -101,7 +108,7 @@ class Pace:
                 if self._crowded:  # else it is the reader that sets the rate
                     self._adjust(self._bytes / elapsed)
                 self._begin(now)
-            self._changed.notify_all()
+            self._admit()
 
     def throttled(self) -> None:
         """Hear that the server asked for fewer requests."""
@@ -113,6 +120,11 @@ class Pace:
                 self.limit = self._before = max(1, self.limit // 2)
                 self._best, self._hold = 0.0, _HOLD_WINDOWS
                 self._begin(now)
+
+    def _admit(self) -> None:
+        while self._waiting and self._active < self.limit:
+            self._active += 1
+            self._waiting.popleft().release()
 
     def _begin(self, now: float) -> None:
         self._since, self._bytes, self._count, self._crowded = now, 0, 0, False

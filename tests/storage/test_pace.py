@@ -118,7 +118,7 @@ def test_whatever_happens_the_limit_is_from_one_to_the_most(
 
 def test_a_late_answer_is_measured_by_the_middle_one(clock: Clock) -> None:
     pace = Pace(8, 32, clock)
-    assert pace.straggler_s == 0.2
+    assert pace.straggler_s == 2.0  # nothing is known: connections are made
     for seconds in (0.1, 0.1, 0.1, 3.0, 3.0):  # some stall: they do not make stalls usual
         pace.arrived(1000, seconds)
     assert pace.straggler_s == pytest.approx(0.3)
@@ -136,7 +136,7 @@ def test_while_the_server_asks_for_less_nothing_is_late(clock: Clock) -> None:
     clock.now += 0.9
     assert pace.straggler_s == math.inf
     clock.now += 0.2
-    assert pace.straggler_s == 0.2
+    assert pace.straggler_s == 2.0
 
 
 class Holder:
@@ -179,6 +179,18 @@ def test_a_slot_that_is_given_back_wakes_one_that_waits() -> None:
     for one in made:
         one.end()
     assert pace._active == 0
+
+
+def test_those_that_came_first_get_the_next_slot(clock: Clock) -> None:
+    pace = Pace(1, 8)
+    made: list[Holder] = []
+    for _ in range(5):  # one after the other
+        made.append(Holder(pace))
+        while len(pace._waiting) + pace._active < len(made):
+            time.sleep(0.01)
+    for number, one in enumerate(made):
+        assert with_slots(made, number + 1) == made[: number + 1]
+        one.end()
 
 
 def test_slots_that_are_added_wake_those_that_wait(clock: Clock) -> None:
