@@ -123,7 +123,8 @@ class RangeFetcher:
         self._wait_s = 0.0
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-fetch")
         self._aside = ThreadPoolExecutor(_THREADS_ASIDE, thread_name_prefix="shardstream-aside")
-        self._next: tuple[Numbers, list[Future[object]]] | None = None
+        self._next: tuple[Numbers, dict[int, Future[object]]] | None = None
+        self._announced_at = 0.0
 
     def samples(self, numbers: Numbers) -> list[Sample | Exception]:
         """Return for each number its sample, once its bytes have come, or what is wrong with it."""
@@ -196,16 +197,27 @@ class RangeFetcher:
         numbers, indexes = self._next or self._announce()
         if not len(numbers):
             return False
-        for index in indexes:
-            index.result()
+        for shard, index in indexes.items():
+            self._await_index(shard, index)
         self._request(numbers)
         self._next = self._announce()
         return True
 
-    def _announce(self) -> tuple[Numbers, list[Future[object]]]:
+    def _await_index(self, shard: int, index: Future[object]) -> None:
+        asked = {index}
+        due_s = self._announced_at + self._pace.straggler_s - time.monotonic()
+        if self._hedges and not wait(asked, timeout=min(max(0, due_s), self._catalog.limit_s)).done:
+            asked.add(self._aside.submit(self._catalog.offsets, shard))
+        for answered in wait(asked, return_when=FIRST_COMPLETED).done:
+            answered.result()
+
+    def _announce(self) -> tuple[Numbers, dict[int, Future[object]]]:
         numbers = next(self._upcoming, np.empty(0, dtype=np.int64))
         shards = self._catalog.shards_of(numbers) if len(numbers) else []
-        return numbers, [self._aside.submit(self._catalog.offsets, shard) for shard in shards]
+        self._announced_at = time.monotonic()
+        return numbers, {
+            shard: self._aside.submit(self._catalog.offsets, shard) for shard in shards
+        }
 
     def _request(self, numbers: Numbers) -> None:
         for span in coalesce(self._catalog.extents(numbers), self._gap_bytes):

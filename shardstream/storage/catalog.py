@@ -29,7 +29,7 @@ from shardstream.storage.verified import Verify, open_checks
 
 Numbers = npt.NDArray[np.int64]
 _OFFSETS_KEPT_BYTES = 64 << 20
-_INDEX_TRIES = 3
+_INDEX_TRIES = 4
 
 
 class Extents(NamedTuple):

@@ -415,7 +415,7 @@ def test_an_index_that_comes_damaged_is_read_again(
 ) -> None:
     url = arrays(f"memory://verified-{uuid.uuid4().hex}")
     really_read = Storage.read_once
-    left = [2, 2]
+    left = [1, 2, 3]
 
     def read_once(self: Storage, at: str, *arguments: Any, **options: Any) -> Piece:
         piece = really_read(self, at, *arguments, **options)
