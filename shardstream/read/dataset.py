@@ -199,17 +199,8 @@ class ShardDataset(StreamDataset):
             source.order(batch=microbatch or 1, lanes=1, epoch=0)  # refuses nonsense now
             Split(remainder=remainder)
         else:
-            if verify is not None:
-                raise OptionError(
-                    "verify is for shards that are read by number: leave out index='ignore', and run 'shardstream index' on "
-                    "this folder if it has none",
-                    shard=unindexed,
-                )
-            if index == "require":
-                raise OptionError(
-                    "this shard has no index; run 'shardstream index' on its folder",
-                    shard=unindexed,
-                )
+            if verify is not None or index == "require":
+                raise _lacking_index(unindexed, index)
             if index == "auto":
                 _warn_no_index(unindexed)
             source = WholeShards(shards=located.shards, storage=storage, shuffle=shuffle, seed=seed)
@@ -231,6 +222,13 @@ def current_reader(placement: Placement) -> Reader:
     """Return which reader of the job this process is; the only look at torch's worker number."""
     worker = get_worker_info()
     return Reader(placement) if worker is None else Reader(placement, worker.id, worker.num_workers)
+
+
+def _lacking_index(url: str, index: str) -> OptionError:
+    text = "this shard has no index; run 'shardstream index' on its folder"
+    if index == "ignore":
+        text = "verify is for shards that are read by number: leave out index='ignore'"
+    return OptionError(text, shard=url)
 
 
 def _warn_no_index(url: str) -> None:
