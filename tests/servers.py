@@ -12,6 +12,7 @@ import fcntl
 import os
 import random
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -88,6 +89,7 @@ class ShapedS3:
     shaped: S3Server
     chaos: S3Server
     control_endpoint: str
+    workdir: Path
 
     def control(self, path: str) -> str:
         """Tune or ask the proxy; returns its counts and configuration as JSON text.
@@ -159,9 +161,30 @@ def start_nginx(workdir: Path, s3: S3Server) -> Iterator[ShapedS3]:
             shaped=shaped,
             chaos=chaos,
             control_endpoint=f"http://127.0.0.1:{port + 3}",
+            workdir=workdir,
         )
     finally:
         _stop(workdir)
+
+
+def signal_server(workdir: Path, name: str, number: signal.Signals) -> None:
+    """Send a signal to all processes of a server that was started here: "nginx", or "rgw" of a Ceph."""
+    lines = (workdir / "pids").read_text().splitlines()
+    leaders = [int(pid) for pid, found, *_ in map(str.split, lines) if found == name]
+    for leader in leaders:  # each is the head of a session of its own
+        os.killpg(leader, number)
+
+
+def restart_nginx(proxy: ShapedS3) -> None:
+    """Start a proxy that was killed again, at the same ports; what it was told by `control` it has forgotten."""
+    _stop(proxy.workdir)  # of what is left
+    port = proxy.plain.endpoint.rpartition(":")[2]
+    _run("start_nginx.sh", proxy.workdir, str(proxy.workdir / "upstream"), port)
+
+
+def restart_rgw(workdir: Path) -> None:
+    """Start the gateway of a Ceph that was killed again, with the data it had."""
+    _run("restart_rgw.sh", workdir)
 
 
 @contextmanager
@@ -183,18 +206,11 @@ def new_bucket(s3: S3Server) -> Iterator[str]:
 
 def _start(script: str, workdir: Path, *arguments: str, num_ports: int) -> int:
     """Start a server on neighbouring free ports; returns the first of them."""
-    guarded = {"S3_GUARD_PID": str(os.getpid()), "PYTHON": sys.executable}
     said = ""
     with _one_start_at_a_time():
         for _ in range(_ATTEMPTS):
             port = _find_free_ports(num_ports)
-            done = subprocess.run(
-                [SCRIPTS / script, workdir, *arguments, str(port)],
-                env=os.environ | guarded,
-                capture_output=True,
-                text=True,
-                check=False,
-            )
+            done = _script(script, workdir, *arguments, str(port))
             if done.returncode == 0:
                 return port
             said = done.stderr.strip()
@@ -203,6 +219,23 @@ def _start(script: str, workdir: Path, *arguments: str, num_ports: int) -> int:
             if "is taken" not in said and "died" not in said:  # what a lost race for a port says
                 break
     raise ServerError(f"{script} failed, see {workdir}: {said}")
+
+
+def _run(script: str, workdir: Path, *arguments: str) -> None:
+    done = _script(script, workdir, *arguments)
+    if done.returncode:
+        raise ServerError(f"{script} failed, see {workdir}: {done.stderr.strip()}")
+
+
+def _script(script: str, workdir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    guarded = {"S3_GUARD_PID": str(os.getpid()), "PYTHON": sys.executable}
+    return subprocess.run(
+        [SCRIPTS / script, workdir, *arguments],
+        env=os.environ | guarded,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
 
 
 def _stop(workdir: Path) -> None:

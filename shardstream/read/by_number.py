@@ -23,6 +23,7 @@ from shardstream.storage.fetch import Fetcher, open_fetcher
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import Urls, locate
 from shardstream.storage.objects import ObjectCatalog
+from shardstream.storage.verified import Verify
 
 
 class NumberedDataset(ItemSteps, Dataset[Any]):
@@ -137,13 +138,14 @@ class ShardMapDataset(NumberedDataset):
         filesystem: An fsspec file system to use instead.
         cache_dir: A folder on a local disk that keeps what is read from afar, for later epochs and other processes.
         cache_bytes: How much it may keep, e.g. "200GB"; by default what leaves a tenth of the disk free.
+        verify: As in `ShardDataset`.
 
     Raises:
         OptionError: If a shard has no index and is not local.
         StorageError: If nothing is there, or it is out of reach.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (the public door)
         self,
         urls: Urls,
         *,
@@ -152,9 +154,10 @@ class ShardMapDataset(NumberedDataset):
         filesystem: Any = None,
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int | str | None = None,
+        verify: Verify | None = None,
     ) -> None:
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
-        super().__init__(Catalog(locate(urls, storage), storage), seed=seed)
+        super().__init__(Catalog(locate(urls, storage), storage, verify), seed=seed)
 
 
 def _sound(sample: Sample | Exception) -> Sample:

@@ -26,6 +26,7 @@ from shardstream.storage.cache import open_cache
 from shardstream.storage.catalog import Catalog, lacks_index
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import Urls, locate
+from shardstream.storage.verified import Verify
 
 _WHOLE_SHARD_WINDOW = 1000  # samples shuffled together where there is no index
 
@@ -136,6 +137,14 @@ class ShardDataset(StreamDataset):
         on_error: "raise" at the first bad sample; "warn" or "skip" pass over up to 100 a worker; or a `SkipBudget`.
         prefetch_bytes: Bytes that each worker asks for ahead of use when it reads from afar. The windows it is in, one for each of
             its lanes, are held whatever this says: with many lanes a worker, choose a smaller window.
+        hedge: Send a request again whose answer takes three times as long as usual (0.2 s or more), and take what comes first: for
+            stores that now and then stall. The second one is read and paid for, too. A mix hedges if one of its parts does.
+        verify: "sha256" compares all that is read with the manifest's checksums, as `pack` and `index` write them: bits that flipped in
+            the store, or on the way, are noticed. A wrong answer is asked for again; if it stays wrong, the shard is damaged and the
+            epoch ends with an `IndexMismatchError`, whatever ``on_error`` says: which of its samples are sound nobody knows.
+            At its first use a shard is read whole, so the first epoch reads everything once more, in windows of whole MiB. Forked
+            workers share what they have found, and later epochs know it; spawned ones begin anew each time. ``cache_dir``
+            keeps those bytes near. Local shards are read once when they are opened.
         placement: Rank and world size; by default those of torch.distributed, Ray Train or RANK/WORLD_SIZE.
 
     Raises:
@@ -162,6 +171,8 @@ class ShardDataset(StreamDataset):
         cache_bytes: int | str | None = None,
         on_error: OnError = "raise",
         prefetch_bytes: int = 64 << 20,
+        hedge: bool = False,
+        verify: Verify | None = None,
         placement: Placement | None = None,
     ) -> None:
         if index not in ("auto", "require", "ignore"):
@@ -182,16 +193,14 @@ class ShardDataset(StreamDataset):
                 block=block,
                 remainder=remainder,
                 prefetch_bytes=prefetch_bytes,
+                hedge=hedge,
             )
-            source = PlannedSamples(catalog=Catalog(located, storage), options=options)
+            source = PlannedSamples(catalog=Catalog(located, storage, verify), options=options)
             source.order(batch=microbatch or 1, lanes=1, epoch=0)  # refuses nonsense now
             Split(remainder=remainder)
         else:
-            if index == "require":
-                raise OptionError(
-                    "this shard has no index; run 'shardstream index' on its folder",
-                    shard=unindexed,
-                )
+            if verify is not None or index == "require":
+                raise _lacking_index(unindexed, index)
             if index == "auto":
                 _warn_no_index(unindexed)
             source = WholeShards(shards=located.shards, storage=storage, shuffle=shuffle, seed=seed)
@@ -213,6 +222,13 @@ def current_reader(placement: Placement) -> Reader:
     """Return which reader of the job this process is; the only look at torch's worker number."""
     worker = get_worker_info()
     return Reader(placement) if worker is None else Reader(placement, worker.id, worker.num_workers)
+
+
+def _lacking_index(url: str, index: str) -> OptionError:
+    text = "this shard has no index; run 'shardstream index' on its folder"
+    if index == "ignore":
+        text = "verify is for shards that are read by number: leave out index='ignore'"
+    return OptionError(text, shard=url)
 
 
 def _warn_no_index(url: str) -> None:

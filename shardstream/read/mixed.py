@@ -71,6 +71,9 @@ def mix(  # noqa: PLR0913  (the public door)
         window=window,
         remainder=remainder,
         prefetch_bytes=prefetch_bytes,
+        hedge=any(
+            part.planned is not None and part.planned.options.hedge for part in parts.values()
+        ),
     )
     policies = [part.on_error for part in parts.values()]
     if any(policy != policies[0] for policy in policies):

@@ -51,6 +51,7 @@ class ObjectDataset(StreamDataset):
         cache_bytes: See there.
         on_error: See there; a file that is gone or was changed is always an error.
         prefetch_bytes: See there.
+        hedge: See there.
         placement: See there.
 
     Raises:
@@ -76,6 +77,7 @@ class ObjectDataset(StreamDataset):
         cache_bytes: int | str | None = None,
         on_error: OnError = "raise",
         prefetch_bytes: int = 64 << 20,
+        hedge: bool = False,
         placement: Placement | None = None,
     ) -> None:
         Skips(on_error)  # refuses nonsense now
@@ -87,6 +89,7 @@ class ObjectDataset(StreamDataset):
             microbatch=microbatch,
             remainder=remainder,
             prefetch_bytes=prefetch_bytes,
+            hedge=hedge,
         )
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
         catalog = _open(urls, storage, label, suffixes)

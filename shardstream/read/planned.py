@@ -39,6 +39,7 @@ class Options:
         shuffle: As in `Order`, like the next five.
         remainder: As in `Split`.
         prefetch_bytes: Held ahead of use by each worker.
+        hedge: Ask a second time where an answer is late.
     """
 
     shuffle: bool = False
@@ -49,6 +50,7 @@ class Options:
     block: int | None = None
     remainder: Remainder = "pad"
     prefetch_bytes: int = 64 << 20
+    hedge: bool = False
 
     def __post_init__(self) -> None:
         for name in ("lanes", "microbatch", "window", "block"):
@@ -167,4 +169,5 @@ def open_share(source: PlannedSource, share: Share, reader: Reader, skips: Skips
         num_workers=reader.num_workers,
         skips=skips,
         prefetch_bytes=source.options.prefetch_bytes,
+        hedge=source.options.hedge,
     )

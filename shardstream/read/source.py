@@ -77,9 +77,10 @@ class PlannedRun:
         num_workers: Of how many.
         skips: What becomes of damaged samples.
         prefetch_bytes: How much to read ahead of use.
+        hedge: Ask a second time where an answer is late.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913
         self,
         catalog: AnyCatalog,
         share: Share,
@@ -88,12 +89,13 @@ class PlannedRun:
         num_workers: int,
         skips: Skips,
         prefetch_bytes: int,
+        hedge: bool = False,
     ) -> None:
         self.number = -1
         self._catalog, self._share = catalog, share
         self._worker, self._num_workers = worker, num_workers
         self._skips = skips
-        self._prefetch_bytes = prefetch_bytes
+        self._prefetch_bytes, self._hedge = prefetch_bytes, hedge
         self._taken = 0
         self._fetcher: Fetcher | None = None
         self._samples: Generator[tuple[int, Sample], None, None] | None = None
@@ -154,7 +156,9 @@ class PlannedRun:
             passed = next(planned(self._share, steps))[0][:within]
             ahead = (numbers[~np.isin(numbers, passed)] for numbers in ahead)
         catalog = self._catalog
-        self._fetcher = open_fetcher(catalog, ahead, prefetch_bytes=self._prefetch_bytes)
+        self._fetcher = open_fetcher(
+            catalog, ahead, prefetch_bytes=self._prefetch_bytes, hedge=self._hedge
+        )
         with closing(self._fetcher) as fetcher:
             for chunk in planned(self._share, steps):
                 chunk[0], within = chunk[0][within:], 0

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import nullcontext
 from itertools import pairwise, repeat
 
 import numpy as np
 
-from shardstream.errors import StorageError
+from shardstream.errors import IndexMismatchError, StorageError
 from shardstream.format.group import Sample
 from shardstream.format.many import Stretch, read_samples
 from shardstream.storage.catalog import Extents, Numbers
 from shardstream.storage.joined import AnyCatalog
-from shardstream.storage.pace import Pace
+from shardstream.storage.pace import Pace, Slot
 
 # Of one request: large enough to hide latency, small enough to spread over connections.
 _RANGE_BYTES = 4 << 20
@@ -24,24 +24,49 @@ _GAP_BYTES = 256 << 10
 
 _THREADS = 32  # of which `Pace` lets some work
 _THREADS_ASIDE = 16  # for indexes and second requests, which do not wait for a slot
+_LOOK_S = 0.05  # between looks at what may become late
+
+
+Data = bytes | memoryview
 
 
 class Range:
     """One request for consecutive samples of a shard."""
 
-    __slots__ = ("data", "end", "future", "left", "places", "shard", "start")
+    __slots__ = (
+        "data",
+        "end",
+        "future",
+        "left",
+        "places",
+        "second",
+        "sent_at",
+        "shard",
+        "slot",
+        "start",
+    )
 
     def __init__(self, shard: int, start: int, end: int, places: Numbers) -> None:
         self.shard, self.start, self.end = shard, start, end
         self.places = places  # of its samples, in what it was made of
         self.left = len(places)
-        self.data: bytes | memoryview = b""
-        self.future: Future[bytes | memoryview] | None = None
+        self.data: Data = b""
+        self.future: Future[Data] | None = None
+        self.second: Future[Data] | None = None  # of the same, if the first is late
+        self.slot: Slot | None = None
+        self.sent_at = math.inf  # on the clock
 
     @property
     def size(self) -> int:
         """Bytes."""
         return self.end - self.start
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether its bytes are there, or will not come."""
+        return any(one is not None and one.done() for one in (self.future, self.second)) or (
+            self.future is None
+        )
 
 
 def coalesce(extents: Extents) -> list[Range]:
@@ -91,12 +116,14 @@ class RangeFetcher:
         self._hedges = hedges
         self._held: dict[int, Range] = {}
         self._held_bytes = 0
+        self._unanswered: list[Range] = []
         self._pace = Pace(catalog.threads, _THREADS)
         self._read_bytes = self._requests = 0
         self._wait_s = 0.0
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-fetch")
         self._aside = ThreadPoolExecutor(_THREADS_ASIDE, thread_name_prefix="shardstream-aside")
-        self._next: tuple[Numbers, list[Future[object]]] | None = None
+        self._next: tuple[Numbers, dict[int, Future[object]]] | None = None
+        self._announced_at = 0.0
 
     def samples(self, numbers: Numbers) -> list[Sample | Exception]:
         """Return for each number its sample, once its bytes have come, or what is wrong with it."""
@@ -129,21 +156,21 @@ class RangeFetcher:
         }
 
     def close(self) -> None:
-        """Drop what is held; requests in flight end by themselves, and none is sent again."""
+        """Drop what is held; requests in flight end by themselves, and no more are sent."""
         self._held.clear()
         self._pace.close()
         for pool in (self._pool, self._aside):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _read(self, numbers: Numbers, by_range: dict[Range, list[int]]) -> list[Sample | Exception]:
-        """Read ranges in order of need; a store that fails is the end of all that is not there yet."""
+        """Read ranges in order of need; a store that fails, or lies, is the end of all that is not there yet."""
         extents = self._catalog.extents(numbers)
         stretches, order = [], []
-        failed: StorageError | None = None
+        failed: StorageError | IndexMismatchError | None = None
         for span, places in by_range.items():
             try:
                 data = self._wait(span)
-            except StorageError as error:
+            except (StorageError, IndexMismatchError) as error:
                 failed = error
                 break
             url = self._catalog.url_of(span.shard)
@@ -169,72 +196,109 @@ class RangeFetcher:
         numbers, indexes = self._next or self._announce()
         if not len(numbers):
             return False
-        for index in indexes:
-            index.result()
+        for shard, index in indexes.items():
+            self._await_index(shard, index)
         self._request(numbers)
         self._next = self._announce()
         return True
 
-    def _announce(self) -> tuple[Numbers, list[Future[object]]]:
+    def _await_index(self, shard: int, index: Future[object]) -> None:
+        asked = {index}
+        due_s = self._announced_at + self._pace.straggler_s - time.monotonic()
+        if self._hedges and not wait(asked, timeout=min(max(0, due_s), self._catalog.limit_s)).done:
+            asked.add(self._aside.submit(self._catalog.offsets, shard))
+        for answered in wait(asked, return_when=FIRST_COMPLETED).done:
+            answered.result()
+
+    def _announce(self) -> tuple[Numbers, dict[int, Future[object]]]:
         numbers = next(self._upcoming, np.empty(0, dtype=np.int64))
         shards = self._catalog.shards_of(numbers) if len(numbers) else []
-        return numbers, [self._aside.submit(self._catalog.offsets, shard) for shard in shards]
+        self._announced_at = time.monotonic()
+        return numbers, {
+            shard: self._aside.submit(self._catalog.offsets, shard) for shard in shards
+        }
 
     def _request(self, numbers: Numbers) -> None:
         for span in coalesce(self._catalog.extents(numbers)):
             span.future = self._pool.submit(self._fetch, span)
+            if self._hedges:
+                self._unanswered.append(span)
             self._held_bytes += span.size
             mine = numbers[span.places].tolist()
             self._held.update(zip(mine, repeat(span)))
             span.left = len(set(mine))
 
-    def _fetch(self, span: Range, *, hedge: bool = False) -> bytes | memoryview:
+    def _fetch(self, span: Range) -> Data:
         """Read a range, in a thread of the pool."""
-        with nullcontext() if hedge else self._pace.slot():
-            begin = time.monotonic()
-            data = self._catalog.fetch(span.shard, span.start, span.end, self._pace)
+        with self._pace.slot() as slot:
+            if self._pace.closed.is_set():
+                return b""  # nobody is there to see it
+            span.slot, span.sent_at = slot, time.monotonic()
+            return self._read_range(span)
+
+    def _hedge_late(self) -> None:
+        """Send second requests for what is late."""
+        self._unanswered = [span for span in self._unanswered if not span.is_answered]
+        late = time.monotonic() - self._pace.straggler_s
+        for span in self._unanswered:
+            if span.second is None and span.sent_at < late:
+                span.second = self._aside.submit(self._hedge, span)
+
+    def _hedge(self, span: Range) -> Data:
+        """Read a range whose answer is late; what the late one held is free for others then."""
+        data = self._read_range(span)
+        if span.slot is not None:
+            span.slot.free()
+        return data
+
+    def _read_range(self, span: Range) -> Data:
+        begin = time.monotonic()
+        data = self._catalog.fetch(span.shard, span.start, span.end, self._pace)
         self._pace.arrived(len(data), time.monotonic() - begin)
         return data
 
-    def _wait(self, span: Range) -> bytes | memoryview:
+    def _wait(self, span: Range) -> Data:
         """Return the bytes of a range.
 
         Raises:
             StorageError: If they cannot be had, or nothing at all comes any more.
+            IndexMismatchError: If they are not those of the manifest.
         """
         if span.future is None:
             return span.data
         begin = time.monotonic()
         try:
-            span.data = self._answer(span, span.future)
-        except StorageError:
+            span.data = self._answer(span)
+        except Exception:
             self._forget(span)
             raise
         finally:
             self._wait_s += time.monotonic() - begin
         self._requests += 1
         self._read_bytes += span.size
-        span.future = None
+        span.future = span.second = None
         return span.data
 
-    def _answer(self, span: Range, first: Future[bytes | memoryview]) -> bytes | memoryview:
-        """Wait for a request, and for a second one like it if the first takes long and that is wanted."""
-        limit_s = self._catalog.limit_s
-        asked, begin = {first}, time.monotonic()
-        if self._hedges and not wait(asked, timeout=self._pace.straggler_s).done:
-            asked.add(self._aside.submit(self._fetch, span, hedge=True))
+    def _answer(self, span: Range) -> Data:
+        """Wait for a request, or for the second one like it."""
+        limit_s, begin = self._catalog.limit_s, time.monotonic()
+        failed: set[Future[Data]] = set()
         while True:
-            answered = wait(asked, timeout=limit_s, return_when=FIRST_COMPLETED).done
+            asked = {one for one in (span.future, span.second) if one is not None} - failed
+            look_s = _LOOK_S if self._hedges else limit_s
+            answered = wait(asked, timeout=look_s, return_when=FIRST_COMPLETED).done
             good = [request for request in answered if request.exception() is None]
             if good or answered == asked:
                 return (good or list(answered))[0].result()
-            asked -= answered
+            failed |= answered
             if time.monotonic() - max(begin, self._pace.arrived_at) >= limit_s:
                 raise StorageError(
                     f"no answer for {span.size} bytes in {limit_s:.0f} s; check the server and the network",
                     shard=self._catalog.url_of(span.shard),
                     offset=span.start,
                 )
+            if self._hedges:
+                self._hedge_late()
 
     def _forget(self, span: Range) -> None:
         """Let what a failed request was for be asked for again."""

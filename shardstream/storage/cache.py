@@ -162,6 +162,16 @@ class Cache:
             out.write(file.fill(gap, numbers.stop, start, end, read))
         return out.getvalue()
 
+    def forget(self, url: str, start: int = 0, end: int | None = None) -> None:
+        """Drop the chunks that hold any of the bytes ``start`` to ``end``; they came damaged."""
+        size, identity, _ = self._known.get(url, Known(0, None, None))
+        if identity is not None:
+            file = _File(self._space, identity, size)
+            for number in range(
+                start // CHUNK_BYTES, -(-(size if end is None else end) // CHUNK_BYTES)
+            ):
+                file.drop(number)
+
     def _warn_no_version(self, url: str) -> None:
         if not self._warned:
             self._warned = True
@@ -222,6 +232,11 @@ class _File:
             name, path = self._name(first + number)
             self._space.publish(path, (encode_header(name, chunk), chunk))
         return data[low - base : high - base]
+
+    def drop(self, number: int) -> None:
+        """Delete a chunk, if it is here."""
+        length = min(CHUNK_BYTES, self._size - number * CHUNK_BYTES)
+        self._space.discard(self._name(number)[1], HEADER_BYTES + length)
 
     def _refuse(self, path: str, length: int, error: Exception) -> None:
         _log.warning("the cache file %s is damaged: %s; it is read from its source", path, error)

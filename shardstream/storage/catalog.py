@@ -19,14 +19,17 @@ from shardstream.errors import IndexMismatchError, OptionError, ShardError
 from shardstream.format.group import Sample, read_sample
 from shardstream.format.index import INDEX_SUFFIX, Offsets, check_extent, decode_index, scan_shard
 from shardstream.format.manifest import ShardInfo, fingerprint
+from shardstream.format.tar import Buffer
 from shardstream.storage.explain import explained
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import Located, is_compressed
 from shardstream.storage.pace import Pace, asking
 from shardstream.storage.retry import fetch, fetch_view
+from shardstream.storage.verified import Verify, open_checks
 
 Numbers = npt.NDArray[np.int64]
 _OFFSETS_KEPT_BYTES = 64 << 20
+_INDEX_TRIES = 4
 
 
 class Extents(NamedTuple):
@@ -49,9 +52,10 @@ class Catalog:
     Args:
         shards: Each with its count and size, or a local tar without index, which is scanned now.
         storage: Where they are.
+        verify: "sha256" compares what is read with the manifest's checksums (see `Checks`).
 
     Raises:
-        OptionError: If a shard cannot be read by number (see `lacks_index`).
+        OptionError: If a shard cannot be read by number (see `lacks_index`), or has no checksum to be compared with.
         ShardError: If a local tar that is scanned is damaged.
     """
 
@@ -62,12 +66,13 @@ class Catalog:
     most_ahead = sys.maxsize
     """Samples that are asked for ahead of use, at most."""
 
-    def __init__(self, located: Located, storage: Storage) -> None:
+    def __init__(self, located: Located, storage: Storage, verify: Verify | None = None) -> None:
         self.storage = storage
         self._scanned: dict[int, Offsets] = {}
         self.shards = tuple(
             self._count(number, shard, located) for number, shard in enumerate(located.shards)
         )
+        self._checks = open_checks(verify, self.shards, storage)
         counts = np.array([shard.nsamples for shard in self.shards], dtype=np.int64)
         self._firsts = np.concatenate(([0], np.cumsum(counts)))
         self._kept: OrderedDict[int, Offsets] = OrderedDict()
@@ -113,9 +118,19 @@ class Catalog:
         """Return the URL of a shard."""
         return self.shards[shard].url
 
-    def local_path(self, shard: int) -> str | None:
-        """Return the path of a shard on this machine, None if it is elsewhere."""
-        return self.storage.local_path(self.shards[shard].url)
+    def map_shard(self, shard: int) -> Buffer:
+        """Map a shard on this machine to memory.
+
+        Raises:
+            StorageError: If it cannot be opened.
+            ShardError: If it is empty, or not that of the manifest.
+        """
+        url = self.shards[shard].url
+        path = self.storage.local_path(url) or url
+        tar = map_file(path, url)
+        if self._checks is not None:
+            self._checks.check_file(shard, path, tar)
+        return tar
 
     def fetch(
         self, shard: int, start: int, end: int, pace: Pace | None = None
@@ -124,7 +139,10 @@ class Catalog:
 
         Raises:
             StorageError: If they are out of reach, or of another file than the manifest's.
+            IndexMismatchError: If they are compared with a checksum, and do not fit.
         """
+        if self._checks is not None:
+            return self._checks.read(shard, start, end, pace)
         info = self.shards[shard]
         told = asking(pace) | {"size": info.filesize}
         return fetch_view(self.storage, info.url, start, end, **told)
@@ -173,12 +191,7 @@ class Catalog:
             if shard in self._kept:
                 self._kept.move_to_end(shard)
                 return self._kept[shard]
-        info = self.shards[shard]
-        url = info.url + INDEX_SUFFIX
-        offsets = decode_index(fetch(self.storage, url), url=url)
-        check_extent(
-            offsets, filesize=info.filesize or int(offsets[-1]), nsamples=info.nsamples, url=url
-        )
+        offsets = self._read_index(self.shards[shard])
         with self._lock:
             if shard not in self._kept:
                 self._kept[shard] = offsets
@@ -195,9 +208,23 @@ class Catalog:
             StorageError: If they are out of reach.
         """
         shard, start, end = (int(column[0]) for column in self.extents([number]))
-        info = self.shards[shard]
-        data = fetch(self.storage, info.url, start, end, size=info.filesize)
-        return read_sample(data, start, start, end, info.url)
+        return read_sample(self.fetch(shard, start, end), start, start, end, self.shards[shard].url)
+
+    def _read_index(self, shard: ShardInfo) -> Offsets:
+        """Read an index; one that does not fit is read again: it may have been damaged on its way."""
+        for _ in range(_INDEX_TRIES - 1):
+            try:
+                return self._read_index_once(shard)
+            except IndexMismatchError:
+                self.storage.forget(shard.url + INDEX_SUFFIX)
+        return self._read_index_once(shard)
+
+    def _read_index_once(self, shard: ShardInfo) -> Offsets:
+        url = shard.url + INDEX_SUFFIX
+        offsets = decode_index(fetch(self.storage, url), url=url)
+        filesize = shard.filesize or int(offsets[-1])
+        check_extent(offsets, filesize=filesize, nsamples=shard.nsamples, url=url)
+        return offsets
 
     def _count(self, number: int, shard: ShardInfo, located: Located) -> ShardInfo:
         """Complete what is known of a shard; scan a local tar that has no index."""

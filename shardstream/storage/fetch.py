@@ -12,7 +12,7 @@ from shardstream.format.group import Sample
 from shardstream.format.many import Stretch, are_many, read_one, read_samples
 from shardstream.format.tar import Buffer
 from shardstream.storage.ahead import RangeFetcher
-from shardstream.storage.catalog import Numbers, map_file
+from shardstream.storage.catalog import Numbers
 from shardstream.storage.joined import AnyCatalog
 
 _MAPS_KEPT = 512
@@ -32,7 +32,11 @@ class Fetcher(Protocol):
 
 
 def open_fetcher(
-    catalog: AnyCatalog, upcoming: Iterable[Numbers], *, prefetch_bytes: int
+    catalog: AnyCatalog,
+    upcoming: Iterable[Numbers],
+    *,
+    prefetch_bytes: int,
+    hedge: bool = False,
 ) -> Fetcher:
     """Open what fits the data: memory maps if all of it is on this machine, else range reads ahead.
 
@@ -40,10 +44,11 @@ def open_fetcher(
         catalog: The dataset.
         upcoming: Sample numbers that will be asked for, in groups that are read together, in order of first need.
         prefetch_bytes: How much to hold ahead of use.
+        hedge: Ask a second time where an answer is late.
     """
     if catalog.is_local:
         return LocalFetcher(catalog)
-    return RangeFetcher(catalog, iter(upcoming), prefetch_bytes=prefetch_bytes)
+    return RangeFetcher(catalog, iter(upcoming), prefetch_bytes=prefetch_bytes, hedges=hedge)
 
 
 class LocalFetcher:
@@ -86,8 +91,7 @@ class LocalFetcher:
         tar = self._maps.get(shard)
         if tar is not None:
             return tar
-        url = self._catalog.url_of(shard)
-        tar = map_file(self._catalog.local_path(shard) or url, url)
+        tar = self._catalog.map_shard(shard)
         if len(self._maps) >= _MAPS_KEPT:
             self._maps.popitem(last=False)
         self._maps[shard] = tar

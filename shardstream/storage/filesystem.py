@@ -169,6 +169,11 @@ class Storage:
         """
         return fetch(self, url, start, end)
 
+    def forget(self, url: str, start: int = 0, end: int | None = None) -> None:
+        """Take what a cache has of a file, or of these bytes of it, for damaged: it is read from its source again."""
+        if self.cache is not None:
+            self.cache.forget(url, start, end)
+
     def _ask(self, url: str, method: str, **arguments: Any) -> Any:
         """Call what lists or looks up, on what is there now."""
         filesystem, path = self._clients.filesystem(url, reading=True)

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from shardstream.format.index import Offsets
+from shardstream.format.tar import Buffer
 from shardstream.storage.catalog import Catalog, Extents, Numbers
 from shardstream.storage.objects import ObjectCatalog
 from shardstream.storage.pace import Pace
@@ -95,10 +96,10 @@ class JoinedCatalog:
         part, within = self._within(shard)
         return part.url_of(within)
 
-    def local_path(self, shard: int) -> str | None:
-        """Return the path of a shard on this machine, None if it is elsewhere."""
+    def map_shard(self, shard: int) -> Buffer:
+        """Map a shard on this machine to memory, as `Catalog.map_shard`."""
         part, within = self._within(shard)
-        return part.local_path(within)
+        return part.map_shard(within)
 
     def fetch(
         self, shard: int, start: int, end: int, pace: Pace | None = None

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from shardstream.errors import ChangedError, OptionError
 from shardstream.format.index import Offsets
 from shardstream.format.names import canonical_field, split_member_name
+from shardstream.format.tar import Buffer
 from shardstream.format.tar_encode import encode_member, member_bytes
 from shardstream.storage.catalog import Extents, Numbers
 from shardstream.storage.filesystem import Storage
@@ -133,8 +134,9 @@ class ObjectCatalog:
         """Return the URL of a sample's first file."""
         return self._root + self._path(int(self._firsts[shard]))
 
-    def local_path(self, shard: int) -> None:
-        """Return nothing: these bytes are nowhere as they are."""
+    def map_shard(self, shard: int) -> Buffer:
+        """Return a sample's tar, which is made in memory."""
+        return self.fetch(shard, 0, self._tar_bytes(shard))
 
     def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
         """Return where samples are: each is the whole of its shard.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from statistics import median
 
 from shardstream.storage.retry import Told
 
@@ -14,6 +17,22 @@ _GAIN = 1.08  # a rate that much higher pays for more connections
 _WINDOW_S = 0.1  # a rate is measured over at least that long
 _HOLD_WINDOWS = 16  # without gain, before it is tried again
 _CALM_S = 1.0  # answers to what was sent before a halving come in for about that long
+_ANSWERS = 32  # of which the middle one is the usual
+_LATE, _LEAST_LATE_S = 3, 0.2  # times the usual, but not below
+_FEW, _LATE_AT_FIRST_S = 4, 2.0  # the first answers take long: connections are made
+
+
+class Slot:
+    """The right to have a request in flight."""
+
+    __slots__ = ("_pace", "is_held")
+
+    def __init__(self, pace: Pace) -> None:
+        self._pace, self.is_held = pace, True
+
+    def free(self) -> None:
+        """Give it back before the request ends, because nobody waits for that any more."""
+        self._pace.free(self)
 
 
 class Pace:
@@ -36,42 +55,55 @@ class Pace:
         self.closed = threading.Event()
         """Set when nobody waits for answers any more."""
         self.arrived_at = clock()
-        self._usual_s, self._answers = 0.0, 0
+        self._answers_s: deque[float] = deque(maxlen=_ANSWERS)
         self._most, self._clock = most, clock
-        self._turns = self._ended = 0
-        self._changed = threading.Condition()
-        self._halved_at = -_CALM_S
+        self._active = 0
+        self._changed = threading.Lock()
+        self._waiting: deque[threading.Lock] = deque()
+        self._halved_at = self._throttled_at = clock() - _CALM_S
         self._best = 0.0  # bytes a second before the last climb
         self._before = first  # slots before it
         self._hold = 0
         self._begin(clock())
 
     @contextmanager
-    def slot(self) -> Iterator[None]:
-        """Wait for a slot, and hold it; first come, first served, for what is asked for first is needed first."""
+    def slot(self) -> Iterator[Slot]:
+        """Wait for a slot, and hold it until it is freed, or at most to the end."""
+        gate = threading.Lock()
         with self._changed:
-            turn = self._turns
-            self._turns += 1
-            while turn - self._ended >= self.limit and not self.closed.is_set():
-                self._crowded = True
-                self._changed.wait()
+            gate.acquire()
+            self._waiting.append(gate)
+            self._crowded |= self._active >= self.limit
+            self._admit()
+        gate.acquire()  # those that came first are let in first: they are needed first
+        slot = Slot(self)
         try:
-            yield
+            yield slot
         finally:
-            with self._changed:
-                self._ended += 1
-                self._changed.notify_all()
+            self.free(slot)
+
+    def free(self, slot: Slot) -> None:
+        """Give a slot back, once."""
+        with self._changed:
+            if slot.is_held:
+                slot.is_held = False
+                self._active -= 1
+                self._admit()
 
     @property
     def straggler_s(self) -> float:
-        """Seconds after which an answer is late: three times the usual, at least 0.2."""
-        return max(0.2, 3 * self._usual_s)
+        """Seconds after which an answer is late: three times the usual, at least 0.2; never while the server asks for less."""
+        with self._changed:
+            if self._clock() - self._throttled_at < _CALM_S:
+                return math.inf
+            if len(self._answers_s) < _FEW:
+                return _LATE_AT_FIRST_S
+            return max(_LEAST_LATE_S, _LATE * median(self._answers_s))
 
     def arrived(self, nbytes: int, seconds: float) -> None:
         """Hear that a request has brought so many bytes in so many seconds."""
         with self._changed:
-            self._usual_s += (seconds - self._usual_s) / min(32, self._answers + 1)
-            self._answers += 1
+            self._answers_s.append(seconds)
             self._bytes += nbytes
             self._count += 1
             self.arrived_at = now = self._clock()
@@ -80,13 +112,13 @@ class Pace:
                 if self._crowded:  # else it is the reader that sets the rate
                     self._adjust(self._bytes / elapsed)
                 self._begin(now)
-            self._changed.notify_all()
+            self._admit()
 
     def throttled(self) -> None:
         """Hear that the server asked for fewer requests."""
         with self._changed:
             self.throttled_times += 1
-            now = self._clock()
+            now = self._throttled_at = self._clock()
             if now - self._halved_at >= _CALM_S:
                 self._halved_at = now
                 self.limit = self._before = max(1, self.limit // 2)
@@ -97,7 +129,13 @@ class Pace:
         """Let nobody wait any more."""
         with self._changed:
             self.closed.set()
-            self._changed.notify_all()
+            self.limit = self._active + len(self._waiting)
+            self._admit()
+
+    def _admit(self) -> None:
+        while self._waiting and self._active < self.limit:
+            self._active += 1
+            self._waiting.popleft().release()
 
     def _begin(self, now: float) -> None:
         self._since, self._bytes, self._count, self._crowded = now, 0, 0, False
