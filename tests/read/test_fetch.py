@@ -334,7 +334,10 @@ def test_what_trying_again_cannot_help_is_raised_at_once(
 def test_a_store_that_fails_stops_the_epoch(
     fault: Exception, kind: type[Exception], num_workers: int, url: str, wire: Wire
 ) -> None:
-    one = loader(url, num_workers=num_workers, shuffle=True, on_error="skip")
+    options = {"patience_s": 0.5}
+    one = loader(
+        url, num_workers=num_workers, shuffle=True, on_error="skip", storage_options=options
+    )
     wire.faults += [fault] * 1000
     with pytest.raises(kind, match=str(fault)):
         list(one)

@@ -150,11 +150,9 @@ def test_a_server_that_stays_busy_is_an_error_and_its_upload_is_dropped_later(
     bucket: str,
     storage: Storage,
     uploads: Callable[[], list[str]],
-    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(s3_upload, "_ATTEMPTS", 1)
-    impatient = {"config_kwargs": {"retries": {"max_attempts": 0}}}
+    impatient = {"config_kwargs": {"retries": {"max_attempts": 0}}, "patience_s": 0.5}
     chaotic = Storage(shaped_s3.chaos.storage_options | impatient)
     shaped_s3.control("/set?profile=chaos&slow=0&reset=0&trunc=0&stall=0")
     pending = open_pending(chaotic, f"{bucket}/x.tar")
@@ -293,7 +291,8 @@ def test_a_server_that_takes_no_bytes_is_given_up(
         return ""
 
     with spoiling(s3.endpoint, stall) as proxy:
-        slow = Storage(replace(s3, endpoint=proxy.endpoint).storage_options)
+        options = replace(s3, endpoint=proxy.endpoint).storage_options
+        slow = Storage(options | {"patience_s": 1})
         with pytest.raises(StorageError, match="did not answer in time"):
             publish_bytes(slow, f"{bucket}/x", DATA)
         stalled.set()
