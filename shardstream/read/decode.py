@@ -78,6 +78,8 @@ def _read_layout(data: bytes) -> tuple[_Layout, int]:
         raise ValueError("the header of the array is nested too deeply") from error
     if dtype.hasobject:
         raise ValueError("an array of objects is a pickle, which could run code")
+    if min(shape, default=0) < 0:
+        raise ValueError(f"an array of shape {shape} cannot be")
     layout = _Layout(shape, dtype, "F" if is_fortran else "C", math.prod(shape))
     end = stream.tell()
     if is_first and len(_layouts) < _LAYOUTS_KEPT:
