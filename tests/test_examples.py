@@ -8,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,13 @@ from tests.servers import S3Server
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(EXAMPLES.glob("[0-9]*.py"))
 _TIMEOUT_S = 100
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """Short: sockets between processes lie in TMPDIR, and the name of a socket has 108 bytes at most."""
+    with tempfile.TemporaryDirectory(prefix="ss-") as name:
+        yield Path(name)
 
 
 def environment(tmp_path: Path) -> dict[str, str]:

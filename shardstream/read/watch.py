@@ -202,9 +202,13 @@ def _send_instead(queue: Any, error: Exception, sent: Any) -> None:
     if not (isinstance(sent, tuple) and len(sent) == 2):
         sys.excepthook(type(error), error, error.__traceback__)
         return
+    remedy = "turn what cannot be pickled to arrays, numbers or text in a map, or pass collate_fn"
+    if isinstance(error, OSError):
+        remedy = (
+            "give TMPDIR a short path, /dev/shm more room, or the process more files (ulimit -n)"
+        )
     told = SampleError(
-        f"a batch cannot be sent to the main process ({type(error).__name__}: {error}); "
-        "turn what cannot be pickled to arrays, numbers or text in a map, or pass collate_fn"
+        f"a batch cannot be sent to the main process ({type(error).__name__}: {error}); {remedy}"
     )
     where = (type(told), told, error.__traceback__)
     queue.put((sent[0], ExceptionWrapper(where, "in a loader worker")))  # type: ignore[no-untyped-call]
