@@ -47,14 +47,9 @@ def load_fast(data: bytes) -> Image.Image:
     """Decode a JPEG by simplejpeg (libjpeg-turbo)."""
     import simplejpeg  # noqa: PLC0415  (an extra)
 
-    return Image.fromarray(simplejpeg.decode_jpeg(data, "RGB", fastdct=True))
+    return Image.fromarray(simplejpeg.decode_jpeg(data, "RGB"))
 
 
 def example(sample: Any) -> tuple[torch.Tensor, int]:
     """Make what is trained with of a raw sample: image and label, decoded by Pillow."""
     return crop(load(sample["jpg"])), int(sample["cls"])
-
-
-def example_fast(sample: Any) -> tuple[torch.Tensor, int]:
-    """Make what is trained with of a raw sample: image and label, decoded by simplejpeg."""
-    return crop(load_fast(sample["jpg"])), int(sample["cls"])

@@ -27,7 +27,7 @@ class Files(Dataset[Any]):
         sample = {name: Path(f"{stem}.{name}").read_bytes() for name in self._case.fields}
         if self._case.task == "raw":
             return sample
-        return (images.example_fast if self._case.decoder == "fast" else images.example)(sample)
+        return images.example(sample)
 
 
 def epochs(case: Case) -> Epochs:

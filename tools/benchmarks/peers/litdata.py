@@ -22,7 +22,7 @@ def make_loader(case: Case) -> Any:
     remote = case.location.startswith("s3://")
     if remote:  # its client refuses http otherwise
         vars(downloader)["_OBSTORE_CLIENT_OPTIONS"]["allow_http"] = True
-    transform = images.example_fast if case.decoder == "fast" else images.example
+    transform = images.example
     dataset = StreamingDataset(
         case.location,
         cache_dir=case.cache if remote else None,

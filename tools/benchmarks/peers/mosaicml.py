@@ -39,7 +39,7 @@ def import_streaming() -> Any:
 def make_loader(case: Case) -> Any:
     """Return the loader of a case."""
     streaming = import_streaming()
-    example = images.example_fast if case.decoder == "fast" else images.example
+    example = images.example
 
     class Photos(streaming.StreamingDataset):  # type: ignore[misc, name-defined]
         """Decodes where the sample is read, in the worker."""

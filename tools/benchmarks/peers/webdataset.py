@@ -31,9 +31,7 @@ def epochs(case: Case) -> Epochs:
     urls = shard_urls(case)
     dataset: Any = wds.WebDataset(urls, shardshuffle=len(urls)).shuffle(_BUFFER_SAMPLES)
     if case.task == "train":
-        dataset = dataset.map(
-            images.example_fast if case.decoder == "fast" else images.example
-        ).batched(case.batch_size)
+        dataset = dataset.map(images.example).batched(case.batch_size)
     else:
         dataset = dataset.batched(case.batch_size, collation_fn=list)
     loader = wds.WebLoader(
