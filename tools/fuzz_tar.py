@@ -22,16 +22,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tar_mutations import LONGEST_BYTES, mutate, seeds
 
 from shardstream.errors import ShardStreamError
 from shardstream.format.group import Sample, iter_samples, read_sample
 from shardstream.format.index import decode_index, encode_index, scan_shard
 from shardstream.format.manifest import decode_manifest
+from shardstream.format.many import Stretch, read_one, read_samples
 from shardstream.format.stream import StreamReader
 from shardstream.format.tar import BLOCK_BYTES, ReadAt, iter_members
 
 _SHARD = "a.tar"
+_PLACES = 64  # where samples are looked for, more than are read one by one anyway
 _KEPT = 2000  # mutated inputs that are mutated again
 Member = tuple[str, bytes]
 
@@ -49,6 +52,7 @@ def check(data: bytes) -> str:
         AssertionError: If two ways differ, or reading costs more than its length explains.
         Exception: Any other than ours is a finding.
     """
+    _check_together(data)
     mine = _tried(lambda: _members(_Counted(data), len(data)))
     if mine is not None:
         streamed = _members(_Counted(data), None)
@@ -87,6 +91,20 @@ def _check_samples(data: bytes) -> None:
     for sample, (start, end) in zip(samples, pairwise(offsets), strict=True):
         assert read_sample(data, 0, start, end, _SHARD) == sample, "by number it is another"
         assert read_sample(data[start:end], start, start, end, _SHARD) == sample
+
+
+def _check_together(data: bytes) -> None:
+    """Compare samples read side by side with the same read one by one, at places where some are and some are not."""
+    places = range(0, len(data) // BLOCK_BYTES * BLOCK_BYTES, BLOCK_BYTES)[:_PLACES]
+    for size in (2 * BLOCK_BYTES, 4 * BLOCK_BYTES):  # a member of a block, two of them
+        alone = [(start, read_one(data, 0, start, start + size, _SHARD)) for start in places]
+        alone.sort(key=lambda one: isinstance(one[1], Exception))  # others are read as the first
+        alone *= 1 + _PLACES // max(1, len(alone))
+        starts = np.array([start for start, _ in alone], dtype=np.int64)
+        stretch = Stretch(0, _SHARD, data, 0, starts, starts + size)
+        found = read_samples([stretch, stretch._replace(buffer=memoryview(data))])
+        expected = [repr(sample) for _, sample in alone]
+        assert [repr(sample) for sample in found] == 2 * expected, "together it is another"
 
 
 class _Counted:
