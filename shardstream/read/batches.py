@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from time import perf_counter
@@ -12,11 +13,13 @@ from typing import Any, NamedTuple
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shardstream.errors import SkipBudgetError
+from shardstream.memory import settle_worker
 from shardstream.placement import Reader
 from shardstream.read.dataset import StreamDataset, current_reader
 from shardstream.read.plan import Order
 from shardstream.read.planned import PlannedSource, open_share
 from shardstream.read.quarantine import BadSample, located
+from shardstream.read.ring import Ring
 from shardstream.read.share import Share, Split
 from shardstream.read.skip import Skips
 from shardstream.read.source import own_steps
@@ -83,6 +86,8 @@ class Batches(IterableDataset[Packet]):
         self._control = shared_numbers(0, 0)
         self.begun = shared_numbers(*[0] * max(1, num_workers))
         """Which batch each worker is at (see `marked`)."""
+        self.rings: list[Ring] = []
+        """Of each worker, if there are workers and the system can."""
 
     def begin(self, position: Position) -> None:
         """Let the next iteration start here; called in the main process, before the workers are."""
@@ -116,6 +121,8 @@ class Batches(IterableDataset[Packet]):
         return Share(plan, self.split, rank=self.placement.rank, consumed=position.consumed)
 
     def __iter__(self) -> Iterator[Packet]:
+        if get_worker_info() is not None:
+            settle_worker()
         position = self._begin_here()
         reader = current_reader(self.placement)
         share = self.share(position)
@@ -124,7 +131,18 @@ class Batches(IterableDataset[Packet]):
             if share is None
             else self._read_steps(share, reader)
         )
-        return marked(packets, self.begun, reader.worker)
+        return marked(self._sent(packets, reader.worker), self.begun, reader.worker)
+
+    def _sent(self, packets: Generator[Packet], worker: int) -> Generator[Packet]:
+        """Yield packets as they are sent: large bytes in the worker's ring."""
+        if get_worker_info() is None or not self.rings:
+            yield from packets
+            return
+        ring = self.rings[worker]
+        ring.forget()
+        with closing(packets):
+            for packet in packets:
+                yield packet._replace(batch=ring.pack(packet.batch, worker))
 
     def _begin_here(self) -> Position:
         """Return where to begin: what this worker was started with, or, if it is used again, what is in shared memory."""

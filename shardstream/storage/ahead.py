@@ -98,7 +98,7 @@ class RangeFetcher:
     Args:
         catalog: The dataset.
         upcoming: Sample numbers that will be asked for, in groups that are read together, in order of first need.
-        prefetch_bytes: How much to hold ahead of use; the group that is being read is held whatever this says.
+        prefetch_bytes: How much to hold ahead of use; what has been begun (a shuffled window, mostly) is held beside it.
         hedges: Send a second request where an answer takes three times as long as usual, and take what comes first.
     """
 
@@ -115,7 +115,7 @@ class RangeFetcher:
         self._budget = prefetch_bytes
         self._hedges = hedges
         self._held: dict[int, Range] = {}
-        self._held_bytes = 0
+        self._ahead_bytes = 0  # of ranges from which nothing has been taken
         self._unanswered: list[Range] = []
         self._pace = Pace(catalog.threads, _THREADS)
         self._read_bytes = self._requests = 0
@@ -130,7 +130,7 @@ class RangeFetcher:
         if not len(numbers):
             return []
         while (
-            self._held_bytes < self._budget
+            self._ahead_bytes < self._budget
             and len(self._held) < self._catalog.most_ahead
             and self._request_next()
         ):
@@ -189,7 +189,6 @@ class RangeFetcher:
         span.left -= len(used)
         if span.left == 0:
             span.data = b""
-            self._held_bytes -= span.size
 
     def _request_next(self) -> bool:
         """Ask for the next group; the indexes of the one after it are on their way meanwhile."""
@@ -223,7 +222,7 @@ class RangeFetcher:
             span.future = self._pool.submit(self._fetch, span)
             if self._hedges:
                 self._unanswered.append(span)
-            self._held_bytes += span.size
+            self._ahead_bytes += span.size
             mine = numbers[span.places].tolist()
             self._held.update(zip(mine, repeat(span)))
             span.left = len(set(mine))
@@ -267,6 +266,7 @@ class RangeFetcher:
         if span.future is None:
             return span.data
         begin = time.monotonic()
+        self._ahead_bytes -= span.size
         try:
             span.data = self._answer(span)
         except Exception:
@@ -303,4 +303,3 @@ class RangeFetcher:
     def _forget(self, span: Range) -> None:
         """Let what a failed request was for be asked for again."""
         self._held = {number: held for number, held in self._held.items() if held is not span}
-        self._held_bytes -= span.size
