@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
@@ -26,7 +26,7 @@ from shardstream.read.source import own_steps
 from shardstream.read.stage import Position, Run, State
 from shardstream.read.stats import Spent
 from shardstream.read.substitute import substitute
-from shardstream.read.tensors import shared_numbers
+from shardstream.read.tensors import collate, shared_numbers
 from shardstream.read.watch import marked
 
 
@@ -68,7 +68,7 @@ class Batches(IterableDataset[Packet]):
         dataset: StreamDataset,
         *,
         batch_size: int | None,
-        collate_fn: Callable[[list[Any]], Any],
+        collate_fn: Callable[[Any], Any],
         split: Split,
         lanes: int,
         num_workers: int,
@@ -183,7 +183,7 @@ class Batches(IterableDataset[Packet]):
                 if not items and self.split.world_size > 1:
                     items = substitute(catalog, chain, share, step, skips)
                 done = perf_counter()
-                batch = self.collate_fn(items) if items else None
+                batch = self._collate(items)
                 end = perf_counter()
                 spent.read_s += read - begun
                 spent.steps_s += done - read
@@ -196,6 +196,11 @@ class Batches(IterableDataset[Packet]):
         finally:
             chain.close()
             run.close()
+
+    def _collate(self, items: Sequence[Any]) -> Any:
+        if not items:
+            return None
+        return self.collate_fn(items if self.collate_fn is collate else list(items))
 
     def _read_stream(self, reader: Reader, position: Position) -> Generator[Packet]:
         # torch asks worker 0 first: after a resume it takes the part whose turn it is.
@@ -243,7 +248,7 @@ class Batches(IterableDataset[Packet]):
             if size is not None and self.split.drop_last and len(items) < size:
                 return
             done = perf_counter()
-            batch = items[0] if size is None else self.collate_fn(items)
+            batch = items[0] if size is None else self._collate(items)
             spent.read_s += done - begun
             spent.collate_s += perf_counter() - done
             spent.samples += len(items)

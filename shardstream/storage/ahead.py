@@ -11,8 +11,7 @@ from itertools import pairwise, repeat
 import numpy as np
 
 from shardstream.errors import IndexMismatchError, StorageError
-from shardstream.format.group import Sample
-from shardstream.format.many import Stretch, read_samples
+from shardstream.format.many import Samples, Stretch, in_place, read_samples
 from shardstream.storage.catalog import Extents, Numbers
 from shardstream.storage.joined import AnyCatalog
 from shardstream.storage.pace import Pace, Slot
@@ -125,7 +124,7 @@ class RangeFetcher:
         self._next: tuple[Numbers, dict[int, Future[object]]] | None = None
         self._announced_at = 0.0
 
-    def samples(self, numbers: Numbers) -> list[Sample | Exception]:
+    def samples(self, numbers: Numbers) -> Samples:
         """Return for each number its sample, once its bytes have come, or what is wrong with it."""
         if not len(numbers):
             return []
@@ -162,7 +161,7 @@ class RangeFetcher:
         for pool in (self._pool, self._aside):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _read(self, numbers: Numbers, by_range: dict[Range, list[int]]) -> list[Sample | Exception]:
+    def _read(self, numbers: Numbers, by_range: dict[Range, list[int]]) -> Samples:
         """Read ranges in order of need; a store that fails, or lies, is the end of all that is not there yet."""
         extents = self._catalog.extents(numbers)
         stretches, order = [], []
@@ -178,10 +177,12 @@ class RangeFetcher:
             stretches.append(Stretch(span.shard, url, data, span.start, starts, ends))
             order += places
             self._let_go(span, {int(numbers[place]) for place in places})
-        found: list[Sample | Exception | None] = [failed] * len(numbers)
-        for place, sample in zip(order, read_samples(stretches), strict=True):
-            found[place] = sample
-        return found  # type: ignore[return-value]  # all are there, or failed
+        samples = read_samples(stretches)
+        missing = len(numbers) - len(order)
+        if failed is None or not missing:
+            return in_place(samples, order)
+        left = sorted(set(range(len(numbers))) - set(order))
+        return in_place([*samples, *repeat(failed, missing)], order + left)
 
     def _let_go(self, span: Range, used: set[int]) -> None:
         for number in used:

@@ -7,8 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from shardstream.format.group import Sample
-from shardstream.format.many import Stretch, are_many, read_one, read_samples
+from shardstream.format.many import Samples, Stretch, are_many, in_place, read_one, read_samples
 from shardstream.storage.ahead import RangeFetcher
 from shardstream.storage.catalog import Numbers
 from shardstream.storage.joined import AnyCatalog
@@ -17,7 +16,7 @@ from shardstream.storage.joined import AnyCatalog
 class Fetcher(Protocol):
     """Hands out samples, waiting for their bytes if need be."""
 
-    def samples(self, numbers: Numbers) -> list[Sample | Exception]:
+    def samples(self, numbers: Numbers) -> Samples:
         """Return for each number its sample, or what is wrong with it."""
 
     def stats(self) -> dict[str, float]:
@@ -54,7 +53,7 @@ class LocalFetcher:
         self._catalog = catalog
         self._read_bytes = 0
 
-    def samples(self, numbers: Numbers) -> list[Sample | Exception]:
+    def samples(self, numbers: Numbers) -> Samples:
         """Return for each number its sample, or what is wrong with it."""
         if not len(numbers):
             return []
@@ -72,10 +71,7 @@ class LocalFetcher:
             shard = int(shards[mine[0]])
             url, tar = self._catalog.url_of(shard), self._catalog.map_shard(shard)
             stretches.append(Stretch(shard, url, tar, 0, starts[mine], ends[mine]))
-        found: list[Sample | Exception] = [{}] * len(numbers)
-        for place, sample in zip(by_shard.tolist(), read_samples(stretches), strict=True):
-            found[place] = sample
-        return found
+        return in_place(read_samples(stretches), by_shard)
 
     def stats(self) -> dict[str, float]:
         """Return what it has cost so far."""
