@@ -21,6 +21,10 @@ _POWERS_OF_8 = 8 ** np.arange(
 )  # whole numbers: floats would wake the threads of BLAS
 _BLOCK = np.dtype(f"V{BLOCK_BYTES}")
 _DOT, _SLASH, _UNDERSCORE, _FLAG_FILE = b"./_0"
+_UNUSUAL_IN_KEYS = (b".", b"/", b"__", b"\0")
+# The size's digits, bytes 124 to 134, as parts of two words: what makes 0 to 7 of them, and what must be zero then.
+_DIGITS = np.frombuffer(b"\0" * 4 + b"0" * 11 + b"\0", dtype="<u8")
+_NO_DIGITS = np.frombuffer(b"\0" * 4 + b"\xf8" * 11 + b"\0", dtype="<u8")
 
 
 class Stretch(NamedTuple):
@@ -177,14 +181,15 @@ class _Read:
 
     def _begin(self, key: Column) -> None:
         """Note the keys, shape (n, k)."""
-        keys = [""] * len(key)
-        if key.shape[1]:
+        raw, size = key.tobytes(), key.shape[1]
+        if not raw.isascii() or any(mark in raw for mark in _UNUSUAL_IN_KEYS):
             # A key ends before the first dot, names a file, and is none of those that are passed over.
-            self._sound &= ~(key == _DOT).any(axis=1) & (key[:, -1] != _SLASH)
+            self._sound &= ~(key == _DOT).any(axis=1) & (key[:, -1:] != _SLASH).all(axis=1)
             self._sound &= ~(key[:, :2] == _UNDERSCORE).all(axis=1)
             self._sound &= ((key > 0) & (key < 128)).all(axis=1)
-            size, text = key.shape[1], key.tobytes().decode("latin-1")
-            keys = [text[at : at + size] for at in range(0, len(text), size)]
+        text = raw.decode("latin-1")
+        keys = [text[at : at + size] for at in range(0, len(text), max(1, size))]
+        keys = keys or [""] * len(key)
         urls = [
             url
             for stretch in self._stretches
@@ -265,7 +270,9 @@ class _Headers:
         sound: Column = total == stored
         sound &= header[:, 154] == 0
         sound &= (header[:, 156] == _FLAG_FILE) & (header[:, 345] == 0) & (header[:, 135] <= 32)
-        sound &= self._size_digits.max(axis=1) < 8
+        words = header.view("<u8")[:, 15:17]
+        high, low = ((words[:, n] ^ _DIGITS[n]) & _NO_DIGITS[n] for n in (0, 1))
+        sound &= (high | low) == 0
         return sound
 
     def are_named(self, key: Column, suffix: Column) -> Column:

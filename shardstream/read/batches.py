@@ -121,8 +121,6 @@ class Batches(IterableDataset[Packet]):
         return Share(plan, self.split, rank=self.placement.rank, consumed=position.consumed)
 
     def __iter__(self) -> Iterator[Packet]:
-        if get_worker_info() is not None:
-            settle_worker()
         position = self._begin_here()
         reader = current_reader(self.placement)
         share = self.share(position)
@@ -131,13 +129,15 @@ class Batches(IterableDataset[Packet]):
             if share is None
             else self._read_steps(share, reader)
         )
-        return marked(self._sent(packets, reader.worker), self.begun, reader.worker)
+        if get_worker_info() is None:
+            return packets
+        settle_worker()
+        if self.rings:
+            packets = self._sent(packets, reader.worker)
+        return marked(packets, self.begun, reader.worker)
 
     def _sent(self, packets: Generator[Packet], worker: int) -> Generator[Packet]:
         """Yield packets as they are sent: large bytes in the worker's ring."""
-        if get_worker_info() is None or not self.rings:
-            yield from packets
-            return
         ring = self.rings[worker]
         ring.forget()
         with closing(packets):
