@@ -167,6 +167,20 @@ def start_nginx(workdir: Path, s3: S3Server) -> Iterator[ShapedS3]:
         _stop(workdir)
 
 
+@contextmanager
+def nginx_or_skip(workdir: Path, s3: S3Server) -> Iterator[ShapedS3]:
+    """`start_nginx` for a test or fixture: skipped where nginx is not installed, but for CI."""
+    try:
+        with start_nginx(workdir, s3) as proxy:
+            yield proxy
+    except ServerMissingError as error:
+        if in_ci():
+            raise
+        import pytest  # noqa: PLC0415  (benchmarks start servers without it)
+
+        pytest.skip(str(error))
+
+
 def signal_server(workdir: Path, name: str, number: signal.Signals) -> None:
     """Send a signal to all processes of a server that was started here: "nginx", or "rgw" of a Ceph."""
     lines = (workdir / "pids").read_text().splitlines()

@@ -18,7 +18,6 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,14 +35,12 @@ from shardstream.testing import make_shards
 from tests.read.sets import FEW_CORES
 from tests.servers import (
     S3Server,
-    ServerMissingError,
     ShapedS3,
-    in_ci,
     new_bucket,
+    nginx_or_skip,
     restart_nginx,
     restart_rgw,
     signal_server,
-    start_nginx,
     start_s3,
 )
 
@@ -145,19 +142,8 @@ def epoch(
 
 @pytest.fixture(scope="module")
 def proxy(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShapedS3]:
-    with proxied(s3, tmp_path_factory.mktemp("nginx")) as started:
+    with nginx_or_skip(tmp_path_factory.mktemp("nginx"), s3) as started:
         yield started
-
-
-@contextmanager
-def proxied(s3: S3Server, folder: Path) -> Iterator[ShapedS3]:
-    try:
-        with start_nginx(folder, s3) as started:
-            yield started
-    except ServerMissingError as error:
-        if in_ci():
-            raise
-        pytest.skip(str(error))
 
 
 def write(url: str, nsamples: int, server: S3Server) -> list[str]:
@@ -394,7 +380,7 @@ class Outage:
 @pytest.fixture
 def mortal(s3: S3Server, shop: Shop, tmp_path: Path) -> Iterator[Shop]:
     """The same data behind a proxy of the test's own."""
-    with proxied(s3, tmp_path / "nginx") as proxy:
+    with nginx_or_skip(tmp_path / "nginx", s3) as proxy:
         mine = Shop(proxy, shop.url, shop.all)
         mine.set()
         yield mine

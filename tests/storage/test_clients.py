@@ -26,7 +26,7 @@ from shardstream.storage.filesystem import Storage
 from shardstream.storage.publish import publish_bytes
 from shardstream.storage.retry import fetch
 from tests.read.sets import numbered
-from tests.servers import S3Server, ServerMissingError, ShapedS3, in_ci, start_nginx
+from tests.servers import S3Server, ShapedS3, nginx_or_skip
 
 BODY = bytes(range(256)) * (3 << 12)  # 3 MiB
 CLIENTS = ("s3fs", "obstore")
@@ -97,13 +97,8 @@ class Faults:
 @pytest.fixture(scope="module")
 def shaped(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShapedS3]:
     """One proxy for all tests of this module: each sets every knob anew."""
-    try:
-        with start_nginx(tmp_path_factory.mktemp("nginx"), s3) as proxy:
-            yield proxy
-    except ServerMissingError as error:
-        if in_ci():
-            raise
-        pytest.skip(str(error))
+    with nginx_or_skip(tmp_path_factory.mktemp("nginx"), s3) as proxy:
+        yield proxy
 
 
 @pytest.fixture
