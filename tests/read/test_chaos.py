@@ -21,7 +21,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import boto3
 import numpy as np
 import pytest
 
@@ -155,16 +154,6 @@ def write(url: str, nsamples: int, server: S3Server) -> list[str]:
     ]
     make_shards(url, samples=samples, per_shard=PER_SHARD, storage_options=server.storage_options)
     return [digest(sample) for sample in samples]
-
-
-def boto(server: S3Server) -> Any:
-    return boto3.client(
-        "s3",
-        endpoint_url=server.endpoint,
-        aws_access_key_id=server.access_key,
-        aws_secret_access_key=server.secret_key,
-        region_name=server.region,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -416,7 +405,7 @@ def test_an_epoch_outlives_a_gateway_that_freezes_and_one_that_dies(
 ) -> None:
     folder, server = ceph
     # Not deleted: the store would wait half a minute for the gateway that died.
-    client = boto(server)
+    client = server.client()
     client.create_bucket(Bucket="kept")
     client.close()
     expected = write("s3://kept/data", FEW, server)
@@ -483,7 +472,7 @@ def test_shards_that_are_replaced_in_mid_epoch_are_an_error(
     with new_bucket(proxy.plain) as bucket:
         url = f"{bucket}/data"
         write(url, FEW, proxy.plain)
-        client = boto(proxy.plain)
+        client = proxy.plain.client()
 
         def replace() -> None:
             for number in range(FEW // PER_SHARD):

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import boto3
 import pytest
 
 import shardstream as ss
@@ -137,10 +136,7 @@ def test_an_empty_file_is_read(place: Place) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_name_is_read(client: str, s3: S3Server, bucket: str, name: str) -> None:
-    writing = boto3.client(
-        "s3", endpoint_url=s3.endpoint, aws_access_key_id=s3.access_key, aws_secret_access_key=s3.secret_key,
-        region_name=s3.region,
-    )  # fmt: skip
+    writing = s3.client()
     writing.put_object(Bucket=bucket.removeprefix("s3://"), Key=name, Body=name.encode())
     writing.close()
     storage = Storage(s3.storage_options | {"s3_client": client})

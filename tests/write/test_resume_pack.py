@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import boto3
 import numpy as np
 import pytest
 from PIL import Image
@@ -506,7 +505,7 @@ def test_a_journal_reads_back_as_it_was(tmp_path: Path) -> None:
 def test_on_s3_finished_shards_stay(
     bucket: str, s3: S3Server, files: Path, stop_after: Callable[[int], None]
 ) -> None:
-    client = boto3.client("s3", endpoint_url=s3.endpoint)
+    client = s3.client()
     name = bucket.removeprefix("s3://")
     pack(files, f"{bucket}/clean", max_samples=30)
     pack_stopped(stop_after, 4, files, f"{bucket}/out", max_samples=30)
