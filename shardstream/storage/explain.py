@@ -33,7 +33,7 @@ _CLIENTS = (
 # What a server or a client says of a request that was signed, beside URLs (`redact`).
 _SIGNED = re.compile(
     r"(?is)(<(AWSAccessKeyId|StringToSign|StringToSignBytes|SignatureProvided|CanonicalRequest|CanonicalRequestBytes)>).*?(?=</\2>|$)"
-    r"|(\b(?:X-Amz-(?:Signature|Credential|Security-Token)|AWSAccessKeyId|Signature|Credential|sig|Authorization)['\"]?\s*[=:]\s*)[^\s&<>]+"
+    r"|(\b(?:X-Amz-(?:Signature|Credential|Security-Token)|AWSAccessKeyId|Signature|Credential|sig|Authorization)['\"]?\s*[=:]\s*(?:(?:Bearer|Basic|Token) )?)[^\s&<>]+"
 )
 _CODE = re.compile(r"<Code>([^<]*)</Code>(?:<Message>([^<]*)</Message>)?")
 
@@ -129,8 +129,9 @@ def judge(error: Exception, url: str, secrets: tuple[str, ...] = ()) -> Verdict:
         raise error
     if isinstance(error, TypeError) and "keyword argument" in str(error):
         raise OptionError(
-            f"the file system does not know one of the storage options: {error}", shard=url
-        ) from error
+            f"the file system does not know one of the storage options: {scrub(str(error), secrets)}",
+            shard=url,
+        ) from tellable(error, secrets)
     theirs = type(error).__module__.split(".")[0] in _CLIENTS
     if not theirs and not isinstance(error, OSError | ValueError | RuntimeError | TimeoutError):
         raise error
@@ -138,7 +139,7 @@ def judge(error: Exception, url: str, secrets: tuple[str, ...] = ()) -> Verdict:
     for name in (url.partition("://")[2] or url, url.rpartition("/")[2]):
         if len(name) > 6:  # a file may be called "Timeout.tar"
             text = text.replace(name, "")
-    detail = _scrub(f"{type(error).__name__}: {_first_line(error)}", secrets)
+    detail = scrub(f"{type(error).__name__}: {_first_line(error)}", secrets)
     for sign in _SIGNS:
         if any(name in text for name in sign.names):
             remedy = sign.remedy
@@ -153,7 +154,7 @@ def judge(error: Exception, url: str, secrets: tuple[str, ...] = ()) -> Verdict:
 def tellable(error: BaseException, secrets: tuple[str, ...] = ()) -> BaseException | None:
     """Return an error as the cause of ours, or None if anything in its chain would show a secret."""
     text = _chain_text(error)
-    return error if _scrub(text, secrets) == text else None
+    return error if scrub(text, secrets) == text else None
 
 
 @contextmanager
@@ -168,7 +169,8 @@ def explained(url: str, secrets: tuple[str, ...] = ()) -> Iterator[None]:
         raise verdict.error from tellable(error, secrets)
 
 
-def _scrub(text: str, secrets: tuple[str, ...]) -> str:
+def scrub(text: str, secrets: tuple[str, ...]) -> str:
+    """Return a text without these secrets, and without what signs a request."""
     for secret in secrets:
         text = text.replace(secret, "…")
     return _SIGNED.sub(lambda found: (found[1] or found[3]) + "…", redact(text))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
@@ -77,6 +77,10 @@ class Storage:
     def secrets(self) -> tuple[str, ...]:
         """Values that no message may show."""
         return self._clients.secrets
+
+    def explained(self, url: str) -> AbstractContextManager[None]:
+        """Turn what a client raises into a `StorageError` that says what to do, and shows no secret of this storage."""
+        return explained(url, self.secrets)
 
     def resolve(self, url: str) -> tuple[Any, str]:
         """Return the file system of a URL and the path on it, for writing: it retries by itself.
@@ -188,7 +192,7 @@ class Storage:
     def open(self, url: str) -> Iterator[BinaryIO]:
         """Open a file for reading from the start to the end."""
         filesystem, path = self._clients.filesystem(url, reading=False)
-        with explained(url, self.secrets):
+        with self.explained(url):
             stream = filesystem.open(path, "rb")
         with stream:
             yield cast("BinaryIO", stream)

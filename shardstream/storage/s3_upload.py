@@ -20,7 +20,6 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, cast
 
 from shardstream.errors import MissingError, StorageError
-from shardstream.storage.explain import explained
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.retry import patiently
 
@@ -177,7 +176,7 @@ class _S3Object:
     def abort(self, upload_id: str) -> None:
         """Drop an upload with its parts; what stands in the way of that is logged."""
         try:
-            with explained(self._url):
+            with self._storage.explained(self._url):
                 self._request("abort_multipart_upload", UploadId=upload_id)
         except MissingError:
             return
@@ -190,7 +189,7 @@ class _S3Object:
         Where the server does not let us look, they stay: they cost room, and harm nothing.
         """
         try:
-            with explained(self._url):
+            with self._storage.explained(self._url):
                 answer = self._request("list_multipart_uploads", Prefix=self._key, Key=None)
         except StorageError as error:
             _log.info("%s: cannot look for unfinished uploads: %s", self._url, error)
