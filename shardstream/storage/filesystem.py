@@ -16,6 +16,7 @@ from shardstream.storage.cache import Cache, version_of
 from shardstream.storage.clients import Clients, Limits
 from shardstream.storage.explain import explained
 from shardstream.storage.piece import Piece
+from shardstream.storage.ranges import open_ranges
 from shardstream.storage.retry import fetch, patiently
 
 _VERSIONS_KEPT = 1 << 16
@@ -190,7 +191,16 @@ class Storage:
 
     @contextmanager
     def open(self, url: str) -> Iterator[BinaryIO]:
-        """Open a file for reading from the start to the end."""
+        """Open a file for reading; a remote one by range reads like those of `read`, if its length is known.
+
+        Raises:
+            StorageError: If it is missing or out of reach; of a remote file also while it is read.
+        """
+        size = self._ask(url, "info")["size"] if self.local_path(url) is None else None
+        if size is not None:
+            with open_ranges(self, url, size) as stream:
+                yield stream
+            return
         filesystem, path = self._clients.filesystem(url, reading=False)
         with self.explained(url):
             stream = filesystem.open(path, "rb")
