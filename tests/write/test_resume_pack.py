@@ -458,8 +458,22 @@ def test_a_pack_that_fails_before_its_first_shard_leaves_no_file(tmp_path: Path)
     assert contents(tmp_path / "out") == {}
 
 
+HEAD: dict[str, object] = {"version": 1, "source": None, "options": {}, "stale": [], "finished": []}
+INFO = {"url": "000000.tar", "nsamples": 1, "filesize": float("inf"), "sha256": ""}
+
+
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"version": 99}', '{"version": 1, "finished": [{"info": 3}]}']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"version": 99}',
+        json.dumps(HEAD | {"finished": [{"info": 3}]}),
+        json.dumps(HEAD | {"finished": [{"info": INFO}]}),
+        json.dumps(HEAD | {"options": ["a"]}),
+        json.dumps(HEAD | {"stale": 3}),
+    ],
 )
 def test_notes_that_cannot_be_read_are_an_error_unless_replaced(
     text: str, files: Path, tmp_path: Path, stop_after: Callable[[int], None]
