@@ -249,6 +249,25 @@ def test_an_answer_that_gets_lost_is_no_harm(
     assert storage.exists(f"{bucket}/x") == (lost != "DELETE")
 
 
+def test_an_upload_that_is_gone_is_no_success_where_an_older_file_is_as_long(
+    bucket: str, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filesystem = storage.resolve(bucket)[0]
+    filesystem.pipe_file(f"{bucket}/x", bytes(len(DATA)))
+    really_call = filesystem._call_s3
+
+    async def call(method: str, **arguments: Any) -> Any:
+        if method == "complete_multipart_upload":  # dropped by another writer, as AWS says it
+            arguments.pop("MultipartUpload")
+            await really_call("abort_multipart_upload", **arguments)
+            raise FileNotFoundError("NoSuchUpload")
+        return await really_call(method, **arguments)
+
+    monkeypatch.setattr(filesystem, "_call_s3", call)
+    with pytest.raises(StorageError, match="other bytes arrived than were sent"):
+        publish_bytes(storage, f"{bucket}/x", DATA)
+
+
 def test_a_server_that_restarts_is_waited_for(
     s3: S3Server, bucket: str, storage: Storage, uploads: Callable[[], list[str]]
 ) -> None:
