@@ -60,6 +60,7 @@ class _Sign(NamedTuple):
     past_end: bool = False
 
 
+_CREDENTIALS = "the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy"
 _SIGNS = (
     _Sign(("AnswerCutError", "ClientPayloadError", "IncompleteRead", "response body error", "ConnectionReset",
            "ServerDisconnected", "IncompleteMessage"),
@@ -80,8 +81,7 @@ _SIGNS = (
     _Sign(("RequestTimeTooSkewed",), "access refused; the clock of this machine is wrong", RefusedError),
     _Sign(("PermissionError", "PermissionDenied", "Unauthenticated", "Forbidden", "AccessDenied", "InvalidAccessKeyId",
            "SignatureDoesNotMatch"),
-          "access refused; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy",
-          RefusedError),
+          f"access refused; check {_CREDENTIALS}", RefusedError),
     # fsspec's http makes "not found" of any answer to a look-up
     _Sign(("500, message", "502, message", "504, message"),
           "the server failed; see its log, or try again later", again=True),
@@ -96,8 +96,9 @@ _SIGNS = (
 )  # fmt: skip
 _HTTP_REMEDIES = {
     "AWS_ENDPOINT_URL and": "the URL and",
-    "the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy": "the URL: its signature may have expired",
+    _CREDENTIALS: "the URL: its signature may have expired",
 }
+_LOCAL_REMEDIES = {_CREDENTIALS: "the permissions of the file and of the folders that it is in"}
 _LATER = (OSError, RuntimeError)  # of unknown ones, those that tell of a world that may change
 _NEVER = (
     "IsADirectoryError",
@@ -142,13 +143,21 @@ def judge(error: Exception, url: str, secrets: tuple[str, ...] = ()) -> Verdict:
     detail = scrub(f"{type(error).__name__}: {_first_line(error)}", secrets)
     for sign in _SIGNS:
         if any(name in text for name in sign.names):
-            remedy = sign.remedy
-            for words, others in _HTTP_REMEDIES.items() if url.startswith("http") else ():
-                remedy = remedy.replace(words, others)
-            made = sign.kind(f"{remedy} ({detail})", shard=url)
+            made = sign.kind(f"{_remedy(sign, url)} ({detail})", shard=url)
             return Verdict(made, sign.again, sign.throttled, sign.past_end)
     again = (theirs or isinstance(error, _LATER)) and not any(name in text for name in _NEVER)
     return Verdict(StorageError(detail, shard=url), again)
+
+
+def _remedy(sign: _Sign, url: str) -> str:
+    remedy, others = sign.remedy, {}
+    if url.startswith("http"):
+        others = _HTTP_REMEDIES
+    elif "://" not in url or url.startswith("file:"):
+        others = _LOCAL_REMEDIES
+    for words, instead in others.items():
+        remedy = remedy.replace(words, instead)
+    return remedy
 
 
 def tellable(error: BaseException, secrets: tuple[str, ...] = ()) -> BaseException | None:

@@ -57,6 +57,21 @@ def test_what_is_no_clients_keeps_its_type(error: Exception) -> None:
         judge(error, URL)
 
 
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [
+        ("/data/a.tar", "check the permissions of the file"),
+        ("file:///data/a.tar", "check the permissions of the file"),
+        ("https://host/a.tar", "check the URL: its signature"),
+        (URL, "check the credentials"),
+    ],
+)
+def test_refused_access_is_told_in_the_words_of_the_place(url: str, remedy: str) -> None:
+    verdict = judge(PermissionError(13, "Permission denied"), url)
+    assert isinstance(verdict.error, RefusedError)
+    assert f"access refused; {remedy}" in str(verdict.error)
+
+
 def test_a_name_is_no_sign() -> None:
     verdict = judge(OSError("cannot read bucket/SlowDown.tar"), "s3://bucket/SlowDown.tar")
     assert not verdict.throttled
