@@ -8,15 +8,7 @@ import pytest
 import s3fs
 from hypothesis import HealthCheck, settings
 
-from tests.servers import (
-    S3Server,
-    ServerMissingError,
-    ShapedS3,
-    in_ci,
-    new_bucket,
-    start_nginx,
-    start_s3,
-)
+from tests.servers import S3Server, ShapedS3, new_bucket, nginx_or_skip, start_s3
 
 # The machine may be busy: how long an example takes says nothing about the code.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -41,13 +33,8 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
 @pytest.fixture
 def shaped_s3(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShapedS3]:
     """The same server behind an nginx of the test's own, so that no knob outlives the test."""
-    try:
-        with start_nginx(tmp_path_factory.mktemp("nginx"), s3) as proxy:
-            yield proxy
-    except ServerMissingError as error:
-        if in_ci():
-            raise
-        pytest.skip(str(error))
+    with nginx_or_skip(tmp_path_factory.mktemp("nginx"), s3) as proxy:
+        yield proxy
 
 
 @pytest.fixture

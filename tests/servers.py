@@ -76,6 +76,20 @@ class S3Server:
             "client_kwargs": {"region_name": self.region},
         }
 
+    @property
+    def boto3_options(self) -> dict[str, Any]:
+        """Arguments of `boto3.client` and `boto3.resource`."""
+        return {
+            "endpoint_url": self.endpoint,
+            "aws_access_key_id": self.access_key,
+            "aws_secret_access_key": self.secret_key,
+            "region_name": self.region,
+        }
+
+    def client(self, **options: Any) -> Any:
+        """A boto3 client; who asks for it closes it."""
+        return boto3.client("s3", **self.boto3_options, **options)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShapedS3:
@@ -167,6 +181,20 @@ def start_nginx(workdir: Path, s3: S3Server) -> Iterator[ShapedS3]:
         _stop(workdir)
 
 
+@contextmanager
+def nginx_or_skip(workdir: Path, s3: S3Server) -> Iterator[ShapedS3]:
+    """`start_nginx` for a test or fixture: skipped where nginx is not installed, but for CI."""
+    try:
+        with start_nginx(workdir, s3) as proxy:
+            yield proxy
+    except ServerMissingError as error:
+        if in_ci():
+            raise
+        import pytest  # noqa: PLC0415  (benchmarks start servers without it)
+
+        pytest.skip(str(error))
+
+
 def signal_server(workdir: Path, name: str, number: signal.Signals) -> None:
     """Send a signal to all processes of a server that was started here: "nginx", or "rgw" of a Ceph."""
     lines = (workdir / "pids").read_text().splitlines()
@@ -188,16 +216,10 @@ def restart_rgw(workdir: Path) -> None:
 
 
 @contextmanager
-def new_bucket(s3: S3Server) -> Iterator[str]:
+def new_bucket(s3: S3Server, name: str | None = None) -> Iterator[str]:
     """Make an empty bucket, "s3://NAME", and delete it with all that is in it."""
-    client = boto3.resource(
-        "s3",
-        endpoint_url=s3.endpoint,
-        aws_access_key_id=s3.access_key,
-        aws_secret_access_key=s3.secret_key,
-        region_name=s3.region,
-    )
-    made = client.create_bucket(Bucket=f"test-{uuid.uuid4().hex}")
+    client = boto3.resource("s3", **s3.boto3_options)
+    made = client.create_bucket(Bucket=name or f"test-{uuid.uuid4().hex}")
     yield f"s3://{made.name}"
     made.objects.delete()
     made.delete()

@@ -15,7 +15,6 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import boto3
 import fsspec
 import numpy as np
 import pytest
@@ -24,7 +23,7 @@ import webdataset as wds
 from PIL import Image
 
 import shardstream as ss
-from tests.servers import S3Server
+from tests.servers import S3Server, new_bucket
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -94,18 +93,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def readme_bucket(s3: S3Server, s3_env: None) -> Iterator[None]:  # sets AWS_*
-    resource = boto3.resource(
-        "s3",
-        endpoint_url=s3.endpoint,
-        aws_access_key_id=s3.access_key,
-        aws_secret_access_key=s3.secret_key,
-        region_name=s3.region,
-    )
-    bucket = resource.create_bucket(Bucket=_BUCKET)
-    yield
-    bucket.objects.delete()
-    bucket.delete()
-    resource.meta.client.close()
+    with new_bucket(s3, _BUCKET):
+        yield
 
 
 def run_block(block: Block, namespace: dict[str, Any], folder: Path) -> None:

@@ -7,7 +7,6 @@ import sys
 import time
 from pathlib import Path
 
-import boto3
 import botocore.client
 import botocore.config
 import botocore.exceptions
@@ -20,14 +19,7 @@ from tests.servers import S3Server, ServerMissingError, ShapedS3, start_s3
 
 def make_client(server: S3Server) -> botocore.client.BaseClient:
     """A client that never retries, so that it shows each answer of the server."""
-    return boto3.client(
-        "s3",
-        endpoint_url=server.endpoint,
-        aws_access_key_id=server.access_key,
-        aws_secret_access_key=server.secret_key,
-        region_name=server.region,
-        config=botocore.config.Config(retries={"total_max_attempts": 1}),
-    )
+    return server.client(config=botocore.config.Config(retries={"total_max_attempts": 1}))
 
 
 def test_objects_come_back_whole_and_by_range(s3: S3Server, bucket: str) -> None:

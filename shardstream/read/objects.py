@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 from shardstream.errors import MissingError, OptionError
 from shardstream.placement import Placement
@@ -23,7 +23,30 @@ from shardstream.storage.objects import ObjectCatalog, folder_label
 Label = Literal["folder"] | Callable[[str], Any]
 
 
-class ObjectDataset(StreamDataset):
+class _LooseFiles:
+    """What datasets of loose files have in common: how the files are named, and their classes."""
+
+    classes: tuple[str, ...]
+    """Names of the classes, in the order of their labels; none if `label` gave numbers, or none."""
+
+    @classmethod
+    def from_prefix(cls, prefix: str, **options: Any) -> Self:
+        """Take all files under a prefix, as the S3 connector does: a folder, or the beginning of their names."""
+        storage = Storage(options.get("storage_options"), options.get("filesystem"))
+        return cls._of(list_beginning(prefix, storage), options)
+
+    @classmethod
+    def from_objects(cls, urls: Sequence[str], **options: Any) -> Self:
+        """Take some files by name; each costs requests to learn its size."""
+        return cls._of(urls, options)
+
+    @classmethod
+    def _of(cls, urls: Sequence[str], options: Mapping[str, Any]) -> Self:
+        made: Self = cast("Any", cls)(urls, **options)
+        return made
+
+
+class ObjectDataset(_LooseFiles, StreamDataset):
     """Samples that are files of their own, not packed: the same splitting, order, state and steps as `ShardDataset`.
 
     Keys and fields are those that ``shardstream pack URL DEST --kind files`` gives: the key is the path up to the first dot of its last
@@ -96,20 +119,9 @@ class ObjectDataset(StreamDataset):
         source = PlannedSamples(catalog=catalog, options=options)
         super().__init__(Pipeline(source=source, on_error=on_error), placement)
         self.classes = catalog.classes
-        """Names of the classes, in the order of their labels; none if `label` gave numbers, or none."""
-
-    @classmethod
-    def from_prefix(cls, prefix: str, **options: Any) -> Self:
-        """Take all files under a prefix, as the S3 connector does: a folder, or the beginning of their names."""
-        return cls(_under(prefix, options), **options)
-
-    @classmethod
-    def from_objects(cls, urls: Sequence[str], **options: Any) -> Self:
-        """Take some files by name; each costs requests to learn its size."""
-        return cls(urls, **options)
 
 
-class ObjectMapDataset(NumberedDataset):
+class ObjectMapDataset(_LooseFiles, NumberedDataset):
     """Samples that are files of their own, by number: ``ds[i]``, ``len(ds)``, for samplers, subsets and splits.
 
     As `ShardMapDataset` is to `ShardDataset`. A batch is fetched 32 files at a time.
@@ -121,6 +133,8 @@ class ObjectMapDataset(NumberedDataset):
         seed: For ``map(rng=True)``.
         storage_options: For fsspec.
         filesystem: An fsspec file system to use instead.
+        cache_dir: A folder on a local disk that keeps what is read from afar, for later epochs and other processes.
+        cache_bytes: How much it may keep, e.g. "20GB"; by default what leaves a tenth of the disk free.
 
     Raises:
         OptionError: As in `ObjectDataset`.
@@ -128,7 +142,7 @@ class ObjectMapDataset(NumberedDataset):
         StorageError: See there.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (the public door)
         self,
         urls: Urls,
         *,
@@ -137,26 +151,13 @@ class ObjectMapDataset(NumberedDataset):
         seed: int = 0,
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | str | None = None,
     ) -> None:
-        catalog = _open(urls, Storage(storage_options, filesystem), label, suffixes)
+        storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
+        catalog = _open(urls, storage, label, suffixes)
         super().__init__(catalog, seed=seed)
         self.classes = catalog.classes
-        """Names of the classes, in the order of their labels; none if `label` gave numbers, or none."""
-
-    @classmethod
-    def from_prefix(cls, prefix: str, **options: Any) -> Self:
-        """Take all files under a prefix: a folder, or the beginning of their names."""
-        return cls(_under(prefix, options), **options)
-
-    @classmethod
-    def from_objects(cls, urls: Sequence[str], **options: Any) -> Self:
-        """Take some files by name; each costs requests to learn its size."""
-        return cls(urls, **options)
-
-
-def _under(prefix: str, options: Mapping[str, Any]) -> list[str]:
-    storage = Storage(options.get("storage_options"), options.get("filesystem"))
-    return list_beginning(prefix, storage)
 
 
 def _open(

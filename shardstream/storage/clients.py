@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import importlib.util
 import logging
 import math
@@ -21,7 +20,7 @@ from shardstream.errors import OptionError
 from shardstream.memory import importing
 from shardstream.storage import inherited
 from shardstream.storage.environment import aws_variables
-from shardstream.storage.explain import explained
+from shardstream.storage.explain import explained, scrub, tellable
 from shardstream.storage.piece import Piece, Reader
 from shardstream.storage.read_any import FilesystemReader
 from shardstream.storage.s3_settings import S3Settings, for_s3fs, understand
@@ -50,7 +49,10 @@ _FORKED = (
     "install s3fs, or start workers with multiprocessing_context='spawn'"
 )
 _UNKNOWN_OPTION = "one of the storage options, or of the AWS profile, is for s3fs alone"
-_SECRET_NAMES = ("key", "secret", "token", "password", "credential", "sas", "passphrase")
+_SECRET_NAMES = (
+    "key", "secret", "token", "password", "credential", "sas", "passphrase", "connection_string", "authorization",
+)  # fmt: skip
+_LEAST_SECRET = 4  # characters: less would be found in any message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,11 +114,9 @@ class Clients:
     @property
     def secrets(self) -> tuple[str, ...]:
         """Values that no message may show."""
-        found = _secret_values(self._options)
-        found += [
-            value for name, value in aws_variables().items() if name.endswith(("_KEY", "_TOKEN"))
-        ]
-        return tuple(found)
+        found = _secret_values(self._options) | _secret_values(aws_variables())
+        found |= _secret_values({"filesystem": self._filesystem})
+        return tuple(sorted(found, key=len, reverse=True))  # one may be part of another
 
     def filesystem(self, url: str, *, reading: bool) -> tuple[Any, str]:
         """Return the file system of a URL and the path on it.
@@ -235,7 +235,7 @@ class Clients:
         return whole or not (inherited.has_threads() or self._read_bytes >= _LOOK_BYTES)
 
     def _settings(self) -> S3Settings | None:
-        with explained("s3://"):
+        with explained("s3://", self.secrets):
             return understand(self._options, aws_variables(), self.limits.stall_s)
 
     def _open(self, url: str, protocol: str, *, reading: bool) -> tuple[Any, str]:
@@ -255,7 +255,10 @@ class Clients:
                 f"{protocol}:// needs one more package ({error}): {install}", shard=url
             ) from error
         except (ValueError, TypeError) as error:
-            raise OptionError(f"cannot open this URL: {error}", shard=url) from error
+            told = scrub(str(error), self.secrets)
+            raise OptionError(f"cannot open this URL: {told}", shard=url) from tellable(
+                error, self.secrets
+            )
         if protocol in S3 and reading and "::" not in url:
             filesystem.retries = 1  # its options make it an instance of its own
         return filesystem, path
@@ -278,17 +281,17 @@ def protocol_of(url: str) -> str:
     return url.split("://", 1)[0] if "://" in url else "file"
 
 
-@cache
-@functools.cache  # asked at each read
+@cache  # asked at each read
 def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _secret_values(options: Mapping[str, Any]) -> list[str]:
-    found: list[str] = []
+def _secret_values(options: Mapping[str, Any]) -> set[str]:
+    found: set[str] = set()
     for name, value in options.items():
-        if isinstance(value, Mapping):
-            found += _secret_values(value)
-        elif isinstance(value, str) and len(value) >= 4 and name.lower().endswith(_SECRET_NAMES):
-            found.append(value)
-    return found
+        inner = getattr(value, "storage_options", value)  # of a file system, within another or not
+        if isinstance(inner, Mapping):
+            found |= _secret_values(inner)
+        elif isinstance(value, str) and name.lower().endswith(_SECRET_NAMES):
+            found.add(value.strip())  # a message shows a line's end in its own way
+    return {value for value in found if len(value) >= _LEAST_SECRET}

@@ -33,7 +33,7 @@ _CLIENTS = (
 # What a server or a client says of a request that was signed, beside URLs (`redact`).
 _SIGNED = re.compile(
     r"(?is)(<(AWSAccessKeyId|StringToSign|StringToSignBytes|SignatureProvided|CanonicalRequest|CanonicalRequestBytes)>).*?(?=</\2>|$)"
-    r"|(\b(?:X-Amz-(?:Signature|Credential|Security-Token)|AWSAccessKeyId|Signature|Credential|sig|Authorization)['\"]?\s*[=:]\s*)[^\s&<>]+"
+    r"|(\b(?:X-Amz-(?:Signature|Credential|Security-Token)|AWSAccessKeyId|Signature|Credential|sig|Authorization)['\"]?\s*[=:]\s*(?:(?:Bearer|Basic|Token) )?)[^\s&<>]+"
 )
 _CODE = re.compile(r"<Code>([^<]*)</Code>(?:<Message>([^<]*)</Message>)?")
 
@@ -60,6 +60,7 @@ class _Sign(NamedTuple):
     past_end: bool = False
 
 
+_CREDENTIALS = "the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy"
 _SIGNS = (
     _Sign(("AnswerCutError", "ClientPayloadError", "IncompleteRead", "response body error", "ConnectionReset",
            "ServerDisconnected", "IncompleteMessage"),
@@ -80,8 +81,7 @@ _SIGNS = (
     _Sign(("RequestTimeTooSkewed",), "access refused; the clock of this machine is wrong", RefusedError),
     _Sign(("PermissionError", "PermissionDenied", "Unauthenticated", "Forbidden", "AccessDenied", "InvalidAccessKeyId",
            "SignatureDoesNotMatch"),
-          "access refused; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy",
-          RefusedError),
+          f"access refused; check {_CREDENTIALS}", RefusedError),
     # fsspec's http makes "not found" of any answer to a look-up
     _Sign(("500, message", "502, message", "504, message"),
           "the server failed; see its log, or try again later", again=True),
@@ -96,8 +96,9 @@ _SIGNS = (
 )  # fmt: skip
 _HTTP_REMEDIES = {
     "AWS_ENDPOINT_URL and": "the URL and",
-    "the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy": "the URL: its signature may have expired",
+    _CREDENTIALS: "the URL: its signature may have expired",
 }
+_LOCAL_REMEDIES = {_CREDENTIALS: "the permissions of the file and of the folders that it is in"}
 _LATER = (OSError, RuntimeError)  # of unknown ones, those that tell of a world that may change
 _NEVER = (
     "IsADirectoryError",
@@ -129,8 +130,9 @@ def judge(error: Exception, url: str, secrets: tuple[str, ...] = ()) -> Verdict:
         raise error
     if isinstance(error, TypeError) and "keyword argument" in str(error):
         raise OptionError(
-            f"the file system does not know one of the storage options: {error}", shard=url
-        ) from error
+            f"the file system does not know one of the storage options: {scrub(str(error), secrets)}",
+            shard=url,
+        ) from tellable(error, secrets)
     theirs = type(error).__module__.split(".")[0] in _CLIENTS
     if not theirs and not isinstance(error, OSError | ValueError | RuntimeError | TimeoutError):
         raise error
@@ -138,22 +140,30 @@ def judge(error: Exception, url: str, secrets: tuple[str, ...] = ()) -> Verdict:
     for name in (url.partition("://")[2] or url, url.rpartition("/")[2]):
         if len(name) > 6:  # a file may be called "Timeout.tar"
             text = text.replace(name, "")
-    detail = _scrub(f"{type(error).__name__}: {_first_line(error)}", secrets)
+    detail = scrub(f"{type(error).__name__}: {_first_line(error)}", secrets)
     for sign in _SIGNS:
         if any(name in text for name in sign.names):
-            remedy = sign.remedy
-            for words, others in _HTTP_REMEDIES.items() if url.startswith("http") else ():
-                remedy = remedy.replace(words, others)
-            made = sign.kind(f"{remedy} ({detail})", shard=url)
+            made = sign.kind(f"{_remedy(sign, url)} ({detail})", shard=url)
             return Verdict(made, sign.again, sign.throttled, sign.past_end)
     again = (theirs or isinstance(error, _LATER)) and not any(name in text for name in _NEVER)
     return Verdict(StorageError(detail, shard=url), again)
 
 
+def _remedy(sign: _Sign, url: str) -> str:
+    remedy, others = sign.remedy, {}
+    if url.startswith("http"):
+        others = _HTTP_REMEDIES
+    elif "://" not in url or url.startswith("file:"):
+        others = _LOCAL_REMEDIES
+    for words, instead in others.items():
+        remedy = remedy.replace(words, instead)
+    return remedy
+
+
 def tellable(error: BaseException, secrets: tuple[str, ...] = ()) -> BaseException | None:
     """Return an error as the cause of ours, or None if anything in its chain would show a secret."""
     text = _chain_text(error)
-    return error if _scrub(text, secrets) == text else None
+    return error if scrub(text, secrets) == text else None
 
 
 @contextmanager
@@ -168,7 +178,8 @@ def explained(url: str, secrets: tuple[str, ...] = ()) -> Iterator[None]:
         raise verdict.error from tellable(error, secrets)
 
 
-def _scrub(text: str, secrets: tuple[str, ...]) -> str:
+def scrub(text: str, secrets: tuple[str, ...]) -> str:
+    """Return a text without these secrets, and without what signs a request."""
     for secret in secrets:
         text = text.replace(secret, "…")
     return _SIGNED.sub(lambda found: (found[1] or found[3]) + "…", redact(text))

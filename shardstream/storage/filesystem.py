@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
@@ -16,6 +16,7 @@ from shardstream.storage.cache import Cache, version_of
 from shardstream.storage.clients import Clients, Limits
 from shardstream.storage.explain import explained
 from shardstream.storage.piece import Piece
+from shardstream.storage.ranges import open_ranges
 from shardstream.storage.retry import fetch, patiently
 
 _VERSIONS_KEPT = 1 << 16
@@ -77,6 +78,10 @@ class Storage:
     def secrets(self) -> tuple[str, ...]:
         """Values that no message may show."""
         return self._clients.secrets
+
+    def explained(self, url: str) -> AbstractContextManager[None]:
+        """Turn what a client raises into a `StorageError` that says what to do, and shows no secret of this storage."""
+        return explained(url, self.secrets)
 
     def resolve(self, url: str) -> tuple[Any, str]:
         """Return the file system of a URL and the path on it, for writing: it retries by itself.
@@ -186,9 +191,18 @@ class Storage:
 
     @contextmanager
     def open(self, url: str) -> Iterator[BinaryIO]:
-        """Open a file for reading from the start to the end."""
+        """Open a file for reading; a remote one by range reads like those of `read`, if its length is known.
+
+        Raises:
+            StorageError: If it is missing or out of reach; of a remote file also while it is read.
+        """
+        size = self._ask(url, "info")["size"] if self.local_path(url) is None else None
+        if size is not None:
+            with open_ranges(self, url, size) as stream:
+                yield stream
+            return
         filesystem, path = self._clients.filesystem(url, reading=False)
-        with explained(url, self.secrets):
+        with self.explained(url):
             stream = filesystem.open(path, "rb")
         with stream:
             yield cast("BinaryIO", stream)

@@ -97,7 +97,7 @@ def publish(storage: Storage, url: str) -> Iterator[BinaryIO]:
 
 def publish_bytes(storage: Storage, url: str, data: bytes) -> None:
     """Publish a small file."""
-    with publish(storage, url) as stream, explained(url):
+    with publish(storage, url) as stream, storage.explained(url):
         stream.write(data)
 
 
@@ -119,7 +119,7 @@ def final_name(name: str) -> str | None:
 def remove(storage: Storage, url: str) -> None:
     """Delete a file; one that is not there is fine."""
     filesystem, path = storage.resolve(url)
-    with explained(url):
+    with storage.explained(url):
         try:
             filesystem.rm_file(path)
         except FileNotFoundError:
@@ -178,7 +178,7 @@ class _RemoteFile(Pending):
             self.stream.close()
             size = self._spool.stat().st_size
         filesystem, path = self._storage.resolve(self._url)
-        with explained(self._url):
+        with self._storage.explained(self._url):
             _send(filesystem, self._spool, path)
         sent = self._storage.info(self._url).size
         if sent != size:

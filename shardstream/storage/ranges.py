@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
-from shardstream.storage.filesystem import Storage
+import io
+import os
+from typing import TYPE_CHECKING
+
 from shardstream.storage.retry import fetch
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+    from shardstream.storage.filesystem import Storage
+
+_BUFFER_BYTES = 8 << 20  # of a file that is read by whoever asks for a line at a time
 
 
 class RangeStream:
@@ -53,3 +63,30 @@ class RangeStream:
     def seekable(self) -> bool:
         """Say that `seek` works."""
         return True
+
+
+def open_ranges(storage: Storage, url: str, size: int) -> io.BufferedReader:
+    """Open a remote file as any reader of files wants it; it is read 8 MiB at a time."""
+    return io.BufferedReader(_RawRanges(RangeStream(storage, url, size), size), _BUFFER_BYTES)
+
+
+class _RawRanges(io.RawIOBase):
+    def __init__(self, stream: RangeStream, size: int) -> None:
+        self._stream, self._size, self._position = stream, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = self._stream.seek(base + offset)
+        return self._position
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        data = self._stream.read(len(view := memoryview(buffer)))
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
-from shardstream.errors import ChangedError
+from shardstream.errors import ChangedError, StorageError
 from shardstream.storage.explain import Verdict, judge, tellable
 
 if TYPE_CHECKING:
@@ -221,8 +221,18 @@ class _Reading:
 
         Raises:
             ChangedError: If it is of another version of the file.
+            StorageError: If it is more than was asked for.
         """
         self._check(piece)
+        limit = self._size if self.end is None else self.end
+        if limit is not None and len(piece.data) > limit - self.position:
+            # They are from the start of the file: other samples than those that are meant.
+            raise StorageError(
+                f"{len(piece.data)} bytes came where {limit - self.position} were asked for: the server does not know ranges; "
+                "serve the files by one that does, such as nginx, Caddy or an S3 server (Python's http.server does not)",
+                shard=self.url,
+                offset=self.position,
+            )
         self._parts.append(piece.data)
         self.position += len(piece.data)
         self.has_broken_off |= piece.error is not None

@@ -20,7 +20,6 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, cast
 
 from shardstream.errors import MissingError, StorageError
-from shardstream.storage.explain import explained
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.retry import patiently
 
@@ -91,12 +90,13 @@ class S3Upload(io.RawIOBase):
         """
         if self._upload_id is None:
             parts = [self._object.put("put_object", self._take(), **self._object.kind)]
+            is_known = True
         else:
             self._send_part()
             parts = [future.result() for future in self._parts]
-            self._object.join(self._upload_id.result(), parts)
+            is_known = self._object.join(self._upload_id.result(), parts)
             self._upload_id = None
-        self._object.check(parts)
+        self._object.check(parts, is_known=is_known)
         self.abort()
 
     def abort(self) -> None:
@@ -162,8 +162,8 @@ class _S3Object:
         """Send one part of an upload that is being begun."""
         return self.put("upload_part", body, UploadId=begun.result(), PartNumber=number)
 
-    def join(self, upload_id: str, sent: list[_Part]) -> None:
-        """Make the object of its parts."""
+    def join(self, upload_id: str, sent: list[_Part]) -> bool:
+        """Make the object of its parts; False if the upload is not there any more."""
         parts = [{"PartNumber": n, "ETag": part.etag} for n, part in enumerate(sent, start=1)]
         try:
             self._ask(
@@ -171,13 +171,17 @@ class _S3Object:
                 UploadId=upload_id,
                 MultipartUpload={"Parts": parts},
             )
-        except MissingError:  # joined already, and the answer to that got lost: `check` will tell
+        except (
+            MissingError
+        ):  # joined already, and the answer to that got lost; or dropped by another writer
             _log.info("%s: the upload is not known any more; looking at what is there", self._url)
+            return False
+        return True
 
     def abort(self, upload_id: str) -> None:
         """Drop an upload with its parts; what stands in the way of that is logged."""
         try:
-            with explained(self._url):
+            with self._storage.explained(self._url):
                 self._request("abort_multipart_upload", UploadId=upload_id)
         except MissingError:
             return
@@ -190,7 +194,7 @@ class _S3Object:
         Where the server does not let us look, they stay: they cost room, and harm nothing.
         """
         try:
-            with explained(self._url):
+            with self._storage.explained(self._url):
                 answer = self._request("list_multipart_uploads", Prefix=self._key, Key=None)
         except StorageError as error:
             _log.info("%s: cannot look for unfinished uploads: %s", self._url, error)
@@ -199,8 +203,12 @@ class _S3Object:
             if upload["Key"] == self._key:
                 self.abort(upload["UploadId"])
 
-    def check(self, parts: list[_Part]) -> None:
+    def check(self, parts: list[_Part], *, is_known: bool) -> None:
         """Compare what is there with what was sent.
+
+        Args:
+            parts: What was sent.
+            is_known: Whether the server said that it made the object of them: else it may be an older one.
 
         Raises:
             StorageError: If it is something else.
@@ -212,7 +220,8 @@ class _S3Object:
                 f"{found['ContentLength']} of {size} bytes arrived; write it again", shard=self._url
             )
         etag = found.get("ETag", "").strip('"').lower()
-        if _is_md5(etag, found, len(parts)) and etag != _etag_of(parts):
+        tells = _is_md5(etag, found, len(parts))
+        if etag != _etag_of(parts) if tells else not is_known:
             self._compare(parts)
 
     def give_up(self, under_way: deque[Future[_Part]]) -> None:

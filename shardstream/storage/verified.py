@@ -87,7 +87,7 @@ class Checks:
             IndexMismatchError: If the bytes are not those of the manifest.
             StorageError: If they are out of reach.
         """
-        if self._state[shard] != _CHUNKS_KNOWN:
+        while self._state[shard] != _CHUNKS_KNOWN:
             mine: Future[None] = Future()
             check = self._under_way.setdefault((os.getpid(), shard), mine)
             if check is mine:
@@ -117,7 +117,10 @@ class Checks:
         try:
             data = self._read_whole(shard, start, end, pace)
         except BaseException as error:
-            check.set_exception(error)
+            if pace is not None and pace.closed.is_set():
+                check.set_result(None)  # it was given up: who waits reads for itself
+            else:
+                check.set_exception(error)
             raise
         else:
             check.set_result(None)

@@ -20,6 +20,8 @@ from shardstream.storage.retry import fetch
 VERSION = 1  # of the files, and of the bytes that a pack writes: with another, nothing goes on
 _NAME = ".shardstream-pack-{number:06d}.json"
 _RECORDS_A_FILE = 256
+# What is raised by reading JSON that has another shape than ours.
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 class NumberedSkip(NamedTuple):
@@ -155,33 +157,34 @@ def read_journal(storage: Storage, folder: str, names: Sequence[str]) -> Journal
         OptionError: If there is one that cannot be understood.
         StorageError: If it is out of reach.
     """
-    count = sum(map(is_journal, names))
     if _NAME.format(number=0) not in names:
         return None
-    documents = []
-    for number in range(count):
-        url = join_url(folder, _NAME.format(number=number))
-        if _NAME.format(number=number) not in names:
+    journal = Journal(storage=storage, folder=folder, task=Task(source=None, options={}))
+    for number in range(sum(map(is_journal, names))):
+        name = _NAME.format(number=number)
+        if name not in names:
             break
+        url = join_url(folder, name)
+        data = fetch(storage, url)
         try:
-            document = json.loads(fetch(storage, url))
-            if document["version"] != VERSION:
-                raise ValueError(f"its version is {document['version']!r}")  # noqa: TRY301
-            documents.append((document, [_decode(one) for one in document["finished"]]))
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            _take(journal, json.loads(data), number)
+        except _MALFORMED as error:
             raise OptionError(
                 f"the notes of an unfinished pack cannot be read ({type(error).__name__}: {error}); "
                 "start anew with overwrite=True (--overwrite)",
                 shard=url,
             ) from error
-    head = documents[0][0]
-    return Journal(
-        storage=storage,
-        folder=folder,
-        task=Task(source=head.get("source"), options=dict(head.get("options") or {})),
-        stale=frozenset(map(str, head.get("stale") or ())),
-        finished=[one for _, finished in documents for one in finished],
-    )
+    return journal
+
+
+def _take(journal: Journal, document: Any, number: int) -> None:
+    """Add to a journal what one of its files says."""
+    if document["version"] != VERSION:
+        raise ValueError(f"its version is {document['version']!r}")
+    if number == 0:
+        journal.task = Task(source=document["source"], options=dict(document["options"]))
+        journal.stale = frozenset(map(str, document["stale"]))
+    journal.finished += map(_decode, document["finished"])
 
 
 def _decode(document: Any) -> Finished:

@@ -11,7 +11,6 @@ from types import ModuleType
 from typing import Any
 
 from shardstream.errors import OptionError, SourceError
-from shardstream.storage.explain import explained
 from shardstream.storage.filesystem import Storage
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
@@ -95,7 +94,7 @@ def count_rows(url: str, storage: Storage) -> int | None:
     """Return the number of rows if the file says it, else None."""
     if not url.lower().endswith(".parquet"):
         return None
-    with storage.open(url) as stream, _parquet_file(stream, url) as table:
+    with storage.open(url) as stream, _parquet_file(stream, url, storage) as table:
         return int(table.metadata.num_rows)
 
 
@@ -142,7 +141,7 @@ def _iter_json(text: io.TextIOWrapper, url: str) -> Iterator[dict[str, Any]]:
 
 
 def _iter_parquet(url: str, storage: Storage, columns: Sequence[str] | None) -> Iterator[Row]:
-    with storage.open(url) as stream, _parquet_file(stream, url) as table:
+    with storage.open(url) as stream, _parquet_file(stream, url, storage) as table:
         names = table.schema_arrow.names
         missing = next((name for name in columns or () if name not in names), None)
         if missing is not None:
@@ -154,7 +153,7 @@ def _iter_parquet(url: str, storage: Storage, columns: Sequence[str] | None) -> 
         wanted = None if columns is None else list(columns)
         batches = table.iter_batches(batch_size=_PARQUET_ROWS, columns=wanted)
         while True:
-            with explained(url):
+            with storage.explained(url):
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -163,9 +162,9 @@ def _iter_parquet(url: str, storage: Storage, columns: Sequence[str] | None) -> 
                 yield Row(cells=cells, where=f"{url}, row {number}", is_text=False)
 
 
-def _parquet_file(stream: Any, url: str) -> Any:
+def _parquet_file(stream: Any, url: str, storage: Storage) -> Any:
     parquet = _import_parquet(url)
-    with explained(url):
+    with storage.explained(url):
         return parquet.ParquetFile(stream)
 
 

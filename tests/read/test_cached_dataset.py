@@ -15,7 +15,7 @@ import shardstream as ss
 from shardstream.errors import CacheWarning, OptionError
 from shardstream.testing import make_shards
 from tests.read.sets import FEW_CORES, flat, labels, numbered
-from tests.servers import S3Server, ServerMissingError, ShapedS3, in_ci, new_bucket, start_nginx
+from tests.servers import S3Server, ShapedS3, new_bucket, nginx_or_skip
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 
@@ -54,14 +54,9 @@ class Server:
 @pytest.fixture(scope="module")
 def proxy(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShapedS3]:
     """One for all tests: no faults, it only counts."""
-    try:
-        with start_nginx(tmp_path_factory.mktemp("nginx"), s3) as started:
-            started.control("/set?profile=chaos&slow=0&reset=0&trunc=0&stall=0")
-            yield started
-    except ServerMissingError as error:
-        if in_ci():
-            raise
-        pytest.skip(str(error))
+    with nginx_or_skip(tmp_path_factory.mktemp("nginx"), s3) as started:
+        started.control("/set?profile=chaos&slow=0&reset=0&trunc=0&stall=0")
+        yield started
 
 
 @pytest.fixture(scope="module")

@@ -18,11 +18,9 @@ import textwrap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import boto3
 import numpy as np
 import pytest
 
@@ -36,14 +34,12 @@ from shardstream.testing import make_shards
 from tests.read.sets import FEW_CORES
 from tests.servers import (
     S3Server,
-    ServerMissingError,
     ShapedS3,
-    in_ci,
     new_bucket,
+    nginx_or_skip,
     restart_nginx,
     restart_rgw,
     signal_server,
-    start_nginx,
     start_s3,
 )
 
@@ -145,19 +141,8 @@ def epoch(
 
 @pytest.fixture(scope="module")
 def proxy(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShapedS3]:
-    with proxied(s3, tmp_path_factory.mktemp("nginx")) as started:
+    with nginx_or_skip(tmp_path_factory.mktemp("nginx"), s3) as started:
         yield started
-
-
-@contextmanager
-def proxied(s3: S3Server, folder: Path) -> Iterator[ShapedS3]:
-    try:
-        with start_nginx(folder, s3) as started:
-            yield started
-    except ServerMissingError as error:
-        if in_ci():
-            raise
-        pytest.skip(str(error))
 
 
 def write(url: str, nsamples: int, server: S3Server) -> list[str]:
@@ -169,16 +154,6 @@ def write(url: str, nsamples: int, server: S3Server) -> list[str]:
     ]
     make_shards(url, samples=samples, per_shard=PER_SHARD, storage_options=server.storage_options)
     return [digest(sample) for sample in samples]
-
-
-def boto(server: S3Server) -> Any:
-    return boto3.client(
-        "s3",
-        endpoint_url=server.endpoint,
-        aws_access_key_id=server.access_key,
-        aws_secret_access_key=server.secret_key,
-        region_name=server.region,
-    )
 
 
 @pytest.fixture(scope="module")
@@ -394,7 +369,7 @@ class Outage:
 @pytest.fixture
 def mortal(s3: S3Server, shop: Shop, tmp_path: Path) -> Iterator[Shop]:
     """The same data behind a proxy of the test's own."""
-    with proxied(s3, tmp_path / "nginx") as proxy:
+    with nginx_or_skip(tmp_path / "nginx", s3) as proxy:
         mine = Shop(proxy, shop.url, shop.all)
         mine.set()
         yield mine
@@ -430,7 +405,7 @@ def test_an_epoch_outlives_a_gateway_that_freezes_and_one_that_dies(
 ) -> None:
     folder, server = ceph
     # Not deleted: the store would wait half a minute for the gateway that died.
-    client = boto(server)
+    client = server.client()
     client.create_bucket(Bucket="kept")
     client.close()
     expected = write("s3://kept/data", FEW, server)
@@ -497,7 +472,7 @@ def test_shards_that_are_replaced_in_mid_epoch_are_an_error(
     with new_bucket(proxy.plain) as bucket:
         url = f"{bucket}/data"
         write(url, FEW, proxy.plain)
-        client = boto(proxy.plain)
+        client = proxy.plain.client()
 
         def replace() -> None:
             for number in range(FEW // PER_SHARD):

@@ -269,9 +269,10 @@ def test_an_object_that_was_changed_is_an_error_that_names_it(
         list(dataset)
 
 
-def test_objects_are_kept_in_a_cache(bucket: str, s3_env: None, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [ss.ObjectDataset, ss.ObjectMapDataset])
+def test_objects_are_kept_in_a_cache(kind: Any, bucket: str, s3_env: None, tmp_path: Path) -> None:
     url = unpacked(f"{bucket}/train", 6)
-    dataset = ss.ObjectDataset(url, cache_dir=tmp_path / "cache", cache_bytes="100MB")
+    dataset = kind(url, cache_dir=tmp_path / "cache", cache_bytes="100MB")
     first = by_key(dataset)
     fsspec.filesystem("s3").rm(url, recursive=True)
     assert by_key(dataset) == first

@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import boto3
 import pytest
 
 import shardstream as ss
@@ -26,7 +25,7 @@ from shardstream.storage.filesystem import Storage
 from shardstream.storage.publish import publish_bytes
 from shardstream.storage.retry import fetch
 from tests.read.sets import numbered
-from tests.servers import S3Server, ServerMissingError, ShapedS3, in_ci, start_nginx
+from tests.servers import S3Server, ShapedS3, nginx_or_skip
 
 BODY = bytes(range(256)) * (3 << 12)  # 3 MiB
 CLIENTS = ("s3fs", "obstore")
@@ -97,13 +96,8 @@ class Faults:
 @pytest.fixture(scope="module")
 def shaped(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShapedS3]:
     """One proxy for all tests of this module: each sets every knob anew."""
-    try:
-        with start_nginx(tmp_path_factory.mktemp("nginx"), s3) as proxy:
-            yield proxy
-    except ServerMissingError as error:
-        if in_ci():
-            raise
-        pytest.skip(str(error))
+    with nginx_or_skip(tmp_path_factory.mktemp("nginx"), s3) as proxy:
+        yield proxy
 
 
 @pytest.fixture
@@ -142,10 +136,7 @@ def test_an_empty_file_is_read(place: Place) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_any_name_is_read(client: str, s3: S3Server, bucket: str, name: str) -> None:
-    writing = boto3.client(
-        "s3", endpoint_url=s3.endpoint, aws_access_key_id=s3.access_key, aws_secret_access_key=s3.secret_key,
-        region_name=s3.region,
-    )  # fmt: skip
+    writing = s3.client()
     writing.put_object(Bucket=bucket.removeprefix("s3://"), Key=name, Body=name.encode())
     writing.close()
     storage = Storage(s3.storage_options | {"s3_client": client})

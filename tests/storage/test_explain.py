@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import traceback
+from typing import Any
 
 import botocore.exceptions
 import pytest
 
 from shardstream.errors import MissingError, OptionError, RefusedError, StorageError
 from shardstream.storage.explain import explained, judge
+from shardstream.storage.filesystem import Storage
 
 URL = "s3://bucket/train/a.tar"
 SECRET = "hunter2"  # noqa: S105
@@ -55,6 +57,21 @@ def test_what_is_no_clients_keeps_its_type(error: Exception) -> None:
         judge(error, URL)
 
 
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [
+        ("/data/a.tar", "check the permissions of the file"),
+        ("file:///data/a.tar", "check the permissions of the file"),
+        ("https://host/a.tar", "check the URL: its signature"),
+        (URL, "check the credentials"),
+    ],
+)
+def test_refused_access_is_told_in_the_words_of_the_place(url: str, remedy: str) -> None:
+    verdict = judge(PermissionError(13, "Permission denied"), url)
+    assert isinstance(verdict.error, RefusedError)
+    assert f"access refused; {remedy}" in str(verdict.error)
+
+
 def test_a_name_is_no_sign() -> None:
     verdict = judge(OSError("cannot read bucket/SlowDown.tar"), "s3://bucket/SlowDown.tar")
     assert not verdict.throttled
@@ -77,6 +94,7 @@ def fail(text: str) -> None:
         ("<SignatureProvided>hunter2</SignatureProvided>", ()),
         ("X-Amz-Security-Token: hunter2", ()),
         ("AWSAccessKeyId=hunter2&Signature=hunter2", ()),
+        ("Authorization: Bearer hunter2", ()),
         ("invalid header b'hunter2'", ("hunter2",)),
     ],
 )
@@ -85,6 +103,36 @@ def test_no_secret_is_in_a_message_or_in_what_led_to_it(
 ) -> None:
     with pytest.raises(StorageError) as raised, explained(URL, secrets):
         fail(text)
+    assert SECRET not in "".join(traceback.format_exception(raised.value))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"password": "hunter2\n"}, repr(b"hunter2\n")),  # read from a file with its line's end
+        ({"connection_string": "Name=me;Value=hunter2"}, "Name=me;Value=hunter2"),
+        ({"client_kwargs": {"headers": {"Authorization": "Bearer hunter2"}}}, "Bearer hunter2"),
+        ({"key": "some", "secret": "some-hunter2"}, "some-hunter2"),  # one is part of the other
+    ],
+)
+def test_no_secret_of_the_options_is_in_a_message(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(StorageError) as raised, Storage(options).explained(URL):
+        fail(text)
+    assert SECRET not in "".join(traceback.format_exception(raised.value))
+
+
+def test_what_is_too_short_for_a_secret_does_not_mar_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "o")
+    with pytest.raises(StorageError, match="OSError: no such colour"), Storage().explained(URL):
+        fail("no such colour")
+
+
+def test_a_url_that_cannot_be_opened_shows_no_secret() -> None:
+    storage = Storage({"password": SECRET, "target_protocol": SECRET})
+    with pytest.raises(OptionError, match="cannot open this URL: .*…") as raised:
+        storage.info("dir://a")
     assert SECRET not in "".join(traceback.format_exception(raised.value))
 
 

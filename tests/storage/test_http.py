@@ -82,5 +82,14 @@ def test_what_a_server_answers_is_told(
     assert SECRET not in "".join(traceback.format_exception(raised.value)) + caplog.text
 
 
+@pytest.mark.parametrize(("start", "end"), [(2, 4), (0, 4), (2, 10)])
+def test_a_server_that_sends_all_whatever_is_asked_for_is_told(
+    start: int, end: int, server: str
+) -> None:
+    message = f"10 bytes came where {end - start} were asked for: the server does not know ranges"
+    with pytest.raises(StorageError, match=message):
+        Storage().read(f"{server}/200/a.tar", start, end)
+
+
 def test_a_signed_url_is_read(server: str) -> None:
     assert Storage().read(f"{server}/200/a.tar?X-Amz-Signature={SECRET}", 0, 10) == b"0123456789"

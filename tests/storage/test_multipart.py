@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import boto3
 import pytest
 from moto.server import ThreadedMotoServer
 
@@ -34,20 +33,10 @@ ROOT = Path(__file__).parents[2]
 DATA = random.Random(0).randbytes(2 * PART_BYTES + PART_BYTES // 2)  # two and a half parts
 
 
-def client_of(server: S3Server) -> Any:
-    return boto3.client(
-        "s3",
-        endpoint_url=server.endpoint,
-        aws_access_key_id=server.access_key,
-        aws_secret_access_key=server.secret_key,
-        region_name=server.region,
-    )
-
-
 @pytest.fixture
 def uploads(s3: S3Server, bucket: str) -> Iterator[Callable[[], list[str]]]:
     """Asks for the keys of uploads that are not finished."""
-    client = client_of(s3)
+    client = s3.client()
     name = bucket.removeprefix("s3://")
     yield lambda: [
         upload["Key"] for upload in client.list_multipart_uploads(Bucket=name).get("Uploads", ())
@@ -201,7 +190,7 @@ def test_a_server_that_checks_nothing_is_found_out_by_its_etag(
     server = replace(s3, endpoint=f"http://{host}:{port}", region="us-east-1", kind="moto")
     try:
         plain = Storage(server.storage_options)
-        client = client_of(server)
+        client = server.client()
         client.create_bucket(Bucket="bucket")
         client.close()
         with spoiling(
@@ -258,6 +247,25 @@ def test_an_answer_that_gets_lost_is_no_harm(
     assert any(request.startswith(lost) for request in proxy.requests)
     assert uploads() == []
     assert storage.exists(f"{bucket}/x") == (lost != "DELETE")
+
+
+def test_an_upload_that_is_gone_is_no_success_where_an_older_file_is_as_long(
+    bucket: str, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filesystem = storage.resolve(bucket)[0]
+    filesystem.pipe_file(f"{bucket}/x", bytes(len(DATA)))
+    really_call = filesystem._call_s3
+
+    async def call(method: str, **arguments: Any) -> Any:
+        if method == "complete_multipart_upload":  # dropped by another writer, as AWS says it
+            arguments.pop("MultipartUpload")
+            await really_call("abort_multipart_upload", **arguments)
+            raise FileNotFoundError("NoSuchUpload")
+        return await really_call(method, **arguments)
+
+    monkeypatch.setattr(filesystem, "_call_s3", call)
+    with pytest.raises(StorageError, match="other bytes arrived than were sent"):
+        publish_bytes(storage, f"{bucket}/x", DATA)
 
 
 def test_a_server_that_restarts_is_waited_for(

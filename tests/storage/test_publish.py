@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import threading
+import traceback
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,21 @@ class SlowFileSystem(LocalFileSystem):  # type: ignore[misc]  # fsspec has no ty
             if data.endswith(b"fails"):
                 raise OSError("connection lost")
             file.write(data[len(data) // 2 :])
+
+
+class TalkativeFileSystem(LocalFileSystem):  # type: ignore[misc]
+    """A remote place that says who asked when something fails."""
+
+    protocol = "talkative"
+
+    def put_file(self, lpath: str, rpath: str, **_: Any) -> None:  # noqa: ARG002
+        self._refuse()
+
+    def rm_file(self, path: str) -> None:  # noqa: ARG002
+        self._refuse()
+
+    def _refuse(self) -> None:
+        raise OSError(f"login as me:{self.storage_options['password']} failed")
 
 
 PLACES = ("local", "memory", "s3", "dir over memory", "not atomic")
@@ -193,6 +210,21 @@ def test_a_put_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
         publish_bytes(storage, f"{folder}/a", NEW + b"fails")
     assert files_in(storage, folder) == ["a"]
     assert storage.read(f"{folder}/a") == OLD
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [lambda storage, url: publish_bytes(storage, url, b"1"), remove],
+    ids=["publish", "remove"],
+)
+def test_what_fails_shows_no_secret(
+    operation: Callable[[Storage, str], None], tmp_path: Path
+) -> None:
+    filesystem = DirFileSystem(path="/", fs=TalkativeFileSystem(password="hunter2"))  # noqa: S106
+    storage = Storage(filesystem=filesystem)
+    with pytest.raises(StorageError, match="login as me:… failed") as raised:
+        operation(storage, str(tmp_path / "a"))
+    assert "hunter2" not in "".join(traceback.format_exception(raised.value))
 
 
 def test_a_file_at_the_root_of_a_filesystem_makes_no_folder() -> None:

@@ -166,6 +166,29 @@ def once(at: int) -> Callable[[int, int], int | None]:
     return spoil
 
 
+def test_a_check_that_nobody_waits_for_any_more_is_made_by_who_does(wire: Wire) -> None:
+    # As when an epoch is left in the middle of a fault, and the next begins at once.
+    checks = Checks([shard_of()], Storage())
+    left, failing = Pace(), threading.Event()
+    waits = threading.Event()
+
+    def fail() -> None:
+        if threading.current_thread() is not here:
+            failing.set()
+            waits.wait(30)
+            raise OSError("connection lost")
+
+    here, wire.before = threading.current_thread(), fail
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(checks.read, 0, 0, 10, left)
+        assert failing.wait(30)
+        left.close()
+        threading.Timer(0.2, waits.set).start()  # by when this thread waits
+        assert checks.read(0, 5, 20, Pace()) == DATA[5:20]
+        with pytest.raises(StorageError, match="connection lost"):
+            first.result(30)
+
+
 def test_a_bit_flipped_on_the_way_of_the_first_read_is_mended(wire: Wire) -> None:
     checks = Checks([shard_of()], Storage())
     wire.spoil = once(5 * MIB)

@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import boto3
 import numpy as np
 import pytest
 from PIL import Image
@@ -462,8 +461,22 @@ def test_a_pack_that_fails_before_its_first_shard_leaves_no_file(tmp_path: Path)
     assert contents(tmp_path / "out") == {}
 
 
+HEAD: dict[str, object] = {"version": 1, "source": None, "options": {}, "stale": [], "finished": []}
+INFO = {"url": "000000.tar", "nsamples": 1, "filesize": float("inf"), "sha256": ""}
+
+
 @pytest.mark.parametrize(
-    "text", ["", "{", "[]", '{"version": 99}', '{"version": 1, "finished": [{"info": 3}]}']
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"version": 99}',
+        json.dumps(HEAD | {"finished": [{"info": 3}]}),
+        json.dumps(HEAD | {"finished": [{"info": INFO}]}),
+        json.dumps(HEAD | {"options": ["a"]}),
+        json.dumps(HEAD | {"stale": 3}),
+    ],
 )
 def test_notes_that_cannot_be_read_are_an_error_unless_replaced(
     text: str, files: Path, tmp_path: Path, stop_after: Callable[[int], None]
@@ -509,7 +522,7 @@ def test_a_journal_reads_back_as_it_was(tmp_path: Path) -> None:
 def test_on_s3_finished_shards_stay(
     bucket: str, s3: S3Server, files: Path, stop_after: Callable[[int], None]
 ) -> None:
-    client = boto3.client("s3", endpoint_url=s3.endpoint)
+    client = s3.client()
     name = bucket.removeprefix("s3://")
     pack(files, f"{bucket}/clean", max_samples=30)
     pack_stopped(stop_after, 4, files, f"{bucket}/out", max_samples=30)

@@ -32,7 +32,9 @@ from shardstream.write.images import ImageOptions
 from shardstream.write.open_source import SourceOptions, open_source
 from shardstream.write.parallel import RecordEncoder
 from shardstream.write.roll import ShardWriter
+from shardstream.write.rows import iter_rows
 from shardstream.write.source import FileRef, Record, SamplesSource, Source
+from tests.servers import ShapedS3
 
 
 def png(shade: int = 0) -> bytes:
@@ -334,6 +336,29 @@ def test_a_malformed_table_is_an_error(
     url = put(tmp_path, {name: data}) + f"/{name}"
     with pytest.raises((SourceError, StorageError), match=message):
         list(opened(url))
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.parquet"])
+def test_a_table_behind_a_server_that_breaks_off_is_read_or_an_error(
+    name: str, shaped_s3: ShapedS3, bucket: str
+) -> None:
+    out = io.BytesIO()
+    parquet.write_table(pa.table({"a": [f"{i:04d}" for i in range(1000)]}), out)
+    lines = [f'{{"a": "{i:04d}"}}' if name == "t.jsonl" else f"{i:04d}" for i in range(1000)]
+    text = "\n".join(["a"] * (name == "t.csv") + lines).encode()
+    url = f"{bucket}/{name}"
+    data = out.getvalue() if name == "t.parquet" else text
+    publish_bytes(Storage(shaped_s3.plain.storage_options), url, data)
+    storage = Storage(shaped_s3.chaos.storage_options | {"patience_s": 0.3})
+
+    def found() -> list[str]:
+        return [row.cells["a"] for row in iter_rows(url, storage, columns=None)]
+
+    shaped_s3.control("/set?profile=chaos&slow=0&stall=0&trunc=0&reset=0.3")
+    assert found() == [f"{i:04d}" for i in range(1000)]
+    shaped_s3.control("/set?profile=chaos&reset=1")
+    with pytest.raises(StorageError, match=f"the connection broke off.*{name}"):
+        found()
 
 
 def make_tars(folder: Path, **options: Any) -> str:

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from benchmarks.case import Case, Result
 from benchmarks.data import Corpus, packed_samples
@@ -63,7 +62,7 @@ class Work:
         if self._s3 is None:
             place = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-s3-")))
             self._s3 = self._stack.enter_context(start_s3(place / "s3"))
-            self._client().create_bucket(Bucket=_BUCKET)
+            self._s3.client().create_bucket(Bucket=_BUCKET)
         if not slow:
             return self._s3
         if self._shaped is None:
@@ -106,25 +105,13 @@ class Work:
         key = f"{corpus.name}/{form}"
         if key not in self._uploaded:
             place = self.prepare(corpus, form)
-            client = self._client()
+            client = self.server(slow=False).client()
             for path in sorted(place.rglob("*")):
                 if path.is_file():
                     name = path.relative_to(place).as_posix()
                     client.upload_file(str(path), _BUCKET, f"{key}/{name}")
             self._uploaded.add(key)
         return f"s3://{_BUCKET}/{key}/"
-
-    def _client(self) -> Any:
-        import boto3  # noqa: PLC0415  (local rows do without)
-
-        server = self.server(slow=False)
-        return boto3.client(
-            "s3",
-            endpoint_url=server.endpoint,
-            aws_access_key_id=server.access_key,
-            aws_secret_access_key=server.secret_key,
-            region_name=server.region,
-        )
 
     def measure(self, case: Case, *, server: S3Server | None = None) -> Result:
         """Run a case in a process of its own.

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks import images
 from benchmarks.case import Case, Epochs
+from benchmarks.loaders import loader_options
 from benchmarks.objects import list_tars, presign
 
 FORMAT = "tar"
@@ -43,13 +44,8 @@ def epochs(case: Case) -> Epochs:
         streaming=True,
     )
     stream = stream.cast_column("jpg", hf.Image(decode=False)).shuffle(seed=0, buffer_size=1000)
-    loader: Any = DataLoader(
-        stream,
-        batch_size=case.batch_size,
-        num_workers=case.workers,
-        collate_fn=_examples if case.task == "train" else _flat,
-        persistent_workers=case.workers > 0,
-    )
+    collate = {"collate_fn": _examples if case.task == "train" else _flat}
+    loader: Any = DataLoader(stream, **loader_options(case) | collate)
 
     def epoch(number: int) -> Any:
         stream.set_epoch(number)

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks import images
 from benchmarks.case import Case, Epochs
+from benchmarks.loaders import alike, loader_options
 
 FORMAT = "files"
 
@@ -32,15 +33,4 @@ class Files(Dataset[Any]):
 
 def epochs(case: Case) -> Epochs:
     """Return what makes the batches of an epoch."""
-    collate: dict[str, Any] = {} if case.task == "train" else {"collate_fn": list}
-    loader = DataLoader(
-        Files(case),
-        batch_size=case.batch_size,
-        shuffle=True,
-        num_workers=case.workers,
-        persistent_workers=case.workers > 0,
-        **collate,
-    )
-    if case.task == "train":
-        return lambda _: map(tuple, loader)
-    return lambda _: loader
+    return alike(case, DataLoader(Files(case), shuffle=True, **loader_options(case)))

@@ -13,6 +13,7 @@ from litdata.streaming import downloader
 
 from benchmarks import images
 from benchmarks.case import Case, Epochs
+from benchmarks.loaders import alike, loader_options
 
 FORMAT = "litdata"
 
@@ -29,19 +30,9 @@ def make_loader(case: Case) -> Any:
         shuffle=True,
         **{"transform": transform} if case.task == "train" else {},
     )
-    collate: dict[str, Any] = {} if case.task == "train" else {"collate_fn": list}
-    return StreamingDataLoader(
-        dataset,
-        batch_size=case.batch_size,
-        num_workers=case.workers,
-        persistent_workers=case.workers > 0,
-        **collate,
-    )
+    return StreamingDataLoader(dataset, **loader_options(case))
 
 
 def epochs(case: Case) -> Epochs:
     """Return what makes the batches of an epoch."""
-    loader = make_loader(case)
-    if case.task == "train":
-        return lambda _: map(tuple, loader)
-    return lambda _: loader
+    return alike(case, make_loader(case))

@@ -13,6 +13,7 @@ from typing import Any
 
 from benchmarks import images
 from benchmarks.case import Case, Epochs
+from benchmarks.loaders import alike, loader_options
 
 FORMAT = "mds"
 
@@ -56,19 +57,9 @@ def make_loader(case: Case) -> Any:
         batch_size=case.batch_size,
         predownload=8 * case.batch_size,
     )
-    collate: dict[str, Any] = {} if case.task == "train" else {"collate_fn": list}
-    return streaming.StreamingDataLoader(
-        dataset,
-        batch_size=case.batch_size,
-        num_workers=case.workers,
-        persistent_workers=case.workers > 0,
-        **collate,
-    )
+    return streaming.StreamingDataLoader(dataset, **loader_options(case))
 
 
 def epochs(case: Case) -> Epochs:
     """Return what makes the batches of an epoch."""
-    loader = make_loader(case)
-    if case.task == "train":
-        return lambda _: map(tuple, loader)
-    return lambda _: loader
+    return alike(case, make_loader(case))

@@ -12,6 +12,7 @@ import webdataset as wds
 
 from benchmarks import images
 from benchmarks.case import Case, Epochs
+from benchmarks.loaders import alike
 from benchmarks.objects import list_tars, presign
 
 FORMAT = "tar"
@@ -37,6 +38,4 @@ def epochs(case: Case) -> Epochs:
     loader = wds.WebLoader(
         dataset, batch_size=None, num_workers=case.workers, persistent_workers=case.workers > 0
     )
-    if case.task == "train":
-        return lambda _: map(tuple, loader)
-    return lambda _: loader
+    return alike(case, loader)
