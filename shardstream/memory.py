@@ -13,12 +13,15 @@ _LESSON_BYTES = 31 << 20
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Import large packages without looking for garbage meanwhile, of which there is none: torch takes 0.15 s of 1.4 less."""
+    """Import large packages without looking for garbage meanwhile, of which there is none: torch takes 0.2 s of 1.4 less."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
+        if gc.get_freeze_count() == 0:  # else it is somebody's wish
+            gc.freeze()
+            gc.unfreeze()  # all is old now: the next collection of what is young need not look at it
         if was_enabled:
             gc.enable()
 

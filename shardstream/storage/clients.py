@@ -21,6 +21,7 @@ from shardstream.memory import importing
 from shardstream.storage import inherited
 from shardstream.storage.environment import aws_variables
 from shardstream.storage.explain import explained, scrub, tellable
+from shardstream.storage.glance import glance
 from shardstream.storage.piece import Piece, Reader
 from shardstream.storage.read_any import FilesystemReader
 from shardstream.storage.s3_settings import S3Settings, for_s3fs, understand
@@ -182,6 +183,14 @@ class Clients:
             piece = reader.read(path, start, end, piecemeal=piecemeal)
         self._read_bytes += len(piece.data)
         return piece
+
+    def glance(self, url: str) -> bytes | None:
+        """Return a small file, if this process has set up no client yet and can do without; None says nothing about the file."""
+        is_first = "s3fs" not in sys.modules and not inherited.has_threads()
+        if not is_first or self._s3_client is not None or not self.is_s3(url):
+            return None
+        settings = self._settings()
+        return None if settings is None else glance(settings, url.partition("://")[2])
 
     def _give_up_obstore(self, error: Exception) -> bool:
         """Go on with s3fs if that can do what obstore cannot: follow a bucket to its region, read answers without a length."""

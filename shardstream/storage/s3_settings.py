@@ -10,6 +10,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 _CREDENTIALS_LAST = timedelta(minutes=10)  # obstore asks again five minutes before
@@ -179,13 +180,23 @@ def find_endpoint(options: Mapping[str, Any], variables: Mapping[str, str]) -> s
 
 
 def _profile(options: Mapping[str, Any], variables: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return what the user's profile says; nothing where botocore, which reads it, is missing."""
-    if importlib.util.find_spec("botocore") is None:
+    """Return what the user's profile says; nothing where there is none, or botocore, which reads it, is missing."""
+    named = options.get("profile") or variables.get("AWS_PROFILE")
+    if importlib.util.find_spec("botocore") is None or not (named or _has_profiles(variables)):
         return {}
     found: Mapping[str, Any] = _session(options).get_scoped_config()
     if variables.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true":
         return {name: value for name, value in found.items() if name != "endpoint_url"}
     return found
+
+
+def _has_profiles(variables: Mapping[str, str]) -> bool:
+    """Tell whether there is a file of profiles: botocore takes 0.1 s to be imported and say so."""
+    places = (
+        variables.get("AWS_CONFIG_FILE", "~/.aws/config"),
+        variables.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
+    )
+    return any(Path(place).expanduser().exists() for place in places)
 
 
 def _session(options: Mapping[str, Any]) -> Any:

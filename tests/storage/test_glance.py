@@ -1,0 +1,156 @@
+"""The first look at a manifest needs no client; what is not plain is left to the clients."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardstream as ss
+from shardstream.storage import glance as module
+from shardstream.storage.filesystem import Storage
+from shardstream.storage.glance import glance, sign
+from shardstream.storage.publish import publish_bytes, remove
+from shardstream.storage.s3_settings import S3Settings
+from tests.servers import S3Server
+
+SAY = """
+import sys
+import shardstream as ss
+dataset = ss.ShardDataset(sys.argv[1], index="require")
+print(len(dataset), *sorted({"s3fs", "botocore", "obstore"} & {*sys.modules}))
+print(sum(1 for _ in dataset), "s3fs" in sys.modules)
+"""
+
+
+def look(url: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Open a data set in a process that has imported nothing."""
+    return subprocess.run(
+        [sys.executable, "-c", SAY, url],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def packed(bucket: str, s3_env: None) -> str:
+    with ss.ShardWriter(f"{bucket}/a b/", max_samples=5) as writer:
+        for number in range(12):
+            writer.write({"__key__": f"{number}", "txt": "x"})
+    return f"{bucket}/a b"
+
+
+def test_a_data_set_opens_without_a_client(packed: str) -> None:
+    for url in (packed, f"{packed}/"):
+        done = look(url)
+        assert done.stdout.split("\n")[:2] == ["12", "12 True"], done.stderr
+
+
+def test_what_cannot_be_seen_at_a_glance_is_looked_for_by_a_client(packed: str) -> None:
+    storage = Storage()
+    remove(storage, f"{packed}/000000.tar.idx")
+    assert "no index; run 'shardstream index'" in look(packed).stderr
+    remove(storage, f"{packed}/index.json")
+    assert "no index; run 'shardstream index'" in look(packed).stderr
+    publish_bytes(storage, f"{packed}/index.json", b"[]")
+    assert "ManifestError" in look(packed).stderr
+
+
+def test_a_refusal_is_told_by_the_client(packed: str) -> None:
+    done = look(packed, AWS_SECRET_ACCESS_KEY="not-the-secret")
+    assert "RefusedError" in done.stderr
+    assert "not-the-secret" not in done.stderr
+
+
+@pytest.fixture
+def settings(s3: S3Server) -> S3Settings:
+    keys = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key, "token": None}
+    return S3Settings(region=s3.region, endpoint=s3.endpoint, credentials=lambda: keys)
+
+
+@pytest.mark.usefixtures("s3_env")
+def test_what_is_not_plain_is_not_looked_at(
+    bucket: str, settings: S3Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = f"{bucket.removeprefix('s3://')}/file"
+    publish_bytes(Storage(), f"{bucket}/file", b"12")
+    assert glance(settings, path) == b"12"
+    for change in (
+        {"verify": False},
+        {"virtual_hosts": True},
+        {"requester_pays": True},
+        {"credentials": None},
+        {"anonymous": True},  # the server refuses it
+    ):
+        assert glance(replace(settings, **change), path) is None
+    for odd in (f"{path}/../file", f"{path}//", "./x"):
+        assert glance(settings, odd) is None
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    assert glance(settings, path) is None
+    monkeypatch.delenv("HTTP_PROXY")
+    monkeypatch.setattr(module, "_MOST_BYTES", 1)
+    assert glance(settings, path) is None
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """A server that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_server_that_says_nothing_is_not_waited_for_long(
+    silent: str, settings: S3Settings
+) -> None:
+    assert glance(replace(settings, endpoint=silent, stall_s=0.1), "b/key") is None
+
+
+texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1)
+
+
+@given(texts, st.sampled_from(["us-east-1", "eu-west-3"]), st.none() | st.just("to/ken="))
+def test_signatures_are_those_of_botocore(name: str, region: str, token: str | None) -> None:
+    target = f"/bucket/{quote(name, safe='/~')}"
+    keys: dict[str, Any] = {
+        "access_key_id": "AKID",
+        "secret_access_key": "sec/ret",
+        "token": token,
+    }
+    ours = sign(target, host="h:9", region=region, credentials=keys, now=datetime.now(UTC))
+    request = AWSRequest("GET", f"http://h:9{target}", headers={"Host": "h:9"})
+    request.context["timestamp"] = ours["x-amz-date"]
+    auth = S3SigV4Auth(Credentials("AKID", "sec/ret", token), "s3", region)
+    request.headers["X-Amz-Content-SHA256"] = ours["x-amz-content-sha256"]
+    if token:
+        request.headers["X-Amz-Security-Token"] = token
+    assert ours["Authorization"].endswith(_signature(auth, request, ours["x-amz-date"]))
+
+
+def _signature(auth: S3SigV4Auth, request: Any, at: str) -> str:
+    request.headers["X-Amz-Date"] = at
+    return str(
+        auth.signature(auth.string_to_sign(request, auth.canonical_request(request)), request)
+    )
+
+
+def test_the_users_files_are_not_needed(tmp_path: Path, packed: str) -> None:
+    """No profile, no home: the same."""
+    done = look(packed, HOME=str(tmp_path))
+    assert done.stdout.startswith("12\n"), done.stderr
