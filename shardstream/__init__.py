@@ -28,6 +28,7 @@ from shardstream.errors import (
     StorageError,
     WorkerError,
 )
+from shardstream.memory import importing
 from shardstream.placement import Placement
 
 if TYPE_CHECKING:
@@ -104,7 +105,8 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'shardstream' has no attribute {name!r}")
-    return getattr(import_module(f"shardstream.{_LAZY[name]}"), name)
+    with importing():
+        return getattr(import_module(f"shardstream.{_LAZY[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -17,7 +17,7 @@ CLIENTS = sorted(path for folder in ("tools", "examples") for path in (ROOT / fo
 
 # Lowest first; a part imports its own layer and lower ones. `read` and `write` share a layer, but never meet.
 LAYERS = (
-    {"errors", "placement"},
+    {"errors", "memory", "placement"},
     {"format"},
     {"storage"},
     {"read", "write"},

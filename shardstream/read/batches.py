@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from time import perf_counter
@@ -12,18 +13,20 @@ from typing import Any, NamedTuple
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shardstream.errors import SkipBudgetError
+from shardstream.memory import settle_worker
 from shardstream.placement import Reader
 from shardstream.read.dataset import StreamDataset, current_reader
 from shardstream.read.plan import Order
 from shardstream.read.planned import PlannedSource, open_share
 from shardstream.read.quarantine import BadSample, located
+from shardstream.read.ring import Ring
 from shardstream.read.share import Share, Split
 from shardstream.read.skip import Skips
 from shardstream.read.source import own_steps
 from shardstream.read.stage import Position, Run, State
 from shardstream.read.stats import Spent
 from shardstream.read.substitute import substitute
-from shardstream.read.tensors import shared_numbers
+from shardstream.read.tensors import collate, shared_numbers
 from shardstream.read.watch import marked
 
 
@@ -65,7 +68,7 @@ class Batches(IterableDataset[Packet]):
         dataset: StreamDataset,
         *,
         batch_size: int | None,
-        collate_fn: Callable[[list[Any]], Any],
+        collate_fn: Callable[[Any], Any],
         split: Split,
         lanes: int,
         num_workers: int,
@@ -83,6 +86,8 @@ class Batches(IterableDataset[Packet]):
         self._control = shared_numbers(0, 0)
         self.begun = shared_numbers(*[0] * max(1, num_workers))
         """Which batch each worker is at (see `marked`)."""
+        self.rings: list[Ring] = []
+        """Of each worker, if there are workers and the system can."""
 
     def begin(self, position: Position) -> None:
         """Let the next iteration start here; called in the main process, before the workers are."""
@@ -124,7 +129,20 @@ class Batches(IterableDataset[Packet]):
             if share is None
             else self._read_steps(share, reader)
         )
+        if get_worker_info() is None:
+            return packets
+        settle_worker()
+        if self.rings:
+            packets = self._sent(packets, reader.worker)
         return marked(packets, self.begun, reader.worker)
+
+    def _sent(self, packets: Generator[Packet], worker: int) -> Generator[Packet]:
+        """Yield packets as they are sent: large bytes in the worker's ring."""
+        ring = self.rings[worker]
+        ring.forget()
+        with closing(packets):
+            for packet in packets:
+                yield packet._replace(batch=ring.pack(packet.batch, worker))
 
     def _begin_here(self) -> Position:
         """Return where to begin: what this worker was started with, or, if it is used again, what is in shared memory."""
@@ -165,7 +183,7 @@ class Batches(IterableDataset[Packet]):
                 if not items and self.split.world_size > 1:
                     items = substitute(catalog, chain, share, step, skips)
                 done = perf_counter()
-                batch = self.collate_fn(items) if items else None
+                batch = self._collate(items)
                 end = perf_counter()
                 spent.read_s += read - begun
                 spent.steps_s += done - read
@@ -178,6 +196,11 @@ class Batches(IterableDataset[Packet]):
         finally:
             chain.close()
             run.close()
+
+    def _collate(self, items: Sequence[Any]) -> Any:
+        if not items:
+            return None
+        return self.collate_fn(items if self.collate_fn is collate else list(items))
 
     def _read_stream(self, reader: Reader, position: Position) -> Generator[Packet]:
         # torch asks worker 0 first: after a resume it takes the part whose turn it is.
@@ -225,7 +248,7 @@ class Batches(IterableDataset[Packet]):
             if size is not None and self.split.drop_last and len(items) < size:
                 return
             done = perf_counter()
-            batch = items[0] if size is None else self.collate_fn(items)
+            batch = items[0] if size is None else self._collate(items)
             spent.read_s += done - begun
             spent.collate_s += perf_counter() - done
             spent.samples += len(items)

@@ -82,7 +82,7 @@ class NumberedDataset(ItemSteps, Dataset[Any]):
             )
         finally:
             chain.close()
-        return items
+        return list(items)
 
     def _open(self) -> Fetcher:
         if (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from shardstream.errors import OptionError, StateError, WorkerError
+from shardstream.memory import keep_freed_memory
 from shardstream.placement import Reader
 from shardstream.read.batches import Batches, Packet
 from shardstream.read.dataset import StreamDataset
@@ -20,6 +21,7 @@ from shardstream.read.loader_options import check_options, warn_of_lanes
 from shardstream.read.permute import derive_key
 from shardstream.read.planned import Options, plain_share
 from shardstream.read.quarantine import BadSample, Quarantine
+from shardstream.read.ring import Ring, open_rings, unpacked
 from shardstream.read.share import Share, Split
 from shardstream.read.skip import Skips
 from shardstream.read.stage import Position, State, at_least
@@ -167,10 +169,17 @@ class ShardLoader(DataLoader[Any]):
         if self._seeds_workers:
             self.generator.manual_seed(derive_key(seed, begin.epoch) >> 1)
         self._iterator = living(self._iterator)
-        return self._hand_out(super().__iter__(), begin, self._iteration)
+        if self._iterator is None:  # workers will be started
+            self._batches.rings = open_rings(self.num_workers)
+        keep_freed_memory()
+        rings = self._batches.rings  # another iteration has its own workers, or these
+        # In this process torch's iterator adds nothing but 11 us a batch.
+        here = self.num_workers == 0 and not self.pin_memory
+        packets = iter(self._batches) if here else super().__iter__()
+        return self._hand_out(packets, begin, self._iteration, rings)
 
     def _hand_out(
-        self, packets: Iterator[Packet], begin: Position, iteration: int
+        self, packets: Iterator[Packet], begin: Position, iteration: int, rings: Sequence[Ring]
     ) -> Iterator[Any]:
         parts = dict(begin.parts)
         batches = self._batches
@@ -188,7 +197,7 @@ class ShardLoader(DataLoader[Any]):
                     self._taken[packet.part] = packet.taken
                     self._position = self._position_after(packet, steps, begin.epoch, parts)
                 if not packet.empty:
-                    yield packet.batch
+                    yield unpacked(packet.batch, rings)
                 asked = time.perf_counter()
         stopwatch.stop()
         if iteration == self._iteration:

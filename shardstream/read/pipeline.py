@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -180,8 +180,11 @@ class ItemChain:
                 )
             self._functions.append((stage.bind(context), pool))
 
-    def __call__(self, items: list[Any], numbers: list[int]) -> tuple[list[Any], list[int]]:
+    def __call__(self, items: Sequence[Any], numbers: list[int]) -> tuple[Sequence[Any], list[int]]:
         """Return the items after all stages, and their numbers; bad ones are left out."""
+        if self._first is None and not self._functions:
+            return items, numbers  # columns stay columns
+        items = list(items)
         if self._first is not None:
             items, numbers = self._first(items, numbers)
         for function, pool in self._functions:
@@ -206,7 +209,7 @@ class ItemChain:
         self,
         function: ItemFunction,
         pool: ThreadPoolExecutor | None,
-        items: list[Any],
+        items: Sequence[Any],
         numbers: list[int],
     ) -> tuple[list[Any], list[int]]:
         calls: list[Callable[[], Any]]

@@ -158,6 +158,14 @@ class Plan:
         size = np.minimum(order.window, lane_size - window * order.window)
         return lane_first + window * order.window, window, offset, size
 
+    def _permuted(self, blocks: Ints) -> Ints:
+        """Return where blocks come from, shape (n,); each is computed once if they are near each other, as those of a window are."""
+        first, last = (int(blocks.min()), int(blocks.max())) if blocks.size else (0, 0)
+        if last - first >= blocks.size:
+            return permute(blocks, self._blocks, self._block_key)
+        near = np.arange(first, last + 1, dtype=np.int64)
+        return permute(near, self._blocks, self._block_key)[blocks - first]
+
     def _line(self, places: Ints) -> Ints:
         """Return the samples at places of the permuted line of blocks."""
         short = (places >= self._short_start) & (places < self._short_start + self._short)
@@ -165,7 +173,7 @@ class Plan:
         if self._blocks == 0:
             return places
         block, within = np.divmod(np.where(short, 0, shifted), self.order.block)
-        samples = permute(block, self._blocks, self._block_key) * self.order.block + within
+        samples = self._permuted(block) * self.order.block + within
         return np.where(
             short, self._blocks * self.order.block + places - self._short_start, samples
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ _LOOSE_WINDOW = 64
 class Chain(Protocol):
     """Steps on samples, before those of the pipeline."""
 
-    def __call__(self, items: list[Any], numbers: list[int], /) -> tuple[list[Any], list[int]]:
+    def __call__(self, items: list[Any], numbers: list[int], /) -> tuple[Sequence[Any], list[int]]:
         """Return the items that came through and their numbers, in order."""
 
     def close(self) -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from typing import cast
 
 import numpy as np
 
 from shardstream.format.group import Sample
+from shardstream.format.many import Columns, Samples
 from shardstream.read.permute import Ints
 from shardstream.read.share import Share
 from shardstream.read.skip import Skips
@@ -109,11 +110,12 @@ class PlannedRun:
         self.number, sample = next(self._samples)
         return sample
 
-    def steps(self) -> Iterator[tuple[list[int], list[Sample]]]:
+    def steps(self) -> Iterator[tuple[list[int], Sequence[Sample]]]:
         """Yield the numbers and samples of each step, from the position on; damaged samples are left out of both."""
         for numbers, found in self._open():
-            kept, samples = numbers, cast("list[Sample]", found)
-            if list(map(type, found)).count(dict) < len(found):
+            kept: list[int] = numbers
+            samples = cast("list[Sample]", found)
+            if not isinstance(found, Columns) and list(map(type, found)).count(dict) < len(found):
                 kept, samples = [], []
                 for number, sample in zip(numbers, found, strict=True):
                     if isinstance(sample, Exception):
@@ -146,7 +148,7 @@ class PlannedRun:
             self._fetcher.close()
         self._fetcher = None
 
-    def _open(self) -> Generator[tuple[list[int], list[Sample | Exception]], None, None]:
+    def _open(self) -> Generator[tuple[list[int], Samples], None, None]:
         """Start reading at the position; yield numbers and samples of each step."""
         width = self._share.split.microbatches * self._share.plan.order.batch
         first, within = divmod(self._taken, width)

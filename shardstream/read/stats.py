@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields
 
 
 @dataclass(slots=True, kw_only=True)
@@ -33,10 +33,13 @@ class Spent:
 
     def with_costs(self, costs: Mapping[str, float]) -> Spent:
         """Return a copy with what a fetcher says of itself."""
-        spent = replace(self)
-        for name, cost in costs.items():
-            setattr(spent, name, cost)
-        return spent
+        return Spent(
+            samples=self.samples,
+            read_s=self.read_s,
+            steps_s=self.steps_s,
+            collate_s=self.collate_s,
+            **costs,
+        )
 
     def add(self, other: Spent) -> None:
         """Take in what another has spent."""

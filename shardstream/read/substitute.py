@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ _SUBSTITUTE = 5
 
 def substitute(
     catalog: AnyCatalog, chain: Chain, share: Share, step: int, skips: Skips
-) -> list[Any]:
+) -> Sequence[Any]:
     """Return one good sample of the epoch in place of a whole bad batch.
 
     Which one depends on the seed, the epoch and the place in it alone, so a resume takes the same.

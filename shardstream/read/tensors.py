@@ -12,6 +12,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from shardstream.errors import SampleError
+from shardstream.format.many import Columns
 
 _REPEATED_LIMIT_BYTES = 1 << 30
 
@@ -65,7 +66,7 @@ def collate(items: Sequence[Any]) -> Any:
     """
     first = items[0]
     if isinstance(first, Mapping):
-        columns = _columns(first, items)
+        columns = items.columns if isinstance(items, Columns) else _columns(first, items)
         return {name: _column(values, name, items) for name, values in columns.items()}
     if isinstance(first, tuple):
         sizes = {len(item) for item in items}

@@ -18,7 +18,6 @@ from weakref import WeakSet
 
 import numpy as np
 from torch._utils import ExceptionWrapper
-from torch.utils.data import get_worker_info
 from torch.utils.data._utils import signal_handling
 
 from shardstream.errors import SampleError, WorkerError, redact
@@ -46,8 +45,7 @@ def marked(packets: Generator[_T], begun: Any, worker: int) -> Iterator[_T]:
         worker: Its place there.
     """
     place = begun.numpy()
-    if get_worker_info() is not None:
-        _report_unsendable()
+    _report_unsendable()
     with closing(packets):
         number = 0
         while True:

@@ -11,8 +11,7 @@ from itertools import pairwise, repeat
 import numpy as np
 
 from shardstream.errors import IndexMismatchError, StorageError
-from shardstream.format.group import Sample
-from shardstream.format.many import Stretch, read_samples
+from shardstream.format.many import Samples, Stretch, in_place, read_samples
 from shardstream.storage.catalog import Extents, Numbers
 from shardstream.storage.joined import AnyCatalog
 from shardstream.storage.pace import Pace, Slot
@@ -98,7 +97,7 @@ class RangeFetcher:
     Args:
         catalog: The dataset.
         upcoming: Sample numbers that will be asked for, in groups that are read together, in order of first need.
-        prefetch_bytes: How much to hold ahead of use; the group that is being read is held whatever this says.
+        prefetch_bytes: How much to hold ahead of use; what has been begun (a shuffled window, mostly) is held beside it.
         hedges: Send a second request where an answer takes three times as long as usual, and take what comes first.
     """
 
@@ -115,7 +114,7 @@ class RangeFetcher:
         self._budget = prefetch_bytes
         self._hedges = hedges
         self._held: dict[int, Range] = {}
-        self._held_bytes = 0
+        self._ahead_bytes = 0  # of ranges from which nothing has been taken
         self._unanswered: list[Range] = []
         self._pace = Pace(catalog.threads, _THREADS)
         self._read_bytes = self._requests = 0
@@ -125,12 +124,12 @@ class RangeFetcher:
         self._next: tuple[Numbers, dict[int, Future[object]]] | None = None
         self._announced_at = 0.0
 
-    def samples(self, numbers: Numbers) -> list[Sample | Exception]:
+    def samples(self, numbers: Numbers) -> Samples:
         """Return for each number its sample, once its bytes have come, or what is wrong with it."""
         if not len(numbers):
             return []
         while (
-            self._held_bytes < self._budget
+            self._ahead_bytes < self._budget
             and len(self._held) < self._catalog.most_ahead
             and self._request_next()
         ):
@@ -162,7 +161,7 @@ class RangeFetcher:
         for pool in (self._pool, self._aside):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _read(self, numbers: Numbers, by_range: dict[Range, list[int]]) -> list[Sample | Exception]:
+    def _read(self, numbers: Numbers, by_range: dict[Range, list[int]]) -> Samples:
         """Read ranges in order of need; a store that fails, or lies, is the end of all that is not there yet."""
         extents = self._catalog.extents(numbers)
         stretches, order = [], []
@@ -178,10 +177,12 @@ class RangeFetcher:
             stretches.append(Stretch(span.shard, url, data, span.start, starts, ends))
             order += places
             self._let_go(span, {int(numbers[place]) for place in places})
-        found: list[Sample | Exception | None] = [failed] * len(numbers)
-        for place, sample in zip(order, read_samples(stretches), strict=True):
-            found[place] = sample
-        return found  # type: ignore[return-value]  # all are there, or failed
+        samples = read_samples(stretches)
+        missing = len(numbers) - len(order)
+        if failed is None or not missing:
+            return in_place(samples, order)
+        left = sorted(set(range(len(numbers))) - set(order))
+        return in_place([*samples, *repeat(failed, missing)], order + left)
 
     def _let_go(self, span: Range, used: set[int]) -> None:
         for number in used:
@@ -189,7 +190,6 @@ class RangeFetcher:
         span.left -= len(used)
         if span.left == 0:
             span.data = b""
-            self._held_bytes -= span.size
 
     def _request_next(self) -> bool:
         """Ask for the next group; the indexes of the one after it are on their way meanwhile."""
@@ -223,7 +223,7 @@ class RangeFetcher:
             span.future = self._pool.submit(self._fetch, span)
             if self._hedges:
                 self._unanswered.append(span)
-            self._held_bytes += span.size
+            self._ahead_bytes += span.size
             mine = numbers[span.places].tolist()
             self._held.update(zip(mine, repeat(span)))
             span.left = len(set(mine))
@@ -267,6 +267,7 @@ class RangeFetcher:
         if span.future is None:
             return span.data
         begin = time.monotonic()
+        self._ahead_bytes -= span.size
         try:
             span.data = self._answer(span)
         except Exception:
@@ -303,4 +304,3 @@ class RangeFetcher:
     def _forget(self, span: Range) -> None:
         """Let what a failed request was for be asked for again."""
         self._held = {number: held for number, held in self._held.items() if held is not span}
-        self._held_bytes -= span.size

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import mmap
-import os
 import sys
 import threading
 from collections import OrderedDict
@@ -15,14 +13,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.errors import IndexMismatchError, OptionError, ShardError
+from shardstream.errors import IndexMismatchError, OptionError
 from shardstream.format.group import Sample, read_sample
 from shardstream.format.index import INDEX_SUFFIX, Offsets, check_extent, decode_index, scan_shard
 from shardstream.format.manifest import ShardInfo, fingerprint
 from shardstream.format.tar import Buffer
-from shardstream.storage.explain import explained
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import Located, is_compressed
+from shardstream.storage.maps import Maps, map_file
 from shardstream.storage.pace import Pace, asking
 from shardstream.storage.retry import fetch, fetch_view
 from shardstream.storage.verified import Verify, open_checks
@@ -61,7 +59,7 @@ class Catalog:
 
     joins = True
     """Whether samples with neighbouring numbers are read together."""
-    threads = 8
+    threads = 16
     """Requests in flight."""
     most_ahead = sys.maxsize
     """Samples that are asked for ahead of use, at most."""
@@ -77,6 +75,7 @@ class Catalog:
         self._firsts = np.concatenate(([0], np.cumsum(counts)))
         self._kept: OrderedDict[int, Offsets] = OrderedDict()
         self._kept_bytes = 0
+        self._maps = Maps()
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -119,17 +118,21 @@ class Catalog:
         return self.shards[shard].url
 
     def map_shard(self, shard: int) -> Buffer:
-        """Map a shard on this machine to memory.
+        """Return a shard on this machine, mapped to memory.
 
         Raises:
             StorageError: If it cannot be opened.
             ShardError: If it is empty, or not that of the manifest.
         """
+        kept = self._maps.get(shard)
+        if kept is not None:
+            return kept
         url = self.shards[shard].url
         path = self.storage.local_path(url) or url
         tar = map_file(path, url)
         if self._checks is not None:
             self._checks.check_file(shard, path, tar)
+        self._maps.keep(shard, tar)
         return tar
 
     def fetch(
@@ -256,23 +259,3 @@ def lacks_index(located: Located, storage: Storage) -> str | None:
         if shard.url not in located.indexed and storage.local_path(shard.url) is None:
             return shard.url
     return None
-
-
-def map_file(path: str, url: str) -> mmap.mmap | bytes:
-    """Map a local file to memory, for reading.
-
-    Raises:
-        StorageError: If it cannot be opened.
-        ShardError: If it is empty.
-    """
-    with explained(url):
-        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        size = os.fstat(handle).st_size
-        if size == 0:
-            raise ShardError(
-                "the file is empty: no tar; fetch or write it again", shard=url, offset=0
-            )
-        return mmap.mmap(handle, size, access=mmap.ACCESS_READ)
-    finally:
-        os.close(handle)

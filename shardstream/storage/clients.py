@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from fsspec.core import url_to_fs
 
 from shardstream.errors import OptionError
+from shardstream.memory import importing
 from shardstream.storage import inherited
 from shardstream.storage.environment import aws_variables
 from shardstream.storage.explain import explained, scrub, tellable
@@ -246,7 +247,8 @@ class Clients:
                 options = for_s3fs(
                     options, aws_variables(), self.limits.stall_s if reading else None
                 )
-            filesystem, path = cast("tuple[Any, str]", url_to_fs(url, **options))
+            with importing():
+                filesystem, path = cast("tuple[Any, str]", url_to_fs(url, **options))
         except ImportError as error:
             install = _INSTALL.get(protocol, "install the package it names")
             raise OptionError(

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Protocol
 
 import numpy as np
 
-from shardstream.format.group import Sample
-from shardstream.format.many import Stretch, are_many, read_one, read_samples
-from shardstream.format.tar import Buffer
+from shardstream.format.many import Samples, Stretch, are_many, in_place, read_one, read_samples
 from shardstream.storage.ahead import RangeFetcher
 from shardstream.storage.catalog import Numbers
 from shardstream.storage.joined import AnyCatalog
-
-_MAPS_KEPT = 512
 
 
 class Fetcher(Protocol):
     """Hands out samples, waiting for their bytes if need be."""
 
-    def samples(self, numbers: Numbers) -> list[Sample | Exception]:
+    def samples(self, numbers: Numbers) -> Samples:
         """Return for each number its sample, or what is wrong with it."""
 
     def stats(self) -> dict[str, float]:
@@ -56,10 +51,9 @@ class LocalFetcher:
 
     def __init__(self, catalog: AnyCatalog) -> None:
         self._catalog = catalog
-        self._maps: OrderedDict[int, Buffer] = OrderedDict()
         self._read_bytes = 0
 
-    def samples(self, numbers: Numbers) -> list[Sample | Exception]:
+    def samples(self, numbers: Numbers) -> Samples:
         """Return for each number its sample, or what is wrong with it."""
         if not len(numbers):
             return []
@@ -67,32 +61,21 @@ class LocalFetcher:
         self._read_bytes += int((ends - starts).sum())
         if not are_many(len(numbers), len(set(shards.tolist()))):
             places = zip(shards.tolist(), starts.tolist(), ends.tolist(), strict=True)
-            return [read_one(self._tar(n), 0, a, b, self._catalog.url_of(n)) for n, a, b in places]
+            return [
+                read_one(self._catalog.map_shard(n), 0, a, b, self._catalog.url_of(n))
+                for n, a, b in places
+            ]
         by_shard = np.argsort(shards, kind="stable")
         stretches = []
         for mine in np.split(by_shard, np.flatnonzero(np.diff(shards[by_shard])) + 1):
             shard = int(shards[mine[0]])
-            url, tar = self._catalog.url_of(shard), self._tar(shard)
+            url, tar = self._catalog.url_of(shard), self._catalog.map_shard(shard)
             stretches.append(Stretch(shard, url, tar, 0, starts[mine], ends[mine]))
-        found: list[Sample | Exception] = [{}] * len(numbers)
-        for place, sample in zip(by_shard.tolist(), read_samples(stretches), strict=True):
-            found[place] = sample
-        return found
+        return in_place(read_samples(stretches), by_shard)
 
     def stats(self) -> dict[str, float]:
         """Return what it has cost so far."""
         return {"read_bytes": self._read_bytes}
 
     def close(self) -> None:
-        """Forget the maps."""
-        self._maps.clear()
-
-    def _tar(self, shard: int) -> Buffer:
-        tar = self._maps.get(shard)
-        if tar is not None:
-            return tar
-        tar = self._catalog.map_shard(shard)
-        if len(self._maps) >= _MAPS_KEPT:
-            self._maps.popitem(last=False)
-        self._maps[shard] = tar
-        return tar
+        """Nothing is to be given back: maps are the catalog's."""

@@ -13,9 +13,10 @@ from shardstream.format.group import Group, Sample, iter_groups, iter_samples, r
 from shardstream.format.manifest import ShardInfo
 from shardstream.format.stream import StreamReader, decompressed
 from shardstream.format.tar import ReadAt, iter_members
-from shardstream.storage.catalog import Catalog, lacks_index, map_file
+from shardstream.storage.catalog import Catalog, lacks_index
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import Located, Urls, is_compressed, locate, read_manifest
+from shardstream.storage.maps import map_file
 from shardstream.storage.ranges import RangeStream
 from shardstream.write.passes import Meter, ProgressFunction
 

@@ -77,7 +77,8 @@ def pack(  # noqa: PLR0913  (public door)
         max_side: Make larger images smaller: the longest side in pixels.
         quality: Of JPEG and WebP that are written anew, 1 to 100.
         image_format: Turn all images into "jpg", "png", "webp", …
-        processes: That read and encode.
+        processes: That read and encode, where there is something to encode or files are far away; local files that are packed as
+            they are do not gain by them.
         overwrite: Replace a dataset that is there, or what another job has left unfinished.
         on_error: At a file or row that cannot be packed: "raise", or "skip" it and report it.
         progress: Called about ten times a second.

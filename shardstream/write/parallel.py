@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -53,6 +54,16 @@ class RecordEncoder:
         """
         ahead = self._read_ahead(records)
         return [self._encode(record, ahead) for record in records]
+
+    def only_copies(self, records: Sequence[Record]) -> bool:
+        """Tell whether all there is to do is to read files of this machine: carried from process to process, they take longer."""
+        return self.images.changes_nothing and all(
+            self.storage.local_path(value.url) is not None
+            if isinstance(value, FileRef)
+            else isinstance(value, bytes | str | int)
+            for record in records
+            for value in record.fields.values()
+        )
 
     def _encode(self, record: Record, ahead: Mapping[str, bytes | MissingError]) -> Encoded:
         if record.error is not None:
@@ -118,7 +129,7 @@ def named(error: ShardStreamError, where: str) -> SourceError:
 def encode_in_order(
     records: Iterable[Record], encoder: RecordEncoder, *, processes: int
 ) -> Generator[Encoded, None, None]:
-    """Encode records, in their order whatever the number of processes; 1 is this one.
+    """Encode records, in their order whatever the number of processes; 1 is this one, and so is any if there is no work for them.
 
     Close the generator to stop the processes early.
 
@@ -126,8 +137,11 @@ def encode_in_order(
         SourceError: If a process dies.
         StorageError: If files are out of reach.
     """
-    if processes == 1:
-        for chunk in _chunks(records):
+    chunks = _chunks(records)
+    first = next(chunks, [])
+    chunks = itertools.chain([first], chunks)
+    if processes == 1 or encoder.only_copies(first):
+        for chunk in chunks:
             yield from encoder.encode(chunk)
         return
     # No fork: this process has threads (fsspec's, the sender's), and a child would inherit their locks. No fork server: it
@@ -138,7 +152,7 @@ def encode_in_order(
     )
     under_way: deque[tuple[str, Future[list[Encoded]]]] = deque()
     try:
-        for chunk in _chunks(records):
+        for chunk in chunks:
             under_way.append((chunk[0].where, pool.submit(_encode_here, chunk)))
             if len(under_way) > 2 * processes:
                 yield from under_way.popleft()[1].result()

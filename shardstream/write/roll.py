@@ -13,6 +13,7 @@ from shardstream.errors import OptionError, SampleError
 from shardstream.format.index import INDEX_SUFFIX
 from shardstream.format.manifest import MANIFEST_NAME, Manifest, ShardInfo, encode_manifest
 from shardstream.format.tar_encode import END_OF_ARCHIVE
+from shardstream.memory import keep_freed_memory
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.publish import Pending, open_pending, publish_bytes, remove
 from shardstream.storage.sizes import parse_bytes
@@ -87,6 +88,7 @@ class ShardWriter:
         self._stale = taken.stale
         self._sender = ShardSender(self._storage, self._names, replaces=taken.replaces)
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="shardstream-hash")
+        keep_freed_memory()
         for finished in taken.finished:
             self._begun += 1
             self._count_fields(finished.fields)

@@ -17,7 +17,6 @@ from shardstream.format.names import member_name
 from shardstream.format.tar_encode import END_OF_ARCHIVE, encode_member
 
 _BUFFER_BYTES = 1 << 20
-_LARGE_BYTES = 8 << 10
 _HASHED_BEHIND = 4  # buffers
 
 Pieces = list[bytes | memoryview]
@@ -140,26 +139,15 @@ class TarShard:
         )
 
     def _flush(self) -> None:
-        pieces, size = self._buffer, self._buffered_bytes
+        # One piece: the hashing thread then needs Python's lock once a buffer, which is worth more than the copy costs.
+        data = b"".join(self._buffer)
         self._buffer, self._buffered_bytes = [], 0
-        if size < _LARGE_BYTES * len(pieces):  # few large ones are not worth a copy
-            pieces = [b"".join(pieces)]
-        self._hash(pieces)
-        for piece in pieces:
-            self._stream.write(piece)
-
-    def _hash(self, pieces: Pieces) -> None:
-        # A view may be of a buffer that its owner fills anew.
-        if self._hashing is None or not all(isinstance(piece, bytes) for piece in pieces):
-            self._wait_for_hashes(0)
-            self._update(pieces)
+        if self._hashing is None:
+            self._digest.update(data)
         else:
             self._wait_for_hashes(_HASHED_BEHIND - 1)
-            self._hashed.append(self._hashing.submit(self._update, pieces))
-
-    def _update(self, pieces: Pieces) -> None:
-        for piece in pieces:
-            self._digest.update(piece)
+            self._hashed.append(self._hashing.submit(self._digest.update, data))
+        self._stream.write(data)
 
     def _wait_for_hashes(self, most: int) -> None:
         """Wait until so many are left at most."""

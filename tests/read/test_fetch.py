@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import threading
 import time
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 import shardstream as ss
 from shardstream.errors import ChangedError, MissingError, RefusedError, StorageError
 from shardstream.read.permute import Ints
-from shardstream.storage import fetch as module
+from shardstream.storage import maps
 from shardstream.storage.ahead import RangeFetcher, coalesce
 from shardstream.storage.catalog import Catalog, Extents
 from shardstream.storage.fetch import LocalFetcher, open_fetcher
@@ -173,6 +174,10 @@ def test_one_read_fetches_many_samples(url: str, wire: Wire) -> None:
     assert len(wire.reads) == 2  # one a shard
 
 
+def held_bytes(fetcher: RangeFetcher) -> int:
+    return sum(span.size for span in {id(span): span for span in fetcher._held.values()}.values())
+
+
 @pytest.mark.parametrize("prefetch_bytes", [0, 1, 30_000, 1 << 30])
 def test_no_more_is_held_than_the_budget_and_one_group(
     prefetch_bytes: int, url: str, wire: Wire
@@ -182,7 +187,7 @@ def test_no_more_is_held_than_the_budget_and_one_group(
     sizes = []
     for part in parts:
         assert keys(fetcher, part) == names(part)
-        sizes.append(fetcher._held_bytes)
+        sizes.append(held_bytes(fetcher))
     fetcher.close()
     group_bytes = max(end - start for _, start, end in wire.reads)
     assert max(sizes) <= prefetch_bytes + group_bytes
@@ -218,7 +223,7 @@ def test_nothing_stays_behind_when_an_epoch_is_over(
     really_close = RangeFetcher.close
 
     def close(self: RangeFetcher) -> None:
-        left.append(self._held_bytes + len(self._held))
+        left.append(self._ahead_bytes + len(self._held))
         really_close(self)
 
     monkeypatch.setattr(RangeFetcher, "close", close)
@@ -262,12 +267,25 @@ def test_local_shards_are_mapped_not_read(tmp_path: Any, wire: Wire) -> None:
     assert wire.reads == []
 
 
-def test_few_maps_are_kept_open(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MAPS_KEPT", 2)
-    fetcher = LocalFetcher(catalog_of(numbered(tmp_path, 10, 2)))
-    assert keys(fetcher, range(10)) == names(range(10))
-    assert keys(fetcher, range(10)) == names(range(10))
-    assert len(fetcher._maps) <= 2
+def test_few_maps_are_kept_open_over_all_data_sets(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(maps, "_MOST", 3)
+    catalogs = [catalog_of(numbered(tmp_path / name, 10, 2)) for name in "ab"]
+    before = sum(len(one._kept) for one in maps._all)
+    for _ in range(2):
+        for catalog in catalogs:
+            assert keys(LocalFetcher(catalog), range(10)) == names(range(10))
+            assert sum(len(one._kept) for one in maps._all) <= max(3, before)
+
+
+def test_a_second_epoch_maps_nothing_anew(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = catalog_of(numbered(tmp_path, 10, 2))
+    assert keys(LocalFetcher(catalog), range(10)) == names(range(10))
+    monkeypatch.setattr("shardstream.storage.catalog.map_file", None)
+    assert keys(LocalFetcher(catalog), range(10)) == names(range(10))
+    again = pickle.loads(pickle.dumps(catalog))  # noqa: S301  (as a spawned worker gets it)
+    assert again._maps.get(0) is None
 
 
 # -- failing -------------------------------------------------------------------------------------------------------------------

@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 from shardstream.errors import IndexMismatchError, OptionError, ShardError, StorageError
 from shardstream.format.manifest import Manifest, ShardInfo, encode_manifest
 from shardstream.storage import catalog as catalog_module
-from shardstream.storage.catalog import Catalog, lacks_index, map_file
+from shardstream.storage.catalog import Catalog, lacks_index
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import locate
+from shardstream.storage.maps import map_file
 from shardstream.storage.piece import Piece
 from shardstream.storage.publish import publish_bytes
 from tests.servers import S3Server

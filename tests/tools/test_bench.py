@@ -72,7 +72,9 @@ def test_a_row_that_is_not_there_is_refused_with_those_that_are() -> None:
 
 def test_ratios_are_of_medians_and_say_whether_they_suffice() -> None:
     found = results(shardstream=[1.0, 9.0, 1.0], webdataset=[4.0, 4.0, 1.0], limit_pages=[0.5])
-    twice = setting(targets=(targets.against("webdataset", 5), targets.of_limit(0.5)))
+    twice = setting(
+        targets=(targets.against("webdataset", 5), targets.of_limit(0.5, "limit-pages"))
+    )
     document = as_document(twice, found)
     assert [(each["reached"], each["met"]) for each in document["targets"]] == [
         (4.0, False),

@@ -269,9 +269,16 @@ def test_a_process_that_dies_is_an_error_and_no_hang(
 ) -> None:
     monkeypatch.setattr("shardstream.write.job.RecordEncoder", _Deadly)
     with pytest.raises(SourceError, match="a process that encodes died"):
-        pack(photos, tmp_path / "out", processes=2, max_samples=5)
+        pack(photos, tmp_path / "out", processes=2, max_samples=5, max_side=64)
     assert not (tmp_path / "out" / "index.json").exists()
     assert not list((tmp_path / "out").glob("*.part-*"))
+
+
+def test_files_that_are_only_copied_are_not_carried_through_processes(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardstream.write.parallel.ProcessPoolExecutor", None)
+    assert pack(photos, tmp_path / "out", processes=2).samples > 0
 
 
 @pytest.mark.usefixtures("s3_env")

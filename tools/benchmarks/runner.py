@@ -106,7 +106,7 @@ def run(
 
 def run_setting(setting: Setting, sizes: Sizes, work: Work, say: Say) -> Document:
     """Measure one setting: each contestant once, then each again, and so on."""
-    names = [*setting.contestants, *([setting.limit] if setting.limit else [])]
+    names = [*setting.contestants, *setting.limits]
     cases: dict[str, Case] = {}
     results: dict[str, list[Result]] = {name: [] for name in names}
     for name in names:

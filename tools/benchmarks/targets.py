@@ -73,14 +73,13 @@ def best_peer(wanted: float, ours: str = OURS) -> Target:
     return Target(text=label, wanted=wanted, reached=reached)
 
 
-def of_limit(wanted: float) -> Target:
+def of_limit(wanted: float, limit: str, ours: str = OURS) -> Target:
     """Want a share of what the machine allows."""
-
-    def reached(results: Results) -> float | None:
-        limit = next((name for name in results if name.startswith("limit-")), None)
-        return _ratio(results, limit, OURS) if limit else None
-
-    return Target(text="share of the limit", wanted=wanted, reached=reached)
+    return Target(
+        text=f"{ours}, share of {limit}",
+        wanted=wanted,
+        reached=lambda results: _ratio(results, limit, ours),
+    )
 
 
 def less_cpu() -> Target:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import shardstream as ss
-from benchmarks import images
 from benchmarks.case import Case, Epochs
-from shardstream.read import fast
 
 FORMAT = "tar"
 
@@ -16,15 +14,23 @@ def make_loader(case: Case) -> Any:
     """Return the loader of a case."""
     dataset = ss.ShardDataset(case.location, shuffle=True, seed=0)
     if case.task == "train":
-        if case.decoder == "pil":
-            fast.simplejpeg = None  # as if the extra were not installed: Pillow, as the peers
-        dataset = dataset.decode("pil").map_dict(jpg=images.crop).to_tuple("jpg", "cls")
+        dataset = _decoded(dataset, case.decoder).to_tuple("jpg", "cls")
     return ss.ShardLoader(
         dataset,
         batch_size=case.batch_size,
         num_workers=case.workers,
         persistent_workers=case.workers > 0,
     )
+
+
+def _decoded(dataset: Any, decoder: str) -> Any:
+    from benchmarks import images  # noqa: PLC0415  (imports torch, which the other rows do when they need it)
+    from shardstream.read import fast  # noqa: PLC0415
+
+    if decoder == "fast":
+        return dataset.decode("rgb8").map_dict(jpg=images.crop_pixels)
+    fast.simplejpeg = None  # as if the extra were not installed: Pillow, as the peers
+    return dataset.decode("pil").map_dict(jpg=images.crop)
 
 
 def epochs(case: Case) -> Epochs:

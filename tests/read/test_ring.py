@@ -1,0 +1,158 @@
+"""Large bytes go from workers to the main process through shared memory, and come out as they went in."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import operator
+import os
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardstream as ss
+from shardstream.read import ring as module
+from shardstream.read.ring import Parcel, Ring, open_rings, unpacked
+
+_LEAST = module._LEAST_BYTES
+
+batches = st.recursive(
+    st.one_of(
+        st.binary(max_size=20),
+        st.integers(),
+        st.text(max_size=5),
+        st.none(),
+        st.builds(
+            lambda size, fill: bytes([fill]) * size,
+            st.integers(_LEAST - 2, 3 * _LEAST),
+            st.integers(0, 255),
+        ),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=6),
+        st.dictionaries(st.text(max_size=5), inner, max_size=4),
+        st.tuples(inner, inner),
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.lists(st.tuples(batches, st.integers(0, 3)), max_size=12))
+def test_what_is_packed_is_unpacked_in_turn(sent: list[tuple[Any, int]]) -> None:
+    ring = Ring()
+    room, module._RING_BYTES = module._RING_BYTES, 8 * _LEAST  # soon full
+    try:
+        on_way: deque[tuple[Any, Any]] = deque()
+        for batch, received in sent:
+            on_way.append((batch, ring.pack(batch, 0)))
+            for _ in range(min(received, len(on_way))):
+                came, packed = on_way.popleft()
+                assert unpacked(packed, [ring]) == came
+        for came, packed in on_way:
+            assert unpacked(packed, [ring]) == came
+    finally:
+        module._RING_BYTES = room
+
+
+def test_a_full_ring_sends_the_usual_way_and_goes_on_when_it_is_emptied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ring = Ring()
+    monkeypatch.setattr(module, "_RING_BYTES", 2 * _LEAST)
+    batch = {"jpg": [b"x" * _LEAST]}
+    first, second = ring.pack(batch, 0), ring.pack(batch, 0)
+    assert ring.pack(batch, 0) is batch
+    for parcel in (first, second):
+        assert isinstance(parcel, Parcel)
+        assert ring.unpack(parcel) == batch
+    half, rest = [b"y" * (_LEAST + _LEAST // 2)], [b"z" * _LEAST]
+    packed = ring.pack(half, 0)
+    assert isinstance(packed, Parcel)
+    assert ring.pack(rest, 0) is rest
+    assert ring.unpack(packed) == half
+    assert ring.pack([b"x" * 3 * _LEAST], 0) == [b"x" * 3 * _LEAST]
+
+
+def test_what_holds_no_large_bytes_is_left_alone() -> None:
+    ring = Ring()
+    batch = {"__key__": ["a", "b"], "npy": torch.zeros(2, 3), "json": [b"{}", b"[]"]}
+    assert ring.pack(batch, 0) is batch
+
+
+def test_rings_give_back_their_descriptors() -> None:
+    gc.collect()  # what other tests left
+    before = len(os.listdir("/proc/self/fd"))
+    rings = open_rings(3)
+    assert len(rings) == 3
+    del rings
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """64 samples of 10 to 73 kB in four shards."""
+    folder = tmp_path_factory.mktemp("photos")
+    with ss.ShardWriter(folder, max_samples=16) as writer:
+        for number in range(64):
+            writer.write(
+                {"__key__": f"{number:03}", "jpg": bytes([number]) * (10_000 + 1000 * number)}
+            )
+    return str(folder)
+
+
+def right(batch: dict[str, list[Any]]) -> list[int]:
+    for key, data in zip(batch["__key__"], batch["jpg"], strict=True):
+        assert data == bytes([int(key)]) * (10_000 + 1000 * int(key))
+    return [int(key) for key in batch["__key__"]]
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_large_bytes_come_whole_from_every_kind_of_worker(photos: str, context: str) -> None:
+    dataset = ss.ShardDataset(photos, shuffle=True)
+    loader = ss.ShardLoader(
+        dataset,
+        batch_size=4,
+        num_workers=2,
+        multiprocessing_context=context,
+        persistent_workers=True,
+    )
+    for _ in range(3):
+        assert sorted(functools.reduce(operator.iadd, map(right, loader), [])) == list(range(64))
+
+
+def test_a_batch_that_is_never_taken_costs_no_room_for_long(
+    photos: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_RING_BYTES", 600_000)  # of two or three batches
+    loader = ss.ShardLoader(
+        ss.ShardDataset(photos, shuffle=True), batch_size=4, num_workers=2, persistent_workers=True
+    )
+    for _ in range(5):
+        right(next(iter(loader)))
+    assert sorted(functools.reduce(operator.iadd, map(right, loader), [])) == list(range(64))
+
+
+def test_two_iterations_at_once_do_not_mix(photos: str) -> None:
+    loader = ss.ShardLoader(ss.ShardDataset(photos, shuffle=True), batch_size=4, num_workers=1)
+    both = [right(a) + right(b) for a, b in zip(loader, loader, strict=True)]
+    assert sorted(functools.reduce(operator.iadd, both, [])) == sorted([*range(64), *range(64)])
+
+
+def test_photos_do_not_go_through_the_pipe(photos: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    unpacks: list[int] = []
+    really = Ring.unpack
+
+    def unpack(self: Ring, parcel: Parcel) -> Any:
+        unpacks.append(parcel.number)
+        return really(self, parcel)
+
+    monkeypatch.setattr(Ring, "unpack", unpack)
+    loader = ss.ShardLoader(ss.ShardDataset(Path(photos).as_uri()), batch_size=8, num_workers=1)
+    assert sum(len(right(batch)) for batch in loader) == 64
+    assert unpacks == list(range(1, 9))
