@@ -221,16 +221,16 @@ class Clients:
             return None
         from shardstream.storage.read_obstore import ObstoreReader, can_name  # noqa: PLC0415
 
-        if self._obstore is None:
+        found = self._obstore  # in a forked child another thread may just be taking it away
+        if found is None:
             settings = self._settings()
             if inherited.has_dead_threads():
                 _log.info("reading S3 with s3fs: %s", _FORKED)
-                self._obstore = _FORKED
-            elif settings is None:
-                self._obstore = _UNKNOWN_OPTION
+                found = _FORKED
             else:
-                self._obstore = ObstoreReader(settings)
-        why = self._obstore if can_name(path) else "obstore cannot ask for a key of that name"
+                found = _UNKNOWN_OPTION if settings is None else ObstoreReader(settings)
+            self._obstore = found
+        why = found if can_name(path) else "obstore cannot ask for a key of that name"
         if isinstance(why, ObstoreReader):
             return why
         if forced:

@@ -60,7 +60,7 @@ class _Sign(NamedTuple):
     past_end: bool = False
 
 
-_CREDENTIALS = "the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy"
+_REFUSED = "access refused; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy"
 _SIGNS = (
     _Sign(("AnswerCutError", "ClientPayloadError", "IncompleteRead", "response body error", "ConnectionReset",
            "ServerDisconnected", "IncompleteMessage"),
@@ -81,7 +81,7 @@ _SIGNS = (
     _Sign(("RequestTimeTooSkewed",), "access refused; the clock of this machine is wrong", RefusedError),
     _Sign(("PermissionError", "PermissionDenied", "Unauthenticated", "Forbidden", "AccessDenied", "InvalidAccessKeyId",
            "SignatureDoesNotMatch"),
-          f"access refused; check {_CREDENTIALS}", RefusedError),
+          _REFUSED, RefusedError),
     # fsspec's http makes "not found" of any answer to a look-up
     _Sign(("500, message", "502, message", "504, message"),
           "the server failed; see its log, or try again later", again=True),
@@ -96,9 +96,11 @@ _SIGNS = (
 )  # fmt: skip
 _HTTP_REMEDIES = {
     "AWS_ENDPOINT_URL and": "the URL and",
-    _CREDENTIALS: "the URL: its signature may have expired",
+    _REFUSED: "access refused; check the URL: its signature may have expired",
 }
-_LOCAL_REMEDIES = {_CREDENTIALS: "the permissions of the file and of the folders that it is in"}
+_LOCAL_REMEDIES = {
+    _REFUSED: "access refused; check the permissions of the file and of the folders that it is in"
+}
 _LATER = (OSError, RuntimeError)  # of unknown ones, those that tell of a world that may change
 _NEVER = (
     "IsADirectoryError",

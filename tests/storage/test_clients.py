@@ -21,6 +21,8 @@ import pytest
 
 import shardstream as ss
 from shardstream.errors import ChangedError, MissingError, OptionError, RefusedError, StorageError
+from shardstream.storage import read_obstore
+from shardstream.storage.clients import Clients
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.publish import publish_bytes
 from shardstream.storage.retry import fetch
@@ -237,6 +239,22 @@ def test_no_secret_is_in_what_a_data_set_shows(
     told = repr((dataset, batches, vars(dataset), batches.state_dict())) + caplog.text
     assert s3.secret_key not in told
     assert s3.access_key not in told
+
+
+def test_threads_of_a_forked_child_do_not_take_each_others_readers_away(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clients = Clients({"key": "some", "secret": "thing", "s3_client": "obstore"}, None)
+
+    def can_name(_: str) -> bool:
+        # As another thread does that saw the fork, too, but goes on only now.
+        clients._pid = 0
+        clients._leave_inherited()
+        return True
+
+    monkeypatch.setattr(read_obstore, "can_name", can_name)
+    reader, path = clients.reader("s3://b/k", whole=False)
+    assert (type(reader), path) == (read_obstore.ObstoreReader, "b/k")
 
 
 def test_an_endpoint_out_of_reach_is_told(client: str, s3: S3Server) -> None:
