@@ -125,14 +125,15 @@ class Catalog:
             ShardError: If it is empty, or not that of the manifest.
         """
         kept = self._maps.get(shard)
-        if kept is not None:
+        if kept is not None and self._checks is None:
             return kept
         url = self.shards[shard].url
         path = self.storage.local_path(url) or url
-        tar = map_file(path, url)
+        tar = map_file(path, url) if kept is None else kept
         if self._checks is not None:
             self._checks.check_file(shard, path, tar)
-        self._maps.keep(shard, tar)
+        if kept is None:
+            self._maps.keep(shard, tar)
         return tar
 
     def fetch(
