@@ -36,6 +36,7 @@ class Range:
         "data",
         "end",
         "future",
+        "group",
         "left",
         "places",
         "second",
@@ -49,6 +50,7 @@ class Range:
         self.shard, self.start, self.end = shard, start, end
         self.places = places  # of its samples, in what it was made of
         self.left = len(places)
+        self.group = 0  # that it was asked for with
         self.data: Data = b""
         self.future: Future[Data] | None = None
         self.second: Future[Data] | None = None  # of the same, if the first is late
@@ -114,7 +116,8 @@ class RangeFetcher:
         self._budget = prefetch_bytes
         self._hedges = hedges
         self._held: dict[int, Range] = {}
-        self._ahead_bytes = 0  # of ranges from which nothing has been taken
+        self._ahead: dict[int, int] = {}  # bytes of the groups from which nothing has been taken
+        self._groups = 0
         self._unanswered: list[Range] = []
         self._pace = Pace(catalog.threads, _THREADS)
         self._read_bytes = self._requests = 0
@@ -128,11 +131,7 @@ class RangeFetcher:
         """Return for each number its sample, once its bytes have come, or what is wrong with it."""
         if not len(numbers):
             return []
-        while (
-            self._ahead_bytes < self._budget
-            and len(self._held) < self._catalog.most_ahead
-            and self._request_next()
-        ):
+        while self._has_room() and self._request_next():
             pass
         wanted = numbers.tolist()
         while any(number not in self._held for number in wanted) and self._request_next():
@@ -191,6 +190,17 @@ class RangeFetcher:
         if span.left == 0:
             span.data = b""
 
+    def _has_room(self) -> bool:
+        """Tell whether another group fits the budget; one may be ahead whatever its size."""
+        ahead = sum(self._ahead.values())
+        if ahead >= self._budget or len(self._held) >= self._catalog.most_ahead:
+            return False
+        if ahead == 0:
+            return True
+        self._next = self._next or self._announce()
+        mean = self._catalog.total_bytes / max(1, len(self._catalog))
+        return ahead + mean * len(self._next[0]) <= self._budget
+
     def _request_next(self) -> bool:
         """Ask for the next group; the indexes of the one after it are on their way meanwhile."""
         numbers, indexes = self._next or self._announce()
@@ -219,11 +229,13 @@ class RangeFetcher:
         }
 
     def _request(self, numbers: Numbers) -> None:
+        self._groups += 1
         for span in coalesce(self._catalog.extents(numbers)):
             span.future = self._pool.submit(self._fetch, span)
             if self._hedges:
                 self._unanswered.append(span)
-            self._ahead_bytes += span.size
+            span.group = self._groups
+            self._ahead[self._groups] = self._ahead.get(self._groups, 0) + span.size
             mine = numbers[span.places].tolist()
             self._held.update(zip(mine, repeat(span)))
             span.left = len(set(mine))
@@ -267,7 +279,7 @@ class RangeFetcher:
         if span.future is None:
             return span.data
         begin = time.monotonic()
-        self._ahead_bytes -= span.size
+        self._ahead.pop(span.group, None)
         try:
             span.data = self._answer(span)
         except Exception:

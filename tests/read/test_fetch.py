@@ -223,7 +223,7 @@ def test_nothing_stays_behind_when_an_epoch_is_over(
     really_close = RangeFetcher.close
 
     def close(self: RangeFetcher) -> None:
-        left.append(self._ahead_bytes + len(self._held))
+        left.append(len(self._ahead) + len(self._held))
         really_close(self)
 
     monkeypatch.setattr(RangeFetcher, "close", close)
