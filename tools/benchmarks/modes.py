@@ -127,6 +127,7 @@ def resume(case: Case, peer: Any) -> Result:
     for turn in range(6):
         kind = ("fresh", "resumed")[turn % 2]
         fresh_cache = f"{case.cache}/{turn}"
+        loader = None  # the one before ends its workers, which is not part of the time
         began = time.perf_counter()
         loader = peer.make_loader(replace(case, cache=fresh_cache))
         if kind == "resumed":
