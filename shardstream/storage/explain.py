@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -169,11 +169,12 @@ def tellable(error: BaseException, secrets: tuple[str, ...] = ()) -> BaseExcepti
 
 
 @contextmanager
-def explained(url: str, secrets: tuple[str, ...] = ()) -> Iterator[None]:
-    """Turn what a file system raises into a `StorageError` that says what to do."""
+def explained(url: str, find_secrets: Callable[[], tuple[str, ...]] = tuple) -> Iterator[None]:
+    """Turn what a file system raises into a `StorageError` that says what to do; secrets are looked up when it does."""
     try:
         yield
     except Exception as error:
+        secrets = find_secrets()
         verdict = judge(error, url, secrets)
         if verdict.error is error:
             raise

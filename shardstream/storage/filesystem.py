@@ -81,7 +81,7 @@ class Storage:
 
     def explained(self, url: str) -> AbstractContextManager[None]:
         """Turn what a client raises into a `StorageError` that says what to do, and shows no secret of this storage."""
-        return explained(url, self.secrets)
+        return explained(url, lambda: self.secrets)
 
     def resolve(self, url: str) -> tuple[Any, str]:
         """Return the file system of a URL and the path on it, for writing: it retries by itself.
@@ -113,6 +113,8 @@ class Storage:
 
     def local_path(self, url: str) -> str | None:
         """Return the path of a file on this machine, None for anything else."""
+        if self._clients.is_plain_path(url):
+            return url
         if self._clients.is_s3(url):  # not opened to find that out
             return None
         filesystem, path = self._clients.filesystem(url, reading=True)

@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 from shardstream.errors import MissingError, SampleError, ShardStreamError, SourceError
@@ -93,7 +94,7 @@ class RecordEncoder:
             if isinstance(read, MissingError):
                 raise read
             where = value.url
-            value = self.storage.read(where) if read is None else read
+            value = self._read_local(where) if read is None else read
         if not isinstance(value, bytes) or not is_image_field(field):
             return field, encode_field(field, value)
         if not value:
@@ -112,6 +113,10 @@ class RecordEncoder:
             return {}
         with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="shardstream-read") as pool:
             return dict(zip(urls, pool.map(self._read, urls), strict=True))
+
+    def _read_local(self, url: str) -> bytes:
+        with self.storage.explained(url):
+            return Path(self.storage.local_path(url) or url).read_bytes()
 
     def _read(self, url: str) -> bytes | MissingError:
         try:

@@ -101,7 +101,7 @@ def fail(text: str) -> None:
 def test_no_secret_is_in_a_message_or_in_what_led_to_it(
     text: str, secrets: tuple[str, ...]
 ) -> None:
-    with pytest.raises(StorageError) as raised, explained(URL, secrets):
+    with pytest.raises(StorageError) as raised, explained(URL, lambda: secrets):
         fail(text)
     assert SECRET not in "".join(traceback.format_exception(raised.value))
 
@@ -138,6 +138,6 @@ def test_a_url_that_cannot_be_opened_shows_no_secret() -> None:
 
 def test_what_shows_nothing_stays_the_cause() -> None:
     cause = OSError("plain")
-    with pytest.raises(StorageError) as raised, explained(URL, (SECRET,)):
+    with pytest.raises(StorageError) as raised, explained(URL, lambda: (SECRET,)):
         raise cause
     assert raised.value.__cause__ is cause
