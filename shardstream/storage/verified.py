@@ -16,6 +16,7 @@ import numpy as np
 from shardstream.errors import IndexMismatchError, OptionError
 from shardstream.format.manifest import ShardInfo
 from shardstream.format.tar import Buffer
+from shardstream.storage.explain import explained
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.pace import Pace, asking
 from shardstream.storage.retry import fetch
@@ -95,15 +96,17 @@ class Checks:
             check.result()  # ends when its reads do
         return self._read_known(shard, start, end, pace)
 
+    def knows_file(self, shard: int, path: str) -> bool:
+        """Tell whether a local file is the one that a shard was found in, and unchanged since."""
+        return (self._state[shard], self._known(shard, 0)) == (_FILE_KNOWN, _stamp(path))
+
     def check_file(self, shard: int, path: str, tar: Buffer) -> None:
-        """Compare a local shard that was mapped to memory; once for all processes, unless the file is changed.
+        """Compare a local shard that was just mapped to memory; once for all processes, unless the file is changed.
 
         Raises:
             IndexMismatchError: If it is not that of the manifest.
         """
-        found = os.stat(path)
-        identity = f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns}".encode()
-        stamp = _digest(identity)
+        stamp = _stamp(path)
         if (self._state[shard], self._known(shard, 0)) == (_FILE_KNOWN, stamp):
             return
         sha256 = hashlib.sha256(tar).hexdigest()
@@ -237,6 +240,14 @@ def open_checks(
     if verify != "sha256":
         raise OptionError(f"verify is 'sha256' or None, not {verify!r}")
     return Checks(shards, storage)
+
+
+def _stamp(path: str) -> bytes:
+    """Return what tells a local file from the one that was there before."""
+    with explained(path):
+        found = os.stat(path)
+    identity = f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns}"
+    return _digest(identity.encode())
 
 
 def _chunks(nbytes: int) -> int:
