@@ -92,8 +92,10 @@ class Batches(IterableDataset[Packet]):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has workers of its own.
-        own = {} if get_spawning_popen() else {"rings": []}
-        return self.__dict__ | own
+        state = self.__dict__.copy()
+        if get_spawning_popen() is None:  # else it is on its way to a worker
+            state["rings"] = []
+        return state
 
     def begin(self, position: Position) -> None:
         """Let the next iteration start here; called in the main process, before the workers are."""

@@ -176,7 +176,8 @@ class Storage:
 
     def glance(self, url: str) -> bytes | None:
         """Return a small file that can be had without setting up a client; None says nothing about the file."""
-        return self._clients.glance(url)
+        # A cache must learn the versions of the files, which a listing tells.
+        return None if self.cache is not None else self._clients.glance(url)
 
     def forget(self, url: str, start: int = 0, end: int | None = None) -> None:
         """Take what a cache has of a file, or of these bytes of it, for damaged: it is read from its source again."""

@@ -204,7 +204,8 @@ def _glanced(folder: str, storage: Storage) -> Located | None:
     check_names(url, [shard.url for shard in manifest.shards])
     shards = tuple(replace(one, url=join_url(folder, one.url)) for one in manifest.shards)
     here = {parent_url(one.url) for one in shards} == {folder.rstrip("/")}
-    if not here or storage.glance(shards[0].url + INDEX_SUFFIX) is None:  # one stands for all
+    # The last stands for all: a run that wrote them in order may have been stopped.
+    if not here or storage.glance(shards[-1].url + INDEX_SUFFIX) is None:
         return None
     return Located(shards=shards, manifest_url=url, indexed=frozenset(one.url for one in shards))
 
