@@ -28,13 +28,28 @@ class FileInfo:
 
     Args:
         url: With its protocol, as `Storage` takes it back.
-        size: Bytes.
+        told_size: Bytes; None where a web server does not tell.
         version: Changes with the bytes, as far as the file system tells.
     """
 
     url: str
-    size: int
+    told_size: int | None
     version: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes.
+
+        Raises:
+            StorageError: If the server does not tell.
+        """
+        if self.told_size is None:
+            raise StorageError(
+                "the server does not tell how long the file is (it sends no Content-Length); "
+                "serve it by one that does, such as nginx, Caddy or an S3 server",
+                shard=self.url,
+            )
+        return self.told_size
 
 
 class Storage:
@@ -217,9 +232,9 @@ class Storage:
         return sorted(files, key=lambda file: file.url)
 
     def _file(self, url: str, entry: Mapping[str, Any]) -> FileInfo:
-        file = FileInfo(url=url, size=entry["size"], version=version_of(entry))
-        if self.cache is not None:
-            self.cache.learn(file.url, file.size, file.version)
+        file = FileInfo(url=url, told_size=entry["size"], version=version_of(entry))
+        if self.cache is not None and file.told_size is not None:
+            self.cache.learn(file.url, file.told_size, file.version)
         return file
 
     @staticmethod

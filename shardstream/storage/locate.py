@@ -121,7 +121,7 @@ def read_manifest(file: FileInfo, storage: Storage) -> Manifest:
         ManifestError: If it cannot be understood, or names what lies elsewhere (see `check_names`).
     """
     url = file.url
-    if (file.size or 0) > _MANIFEST_LIMIT_BYTES:  # a web server may not tell
+    if (file.told_size or 0) > _MANIFEST_LIMIT_BYTES:  # a web server may not tell
         raise ManifestError(
             f"a manifest of {file.size} bytes is over the limit of {_MANIFEST_LIMIT_BYTES}; split the dataset",
             shard=url,
@@ -246,7 +246,7 @@ def _from_tars(urls: list[str], storage: Storage) -> Located:
             raise StorageError(
                 "the shard is missing; check the URL or the pattern's range", shard=names[missing]
             )
-        tars = [FileInfo(url=url, size=by_name[name].size) for name, url in names.items()]
+        tars = [FileInfo(url=url, told_size=by_name[name].size) for name, url in names.items()]
         listed = _with_indexes(tars, by_name)
         found |= {shard.url: shard for shard in listed.shards}
         indexed |= listed.indexed
