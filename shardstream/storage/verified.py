@@ -30,6 +30,15 @@ _TRIES = 4
 _UNKNOWN, _CHUNKS_KNOWN, _FILE_KNOWN = range(3)
 
 
+class _Check(Future[None]):
+    """A shard that is being read whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: set[Pace] = set()
+        """Of other iterators, which wait for the end of this."""
+
+
 class Checks:
     """Reads shards that have been compared with their checksums; picklable, safe among threads and forked processes.
 
@@ -73,7 +82,7 @@ class Checks:
         self._state = mmap.mmap(-1, max(1, len(self._shards)))
         self._digests = mmap.mmap(-1, max(1, self._firsts[-1]) * _DIGEST_BYTES)
         # By process, too: what a parent was at when it forked goes on there, not here.
-        self._under_way: dict[tuple[int, int], Future[None]] = {}
+        self._under_way: dict[tuple[int, int], _Check] = {}
 
     def read(self, shard: int, start: int, end: int, pace: Pace | None = None) -> bytes:
         """Return the bytes ``start`` to ``end`` of a shard, checked.
@@ -89,10 +98,12 @@ class Checks:
             StorageError: If they are out of reach.
         """
         while self._state[shard] != _CHUNKS_KNOWN:
-            mine: Future[None] = Future()
+            mine = _Check()
             check = self._under_way.setdefault((os.getpid(), shard), mine)
             if check is mine:
                 return self._read_first(shard, start, end, pace, mine)
+            if pace is not None:
+                check.waiting.add(pace)
             check.result()  # ends when its reads do
         return self._read_known(shard, start, end, pace)
 
@@ -115,7 +126,7 @@ class Checks:
         self._keep(shard, _FILE_KNOWN, stamp)
 
     def _read_first(
-        self, shard: int, start: int, end: int, pace: Pace | None, check: Future[None]
+        self, shard: int, start: int, end: int, pace: Pace | None, check: _Check
     ) -> bytes:
         try:
             data = self._read_whole(shard, start, end, pace)
@@ -155,6 +166,8 @@ class Checks:
             data = memoryview(self._fetch(shard, low, min(low + _PIECE_BYTES, size), pace))
             if pace is not None:
                 pace.arrived(len(data), time.monotonic() - begin)
+            for other in tuple(self._under_way[os.getpid(), shard].waiting):
+                other.heard()
             sha256.update(data)
             for at in range(0, len(data), CHUNK_BYTES):
                 digests += _digest(data[at : at + CHUNK_BYTES])
