@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -17,12 +18,14 @@ _WORKERS_MALLOC = {_M_TRIM_THRESHOLD: 16 << 20, _M_MMAP_THRESHOLD: 4 << 20, _M_A
 @contextmanager
 def importing() -> Iterator[None]:
     """Import large packages without looking for garbage meanwhile, of which there is none: torch takes 0.2 s of 1.4 less."""
-    was_enabled = gc.isenabled()
+    was_enabled, modules = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        if gc.get_freeze_count() == 0:  # else it is somebody's wish
+        # If nothing was imported it is a look-up, of which there may be many: each would begin the count anew after which
+        # garbage is looked for. What is frozen already is somebody's wish.
+        if len(sys.modules) > modules and gc.get_freeze_count() == 0:
             gc.freeze()
             gc.unfreeze()  # all is old now: the next collection of what is young need not look at it
         if was_enabled:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -21,6 +22,21 @@ def test_the_collector_is_left_as_it_was(enabled: bool) -> None:
         assert gc.isenabled() == enabled
     finally:
         (gc.enable if was else gc.disable)()
+
+
+class Cycle:
+    """Garbage that only the collector finds."""
+
+    def __init__(self) -> None:
+        self.myself = self
+
+
+def test_looking_up_a_name_keeps_no_garbage_alive() -> None:
+    alive: weakref.WeakSet[Cycle] = weakref.WeakSet()
+    for _ in range(20_000):
+        alive.add(Cycle())
+        assert callable(ss.collate)
+    assert len(alive) < 10_000
 
 
 def frozen(sample: dict[str, Any]) -> int:

@@ -159,7 +159,9 @@ class _Read:
         key: Column = np.empty(0)
         for field in fields:
             headers = _Headers(self._headers())
-            suffix = np.frombuffer(b"." + field.encode() + b"\0", dtype=np.uint8)
+            suffix = np.frombuffer(
+                b"." + field.encode("utf-8", "surrogateescape") + b"\0", np.uint8
+            )
             if not self._columns:
                 key = headers.name[:, : headers.name_bytes + 1 - len(suffix)]
                 self._begin(key)

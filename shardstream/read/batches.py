@@ -7,6 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import islice
+from multiprocessing.context import get_spawning_popen
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -88,6 +89,13 @@ class Batches(IterableDataset[Packet]):
         """Which batch each worker is at (see `marked`)."""
         self.rings: list[Ring] = []
         """Of each worker, if there are workers and the system can."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has workers of its own.
+        state = self.__dict__.copy()
+        if get_spawning_popen() is None:  # else it is on its way to a worker
+            state["rings"] = []
+        return state
 
     def begin(self, position: Position) -> None:
         """Let the next iteration start here; called in the main process, before the workers are."""

@@ -176,6 +176,8 @@ class ShardLoader(DataLoader[Any]):
         # In this process torch's iterator adds nothing but 11 us a batch.
         here = self.num_workers == 0 and not self.pin_memory
         packets = iter(self._batches) if here else super().__iter__()
+        if not self.persistent_workers:  # they take as much memory as was on its way at one time
+            self._batches.rings = []
         return self._hand_out(packets, begin, self._iteration, rings)
 
     def _hand_out(

@@ -19,6 +19,9 @@ _LEAST_BYTES = 4096  # smaller ones are pickled as fast
 _RING_BYTES = 64 << 20  # of addresses: memory is taken by what is on its way at one time
 _HEAD_BYTES = mmap.PAGESIZE  # which begin with how many parcels are unpacked
 _COUNT = struct.Struct("q")
+_PLAIN = frozenset(
+    {str, int, float}
+)  # what begins so is a column of keys or of numbers: not looked through
 
 
 class _Place(NamedTuple):
@@ -70,7 +73,10 @@ class Ring:
     def pack(self, batch: Any, worker: int) -> Any:
         """In the worker: return what is to be sent for a batch: a parcel, or itself where nothing is gained."""
         large: list[bytes] = []
-        content = _taken_out(batch, large)
+        try:
+            content = _taken_out(batch, large)
+        except RecursionError:  # it holds itself, or is very deep: pickle may know how
+            return batch
         sizes = [len(data) for data in large]
         start = self._find_room(sum(sizes)) if large else None
         if start is None:
@@ -104,8 +110,13 @@ class Ring:
 
 
 def open_rings(workers: int) -> list[Ring]:
-    """Return a ring for each worker; none where the system cannot."""
-    return [Ring() for _ in range(workers)] if hasattr(os, "memfd_create") else []
+    """Return a ring for each worker; none where the system cannot, or may not."""
+    if not hasattr(os, "memfd_create"):
+        return []
+    try:
+        return [Ring() for _ in range(workers)]
+    except OSError:  # a sandbox, or a limit of addresses, files or their size
+        return []
 
 
 def unpacked(batch: Any, rings: Sequence[Ring]) -> Any:
@@ -126,7 +137,7 @@ def _taken_out(value: Any, large: list[bytes]) -> Any:
     if kind is dict:
         return {name: _taken_out(one, large) for name, one in value.items()}
     if kind is list or kind is tuple:
-        if value and type(value[0]) in (str, int):  # a column of keys, or of numbers
+        if value and type(value[0]) in _PLAIN:
             return value
         return kind(_taken_out(one, large) for one in value)
     return value
@@ -139,7 +150,7 @@ def _put_back(value: Any, large: list[bytes]) -> Any:
     if kind is dict:
         return {name: _put_back(one, large) for name, one in value.items()}
     if kind is list or kind is tuple:
-        if value and type(value[0]) in (str, int):
+        if value and type(value[0]) in _PLAIN:
             return value
         return kind(_put_back(one, large) for one in value)
     return value

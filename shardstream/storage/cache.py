@@ -132,16 +132,15 @@ class Cache:
         """
         if url not in self._known:
             look_up()
-        known = self._known[url]
+        known = self._known.get(url)
+        if known is None or known.identity is None:
+            self._warn_no_version(url)
+            return read(start, end)
         if size not in (None, known.size):  # another file than the caller means: the source says so
             return read(start, end)
         size, identity = known.size, known.identity
         end = size if end is None else end
-        if identity is None:
-            self._warn_no_version(url)
-        if (
-            identity is None or not start < end <= size
-        ):  # past the end: the source says what is wrong
+        if not start < end <= size:  # past the end: the source says what is wrong
             return read(start, end)
         file = _File(self._space, identity, size)
         numbers = range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES))
@@ -176,7 +175,7 @@ class Cache:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{redact(url)} is not kept in the cache: its file system tells neither an ETag nor a time of change",
+                f"{redact(url)} is not kept in the cache: its file system tells neither an ETag nor a time of change, or no length",
                 CacheWarning,
                 stacklevel=2,
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import sys
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
@@ -19,6 +18,7 @@ from shardstream.format.index import INDEX_SUFFIX, Offsets, check_extent, decode
 from shardstream.format.manifest import ShardInfo, fingerprint
 from shardstream.format.tar import Buffer
 from shardstream.storage.filesystem import Storage
+from shardstream.storage.inherited import new_lock
 from shardstream.storage.locate import Located, is_compressed
 from shardstream.storage.maps import Maps, map_file
 from shardstream.storage.pace import Pace, asking
@@ -28,6 +28,7 @@ from shardstream.storage.verified import Verify, open_checks
 Numbers = npt.NDArray[np.int64]
 _OFFSETS_KEPT_BYTES = 64 << 20
 _INDEX_TRIES = 4
+_lock = new_lock()  # of what catalogs keep
 
 
 class Extents(NamedTuple):
@@ -76,14 +77,9 @@ class Catalog:
         self._kept: OrderedDict[int, Offsets] = OrderedDict()
         self._kept_bytes = 0
         self._maps = Maps()
-        self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in self.__dict__.items() if name != "_lock"}
-        return state | {"_kept": OrderedDict(), "_kept_bytes": 0}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _lock=threading.Lock())
+        return self.__dict__ | {"_kept": OrderedDict(), "_kept_bytes": 0}
 
     def __len__(self) -> int:
         return int(self._firsts[-1])
@@ -129,11 +125,12 @@ class Catalog:
             return kept
         url = self.shards[shard].url
         path = self.storage.local_path(url) or url
-        tar = map_file(path, url) if kept is None else kept
+        if kept is not None and self._checks is not None and self._checks.knows_file(shard, path):
+            return kept
+        tar = map_file(path, url)  # not what is kept: that may be of a file that was there before
         if self._checks is not None:
             self._checks.check_file(shard, path, tar)
-        if kept is None:
-            self._maps.keep(shard, tar)
+        self._maps.keep(shard, tar)
         return tar
 
     def fetch(
@@ -191,12 +188,12 @@ class Catalog:
         """
         if shard in self._scanned:
             return self._scanned[shard]
-        with self._lock:
+        with _lock:
             if shard in self._kept:
                 self._kept.move_to_end(shard)
                 return self._kept[shard]
         offsets = self._read_index(self.shards[shard])
-        with self._lock:
+        with _lock:
             if shard not in self._kept:
                 self._kept[shard] = offsets
                 self._kept_bytes += offsets.nbytes

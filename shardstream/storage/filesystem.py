@@ -28,13 +28,28 @@ class FileInfo:
 
     Args:
         url: With its protocol, as `Storage` takes it back.
-        size: Bytes.
+        told_size: Bytes; None where a web server does not tell.
         version: Changes with the bytes, as far as the file system tells.
     """
 
     url: str
-    size: int
+    told_size: int | None
     version: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes.
+
+        Raises:
+            StorageError: If the server does not tell.
+        """
+        if self.told_size is None:
+            raise StorageError(
+                "the server does not tell how long the file is (it sends no Content-Length); "
+                "serve it by one that does, such as nginx, Caddy or an S3 server",
+                shard=self.url,
+            )
+        return self.told_size
 
 
 class Storage:
@@ -178,7 +193,8 @@ class Storage:
 
     def glance(self, url: str) -> bytes | None:
         """Return a small file that can be had without setting up a client; None says nothing about the file."""
-        return self._clients.glance(url)
+        # A cache must learn the versions of the files, which a listing tells.
+        return None if self.cache is not None else self._clients.glance(url)
 
     def forget(self, url: str, start: int = 0, end: int | None = None) -> None:
         """Take what a cache has of a file, or of these bytes of it, for damaged: it is read from its source again."""
@@ -218,9 +234,9 @@ class Storage:
         return sorted(files, key=lambda file: file.url)
 
     def _file(self, url: str, entry: Mapping[str, Any]) -> FileInfo:
-        file = FileInfo(url=url, size=entry["size"], version=version_of(entry))
-        if self.cache is not None:
-            self.cache.learn(file.url, file.size, file.version)
+        file = FileInfo(url=url, told_size=entry["size"], version=version_of(entry))
+        if self.cache is not None and file.told_size is not None:
+            self.cache.learn(file.url, file.told_size, file.version)
         return file
 
     @staticmethod

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import http.client
+import re
 import ssl
 from datetime import UTC, datetime
 from urllib.parse import quote, urlsplit
@@ -18,6 +19,7 @@ from shardstream.storage.s3_settings import S3Settings
 
 _MOST_BYTES = 64 << 20
 _TIMEOUT_S = 5.0
+_REGION = re.compile(r"[a-z0-9-]+")  # it becomes a part of a host's name
 _EMPTY_SHA256 = hashlib.sha256().hexdigest()
 
 
@@ -30,6 +32,7 @@ def glance(settings: S3Settings, path: str) -> bytes | None:
         or settings.requester_pays
         or (settings.credentials is None and not settings.anonymous)
         or (settings.endpoint is None and settings.region.startswith("cn-"))
+        or not _REGION.fullmatch(settings.region)
         or any(
             part in ("", ".", "..") for part in path.split("/")
         )  # servers differ in what they make of these
@@ -44,6 +47,9 @@ def glance(settings: S3Settings, path: str) -> bytes | None:
 
 def _get(endpoint: str, path: str, settings: S3Settings) -> bytes | None:
     server = urlsplit(endpoint)
+    is_plain = server.scheme in ("http", "https") and server.hostname
+    if not is_plain or "@" in server.netloc or server.query or server.fragment:
+        return None
     target = f"{server.path.rstrip('/')}/{quote(path, safe='/~')}"
     headers = {"host": server.netloc}
     if not settings.anonymous and settings.credentials is not None:
@@ -59,9 +65,10 @@ def _get(endpoint: str, path: str, settings: S3Settings) -> bytes | None:
         connection.request("GET", target, headers=headers)
         answer = connection.getresponse()
         size = int(answer.headers["Content-Length"])
-        if answer.status != http.client.OK or size > _MOST_BYTES:
+        if answer.status != http.client.OK or not 0 <= size <= _MOST_BYTES:
             return None
-        return answer.read()
+        data = answer.read(size)
+        return data if len(data) == size else None
     finally:
         connection.close()
 

@@ -6,12 +6,15 @@ them; here they are held before the fork and never let go in the child.
 
 obstore reads with threads of its own, one set for each process, which are not there in the child, while obstore takes them to be:
 a read would wait for ever. A child of a process that had started them must do without obstore. (Merely imported it is harmless.)
+
+A lock that another thread of the parent holds is never given back in the child.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,15 @@ _held: list[Any] = []
 _inherited: list[Any] = []
 _OBSTORES_THREAD = "tokio-rt-worker"
 _threads = {"started": False, "dead": False}
+
+
+def new_lock() -> threading.Lock:
+    """Return a lock, for the life of the process, that no child is forked under: it is free there."""
+    lock = threading.Lock()
+    os.register_at_fork(
+        before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
+    )
+    return lock
 
 
 def keep_inherited(*things: object) -> None:

@@ -121,7 +121,7 @@ def read_manifest(file: FileInfo, storage: Storage) -> Manifest:
         ManifestError: If it cannot be understood, or names what lies elsewhere (see `check_names`).
     """
     url = file.url
-    if (file.size or 0) > _MANIFEST_LIMIT_BYTES:  # a web server may not tell
+    if (file.told_size or 0) > _MANIFEST_LIMIT_BYTES:  # a web server may not tell
         raise ManifestError(
             f"a manifest of {file.size} bytes is over the limit of {_MANIFEST_LIMIT_BYTES}; split the dataset",
             shard=url,
@@ -204,7 +204,8 @@ def _glanced(folder: str, storage: Storage) -> Located | None:
     check_names(url, [shard.url for shard in manifest.shards])
     shards = tuple(replace(one, url=join_url(folder, one.url)) for one in manifest.shards)
     here = {parent_url(one.url) for one in shards} == {folder.rstrip("/")}
-    if not here or storage.glance(shards[0].url + INDEX_SUFFIX) is None:  # one stands for all
+    # The last stands for all: a run that wrote them in order may have been stopped.
+    if not here or storage.glance(shards[-1].url + INDEX_SUFFIX) is None:
         return None
     return Located(shards=shards, manifest_url=url, indexed=frozenset(one.url for one in shards))
 
@@ -245,7 +246,7 @@ def _from_tars(urls: list[str], storage: Storage) -> Located:
             raise StorageError(
                 "the shard is missing; check the URL or the pattern's range", shard=names[missing]
             )
-        tars = [FileInfo(url=url, size=by_name[name].size) for name, url in names.items()]
+        tars = [FileInfo(url=url, told_size=by_name[name].size) for name, url in names.items()]
         listed = _with_indexes(tars, by_name)
         found |= {shard.url: shard for shard in listed.shards}
         indexed |= listed.indexed

@@ -9,17 +9,17 @@ from __future__ import annotations
 import mmap
 import os
 import resource
-import threading
 from collections import OrderedDict
 from weakref import WeakSet
 
 from shardstream.errors import ShardError
 from shardstream.format.tar import Buffer
 from shardstream.storage.explain import explained
+from shardstream.storage.inherited import new_lock
 
 _MOST = 512
 _all: WeakSet[Maps] = WeakSet()
-_lock = threading.Lock()
+_lock = new_lock()
 
 
 class Maps:
@@ -27,7 +27,8 @@ class Maps:
 
     def __init__(self) -> None:
         self._kept: OrderedDict[int, Buffer] = OrderedDict()
-        _all.add(self)
+        with _lock:
+            _all.add(self)
 
     def __reduce__(self) -> tuple[type[Maps], tuple[()]]:
         return Maps, ()

@@ -114,6 +114,11 @@ class Pace:
                 self._begin(now)
             self._admit()
 
+    def heard(self) -> None:
+        """Hear that bytes come which a request waits for, though it is not the one that asked for them."""
+        with self._changed:
+            self.arrived_at = self._clock()
+
     def throttled(self) -> None:
         """Hear that the server asked for fewer requests."""
         with self._changed:

@@ -276,6 +276,11 @@ class _Reading:
                 offset=self._start,
             )
 
+    def _look_up_size(self) -> None:
+        size = self.storage.info(self.url).told_size
+        if size is not None:
+            self._check_size(size)
+
     def too_short(self) -> Exception:
         """Say that an answer ended early without a word.
 
@@ -283,7 +288,7 @@ class _Reading:
             ChangedError: If it is the file itself that does.
         """
         if self._size is None and self.end is not None:
-            self._check_size(self.storage.info(self.url).size)
+            self._look_up_size()
         wanted = (self._size or 0) - self._start if self.end is None else self.end - self._start
         return AnswerCutError(f"got {self.position - self._start} of {wanted} bytes")
 
@@ -294,5 +299,5 @@ class _Reading:
             ChangedError: If the server says that the file ends before the range, with the file's length.
         """
         if verdict.past_end:
-            self._check_size(self.storage.info(self.url).size)
+            self._look_up_size()
         return verdict.error

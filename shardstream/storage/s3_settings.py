@@ -7,10 +7,10 @@ here, so that both go to the same place with the same credentials.
 from __future__ import annotations
 
 import importlib.util
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 _CREDENTIALS_LAST = timedelta(minutes=10)  # obstore asks again five minutes before
@@ -196,7 +196,8 @@ def _has_profiles(variables: Mapping[str, str]) -> bool:
         variables.get("AWS_CONFIG_FILE", "~/.aws/config"),
         variables.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
     )
-    return any(Path(place).expanduser().exists() for place in places)
+    # As botocore looks for them: a home that is unknown, or somebody else's, has none.
+    return any(os.path.isfile(os.path.expanduser(os.path.expandvars(place))) for place in places)
 
 
 def _session(options: Mapping[str, Any]) -> Any:

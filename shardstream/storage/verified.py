@@ -16,6 +16,7 @@ import numpy as np
 from shardstream.errors import IndexMismatchError, OptionError
 from shardstream.format.manifest import ShardInfo
 from shardstream.format.tar import Buffer
+from shardstream.storage.explain import explained
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.pace import Pace, asking
 from shardstream.storage.retry import fetch
@@ -27,6 +28,15 @@ _PIECE_BYTES = 4 * CHUNK_BYTES  # of the pass over a whole shard
 _DIGEST_BYTES = 16
 _TRIES = 4
 _UNKNOWN, _CHUNKS_KNOWN, _FILE_KNOWN = range(3)
+
+
+class _Check(Future[None]):
+    """A shard that is being read whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: set[Pace] = set()
+        """Of other iterators, which wait for the end of this."""
 
 
 class Checks:
@@ -72,7 +82,7 @@ class Checks:
         self._state = mmap.mmap(-1, max(1, len(self._shards)))
         self._digests = mmap.mmap(-1, max(1, self._firsts[-1]) * _DIGEST_BYTES)
         # By process, too: what a parent was at when it forked goes on there, not here.
-        self._under_way: dict[tuple[int, int], Future[None]] = {}
+        self._under_way: dict[tuple[int, int], _Check] = {}
 
     def read(self, shard: int, start: int, end: int, pace: Pace | None = None) -> bytes:
         """Return the bytes ``start`` to ``end`` of a shard, checked.
@@ -88,22 +98,26 @@ class Checks:
             StorageError: If they are out of reach.
         """
         while self._state[shard] != _CHUNKS_KNOWN:
-            mine: Future[None] = Future()
+            mine = _Check()
             check = self._under_way.setdefault((os.getpid(), shard), mine)
             if check is mine:
                 return self._read_first(shard, start, end, pace, mine)
+            if pace is not None:
+                check.waiting.add(pace)
             check.result()  # ends when its reads do
         return self._read_known(shard, start, end, pace)
 
+    def knows_file(self, shard: int, path: str) -> bool:
+        """Tell whether a local file is the one that a shard was found in, and unchanged since."""
+        return (self._state[shard], self._known(shard, 0)) == (_FILE_KNOWN, _stamp(path))
+
     def check_file(self, shard: int, path: str, tar: Buffer) -> None:
-        """Compare a local shard that was mapped to memory; once for all processes, unless the file is changed.
+        """Compare a local shard that was just mapped to memory; once for all processes, unless the file is changed.
 
         Raises:
             IndexMismatchError: If it is not that of the manifest.
         """
-        found = os.stat(path)
-        identity = f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns}".encode()
-        stamp = _digest(identity)
+        stamp = _stamp(path)
         if (self._state[shard], self._known(shard, 0)) == (_FILE_KNOWN, stamp):
             return
         sha256 = hashlib.sha256(tar).hexdigest()
@@ -112,7 +126,7 @@ class Checks:
         self._keep(shard, _FILE_KNOWN, stamp)
 
     def _read_first(
-        self, shard: int, start: int, end: int, pace: Pace | None, check: Future[None]
+        self, shard: int, start: int, end: int, pace: Pace | None, check: _Check
     ) -> bytes:
         try:
             data = self._read_whole(shard, start, end, pace)
@@ -152,6 +166,8 @@ class Checks:
             data = memoryview(self._fetch(shard, low, min(low + _PIECE_BYTES, size), pace))
             if pace is not None:
                 pace.arrived(len(data), time.monotonic() - begin)
+            for other in tuple(self._under_way[os.getpid(), shard].waiting):
+                other.heard()
             sha256.update(data)
             for at in range(0, len(data), CHUNK_BYTES):
                 digests += _digest(data[at : at + CHUNK_BYTES])
@@ -237,6 +253,14 @@ def open_checks(
     if verify != "sha256":
         raise OptionError(f"verify is 'sha256' or None, not {verify!r}")
     return Checks(shards, storage)
+
+
+def _stamp(path: str) -> bytes:
+    """Return what tells a local file from the one that was there before."""
+    with explained(path):
+        found = os.stat(path)
+    identity = f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns}"
+    return _digest(identity.encode())
 
 
 def _chunks(nbytes: int) -> int:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+import errno
 import functools
 import gc
 import operator
 import os
+import pickle
+import threading
 from collections import deque
 from pathlib import Path
 from typing import Any
@@ -156,3 +160,62 @@ def test_photos_do_not_go_through_the_pipe(photos: str, monkeypatch: pytest.Monk
     loader = ss.ShardLoader(ss.ShardDataset(Path(photos).as_uri()), batch_size=8, num_workers=1)
     assert sum(len(right(batch)) for batch in loader) == 64
     assert unpacks == list(range(1, 9))
+
+
+def test_a_system_that_refuses_the_memory_sends_the_usual_way(
+    photos: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: str) -> int:
+        raise OSError(errno.ENOSYS, "not in this sandbox")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    loader = ss.ShardLoader(ss.ShardDataset(photos), batch_size=8, num_workers=1)
+    assert sum(len(right(batch)) for batch in loader) == 64
+
+
+itself: list[Any] = []
+itself.append(itself)
+
+
+def holding_itself(items: list[Any]) -> dict[str, Any]:
+    return {"jpg": [item["jpg"] for item in items], "odd": itself}
+
+
+def test_a_batch_that_holds_itself_goes_the_usual_way(photos: str) -> None:
+    loader = ss.ShardLoader(
+        ss.ShardDataset(photos), batch_size=32, num_workers=1, collate_fn=holding_itself
+    )
+    first, _ = loader
+    assert first["odd"][0] is first["odd"]
+    assert len(first["jpg"]) == 32
+
+
+def memory_files() -> int:
+    """How many descriptors of rings this process has."""
+    links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum("memfd:shardstream" in str(link) for link in links)
+
+
+def test_the_memory_is_given_back_with_the_workers(photos: str) -> None:
+    gc.collect()  # what other tests left
+    before = memory_files()
+    loader = ss.ShardLoader(ss.ShardDataset(photos), batch_size=8, num_workers=2)
+    batches = iter(loader)
+    right(next(batches))
+    assert memory_files() > before
+    assert sum(len(right(batch)) for batch in batches) == 56
+    assert memory_files() == before
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_copy_of_a_loader_has_memory_of_its_own(photos: str, persistent: bool) -> None:
+    loader = ss.ShardLoader(
+        ss.ShardDataset(photos), batch_size=8, num_workers=1, persistent_workers=persistent
+    )
+    right(next(iter(loader)))
+    loader.load_state_dict(loader.state_dict())  # ends the workers
+    before = {*threading.enumerate()}
+    copies = [copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))]  # noqa: S301  (our own)
+    assert before.issuperset(threading.enumerate())  # none that hands out descriptors
+    for one in [loader, *copies]:
+        assert sum(len(right(batch)) for batch in one) == 56

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.client
 import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -37,10 +39,12 @@ print(sum(1 for _ in dataset), "s3fs" in sys.modules)
 """
 
 
-def look(url: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def look(
+    url: str, *more: str, say: str = SAY, **variables: str
+) -> subprocess.CompletedProcess[str]:
     """Open a data set in a process that has imported nothing."""
     return subprocess.run(
-        [sys.executable, "-c", SAY, url],
+        [sys.executable, "-c", say, url, *more],
         env=os.environ | variables,
         capture_output=True,
         text=True,
@@ -65,7 +69,9 @@ def test_a_data_set_opens_without_a_client(packed: str) -> None:
 
 def test_what_cannot_be_seen_at_a_glance_is_looked_for_by_a_client(packed: str) -> None:
     storage = Storage()
-    remove(storage, f"{packed}/000000.tar.idx")
+    remove(
+        storage, f"{packed}/000002.tar.idx"
+    )  # as if a run of 'shardstream index' had been stopped
     assert "no index; run 'shardstream index'" in look(packed).stderr
     remove(storage, f"{packed}/index.json")
     assert "no index; run 'shardstream index'" in look(packed).stderr
@@ -107,6 +113,77 @@ def test_what_is_not_plain_is_not_looked_at(
     monkeypatch.delenv("HTTP_PROXY")
     monkeypatch.setattr(module, "_MOST_BYTES", 1)
     assert glance(settings, path) is None
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "region"),
+    [
+        ("http://user:hunter2@127.0.0.1:9", "us-east-1"),
+        ("127.0.0.1:9", "us-east-1"),
+        ("127.0.0.1", "us-east-1"),
+        ("http://:9", "us-east-1"),
+        ("ftp://127.0.0.1:9", "us-east-1"),
+        ("http://127.0.0.1:9/?x=1", "us-east-1"),
+        ("http://127.0.0.1:9/#x", "us-east-1"),
+        (None, "elsewhere.example/x"),
+        (None, "x@elsewhere.example"),
+        (None, "us-east-1\r\nX: y"),
+    ],
+)
+def test_no_signature_goes_to_an_odd_place(
+    endpoint: str | None, region: str, settings: S3Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def connect(connection: http.client.HTTPConnection) -> None:
+        asked.append(connection.host)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", connect)
+    monkeypatch.setattr(http.client.HTTPSConnection, "connect", connect)
+    assert glance(replace(settings, endpoint=endpoint, region=region), "b/key") is None
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 10\r\n\r\n",
+    ],
+)
+def test_an_answer_of_another_length_is_none(head: bytes, settings: S3Settings) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection = server.accept()[0]
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(head + b"0123456789")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert glance(replace(settings, endpoint=endpoint), "b/key") is None
+        thread.join()
+
+
+WITH_CACHE = """
+import sys
+import shardstream as ss
+dataset = ss.ShardDataset(sys.argv[1], cache_dir=sys.argv[2])
+catalog = dataset.pipeline.source.catalog
+print(*[catalog.storage.cache.etag(shard.url) is not None for shard in catalog.shards])
+"""
+
+
+def test_a_cache_learns_all_versions_at_once(packed: str, tmp_path: Path) -> None:
+    """Else each worker would ask for each file, and a file that is replaced meanwhile would not be noticed."""
+    done = look(packed, str(tmp_path), say=WITH_CACHE)
+    assert done.stdout.split() == ["True"] * 3, done.stderr
 
 
 @pytest.fixture

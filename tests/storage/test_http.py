@@ -6,23 +6,34 @@ import http.server
 import threading
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
-from shardstream.errors import MissingError, RefusedError, StorageError
+import shardstream as ss
+from shardstream.errors import (
+    CacheWarning,
+    ManifestError,
+    MissingError,
+    RefusedError,
+    SourceError,
+    StorageError,
+)
+from shardstream.storage.cache import open_cache
 from shardstream.storage.filesystem import Storage
 
 SECRET = "hunter2"  # noqa: S105
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
-    """The first part of the path is the status."""
+    """The first part of the path is the status; a file called "unsaid" comes without a word of its length."""
 
     def do_GET(self) -> None:
         status = int(self.path.split("/")[1])
         body = b"0123456789" if status == 200 else b""
         self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
+        if "unsaid" not in self.path:
+            self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.command == "GET":
             self.wfile.write(body)
@@ -89,6 +100,33 @@ def test_a_server_that_sends_all_whatever_is_asked_for_is_told(
     message = f"10 bytes came where {end - start} were asked for: the server does not know ranges"
     with pytest.raises(StorageError, match=message):
         Storage().read(f"{server}/200/a.tar", start, end)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda url, _: ss.ShardDataset(f"{url}/unsaid.tar"),
+        lambda url, _: ss.ShardDataset(f"{url}/unsaid.tar", index="ignore"),
+        lambda url, _: ss.ObjectDataset.from_objects([f"{url}/unsaid.txt"]),
+        lambda url, folder: ss.pack(f"{url}/unsaid.tar", folder),
+        lambda url, _: ss.verify(f"{url}/unsaid.tar"),
+    ],
+)
+def test_a_server_that_does_not_tell_lengths_is_told(
+    operation: Callable[[str, Path], object], server: str, tmp_path: Path
+) -> None:
+    with pytest.raises(StorageError, match="does not tell how long the file is"):
+        operation(f"{server}/200", tmp_path / "out")
+
+
+def test_what_needs_no_length_is_read_without_one(server: str, tmp_path: Path) -> None:
+    url = f"{server}/200/unsaid.csv"
+    with pytest.raises(SourceError, match="the source is empty"):  # a table without a row
+        ss.pack(url, tmp_path / "out")
+    with pytest.warns(CacheWarning, match="or no length"):
+        assert Storage(cache=open_cache(tmp_path / "cache", None)).read(url) == b"0123456789"
+    with pytest.raises(ManifestError):  # ten digits are none
+        ss.ShardDataset(f"{server}/200/unsaid.json")
 
 
 def test_a_signed_url_is_read(server: str) -> None:

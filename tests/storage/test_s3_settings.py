@@ -152,6 +152,33 @@ def test_a_server_is_found_by_variables_a_profile_or_options(
     assert storage.info(url).size == 4
 
 
+def test_a_user_without_a_home_has_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: int) -> object:
+        raise KeyError("uid not found")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    settings = understand(KEYS, {}, 20.0)
+    assert settings is not None
+    assert settings.region == "us-east-1"
+
+
+def test_files_of_profiles_are_looked_for_as_botocore_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config").write_text("[default]\nregion = eu-x\n")
+    monkeypatch.setenv("PLACE", str(tmp_path))
+    monkeypatch.delenv("AWS_SHARED_CREDENTIALS_FILE", raising=False)
+    out_of_reach = "/" + "x" * 300  # as a file in somebody else's home
+    for place, region in (("$PLACE/config", "eu-x"), (out_of_reach, "us-east-1")):
+        monkeypatch.setenv("AWS_CONFIG_FILE", place)
+        settings = understand(KEYS, {"AWS_CONFIG_FILE": place}, 20.0)
+        assert settings is not None
+        assert settings.region == region
+
+
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
 def test_missing_credentials_are_told_at_once(client: str, s3: S3Server) -> None:
     storage = Storage({"endpoint_url": s3.endpoint, "s3_client": client})

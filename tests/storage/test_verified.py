@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import random
 import threading
+import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ import pytest
 import shardstream as ss
 from shardstream.errors import IndexMismatchError, OptionError, StorageError
 from shardstream.format.manifest import ShardInfo
+from shardstream.storage.ahead import RangeFetcher
 from shardstream.storage.cache import open_cache
 from shardstream.storage.catalog import Catalog
 from shardstream.storage.filesystem import Storage
@@ -370,6 +372,31 @@ def test_a_remote_shard_that_is_damaged_ends_the_epoch_at_its_place(num_workers:
         seen.extend(label for (batch,) in loader for label in batch.tolist())
     assert seen == list(range(len(seen)))
     assert loader.skipped == {}
+
+
+def test_who_waits_for_anothers_check_waits_as_long_as_bytes_come(wire: Wire) -> None:
+    """Two iterators over one data set, and a shard that takes longer to read than a read without bytes may take."""
+    url = f"memory://verified-{uuid.uuid4().hex}"
+    with ss.ShardWriter(url) as writer:
+        for number in range(20):  # five pieces
+            writer.write({"__key__": str(number), "bin": DATA[:MIB]})
+    storage = Storage({"stall_s": 0.1, "patience_s": 1.0})
+    catalog = Catalog(locate(url, storage), storage, "sha256")
+    begun = threading.Event()
+
+    def be_slow() -> None:
+        begun.set()
+        time.sleep(0.4)
+
+    wire.before = be_slow
+    fetchers = [RangeFetcher(catalog, iter(()), prefetch_bytes=0) for _ in range(2)]
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(fetchers[0].samples, np.array([0]))
+        begun.wait(10)
+        second = fetchers[1].samples(np.array([1]))
+    assert [type(sample) for sample in (*first.result(), *second)] == [dict, dict], second
+    for fetcher in fetchers:
+        fetcher.close()
 
 
 def test_local_shards_are_read_once_for_all_epochs_unless_they_change(

@@ -1,0 +1,122 @@
+"""Maps of local shards that outlive an epoch: never of a file that is gone where bytes are checked, safe among threads and forks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import shardstream as ss
+from shardstream.errors import IndexMismatchError, MissingError
+from shardstream.storage import catalog as catalog_module
+from shardstream.storage import maps as module
+from shardstream.storage.catalog import Catalog
+from shardstream.storage.filesystem import Storage
+from shardstream.storage.locate import locate
+from shardstream.storage.maps import Maps
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two shards of two samples."""
+    with ss.ShardWriter(tmp_path, max_samples=2) as writer:
+        for number in range(4):
+            writer.write({"__key__": str(number), "txt": "good"})
+    return tmp_path
+
+
+def checked(folder: Path) -> Catalog:
+    storage = Storage()
+    return Catalog(locate(str(folder), storage), storage, "sha256")
+
+
+def test_a_map_does_not_vouch_for_a_file_that_took_its_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOST", 1)
+    catalog, tar = checked(folder), folder / "000000.tar"
+    assert catalog.map_shard(0) is catalog.map_shard(0)
+    whole = tar.read_bytes()
+    (folder / "other").write_bytes(whole.replace(b"good", b"evil"))
+    (folder / "other").replace(tar)
+    for _ in range(2):
+        with pytest.raises(IndexMismatchError, match="the manifest says"):
+            catalog.map_shard(0)
+    catalog.map_shard(1)  # only one is kept
+    with pytest.raises(IndexMismatchError, match="the manifest says"):
+        catalog.map_shard(0)
+    (folder / "other").write_bytes(whole)
+    (folder / "other").replace(tar)
+    assert catalog.map_shard(0)[:] == whole
+    tar.unlink()
+    with pytest.raises(MissingError, match=r"000000\.tar"):
+        catalog.map_shard(0)
+
+
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Threads take turns as often as can be."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("switching")
+def test_data_sets_are_opened_while_others_are_read() -> None:
+    others = [Maps() for _ in range(100)]
+    ended, opened = threading.Event(), []
+
+    def open_more() -> None:
+        while not ended.is_set():
+            opened.append(Maps())
+
+    opener = threading.Thread(target=open_more)
+    opener.start()
+    try:
+        for number in range(1000):
+            others[0].keep(number % 5, b"tar")
+    finally:
+        ended.set()
+        opener.join()
+    assert opened
+
+
+def use_maps(_: Catalog) -> None:
+    Maps().keep(0, b"tar")
+
+
+def use_indexes(catalog: Catalog) -> None:
+    catalog.offsets(0)
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("lock", "use"), [(module._lock, use_maps), (catalog_module._lock, use_indexes)]
+)
+def test_a_child_that_is_forked_meanwhile_does_not_wait_for_ever(
+    lock: threading.Lock, use: Callable[[Catalog], None], folder: Path
+) -> None:
+    catalog, held = checked(folder), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            time.sleep(0.1)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait(10)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends what hangs
+        use(catalog)
+        os._exit(0)
+    holder.join()
+    assert os.waitpid(child, 0)[1] == 0
