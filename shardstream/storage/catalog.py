@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ from shardstream.storage.verified import Verify, open_checks
 
 Numbers = npt.NDArray[np.int64]
 _OFFSETS_KEPT_BYTES = 64 << 20
+_OFFSETS_SENT_BYTES = 1 << 20  # to a spawned worker
 _INDEX_TRIES = 4
 _lock = new_lock()  # of what catalogs keep
 
@@ -77,8 +79,11 @@ class Catalog:
         self._kept: OrderedDict[int, Offsets] = OrderedDict()
         self._kept_bytes = 0
         self._maps = Maps()
+        self._keep_read(located.indexes)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._kept_bytes <= _OFFSETS_SENT_BYTES:
+            return self.__dict__.copy()
         return self.__dict__ | {"_kept": OrderedDict(), "_kept_bytes": 0}
 
     def __len__(self) -> int:
@@ -193,12 +198,7 @@ class Catalog:
                 self._kept.move_to_end(shard)
                 return self._kept[shard]
         offsets = self._read_index(self.shards[shard])
-        with _lock:
-            if shard not in self._kept:
-                self._kept[shard] = offsets
-                self._kept_bytes += offsets.nbytes
-            while self._kept_bytes > _OFFSETS_KEPT_BYTES and len(self._kept) > 1:
-                self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+        self._keep(shard, offsets)
         return offsets
 
     def read_sample(self, number: int) -> Sample:
@@ -211,6 +211,22 @@ class Catalog:
         shard, start, end = (int(column[0]) for column in self.extents([number]))
         return read_sample(self.fetch(shard, start, end), start, start, end, self.shards[shard].url)
 
+    def _keep(self, shard: int, offsets: Offsets) -> None:
+        with _lock:
+            if shard not in self._kept:
+                self._kept[shard] = offsets
+                self._kept_bytes += offsets.nbytes
+            while self._kept_bytes > _OFFSETS_KEPT_BYTES and len(self._kept) > 1:
+                self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+
+    def _keep_read(self, indexes: Mapping[str, bytes]) -> None:
+        """Take the indexes that are at hand; one that does not fit is read again when it is needed."""
+        for number, shard in enumerate(self.shards if indexes else ()):
+            data = indexes.get(shard.url + INDEX_SUFFIX)
+            if data is not None:
+                with suppress(IndexMismatchError):
+                    self._keep(number, _checked(data, shard))
+
     def _read_index(self, shard: ShardInfo) -> Offsets:
         """Read an index; one that does not fit is read again: it may have been damaged on its way."""
         for _ in range(_INDEX_TRIES - 1):
@@ -221,11 +237,7 @@ class Catalog:
         return self._read_index_once(shard)
 
     def _read_index_once(self, shard: ShardInfo) -> Offsets:
-        url = shard.url + INDEX_SUFFIX
-        offsets = decode_index(fetch(self.storage, url), url=url)
-        filesize = shard.filesize or int(offsets[-1])
-        check_extent(offsets, filesize=filesize, nsamples=shard.nsamples, url=url)
-        return offsets
+        return _checked(fetch(self.storage, shard.url + INDEX_SUFFIX), shard)
 
     def _count(self, number: int, shard: ShardInfo, located: Located) -> ShardInfo:
         """Complete what is known of a shard; scan a local tar that has no index."""
@@ -247,6 +259,14 @@ class Catalog:
             )
         self._scanned[number] = scan.offsets
         return ShardInfo(url=shard.url, nsamples=nsamples, filesize=filesize, sha256=shard.sha256)
+
+
+def _checked(data: bytes, shard: ShardInfo) -> Offsets:
+    url = shard.url + INDEX_SUFFIX
+    offsets = decode_index(data, url=url)
+    filesize = shard.filesize or int(offsets[-1])
+    check_extent(offsets, filesize=filesize, nsamples=shard.nsamples, url=url)
+    return offsets
 
 
 def lacks_index(located: Located, storage: Storage) -> str | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 
 import braceexpand
 
 from shardstream.errors import ManifestError, OptionError, StorageError
-from shardstream.format.index import INDEX_SUFFIX, num_samples
+from shardstream.format.index import INDEX_SUFFIX, OFFSET_BYTES, num_samples
 from shardstream.format.manifest import MANIFEST_NAME, Manifest, ShardInfo, decode_manifest
 from shardstream.storage.elsewhere import check_names
 from shardstream.storage.filesystem import (
@@ -24,6 +25,7 @@ from shardstream.storage.filesystem import (
 TAR_SUFFIXES = (".tar",)
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
 _HTTP = ("http://", "https://")
+_INDEXES_BYTES, _GLANCES = 1 << 20, 16
 _MANIFEST_LIMIT_BYTES = 256 << 20  # over a million shards
 _FOLDERS_LIMIT = 10_000  # each is listed once
 _GLOB = re.compile(r"[*?\[]")
@@ -41,11 +43,13 @@ class Located:
         shards: With absolute URLs; counts and sizes where a manifest, an index or a listing gave them.
         manifest_url: The manifest that told, if one did.
         indexed: URLs of the shards that have an ``.idx`` beside them.
+        indexes: URL of an ``.idx`` -> its bytes, where they have been read on the way.
     """
 
     shards: tuple[ShardInfo, ...]
     manifest_url: str | None = None
     indexed: frozenset[str] = frozenset()
+    indexes: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def is_tar(name: str) -> bool:
@@ -203,11 +207,22 @@ def _glanced(folder: str, storage: Storage) -> Located | None:
     manifest = decode_manifest(data, url=url)
     check_names(url, [shard.url for shard in manifest.shards])
     shards = tuple(replace(one, url=join_url(folder, one.url)) for one in manifest.shards)
-    here = {parent_url(one.url) for one in shards} == {folder.rstrip("/")}
-    # The last stands for all: a run that wrote them in order may have been stopped.
-    if not here or storage.glance(shards[-1].url + INDEX_SUFFIX) is None:
+    if {parent_url(one.url) for one in shards} != {folder.rstrip("/")}:
         return None
-    return Located(shards=shards, manifest_url=url, indexed=frozenset(one.url for one in shards))
+    # The last stands for all: a run that wrote them in order may have been stopped. Few small ones are read all at once.
+    wanted = [one.url + INDEX_SUFFIX for one in shards]
+    if OFFSET_BYTES * sum(one.nsamples or 0 for one in shards) > _INDEXES_BYTES:
+        wanted = wanted[-1:]
+    with ThreadPoolExecutor(min(len(wanted), _GLANCES)) as pool:
+        found = dict(zip(wanted, pool.map(storage.glance, wanted), strict=True))
+    if found[wanted[-1]] is None:
+        return None
+    return Located(
+        shards=shards,
+        manifest_url=url,
+        indexed=frozenset(one.url for one in shards),
+        indexes={url: data for url, data in found.items() if data is not None},
+    )
 
 
 def _from_folder(url: str, storage: Storage) -> Located:

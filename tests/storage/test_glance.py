@@ -35,6 +35,7 @@ import sys
 import shardstream as ss
 dataset = ss.ShardDataset(sys.argv[1], index="require")
 print(len(dataset), *sorted({"s3fs", "botocore", "obstore"} & {*sys.modules}))
+print(len(dataset.pipeline.source.catalog._kept))
 print(sum(1 for _ in dataset), "s3fs" in sys.modules)
 """
 
@@ -64,7 +65,7 @@ def packed(bucket: str, s3_env: None) -> str:
 def test_a_data_set_opens_without_a_client(packed: str) -> None:
     for url in (packed, f"{packed}/"):
         done = look(url)
-        assert done.stdout.split("\n")[:2] == ["12", "12 True"], done.stderr
+        assert done.stdout.split("\n")[:3] == ["12", "3", "12 True"], done.stderr
 
 
 def test_what_cannot_be_seen_at_a_glance_is_looked_for_by_a_client(packed: str) -> None:
@@ -231,3 +232,25 @@ def test_the_users_files_are_not_needed(tmp_path: Path, packed: str) -> None:
     """No profile, no home: the same."""
     done = look(packed, HOME=str(tmp_path))
     assert done.stdout.startswith("12\n"), done.stderr
+
+
+def test_an_index_that_does_not_fit_is_told_when_it_is_read(packed: str) -> None:
+    publish_bytes(Storage(), f"{packed}/000001.tar.idx", b"12345678" * 6)
+    done = look(packed)
+    assert done.stdout.startswith("12\n2\n")
+    assert "IndexMismatchError" in done.stderr
+
+
+def test_large_indexes_are_left_to_the_workers(
+    packed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardstream.storage.locate._INDEXES_BYTES", 0)
+    seen: list[str] = []
+
+    def glance(storage: Storage, url: str) -> bytes:
+        seen.append(url)
+        return storage.read(url)
+
+    monkeypatch.setattr(Storage, "glance", glance)
+    assert len(ss.ShardDataset(packed)) == 12
+    assert [url.rpartition("/")[2] for url in seen] == ["index.json", "000002.tar.idx"]
