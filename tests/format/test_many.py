@@ -160,7 +160,7 @@ def test_nothing_is_nothing() -> None:
     assert read_samples([Stretch(0, URL, b"", 0, none, none)]) == []
 
 
-def test_fields_that_are_no_utf8_are_read(few: None) -> None:  # noqa: ARG001
+def test_fields_that_are_no_utf8_are_read(few: None) -> None:
     tar = tar_bytes([(f"{number:03}.caf\udce9", b"x") for number in range(50)])
     stretches = [Stretch(0, URL, tar, 0, *extents(tar))]
     assert together(stretches) == one_by_one(stretches)
