@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -57,6 +59,16 @@ def test_a_map_does_not_vouch_for_a_file_that_took_its_place(
     tar.unlink()
     with pytest.raises(MissingError, match=r"000000\.tar"):
         catalog.map_shard(0)
+
+
+@pytest.mark.parametrize(("files", "kept"), [(resource.RLIM_INFINITY, 3), (1, 1)])
+def test_any_limit_of_files_will_do(files: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_all", weakref.WeakSet())  # not those of other tests
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    maps = Maps()
+    for number in range(3):
+        maps.keep(number, b"tar")
+    assert [maps.get(number) is not None for number in range(3)].count(True) == kept
 
 
 @pytest.fixture
