@@ -43,7 +43,8 @@ class Maps:
 
     def keep(self, shard: int, tar: Buffer) -> None:
         """Keep a map, and drop the least used where there are too many; it closes when nobody reads it any more."""
-        most = min(_MOST, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = _MOST if files == resource.RLIM_INFINITY else max(1, min(_MOST, files // 2))
         with _lock:
             others = list(_all)
             if sum(len(one._kept) for one in others) >= most:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import sys
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -59,6 +62,16 @@ def test_a_map_does_not_vouch_for_a_file_that_took_its_place(
         catalog.map_shard(0)
 
 
+@pytest.mark.parametrize(("files", "kept"), [(resource.RLIM_INFINITY, 3), (1, 1)])
+def test_any_limit_of_files_will_do(files: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_all", weakref.WeakSet())  # not those of other tests
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    maps = Maps()
+    for number in range(3):
+        maps.keep(number, b"tar")
+    assert [maps.get(number) is not None for number in range(3)].count(True) == kept
+
+
 @pytest.fixture
 def switching() -> Iterator[None]:
     """Threads take turns as often as can be."""
@@ -71,21 +84,19 @@ def switching() -> Iterator[None]:
 @pytest.mark.usefixtures("switching")
 def test_data_sets_are_opened_while_others_are_read() -> None:
     others = [Maps() for _ in range(100)]
-    ended, opened = threading.Event(), []
+    opened: deque[Maps] = deque(maxlen=100)
 
     def open_more() -> None:
-        while not ended.is_set():
+        for _ in range(1000):
             opened.append(Maps())
 
     opener = threading.Thread(target=open_more)
     opener.start()
     try:
-        for number in range(1000):
-            others[0].keep(number % 5, b"tar")
+        while opener.is_alive():
+            others[0].keep(0, b"tar")
     finally:
-        ended.set()
         opener.join()
-    assert opened
 
 
 def use_maps(_: Catalog) -> None:
