@@ -11,6 +11,7 @@ from shardstream.format.many import Samples, Stretch, are_many, in_place, read_o
 from shardstream.storage.ahead import RangeFetcher
 from shardstream.storage.catalog import Numbers
 from shardstream.storage.joined import AnyCatalog
+from shardstream.storage.pages import PagesAhead
 
 
 class Fetcher(Protocol):
@@ -42,24 +43,35 @@ def open_fetcher(
         hedge: Ask a second time where an answer is late.
     """
     if catalog.is_local:
-        return LocalFetcher(catalog)
+        return LocalFetcher(catalog, PagesAhead(catalog, iter(upcoming), prefetch_bytes))
     return RangeFetcher(catalog, iter(upcoming), prefetch_bytes=prefetch_bytes, hedges=hedge)
 
 
 class LocalFetcher:
-    """Local tars, mapped to memory: the page cache is the read-ahead."""
+    """Local tars, mapped to memory.
 
-    def __init__(self, catalog: AnyCatalog) -> None:
-        self._catalog = catalog
+    Args:
+        catalog: The dataset.
+        ahead: Has pages read before they are needed.
+    """
+
+    def __init__(self, catalog: AnyCatalog, ahead: PagesAhead) -> None:
+        self._catalog, self._ahead = catalog, ahead
         self._read_bytes = 0
 
     def samples(self, numbers: Numbers) -> Samples:
         """Return for each number its sample, or what is wrong with it."""
         if not len(numbers):
             return []
-        shards, starts, ends = self._catalog.extents(numbers)
-        self._read_bytes += int((ends - starts).sum())
-        if not are_many(len(numbers), len(set(shards.tolist()))):
+        extents = self._catalog.extents(numbers)
+        nbytes = int((extents.ends - extents.starts).sum())
+        self._read_bytes += nbytes
+        found = self._read(*extents)
+        self._ahead.took(nbytes)
+        return found
+
+    def _read(self, shards: Numbers, starts: Numbers, ends: Numbers) -> Samples:
+        if not are_many(len(shards), len(set(shards.tolist()))):
             places = zip(shards.tolist(), starts.tolist(), ends.tolist(), strict=True)
             return [
                 read_one(self._catalog.map_shard(n), 0, a, b, self._catalog.url_of(n))

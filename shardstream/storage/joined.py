@@ -28,6 +28,7 @@ class JoinedCatalog:
         self._first_shards = np.concatenate(
             ([0], np.cumsum([part.num_shards for part in parts]))
         ).tolist()
+        self.joins: bool = all(part.joins for part in parts)
         self.threads: int = max(part.threads for part in parts)
         self.most_ahead: int = max(part.most_ahead for part in parts)
 

@@ -275,15 +275,15 @@ def test_few_maps_are_kept_open_over_all_data_sets(
     before = sum(len(one._kept) for one in maps._all)
     for _ in range(2):
         for catalog in catalogs:
-            assert keys(LocalFetcher(catalog), range(10)) == names(range(10))
+            assert keys(open_fetcher(catalog, (), prefetch_bytes=0), range(10)) == names(range(10))
             assert sum(len(one._kept) for one in maps._all) <= max(3, before)
 
 
 def test_a_second_epoch_maps_nothing_anew(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     catalog = catalog_of(numbered(tmp_path, 10, 2))
-    assert keys(LocalFetcher(catalog), range(10)) == names(range(10))
+    assert keys(open_fetcher(catalog, (), prefetch_bytes=0), range(10)) == names(range(10))
     monkeypatch.setattr("shardstream.storage.catalog.map_file", None)
-    assert keys(LocalFetcher(catalog), range(10)) == names(range(10))
+    assert keys(open_fetcher(catalog, (), prefetch_bytes=0), range(10)) == names(range(10))
     again = pickle.loads(pickle.dumps(catalog))  # noqa: S301  (as a spawned worker gets it)
     assert again._maps.get(0) is None
 
