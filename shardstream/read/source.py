@@ -18,7 +18,7 @@ from shardstream.storage.fetch import Fetcher, open_fetcher
 from shardstream.storage.joined import AnyCatalog
 
 # Planned and parsed at a time, so that a sample costs a fraction of a microsecond of each; of what is parsed no more bytes.
-_CHUNK_SAMPLES, _CHUNK_BYTES = 4096, 2 << 20
+_CHUNK_SAMPLES, _CHUNK_BYTES = 4096, 8 << 20
 _CHUNK_STEPS = 1024
 
 
