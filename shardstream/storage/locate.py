@@ -25,7 +25,9 @@ from shardstream.storage.filesystem import (
 TAR_SUFFIXES = (".tar",)
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
 _HTTP = ("http://", "https://")
-_INDEXES_BYTES, _GLANCES = 1 << 20, 16
+# Of indexes that are read with the manifest, and by how many threads: with more, glibc would make so many arenas that it fixes
+# their number, in workers that are forked later, too (see `memory.settle_worker`).
+_INDEXES_BYTES, _GLANCES = 1 << 20, 6
 _MANIFEST_LIMIT_BYTES = 256 << 20  # over a million shards
 _FOLDERS_LIMIT = 10_000  # each is listed once
 _GLOB = re.compile(r"[*?\[]")
