@@ -187,7 +187,7 @@ def write_all(case: Case) -> Callable[[], int]:
             os.fsync(stream.fileno())
 
     def work() -> int:
-        with ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(2) as writing:
+        with ThreadPoolExecutor(1) as hashing, ThreadPoolExecutor(4) as writing:
             done: list[Future[Any]] = [hashing.submit(hashlib.sha256, tar) for tar in tars]
             for number, tar in enumerate(tars):
                 done.append(writing.submit(write, number, tar))

@@ -168,6 +168,7 @@ def _train(sizes: Sizes) -> Iterator[Setting]:
             corpus=sizes.photos,
             contestants=(OURS, fast, *_LOCAL[1:]),
             limits=limits,
+            repetitions=2,
             targets=wanted if workers else (),
         )
 
