@@ -136,7 +136,9 @@ class Work:
             except subprocess.TimeoutExpired:
                 return Result(seconds=0.0, wrong=f"no end in {_CASE_TIMEOUT_S} s")
             except subprocess.CalledProcessError as error:
-                return Result(seconds=0.0, wrong=last_line(error.stderr))
+                return Result(
+                    seconds=0.0, wrong=last_line(error.stderr).replace(str(self.folder), "…")
+                )
         line = next(line for line in out.splitlines() if line.startswith("RESULT "))
         return Result(**json.loads(line.removeprefix("RESULT ")))
 
