@@ -19,9 +19,8 @@ _LEAST_BYTES = 4096  # smaller ones are pickled as fast
 _RING_BYTES = 64 << 20  # of addresses: memory is taken by what is on its way at one time
 _HEAD_BYTES = mmap.PAGESIZE  # which begin with how many parcels are unpacked
 _COUNT = struct.Struct("q")
-_PLAIN = frozenset(
-    {str, int, float}
-)  # what begins so is a column of keys or of numbers: not looked through
+# What begins so is a column of keys or of numbers, and not looked through.
+_PLAIN = frozenset({str, int, float})
 
 
 class _Place(NamedTuple):
@@ -73,8 +72,15 @@ class Ring:
     def pack(self, batch: Any, worker: int) -> Any:
         """In the worker: return what is to be sent for a batch: a parcel, or itself where nothing is gained."""
         large: list[bytes] = []
+
+        def take_out(data: bytes) -> bytes | _Place:
+            if len(data) < _LEAST_BYTES:
+                return data
+            large.append(data)
+            return _Place(len(large) - 1)
+
         try:
-            content = _taken_out(batch, large)
+            content = _swapped(batch, bytes, take_out)
         except RecursionError:  # it holds itself, or is very deep: pickle may know how
             return batch
         sizes = [len(data) for data in large]
@@ -94,7 +100,7 @@ class Ring:
         bounds = [_HEAD_BYTES + end for end in (parcel.start, *parcel.ends)]
         large = [self._memory[a:b] for a, b in pairwise(bounds)]
         _COUNT.pack_into(self._memory, 0, parcel.number)
-        return _put_back(parcel.content, large)
+        return _swapped(parcel.content, _Place, lambda place: large[place.number])
 
     def _find_room(self, size: int) -> int | None:
         """Return the first place with that many free bytes, so that few pages are used."""
@@ -128,29 +134,13 @@ def _attach(handle: Any) -> Ring:
     return Ring(handle.detach())
 
 
-def _taken_out(value: Any, large: list[bytes]) -> Any:
-    """Return a batch with places instead of its large bytes, which are listed."""
+def _swapped(value: Any, leaf: type, swap: Callable[[Any], Any]) -> Any:
+    """Return a batch in which each value of one type is swapped for another."""
     kind = type(value)
-    if kind is bytes and len(value) >= _LEAST_BYTES:
-        large.append(value)
-        return _Place(len(large) - 1)
+    if kind is leaf:
+        return swap(value)
     if kind is dict:
-        return {name: _taken_out(one, large) for name, one in value.items()}
-    if kind is list or kind is tuple:
-        if value and type(value[0]) in _PLAIN:
-            return value
-        return kind(_taken_out(one, large) for one in value)
-    return value
-
-
-def _put_back(value: Any, large: list[bytes]) -> Any:
-    kind = type(value)
-    if kind is _Place:
-        return large[value.number]
-    if kind is dict:
-        return {name: _put_back(one, large) for name, one in value.items()}
-    if kind is list or kind is tuple:
-        if value and type(value[0]) in _PLAIN:
-            return value
-        return kind(_put_back(one, large) for one in value)
+        return {name: _swapped(one, leaf, swap) for name, one in value.items()}
+    if (kind is list or kind is tuple) and not (value and type(value[0]) in _PLAIN):
+        return kind(_swapped(one, leaf, swap) for one in value)
     return value

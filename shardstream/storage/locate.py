@@ -27,7 +27,7 @@ COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
 _HTTP = ("http://", "https://")
 # Of indexes that are read with the manifest, and by how many threads: with more, glibc would make so many arenas that it fixes
 # their number, in workers that are forked later, too (see `memory.settle_worker`).
-_INDEXES_BYTES, _GLANCES = 1 << 20, 6
+_INDEXES, _INDEXES_BYTES, _GLANCES = 48, 1 << 20, 6
 _MANIFEST_LIMIT_BYTES = 256 << 20  # over a million shards
 _FOLDERS_LIMIT = 10_000  # each is listed once
 _GLOB = re.compile(r"[*?\[]")
@@ -213,7 +213,8 @@ def _glanced(folder: str, storage: Storage) -> Located | None:
         return None
     # The last stands for all: a run that wrote them in order may have been stopped. Few small ones are read all at once.
     wanted = [one.url + INDEX_SUFFIX for one in shards]
-    if OFFSET_BYTES * sum(one.nsamples or 0 for one in shards) > _INDEXES_BYTES:
+    size = OFFSET_BYTES * sum(one.nsamples or 0 for one in shards)
+    if len(wanted) > _INDEXES or size > _INDEXES_BYTES:
         wanted = wanted[-1:]
     with ThreadPoolExecutor(min(len(wanted), _GLANCES)) as pool:
         found = dict(zip(wanted, pool.map(storage.glance, wanted), strict=True))

@@ -241,10 +241,11 @@ def test_an_index_that_does_not_fit_is_told_when_it_is_read(packed: str) -> None
     assert "IndexMismatchError" in done.stderr
 
 
-def test_large_indexes_are_left_to_the_workers(
-    packed: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("limit", ["_INDEXES", "_INDEXES_BYTES"])
+def test_many_or_large_indexes_are_left_to_the_workers(
+    limit: str, packed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardstream.storage.locate._INDEXES_BYTES", 0)
+    monkeypatch.setattr(f"shardstream.storage.locate.{limit}", 2)
     seen: list[str] = []
 
     def glance(storage: Storage, url: str) -> bytes:
