@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import random
 import sys
 import tarfile
@@ -174,12 +175,14 @@ def _read_with_tarfile(data: bytes) -> list[Member] | None:
 # --- runs
 
 
-def run(corpus: Sequence[bytes], *, seconds: float, seed: int) -> Counter[str]:
-    """Mutate for some seconds; stop at the first finding, which is written to a file."""
+def run(
+    corpus: Sequence[bytes], *, seconds: float, seed: int, inputs: float = math.inf
+) -> Counter[str]:
+    """Mutate for some seconds, so many inputs at most; stop at the first finding, which is written to a file."""
     rng, kept = random.Random(seed), list(corpus)
     outcomes: Counter[str] = Counter()
     stop = time.monotonic() + seconds
-    while time.monotonic() < stop:
+    while outcomes.total() < inputs and time.monotonic() < stop:
         data = mutate(rng.choice(kept), rng)
         try:
             outcome = check(data)

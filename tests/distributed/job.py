@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import signal
+import sys
 import warnings
 from pathlib import Path
 from typing import TextIO
@@ -96,6 +97,11 @@ def main() -> None:
         train(args, log)
     dist.barrier()
     dist.destroy_process_group()
+    # DDP keeps gloo's threads alive past the group's end; one of them that lets go of a tensor while the interpreter
+    # ends aborts the process now and then (PyTorch pull request 179291)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 if __name__ == "__main__":
