@@ -96,6 +96,22 @@ def in_place(samples: Samples, places: Sequence[int] | Column) -> Samples:
     return list(take(samples))
 
 
+def as_rows(samples: Samples) -> list[object]:
+    """Return samples one by one, for `from_rows`: of columns a tuple each."""
+    if not isinstance(samples, Columns):
+        return list(samples)
+    return list(zip(itertools.repeat(tuple(samples.columns)), *samples.columns.values()))
+
+
+def from_rows(rows: list[Any]) -> Samples:
+    """Return as samples again what `as_rows` made of several of them: as columns where all have the same fields."""
+    if set(map(type, rows)) == {tuple}:
+        names, *columns = zip(*rows, strict=False)
+        if names.count(names[0]) == len(names):
+            return Columns(dict(zip(names[0], map(list, columns), strict=True)))
+    return [dict(zip(row[0], row[1:], strict=True)) if type(row) is tuple else row for row in rows]
+
+
 def are_many(samples: int, stretches: int) -> bool:
     """Tell whether it pays to read samples together."""
     return samples >= max(_FEW, _FEW_IN_ONE * stretches)

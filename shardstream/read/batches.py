@@ -150,7 +150,9 @@ class Batches(IterableDataset[Packet]):
         ring.forget()
         with closing(packets):
             for packet in packets:
-                yield packet._replace(batch=ring.pack(packet.batch, worker))
+                sent = packet._replace(batch=ring.pack(packet.batch, worker))
+                del packet  # its bytes are in the ring
+                yield sent
 
     def _begin_here(self) -> Position:
         """Return where to begin: what this worker was started with, or, if it is used again, what is in shared memory."""
@@ -184,20 +186,26 @@ class Batches(IterableDataset[Packet]):
         chain = pipeline.chain(share.plan.epoch, skips)
         try:
             begun = perf_counter()
-            steps = own_steps(share, reader.worker, reader.num_workers)
-            for step, (numbers, samples) in zip(steps, run.steps(), strict=False):
-                read = perf_counter()
+            steps = iter(own_steps(share, reader.worker, reader.num_workers))
+            for numbers, samples in run.steps():
+                read, step = perf_counter(), next(steps)
                 items, _ = chain(samples, numbers)
                 if not items and self.split.world_size > 1:
                     items = substitute(catalog, chain, share, step, skips)
                 done = perf_counter()
                 batch = self._collate(items)
-                end = perf_counter()
-                spent.read_s += read - begun
-                spent.steps_s += done - read
-                spent.collate_s += end - done
-                spent.samples += len(items)
-                yield packet(batch, empty=not items)
+                spent.add(
+                    Spent(
+                        samples=len(items),
+                        read_s=read - begun,
+                        steps_s=done - read,
+                        collate_s=perf_counter() - done,
+                    )
+                )
+                made = [packet(batch, empty=not items)]
+                # While the next are read, only who has taken the packet holds these: photos are many MB.
+                del samples, items, batch
+                yield made.pop()
                 begun = perf_counter()
         except SkipBudgetError as error:
             yield packet(None, empty=True, error=error)

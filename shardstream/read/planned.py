@@ -39,7 +39,7 @@ class Options:
     Args:
         shuffle: As in `Order`, like the next five.
         remainder: As in `Split`.
-        prefetch_bytes: Held ahead of use by each worker.
+        prefetch_bytes: Held, or asked for, by each worker before it is used.
         hedge: Ask a second time where an answer is late.
     """
 

@@ -17,6 +17,9 @@ from typing import Any, NamedTuple
 
 _LEAST_BYTES = 4096  # smaller ones are pickled as fast
 _RING_BYTES = 64 << 20  # of addresses: memory is taken by what is on its way at one time
+_STEP_BYTES = (
+    1 << 20
+)  # from which parcels begin: one that is a little larger than another still fits its place
 _HEAD_BYTES = mmap.PAGESIZE  # which begin with how many parcels are unpacked
 _COUNT = struct.Struct("q")
 # What begins so is a column of keys or of numbers, and not looked through.
@@ -111,7 +114,7 @@ class Ring:
         for parcel in sorted(self._on_way, key=lambda one: one.start):
             if place + size <= parcel.start:
                 return place
-            place = parcel.ends[-1]
+            place = -(-parcel.ends[-1] // _STEP_BYTES) * _STEP_BYTES
         return place if place + size <= _RING_BYTES else None
 
 

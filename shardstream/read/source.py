@@ -77,7 +77,7 @@ class PlannedRun:
         worker: Which worker of the rank.
         num_workers: Of how many.
         skips: What becomes of damaged samples.
-        prefetch_bytes: How much to read ahead of use.
+        prefetch_bytes: How much to hold, or have asked for, before it is used.
         hedge: Ask a second time where an answer is late.
     """
 
@@ -125,6 +125,7 @@ class PlannedRun:
                         samples.append(sample)
             self._taken += len(numbers)
             yield kept, samples
+            del found, samples  # before the next are read: batches of photos are many MB
 
     def costs(self) -> dict[str, float]:
         """Return what its reading has cost so far, as `Fetcher.stats`."""
@@ -171,6 +172,7 @@ class PlannedRun:
                         end = start + len(numbers)
                         yield numbers.tolist(), found[start:end]
                         start = end
+                    del found  # before the next are read
 
     def _read_samples(self) -> Generator[tuple[int, Sample], None, None]:
         for numbers, found in self._open():

@@ -9,7 +9,7 @@ import math
 import multiprocessing
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, cast
@@ -189,13 +189,15 @@ class Clients:
         self._read_bytes += len(piece.data)
         return piece
 
-    def glance(self, url: str) -> bytes | None:
-        """Return a small file, if this process has set up no client yet and can do without; None says nothing about the file."""
+    def glance(self, urls: Sequence[str]) -> list[bytes | None]:
+        """Return small files of one server, if this process has set up no client yet and can do without; None says nothing."""
         is_first = "s3fs" not in sys.modules and not inherited.has_threads()
-        if not is_first or self._s3_client is not None or not self.is_s3(url):
-            return None
-        settings = self._settings()
-        return None if settings is None else glance(settings, url.partition("://")[2])
+        settings = None
+        if is_first and self._s3_client is None and all(map(self.is_s3, urls)):
+            settings = self._settings()
+        if settings is None:
+            return [None] * len(urls)
+        return glance(settings, [url.partition("://")[2] for url in urls])
 
     def _give_up_obstore(self, error: Exception) -> bool:
         """Go on with s3fs if that can do what obstore cannot: follow a bucket to its region, read answers without a length."""

@@ -39,7 +39,7 @@ def open_fetcher(
     Args:
         catalog: The dataset.
         upcoming: Sample numbers that will be asked for, in groups that are read together, in order of first need.
-        prefetch_bytes: How much to hold ahead of use.
+        prefetch_bytes: How much to hold, or have asked for, before it is used.
         hedge: Ask a second time where an answer is late.
     """
     if catalog.is_local:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
@@ -191,10 +191,10 @@ class Storage:
         """
         return fetch(self, url, start, end)
 
-    def glance(self, url: str) -> bytes | None:
-        """Return a small file that can be had without setting up a client; None says nothing about the file."""
+    def glance(self, urls: Sequence[str]) -> list[bytes | None]:
+        """Return small files that can be had without setting up a client; None says nothing about a file."""
         # A cache must learn the versions of the files, which a listing tells.
-        return None if self.cache is not None else self._clients.glance(url)
+        return [None] * len(urls) if self.cache is not None else self._clients.glance(urls)
 
     def forget(self, url: str, start: int = 0, end: int | None = None) -> None:
         """Take what a cache has of a file, or of these bytes of it, for damaged: it is read from its source again."""

@@ -1,7 +1,7 @@
-"""One small file of an S3 server, read by the standard library alone.
+"""Small files of an S3 server, read by the standard library alone.
 
 Who opens a data set looks at its manifest, for which s3fs would take half a second to be imported and set up. So the first look is
-a plain signed GET. Whatever is not quite plain, or goes wrong, is left to the real clients, with their retries and their words.
+a plain signed GET, and the next at a few small indexes. Whatever is not quite plain, or goes wrong, is left to the real clients, with their retries and their words.
 """
 
 from __future__ import annotations
@@ -11,20 +11,28 @@ import hmac
 import http.client
 import re
 import ssl
+from collections.abc import Iterator, Sequence
+from contextlib import closing
 from datetime import UTC, datetime
+from itertools import takewhile
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies
 
 from shardstream.storage.s3_settings import S3Settings
 
+_AT_ONCE = 8
 _MOST_BYTES = 64 << 20
 _TIMEOUT_S = 5.0
 _REGION = re.compile(r"[a-z0-9-]+")  # it becomes a part of a host's name
 _EMPTY_SHA256 = hashlib.sha256().hexdigest()
 
 
-def glance(settings: S3Settings, path: str) -> bytes | None:
-    """Read a file of an S3 server, "bucket/key"; None where that takes more than one plain request."""
+def glance(settings: S3Settings, paths: Sequence[str]) -> list[bytes | None]:
+    """Read files of an S3 server, "bucket/key"; None where that takes more than one plain request, and for all behind such a one.
+
+    Several are asked for before the first answer is waited for, without threads: each would leave an arena of malloc to the workers
+    that are forked later, in which their range reads lie apart (10 MB each).
+    """
     endpoint = settings.endpoint or f"https://s3.{settings.region}.amazonaws.com"
     if (
         settings.verify is False
@@ -34,52 +42,86 @@ def glance(settings: S3Settings, path: str) -> bytes | None:
         or (settings.endpoint is None and settings.region.startswith("cn-"))
         or not _REGION.fullmatch(settings.region)
         or any(
-            part in ("", ".", "..") for part in path.split("/")
+            part in ("", ".", "..") for path in paths for part in path.split("/")
         )  # servers differ in what they make of these
         or getproxies()
     ):
-        return None
+        return [None] * len(paths)
+    found: list[bytes | None] = []
     try:
-        return _get(endpoint, path, settings)
-    except Exception:  # noqa: BLE001  (the real clients will meet it again, and say what it is)
-        return None
+        with closing(_Server(endpoint, settings)) as server:
+            found.extend(takewhile(lambda data: data is not None, server.get(paths)))
+    except Exception:  # noqa: BLE001, S110  (the real clients will meet it again, and say what it is)
+        pass
+    return found + [None] * (len(paths) - len(found))
 
 
-def _get(endpoint: str, path: str, settings: S3Settings) -> bytes | None:
-    server = urlsplit(endpoint)
-    is_plain = server.scheme in ("http", "https") and server.hostname
-    if not is_plain or "@" in server.netloc or server.query or server.fragment:
-        return None
-    target = f"{server.path.rstrip('/')}/{quote(path, safe='/~')}"
-    headers = {"host": server.netloc}
-    if not settings.anonymous and settings.credentials is not None:
-        headers |= sign(
-            target,
-            host=server.netloc,
-            region=settings.region,
-            credentials=settings.credentials(),
-            now=datetime.now(UTC),
-        )
-    connection = _connect(server.scheme, server.netloc, settings)
-    try:
+class _Server:
+    """Some connections to a server.
+
+    Args:
+        endpoint: Its URL.
+        settings: How to talk to it.
+
+    Raises:
+        ValueError: If that is no plain URL.
+    """
+
+    def __init__(self, endpoint: str, settings: S3Settings) -> None:
+        url = urlsplit(endpoint)
+        is_plain = url.scheme in ("http", "https") and url.hostname
+        if not is_plain or "@" in url.netloc or url.query or url.fragment:
+            raise ValueError("no plain URL")
+        self._host, self._folder, self._settings = url.netloc, url.path.rstrip("/"), settings
+        self._tls: ssl.SSLContext | None = None
+        if url.scheme == "https":
+            trusted = settings.verify if isinstance(settings.verify, str) else None
+            self._tls = ssl.create_default_context(cafile=trusted)
+        self._connections: list[http.client.HTTPConnection] = []
+
+    def get(self, paths: Sequence[str]) -> Iterator[bytes | None]:
+        """Yield the files, in order; None for what is no plain answer."""
+        self._connections = [self._connect() for _ in paths[:_AT_ONCE]]
+        for path, connection in zip(paths, self._connections, strict=False):
+            self._ask(path, connection)
+        for number in range(len(paths)):
+            connection = self._connections[number % _AT_ONCE]
+            yield _answer(connection)
+            if number + _AT_ONCE < len(paths):
+                self._ask(paths[number + _AT_ONCE], connection)
+
+    def close(self) -> None:
+        """Close the connections."""
+        for connection in self._connections:
+            connection.close()
+
+    def _connect(self) -> http.client.HTTPConnection:
+        limit_s = min(_TIMEOUT_S, self._settings.stall_s)
+        if self._tls is None:
+            return http.client.HTTPConnection(self._host, timeout=limit_s)
+        return http.client.HTTPSConnection(self._host, timeout=limit_s, context=self._tls)
+
+    def _ask(self, path: str, connection: http.client.HTTPConnection) -> None:
+        settings, target = self._settings, f"{self._folder}/{quote(path, safe='/~')}"
+        headers = {"host": self._host}
+        if not settings.anonymous and settings.credentials is not None:
+            headers |= sign(
+                target,
+                host=self._host,
+                region=settings.region,
+                credentials=settings.credentials(),
+                now=datetime.now(UTC),
+            )
         connection.request("GET", target, headers=headers)
-        answer = connection.getresponse()
-        size = int(answer.headers["Content-Length"])
-        if answer.status != http.client.OK or not 0 <= size <= _MOST_BYTES:
-            return None
-        data = answer.read(size)
-        return data if len(data) == size else None
-    finally:
-        connection.close()
 
 
-def _connect(scheme: str, host: str, settings: S3Settings) -> http.client.HTTPConnection:
-    limit_s = min(_TIMEOUT_S, settings.stall_s)
-    if scheme != "https":
-        return http.client.HTTPConnection(host, timeout=limit_s)
-    trusted = settings.verify if isinstance(settings.verify, str) else None
-    context = ssl.create_default_context(cafile=trusted)
-    return http.client.HTTPSConnection(host, timeout=limit_s, context=context)
+def _answer(connection: http.client.HTTPConnection) -> bytes | None:
+    answer = connection.getresponse()
+    size = int(answer.headers["Content-Length"])
+    if answer.status != http.client.OK or not 0 <= size <= _MOST_BYTES:
+        return None
+    data = answer.read(size)
+    return data if len(data) == size else None
 
 
 def sign(

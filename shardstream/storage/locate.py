@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import braceexpand
@@ -27,7 +26,7 @@ COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
 _HTTP = ("http://", "https://")
 # Of indexes that are read with the manifest, and by how many threads: with more, glibc would make so many arenas that it fixes
 # their number, in workers that are forked later, too (see `memory.settle_worker`).
-_INDEXES, _INDEXES_BYTES, _GLANCES = 48, 1 << 20, 6
+_INDEXES, _INDEXES_BYTES = 48, 1 << 20
 _MANIFEST_LIMIT_BYTES = 256 << 20  # over a million shards
 _FOLDERS_LIMIT = 10_000  # each is listed once
 _GLOB = re.compile(r"[*?\[]")
@@ -203,7 +202,7 @@ def _from_manifest(file: FileInfo, storage: Storage, here: list[FileInfo] | None
 def _glanced(folder: str, storage: Storage) -> Located | None:
     """Take the shards of a folder's manifest by two small reads, where that is as good as a listing; else None."""
     url = join_url(folder, MANIFEST_NAME)
-    data = storage.glance(url)
+    (data,) = storage.glance([url])
     if data is None:
         return None
     manifest = decode_manifest(data, url=url)
@@ -216,15 +215,14 @@ def _glanced(folder: str, storage: Storage) -> Located | None:
     size = OFFSET_BYTES * sum(one.nsamples or 0 for one in shards)
     if len(wanted) > _INDEXES or size > _INDEXES_BYTES:
         wanted = wanted[-1:]
-    with ThreadPoolExecutor(min(len(wanted), _GLANCES)) as pool:
-        found = dict(zip(wanted, pool.map(storage.glance, wanted), strict=True))
-    if found[wanted[-1]] is None:
+    indexes = storage.glance(wanted)
+    if indexes[-1] is None:
         return None
     return Located(
         shards=shards,
         manifest_url=url,
         indexed=frozenset(one.url for one in shards),
-        indexes={url: data for url, data in found.items() if data is not None},
+        indexes={one: data for one, data in zip(wanted, indexes, strict=True) if data is not None},
     )
 
 

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shardstream.storage.ahead import coalesce
 from shardstream.storage.catalog import Numbers
+from shardstream.storage.coalesce import coalesce
 from shardstream.storage.joined import AnyCatalog
 
 

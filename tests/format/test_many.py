@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from shardstream.format import many
 from shardstream.format.group import iter_groups, read_sample
-from shardstream.format.many import Stretch, read_samples
+from shardstream.format.many import Columns, Samples, Stretch, as_rows, from_rows, read_samples
 from shardstream.format.names import member_name
 from shardstream.format.tar import iter_members
 from tests.strategies import archives, raw_samples
@@ -165,3 +165,29 @@ def test_fields_that_are_no_utf8_are_read(few: None) -> None:
     stretches = [Stretch(0, URL, tar, 0, *extents(tar))]
     assert together(stretches) == one_by_one(stretches)
     assert together(stretches)[7]["caf\udce9"] == b"x"
+
+
+@given(st.data())
+def test_rows_taken_from_several_reads_are_the_same_samples(data: st.DataObject) -> None:
+    """Columns of one kind of samples, of another kind, and samples one by one."""
+    pools = []
+    for fields in (("a", "b"), ("a",), ("b", "a")):
+        count = data.draw(st.integers(0, 5))
+        columns = {name: [f"{fields}{name}{n}" for n in range(count)] for name in fields}
+        frame = {"__key__": [f"{n}" for n in range(count)], "__url__": [URL] * count}
+        pools.append(Columns(frame | columns))
+    each: list[dict[str, Any] | Exception] = [{"__key__": "x", "c": b""}, ValueError("y")]
+    every: list[Samples] = [*pools, each]
+    rows = [row for samples in every for row in as_rows(samples)]
+    meant = [sample for samples in every for sample in samples]
+    places = data.draw(st.lists(st.integers(0, len(rows) - 1)))
+    found = from_rows([rows[place] for place in places])
+    assert list(found) == [meant[place] for place in places]
+
+
+def test_rows_of_one_kind_are_columns_again() -> None:
+    samples = read_samples([Stretch(0, URL, crowd(60), 0, *extents(crowd(60)))])
+    again = from_rows(as_rows(samples)[::-1])
+    assert isinstance(again, Columns)
+    assert [*again] == [*samples][::-1]
+    assert from_rows([]) == []

@@ -19,8 +19,9 @@ import shardstream as ss
 from shardstream.errors import ChangedError, MissingError, RefusedError, StorageError
 from shardstream.read.permute import Ints
 from shardstream.storage import maps
-from shardstream.storage.ahead import RangeFetcher, coalesce
+from shardstream.storage.ahead import RangeFetcher
 from shardstream.storage.catalog import Catalog, Extents
+from shardstream.storage.coalesce import coalesce
 from shardstream.storage.fetch import LocalFetcher, open_fetcher
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import locate
@@ -119,7 +120,6 @@ def test_samples_are_joined_to_ranges_that_cover_each_once(
     assert sorted(i for span in ranges for i in span.places.tolist()) == list(range(len(samples)))
     for span in ranges:
         members = span.places.tolist()
-        assert span.left == len(members)
         assert all(
             (samples[i][0], span.start <= samples[i][1]) == (span.shard, True)
             and samples[i][2] <= span.end
@@ -174,31 +174,57 @@ def test_one_read_fetches_many_samples(url: str, wire: Wire) -> None:
     assert len(wire.reads) == 2  # one a shard
 
 
-def held_bytes(fetcher: RangeFetcher) -> int:
-    return sum(span.size for span in {id(span): span for span in fetcher._held.values()}.values())
-
-
 @pytest.mark.parametrize("prefetch_bytes", [0, 1, 30_000, 1 << 30])
-def test_no_more_is_held_than_the_budget_and_one_group(
+def test_no_more_is_asked_for_than_the_budget_or_a_group_and_a_quarter(
     prefetch_bytes: int, url: str, wire: Wire
 ) -> None:
-    parts = [range(start, start + 5) for start in range(0, 100, 5)]
+    parts = [range(start, start + 15) for start in range(0, 90, 15)]  # a shard each
     fetcher = RangeFetcher(catalog_of(url), groups(*parts), prefetch_bytes=prefetch_bytes)
-    sizes = []
+    group_bytes = 15 * 2048
+    used = 0
     for part in parts:
-        assert keys(fetcher, part) == names(part)
-        sizes.append(held_bytes(fetcher))
+        for first in range(part.start, part.stop, 5):
+            assert keys(fetcher, range(first, first + 5)) == names(range(first, first + 5))
+            asked = sum(end - start for _, start, end in wire.reads)
+            assert asked - used <= max(prefetch_bytes, group_bytes * 5 // 4)
+            used += 5 * 2048
     fetcher.close()
-    group_bytes = max(end - start for _, start, end in wire.reads)
-    assert max(sizes) <= prefetch_bytes + group_bytes
-    assert sizes[-1] == 0
+    assert (used, fetcher._bytes) == (90 * 2048, 0)
+
+
+def test_what_is_used_makes_room_for_what_comes_next(url: str, wire: Wire) -> None:
+    """A window shrinks while the next one comes in: there is room for a quarter of it at first, for all in the end."""
+    parts = [range(45), range(45, 90)]  # three shards each, a request a shard
+    fetcher = RangeFetcher(catalog_of(url), groups(*parts), prefetch_bytes=0)
+    seen = []
+    for first in range(0, 45, 5):
+        keys(fetcher, range(first, first + 5))
+        time.sleep(0.05)  # for the threads
+        seen.append(len({shard for shard, _, _ in wire.reads}))
+    fetcher.close()
+    assert seen[:2] == [3, 3]
+    assert seen == sorted(seen)
+    assert 5 <= seen[-1] <= 6
+
+
+def test_what_has_come_is_kept_as_samples_not_as_ranges(url: str) -> None:
+    fetcher = RangeFetcher(catalog_of(url), groups(range(30)), prefetch_bytes=1 << 20)
+    keys(fetcher, range(10))
+    time.sleep(0.1)  # for the threads
+    keys(fetcher, range(10, 15))
+    assert sorted(fetcher._rows) == list(range(15, 30))
+    assert {part.asked and len(part.asked.requests) for part in fetcher._parts.values()} == {0}
+    keys(fetcher, range(15, 30))
+    assert not fetcher._rows
+    assert not fetcher._parts
+    fetcher.close()
 
 
 def test_an_epoch_reads_each_byte_once(
     url: str, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # shards this small are all gap
-    monkeypatch.setattr("shardstream.storage.ahead._GAP_BYTES", 0)
+    monkeypatch.setattr("shardstream.storage.coalesce._GAP_BYTES", 0)
     for _ in range(2):
         wire.reads.clear()
         one = loader(url, shuffle=True, window=8)
@@ -223,7 +249,7 @@ def test_nothing_stays_behind_when_an_epoch_is_over(
     really_close = RangeFetcher.close
 
     def close(self: RangeFetcher) -> None:
-        left.append(len(self._ahead) + len(self._held))
+        left.append(len(self._rows) + len(self._parts) + len(self._begun))
         really_close(self)
 
     monkeypatch.setattr(RangeFetcher, "close", close)

@@ -9,6 +9,7 @@ import gc
 import operator
 import os
 import pickle
+import random
 import threading
 from collections import deque
 from pathlib import Path
@@ -68,6 +69,7 @@ def test_a_full_ring_sends_the_usual_way_and_goes_on_when_it_is_emptied(
 ) -> None:
     ring = Ring()
     monkeypatch.setattr(module, "_RING_BYTES", 2 * _LEAST)
+    monkeypatch.setattr(module, "_STEP_BYTES", 1)
     batch = {"jpg": [b"x" * _LEAST]}
     first, second = ring.pack(batch, 0), ring.pack(batch, 0)
     assert ring.pack(batch, 0) is batch
@@ -80,6 +82,17 @@ def test_a_full_ring_sends_the_usual_way_and_goes_on_when_it_is_emptied(
     assert ring.pack(rest, 0) is rest
     assert ring.unpack(packed) == half
     assert ring.pack([b"x" * 3 * _LEAST], 0) == [b"x" * 3 * _LEAST]
+
+
+def test_parcels_of_nearly_one_size_use_the_same_places_again() -> None:
+    ring, rng = Ring(), random.Random(0)
+    on_way: deque[Any] = deque()
+    for _ in range(100):
+        parcel = ring.pack([b"x" * rng.randrange(5 << 19, 3 << 20)], 0)
+        on_way.append(parcel)
+        assert parcel.ends[-1] <= 3 * (3 << 20)
+        if len(on_way) == 3:
+            ring.unpack(on_way.popleft())
 
 
 def test_what_holds_no_large_bytes_is_left_alone() -> None:

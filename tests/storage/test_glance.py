@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -98,7 +98,10 @@ def test_what_is_not_plain_is_not_looked_at(
 ) -> None:
     path = f"{bucket.removeprefix('s3://')}/file"
     publish_bytes(Storage(), f"{bucket}/file", b"12")
-    assert glance(settings, path) == b"12"
+    assert glance(settings, [path]) == [b"12"]
+    assert glance(settings, [path] * 20) == [b"12"] * 20
+    missing = f"{path}-none"
+    assert glance(settings, [path, missing, path]) == [b"12", None, None]
     for change in (
         {"verify": False},
         {"virtual_hosts": True},
@@ -106,14 +109,14 @@ def test_what_is_not_plain_is_not_looked_at(
         {"credentials": None},
         {"anonymous": True},  # the server refuses it
     ):
-        assert glance(replace(settings, **change), path) is None
+        assert glance(replace(settings, **change), [path]) == [None]
     for odd in (f"{path}/../file", f"{path}//", "./x"):
-        assert glance(settings, odd) is None
+        assert glance(settings, [odd]) == [None]
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
-    assert glance(settings, path) is None
+    assert glance(settings, [path]) == [None]
     monkeypatch.delenv("HTTP_PROXY")
     monkeypatch.setattr(module, "_MOST_BYTES", 1)
-    assert glance(settings, path) is None
+    assert glance(settings, [path]) == [None]
 
 
 @pytest.mark.parametrize(
@@ -142,7 +145,7 @@ def test_no_signature_goes_to_an_odd_place(
 
     monkeypatch.setattr(http.client.HTTPConnection, "connect", connect)
     monkeypatch.setattr(http.client.HTTPSConnection, "connect", connect)
-    assert glance(replace(settings, endpoint=endpoint, region=region), "b/key") is None
+    assert glance(replace(settings, endpoint=endpoint, region=region), ["b/key"]) == [None]
     assert asked == []
 
 
@@ -168,7 +171,7 @@ def test_an_answer_of_another_length_is_none(head: bytes, settings: S3Settings) 
         thread = threading.Thread(target=answer)
         thread.start()
         endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
-        assert glance(replace(settings, endpoint=endpoint), "b/key") is None
+        assert glance(replace(settings, endpoint=endpoint), ["b/key"]) == [None]
         thread.join()
 
 
@@ -197,7 +200,7 @@ def silent() -> Iterator[str]:
 def test_a_server_that_says_nothing_is_not_waited_for_long(
     silent: str, settings: S3Settings
 ) -> None:
-    assert glance(replace(settings, endpoint=silent, stall_s=0.1), "b/key") is None
+    assert glance(replace(settings, endpoint=silent, stall_s=0.1), ["b/key"]) == [None]
 
 
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1)
@@ -248,9 +251,9 @@ def test_many_or_large_indexes_are_left_to_the_workers(
     monkeypatch.setattr(f"shardstream.storage.locate.{limit}", 2)
     seen: list[str] = []
 
-    def glance(storage: Storage, url: str) -> bytes:
-        seen.append(url)
-        return storage.read(url)
+    def glance(storage: Storage, urls: Sequence[str]) -> list[bytes]:
+        seen.extend(urls)
+        return [storage.read(url) for url in urls]
 
     monkeypatch.setattr(Storage, "glance", glance)
     assert len(ss.ShardDataset(packed)) == 12

@@ -39,7 +39,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, in
         return tar
 
     monkeypatch.setattr("shardstream.storage.catalog.map_file", map_file)
-    monkeypatch.setattr("shardstream.storage.ahead._GAP_BYTES", 0)  # nothing read on the way
+    monkeypatch.setattr("shardstream.storage.coalesce._GAP_BYTES", 0)  # nothing read on the way
     return found
 
 
