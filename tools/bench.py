@@ -28,7 +28,11 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="small data, one repetition")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="small data, one repetition, two peers, what is at stake",
+    )
     parser.add_argument("--tiny", action="store_true", help="smallest data: does it run at all?")
     parser.add_argument(
         "--only", action="append", metavar="ROW", help="this row (again for more), e.g. s3-slow"
@@ -75,6 +79,8 @@ def choose(arguments: argparse.Namespace) -> tuple[rows.Sizes, list[rows.Setting
         if name not in names:
             raise SystemExit(f"no row {name!r}; there are: {', '.join(names)}")
     settings = [setting for setting in settings if setting.row in (arguments.only or names)]
+    if arguments.quick and not arguments.contestants:
+        settings = list(rows.shortened(settings))
     if arguments.contestants:
         wanted = arguments.contestants.split(",")
         settings = [
