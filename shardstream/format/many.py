@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
-from operator import itemgetter
-from typing import Any, NamedTuple, overload
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from shardstream.format.columns import Column, Columns, Found, Samples
 from shardstream.format.group import Sample, read_sample
 from shardstream.format.tar import BLOCK_BYTES, Buffer
-
-Column = np.ndarray[Any, np.dtype[Any]]
 
 # With fewer, and fewer in a stretch, NumPy's calls cost more than they save.
 _FEW, _FEW_IN_ONE = 40, 6
@@ -44,74 +42,6 @@ class Stretch(NamedTuple):
     """Offsets behind each sample's last member, shape (n,), int64."""
 
 
-class Columns(Sequence[Sample]):
-    """Samples with the same fields, a list a field: a batch of them is made without making a dict of each.
-
-    Args:
-        columns: ``__key__``, ``__url__`` and the fields, equally long.
-    """
-
-    __slots__ = ("columns",)
-
-    def __init__(self, columns: dict[str, list[Any]]) -> None:
-        self.columns = columns
-
-    def __len__(self) -> int:
-        return len(self.columns["__key__"])
-
-    @overload
-    def __getitem__(self, place: int) -> Sample: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> Columns: ...
-
-    def __getitem__(self, place: int | slice) -> Sample | Columns:
-        taken = {name: column[place] for name, column in self.columns.items()}
-        return Columns(taken) if isinstance(place, slice) else taken
-
-    def __iter__(self) -> Iterator[Sample]:
-        keys, urls, *fields = self.columns.items()
-        samples = [
-            {"__key__": key, "__url__": url} for key, url in zip(keys[1], urls[1], strict=True)
-        ]
-        for name, column in fields:
-            for sample, value in zip(samples, column, strict=True):
-                sample[name] = value
-        return iter(samples)
-
-
-Samples = list[Sample | Exception] | Columns
-"""Samples, each of which may be an error instead; columns have no errors."""
-
-
-def in_place(samples: Samples, places: Sequence[int] | Column) -> Samples:
-    """Return samples where they belong: the first at ``places[0]``, and so on; places are a permutation of 0 to n - 1."""
-    if len(samples) < 2:
-        return samples
-    back = np.empty(len(places), dtype=np.int64)
-    back[places] = np.arange(len(places))
-    take = itemgetter(*back.tolist())
-    if isinstance(samples, Columns):
-        return Columns({name: list(take(column)) for name, column in samples.columns.items()})
-    return list(take(samples))
-
-
-def as_rows(samples: Samples) -> list[object]:
-    """Return samples one by one, for `from_rows`: of columns a tuple each."""
-    if not isinstance(samples, Columns):
-        return list(samples)
-    return list(zip(itertools.repeat(tuple(samples.columns)), *samples.columns.values()))
-
-
-def from_rows(rows: list[Any]) -> Samples:
-    """Return as samples again what `as_rows` made of several of them: as columns where all have the same fields."""
-    if set(map(type, rows)) == {tuple}:
-        names, *columns = zip(*rows, strict=False)
-        if names.count(names[0]) == len(names):
-            return Columns(dict(zip(names[0], map(list, columns), strict=True)))
-    return [dict(zip(row[0], row[1:], strict=True)) if type(row) is tuple else row for row in rows]
-
-
 def are_many(samples: int, stretches: int) -> bool:
     """Tell whether it pays to read samples together."""
     return samples >= max(_FEW, _FEW_IN_ONE * stretches)
@@ -132,6 +62,13 @@ def read_samples(stretches: Sequence[Stretch]) -> Samples:
     if not are_many(len(starts), len(stretches)):
         return [sample for stretch in stretches for sample in _read_each(stretch)]
     return _Read(stretches, starts).samples()
+
+
+def find_samples(stretches: Sequence[Stretch]) -> Found | None:
+    """Read samples as `read_samples`, all but their fields' bytes; None unless all look like the first."""
+    starts = np.concatenate([stretch.starts - stretch.base for stretch in stretches])
+    many = len(starts) > 1 and are_many(len(starts), len(stretches))
+    return _Read(stretches, starts).found() if many else None
 
 
 def _read_each(stretch: Stretch) -> list[Sample | Exception]:
@@ -167,6 +104,27 @@ class _Read:
         self._columns: dict[str, list[Any]] = {}
 
     def samples(self) -> Samples:
+        has_fields = self._go_through(self._copy)
+        return (
+            self._mended()
+            if has_fields
+            else [s for each in self._stretches for s in _read_each(each)]
+        )
+
+    def found(self) -> Found | None:
+        places: dict[str, list[Any]] = {}
+        if not self._go_through(places.__setitem__):
+            return None
+        first = 0
+        for stretch, count in zip(self._stretches, self._counts, strict=True):
+            sound = self._are_sound(stretch, slice(first, first + count))
+            if not sound.all():
+                return None
+            first += count
+        return Found(self._columns, {field: list(each) for field, each in places.items()})
+
+    def _go_through(self, take: Callable[[str, Any], None]) -> bool:
+        """Hand on the places of each field; False if the first sample has none."""
         stretch = self._stretches[0]
         first = read_one(
             stretch.buffer, stretch.base, int(stretch.starts[0]), int(stretch.ends[0]), stretch.url
@@ -182,10 +140,8 @@ class _Read:
                 key = headers.name[:, : headers.name_bytes + 1 - len(suffix)]
                 self._begin(key)
             self._sound &= headers.sound & headers.are_named(key, suffix)
-            self._take(field, headers.size)
-        return (
-            self._mended() if fields else [s for each in self._stretches for s in _read_each(each)]
-        )
+            take(field, self._places(headers.size))
+        return bool(fields)
 
     def _headers(self) -> Column:
         """Return the header of each sample's next member, shape (n, 512); any other block where that is not in the buffer."""
@@ -215,18 +171,26 @@ class _Read:
         ]
         self._columns = {"__key__": keys, "__url__": urls}
 
-    def _take(self, field: str, sizes: Column) -> None:
-        """Take each sample's bytes of a member, and go on to the next."""
+    def _places(self, sizes: Column) -> Iterator[tuple[Buffer, int, int]]:
+        """Return where each sample's bytes of a member are, and go on to the next."""
         bodies = self._at + BLOCK_BYTES
         ends = np.where(
             self._sound, bodies + sizes, bodies
         )  # nothing is copied on the word of a bad header
-        places = zip(self._buffers, bodies.tolist(), ends.tolist(), strict=True)
+        self._at = bodies + (sizes + 511 & -512)
+        return zip(self._buffers, bodies.tolist(), ends.tolist(), strict=True)
+
+    def _copy(self, field: str, places: Iterator[tuple[Buffer, int, int]]) -> None:
         if self._has_views:
             self._columns[field] = [bytes(buffer[body:end]) for buffer, body, end in places]
         else:
             self._columns[field] = [buffer[body:end] for buffer, body, end in places]
-        self._at = bodies + (sizes + 511 & -512)
+
+    def _are_sound(self, stretch: Stretch, mine: slice) -> Column:
+        """Tell which samples of a stretch, at these places, are as they should be to their ends, shape (n,)."""
+        at = self._at[mine]
+        sound: Column = self._sound[mine] & (at == stretch.ends - stretch.base)
+        return sound & (at <= len(stretch.buffer))
 
     def _mended(self) -> Samples:
         """Return the samples, those that do not look like the first read anew."""
@@ -234,10 +198,7 @@ class _Read:
         samples: list[Sample | Exception] = []
         first = 0
         for stretch, count in zip(self._stretches, self._counts, strict=True):
-            last = first + count
-            at = self._at[first:last]
-            sound = self._sound[first:last] & (at == stretch.ends - stretch.base)
-            sound &= at <= len(stretch.buffer)
+            sound = self._are_sound(stretch, slice(first, first + count))
             if not sound.all():
                 samples = samples or [*columns]
             for place in np.flatnonzero(~sound).tolist():
@@ -245,7 +206,7 @@ class _Read:
                 samples[first + place] = read_one(
                     stretch.buffer, stretch.base, start, end, stretch.url
                 )
-            first = last
+            first += count
         return samples or columns
 
 

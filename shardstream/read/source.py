@@ -8,8 +8,8 @@ from typing import cast
 
 import numpy as np
 
+from shardstream.format.columns import Columns, Found, Samples
 from shardstream.format.group import Sample
-from shardstream.format.many import Columns, Samples
 from shardstream.read.permute import Ints
 from shardstream.read.share import Share
 from shardstream.read.skip import Skips
@@ -17,8 +17,9 @@ from shardstream.read.stage import State
 from shardstream.storage.fetch import Fetcher, open_fetcher
 from shardstream.storage.joined import AnyCatalog
 
-# Planned and parsed at a time, so that a sample costs a fraction of a microsecond of each; of what is parsed no more bytes.
-_CHUNK_SAMPLES, _CHUNK_BYTES = 4096, 8 << 20
+# Planned and parsed at a time, so that a sample costs a fraction of a microsecond of each; of what is parsed no more bytes, and of
+# what is copied.
+_CHUNK_SAMPLES, _FOUND_BYTES, _COPIED_BYTES = 4096, 64 << 20, 8 << 20
 _CHUNK_STEPS = 1024
 
 
@@ -36,8 +37,8 @@ def planned(share: Share, steps: range) -> Iterator[list[Ints]]:
         start, size = start + size, min(2 * size, max(1, _CHUNK_SAMPLES // width))
 
 
-def _parsed_together(steps: list[Ints], nsamples: int, total_bytes: int) -> Iterator[list[Ints]]:
-    most = _CHUNK_BYTES * nsamples // max(1, total_bytes)
+def _together(steps: list[Ints], most: int) -> Iterator[list[Ints]]:
+    """Yield some steps at a time, of so many samples at most."""
     size = max(1, most // max(1, len(steps[-1])))
     return (steps[first : first + size] for first in range(0, len(steps), size))
 
@@ -66,6 +67,25 @@ def upcoming(share: Share, steps: range) -> Iterator[Ints]:
 
 def _array(steps: range) -> Ints:
     return np.arange(steps.start, steps.stop, steps.step, dtype=np.int64)
+
+
+def _read(fetcher: Fetcher, steps: list[Ints], most: int) -> Iterator[tuple[list[int], Samples]]:
+    """Yield numbers and samples of each step; no more samples than ``most``, or a step, are copied at a time."""
+    found = fetcher.find(np.concatenate(steps))
+    if found is not None:
+        yield from _by_step(steps, found)
+        return
+    for some in _together(steps, most):
+        samples = fetcher.samples(np.concatenate(some))
+        yield from _by_step(some, samples)
+        del samples  # before the next are read
+
+
+def _by_step(steps: list[Ints], samples: Samples | Found) -> Iterator[tuple[list[int], Samples]]:
+    first = 0
+    for numbers in steps:
+        yield numbers.tolist(), samples[first : first + len(numbers)]
+        first += len(numbers)
 
 
 class PlannedRun:
@@ -159,20 +179,15 @@ class PlannedRun:
             passed = next(planned(self._share, steps))[0][:within]
             ahead = (numbers[~np.isin(numbers, passed)] for numbers in ahead)
         catalog = self._catalog
+        mean_bytes = max(1, catalog.total_bytes) / max(1, len(catalog))
         self._fetcher = open_fetcher(
             catalog, ahead, prefetch_bytes=self._prefetch_bytes, hedge=self._hedge
         )
         with closing(self._fetcher) as fetcher:
             for chunk in planned(self._share, steps):
                 chunk[0], within = chunk[0][within:], 0
-                for some in _parsed_together(chunk, len(catalog), catalog.total_bytes):
-                    found = fetcher.samples(np.concatenate(some))
-                    start = 0
-                    for numbers in some:
-                        end = start + len(numbers)
-                        yield numbers.tolist(), found[start:end]
-                        start = end
-                    del found  # before the next are read
+                for some in _together(chunk, int(_FOUND_BYTES / mean_bytes)):
+                    yield from _read(fetcher, some, int(_COPIED_BYTES / mean_bytes))
 
     def _read_samples(self) -> Generator[tuple[int, Sample], None, None]:
         for numbers, found in self._open():

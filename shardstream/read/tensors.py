@@ -12,7 +12,7 @@ import torch
 from torch.utils.data import get_worker_info
 
 from shardstream.errors import SampleError
-from shardstream.format.many import Columns
+from shardstream.format.columns import Columns
 
 _REPEATED_LIMIT_BYTES = 1 << 30
 

@@ -11,7 +11,8 @@ from itertools import repeat
 import numpy as np
 
 from shardstream.errors import IndexMismatchError, StorageError
-from shardstream.format.many import Samples, Stretch, as_rows, from_rows, read_samples
+from shardstream.format.columns import Samples, as_rows, from_rows
+from shardstream.format.many import Stretch, read_samples
 from shardstream.storage.asking import Asked, Asking
 from shardstream.storage.catalog import Numbers
 from shardstream.storage.coalesce import Range, coalesce
@@ -91,6 +92,9 @@ class RangeFetcher:
         self._let_go(self._rows.keys() & wanted)
         return found
 
+    def find(self, numbers: Numbers) -> None:
+        """Return nothing: `samples` copies no more than was asked for."""
+
     def stats(self) -> dict[str, float]:
         """Return what it has cost so far."""
         return self._asking.stats()
@@ -144,6 +148,8 @@ class RangeFetcher:
             return False
         for shard, index in indexes.items():
             self._asking.await_index(shard, index, self._announced_at)
+        if not self._parts.keys().isdisjoint(numbers.tolist()):  # a padded tail
+            numbers = numbers[[number not in self._parts for number in numbers.tolist()]]
         self._open(numbers)
         self._next = self._announce()
         return True

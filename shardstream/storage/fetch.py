@@ -7,11 +7,15 @@ from typing import Protocol
 
 import numpy as np
 
-from shardstream.format.many import Samples, Stretch, are_many, in_place, read_one, read_samples
+from shardstream.format.columns import Found, Samples, in_place
+from shardstream.format.many import Stretch, are_many, find_samples, read_one, read_samples
 from shardstream.storage.ahead import RangeFetcher
-from shardstream.storage.catalog import Numbers
+from shardstream.storage.catalog import Extents, Numbers
 from shardstream.storage.joined import AnyCatalog
 from shardstream.storage.pages import PagesAhead
+
+# Of samples from which on it pays to look at many before any is copied; and so few that they say nothing about the next.
+_LARGE_BYTES, _FEW = 16 << 10, 256
 
 
 class Fetcher(Protocol):
@@ -19,6 +23,9 @@ class Fetcher(Protocol):
 
     def samples(self, numbers: Numbers) -> Samples:
         """Return for each number its sample, or what is wrong with it."""
+
+    def find(self, numbers: Numbers) -> Found | None:
+        """Return samples whose bytes are there to be copied when they are wanted; None where `samples` does better."""
 
     def stats(self) -> dict[str, float]:
         """Return what it has cost so far: ``read_bytes``, ``requests``, ``throttled`` and ``wait_s``."""
@@ -58,17 +65,37 @@ class LocalFetcher:
     def __init__(self, catalog: AnyCatalog, ahead: PagesAhead) -> None:
         self._catalog, self._ahead = catalog, ahead
         self._read_bytes = 0
+        self._finds = True
 
     def samples(self, numbers: Numbers) -> Samples:
         """Return for each number its sample, or what is wrong with it."""
         if not len(numbers):
             return []
         extents = self._catalog.extents(numbers)
+        found = self._read(*extents)
+        self._took(extents)
+        return found
+
+    def find(self, numbers: Numbers) -> Found | None:
+        """Return samples whose bytes are there to be copied when they are wanted; None where `samples` does better.
+
+        Photos are looked at by the window: in a batch there are too few of each shard to be read side by side.
+        """
+        extents = self._catalog.extents(numbers)
+        if not self._finds or (extents.ends - extents.starts).mean() < _LARGE_BYTES:
+            return None
+        by_shard = np.argsort(extents.shards, kind="stable")
+        found = find_samples(self._stretches(extents, by_shard))
+        if found is None:  # the next ones will hardly be other ones
+            self._finds = len(numbers) < _FEW
+            return None
+        self._took(extents)
+        return found.in_place(by_shard)
+
+    def _took(self, extents: Extents) -> None:
         nbytes = int((extents.ends - extents.starts).sum())
         self._read_bytes += nbytes
-        found = self._read(*extents)
         self._ahead.took(nbytes)
-        return found
 
     def _read(self, shards: Numbers, starts: Numbers, ends: Numbers) -> Samples:
         if not are_many(len(shards), len(set(shards.tolist()))):
@@ -78,12 +105,17 @@ class LocalFetcher:
                 for n, a, b in places
             ]
         by_shard = np.argsort(shards, kind="stable")
+        stretches = self._stretches(Extents(shards, starts, ends), by_shard)
+        return in_place(read_samples(stretches), by_shard)
+
+    def _stretches(self, extents: Extents, by_shard: Numbers) -> list[Stretch]:
+        shards, starts, ends = extents
         stretches = []
         for mine in np.split(by_shard, np.flatnonzero(np.diff(shards[by_shard])) + 1):
             shard = int(shards[mine[0]])
             url, tar = self._catalog.url_of(shard), self._catalog.map_shard(shard)
             stretches.append(Stretch(shard, url, tar, 0, starts[mine], ends[mine]))
-        return in_place(read_samples(stretches), by_shard)
+        return stretches
 
     def stats(self) -> dict[str, float]:
         """Return what it has cost so far."""

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstream.format import many
+from shardstream.format.columns import Columns, Samples, as_rows, from_rows, in_place
 from shardstream.format.group import iter_groups, read_sample
-from shardstream.format.many import Columns, Samples, Stretch, as_rows, from_rows, read_samples
+from shardstream.format.many import Stretch, find_samples, read_samples
 from shardstream.format.names import member_name
 from shardstream.format.tar import iter_members
 from tests.strategies import archives, raw_samples
@@ -191,3 +192,29 @@ def test_rows_of_one_kind_are_columns_again() -> None:
     assert isinstance(again, Columns)
     assert [*again] == [*samples][::-1]
     assert from_rows([]) == []
+
+
+@pytest.mark.usefixtures("few")
+@given(archives(), st.data())
+def test_what_is_found_is_what_is_read(archive: Any, data: st.DataObject) -> None:
+    stretch = Stretch(0, URL, archive.data, 0, *extents(archive.data))
+    found = find_samples([stretch]) if len(stretch.starts) else None
+    if found is None:
+        return
+    samples = read_samples([stretch])
+    assert isinstance(samples, Columns)
+    first = data.draw(st.integers(0, len(samples)))
+    assert [*found[first:]] == [*samples[first:]]
+
+
+def test_samples_of_one_kind_are_found_and_copied_when_they_are_taken() -> None:
+    tar = bytearray(crowd(60))
+    stretch = Stretch(0, URL, memoryview(tar), 0, *extents(bytes(tar)))
+    read = read_samples([stretch])
+    found = find_samples([stretch])
+    assert found is not None
+    order = np.random.default_rng(0).permutation(60)
+    assert [*found.in_place(order)[10:20]] == [*in_place(read, order)[10:20]]
+    assert all(type(value) is bytes for sample in found[:5] for value in [*sample.values()][2:])
+    tar[0] ^= 1  # a checksum
+    assert find_samples([stretch]) is None

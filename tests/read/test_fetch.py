@@ -293,6 +293,34 @@ def test_local_shards_are_mapped_not_read(tmp_path: Any, wire: Wire) -> None:
     assert wire.reads == []
 
 
+@pytest.mark.parametrize("bad", [None, 3, 277])
+def test_large_samples_are_looked_at_by_the_window(
+    bad: int | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = bytes(20_000)
+    with ss.ShardWriter(tmp_path, max_samples=100) as writer:
+        for number in range(300):
+            writer.write({"__key__": f"{number:03d}", "bin": body + number.to_bytes(2, "big")})
+    if bad is not None:
+        tar = tmp_path / f"{bad // 100:06d}.tar"
+        data = bytearray(tar.read_bytes())
+        data[bad % 100 * (512 + 20480) + 10] ^= 1
+        tar.write_bytes(data)
+    copied: list[int] = []
+    really_read = LocalFetcher.samples
+
+    def samples(self: LocalFetcher, numbers: Ints) -> Any:
+        copied.append(len(numbers))
+        return really_read(self, numbers)
+
+    monkeypatch.setattr(LocalFetcher, "samples", samples)
+    dataset = ss.ShardDataset(tmp_path, shuffle=True, on_error="skip" if bad else "raise")
+    found = [sample for sample in dataset if sample["bin"][:-2] == body]
+    numbers = sorted(int.from_bytes(sample["bin"][-2:], "big") for sample in found)
+    assert numbers == [number for number in range(300) if number != bad]
+    assert sum(copied) < 150  # the first few, and those beside a bad one
+
+
 def test_few_maps_are_kept_open_over_all_data_sets(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,7 +94,7 @@ class Sizes:
 
 FULL = Sizes(
     small=Corpus(kind="small", samples=150_000),
-    photos=Corpus(kind="photo", samples=2_400),
+    photos=Corpus(kind="photo", samples=2_000),
     many=Corpus(kind="small", samples=20_000),
     shards=(10, 200, 2_000),
     min_s=1.0,
@@ -154,7 +154,7 @@ def _local(sizes: Sizes) -> Iterator[Setting]:
                 case=_case(sizes, workers=workers),
                 corpus=corpus,
                 contestants=contestants,
-                limits=("limit-pages",),
+                limits=("limit-pages", "limit-bytes"),
                 targets=(against("webdataset", multiple), against("litdata", 1.4))
                 if workers == 0
                 else (),
@@ -242,6 +242,7 @@ def _writing(sizes: Sizes) -> Iterator[Setting]:
             corpus=corpus,
             contestants=writers,
             limits=("limit-write",),
+            repetitions=2,
             targets=(against("webdataset", multiple),),
             form="tar",
         )

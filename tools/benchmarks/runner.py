@@ -7,14 +7,14 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.case import Case, Result
 from benchmarks.rows import Setting, Sizes, place
-from benchmarks.targets import OURS
+from benchmarks.targets import OURS, Results, are_worth_repeating
 from benchmarks.work import Work, last_line
 
 Document = dict[str, Any]
@@ -117,26 +117,30 @@ def run_setting(setting: Setting, sizes: Sizes, work: Work, say: Say) -> Documen
     server = None if setting.store == "local" else work.server(slow=setting.store == "s3-slow")
     repetitions = setting.count_repetitions(sizes)
     for repetition in range(repetitions):
-        for name, case in cases.items():
-            if any(result.wrong for result in results[name]):
-                continue
+        chosen = are_worth_repeating(sound(results), setting.targets) if repetition else cases
+        for name in chosen:
+            case = cases[name]
             say(f"{setting.name} · {name} · {repetition + 1} of {repetitions}")
             if repetition == 0:  # a whole epoch, to be checked
-                case = replace(case, max_s=0.0)  # noqa: PLW2901
+                case = replace(case, max_s=0.0)
             results[name].append(work.measure(case, server=server))
     return as_document(setting, results)
 
 
-def as_document(setting: Setting, results: dict[str, list[Result]]) -> Document:
-    """Return a setting's results as plain values, with what was wanted and reached."""
-    sound: dict[str, Sequence[Result]] = {
+def sound(results: Results) -> Results:
+    """Return the results of the contestants that have some, all of them right."""
+    return {
         name: found
         for name, found in results.items()
         if found and not any(result.wrong for result in found)
     }
+
+
+def as_document(setting: Setting, results: dict[str, list[Result]]) -> Document:
+    """Return a setting's results as plain values, with what was wanted and reached."""
     targets = []
     for target in setting.targets:
-        reached = target.reached(sound)
+        reached = target.reached(sound(results))
         targets.append(
             {
                 "text": target.text,

@@ -24,12 +24,14 @@ class Target:
         wanted: The least or, with ``at_most``, the greatest.
         reached: From results to the figure, None if it cannot be known.
         at_most: Whether less is better.
+        names: The peers it is about; none where it is about the best.
     """
 
     text: str
     wanted: float
     reached: Callable[[Results], float | None]
     at_most: bool = False
+    names: tuple[str, ...] = ()
 
     def is_met(self, figure: float) -> bool:
         """Say whether a figure is good enough."""
@@ -57,9 +59,27 @@ def peers(results: Results) -> list[str]:
     ]
 
 
+def are_worth_repeating(results: Results, targets: Sequence[Target]) -> list[str]:
+    """Return the contestants on which a target may hang: all but peers that are far from the best and that no target names.
+
+    >>> found = {OURS: [Result(seconds=1)], "a": [Result(seconds=2)], "b": [Result(seconds=9)], "c": [Result(seconds=9)]}
+    >>> are_worth_repeating(found, [best_peer(1.0), against("c", 2.0)])
+    ['shardstream', 'a', 'c']
+    """
+    named = {name for target in targets for name in target.names}
+    speeds = {name: median_speed(results, name) or 0.0 for name in peers(results)}
+    least = max(speeds.values(), default=0.0) / 2
+    return [name for name in results if name in named or speeds.get(name, least) >= least]
+
+
 def against(peer: str, wanted: float, ours: str = OURS) -> Target:
     """Want a multiple of a peer's speed."""
-    return Target(text=f"x {peer}", wanted=wanted, reached=lambda r: _ratio(r, peer, ours))
+    return Target(
+        text=f"x {peer}",
+        wanted=wanted,
+        reached=lambda results: _ratio(results, peer, ours),
+        names=(peer,),
+    )
 
 
 def best_peer(wanted: float, ours: str = OURS) -> Target:
