@@ -94,6 +94,8 @@ def test_any_shards_in_any_stretches(data: st.DataObject) -> None:
         patch.setattr(many, "_FEW", 1)
         patch.setattr(many, "_FEW_IN_ONE", 0)
         assert together(stretches) == one_by_one(stretches)
+        found = find_samples(stretches) if stretches else None
+        assert found is None or [*found[:]] == one_by_one(stretches)
 
 
 def test_views_of_fetched_bytes_are_read_as_bytes_are(few: None) -> None:
@@ -192,19 +194,6 @@ def test_rows_of_one_kind_are_columns_again() -> None:
     assert isinstance(again, Columns)
     assert [*again] == [*samples][::-1]
     assert from_rows([]) == []
-
-
-@pytest.mark.usefixtures("few")
-@given(archives(), st.data())
-def test_what_is_found_is_what_is_read(archive: Any, data: st.DataObject) -> None:
-    stretch = Stretch(0, URL, archive.data, 0, *extents(archive.data))
-    found = find_samples([stretch]) if len(stretch.starts) else None
-    if found is None:
-        return
-    samples = read_samples([stretch])
-    assert isinstance(samples, Columns)
-    first = data.draw(st.integers(0, len(samples)))
-    assert [*found[first:]] == [*samples[first:]]
 
 
 def test_samples_of_one_kind_are_found_and_copied_when_they_are_taken() -> None:
