@@ -177,7 +177,7 @@ class PlannedRun:
         ahead = upcoming(self._share, steps)
         if within:  # what a resume passes over in its first step is not fetched
             passed = next(planned(self._share, steps))[0][:within]
-            ahead = (numbers[~np.isin(numbers, passed)] for numbers in ahead)
+            ahead = (kept for numbers in ahead if len(kept := numbers[~np.isin(numbers, passed)]))
         catalog = self._catalog
         mean_bytes = max(1, catalog.total_bytes) / max(1, len(catalog))
         self._fetcher = open_fetcher(

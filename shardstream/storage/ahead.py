@@ -36,7 +36,7 @@ class _Part:
     def __init__(self, group: _Group, span: Range, numbers: Numbers) -> None:
         self.group, self.span = group, span
         self.numbers = numbers  # of its samples, in the order of the tar
-        self.bytes_each = span.size / len(set(numbers.tolist()))
+        self.bytes_each = span.size / len(numbers)
         self.asked: Asked | None = None
         self.is_read = False
 
@@ -148,9 +148,8 @@ class RangeFetcher:
             return False
         for shard, index in indexes.items():
             self._asking.await_index(shard, index, self._announced_at)
-        if not self._parts.keys().isdisjoint(numbers.tolist()):  # a padded tail
-            numbers = numbers[[number not in self._parts for number in numbers.tolist()]]
-        self._open(numbers)
+        fresh = [n for n in dict.fromkeys(numbers.tolist()) if n not in self._parts]  # in a tail
+        self._open(numbers if len(fresh) == len(numbers) else np.array(fresh, dtype=np.int64))
         self._next = self._announce()
         return True
 

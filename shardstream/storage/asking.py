@@ -122,7 +122,9 @@ class Asking:
     def _hedge_late(self) -> None:
         """Send second requests for what is late."""
         self._unanswered = [
-            asked for asked in self._unanswered if not any(one.done() for one in asked.requests)
+            asked
+            for asked in self._unanswered
+            if asked.requests and not any(one.done() for one in asked.requests)
         ]
         late = time.monotonic() - self.pace.straggler_s
         for asked in self._unanswered:

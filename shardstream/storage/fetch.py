@@ -81,6 +81,8 @@ class LocalFetcher:
 
         Photos are looked at by the window: in a batch there are too few of each shard to be read side by side.
         """
+        if not len(numbers):
+            return None
         extents = self._catalog.extents(numbers)
         if not self._finds or (extents.ends - extents.starts).mean() < _LARGE_BYTES:
             return None

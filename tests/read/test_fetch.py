@@ -6,6 +6,7 @@ import pickle
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -218,6 +219,51 @@ def test_what_has_come_is_kept_as_samples_not_as_ranges(url: str) -> None:
     assert not fetcher._rows
     assert not fetcher._parts
     fetcher.close()
+
+
+def test_what_has_been_used_is_not_asked_for_again_because_something_else_is_late(
+    url: str, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = catalog_of(url)
+    late = catalog.shards[5].url
+    really_read = Storage.read_once
+
+    def read_once(self: Storage, url: str, *args: Any, **options: Any) -> Piece:
+        if url == late and sum(read == late for read, _, _ in wire.reads) == 0:
+            wire.reads.append((url, 0, 0))
+            time.sleep(1)
+        return really_read(self, url, *args, **options)
+
+    monkeypatch.setattr(Storage, "read_once", read_once)
+    parts = [range(start, start + 15) for start in range(0, 90, 15)]
+    fetcher = RangeFetcher(catalog, groups(*parts), prefetch_bytes=0, hedges=True)
+    for part in parts:
+        assert keys(fetcher, part) == names(part)
+        time.sleep(0.1)
+    fetcher.close()
+    counts = Counter(url for url, _, _ in wire.reads)
+    assert [counts[shard.url] for shard in catalog.shards[:6]] == [1, 1, 1, 1, 1, 2]
+
+
+def test_a_group_may_name_a_sample_that_is_there_or_name_it_twice(url: str) -> None:
+    twice = [np.array([3, 3, 4]), np.array([4, 20, 21, 20])]
+    fetcher = RangeFetcher(catalog_of(url), iter(twice), prefetch_bytes=1 << 20)
+    assert keys(fetcher, [3, 4]) == names([3, 4])
+    assert keys(fetcher, [20, 21, 4]) == names([20, 21, 4])
+    assert (fetcher._bytes, len(fetcher._parts), len(fetcher._rows)) == (0, 0, 0)
+    fetcher.close()
+
+
+def test_a_state_behind_the_last_of_some_large_samples_has_none_left(tmp_path: Any) -> None:
+    with ss.ShardWriter(tmp_path, max_samples=50) as writer:
+        for number in range(103):
+            writer.write({"__key__": f"{number:06d}", "bin": bytes([number]) * 30_000})
+    samples = iter(ss.ShardDataset(tmp_path))
+    states = [samples.state_dict() for _ in samples]
+    for taken in (0, 95, 101, 102):
+        again = iter(ss.ShardDataset(tmp_path))
+        again.load_state_dict(states[taken])
+        assert len(list(again)) == 102 - taken
 
 
 def test_an_epoch_reads_each_byte_once(

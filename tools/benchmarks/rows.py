@@ -94,7 +94,7 @@ class Sizes:
 
 FULL = Sizes(
     small=Corpus(kind="small", samples=150_000),
-    photos=Corpus(kind="photo", samples=2_000),
+    photos=Corpus(kind="photo", samples=2_048),
     many=Corpus(kind="small", samples=20_000),
     shards=(10, 200, 2_000),
     min_s=1.0,
