@@ -20,6 +20,7 @@ from rich.console import Console
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tests.servers
 
 from benchmarks import plot, report, rows, runner
+from benchmarks.sizes import FULL, QUICK, TINY, Sizes
 from benchmarks.work import Work
 
 
@@ -64,13 +65,13 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def choose(arguments: argparse.Namespace) -> tuple[rows.Sizes, list[rows.Setting]]:
+def choose(arguments: argparse.Namespace) -> tuple[Sizes, list[rows.Setting]]:
     """Return what is to be measured.
 
     Raises:
         SystemExit: If there is no such row.
     """
-    sizes = rows.TINY if arguments.tiny else rows.QUICK if arguments.quick else rows.FULL
+    sizes = TINY if arguments.tiny else QUICK if arguments.quick else FULL
     if arguments.repetitions:
         sizes = replace(sizes, repetitions=arguments.repetitions)
     settings = list(rows.settings(sizes))

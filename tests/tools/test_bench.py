@@ -14,6 +14,7 @@ from benchmarks.case import Case, Result
 from benchmarks.data import Corpus, packed_samples, photo
 from benchmarks.modes import check, consume, count
 from benchmarks.runner import as_document
+from benchmarks.sizes import TINY
 
 BENCH = Path(__file__).parent.parent.parent / "tools" / "bench.py"
 
@@ -52,10 +53,10 @@ def test_a_row_of_our_own_is_measured_written_and_rendered(tmp_path: Path) -> No
     measured = json.loads(out.read_text())["settings"]
     assert [found["label"] for found in measured] == ["0 workers", "2 workers"]
     for found in measured:
-        assert list(found["results"]) == ["shardstream", "limit-pages"]
+        assert list(found["results"]) == ["shardstream", "limit-pages", "limit-bytes"]
         for result in [result for each in found["results"].values() for result in each]:
             assert result["wrong"] == ""
-            assert result["samples"] % rows.TINY.small.samples == 0
+            assert result["samples"] % TINY.small.samples == 0
             assert result["seconds"] > 0
     table = run_bench("--render", out)
     assert "### small-local: 0 workers (samples/s)" in table

@@ -8,6 +8,7 @@ from typing import Literal
 
 from benchmarks.case import Case
 from benchmarks.data import Corpus
+from benchmarks.sizes import Sizes
 from benchmarks.targets import (
     OURS,
     Metric,
@@ -67,52 +68,6 @@ class Setting:
     def count_repetitions(self, sizes: Sizes) -> int:
         """Return how often each contestant is measured: once where nothing is at stake."""
         return min(sizes.repetitions, self.repetitions if self.targets else 1)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """How much is measured.
-
-    Args:
-        small: The small corpus.
-        photos: The photo corpus.
-        many: A small corpus for many shards.
-        shards: Into how many it is cut.
-        min_s: Seconds of one local measurement, at least.
-        max_s: At most, once a whole epoch has been checked.
-        repetitions: Of each contestant.
-    """
-
-    small: Corpus
-    photos: Corpus
-    many: Corpus
-    shards: tuple[int, ...]
-    min_s: float
-    max_s: float
-    repetitions: int
-
-
-FULL = Sizes(
-    small=Corpus(kind="small", samples=150_000),
-    photos=Corpus(kind="photo", samples=2_048),
-    many=Corpus(kind="small", samples=20_000),
-    shards=(10, 200, 2_000),
-    min_s=1.0,
-    max_s=2.0,
-    repetitions=3,
-)
-QUICK = Sizes(
-    small=Corpus(kind="small", samples=5_000),
-    photos=Corpus(kind="photo", samples=300),
-    many=Corpus(kind="small", samples=2_000),
-    shards=(10, 200),
-    min_s=0.1,
-    max_s=0.5,
-    repetitions=1,
-)
-TINY = replace(
-    QUICK, small=Corpus(kind="small", samples=500), photos=Corpus(kind="photo", samples=70)
-)
 
 
 def settings(sizes: Sizes) -> Iterator[Setting]:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.case import Case, Result
-from benchmarks.rows import Setting, Sizes, place
+from benchmarks.rows import Setting, place
+from benchmarks.sizes import Sizes
 from benchmarks.targets import OURS, Results, are_worth_repeating
 from benchmarks.work import Work, last_line
 
