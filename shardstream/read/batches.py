@@ -194,14 +194,7 @@ class Batches(IterableDataset[Packet]):
                     items = substitute(catalog, chain, share, step, skips)
                 done = perf_counter()
                 batch = self._collate(items)
-                spent.add(
-                    Spent(
-                        samples=len(items),
-                        read_s=read - begun,
-                        steps_s=done - read,
-                        collate_s=perf_counter() - done,
-                    )
-                )
+                spent.took(len(items), read - begun, done - read, perf_counter() - done)
                 made = [packet(batch, empty=not items)]
                 # While the next are read, only who has taken the packet holds these: photos are many MB.
                 del samples, items, batch
@@ -265,8 +258,6 @@ class Batches(IterableDataset[Packet]):
                 return
             done = perf_counter()
             batch = items[0] if size is None else self._collate(items)
-            spent.read_s += done - begun
-            spent.collate_s += perf_counter() - done
-            spent.samples += len(items)
+            spent.took(len(items), done - begun, 0.0, perf_counter() - done)
             yield batch
             begun = perf_counter()

@@ -31,6 +31,13 @@ class Spent:
     requests: float = 0
     throttled: float = 0
 
+    def took(self, samples: int, read_s: float, steps_s: float, collate_s: float) -> None:
+        """Count a batch."""
+        self.samples += samples
+        self.read_s += read_s
+        self.steps_s += steps_s
+        self.collate_s += collate_s
+
     def with_costs(self, costs: Mapping[str, float]) -> Spent:
         """Return a copy with what a fetcher says of itself."""
         return Spent(

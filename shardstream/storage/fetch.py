@@ -65,7 +65,8 @@ class LocalFetcher:
     def __init__(self, catalog: AnyCatalog, ahead: PagesAhead) -> None:
         self._catalog, self._ahead = catalog, ahead
         self._read_bytes = 0
-        self._finds = True
+        mean_bytes = catalog.total_bytes / max(1, len(catalog))
+        self._finds = mean_bytes >= _LARGE_BYTES
 
     def samples(self, numbers: Numbers) -> Samples:
         """Return for each number its sample, or what is wrong with it."""
@@ -81,11 +82,9 @@ class LocalFetcher:
 
         Photos are looked at by the window: in a batch there are too few of each shard to be read side by side.
         """
-        if not len(numbers):
+        if not self._finds or not len(numbers):
             return None
         extents = self._catalog.extents(numbers)
-        if not self._finds or (extents.ends - extents.starts).mean() < _LARGE_BYTES:
-            return None
         by_shard = np.argsort(extents.shards, kind="stable")
         found = find_samples(self._stretches(extents, by_shard))
         if found is None:  # the next ones will hardly be other ones

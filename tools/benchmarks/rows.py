@@ -110,6 +110,7 @@ def _local(sizes: Sizes) -> Iterator[Setting]:
                 corpus=corpus,
                 contestants=contestants,
                 limits=("limit-pages", "limit-bytes"),
+                repetitions=2,
                 targets=(against("webdataset", multiple), against("litdata", 1.4))
                 if workers == 0
                 else (),
