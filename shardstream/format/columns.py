@@ -63,12 +63,8 @@ class Found:
 
     def in_place(self, places: Sequence[int] | Column) -> Found:
         """Return them where they belong, as `in_place`."""
-        take = itemgetter(*_back(places))
-        frame, fields = (
-            {name: list(take(column)) for name, column in columns.items()}
-            for columns in (self._frame, self._places)
-        )
-        return Found(frame, fields)
+        back = _back(places)
+        return Found(_taken(self._frame, back), _taken(self._places, back))
 
     def __getitem__(self, taken: slice) -> Columns:
         columns = {name: column[taken] for name, column in self._frame.items()}
@@ -85,10 +81,10 @@ def in_place(samples: Samples, places: Sequence[int] | Column) -> Samples:
     """Return samples where they belong: the first at ``places[0]``, and so on; places are a permutation of 0 to n - 1."""
     if len(samples) < 2:
         return samples
-    take = itemgetter(*_back(places))
+    back = _back(places)
     if isinstance(samples, Columns):
-        return Columns({name: list(take(column)) for name, column in samples.columns.items()})
-    return list(take(samples))
+        return Columns(_taken(samples.columns, back))
+    return list(itemgetter(*back)(samples))
 
 
 def _back(places: Sequence[int] | Column) -> list[int]:
@@ -96,6 +92,12 @@ def _back(places: Sequence[int] | Column) -> list[int]:
     back = np.empty(len(places), dtype=np.int64)
     back[places] = np.arange(len(places))
     return back.tolist()
+
+
+def _taken(columns: dict[str, list[Any]], places: list[int]) -> dict[str, list[Any]]:
+    """Return of each column what is at these places, two at least."""
+    take = itemgetter(*places)
+    return {name: list(take(column)) for name, column in columns.items()}
 
 
 def as_rows(samples: Samples) -> list[object]:

@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 
 _LEAST_BYTES = 4096  # smaller ones are pickled as fast
 _RING_BYTES = 64 << 20  # of addresses: memory is taken by what is on its way at one time
-_STEP_BYTES = (
-    1 << 20
-)  # from which parcels begin: one that is a little larger than another still fits its place
+# Parcels begin at multiples of that: one that is a little larger than another still fits its place.
+_STEP_BYTES = 1 << 20
 _HEAD_BYTES = mmap.PAGESIZE  # which begin with how many parcels are unpacked
 _COUNT = struct.Struct("q")
 # What begins so is a column of keys or of numbers, and not looked through.

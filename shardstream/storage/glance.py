@@ -1,7 +1,8 @@
 """Small files of an S3 server, read by the standard library alone.
 
 Who opens a data set looks at its manifest, for which s3fs would take half a second to be imported and set up. So the first look is
-a plain signed GET, and the next at a few small indexes. Whatever is not quite plain, or goes wrong, is left to the real clients, with their retries and their words.
+a plain signed GET, and the next at a few small indexes. Whatever is not quite plain, or goes wrong, is left to the real clients,
+with their retries and their words.
 """
 
 from __future__ import annotations

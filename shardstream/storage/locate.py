@@ -24,8 +24,7 @@ from shardstream.storage.filesystem import (
 TAR_SUFFIXES = (".tar",)
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
 _HTTP = ("http://", "https://")
-# Of indexes that are read with the manifest, and by how many threads: with more, glibc would make so many arenas that it fixes
-# their number, in workers that are forked later, too (see `memory.settle_worker`).
+# Of indexes that are read with the manifest, at most; workers read what they need of more, or larger ones.
 _INDEXES, _INDEXES_BYTES = 48, 1 << 20
 _MANIFEST_LIMIT_BYTES = 256 << 20  # over a million shards
 _FOLDERS_LIMIT = 10_000  # each is listed once
@@ -200,7 +199,7 @@ def _from_manifest(file: FileInfo, storage: Storage, here: list[FileInfo] | None
 
 
 def _glanced(folder: str, storage: Storage) -> Located | None:
-    """Take the shards of a folder's manifest by two small reads, where that is as good as a listing; else None."""
+    """Take the shards of a folder's manifest by few small reads, where that is as good as a listing; else None."""
     url = join_url(folder, MANIFEST_NAME)
     (data,) = storage.glance([url])
     if data is None:

@@ -155,3 +155,19 @@ def test_the_data_step_reads_back_what_our_writer_wrote(tmp_path: Path) -> None:
         for sample in corpus:
             writer.write(sample)
     assert list(packed_samples(tmp_path)) == corpus
+
+
+def test_a_short_run_keeps_all_rows_what_is_at_stake_and_two_peers() -> None:
+    whole = list(rows.settings(TINY))
+    short = list(rows.shortened(whole))
+    assert {one.row for one in short} == {one.row for one in whole}
+    assert [one.name for one in short if one.targets] == [one.name for one in whole if one.targets]
+    names = {name for one in short for name in one.contestants}
+    assert names == {"shardstream", "shardstream+fast", "webdataset", "litdata", "tarfile"}
+
+
+def test_peers_far_from_the_best_are_measured_once_unless_a_target_names_them() -> None:
+    found = results(shardstream=[1.0], near=[2.0], far=[9.0], named=[9.0], limit_pages=[99.0])
+    wanted = [targets.best_peer(1.0), targets.against("named", 2.0)]
+    repeated = targets.are_worth_repeating(found, wanted)
+    assert repeated == ["shardstream", "near", "named", "limit-pages"]

@@ -1,0 +1,32 @@
+"""While the next batch is read, nobody but who took the last one holds it: photos are many MB."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardstream as ss
+from shardstream.testing import make_shards
+
+
+class Thing:
+    """What can be referred to weakly."""
+
+    def __init__(self, _: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize("many", [False, True])
+def test_a_batch_that_was_taken_is_held_by_nobody_else(many: bool, tmp_path: Path) -> None:
+    url = make_shards(tmp_path, samples=200, per_shard=200 if many else 9)
+    dataset = ss.ShardDataset(url, shuffle=True).map(Thing)
+    loader = ss.ShardLoader(dataset, 20, num_workers=0, collate_fn=list)
+    packets = iter(loader._batches)
+    for _ in range(5):
+        packet = next(packets)
+        held = [weakref.ref(thing) for thing in packet.batch]
+        del packet
+        assert [one() for one in held] == [None] * 20
