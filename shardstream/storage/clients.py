@@ -54,6 +54,7 @@ _SECRET_NAMES = (
     "key", "secret", "token", "password", "credential", "sas", "passphrase", "connection_string", "authorization",
 )  # fmt: skip
 _LEAST_SECRET = 4  # characters: less would be found in any message
+_deciding = inherited.new_lock()  # one thread at a time, whether obstore reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,9 +205,10 @@ class Clients:
         known = next((sign for sign in _FOR_S3FS if sign in str(error)), None)
         if known is None or self._s3_client is not None or not _is_installed("s3fs"):
             return False
-        if not isinstance(self._obstore, str):  # else another thread has found out
-            _log.info("reading S3 with s3fs, not obstore: %s", known)
-            self._obstore = known
+        with _deciding:
+            if not isinstance(self._obstore, str):  # else another thread has found out
+                _log.info("reading S3 with s3fs, not obstore: %s", known)
+                self._obstore = known
         return True
 
     def _leave_inherited(self) -> None:
@@ -236,7 +238,8 @@ class Clients:
                 found = _FORKED
             else:
                 found = _UNKNOWN_OPTION if settings is None else ObstoreReader(settings)
-            self._obstore = found
+            with _deciding:  # another thread may have decided meanwhile, and given it up
+                found = self._obstore = self._obstore or found
         why = found if can_name(path) else "obstore cannot ask for a key of that name"
         if isinstance(why, ObstoreReader):
             return why
