@@ -15,7 +15,7 @@ from shardstream.read.permute import Ints, derive_key, derive_keys, permute
 
 _BLOCK_BYTES = 2 << 20
 _WINDOW_BYTES = 64 << 20
-_BLOCKS_PER_EPOCH = 256  # at least, where there are so many samples
+_BLOCKS_PER_EPOCH = 128  # at least, where there are so many samples
 _WINDOW_SAMPLES = 16_384
 _BLOCK_ORDER, _SHORT_BLOCK, _WINDOW_ORDER = 1, 2, 3  # what a random key is for
 
@@ -61,10 +61,10 @@ class Order:
 
 
 def default_block(nsamples: int, total_bytes: int) -> int:
-    """Return k: 2 MiB of samples, but never so many that an epoch has under 256 blocks to shuffle.
+    """Return k: 2 MiB of samples, but never so many that an epoch has under 128 blocks to shuffle.
 
     >>> default_block(1_000_000, 100_000_000_000), default_block(1797, 2_000_000)
-    (20, 7)
+    (20, 14)
     """
     if nsamples == 0 or total_bytes == 0:
         return 1

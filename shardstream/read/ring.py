@@ -63,9 +63,9 @@ class Ring:
     def __reduce__(self) -> tuple[Callable[[Any], Ring], tuple[Any]]:
         return _attach, (reduction.DupFd(self._handle),)
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit `os` may be gone
         if hasattr(self, "_handle"):
-            os.close(self._handle)
+            close(self._handle)
 
     def forget(self) -> None:
         """In the worker: take all room as free, because nobody waits any more for what is on its way."""

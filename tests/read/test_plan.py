@@ -138,11 +138,11 @@ def test_an_order_that_makes_no_sense_is_refused(changed: dict[str, int], messag
     [
         (0, 0, 1),
         (5, 0, 1),
-        (1797, 2_000_000, 7),
+        (1797, 2_000_000, 14),
         (1_000_000, 100_000_000_000, 20),
         (1000, 10**12, 1),
-        (256, 1, 1),
-        (10_000, 1, 39),
+        (128, 1, 1),
+        (10_000, 1, 78),
     ],
 )
 def test_default_blocks(nsamples: int, total_bytes: int, block: int) -> None:

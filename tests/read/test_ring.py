@@ -111,6 +111,19 @@ def test_rings_give_back_their_descriptors() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_ring_gives_its_descriptor_back_when_modules_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    ring = Ring()
+    with monkeypatch.context() as at_exit:
+        at_exit.setattr("shardstream.read.ring.os", None)
+        del ring
+        gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> str:
     """64 samples of 10 to 73 kB in four shards."""

@@ -26,6 +26,9 @@ Store = Literal["local", "s3-slow", "s3-fast"]
 _FORMATS = {"litdata": "litdata", "mosaicml": "mds", "files": "files", "torchdata": "files"}
 _LOCAL = (OURS, "webdataset", "litdata", "mosaicml", "datasets", "files", "torchdata")
 _REMOTE = (OURS, "webdataset", "litdata", "mosaicml", "datasets", "s3torchconnector")
+_REMOTE_2 = tuple(name for name in _REMOTE if name != "mosaicml")  # it fails, or takes a minute
+_NAMED = (OURS, "webdataset", "litdata", "s3torchconnector")
+_LOW_RATE = 20_000_000  # at which eight connections do not keep the proxy's processor busy
 _SHORT = (OURS, "webdataset", "litdata", "tarfile")
 _HELD_BYTES = 64 * 2**20 + 1.5 * 64 * 2**20  # prefetch budget, and one and a half windows
 
@@ -40,6 +43,7 @@ class Setting:
         case: What all contestants are asked; contestant and location are filled in.
         corpus: The data.
         store: Where they lie.
+        rate: Bytes a second and connection from `s3-slow`, if not those of the command line.
         contestants: Who takes part, ourselves included. A name may end in "+": a variation of that contestant.
         limits: Contestants that show what the machine allows.
         targets: What we want.
@@ -53,6 +57,7 @@ class Setting:
     case: Case
     corpus: Corpus
     store: Store = "local"
+    rate: int | None = None
     contestants: tuple[str, ...] = (OURS,)
     limits: tuple[str, ...] = ()
     targets: tuple[Target, ...] = ()
@@ -109,7 +114,7 @@ def _local(sizes: Sizes) -> Iterator[Setting]:
                 case=_case(sizes, workers=workers),
                 corpus=corpus,
                 contestants=contestants,
-                limits=("limit-pages", "limit-bytes"),
+                limits=("limit-pages", "limit-bytes")[: 1 + (workers == 0)],
                 repetitions=2,
                 targets=(against("webdataset", multiple), against("litdata", 1.4))
                 if workers == 0
@@ -118,7 +123,7 @@ def _local(sizes: Sizes) -> Iterator[Setting]:
 
 
 def _steady(sizes: Sizes, workers: int) -> dict[str, float]:
-    return {"min_s": 5 * sizes.min_s, "max_s": 0.0} if workers else {}
+    return {"min_s": 4 * sizes.min_s, "max_s": 0.0} if workers else {}
 
 
 def _train(sizes: Sizes) -> Iterator[Setting]:
@@ -140,25 +145,38 @@ def _train(sizes: Sizes) -> Iterator[Setting]:
 
 
 def _s3(sizes: Sizes) -> Iterator[Setting]:
-    once = _case(sizes, min_s=0.0, max_s=0.0)
-    slow = (
+    slow_targets = (
         against("webdataset", 8),
         against("s3torchconnector", 6),
         best_peer(1.5),
         of_limit(0.8, "limit-sockets"),
     )
-    for store, targets in (("s3-slow", slow), ("s3-fast", (best_peer(1.2), less_cpu()))):
-        for workers in (1, 2):
-            yield Setting(
-                row=store,
-                label=f"{workers} worker{'s' * (workers > 1)}",
-                case=replace(once, workers=workers),
-                corpus=sizes.photos,
-                store=store,  # type: ignore[arg-type]
-                contestants=_REMOTE,
-                limits=("limit-sockets",),
-                targets=targets if workers == 1 else (),
-            )
+    once = _case(sizes, min_s=0.0, max_s=0.0, workers=1)
+    slow = Setting(
+        row="s3-slow",
+        label="1 worker",
+        case=once,
+        corpus=sizes.photos,
+        store="s3-slow",
+        contestants=_REMOTE,
+        limits=("limit-sockets",),
+        targets=slow_targets,
+    )
+    two = replace(
+        slow, label="2 workers", case=replace(once, workers=2), contestants=_REMOTE_2, targets=()
+    )
+    yield slow
+    yield replace(
+        slow,
+        label=f"1 worker, {_LOW_RATE // 10**6} MB/s a connection",
+        case=replace(once, connections=16),
+        rate=_LOW_RATE,
+        contestants=_NAMED,
+        repetitions=2,
+    )
+    yield two
+    yield replace(slow, row="s3-fast", store="s3-fast", targets=(best_peer(1.2), less_cpu()))
+    yield replace(two, row="s3-fast", store="s3-fast")
 
 
 def _starts(sizes: Sizes) -> Iterator[Setting]:
@@ -239,8 +257,7 @@ def _memory(sizes: Sizes) -> Iterator[Setting]:
         case=_case(sizes, mode="memory", workers=1),
         corpus=sizes.photos,
         store="s3-fast",
-        contestants=_REMOTE,
-        repetitions=1,
+        contestants=tuple(n for n in _REMOTE if n != "datasets"),  # as slow as all others together
         targets=(
             figure("growth after epoch 1", "growth", 0.02),
             figure("bytes held by a worker", "held_bytes", _HELD_BYTES),

@@ -115,7 +115,9 @@ def run_setting(setting: Setting, sizes: Sizes, work: Work, say: Say) -> Documen
             cases[name] = place(setting, name, work)
         except subprocess.CalledProcessError as error:
             results[name].append(Result(seconds=0.0, wrong=f"no data: {last_line(error.stderr)}"))
-    server = None if setting.store == "local" else work.server(slow=setting.store == "s3-slow")
+    server = None
+    if setting.store != "local":
+        server = work.server(slow=setting.store == "s3-slow", rate=setting.rate)
     repetitions = setting.count_repetitions(sizes)
     for repetition in range(repetitions):
         chosen = are_worth_repeating(sound(results), setting.targets) if repetition else cases

@@ -25,6 +25,7 @@ class Target:
         reached: From results to the figure, None if it cannot be known.
         at_most: Whether less is better.
         names: The peers it is about; none where it is about the best.
+        alone: Whether it is about our own figures only.
     """
 
     text: str
@@ -32,6 +33,7 @@ class Target:
     reached: Callable[[Results], float | None]
     at_most: bool = False
     names: tuple[str, ...] = ()
+    alone: bool = False
 
     def is_met(self, figure: float) -> bool:
         """Say whether a figure is good enough."""
@@ -60,12 +62,16 @@ def peers(results: Results) -> list[str]:
 
 
 def are_worth_repeating(results: Results, targets: Sequence[Target]) -> list[str]:
-    """Return the contestants on which a target may hang: all but peers that are far from the best and that no target names.
+    """Return the contestants on which a target may hang: ourselves, and peers that are near the best or that a target names.
 
     >>> found = {OURS: [Result(seconds=1)], "a": [Result(seconds=2)], "b": [Result(seconds=9)], "c": [Result(seconds=9)]}
     >>> are_worth_repeating(found, [best_peer(1.0), against("c", 2.0)])
     ['shardstream', 'a', 'c']
+    >>> are_worth_repeating(found, [as_fresh(1.2)])
+    ['shardstream']
     """
+    if all(target.alone for target in targets):
+        return [name for name in results if name.startswith(OURS)]
     named = {name for target in targets for name in target.names}
     speeds = {name: median_speed(results, name) or 0.0 for name in peers(results)}
     least = max(speeds.values(), default=0.0) / 2
@@ -127,7 +133,7 @@ def figure(text: str, name: str, most: float) -> Target:
         found = results.get(OURS)
         return statistics.median(result.extra[name] for result in found) if found else None
 
-    return Target(text=text, wanted=most, reached=reached, at_most=True)
+    return Target(text=text, wanted=most, reached=reached, at_most=True, alone=True)
 
 
 def as_fresh(most: float) -> Target:
@@ -139,7 +145,7 @@ def as_fresh(most: float) -> Target:
             return None
         return statistics.median(result.seconds / result.extra["fresh_s"] for result in found)
 
-    return Target(text="x own first batch", wanted=most, reached=reached, at_most=True)
+    return Target(text="x own first batch", wanted=most, reached=reached, at_most=True, alone=True)
 
 
 def _ratio(results: Results, other: str, ours: str) -> float | None:

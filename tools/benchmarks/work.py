@@ -57,8 +57,13 @@ class Work:
         """Stop the servers."""
         self._stack.close()
 
-    def server(self, *, slow: bool) -> S3Server:
-        """Return the server, behind the brake or not."""
+    def server(self, *, slow: bool, rate: int | None = None) -> S3Server:
+        """Return the server, behind the brake or not.
+
+        Args:
+            slow: Behind the brake.
+            rate: Bytes a second and connection there, if not the usual ones.
+        """
         if self._s3 is None:
             place = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-s3-")))
             self._s3 = self._stack.enter_context(start_s3(place / "s3"))
@@ -68,9 +73,8 @@ class Work:
         if self._shaped is None:
             place = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-ng-")))
             self._shaped = self._stack.enter_context(start_nginx(place, self._s3))
-            self._shaped.control(
-                f"/set?profile=shaped&latency_ms={self.latency_ms}&rate={self.rate}"
-            )
+        brake = f"latency_ms={self.latency_ms}&rate={rate or self.rate}"
+        self._shaped.control(f"/set?profile=shaped&{brake}")
         return self._shaped.shaped
 
     def prepare(self, corpus: Corpus, form: str) -> Path:

@@ -1,0 +1,53 @@
+"""A script that ends says nothing of its own: whatever its readers were doing, and whoever still holds them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardstream as ss
+
+SCRIPT = """
+import sys
+import shardstream as ss
+
+folder, workers, persistent, taken = sys.argv[1], int(sys.argv[2]), sys.argv[3] == "True", int(sys.argv[4])
+dataset = ss.ShardDataset(folder, shuffle=True, seed=0)
+loader = ss.ShardLoader(dataset, batch_size=8, num_workers=workers, persistent_workers=persistent)
+batches, samples = iter(loader), iter(dataset)
+for _ in range(taken):
+    batch, sample = next(batches), next(samples)
+if taken == 8:
+    assert next(batches, None) is None
+"""
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """64 samples of 10 kB."""
+    folder = tmp_path_factory.mktemp("photos")
+    with ss.ShardWriter(folder, max_samples=16) as writer:
+        for number in range(64):
+            writer.write({"__key__": f"{number:03}", "jpg": bytes(10_000)})
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("workers", "persistent", "taken"), [(0, False, 3), (1, False, 3), (2, True, 8)]
+)
+def test_the_end_of_a_script_is_quiet(
+    photos: str, tmp_path: Path, workers: int, persistent: bool, taken: int
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, script, photos, str(workers), str(persistent), str(taken)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
