@@ -158,7 +158,8 @@ def main() -> None:
     corpus = Corpus(kind=kind, samples=int(samples))
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    source = packed_samples(Path(packed[0])) if packed else corpus
+    again = packed and kind == "photo"  # the small samples are made as fast as they are read
+    source = packed_samples(Path(packed[0])) if again else corpus
     name, _, shards = form.partition("-")
     shard_samples = corpus.samples // int(shards) if shards else corpus.shard_samples
     WRITERS[name](source, target, shard_samples)
