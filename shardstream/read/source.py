@@ -19,7 +19,7 @@ from shardstream.storage.joined import AnyCatalog
 
 # Planned and parsed at a time, so that a sample costs a fraction of a microsecond of each; of what is parsed no more bytes, and of
 # what is copied.
-_CHUNK_SAMPLES, _FOUND_BYTES, _COPIED_BYTES = 4096, 64 << 20, 8 << 20
+_CHUNK_SAMPLES, _FOUND_BYTES, _COPIED_BYTES = 16384, 64 << 20, 10 << 20
 _CHUNK_STEPS = 1024
 
 
