@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import shardstream as ss
+from shardstream import memory
 from shardstream.memory import importing
 
 
@@ -37,6 +38,12 @@ def test_looking_up_a_name_keeps_no_garbage_alive() -> None:
         alive.add(Cycle())
         assert callable(ss.collate)
     assert len(alive) < 10_000
+
+
+def test_malloc_is_taught_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory.keep_freed_memory()
+    monkeypatch.setattr(memory, "_LESSON_BYTES", -1)  # with which bytes() fails
+    memory.keep_freed_memory()
 
 
 def frozen(sample: dict[str, Any]) -> int:

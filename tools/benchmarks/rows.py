@@ -115,7 +115,7 @@ def _local(sizes: Sizes) -> Iterator[Setting]:
                 case=_case(sizes, workers=workers),
                 corpus=corpus,
                 contestants=tuple(name for name in _LOCAL if name not in absent),
-                limits=("limit-pages", "limit-bytes")[: 1 + (workers == 0)],
+                limits=("limit-pages",) if workers else ("limit-pages", "limit-bytes"),
                 repetitions=2,
                 targets=(against("webdataset", multiple), against("litdata", 1.4))
                 if workers == 0
@@ -143,6 +143,13 @@ def _train(sizes: Sizes) -> Iterator[Setting]:
             repetitions=2,
             targets=wanted if workers else (),
         )
+    yield Setting(
+        row="photo-train",
+        label="2 threads",
+        case=_case(sizes, threads=2, task="train"),
+        corpus=sizes.photos,
+        contestants=(OURS, fast),
+    )
 
 
 def _s3(sizes: Sizes) -> Iterator[Setting]:

@@ -14,7 +14,7 @@ def make_loader(case: Case) -> Any:
     """Return the loader of a case."""
     dataset = ss.ShardDataset(case.location, shuffle=True, seed=0)
     if case.task == "train":
-        dataset = _decoded(dataset, case.decoder).to_tuple("jpg", "cls")
+        dataset = _decoded(dataset, case.decoder, case.threads).to_tuple("jpg", "cls")
     return ss.ShardLoader(
         dataset,
         batch_size=case.batch_size,
@@ -23,14 +23,18 @@ def make_loader(case: Case) -> Any:
     )
 
 
-def _decoded(dataset: Any, decoder: str) -> Any:
+def _decoded(dataset: Any, decoder: str, threads: int) -> Any:
     from benchmarks import images  # noqa: PLC0415  (imports torch, which the other rows do when they need it)
     from shardstream.read import fast  # noqa: PLC0415
 
-    if decoder == "fast":
-        return dataset.decode("rgb8").map_dict(jpg=images.crop_pixels)
-    fast.simplejpeg = None  # as if the extra were not installed: Pillow, as the peers
-    return dataset.decode("pil").map_dict(jpg=images.crop)
+    name, crop = ("rgb8", images.crop_pixels) if decoder == "fast" else ("pil", images.crop)
+    if decoder != "fast":
+        fast.simplejpeg = None  # as if the extra were not installed: Pillow, as the peers
+
+    def cropped(sample: dict[str, Any]) -> dict[str, Any]:
+        return sample | {"jpg": crop(sample["jpg"])}
+
+    return dataset.decode(name, threads=threads).map(cropped, threads=threads)
 
 
 def epochs(case: Case) -> Epochs:
