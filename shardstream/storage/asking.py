@@ -73,11 +73,12 @@ class Asking:
     def await_index(self, shard: int, index: Future[object], asked_at: float) -> None:
         """Wait for an index, or for the answer to a second request for it."""
         requests = {index}
-        due_s = asked_at + self.pace.straggler_s - time.monotonic()
-        limit_s = min(max(0, due_s), self._catalog.limit_s)
-        if self._hedges and not wait(requests, timeout=limit_s).done:
-            requests.add(self.ask_index(shard))
-        for answered in wait(requests, return_when=FIRST_COMPLETED).done:
+        look_s = _LOOK_S if self._hedges else None
+        while not (done := wait(requests, timeout=look_s, return_when=FIRST_COMPLETED).done):
+            self._hedge_late()  # ranges, too: they are needed as soon as the index is there
+            if len(requests) == 1 and time.monotonic() - asked_at > self.pace.straggler_s:
+                requests.add(self.ask_index(shard))
+        for answered in done:
             answered.result()
 
     def answer(self, asked: Asked) -> Data:

@@ -331,7 +331,7 @@ def test_an_epoch_in_a_storm_of_refusals_has_each_sample_once(shop: Shop) -> Non
 def test_answers_that_stall_are_asked_for_a_second_time_if_that_is_wanted(shop: Shop) -> None:
     waited_for: dict[bool, float] = {}
     for hedge, stall_s in ((False, 0.5), (True, 3)):
-        loader = shop.loader(shop.few_url, num_workers=2, hedge=hedge, **MANY_READS)
+        loader = shop.loader(shop.few_url, hedge=hedge, **MANY_READS)
         shop.set(stall=0.2, stall_s=stall_s)
         shop.log_from_here()
         assert epoch(loader) == shop.few

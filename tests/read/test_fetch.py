@@ -225,28 +225,55 @@ def test_what_has_come_is_kept_as_samples_not_as_ranges(url: str) -> None:
     fetcher.close()
 
 
-def test_what_has_been_used_is_not_asked_for_again_because_something_else_is_late(
-    url: str, wire: Wire, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    catalog = catalog_of(url)
-    late = catalog.shards[5].url
+@pytest.fixture
+def asked(url: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked for, where the first answer from the sixth shard is late."""
+    asked: list[str] = []
+    late = catalog_of(url).shards[5].url
     really_read = Storage.read_once
 
     def read_once(self: Storage, url: str, *args: Any, **options: Any) -> Piece:
-        if url == late and sum(read == late for read, _, _ in wire.reads) == 0:
-            wire.reads.append((url, 0, 0))
-            time.sleep(1)
+        asked.append(url)
+        if url == late and asked.count(late) == 1:
+            time.sleep(0.8)
         return really_read(self, url, *args, **options)
 
     monkeypatch.setattr(Storage, "read_once", read_once)
+    return asked
+
+
+def test_what_has_been_used_is_not_asked_for_again_because_something_else_is_late(
+    url: str, asked: list[str]
+) -> None:
+    catalog = catalog_of(url)
     parts = [range(start, start + 15) for start in range(0, 90, 15)]
     fetcher = RangeFetcher(catalog, groups(*parts), prefetch_bytes=0, hedges=True)
     for part in parts:
         assert keys(fetcher, part) == names(part)
         time.sleep(0.1)
     fetcher.close()
-    counts = Counter(url for url, _, _ in wire.reads)
+    counts = Counter(asked)
     assert [counts[shard.url] for shard in catalog.shards[:6]] == [1, 1, 1, 1, 1, 2]
+
+
+def test_what_is_late_is_asked_for_again_while_an_index_is_waited_for(
+    url: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = catalog_of(url)
+    really_offsets = Catalog.offsets
+
+    def offsets(self: Catalog, shard: int) -> Any:
+        if shard == 6 and "aside" in threading.current_thread().name:
+            time.sleep(1)
+        return really_offsets(self, shard)
+
+    monkeypatch.setattr(Catalog, "offsets", offsets)
+    parts = [range(start, min(start + 15, 100)) for start in range(0, 100, 15)]
+    fetcher = RangeFetcher(catalog, groups(*parts), prefetch_bytes=0, hedges=True)
+    for part in parts:
+        assert keys(fetcher, part) == names(part)
+    fetcher.close()
+    assert asked.count(catalog.shards[5].url) == 2
 
 
 def test_a_group_may_name_a_sample_that_is_there_or_name_it_twice(url: str) -> None:

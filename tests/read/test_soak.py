@@ -71,7 +71,8 @@ def test_fifty_epochs_through_a_cache_hold_no_more_than_ten(bucket: str, tmp_pat
     for seen in uses.values():
         early, late = seen[:WARM], seen[-WARM:]
         assert max(use.threads for use in late) <= max(use.threads for use in early)
-        assert max(use.handles for use in late) <= max(use.handles for use in early) + 2
+        # A client keeps as many connections as were ever in use at a time; one lost in each epoch would be 40 more.
+        assert max(use.handles for use in late) <= max(use.handles for use in early) + 20
         # The allocator takes some epochs to find its size (of 200 epochs the last 150 are flat): the first half is compared.
         grown = median(use.resident_kib for use in late) - max(
             use.resident_kib for use in seen[: EPOCHS // 2]
