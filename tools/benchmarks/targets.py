@@ -13,7 +13,7 @@ OURS = "shardstream"
 Metric = Literal["samples/s", "members/s", "seconds"]
 Results = Mapping[str, Sequence[Result]]
 """The sound results of each contestant."""
-_NEAR = 2 / 3  # of the best: what is slower will not be the best, however often it is measured
+_NEAR = 0.8  # of the best: what is slower will not be the best, however often it is measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
