@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,9 @@ from tests.servers import S3Server, ShapedS3, new_bucket, nginx_or_skip, start_s
 # The machine may be busy: how long an example takes says nothing about the code.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+# A shell's background jobs ignore interrupts, and so would the programs that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Each would lead a client away from the server of the test.
 _FOREIGN_VARIABLES = (
