@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
@@ -13,6 +13,7 @@ from functools import cache
 _LESSON_BYTES = 31 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 _WORKERS_MALLOC = {_M_TRIM_THRESHOLD: 8 << 20, _M_MMAP_THRESHOLD: 4 << 20, _M_ARENA_MAX: 1}
+_trim: list[Callable[[int], int]] = []  # malloc_trim(3), in a worker that is settled
 
 
 @contextmanager
@@ -42,11 +43,21 @@ def settle_worker() -> None:
     """
     gc.freeze()
     try:
-        mallopt = ctypes.CDLL(None).mallopt
+        libc = ctypes.CDLL(None)
+        for parameter, value in _WORKERS_MALLOC.items():
+            libc.mallopt(parameter, value)
+        _trim.append(libc.malloc_trim)
     except (OSError, AttributeError):  # another C library
         return
-    for parameter, value in _WORKERS_MALLOC.items():
-        mallopt(parameter, value)
+
+
+def give_back_freed_memory() -> None:
+    """Give a worker's free pages back to the system: else those that lie between used ones add up over the epochs.
+
+    It takes some milliseconds. In a process that is not ours it does nothing: there may be much more to look through.
+    """
+    for trim in _trim:
+        trim(0)
 
 
 @cache

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import IO
 from urllib.parse import urlsplit
 
 Spoil = Callable[[str, int], str]
@@ -64,7 +65,7 @@ class SpoilingProxy:
         threading.Thread(target=self._answer, args=(server, client, losing), daemon=True).start()
         stream = client.makefile("rb")
         try:
-            while head := b"".join(iter(stream.readline, b"\r\n")):
+            while head := b"".join(_lines(stream)):
                 if losing.is_set():
                     return
                 self._pass_on(head + b"\r\n", stream.read, server, losing)
@@ -119,6 +120,12 @@ class SpoilingProxy:
             for end in (server, client):
                 with suppress(OSError):
                     end.shutdown(socket.SHUT_RDWR)
+
+
+def _lines(stream: IO[bytes]) -> Iterator[bytes]:
+    """Yield the lines of a request's head; none once the client is gone, which `readline` says for ever."""
+    while (line := stream.readline()) not in (b"\r\n", b""):
+        yield line
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import weakref
 from typing import Any
 
@@ -44,6 +46,36 @@ def test_malloc_is_taught_once_a_process(monkeypatch: pytest.MonkeyPatch) -> Non
     memory.keep_freed_memory()
     monkeypatch.setattr(memory, "_LESSON_BYTES", -1)  # with which bytes() fails
     memory.keep_freed_memory()
+
+
+HOLED = """
+import sys
+from pathlib import Path
+from shardstream import memory
+
+def held_mb():
+    (line,) = [l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("RssAnon")]
+    return int(line.split()[1]) // 1000
+
+if sys.argv[1] == "worker":
+    memory.settle_worker()
+blocks = [bytearray(100_000) for _ in range(1000)]  # below what malloc maps by itself
+kept = blocks[::100]
+full = held_mb()
+del blocks
+memory.give_back_freed_memory()
+print(full - held_mb())
+"""
+
+
+@pytest.mark.parametrize(("process", "least", "most"), [("worker", 85, 105), ("user", 0, 15)])
+def test_a_worker_gives_back_what_lies_free_between_used_memory(
+    process: str, least: int, most: int
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HOLED, process], capture_output=True, text=True, check=True
+    )
+    assert least <= int(done.stdout) <= most
 
 
 def frozen(sample: dict[str, Any]) -> int:

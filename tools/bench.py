@@ -20,6 +20,7 @@ from rich.console import Console
 sys.path.append(str(Path(__file__).resolve().parent.parent))  # for tests.servers
 
 from benchmarks import plot, report, rows, runner
+from benchmarks.setting import Setting
 from benchmarks.sizes import FULL, QUICK, TINY, Sizes
 from benchmarks.work import Work
 
@@ -39,7 +40,9 @@ def parse_arguments() -> argparse.Namespace:
         "--only", action="append", metavar="ROW", help="this row (again for more), e.g. s3-slow"
     )
     parser.add_argument("--contestants", metavar="A,B", help="these only, and limits")
-    parser.add_argument("--repetitions", type=int, metavar="N", help="of each contestant")
+    parser.add_argument(
+        "--repetitions", type=int, metavar="N", help="of each contestant, where there is a target"
+    )
     parser.add_argument(
         "--work", type=Path, metavar="DIR", help="keep the data here for the next run"
     )
@@ -65,7 +68,7 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def choose(arguments: argparse.Namespace) -> tuple[Sizes, list[rows.Setting]]:
+def choose(arguments: argparse.Namespace) -> tuple[Sizes, list[Setting]]:
     """Return what is to be measured.
 
     Raises:

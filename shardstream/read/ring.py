@@ -11,6 +11,7 @@ import os
 import struct
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import accumulate, pairwise
 from multiprocessing import reduction
 from typing import Any, NamedTuple
@@ -67,9 +68,17 @@ class Ring:
         if hasattr(self, "_handle"):
             close(self._handle)
 
-    def forget(self) -> None:
-        """In the worker: take all room as free, because nobody waits any more for what is on its way."""
+    def forget(self, *, give_back: bool) -> None:
+        """In the worker: take all room as free, because nobody waits any more for what is on its way.
+
+        Args:
+            give_back: Return its memory to the system: what was taken when the main process was late once is held for good otherwise. To
+                take it anew costs milliseconds, a fifth of an epoch of 2,000 photos from the page cache.
+        """
         self._on_way.clear()
+        if give_back:
+            with suppress(OSError):  # a sandbox that cannot
+                self._memory.madvise(mmap.MADV_REMOVE, _HEAD_BYTES, _RING_BYTES)
 
     def pack(self, batch: Any, worker: int) -> Any:
         """In the worker: return what is to be sent for a batch: a parcel, or itself where nothing is gained."""

@@ -34,7 +34,7 @@ def planned(share: Share, steps: range) -> Iterator[list[Ints]]:
     start, size = 0, 1
     while start < len(steps):
         yield share.samples(_array(steps[start : start + size]))
-        start, size = start + size, min(2 * size, max(1, _CHUNK_SAMPLES // width))
+        start, size = start + size, min(4 * size, max(1, _CHUNK_SAMPLES // width))
 
 
 def _together(steps: list[Ints], most: int) -> Iterator[list[Ints]]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from collections.abc import Generator, Iterator
 from contextlib import closing
 from multiprocessing import queues
@@ -32,6 +33,7 @@ _REMEDIES = {
     "SIGBUS": "mostly /dev/shm is full: give it more room (docker run --shm-size), or use fewer workers",
 }
 _CRASHED = "a library crashed: iterate with num_workers=0 and python -X faulthandler to see where"
+_DEATH_S = 0.5
 _open: WeakSet[WorkerWatch] = WeakSet()
 _is_installed = False
 
@@ -86,13 +88,23 @@ class WorkerWatch:
         return self
 
     def __exit__(self, _: object, error: object, __: object) -> None:
-        _open.discard(self)
+        try:
+            if self._workers and isinstance(error, ConnectionError | EOFError):
+                self._await_a_death()
+        finally:
+            _open.discard(self)
         if isinstance(error, RuntimeError | OSError | EOFError) and not isinstance(
             error, WorkerError
         ):
             told = self.explain()
             if told is not None:
                 raise told from error
+
+    def _await_a_death(self) -> None:
+        """Give a worker whose connections are closed the moment that it takes to be dead."""
+        until = time.monotonic() + _DEATH_S
+        while all(worker.is_alive() for worker in self._workers) and time.monotonic() < until:
+            time.sleep(0.005)
 
     def explain(self) -> WorkerError | None:
         """Return what to say of a dead worker; None if all live."""

@@ -13,12 +13,13 @@ import numpy as np
 from shardstream.errors import IndexMismatchError, StorageError
 from shardstream.format.columns import Samples, as_rows, from_rows
 from shardstream.format.many import Stretch, read_samples
+from shardstream.memory import give_back_freed_memory
 from shardstream.storage.asking import Asked, Asking
 from shardstream.storage.catalog import Numbers
 from shardstream.storage.coalesce import Range, coalesce
 from shardstream.storage.joined import AnyCatalog
 
-_AHEAD = 0.25  # of a group, when it is begun; the more of it is used, the more
+_AHEAD = 0.2  # of a group, when it is begun; the more of it is used, the more
 
 
 class _Group:
@@ -51,7 +52,7 @@ class RangeFetcher:
         catalog: The dataset.
         upcoming: Sample numbers that will be asked for, in groups that are read together, in order of first need.
         prefetch_bytes: How much to hold, or have asked for, before it is used; but what is left of groups that have been begun, and a
-            quarter of the last of them beside, may be more.
+            fifth of the last of them beside, may be more.
         hedges: Send a second request where an answer takes three times as long as usual, and take what comes first.
     """
 
@@ -105,6 +106,7 @@ class RangeFetcher:
         self._rows.clear()
         self._queue.clear()
         self._asking.close()
+        give_back_freed_memory()
 
     def _parts_of(self, wanted: dict[int, None]) -> list[_Part]:
         """Return what brings these samples, in order of need."""

@@ -62,7 +62,7 @@ class Catalog:
 
     joins = True
     """Whether samples with neighbouring numbers are read together."""
-    threads = 16
+    threads = 24
     """Requests in flight."""
     most_ahead = sys.maxsize
     """Samples that are asked for ahead of use, at most."""
@@ -174,11 +174,12 @@ class Catalog:
         within = wanted - self._firsts[shards]
         starts, ends = np.empty_like(wanted), np.empty_like(wanted)
         by_shard = np.argsort(shards, kind="stable")
-        runs = np.flatnonzero(np.diff(shards[by_shard], prepend=-1)).tolist()
+        sorted_shards, within = shards[by_shard], within[by_shard]
+        runs = np.flatnonzero(np.diff(sorted_shards, prepend=-1)).tolist()
         for first, last in itertools.pairwise([*runs, len(wanted)]):
-            mine = by_shard[first:last]
-            offsets = self.offsets(int(shards[mine[0]]))
-            starts[mine], ends[mine] = offsets[within[mine]], offsets[within[mine] + 1]
+            offsets, mine = self.offsets(int(sorted_shards[first])), within[first:last]
+            places = by_shard[first:last]
+            starts[places], ends[places] = offsets[mine], offsets[mine + 1]
         return Extents(shards, starts, ends)
 
     def shards_of(self, numbers: Numbers) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -110,12 +111,13 @@ class LocalFetcher:
         return in_place(read_samples(stretches), by_shard)
 
     def _stretches(self, extents: Extents, by_shard: Numbers) -> list[Stretch]:
-        shards, starts, ends = extents
+        shards, starts, ends = (column[by_shard] for column in extents)
+        runs = np.flatnonzero(np.diff(shards, prepend=-1)).tolist()
         stretches = []
-        for mine in np.split(by_shard, np.flatnonzero(np.diff(shards[by_shard])) + 1):
-            shard = int(shards[mine[0]])
+        for first, last in itertools.pairwise([*runs, len(shards)]):
+            shard = int(shards[first])
             url, tar = self._catalog.url_of(shard), self._catalog.map_shard(shard)
-            stretches.append(Stretch(shard, url, tar, 0, starts[mine], ends[mine]))
+            stretches.append(Stretch(shard, url, tar, 0, starts[first:last], ends[first:last]))
         return stretches
 
     def stats(self) -> dict[str, float]:

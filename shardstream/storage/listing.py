@@ -43,7 +43,7 @@ def list_files(root: str, storage: Storage) -> list[Listed]:
     base = storage.resolve(root)[1].rstrip("/")
     found = []
     for file in _find(root, storage):
-        path = storage.resolve(file.url)[1][len(base) + 1 :]
+        path = (storage.local_path(file.url) or storage.resolve(file.url)[1])[len(base) + 1 :]
         hidden = path.startswith(".") or "/." in path or is_part(path)
         if path and not hidden and not file.url.endswith("/"):  # "a/" is how consoles mark a folder
             found.append(Listed(path, file.url, file.size, file.version))

@@ -17,7 +17,7 @@ from shardstream.format.tar import Buffer
 from shardstream.storage.explain import explained
 from shardstream.storage.inherited import new_lock
 
-_MOST = 512
+_MOST = 4096
 _all: WeakSet[Maps] = WeakSet()
 _lock = new_lock()
 

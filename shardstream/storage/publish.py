@@ -44,6 +44,13 @@ class Pending(ABC):
         with explained(self._place):
             self.stream.write(data)
 
+    def end(self) -> None:  # noqa: B027  (most have nothing to do)
+        """Say that nothing more will be written; `commit`, perhaps in another thread and later, then has less to do.
+
+        Raises:
+            StorageError: If what was written before could not be sent.
+        """
+
     @abstractmethod
     def commit(self) -> None:
         """Make the file appear, whole.
@@ -156,6 +163,9 @@ class _S3File(Pending):
     def __init__(self, storage: Storage, url: str, *, alone: bool) -> None:
         self._upload = S3Upload(storage, url, alone=alone)
         super().__init__(url, cast("BinaryIO", self._upload))
+
+    def end(self) -> None:
+        self._upload.end()
 
     def commit(self) -> None:
         self._upload.finish()

@@ -2,7 +2,7 @@
 
 Parts are 8 MiB: one is being filled while up to four are on their way, of each of which the client makes a copy. So a file under
 way takes 72 MiB of memory at most, and no room on the disk. A file of less than one part goes in one request. Each request carries the MD5 of its bytes, which the server
-checks; at last the length and, where it says something, the ETag of the whole are compared.
+checks; at last the ETag of the whole is compared, or, where that is no MD5 of ours, its length.
 """
 
 from __future__ import annotations
@@ -82,6 +82,15 @@ class S3Upload(io.RawIOBase):
             at += len(piece)
         return len(view)
 
+    def end(self) -> None:
+        """Send what is left of a file of several parts: nothing more will be written. Waits as `write` does, not for the answer.
+
+        Raises:
+            StorageError: If an earlier part could not be sent.
+        """
+        if self._upload_id is not None and self._pieces:
+            self._send_part()
+
     def finish(self) -> None:
         """Send what is left, make the file appear, and check it.
 
@@ -90,13 +99,14 @@ class S3Upload(io.RawIOBase):
         """
         if self._upload_id is None:
             parts = [self._object.put("put_object", self._take(), **self._object.kind)]
-            is_known = True
+            told: str | None = parts[0].etag
         else:
-            self._send_part()
+            self.end()
             parts = [future.result() for future in self._parts]
-            is_known = self._object.join(self._upload_id.result(), parts)
+            told = self._object.join(self._upload_id.result(), parts)
             self._upload_id = None
-        self._object.check(parts, is_known=is_known)
+        if told is None or _plain(told) != _etag_of(parts):
+            self._object.check(parts, is_known=told is not None)
         self.abort()
 
     def abort(self) -> None:
@@ -162,11 +172,11 @@ class _S3Object:
         """Send one part of an upload that is being begun."""
         return self.put("upload_part", body, UploadId=begun.result(), PartNumber=number)
 
-    def join(self, upload_id: str, sent: list[_Part]) -> bool:
-        """Make the object of its parts; False if the upload is not there any more."""
+    def join(self, upload_id: str, sent: list[_Part]) -> str | None:
+        """Make the object of its parts; return its ETag, None if the upload is not there any more."""
         parts = [{"PartNumber": n, "ETag": part.etag} for n, part in enumerate(sent, start=1)]
         try:
-            self._ask(
+            answer = self._ask(
                 "complete_multipart_upload",
                 UploadId=upload_id,
                 MultipartUpload={"Parts": parts},
@@ -175,8 +185,8 @@ class _S3Object:
             MissingError
         ):  # joined already, and the answer to that got lost; or dropped by another writer
             _log.info("%s: the upload is not known any more; looking at what is there", self._url)
-            return False
-        return True
+            return None
+        return str(answer.get("ETag", ""))
 
     def abort(self, upload_id: str) -> None:
         """Drop an upload with its parts; what stands in the way of that is logged."""
@@ -219,7 +229,7 @@ class _S3Object:
             raise StorageError(
                 f"{found['ContentLength']} of {size} bytes arrived; write it again", shard=self._url
             )
-        etag = found.get("ETag", "").strip('"').lower()
+        etag = _plain(found.get("ETag", ""))
         tells = _is_md5(etag, found, len(parts))
         if etag != _etag_of(parts) if tells else not is_known:
             self._compare(parts)
@@ -272,6 +282,10 @@ class _S3Object:
 def takes_parts(filesystem: Any) -> bool:
     """Tell whether `S3Upload` can write to a file system: to s3fs."""
     return hasattr(filesystem, "_call_s3")
+
+
+def _plain(etag: str) -> str:
+    return etag.strip('"').lower()
 
 
 def _is_md5(etag: str, found: dict[str, Any], num_parts: int) -> bool:

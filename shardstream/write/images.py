@@ -15,7 +15,7 @@ import PIL
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from shardstream.errors import OptionError, SampleError, SourceError
-from shardstream.format.pictures import PILLOW_FORMATS
+from shardstream.format.pictures import PILLOW_FORMATS, is_plain_jpeg
 
 IMAGE_FORMATS = {
     "jpg": "JPEG",
@@ -132,6 +132,8 @@ def reencode(data: bytes, field: str, options: ImageOptions, *, where: str) -> t
     Raises:
         SourceError: If the file is no image that can be read, or an animation that would lose its frames.
     """
+    if options.changes_nothing and is_plain_jpeg(data, Image.MAX_IMAGE_PIXELS):
+        return field, data
     old = field.rpartition(".")[2]
     new = options.format or old
     same_format = IMAGE_FORMATS[new] == IMAGE_FORMATS[old]

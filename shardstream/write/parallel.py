@@ -12,7 +12,6 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 from shardstream.errors import MissingError, SampleError, ShardStreamError, SourceError
@@ -115,8 +114,11 @@ class RecordEncoder:
             return dict(zip(urls, pool.map(self._read, urls), strict=True))
 
     def _read_local(self, url: str) -> bytes:
-        with self.storage.explained(url):
-            return Path(self.storage.local_path(url) or url).read_bytes()
+        with (
+            self.storage.explained(url),
+            open(self.storage.local_path(url) or url, "rb", 0) as file,
+        ):
+            return file.read()
 
     def _read(self, url: str) -> bytes | MissingError:
         try:

@@ -239,6 +239,7 @@ class ShardWriter:
         if shard is None or pending is None:
             return
         info = shard.finish()
+        pending.end()
         self._count_fields(shard.fields)
         self._shard = self._pending = None
         self._sender.send(pending, info, shard.offsets, self._when_sent(info, shard.fields))

@@ -98,6 +98,34 @@ def test_any_shards_in_any_stretches(data: st.DataObject) -> None:
         assert found is None or [*found[:]] == one_by_one(stretches)
 
 
+@pytest.mark.parametrize("size", [1, 511, 512, 513, 4096, 4097])
+def test_bodies_of_one_size_are_copied_whole(size: int) -> None:
+    rng = np.random.default_rng(size)
+    bodies = [rng.integers(0, 4, size, dtype=np.uint8).tobytes() for _ in range(60)]
+    bodies[:2] = [bytes(size), b"\1" + bytes(size - 1)]  # zeros at the end count
+    tars = [
+        tar_bytes([(f"{number:03d}.bin", bodies[number]) for number in range(first, first + 30)])
+        for first in (0, 30)
+    ]
+    stretches = []
+    for shard, tar in enumerate(tars):
+        starts, ends = extents(tar)
+        order, base = rng.permutation(30), int(starts[0])
+        buffer = memoryview(tar)[base : int(ends.max())]  # ends with its last sample
+        stretches.append(Stretch(shard, URL, buffer, base, starts[order], ends[order]))
+    found = read_samples(stretches)
+    assert isinstance(found, Columns)
+    assert [*found] == one_by_one(stretches)
+    assert {sample["bin"] for sample in found} == set(bodies)
+
+
+def test_bodies_of_one_size_that_end_behind_the_buffer_are_errors() -> None:
+    tar = crowd(60)
+    starts, ends = extents(tar)
+    short = Stretch(0, URL, tar[: int(ends[-1]) - 512], 0, starts, ends)
+    assert together([short]) == one_by_one([short])
+
+
 def test_views_of_fetched_bytes_are_read_as_bytes_are(few: None) -> None:
     tar = crowd(30)
     starts, ends = extents(tar)

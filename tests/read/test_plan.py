@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstream.errors import OptionError
+from shardstream.read import plan as module
 from shardstream.read.plan import Order, Plan, default_block, default_window
 from shardstream.read.share import Share, Split
 from shardstream.read.source import own_steps, planned, upcoming
@@ -44,6 +45,22 @@ def test_an_epoch_has_each_sample_once(order: Order, epoch: int) -> None:
     batches = plan.batches(np.arange(order.num_batches))
     assert batches.shape == (order.num_batches, order.batch)
     assert batches.ravel().tolist() == everything[: batches.size].tolist()
+
+
+@given(order=orders(min_samples=20), epoch=epochs, data=st.data())
+def test_the_order_is_the_same_where_there_are_too_many_blocks_to_keep_theirs(
+    order: Order, epoch: int, data: st.DataObject
+) -> None:
+    numbers = np.array(
+        data.draw(st.lists(st.integers(0, order.num_batches - 1), min_size=1, max_size=8))
+    )
+    kept = Plan(order, epoch)
+    everything, some = kept.rest(0), kept.batches(numbers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_FEW_BLOCKS", 0)
+        computed = Plan(order, epoch)
+        assert computed.rest(0).tolist() == everything.tolist()
+        assert computed.batches(numbers).tolist() == some.tolist()
 
 
 @given(order=orders(min_samples=20), epoch=epochs, data=st.data())

@@ -95,6 +95,37 @@ def test_parcels_of_nearly_one_size_use_the_same_places_again() -> None:
             ring.unpack(on_way.popleft())
 
 
+def test_memory_is_given_back_where_that_is_asked_for() -> None:
+    ring = Ring()
+    batch = [b"x" * (1 << 20)]
+    parcel = ring.pack(batch, 0)
+    for give_back in (False, True):
+        ring.forget(give_back=give_back)
+        assert (os.fstat(ring._handle).st_blocks * 512 < len(batch[0])) == give_back
+    assert ring.unpack(parcel) == [bytes(1 << 20)]  # nobody waits for it, so nobody sees that
+    assert ring.unpack(ring.pack(batch, 0)) == batch
+
+
+@pytest.mark.usefixtures("s3_env")
+@pytest.mark.parametrize("is_local", [True, False])
+def test_between_epochs_memory_is_given_back_if_the_data_come_from_afar(
+    is_local: bool, photos: str, bucket: str
+) -> None:
+    url = photos
+    if not is_local:
+        url = f"{bucket}/photos"
+        write_photos(url)
+    loader = ss.ShardLoader(
+        ss.ShardDataset(url), batch_size=8, num_workers=1, persistent_workers=True
+    )
+    assert sum(len(right(batch)) for batch in loader) == 64
+    [ring] = loader._batches.rings
+    ring._memory[-1] = 1  # as if it had been full once
+    assert sum(len(right(batch)) for batch in loader) == 64
+    assert loader._batches.rings == [ring]
+    assert ring._memory[-1] == is_local
+
+
 def test_what_holds_no_large_bytes_is_left_alone() -> None:
     ring = Ring()
     batch = {"__key__": ["a", "b"], "npy": torch.zeros(2, 3), "json": [b"{}", b"[]"]}
@@ -126,14 +157,18 @@ def test_a_ring_gives_its_descriptor_back_when_modules_are_gone(
 
 @pytest.fixture(scope="module")
 def photos(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("photos"))
+    write_photos(folder)
+    return folder
+
+
+def write_photos(url: str) -> None:
     """64 samples of 10 to 73 kB in four shards."""
-    folder = tmp_path_factory.mktemp("photos")
-    with ss.ShardWriter(folder, max_samples=16) as writer:
+    with ss.ShardWriter(url, max_samples=16) as writer:
         for number in range(64):
             writer.write(
                 {"__key__": f"{number:03}", "jpg": bytes([number]) * (10_000 + 1000 * number)}
             )
-    return str(folder)
 
 
 def right(batch: dict[str, list[Any]]) -> list[int]:

@@ -6,15 +6,19 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import shardstream as ss
 from shardstream.errors import SampleError, WorkerError
+from shardstream.read.watch import WorkerWatch
 from tests.read.sets import FEW_CORES, numbered, take
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -155,6 +159,16 @@ def test_a_killed_worker_of_streams_is_told_too(folder: str) -> None:
     os.kill(max(children() - before), signal.SIGKILL)
     with pytest.raises(WorkerError, match=r"worker \d of 2 .* batch \d+ of its own"):
         take(batches, 1000)
+
+
+def test_a_worker_whose_connection_closes_before_it_is_dead_is_told() -> None:
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(NEVER_S,))
+    worker.start()
+    watch = WorkerWatch(SimpleNamespace(_workers=[worker]), np.ones(1, np.int64), None, None)
+    threading.Timer(0.2, worker.kill).start()
+    with pytest.raises(WorkerError, match=r"worker 0 of 1 .* killed by SIGKILL"), watch:
+        raise ConnectionResetError
+    worker.join()
 
 
 @pytest.mark.usefixtures("_no_children_left")

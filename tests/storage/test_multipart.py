@@ -13,6 +13,7 @@ import threading
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -180,32 +181,95 @@ def test_bytes_that_change_on_their_way_are_refused_and_sent_again(
     assert len(puts) == 2 * len(set(puts)) > 0
 
 
-@pytest.mark.parametrize("data", [DATA[:1000], DATA], ids=["one request", "parts"])
-def test_a_server_that_checks_nothing_is_found_out_by_its_etag(
-    data: bytes, s3: S3Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def careless(s3: S3Server) -> Iterator[S3Server]:
+    """A server that checks nothing it is sent, with a bucket "bucket"."""
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     moto.start()
     host, port = moto.get_host_and_port()
     server = replace(s3, endpoint=f"http://{host}:{port}", region="us-east-1", kind="moto")
     try:
-        plain = Storage(server.storage_options)
         client = server.client()
         client.create_bucket(Bucket="bucket")
         client.close()
-        with spoiling(
-            server.endpoint, lambda request, _: "flip" if request.startswith("PUT") else ""
-        ) as proxy:
-            spoilt = Storage(replace(server, endpoint=proxy.endpoint).storage_options)
-            with pytest.raises(StorageError, match="other bytes arrived than were sent"):
-                publish_bytes(spoilt, "s3://bucket/x", data)
-        publish_bytes(plain, "s3://bucket/y", data)
-        # An ETag that only looks like an MD5 is no reason to fail: the bytes are read back, and right.
-        monkeypatch.setattr(s3_upload, "_etag_of", lambda _: "0" * 32)
-        publish_bytes(plain, "s3://bucket/z", data)
-        assert plain.read("s3://bucket/z") == data
+        yield server
     finally:
         moto.stop()
+
+
+@pytest.mark.parametrize("data", [DATA[:1000], DATA], ids=["one request", "parts"])
+def test_a_server_that_checks_nothing_is_found_out_by_its_etag(
+    data: bytes, careless: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Storage(careless.storage_options)
+    with spoiling(
+        careless.endpoint, lambda request, _: "flip" if request.startswith("PUT") else ""
+    ) as proxy:
+        spoilt = Storage(replace(careless, endpoint=proxy.endpoint).storage_options)
+        with pytest.raises(StorageError, match="other bytes arrived than were sent"):
+            publish_bytes(spoilt, "s3://bucket/x", data)
+    publish_bytes(plain, "s3://bucket/y", data)
+    # An ETag that only looks like an MD5 is no reason to fail: the bytes are read back, and right.
+    monkeypatch.setattr(s3_upload, "_etag_of", lambda _: "0" * 32)
+    publish_bytes(plain, "s3://bucket/z", data)
+    assert plain.read("s3://bucket/z") == data
+
+
+@pytest.mark.parametrize("data", [DATA[:1000], DATA], ids=["one request", "parts"])
+def test_an_answer_with_the_right_etag_is_proof_enough(data: bytes, careless: S3Server) -> None:
+    with spoiling(careless.endpoint, lambda *_: "") as proxy:
+        watched = Storage(replace(careless, endpoint=proxy.endpoint).storage_options)
+        publish_bytes(watched, "s3://bucket/x", data)
+    methods = [request.split()[0] for request in proxy.requests]
+    assert sorted(methods) == (["PUT"] if len(data) == 1000 else ["POST"] * 2 + ["PUT"] * 3)
+
+
+def test_the_last_part_is_sent_when_a_file_ends(
+    storage: Storage, s3: S3Server, bucket: str, uploads: Callable[[], list[str]]
+) -> None:
+    def arrived() -> list[int]:
+        name = bucket.removeprefix("s3://")
+        with closing(s3.client()) as client:
+            return [
+                part["Size"]
+                for upload in client.list_multipart_uploads(Bucket=name).get("Uploads", ())
+                for part in client.list_parts(
+                    Bucket=name, Key="x", UploadId=upload["UploadId"]
+                ).get("Parts", ())
+            ]
+
+    pending = open_pending(storage, f"{bucket}/x")
+    try:
+        pending.write(DATA)
+        pending.end()
+        until = time.monotonic() + 60
+        while len(arrived()) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert arrived() == [PART_BYTES, PART_BYTES, len(DATA) - 2 * PART_BYTES]
+        assert not storage.exists(f"{bucket}/x")
+        pending.commit()
+    finally:
+        pending.discard()
+    assert storage.read(f"{bucket}/x") == DATA
+    assert uploads() == []
+
+
+def test_a_full_shard_is_under_way_before_its_turn_to_be_published(
+    s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[int] = []
+    really = s3_upload.S3Upload.finish
+
+    def finish(self: s3_upload.S3Upload) -> None:
+        if self._parts:
+            left.append(len(self._pieces))
+        really(self)
+
+    monkeypatch.setattr(s3_upload.S3Upload, "finish", finish)
+    with ShardWriter(bucket, max_samples=1, storage_options=s3.storage_options) as writer:
+        for _ in range(2):
+            writer.write({"bin": DATA})
+    assert left == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -335,7 +399,9 @@ def test_what_a_killed_writer_left_is_dropped_by_the_next_one(
     ) as writer:
         assert writer.stdout is not None
         assert writer.stdout.readline() == b"half\n"
-        while uploads() != ["train/000001.tar"]:  # the first shard is there, the second on its way
+        while not storage.exists(f"{bucket}/train/000000.tar.idx"):  # sent after its shard
+            time.sleep(0.01)
+        while uploads() != ["train/000001.tar"]:  # the next one is on its way
             time.sleep(0.01)
         writer.send_signal(signal.SIGKILL)
     assert not list(tmp_path.iterdir())  # nothing waits on the disk

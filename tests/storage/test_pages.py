@@ -80,7 +80,7 @@ def test_what_comes_next_is_asked_for_once_somebody_waited(
 def test_what_was_used_before_is_not_asked_for(
     asked: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faults_from(monkeypatch, 4)
+    faults_from(monkeypatch, 2)  # when the third chunk, of 16 of 40 batches, is looked up
     total = epoch(tmp_path, window=20)
     assert 0 < sum(length for _, length in asked) < 0.5 * total
 

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks import report, rows, targets
+from benchmarks import limits, objects, report, rows, start, targets
 from benchmarks.case import Case, Result
 from benchmarks.data import Corpus, packed_samples, photo
-from benchmarks.modes import check, consume, count
+from benchmarks.modes import check, consume, count, throughput
 from benchmarks.runner import as_document
-from benchmarks.sizes import TINY
+from benchmarks.setting import Setting
+from benchmarks.sizes import FULL, TINY
+from benchmarks.work import Work
+
+import shardstream as ss
+from tests.servers import S3Server
 
 BENCH = Path(__file__).parent.parent.parent / "tools" / "bench.py"
 
@@ -26,10 +35,10 @@ def results(**seconds: list[float]) -> dict[str, list[Result]]:
     }
 
 
-def setting(**changes: Any) -> rows.Setting:
+def setting(**changes: Any) -> Setting:
     case = Case(contestant="", mode="throughput", location="")
     corpus = Corpus(kind="small", samples=100)
-    return rows.Setting(row="row", label="label", case=case, corpus=corpus, **changes)
+    return Setting(row="row", label="label", case=case, corpus=corpus, **changes)
 
 
 def run_bench(*arguments: object) -> str:
@@ -92,6 +101,32 @@ def test_the_best_peer_is_the_fastest_but_neither_we_nor_a_limit() -> None:
     assert targets.best_peer(1, ours="shardstream+fast").reached(found) == pytest.approx(20.0)
 
 
+def test_a_missed_target_says_what_the_lowest_limit_would_reach() -> None:
+    found = results(shardstream=[1.0], a=[2.0], limit_high=[0.1], limit_low=[0.8])
+    found |= results(**{"shardstream+fast": [0.9], "limit-x+fast": [0.5]})
+    wanted = (
+        targets.best_peer(3.0),
+        targets.best_peer(4.1, ours="shardstream+fast"),
+        targets.of_limit(0.9, "limit-low"),
+        targets.against("a", 1.9),
+    )
+    document = as_document(setting(targets=wanted), found)
+    assert list(report.target_lines(document)) == [
+        "x best peer: wanted at least 3, is 2: NOT MET (limit-low is 2.5)",
+        "shardstream+fast x best peer: wanted at least 4.1, is 2.22: NOT MET (limit-x+fast is 4)",
+        "shardstream, share of limit-low: wanted at least 0.9, is 0.8: NOT MET",
+        "x a: wanted at least 1.9, is 2: met",
+    ]
+    assert targets.less_cpu().lowest_limit(found) is None
+
+
+def test_a_limit_that_forbids_a_target_is_measured_as_often() -> None:
+    found = results(shardstream=[1.0], a=[2.0], limit_high=[0.1], limit_low=[0.8])
+    for wanted, names in ((2.4, set()), (2.6, {"limit-low"})):
+        repeated = targets.are_worth_repeating(found, (targets.against("a", wanted),))
+        assert set(repeated) == {"shardstream", "a"} | names
+
+
 def test_a_target_without_a_peer_is_neither_met_nor_missed() -> None:
     alone = as_document(setting(targets=(targets.best_peer(1),)), results(shardstream=[1.0]))
     assert alone["targets"][0]["met"] is None
@@ -149,8 +184,6 @@ def test_photos_are_seeded_and_of_the_size_of_photos() -> None:
 
 
 def test_the_data_step_reads_back_what_our_writer_wrote(tmp_path: Path) -> None:
-    import shardstream as ss  # noqa: PLC0415
-
     corpus = list(Corpus(kind="small", samples=5))
     with ss.ShardWriter(tmp_path, max_samples=2) as writer:
         for sample in corpus:
@@ -165,10 +198,138 @@ def test_a_short_run_keeps_all_rows_what_is_at_stake_and_two_peers() -> None:
     assert [one.name for one in short if one.targets] == [one.name for one in whole if one.targets]
     names = {name for one in short for name in one.contestants}
     assert names == {"shardstream", "shardstream+fast", "webdataset", "litdata", "tarfile"}
+    alone = next(one for one in short if one.row == "resume")
+    assert alone.contestants == ("shardstream",)
 
 
-def test_peers_far_from_the_best_are_measured_once_unless_a_target_names_them() -> None:
-    found = results(shardstream=[1.0], near=[2.0], far=[9.0], named=[9.0], limit_pages=[99.0])
-    wanted = [targets.best_peer(1.0), targets.against("named", 2.0)]
+def test_what_the_machine_allows_is_measured_wherever_there_is_something_to_read_or_write() -> None:
+    without = {one.name for one in rows.settings(TINY) if not one.limits}
+    assert without == {f"scale: plan of 10^{exponent} samples" for exponent in (4, 6, 8, 10)}
+
+
+@pytest.fixture
+def tars(tmp_path: Path) -> dict[str, bytes]:
+    """Two tars of two samples of two fields, by their paths."""
+    with ss.ShardWriter(tmp_path / "tars", max_samples=2) as writer:
+        for number in range(4):
+            writer.write({"__key__": str(number), "a": b"1" * 700, "b": b"22"})
+    return {str(path): path.read_bytes() for path in sorted((tmp_path / "tars").glob("*.tar"))}
+
+
+def limit_case(name: str, mode: Any, location: str, **options: Any) -> Case:
+    case = Case(contestant=name, mode=mode, location=location, fields=("a", "b"), batch_size=3)
+    return replace(case, samples=4, payload_bytes=4 * 702, **options)
+
+
+def test_the_limit_of_an_index_hashes_every_byte(tars: dict[str, bytes], tmp_path: Path) -> None:
+    found = limits.measure(limit_case("limit-hash", "index", str(tmp_path / "tars")))
+    assert found.samples == 8  # members
+    assert found.extra["bytes_read"] == sum(map(len, tars.values()))
+
+
+@pytest.mark.usefixtures("s3_env")
+def test_the_limits_of_sending_and_of_a_first_batch_move_what_they_should(
+    tars: dict[str, bytes], tmp_path: Path, bucket: str, s3: S3Server
+) -> None:
+    objects.s3_client.cache_clear()
+    local = str(tmp_path / "tars")
+    limits.measure(limit_case("limit-put", "pack", local, target=bucket))
+    with closing(s3.client()) as client:
+        name = bucket.removeprefix("s3://")
+        for path, data in tars.items():
+            assert client.get_object(Bucket=name, Key=Path(path).name)["Body"].read() == data
+    for location in (local, bucket):
+        for workers in (0, 1):
+            case = limit_case("limit-start", "resume", location, workers=workers)
+            found = start.measure(case)
+            assert (found.samples, found.payload_bytes) == (3, 3 * 702)
+    objects.s3_client.cache_clear()
+
+
+def test_what_has_a_target_is_repeated_as_its_setting_or_the_user_says() -> None:
+    wanted = (targets.best_peer(1.0),)
+    often, once = setting(targets=wanted, repetitions=5), setting(repetitions=5)
+    assert [one.count_repetitions(FULL) for one in (often, once)] == [5, 1]
+    asked = replace(FULL, repetitions=9)
+    assert [one.count_repetitions(asked) for one in (often, once)] == [9, 1]
+
+
+@pytest.mark.parametrize(("warm", "epochs"), [(True, [0, 1]), (False, [0])])
+def test_an_epoch_that_warms_up_is_not_counted(warm: bool, epochs: list[int]) -> None:
+    case = Case(
+        contestant="x", mode="throughput", location="", fields=("a",), samples=2, payload_bytes=2
+    )
+    begun: list[int] = []
+
+    def epoch(number: int) -> list[list[dict[str, bytes]]]:
+        begun.append(number)
+        time.sleep(0.02)
+        return [[{"a": b"1"}, {"a": b"2"}]]
+
+    result = throughput(replace(case, warm=warm, min_s=0.01), epoch)
+    assert (result.samples, result.wrong) == (2, "")
+    assert begun == epochs
+
+
+HOLDING = """
+import multiprocessing
+from benchmarks.watch import Watch
+
+def hold(tell):
+    held = b"x" * 200_000_000
+    tell.send(len(held))
+    tell.poll(60)
+
+context = multiprocessing.get_context("fork")
+mine, theirs = context.Pipe()
+with Watch() as watch:
+    before = watch.held_bytes()
+    worker = context.Process(target=hold, args=(theirs,))
+    worker.start()
+    mine.recv()
+    watch.held_bytes()
+    during = watch.held_bytes()
+    mine.send(None)
+    worker.join()
+    watch.held_bytes()
+    print(*before, *during, *watch.held_bytes())
+"""
+
+
+def test_what_a_worker_holds_is_seen_from_outside() -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", HOLDING],
+        env={**os.environ, "PYTHONPATH": str(BENCH.parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    *before, most, mean, after, after_mean = map(int, said.stdout.split())
+    assert (before, after, after_mean) == ([0, 0], 0, 0)
+    assert 200_000_000 < mean <= most < 300_000_000
+
+
+def test_modules_of_contestants_are_compiled_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "told.py").write_text("import sys; print(sys.dont_write_bytecode)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert Work(tmp_path)._run("told", [], {}, sys.executable, 60) == "False\n"
+
+
+def test_who_is_far_from_the_best_is_measured_once_unless_a_target_hangs_on_them() -> None:
+    found = results(
+        shardstream=[1.0],
+        near=[2.0],
+        far=[9.0],
+        named=[9.0],
+        met=[9.0],
+        limit_pages=[0.1],
+        limit_bytes=[0.1],
+    )
+    wanted = [targets.best_peer(1.0), targets.against("named", 8.0), targets.against("met", 2.0)]
+    wanted.append(targets.of_limit(0.5, "limit-bytes"))
     repeated = targets.are_worth_repeating(found, wanted)
-    assert repeated == ["shardstream", "near", "named", "limit-pages"]
+    assert repeated == ["shardstream", "near", "named", "limit-bytes"]

@@ -27,10 +27,12 @@ class Case:
         task: "raw" hands out bytes, "train" decoded, cropped images and labels.
         workers: Loader processes.
         threads: Decoding threads of each process, 0 for none.
+        prefetch: Batches that each loader process is ahead; torch's default is 2.
         decoder: Of images.
         batch_size: Samples.
         min_s: Short epochs are repeated, after a first to warm up, until that long was measured.
         max_s: The epoch is left when that long was measured, 0 for never.
+        warm: Whether the first epoch only warms up, however long it takes.
         cache: An empty folder for what the contestant keeps on disk.
         target: Of the pack row: where to write to if not to the cache.
         connections: Of the socket limit.
@@ -46,10 +48,12 @@ class Case:
     task: Literal["raw", "train"] = "raw"
     workers: int = 0
     threads: int = 0
+    prefetch: int = 2
     decoder: Literal["pil", "fast"] = "pil"
     batch_size: int = 64
     min_s: float = 0.0
     max_s: float = 0.0
+    warm: bool = False
     cache: str = ""
     target: str = ""
     connections: int = 8

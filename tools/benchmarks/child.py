@@ -14,18 +14,20 @@ from collections.abc import Callable
 from dataclasses import asdict
 
 from benchmarks.case import Case, Result
+from benchmarks.targets import is_limit
 
 _WHOLE = {"index": "benchmarks.indexing", "pack": "benchmarks.packing", "scale": "benchmarks.scale"}
+_LIMITS = {"first": "benchmarks.start", "resume": "benchmarks.start"}
 
 
 def measure(case: Case) -> Result:
     """Run a case in this process."""
-    if case.contestant.startswith("limit-"):
-        from benchmarks import limits  # noqa: PLC0415
-
-        return limits.measure(case)
-    if case.mode in _WHOLE:
-        whole: Callable[[Case], Result] = importlib.import_module(_WHOLE[case.mode]).measure
+    if is_limit(case.contestant):
+        module = _LIMITS.get(case.mode, "benchmarks.limits")
+    else:
+        module = _WHOLE.get(case.mode, "")
+    if module:
+        whole: Callable[[Case], Result] = importlib.import_module(module).measure
         return whole(case)
     peer = importlib.import_module(f"benchmarks.peers.{case.contestant.partition('+')[0]}")
     from benchmarks import modes  # noqa: PLC0415  (after the peer, as its user would import it)

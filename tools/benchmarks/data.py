@@ -58,24 +58,28 @@ class Corpus:
 def small_samples(count: int) -> Iterator[dict[str, bytes]]:
     """Yield an array of 550 bytes and about 30 bytes of JSON."""
     rng = np.random.default_rng(0)
+    blank = io.BytesIO()
+    np.save(blank, np.zeros(_NPY_BYTES, dtype=np.uint8))
+    header = blank.getvalue()[:-_NPY_BYTES]
     for number in range(count):
-        array = io.BytesIO()
-        np.save(array, rng.integers(0, 256, _NPY_BYTES, dtype=np.uint8))
         about = json.dumps({"id": number, "label": number % 1000})
-        yield {"npy": array.getvalue(), "json": about.encode()}
+        yield {"npy": header + rng.bytes(_NPY_BYTES), "json": about.encode()}
 
 
 def photo(number: int) -> bytes:
     """Return a JPEG of 640 x 480: shapes of all sizes, and the grain of a sensor."""
     rng = np.random.default_rng(number)
-    pixels = np.zeros((_HEIGHT, _WIDTH, 3), dtype=np.float32)
+    grain = rng.standard_normal((_HEIGHT, _WIDTH, 1), dtype=np.float32)
+    pixels = np.repeat(grain * np.float32(rng.uniform(3, 9)) + 128, 3, axis=2)
+    part = np.empty_like(pixels)
     for cells, weight in ((4, 90), (16, 50), (64, 25), (160, 14)):
         coarse = rng.integers(0, 256, (cells * 3 // 4, cells, 3), dtype=np.uint8)
         smooth = Image.fromarray(coarse).resize((_WIDTH, _HEIGHT), Image.Resampling.BICUBIC)
-        pixels += (np.asarray(smooth, dtype=np.float32) - 128) * (weight / 100)
-    grain = rng.normal(0, rng.uniform(3, 9), (_HEIGHT, _WIDTH, 1)).astype(np.float32)
+        np.multiply(np.asarray(smooth), np.float32(weight / 100), out=part)
+        pixels += part
+        pixels -= 128 * weight / 100
     out = io.BytesIO()
-    image = Image.fromarray(np.clip(pixels + grain + 128, 0, 255).astype(np.uint8))
+    image = Image.fromarray(np.clip(pixels, 0, 255, out=part).astype(np.uint8))
     image.save(out, "JPEG", quality=88)
     return out.getvalue()
 
@@ -153,7 +157,7 @@ WRITERS = {"tar": write_tar, "litdata": write_litdata, "mds": write_mds, "files"
 
 
 def main() -> None:
-    """Write a corpus: ``python -m benchmarks.data KIND SAMPLES FORMAT FOLDER [FOLDER OF THE TARS]``."""
+    """Write a corpus: ``python -m benchmarks.data KIND SAMPLES FORMAT FOLDER [FOLDER OF THE TARS]``; print the bytes of all fields."""
     kind, samples, form, folder, *packed = sys.argv[1:]
     corpus = Corpus(kind=kind, samples=int(samples))
     target = Path(folder)
@@ -162,7 +166,16 @@ def main() -> None:
     source = packed_samples(Path(packed[0])) if again else corpus
     name, _, shards = form.partition("-")
     shard_samples = corpus.samples // int(shards) if shards else corpus.shard_samples
-    WRITERS[name](source, target, shard_samples)
+    payload_bytes = 0
+
+    def counted() -> Iterator[dict[str, bytes]]:
+        nonlocal payload_bytes
+        for sample in source:
+            payload_bytes += sum(map(len, sample.values()))
+            yield sample
+
+    WRITERS[name](counted(), target, shard_samples)
+    print(payload_bytes)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the machine itself allows, measured in the same run: reading, fetching and decoding without any loader."""
+"""What the machine itself allows, measured in the same run: reading, fetching, decoding, hashing and writing without any loader."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import os
 import random
 import socket
 import tarfile
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from http.client import HTTPConnection
+from contextlib import closing, suppress
+from http.client import HTTPConnection, HTTPResponse
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -21,6 +21,9 @@ from urllib.parse import urlsplit
 from benchmarks.case import Case, Result
 from benchmarks.objects import list_files, presign
 from benchmarks.processes import cpu_s
+
+Range = tuple[str, int, int]
+"""A URL, the first byte, and the one behind the last."""
 
 _RANGE_BYTES = 4 << 20
 _TIMEOUT_S = 60
@@ -33,10 +36,12 @@ def measure(case: Case) -> Result:
         "limit-bytes": read_bytes,
         "limit-sockets": read_sockets,
         "limit-decode": decode_all,
+        "limit-hash": hash_all,
         "limit-write": write_all,
+        "limit-put": put_all,
     }
     work = works[case.contestant.partition("+")[0]](case)
-    if case.min_s:
+    if case.min_s:  # to warm up
         work()
     rounds = size = 0
     began_cpu, began = cpu_s(), time.perf_counter()
@@ -46,9 +51,10 @@ def measure(case: Case) -> Result:
         seconds = time.perf_counter() - began
         if seconds >= case.min_s:
             break
+    parts = len(case.fields) if case.mode == "index" else 1  # which counts members
     return Result(
         seconds=seconds,
-        samples=rounds * case.samples,
+        samples=rounds * case.samples * parts,
         payload_bytes=rounds * case.payload_bytes,
         cpu_s=cpu_s() - began_cpu,
         extra={"bytes_read": size},
@@ -93,62 +99,69 @@ def read_bytes(case: Case) -> Callable[[], int]:
 
 
 def read_sockets(case: Case) -> Callable[[], int]:
-    """Fetch all tars in ranges of 4 MiB over plain sockets into one buffer for each connection."""
+    """Fetch all tars in ranges of 4 MiB over plain sockets."""
     ranges = [
         (presign(name), start, min(start + _RANGE_BYTES, size))
         for name, size in list_files(case.location)
         if name.endswith(".tar")
         for start in range(0, size, _RANGE_BYTES)
     ]
-
-    def work() -> int:
-        waiting: SimpleQueue[tuple[str, int, int]] = SimpleQueue()
-        for piece in ranges:
-            waiting.put(piece)
-        sizes: list[int] = []
-        threads = [
-            threading.Thread(target=_fetch_all, args=(waiting, sizes))
-            for _ in range(case.connections)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sum(sizes) == sum(end - start for _, start, end in ranges)
-        return sum(sizes)
-
-    return work
+    return lambda: fetch(ranges, case.connections)
 
 
-def _fetch_all(waiting: SimpleQueue[tuple[str, int, int]], sizes: list[int]) -> None:
-    buffer = memoryview(bytearray(_RANGE_BYTES))
-    connection: HTTPConnection | None = None
-    while True:
-        try:
-            url, start, end = waiting.get_nowait()
-        except Empty:
-            break
-        parts = urlsplit(url)
-        if connection is None:
-            connection = HTTPConnection(str(parts.hostname), parts.port, timeout=_TIMEOUT_S)
-            connection.connect()
-            connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.request(
-            "GET", f"{parts.path}?{parts.query}", headers={"Range": f"bytes={start}-{end - 1}"}
-        )
-        answer = connection.getresponse()
-        assert answer.status == 206, answer.status
+def fetch(ranges: Sequence[Range], connections: int) -> int:
+    """Fetch ranges of presigned URLs over plain sockets, into one buffer for each; return their bytes."""
+
+    def get(connection: HTTPConnection, buffer: memoryview, piece: Range) -> int:
+        url, start, end = piece
+        answer = _ask(connection, "GET", url, headers={"Range": f"bytes={start}-{end - 1}"})
         got = 0
         while got < end - start and (more := answer.readinto(buffer[got : end - start])):
             got += more
         answer.read()
-        sizes.append(got)
-    if connection is not None:
-        connection.close()
+        return got
+
+    got = _by_sockets(get, ranges, connections)
+    assert got == sum(end - start for _, start, end in ranges)
+    return got
+
+
+def _ask(connection: HTTPConnection, method: str, url: str, **options: Any) -> HTTPResponse:
+    parts = urlsplit(url)
+    connection.request(method, f"{parts.path}?{parts.query}", **options)
+    answer = connection.getresponse()
+    assert answer.status in (200, 206), answer.status
+    return answer
+
+
+def _by_sockets(
+    work: Callable[[HTTPConnection, memoryview, Any], int],
+    items: Sequence[tuple[Any, ...]],
+    connections: int,
+) -> int:
+    """Do the work for items, whose first is a URL, by a thread for each connection; return the sum of what it returns."""
+    waiting: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
+    for item in items:
+        waiting.put(item)
+    parts = urlsplit(items[0][0])
+
+    def go() -> int:
+        buffer = memoryview(bytearray(_RANGE_BYTES))
+        connection = HTTPConnection(str(parts.hostname), parts.port, timeout=_TIMEOUT_S)
+        connection.connect()
+        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        done = 0
+        with suppress(Empty), closing(connection):
+            while True:
+                done += work(connection, buffer, waiting.get_nowait())
+        return done
+
+    with ThreadPoolExecutor(connections) as pool:
+        return sum(one.result() for one in [pool.submit(go) for _ in range(connections)])
 
 
 def decode_all(case: Case) -> Callable[[], int]:
-    """Decode and crop all photos of the tars from memory, in as many processes as there are workers."""
+    """Decode and crop all photos of the tars from memory, in as many processes as there are workers, or threads."""
     import multiprocessing  # noqa: PLC0415
 
     import torch  # noqa: PLC0415  (the other limits do without)
@@ -179,10 +192,8 @@ def decode_all(case: Case) -> Callable[[], int]:
 
     def work() -> int:
         context = multiprocessing.get_context("fork")
-        processes = [
-            context.Process(target=part, args=(worker, case.workers))
-            for worker in range(case.workers)
-        ]
+        count = max(case.workers, case.threads)
+        processes = [context.Process(target=part, args=(one, count)) for one in range(count)]
         for process in processes:
             process.start()
         if not processes:
@@ -190,6 +201,22 @@ def decode_all(case: Case) -> Callable[[], int]:
         for process in processes:
             process.join()
         return sum(map(len, photos))
+
+    return work
+
+
+def hash_all(case: Case) -> Callable[[], int]:
+    """Read all tars from the page cache and take their sha256, a thread for each core."""
+    paths = [name for name, _ in list_files(case.location) if name.endswith(".tar")]
+
+    def digest(path: str) -> int:
+        with open(path, "rb") as stream:
+            hashlib.file_digest(stream, "sha256")
+            return stream.tell()
+
+    def work() -> int:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            return sum(pool.map(digest, paths))
 
     return work
 
@@ -221,3 +248,18 @@ def write_all(case: Case) -> Callable[[], int]:
         return sum(map(len, tars))
 
     return work
+
+
+def put_all(case: Case) -> Callable[[], int]:
+    """Send tars that are in memory over plain sockets, each in one request, without any checksum."""
+    tars = [
+        (presign(f"{case.target}/{Path(name).name}", "put_object"), Path(name).read_bytes())
+        for name, _ in list_files(case.location)
+        if name.endswith(".tar")
+    ]
+
+    def put(connection: HTTPConnection, _: memoryview, item: tuple[str, bytes]) -> int:
+        _ask(connection, "PUT", item[0], body=item[1]).read()
+        return len(item[1])
+
+    return lambda: _by_sockets(put, tars, case.connections)

@@ -9,12 +9,19 @@ from benchmarks.case import Case, Epochs
 
 def loader_options(case: Case) -> dict[str, Any]:
     """Return what a loader is made with; raw samples stay a list."""
-    options: dict[str, Any] = {
-        "batch_size": case.batch_size,
-        "num_workers": case.workers,
-        "persistent_workers": case.workers > 0,
-    }
+    options = {"batch_size": case.batch_size} | worker_options(case)
     return options if case.task == "train" else options | {"collate_fn": list}
+
+
+def worker_options(case: Case) -> dict[str, Any]:
+    """Return what a loader is told of its processes."""
+    if not case.workers:
+        return {"num_workers": 0}
+    return {
+        "num_workers": case.workers,
+        "persistent_workers": True,
+        "prefetch_factor": case.prefetch,
+    }
 
 
 def alike(case: Case, loader: Any) -> Epochs:

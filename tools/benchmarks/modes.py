@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -12,10 +12,10 @@ from itertools import islice
 from typing import Any
 
 from benchmarks.case import Case, Epochs, Result
-from benchmarks.processes import cpu_s, family, memory_bytes, peak_rss_bytes
+from benchmarks.processes import cpu_s, memory_bytes, peak_rss_bytes
+from benchmarks.watch import Watch
 
 _MEMORY_EPOCHS = 5
-_SAMPLE_EVERY_S = 0.02
 
 
 def count(batch: Any, fields: tuple[str, ...]) -> tuple[int, int]:
@@ -65,10 +65,10 @@ def check(case: Case, samples: int, payload_bytes: int, epochs: int = 1) -> str:
 def throughput(case: Case, epochs: Epochs) -> Result:
     """Time an epoch, or as much of it as fits in ``max_s``.
 
-    With ``min_s``, an epoch shorter than that only warms up, and then whole ones are repeated until it is reached.
+    With ``min_s``, an epoch shorter than that (with ``warm``, any) only warms up, and then whole ones are repeated until it is reached.
     """
     number, took = 0, _go(case, epochs, 0)
-    if took.seconds < case.min_s:
+    if case.warm or took.seconds < case.min_s:
         began_cpu, began = cpu_s(), time.perf_counter()
         samples = payload = 0
         while time.perf_counter() - began < case.min_s:
@@ -143,41 +143,24 @@ def resume(case: Case, peer: Any) -> Result:
     )
 
 
-class _Watch(threading.Thread):
-    """Looks every 20 ms at how much memory of their own the workers hold."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.peak_bytes = 0
-        self.over = threading.Event()
-
-    def run(self) -> None:
-        mine, *_ = family()
-        while not self.over.wait(_SAMPLE_EVERY_S):
-            for pid in family():
-                if pid != mine:
-                    held = memory_bytes(pid)
-                    self.peak_bytes = max(self.peak_bytes, held["anon"] + held["shmem"])
-
-
 def memory(case: Case, epochs: Epochs) -> Result:
-    """Go through five epochs; "base" is what a worker holds when it is forked, "growth" how much the peaks rise after the first epoch.
+    """Go through five epochs; "base" is what a worker holds when it is forked, "growth" how much more it holds after the first epoch.
 
-    From the second and third to the fourth and fifth: one epoch's peak, when answers and batches happen to meet, varies by 3 %.
+    From the means of the second and third to those of the fourth and fifth. Peaks would tell less: when answers and batches happen to
+    meet, that of one epoch varies by 3 %.
     """
-    mine, *_ = family()
-    base_bytes = memory_bytes(mine)["anon"]
+    base_bytes = memory_bytes(os.getpid())["anon"]
     peaks: list[int] = []
+    means: list[int] = []
     began_cpu, began = cpu_s(), time.perf_counter()
     samples = payload = 0
-    for number in range(_MEMORY_EPOCHS):
-        watch = _Watch()
-        watch.start()
-        more, size, _ = consume(epochs(number), case.fields)
-        watch.over.set()
-        watch.join()
-        samples, payload = samples + more, payload + size
-        peaks.append(watch.peak_bytes)
+    with Watch() as watch:
+        for number in range(_MEMORY_EPOCHS):
+            more, size, _ = consume(epochs(number), case.fields)
+            samples, payload = samples + more, payload + size
+            peak, mean = watch.held_bytes()
+            peaks.append(peak)
+            means.append(mean)
     return Result(
         seconds=time.perf_counter() - began,
         samples=samples,
@@ -186,7 +169,7 @@ def memory(case: Case, epochs: Epochs) -> Result:
         peak_rss_bytes=max(peaks),
         wrong=check(case, samples, payload, _MEMORY_EPOCHS),
         extra={
-            "growth": sum(peaks[3:]) / sum(peaks[1:3]) - 1,
+            "growth": sum(means[3:]) / sum(means[1:3]) - 1,
             "base_bytes": base_bytes,
             "held_bytes": max(peaks) - base_bytes,
         },

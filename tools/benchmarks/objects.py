@@ -46,10 +46,10 @@ def list_tars(location: str) -> list[str]:
     return [name for name, _ in list_files(location) if name.endswith(".tar")]
 
 
-def presign(url: str) -> str:
-    """Return the http URL of an object that can be fetched for an hour without signing again."""
+def presign(url: str, operation: str = "get_object") -> str:
+    """Return the http URL of an object that can be fetched (or with "put_object" sent) for an hour without signing again."""
     bucket, key = split_url(url)
     url = s3_client().generate_presigned_url(
-        "get_object", Params={"Bucket": bucket, "Key": key}, ExpiresIn=_HOUR_S
+        operation, Params={"Bucket": bucket, "Key": key}, ExpiresIn=_HOUR_S
     )
     return str(url)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.report import figures, number
+from benchmarks.targets import is_limit
 
 _OURS, _PEER, _LIMIT = "#1b7f5c", "#b7bec7", "#5b6470"
 _COLUMNS = 3
@@ -38,12 +39,12 @@ def _bars(setting: dict[str, Any]) -> list[tuple[str, list[float]]]:
     sign = 1 if setting["metric"] == "seconds" else -1
     return sorted(
         ((name, values) for name, values in found if values),
-        key=lambda bar: (bar[0].startswith("limit-"), sign * statistics.median(bar[1])),
+        key=lambda bar: (is_limit(bar[0]), sign * statistics.median(bar[1])),
     )
 
 
 def _colour(name: str) -> str:
-    if name.startswith("limit-"):
+    if is_limit(name):
         return _LIMIT
     return _OURS if name.startswith("shardstream") else _PEER
 
@@ -52,11 +53,7 @@ def _draw_setting(axes: Any, setting: dict[str, Any]) -> None:
     bars = _bars(setting)
     names = [name.replace("limit-", "limit: ") for name, _ in bars]
     middles = [statistics.median(values) for _, values in bars]
-    shown = [
-        middle
-        for (name, _), middle in zip(bars, middles, strict=True)
-        if not name.startswith("limit-")
-    ]
+    shown = [middle for (name, _), middle in zip(bars, middles, strict=True) if not is_limit(name)]
     top = max(shown) * 1.25
     for place, ((name, values), middle) in enumerate(zip(bars, middles, strict=True)):
         axes.barh(place, min(middle, top), color=_colour(name), height=0.72)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -13,13 +14,13 @@ def family(pid: int | None = None) -> Iterator[int]:
     """Yield a process and its descendants that live."""
     pid = os.getpid() if pid is None else pid
     yield pid
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        try:
-            children = task.read_text().split()
-        except OSError:  # ended meanwhile
-            continue
-        for child in children:
-            yield from family(int(child))
+    children: list[str] = []
+    with suppress(OSError):  # it has ended meanwhile, or one of its threads
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            with suppress(OSError):
+                children += Path(f"/proc/{pid}/task/{thread}/children").read_text().split()
+    for child in children:
+        yield from family(int(child))
 
 
 def cpu_s() -> float:

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import replace
 
 from benchmarks.case import Case
-from benchmarks.data import Corpus
+from benchmarks.setting import Setting, Store
 from benchmarks.sizes import Sizes
 from benchmarks.targets import (
     OURS,
-    Metric,
-    Target,
     against,
     as_fresh,
     best_peer,
     figure,
+    is_alone,
     less_cpu,
     of_limit,
 )
-from benchmarks.work import Work
 
-Store = Literal["local", "s3-slow", "s3-fast"]
-_FORMATS = {"litdata": "litdata", "mosaicml": "mds", "files": "files", "torchdata": "files"}
 _LOCAL = (OURS, "webdataset", "litdata", "mosaicml", "datasets", "files", "torchdata")
 _REMOTE = (OURS, "webdataset", "litdata", "mosaicml", "datasets", "s3torchconnector")
-# datasets decodes npy and json always, which is other work; torchdata takes half a minute where files take four seconds; in one
-# thread all decode as fast as the others
+# datasets decodes npy and json always, which is other work; mosaicml takes half a minute in one process; in one thread all decode
+# photos as fast as the others
 _ABSENT = {
-    ("small-local", 0): ("datasets",),
-    ("small-local", 2): ("datasets", "torchdata"),
+    ("small-local", 0): ("datasets", "mosaicml"),
+    ("small-local", 2): ("datasets",),
     ("photo-train", 0): ("datasets", "mosaicml", "torchdata"),
 }
 _REMOTE_2 = tuple(name for name in _REMOTE if name != "mosaicml")  # it fails, or takes a minute
@@ -38,48 +33,6 @@ _NAMED = (OURS, "webdataset", "litdata", "s3torchconnector")
 _LOW_RATE = 20_000_000  # at which eight connections do not keep the proxy's processor busy
 _SHORT = (OURS, "webdataset", "litdata", "tarfile")
 _HELD_BYTES = 64 * 2**20 + 1.5 * 64 * 2**20  # prefetch budget, and one and a half windows
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """One table of a row: the same work for all contestants.
-
-    Args:
-        row: Name of the row.
-        label: What differs from the row's other settings.
-        case: What all contestants are asked; contestant and location are filled in.
-        corpus: The data.
-        store: Where they lie.
-        rate: Bytes a second and connection from `s3-slow`, if not those of the command line.
-        contestants: Who takes part, ourselves included. A name may end in "+": a variation of that contestant.
-        limits: Contestants that show what the machine allows.
-        targets: What we want.
-        metric: What is compared.
-        form: Of the data, if it is not each contestant's own.
-        repetitions: Of each contestant, at most.
-    """
-
-    row: str
-    label: str
-    case: Case
-    corpus: Corpus
-    store: Store = "local"
-    rate: int | None = None
-    contestants: tuple[str, ...] = (OURS,)
-    limits: tuple[str, ...] = ()
-    targets: tuple[Target, ...] = ()
-    metric: Metric = "samples/s"
-    form: str | None = None
-    repetitions: int = 99
-
-    @property
-    def name(self) -> str:
-        """Row and label."""
-        return f"{self.row}: {self.label}"
-
-    def count_repetitions(self, sizes: Sizes) -> int:
-        """Return how often each contestant is measured: once where nothing is at stake."""
-        return min(sizes.repetitions, self.repetitions if self.targets else 1)
 
 
 def settings(sizes: Sizes) -> Iterator[Setting]:
@@ -94,11 +47,12 @@ def settings(sizes: Sizes) -> Iterator[Setting]:
 
 
 def shortened(chosen: Sequence[Setting]) -> Iterator[Setting]:
-    """Yield of each row what is at stake, or all if nothing is, with two peers: starting processes takes most of a short run."""
+    """Yield of each row what is at stake, or all if nothing is, with two peers or, for targets about us alone, none: to start takes longest."""
     at_stake = {setting.row for setting in chosen if setting.targets}
     for setting in chosen:
         if setting.targets or setting.row not in at_stake:
-            names = tuple(n for n in setting.contestants if n.partition("+")[0] in _SHORT)
+            wanted = (OURS,) if setting.targets and is_alone(setting.targets) else _SHORT
+            names = tuple(n for n in setting.contestants if n.partition("+")[0] in wanted)
             yield replace(setting, contestants=names)
 
 
@@ -125,15 +79,11 @@ def _local(sizes: Sizes) -> Iterator[Setting]:
                 corpus=corpus,
                 contestants=_present(row, workers),
                 limits=("limit-pages",) if workers else ("limit-pages", "limit-bytes"),
-                repetitions=2,
+                repetitions=5,  # of a second each, which a neighbour may spoil
                 targets=(against("webdataset", multiple), against("litdata", 1.4))
                 if workers == 0
                 else (),
             )
-
-
-def _steady(sizes: Sizes, workers: int) -> dict[str, float]:
-    return {"min_s": 4 * sizes.min_s, "max_s": 0.0} if workers else {}
 
 
 def _train(sizes: Sizes) -> Iterator[Setting]:
@@ -145,11 +95,12 @@ def _train(sizes: Sizes) -> Iterator[Setting]:
             row="photo-train",
             label=f"{workers} workers",
             # Whole epochs, after one to warm up: a batch takes so long that those under way at a stop would count.
-            case=_case(sizes, workers=workers, task="train", **_steady(sizes, workers)),
+            case=_case(
+                sizes, workers=workers, task="train", max_s=0.0, warm=workers > 0, prefetch=4
+            ),
             corpus=sizes.photos,
             contestants=(OURS, fast, *_present("photo-train", workers)[1:]),
             limits=limits,
-            repetitions=2,
             targets=wanted if workers else (),
         )
     yield Setting(
@@ -158,6 +109,7 @@ def _train(sizes: Sizes) -> Iterator[Setting]:
         case=_case(sizes, threads=2, task="train"),
         corpus=sizes.photos,
         contestants=(OURS, fast),
+        limits=limits,
     )
 
 
@@ -189,7 +141,7 @@ def _s3(sizes: Sizes) -> Iterator[Setting]:
         case=replace(once, connections=16),
         rate=_LOW_RATE,
         contestants=_NAMED,
-        repetitions=2,
+        repetitions=2,  # of eleven seconds
     )
     yield two
     yield replace(slow, row="s3-fast", store="s3-fast", targets=(best_peer(1.2), less_cpu()))
@@ -206,6 +158,7 @@ def _starts(sizes: Sizes) -> Iterator[Setting]:
             corpus=sizes.photos,
             store=store,
             contestants=contestants,
+            limits=("limit-start",),
             targets=(best_peer(1.0),) if store != "local" else (),
             metric="seconds",
         )
@@ -216,7 +169,8 @@ def _starts(sizes: Sizes) -> Iterator[Setting]:
             case=_case(sizes, mode="resume", workers=1),
             corpus=sizes.photos,
             store=store,
-            contestants=(OURS, "litdata", "mosaicml"),
+            contestants=(OURS, "litdata", *(("mosaicml",) if store == "local" else ())),
+            limits=("limit-start",),
             targets=(as_fresh(1.2),),
             metric="seconds",
         )
@@ -232,7 +186,6 @@ def _writing(sizes: Sizes) -> Iterator[Setting]:
             corpus=corpus,
             contestants=writers,
             limits=("limit-write",),
-            repetitions=2,
             targets=(against("webdataset", multiple),),
             form="tar",
         )
@@ -243,6 +196,7 @@ def _writing(sizes: Sizes) -> Iterator[Setting]:
             case=_case(sizes, mode="pack", workers=processes),
             corpus=sizes.photos,
             contestants=(OURS, "webdataset") if processes == 1 else (OURS,),
+            limits=("limit-write",),
             form="files",
         )
     yield Setting(
@@ -252,6 +206,7 @@ def _writing(sizes: Sizes) -> Iterator[Setting]:
         corpus=sizes.photos,
         store="s3-fast",
         contestants=(OURS, "webdataset"),
+        limits=("limit-put",),
         form="tar",
     )
     for label, corpus in (("small", sizes.small), ("photos", sizes.photos)):
@@ -261,6 +216,7 @@ def _writing(sizes: Sizes) -> Iterator[Setting]:
             case=_case(sizes, mode="index"),
             corpus=corpus,
             contestants=(OURS, "tarfile"),
+            limits=("limit-hash",),
             metric="members/s",
             form="tar",
         )
@@ -274,10 +230,12 @@ def _memory(sizes: Sizes) -> Iterator[Setting]:
         corpus=sizes.photos,
         store="s3-fast",
         contestants=tuple(n for n in _REMOTE if n != "datasets"),  # as slow as all others together
+        limits=("limit-sockets",),
         targets=(
             figure("growth after epoch 1", "growth", 0.02),
             figure("bytes held by a worker", "held_bytes", _HELD_BYTES),
         ),
+        repetitions=7,  # of which each varies by 2 %
     )
 
 
@@ -296,24 +254,6 @@ def _scale(sizes: Sizes) -> Iterator[Setting]:
             label=f"{shards} shards",
             case=_case(sizes),
             corpus=sizes.many,
+            limits=("limit-pages",),
             form=f"tar-{shards}",
         )
-
-
-def place(setting: Setting, contestant: str, work: Work) -> Case:
-    """Return the case of a contestant, its data made and in place."""
-    corpus = setting.corpus
-    peer, _, variation = contestant.partition("+")
-    form = setting.form or _FORMATS.get(peer, "tar")
-    case = setting.case
-    if variation:
-        case = replace(case, decoder=variation)  # type: ignore[arg-type]
-    reads_s3 = setting.store != "local" and case.mode != "pack"
-    return replace(
-        case,
-        contestant=contestant,
-        location=work.upload(corpus, form) if reads_s3 else str(work.prepare(corpus, form)),
-        fields=corpus.fields,
-        samples=case.samples or corpus.samples,
-        payload_bytes=work.payload_bytes(corpus),
-    )

@@ -18,7 +18,7 @@ class Sizes:
         shards: Into how many it is cut.
         min_s: Seconds of one local measurement, at least.
         max_s: At most, once a whole epoch has been checked.
-        repetitions: Of each contestant.
+        repetitions: Of each contestant where something is at stake, if not as many as its setting says.
     """
 
     small: Corpus
@@ -27,7 +27,7 @@ class Sizes:
     shards: tuple[int, ...]
     min_s: float
     max_s: float
-    repetitions: int
+    repetitions: int | None = None
 
 
 FULL = Sizes(
@@ -37,7 +37,6 @@ FULL = Sizes(
     shards=(10, 200, 2_000),
     min_s=1.0,
     max_s=2.0,
-    repetitions=3,
 )
 QUICK = Sizes(
     small=Corpus(kind="small", samples=5_000),

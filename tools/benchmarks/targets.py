@@ -14,6 +14,7 @@ Metric = Literal["samples/s", "members/s", "seconds"]
 Results = Mapping[str, Sequence[Result]]
 """The sound results of each contestant."""
 _NEAR = 0.8  # of the best: what is slower will not be the best, however often it is measured
+_SAFE = 1.3  # times what is wanted: met, however often it is measured
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +26,9 @@ class Target:
         wanted: The least or, with ``at_most``, the greatest.
         reached: From results to the figure, None if it cannot be known.
         at_most: Whether less is better.
-        names: The peers it is about; none where it is about the best.
+        names: The peers, or the limit, it is about; none where it is about the best.
         alone: Whether it is about our own figures only.
+        ours: Who is to reach it.
     """
 
     text: str
@@ -35,10 +37,46 @@ class Target:
     at_most: bool = False
     names: tuple[str, ...] = ()
     alone: bool = False
+    ours: str = OURS
 
     def is_met(self, figure: float) -> bool:
         """Say whether a figure is good enough."""
         return figure <= self.wanted if self.at_most else figure >= self.wanted
+
+    def is_at_stake(self, results: Results) -> bool:
+        """Say whether more repetitions might change whether it is met.
+
+        >>> found = {OURS: [Result(seconds=1)], "a": [Result(seconds=2)]}
+        >>> against("a", 2.0).is_at_stake(found), against("a", 1.5).is_at_stake(found)
+        (True, False)
+        """
+        reached = self.reached(results)
+        return self.at_most or reached is None or reached < self.wanted * _SAFE
+
+    def lowest_limit(self, results: Results) -> tuple[str, float] | None:
+        """Return the limit that would reach least in our place, and what; None where there is none.
+
+        >>> found = {OURS: [Result(seconds=2)], "a": [Result(seconds=1)], "limit-x": [Result(seconds=0.5)]}
+        >>> best_peer(3.0).lowest_limit(found)
+        ('limit-x', 2.0)
+        """
+        if self.at_most or any(map(is_limit, self.names)):
+            return None
+        variation = self.ours.partition("+")[2]
+        limits = [n for n in results if is_limit(n) and n.partition("+")[2] == variation]
+        reached = {name: self.reached({**results, self.ours: results[name]}) for name in limits}
+        known = [(figure, name) for name, figure in reached.items() if figure is not None]
+        return min(known)[::-1] if known else None
+
+
+def is_limit(name: str) -> bool:
+    """Say whether a contestant shows what the machine allows."""
+    return name.startswith("limit-")
+
+
+def is_alone(targets: Sequence[Target]) -> bool:
+    """Say whether all targets are about our own figures."""
+    return all(target.alone for target in targets)
 
 
 def speed(result: Result) -> float:
@@ -58,12 +96,14 @@ def median_speed(results: Results, name: str) -> float | None:
 def peers(results: Results) -> list[str]:
     """Return the contestants with results that are neither ourselves nor limits."""
     return [
-        name for name, found in results.items() if found and not name.startswith((OURS, "limit-"))
+        name
+        for name, found in results.items()
+        if found and not name.startswith(OURS) and not is_limit(name)
     ]
 
 
 def are_worth_repeating(results: Results, targets: Sequence[Target]) -> list[str]:
-    """Return the contestants on which a target may hang: ourselves, and peers that are near the best or that a target names.
+    """Return the contestants on which a target may hang: ourselves, peers near the best, whom one at stake names, limits that forbid one.
 
     >>> found = {OURS: [Result(seconds=1)], "a": [Result(seconds=2)], "b": [Result(seconds=9)], "c": [Result(seconds=9)]}
     >>> are_worth_repeating(found, [best_peer(1.0), against("c", 2.0)])
@@ -71,12 +111,15 @@ def are_worth_repeating(results: Results, targets: Sequence[Target]) -> list[str
     >>> are_worth_repeating(found, [as_fresh(1.2)])
     ['shardstream']
     """
-    if all(target.alone for target in targets):
+    if is_alone(targets):
         return [name for name in results if name.startswith(OURS)]
-    named = {name for target in targets for name in target.names}
+    named = {name for target in targets if target.is_at_stake(results) for name in target.names}
+    lowest = [(target, target.lowest_limit(results)) for target in targets]
+    named |= {limit[0] for target, limit in lowest if limit and not target.is_met(limit[1])}
     speeds = {name: median_speed(results, name) or 0.0 for name in peers(results)}
     least = max(speeds.values(), default=0.0) * _NEAR
-    return [name for name in results if name in named or speeds.get(name, least) >= least]
+    near = {name for name, speed in speeds.items() if speed >= least}
+    return [name for name in results if name.startswith(OURS) or name in named | near]
 
 
 def against(peer: str, wanted: float, ours: str = OURS) -> Target:
@@ -86,6 +129,7 @@ def against(peer: str, wanted: float, ours: str = OURS) -> Target:
         wanted=wanted,
         reached=lambda results: _ratio(results, peer, ours),
         names=(peer,),
+        ours=ours,
     )
 
 
@@ -97,7 +141,7 @@ def best_peer(wanted: float, ours: str = OURS) -> Target:
         return min((ratio for ratio in ratios if ratio is not None), default=None)
 
     label = "x best peer" if ours == OURS else f"{ours} x best peer"
-    return Target(text=label, wanted=wanted, reached=reached)
+    return Target(text=label, wanted=wanted, reached=reached, ours=ours)
 
 
 def of_limit(wanted: float, limit: str, ours: str = OURS) -> Target:
@@ -106,6 +150,8 @@ def of_limit(wanted: float, limit: str, ours: str = OURS) -> Target:
         text=f"{ours}, share of {limit}",
         wanted=wanted,
         reached=lambda results: _ratio(results, limit, ours),
+        names=(limit,),
+        ours=ours,
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.case import Case, Result
-from benchmarks.data import Corpus, packed_samples
+from benchmarks.data import Corpus
 from tests.servers import S3Server, ShapedS3, start_nginx, start_s3
 
 TOOLS = Path(__file__).parent.parent
@@ -86,7 +86,7 @@ class Work:
         shutil.rmtree(place, ignore_errors=True)
         packed = [] if form == "tar" else [str(self.prepare(corpus, "tar"))]
         arguments = [corpus.kind, str(corpus.samples), form, str(place), *packed]
-        self._run(
+        said = self._run(
             "benchmarks.data",
             arguments,
             {},
@@ -94,8 +94,7 @@ class Work:
             _DATA_TIMEOUT_S,
         )
         if form == "tar":
-            payload = sum(sum(map(len, sample.values())) for sample in packed_samples(place))
-            (self.folder / corpus.name / "payload.json").write_text(json.dumps(payload))
+            (self.folder / corpus.name / "payload.json").write_text(said)
         done.touch()
         return place
 
@@ -158,12 +157,14 @@ class Work:
         timeout_s: float,
     ) -> str:
         given = os.environ.get("PYTHONPATH", "")  # first: it may name another version of ours
+        # Compiled modules are kept: compiling all of a peer's again in each process takes seconds of its first batch.
+        kept = {name: v for name, v in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         paths = os.pathsep.join(filter(None, (given, str(TOOLS), str(TOOLS.parent))))
         # To files: a pipe would stay open as long as a worker that outlives its loader.
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as said:
             child = subprocess.Popen(  # noqa: S603  (our own modules)
                 [python, "-P", "-m", module, *arguments],  # -P: the current folder names no version
-                env={**os.environ, **_OFFLINE, "PYTHONPATH": paths, **environment},
+                env={**kept, **_OFFLINE, "PYTHONPATH": paths, **environment},
                 stdout=out,
                 stderr=said,
                 start_new_session=True,

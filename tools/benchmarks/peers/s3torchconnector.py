@@ -17,6 +17,7 @@ from s3torchconnector import S3ClientConfig, S3IterableDataset, S3ReaderConstruc
 from torch.utils.data import DataLoader, IterableDataset
 
 from benchmarks.case import Case, Epochs
+from benchmarks.loaders import worker_options
 from benchmarks.objects import list_tars
 
 FORMAT = "tar"
@@ -53,7 +54,6 @@ def epochs(case: Case) -> Epochs:
     loader = DataLoader(
         Samples(case),
         batch_size=None,
-        num_workers=case.workers,
-        persistent_workers=case.workers > 0,
+        **worker_options(case),
     )
     return lambda _: loader

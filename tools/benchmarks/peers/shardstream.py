@@ -1,4 +1,4 @@
-"""shardstream as it comes: shuffled, all else by default."""
+"""shardstream as it comes: shuffled, all else as in every `DataLoader`, or by default."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import shardstream as ss
 from benchmarks.case import Case, Epochs
+from benchmarks.loaders import worker_options
 
 FORMAT = "tar"
 
@@ -15,12 +16,7 @@ def make_loader(case: Case) -> Any:
     dataset = ss.ShardDataset(case.location, shuffle=True, seed=0)
     if case.task == "train":
         dataset = _decoded(dataset, case.decoder, case.threads).to_tuple("jpg", "cls")
-    return ss.ShardLoader(
-        dataset,
-        batch_size=case.batch_size,
-        num_workers=case.workers,
-        persistent_workers=case.workers > 0,
-    )
+    return ss.ShardLoader(dataset, batch_size=case.batch_size, **worker_options(case))
 
 
 def _decoded(dataset: Any, decoder: str, threads: int) -> Any:

@@ -12,7 +12,7 @@ import webdataset as wds
 
 from benchmarks import images
 from benchmarks.case import Case, Epochs
-from benchmarks.loaders import alike
+from benchmarks.loaders import alike, worker_options
 from benchmarks.objects import list_tars, presign
 
 FORMAT = "tar"
@@ -35,7 +35,5 @@ def epochs(case: Case) -> Epochs:
         dataset = dataset.map(images.example).batched(case.batch_size)
     else:
         dataset = dataset.batched(case.batch_size, collation_fn=list)
-    loader = wds.WebLoader(
-        dataset, batch_size=None, num_workers=case.workers, persistent_workers=case.workers > 0
-    )
+    loader = wds.WebLoader(dataset, batch_size=None, **worker_options(case))
     return alike(case, loader)

@@ -1,0 +1,81 @@
+"""One table of a row: who does what with which data, and where these lie."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from benchmarks.case import Case
+from benchmarks.data import Corpus
+from benchmarks.sizes import Sizes
+from benchmarks.targets import OURS, Metric, Target, is_limit
+from benchmarks.work import Work
+
+Store = Literal["local", "s3-slow", "s3-fast"]
+_FORMATS = {"litdata": "litdata", "mosaicml": "mds", "files": "files", "torchdata": "files"}
+_LOOSE = 30_000  # samples as loose files: of more, making the files takes longer than all that is measured
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One table of a row: the same work for all contestants.
+
+    Args:
+        row: Name of the row.
+        label: What differs from the row's other settings.
+        case: What all contestants are asked; contestant and location are filled in.
+        corpus: The data.
+        store: Where they lie.
+        rate: Bytes a second and connection from `s3-slow`, if not those of the command line.
+        contestants: Who takes part, ourselves included. A name may end in "+": a variation of that contestant.
+        limits: Contestants that show what the machine allows.
+        targets: What we want.
+        metric: What is compared.
+        form: Of the data, if it is not each contestant's own.
+        repetitions: Of each contestant, if there is a target and `Sizes` does not say otherwise.
+    """
+
+    row: str
+    label: str
+    case: Case
+    corpus: Corpus
+    store: Store = "local"
+    rate: int | None = None
+    contestants: tuple[str, ...] = (OURS,)
+    limits: tuple[str, ...] = ()
+    targets: tuple[Target, ...] = ()
+    metric: Metric = "samples/s"
+    form: str | None = None
+    repetitions: int = 3
+
+    @property
+    def name(self) -> str:
+        """Row and label."""
+        return f"{self.row}: {self.label}"
+
+    def count_repetitions(self, sizes: Sizes) -> int:
+        """Return how often each contestant is measured: once where nothing is at stake."""
+        return (sizes.repetitions or self.repetitions) if self.targets else 1
+
+
+def place(setting: Setting, contestant: str, work: Work) -> Case:
+    """Return the case of a contestant, its data made and in place."""
+    corpus = setting.corpus
+    peer, _, variation = contestant.partition("+")
+    form = setting.form or _FORMATS.get(peer, "tar")
+    if form == "files" and is_limit(peer):  # which writes finished tars
+        form = "tar"
+    if form == "files":
+        corpus = replace(corpus, samples=min(corpus.samples, _LOOSE))
+    case = setting.case
+    if variation:
+        case = replace(case, decoder=variation)  # type: ignore[arg-type]
+    reads_s3 = setting.store != "local" and case.mode != "pack"
+    return replace(
+        case,
+        contestant=contestant,
+        location=work.upload(corpus, form) if reads_s3 else str(work.prepare(corpus, form)),
+        fields=corpus.fields,
+        samples=case.samples or corpus.samples,
+        payload_bytes=work.payload_bytes(corpus),
+    )

@@ -1,0 +1,66 @@
+"""What a first batch takes without a loader: Python and torch are there, a worker is forked, a batch is read, as many bytes are sent."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+
+from benchmarks.case import Case, Result
+from benchmarks.limits import Range, fetch
+from benchmarks.objects import list_files, presign
+from benchmarks.processes import cpu_s
+
+
+def measure(case: Case) -> Result:
+    """Time from the start of the process to the bytes of a batch; for a resume, from where torch is imported."""
+    asked = time.time()
+    ranges = list(first_ranges(case))
+    asked = time.time() - asked  # a client of S3 was imported and asked: no part of the limit
+    import torch.utils.data  # noqa: F401, PLC0415  (as every loader does)
+
+    began = time.time() if case.mode == "resume" else case.began + asked
+    if case.workers:
+        context = get_context("fork")
+        mine, theirs = context.Pipe(duplex=False)
+        worker = context.Process(target=_send, args=(ranges, theirs))
+        worker.start()
+        theirs.close()
+        got = len(mine.recv_bytes())
+    else:
+        got = _read(ranges)
+    return Result(
+        seconds=time.time() - began, samples=case.batch_size, payload_bytes=got, cpu_s=cpu_s()
+    )
+
+
+def first_ranges(case: Case) -> Iterator[Range]:
+    """Yield the first bytes of the data, as many as a batch has: ranges of as many as there are connections."""
+    left = case.payload_bytes * case.batch_size // case.samples
+    step = -(-left // case.connections)
+    for name, size in list_files(case.location):
+        if not name.endswith(".tar"):
+            continue
+        if not left:
+            return
+        url = presign(name) if name.startswith("s3://") else name
+        end = min(size, left)
+        yield from ((url, start, min(start + step, end)) for start in range(0, end, step))
+        left -= end
+
+
+def _send(ranges: Sequence[Range], to: Connection) -> None:
+    to.send_bytes(bytes(_read(ranges)))
+
+
+def _read(ranges: Sequence[Range]) -> int:
+    """Read ranges, from S3 all at a time; return how many bytes there were."""
+    if ranges[0][0].startswith("http"):
+        return fetch(ranges, len(ranges))
+    size = 0
+    for path, start, end in ranges:
+        with open(path, "rb") as stream:
+            stream.seek(start)
+            size += len(stream.read(end - start))
+    return size
