@@ -60,7 +60,7 @@ class Space:
         except (FileExistsError, NotADirectoryError) as error:
             raise OptionError(f"cache_dir is no folder: {folder}") from error
         except OSError as error:
-            self._pause(error)
+            self._pause(error.strerror or str(error))
             return
         if os.stat(self.root).st_uid != os.geteuid():
             raise OptionError(f"{self.root} belongs to another user; choose another cache_dir")
@@ -76,12 +76,16 @@ class Space:
             if room >= nbytes or (all_in_use and time.time_ns() - state.surveyed_ns < _SURVEY_NS):
                 return room
             self._evict(nbytes)
-            return self._room((self._peek() or state).total)
+            total = (self._peek() or state).total
+            room = self._room(total)
         except FileNotFoundError:  # deleted meanwhile: it is made again
             return nbytes
         except OSError as error:
-            self._pause(error)
+            self._pause(error.strerror or str(error))
             return 0
+        if room <= 0 and not total and self._max_bytes is None:
+            self._pause("less than a tenth of its disk is free, and cache_bytes says nothing else")
+        return room
 
     def publish(self, path: str, pieces: Sequence[bytes | memoryview]) -> None:
         """Write a file that is there whole or not at all; if it cannot be kept, warn once and keep no more for a minute."""
@@ -99,7 +103,7 @@ class Space:
         except FileNotFoundError:
             return
         except OSError as error:
-            self._pause(error)
+            self._pause(error.strerror or str(error))
         finally:
             with suppress(OSError):
                 os.unlink(part)
@@ -130,13 +134,13 @@ class Space:
         os.makedirs(self.root, mode=0o700, exist_ok=True)
         os.makedirs(self._path("parts"), mode=0o700, exist_ok=True)
 
-    def _pause(self, error: OSError) -> None:
+    def _pause(self, why: str) -> None:
         self._paused_until = time.monotonic() + _PAUSE_S
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"nothing more is kept in the cache {self.root}: {error.strerror or error}; reading goes on without. "
-                "Free some space, or choose another cache_dir or a smaller cache_bytes",
+                f"nothing more is kept in the cache {self.root}: {why}; reading goes on without. "
+                "Free some space, or choose another cache_dir or other cache_bytes",
                 CacheWarning,
                 stacklevel=3,
             )

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 
 SAMPLES, PER_SHARD = 60, 15
 SHARDS = SAMPLES // PER_SHARD
+ROOM: dict[str, Any] = {"cache_bytes": "100MB"}  # also where less than a tenth of the disk is free
 
 
 class Server:
@@ -40,6 +41,8 @@ class Server:
     def loader(self, cache_dir: Path | None, **options: Any) -> ss.ShardLoader:
         num_workers = options.pop("num_workers", 0)
         context = options.pop("multiprocessing_context", None)
+        if cache_dir is not None:
+            options = ROOM | options
         dataset = ss.ShardDataset(
             options.pop("url", self.url),
             storage_options=self.options,
@@ -136,7 +139,9 @@ def test_a_map_dataset_has_the_cache_too(server: Server, tmp_path: Path) -> None
 
 def test_a_mix_reads_through_the_caches_of_its_parts(server: Server, tmp_path: Path) -> None:
     def mixed() -> ss.ShardLoader:
-        part = ss.ShardDataset(server.url, storage_options=server.options, cache_dir=tmp_path)
+        part = ss.ShardDataset(
+            server.url, storage_options=server.options, cache_dir=tmp_path, **ROOM
+        )
         return ss.ShardLoader(ss.mix({"a": part.decode(), "b": part.decode()}), 8)
 
     assert epoch(mixed()) == sorted(EVERYTHING * 2)
@@ -205,7 +210,7 @@ def test_without_options_nothing_is_kept(server: Server, tmp_path: Path) -> None
 
 def test_local_shards_are_not_copied(tmp_path: Path) -> None:
     url = numbered(tmp_path / "data", 20, 10)
-    loader = ss.ShardLoader(ss.ShardDataset(url, cache_dir=tmp_path / "cache").decode(), 4)
+    loader = ss.ShardLoader(ss.ShardDataset(url, cache_dir=tmp_path / "cache", **ROOM).decode(), 4)
     assert epoch(loader) == list(range(20))
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 

@@ -301,7 +301,8 @@ def test_flipped_bits_do_not_stay_in_the_cache(shop: Shop, tmp_path: Path) -> No
     def loader(cache: int, **options: Any) -> ss.ShardLoader:
         shop.set()
         folder = tmp_path / str(cache)
-        return shop.loader(shop.few_url, cache_dir=folder, verify="sha256", **MANY_READS, **options)
+        options |= {"cache_dir": folder, "cache_bytes": "100MB", "verify": "sha256"}
+        return shop.loader(shop.few_url, **MANY_READS, **options)
 
     def mended(seed: int) -> None:
         one = loader(seed, num_workers=2)

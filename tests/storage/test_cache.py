@@ -13,6 +13,7 @@ import sys
 import tempfile
 import textwrap
 import time
+import warnings
 from collections.abc import Iterator
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
@@ -315,8 +316,27 @@ def test_by_default_a_tenth_of_the_disk_stays_free(
     assert Source().through(cached(folder, None)) == DATA
     assert len(chunks(folder)) == 2
     disk.f_bavail = 100
-    assert Source(version="ETag 2").through(cached(folder, None)) == DATA
+    with pytest.warns(CacheWarning, match="less than a tenth of its disk is free"):
+        assert Source(version="ETag 2").through(cached(folder, None)) == DATA
     assert len(chunks(folder)) == 0  # of an earlier run
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Source().through(cached(folder, 6 * MIB)) == DATA  # who says how much gets it
+    assert len(chunks(folder)) == len(DATA) // MIB + 1
+
+
+def test_a_cache_that_fills_the_disk_to_its_tenth_does_so_silently(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk = SimpleNamespace(f_bavail=100 + MIB // 4096 + 4, f_blocks=1000, f_frsize=4096)
+    monkeypatch.setattr(os, "statvfs", lambda _: disk)
+    run = cached(folder, None)
+    Source().through(run, 0, MIB)
+    disk.f_bavail = 100
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert Source().through(run) == DATA
+    assert len(chunks(folder)) == 1
 
 
 def test_files_that_others_delete_are_noticed(

@@ -178,7 +178,7 @@ def test_an_answer_of_another_length_is_none(head: bytes, settings: S3Settings) 
 WITH_CACHE = """
 import sys
 import shardstream as ss
-dataset = ss.ShardDataset(sys.argv[1], cache_dir=sys.argv[2])
+dataset = ss.ShardDataset(sys.argv[1], cache_dir=sys.argv[2], cache_bytes="100MB")
 catalog = dataset.pipeline.source.catalog
 print(*[catalog.storage.cache.etag(shard.url) is not None for shard in catalog.shards])
 """

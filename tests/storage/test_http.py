@@ -124,7 +124,7 @@ def test_what_needs_no_length_is_read_without_one(server: str, tmp_path: Path) -
     with pytest.raises(SourceError, match="the source is empty"):  # a table without a row
         ss.pack(url, tmp_path / "out")
     with pytest.warns(CacheWarning, match="or no length"):
-        assert Storage(cache=open_cache(tmp_path / "cache", None)).read(url) == b"0123456789"
+        assert Storage(cache=open_cache(tmp_path / "cache", "100MB")).read(url) == b"0123456789"
     with pytest.raises(ManifestError):  # ten digits are none
         ss.ShardDataset(f"{server}/200/unsaid.json")
 

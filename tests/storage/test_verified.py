@@ -475,7 +475,7 @@ def test_an_index_that_comes_damaged_is_read_again(
         return piece
 
     monkeypatch.setattr(Storage, "read_once", read_once)
-    storage = Storage(cache=open_cache(tmp_path, None))
+    storage = Storage(cache=open_cache(tmp_path, "100MB"))
     catalog = Catalog(locate(url, storage), storage)
     assert [catalog.read_sample(number)["cls"] for number in range(24)] == [
         b"%d" % number for number in range(24)
