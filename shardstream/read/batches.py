@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from itertools import islice
 from multiprocessing.context import get_spawning_popen
@@ -16,11 +15,12 @@ from torch.utils.data import IterableDataset, get_worker_info
 from shardstream.errors import SkipBudgetError
 from shardstream.memory import settle_worker
 from shardstream.placement import Reader
+from shardstream.read.bundle import Packed, Rounds, bundled, unbundled
 from shardstream.read.dataset import StreamDataset, current_reader
 from shardstream.read.plan import Order
 from shardstream.read.planned import PlannedSource, open_share
 from shardstream.read.quarantine import BadSample, located
-from shardstream.read.ring import Ring
+from shardstream.read.ring import Parcel, Ring, open_rings
 from shardstream.read.share import Share, Split
 from shardstream.read.skip import Skips
 from shardstream.read.source import own_steps
@@ -52,7 +52,7 @@ class Packet(NamedTuple):
     """There were too many of them: there is no batch, and will be none."""
 
 
-class Batches(IterableDataset[Packet]):
+class Batches(IterableDataset[Any]):
     """Batches of one rank, split over the loader's workers.
 
     Args:
@@ -89,6 +89,7 @@ class Batches(IterableDataset[Packet]):
         """Which batch each worker is at (see `marked`)."""
         self.rings: list[Ring] = []
         """Of each worker, if there are workers and the system can."""
+        self.rounds = Rounds()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has workers of its own.
@@ -102,6 +103,22 @@ class Batches(IterableDataset[Packet]):
         self._position = position
         self._control[0], self._control[1] = position.epoch, position.consumed
         self.begun.zero_()
+
+    def open_ways(self, num_workers: int) -> None:
+        """Make what batches of new workers come by; called before those are started."""
+        self.rings, self.rounds = open_rings(num_workers), Rounds()
+
+    def receive(self, sent: Iterator[Any], num_workers: int, ahead: int) -> Iterator[Packet]:
+        """In the main process: hand out what the workers of now send, each of which is asked for so many messages ahead."""
+        rings = self.rings  # another iteration has its own workers, or these
+
+        def unpack(content: Any) -> list[Packet]:
+            packets: list[Packet] = content
+            if type(content) is Parcel:
+                packets = rings[content.worker].unpack(content)
+            return packets
+
+        return unbundled(sent, num_workers, self.rounds, unpack, ahead=ahead)
 
     @property
     def planned(self) -> PlannedSource | None:
@@ -128,7 +145,7 @@ class Batches(IterableDataset[Packet]):
         plan = self.planned.plan(self.order(position.epoch), position.epoch)
         return Share(plan, self.split, rank=self.placement.rank, consumed=position.consumed)
 
-    def __iter__(self) -> Iterator[Packet]:
+    def __iter__(self) -> Iterator[Any]:
         position = self._begin_here()
         reader = current_reader(self.placement)
         share = self.share(position)
@@ -140,19 +157,21 @@ class Batches(IterableDataset[Packet]):
         if get_worker_info() is None:
             return packets
         settle_worker()
-        if self.rings:
-            packets = self._sent(packets, reader.worker)
-        return marked(packets, self.begun, reader.worker)
+        marks = marked(packets, self.begun, reader.worker)
+        return bundled(marks, reader.worker, self.rounds, self._pack_in(reader.worker))
 
-    def _sent(self, packets: Generator[Packet], worker: int) -> Generator[Packet]:
-        """Yield packets as they are sent: large bytes in the worker's ring."""
+    def _pack_in(self, worker: int) -> Callable[[list[Packet]], Packed]:
+        """Return what makes of packets what is sent."""
+        if not self.rings:
+            return lambda packets: (packets, 0)
         ring = self.rings[worker]
         ring.forget(give_back=self.planned is not None and not self.planned.catalog.is_local)
-        with closing(packets):
-            for packet in packets:
-                sent = packet._replace(batch=ring.pack(packet.batch, worker))
-                del packet  # its bytes are in the ring
-                yield sent
+
+        def pack(packets: list[Packet]) -> Packed:
+            sent = ring.pack(packets, worker)
+            return sent, sent.nbytes if type(sent) is Parcel else 0
+
+        return pack
 
     def _begin_here(self) -> Position:
         """Return where to begin: what this worker was started with, or, if it is used again, what is in shared memory."""

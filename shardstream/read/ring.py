@@ -1,7 +1,8 @@
-"""Large bytes on their way from a worker to the main process: through memory that both see, not pickled through a pipe.
+"""Batches on their way from a worker to the main process: through memory that both see, not through a pipe.
 
 A batch of photos as bytes is copied in and copied out; through the pipe it is copied five times, 64 KiB with each system call.
-What finds no room goes the usual way, and so does whatever is not bytes: torch has shared memory of its own for tensors.
+Of a tensor torch would make a file in /dev/shm, which containers keep small, and send its descriptor: 0.2 ms. What is very large
+or finds no room goes the usual way.
 """
 
 from __future__ import annotations
@@ -10,41 +11,38 @@ import mmap
 import os
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from itertools import accumulate, pairwise
 from multiprocessing import reduction
 from typing import Any, NamedTuple
 
-_LEAST_BYTES = 4096  # smaller ones are pickled as fast
-_RING_BYTES = 64 << 20  # of addresses: memory is taken by what is on its way at one time
+from shardstream.read.apart import Kind, bytes_of, put_together, take_apart, tensor_of
+
+_RING_BYTES = 256 << 20  # of addresses: memory is taken by what is on its way at one time
 # Parcels begin at multiples of that: one that is a little larger than another still fits its place.
 _STEP_BYTES = 1 << 20
 _HEAD_BYTES = mmap.PAGESIZE  # which begin with how many parcels are unpacked
 _COUNT = struct.Struct("q")
-# What begins so is a column of keys or of numbers, and not looked through.
-_PLAIN = frozenset({str, int, float})
-
-
-class _Place(NamedTuple):
-    """Stands for bytes that are in the ring."""
-
-    number: int
-    """Of these bytes in their parcel."""
+_ALIGN_BYTES = 64
 
 
 class Parcel(NamedTuple):
-    """A batch whose large bytes are in a ring."""
+    """A value that was pickled, all but its tensors and large bytes."""
 
     worker: int
     number: int
     """Parcels of the ring so far, with this one."""
-    content: Any
-    """The batch, with places instead of large bytes."""
-    ends: list[int]
-    """Where the bytes of its first, second … place end in the ring; each begins where the one before ends."""
     start: int
-    """Where those of its first begin."""
+    """Where it begins in the ring."""
+    places: list[tuple[int, int]]
+    """Where its tensors and large bytes begin and end, from there; at last the pickle."""
+    pieces: tuple[Any, ...] | None
+    """Those, and the pickle, if they found no room in the ring."""
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has."""
+        return self.places[-1][1]
 
 
 class Ring:
@@ -58,7 +56,7 @@ class Ring:
         self._handle = os.memfd_create("shardstream") if handle is None else handle
         os.ftruncate(self._handle, _HEAD_BYTES + _RING_BYTES)
         self._memory = mmap.mmap(self._handle, _HEAD_BYTES + _RING_BYTES)
-        self._on_way: deque[Parcel] = deque()  # without what they hold
+        self._on_way: deque[Parcel] = deque()
         self._number = 0
 
     def __reduce__(self) -> tuple[Callable[[Any], Ring], tuple[Any]]:
@@ -80,38 +78,48 @@ class Ring:
             with suppress(OSError):  # a sandbox that cannot
                 self._memory.madvise(mmap.MADV_REMOVE, _HEAD_BYTES, _RING_BYTES)
 
-    def pack(self, batch: Any, worker: int) -> Any:
-        """In the worker: return what is to be sent for a batch: a parcel, or itself where nothing is gained."""
-        large: list[bytes] = []
-
-        def take_out(data: bytes) -> bytes | _Place:
-            if len(data) < _LEAST_BYTES:
-                return data
-            large.append(data)
-            return _Place(len(large) - 1)
-
+    def pack(self, value: Any, worker: int) -> Any:
+        """In the worker: return what is to be sent for a value: a parcel, or itself, if it cannot be pickled."""
         try:
-            content = _swapped(batch, bytes, take_out)
-        except RecursionError:  # it holds itself, or is very deep: pickle may know how
-            return batch
-        sizes = [len(data) for data in large]
-        start = self._find_room(sum(sizes)) if large else None
-        if start is None:
-            return batch
-        ends = list(accumulate(sizes, initial=start))
-        for first, end, data in zip(ends, ends[1:], large, strict=False):
-            self._memory[_HEAD_BYTES + first : _HEAD_BYTES + end] = data
+            pieces = take_apart(value)
+        except Exception:  # noqa: BLE001  (any object's pickling; torch says it again when it is sent)
+            return value
+        places, end = [], 0
+        for piece in pieces:
+            if isinstance(piece, bytes):
+                start, end = end, end + len(piece)
+            else:
+                start = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
+                end = start + piece.nbytes
+            places.append((start, end))
+        base = self._find_room(end)
+        if base is None:
+            return Parcel(worker, 0, 0, places, pieces)
+        for (start, end), piece in zip(places, pieces, strict=True):
+            data = piece if isinstance(piece, bytes) else bytes_of(piece).data
+            self._memory[_HEAD_BYTES + base + start : _HEAD_BYTES + base + end] = data
         self._number += 1
-        parcel = Parcel(worker, self._number, content, ends[1:], start)
-        self._on_way.append(parcel._replace(content=None))
+        parcel = Parcel(worker, self._number, base, places, None)
+        self._on_way.append(parcel)
         return parcel
 
     def unpack(self, parcel: Parcel) -> Any:
-        """In the main process: return the batch, and let its room be used again."""
-        bounds = [_HEAD_BYTES + end for end in (parcel.start, *parcel.ends)]
-        large = [self._memory[a:b] for a, b in pairwise(bounds)]
+        """In the main process: return the value, and let its room be used again."""
+        if (pieces := parcel.pieces) is not None:
+            return put_together(pieces[-1], lambda number, _: pieces[number])
+        base = _HEAD_BYTES + parcel.start
+        view = memoryview(self._memory)
+
+        def load(number: int, kind: Kind | None) -> Any:
+            start, end = parcel.places[number]
+            if kind is None:
+                return self._memory[base + start : base + end]
+            return tensor_of(kind, view[base + start : base + end])
+
+        start, end = parcel.places[-1]
+        value = put_together(self._memory[base + start : base + end], load)
         _COUNT.pack_into(self._memory, 0, parcel.number)
-        return _swapped(parcel.content, _Place, lambda place: large[place.number])
+        return value
 
     def _find_room(self, size: int) -> int | None:
         """Return the first place with that many free bytes, so that few pages are used."""
@@ -122,7 +130,7 @@ class Ring:
         for parcel in sorted(self._on_way, key=lambda one: one.start):
             if place + size <= parcel.start:
                 return place
-            place = -(-parcel.ends[-1] // _STEP_BYTES) * _STEP_BYTES
+            place = -(-(parcel.start + parcel.nbytes) // _STEP_BYTES) * _STEP_BYTES
         return place if place + size <= _RING_BYTES else None
 
 
@@ -136,22 +144,5 @@ def open_rings(workers: int) -> list[Ring]:
         return []
 
 
-def unpacked(batch: Any, rings: Sequence[Ring]) -> Any:
-    """Return a batch that was sent by one of the rings, or by none."""
-    return rings[batch.worker].unpack(batch) if type(batch) is Parcel else batch
-
-
 def _attach(handle: Any) -> Ring:
     return Ring(handle.detach())
-
-
-def _swapped(value: Any, leaf: type, swap: Callable[[Any], Any]) -> Any:
-    """Return a batch in which each value of one type is swapped for another."""
-    kind = type(value)
-    if kind is leaf:
-        return swap(value)
-    if kind is dict:
-        return {name: _swapped(one, leaf, swap) for name, one in value.items()}
-    if (kind is list or kind is tuple) and not (value and type(value[0]) in _PLAIN):
-        return kind(_swapped(one, leaf, swap) for one in value)
-    return value

@@ -13,6 +13,7 @@ from torch.utils.data import get_worker_info
 
 from shardstream.errors import SampleError
 from shardstream.format.columns import Columns
+from shardstream.read.apart import MOST_BYTES
 
 _REPEATED_LIMIT_BYTES = 1 << 30
 
@@ -117,8 +118,7 @@ def _stack(values: list[torch.Tensor], name: str, items: Sequence[Any]) -> torch
     _check_alike(values, name, items)
     if get_worker_info() is None:
         return torch.stack(values)
-    first = values[0]
-    return torch.stack(values, out=_new_batch(first, len(values)))
+    return torch.stack(values, out=_new_batch(values[0], len(values)))
 
 
 def _stack_arrays(
@@ -147,8 +147,10 @@ def _check_alike(values: Sequence[Any], name: str, items: Sequence[Any]) -> None
 
 
 def _new_batch(like: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a batch to be filled, shape (count, …); in a worker in the shared memory that crosses to the main process."""
-    if get_worker_info() is None:
+    """Return a batch to be filled, shape (count, …); in a worker where torch, not a ring, can send it without a copy."""
+    worker = get_worker_info()
+    has_ring = worker is not None and getattr(worker.dataset, "rings", None)
+    if worker is None or (has_ring and count * like.nbytes <= MOST_BYTES):
         return like.new_empty((count, *like.shape))
     typed: Any = like._typed_storage()  # type: ignore[no-untyped-call]
     storage = typed._new_shared(

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from contextlib import closing
 from multiprocessing import queues
 from types import FrameType
@@ -38,7 +38,7 @@ _open: WeakSet[WorkerWatch] = WeakSet()
 _is_installed = False
 
 
-def marked(packets: Generator[_T], begun: Any, worker: int) -> Iterator[_T]:
+def marked(packets: Generator[_T], begun: Any, worker: int) -> Generator[_T]:
     """Hand packets on, and note in shared memory which is being made: number n from 1, or -n once it has been handed on.
 
     Args:

@@ -1,4 +1,4 @@
-"""Large bytes go from workers to the main process through shared memory, and come out as they went in."""
+"""Batches go from workers to the main process through shared memory, and come out as they went in."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstream as ss
+from shardstream.read import apart
 from shardstream.read import ring as module
-from shardstream.read.ring import Parcel, Ring, open_rings, unpacked
+from shardstream.read.apart import MOST_BYTES
+from shardstream.read.ring import Parcel, Ring, open_rings
 
-_LEAST = module._LEAST_BYTES
+_LEAST = apart._LEAST_BYTES
 
 batches = st.recursive(
     st.one_of(
@@ -57,9 +60,9 @@ def test_what_is_packed_is_unpacked_in_turn(sent: list[tuple[Any, int]]) -> None
             on_way.append((batch, ring.pack(batch, 0)))
             for _ in range(min(received, len(on_way))):
                 came, packed = on_way.popleft()
-                assert unpacked(packed, [ring]) == came
+                assert ring.unpack(packed) == came
         for came, packed in on_way:
-            assert unpacked(packed, [ring]) == came
+            assert ring.unpack(packed) == came
     finally:
         module._RING_BYTES = room
 
@@ -68,20 +71,20 @@ def test_a_full_ring_sends_the_usual_way_and_goes_on_when_it_is_emptied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ring = Ring()
-    monkeypatch.setattr(module, "_RING_BYTES", 2 * _LEAST)
+    monkeypatch.setattr(module, "_RING_BYTES", 2 * _LEAST + 200)  # and what is pickled
     monkeypatch.setattr(module, "_STEP_BYTES", 1)
     batch = {"jpg": [b"x" * _LEAST]}
-    first, second = ring.pack(batch, 0), ring.pack(batch, 0)
-    assert ring.pack(batch, 0) is batch
-    for parcel in (first, second):
-        assert isinstance(parcel, Parcel)
+    first, second, third = (ring.pack(batch, 0) for _ in range(3))
+    assert third.pieces is not None
+    for parcel in (third, first, second):
+        assert (parcel.pieces is None) == (parcel is not third)
         assert ring.unpack(parcel) == batch
     half, rest = [b"y" * (_LEAST + _LEAST // 2)], [b"z" * _LEAST]
     packed = ring.pack(half, 0)
-    assert isinstance(packed, Parcel)
-    assert ring.pack(rest, 0) is rest
+    assert packed.pieces is None
+    assert ring.pack(rest, 0).pieces is not None
     assert ring.unpack(packed) == half
-    assert ring.pack([b"x" * 3 * _LEAST], 0) == [b"x" * 3 * _LEAST]
+    assert ring.unpack(ring.pack([b"x" * 3 * _LEAST], 0)) == [b"x" * 3 * _LEAST]
 
 
 def test_parcels_of_nearly_one_size_use_the_same_places_again() -> None:
@@ -90,7 +93,7 @@ def test_parcels_of_nearly_one_size_use_the_same_places_again() -> None:
     for _ in range(100):
         parcel = ring.pack([b"x" * rng.randrange(5 << 19, 3 << 20)], 0)
         on_way.append(parcel)
-        assert parcel.ends[-1] <= 3 * (3 << 20)
+        assert parcel.start + parcel.nbytes <= 3 * (3 << 20)
         if len(on_way) == 3:
             ring.unpack(on_way.popleft())
 
@@ -102,7 +105,7 @@ def test_memory_is_given_back_where_that_is_asked_for() -> None:
     for give_back in (False, True):
         ring.forget(give_back=give_back)
         assert (os.fstat(ring._handle).st_blocks * 512 < len(batch[0])) == give_back
-    assert ring.unpack(parcel) == [bytes(1 << 20)]  # nobody waits for it, so nobody sees that
+    assert bytes(ring._memory[parcel.start + 4096 :][:99]) == bytes(99)  # which nobody waits for
     assert ring.unpack(ring.pack(batch, 0)) == batch
 
 
@@ -126,10 +129,61 @@ def test_between_epochs_memory_is_given_back_if_the_data_come_from_afar(
     assert ring._memory[-1] == is_local
 
 
-def test_what_holds_no_large_bytes_is_left_alone() -> None:
+TENSORS = [
+    torch.arange(12, dtype=dtype).reshape(3, 4)
+    for dtype in (torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64)
+] + [
+    torch.tensor([True, False]),
+    torch.tensor([1 + 2j, 3 - 4j]),
+    torch.tensor(7),
+    torch.empty(0, 5),
+    torch.arange(12).reshape(3, 4).T,
+    torch.arange(12)[::3],
+    torch.arange(12)[3:5],
+    torch.zeros(3, 4).to_sparse(),
+    torch.tensor([1 + 2j]).conj(),
+    torch.ones(1).expand(5),
+    torch.ones(3, requires_grad=True),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda one: f"{one.dtype}-{tuple(one.shape)}")
+def test_tensors_come_out_as_they_went_in(
+    tensor: torch.Tensor, is_full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_full:
+        monkeypatch.setattr(module, "_RING_BYTES", 0)
     ring = Ring()
-    batch = {"__key__": ["a", "b"], "npy": torch.zeros(2, 3), "json": [b"{}", b"[]"]}
-    assert ring.pack(batch, 0) is batch
+    batch = {"odd": b"x" * (_LEAST + 1), "x": tensor, "again": [tensor]}
+    back = ring.unpack(pickle.loads(pickle.dumps(ring.pack(batch, 0))))  # noqa: S301  (our own)
+    assert (back["x"].dtype, back["x"].shape) == (tensor.dtype, tensor.shape)
+    assert back["x"].requires_grad == tensor.requires_grad
+    assert torch.equal(back["x"].to_dense(), tensor.to_dense())
+    assert back["again"][0] is back["x"]
+
+
+def test_tensors_are_in_memory_of_their_own_and_aligned() -> None:
+    ring = Ring()
+    parcels = [ring.pack([b"y" * (_LEAST + 1), torch.full((5,), n)], 0) for n in range(3)]
+    ones = [ring.unpack(parcel)[1] for parcel in parcels]
+    ring.pack([torch.full((5,), 9)], 0)
+    assert [one.tolist() for one in ones] == [[n] * 5 for n in range(3)]
+    assert all(one.data_ptr() % 64 == 0 and not one.is_shared() for one in ones)
+
+
+def test_a_very_large_tensor_is_left_to_torch() -> None:
+    ring = Ring()
+    parcel = ring.pack(torch.zeros(MOST_BYTES + 1, dtype=torch.uint8), 0)
+    assert isinstance(parcel, Parcel)
+    assert parcel.nbytes < 10_000
+    assert ring.unpack(parcel).is_shared()
+
+
+def test_what_cannot_be_pickled_is_left_to_torch_to_tell() -> None:
+    batch = {"x": lambda: None}
+    assert Ring().pack(batch, 0) is batch
 
 
 def test_rings_give_back_their_descriptors() -> None:
@@ -209,18 +263,34 @@ def test_two_iterations_at_once_do_not_mix(photos: str) -> None:
     assert sorted(functools.reduce(operator.iadd, both, [])) == sorted([*range(64), *range(64)])
 
 
-def test_photos_do_not_go_through_the_pipe(photos: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    unpacks: list[int] = []
+@pytest.mark.parametrize("tensors", [False, True])
+def test_batches_do_not_go_through_the_pipe(
+    photos: str, tensors: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parcels: list[Parcel] = []
     really = Ring.unpack
 
     def unpack(self: Ring, parcel: Parcel) -> Any:
-        unpacks.append(parcel.number)
+        parcels.append(parcel)
         return really(self, parcel)
 
     monkeypatch.setattr(Ring, "unpack", unpack)
-    loader = ss.ShardLoader(ss.ShardDataset(Path(photos).as_uri()), batch_size=8, num_workers=1)
-    assert sum(len(right(batch)) for batch in loader) == 64
-    assert unpacks == list(range(1, 9))
+    dataset = ss.ShardDataset(Path(photos).as_uri())
+    if tensors:
+        dataset = dataset.map(as_array)
+    loader = ss.ShardLoader(dataset, batch_size=8, num_workers=1)
+    batches = list(loader)
+    assert sum(len(batch["__key__"]) for batch in batches) == 64
+    assert [parcel.number for parcel in parcels] == list(range(1, len(parcels) + 1))
+    assert all(parcel.pieces is None for parcel in parcels)
+    if tensors:
+        assert batches[3]["jpg"].shape == (8, 10_000)
+        assert batches[3]["jpg"][0].eq(24).all()
+        assert not batches[3]["jpg"].is_shared()
+
+
+def as_array(sample: dict[str, Any]) -> dict[str, Any]:
+    return sample | {"jpg": np.frombuffer(sample["jpg"], dtype=np.uint8)[:10_000]}
 
 
 def test_a_system_that_refuses_the_memory_sends_the_usual_way(
@@ -242,7 +312,7 @@ def holding_itself(items: list[Any]) -> dict[str, Any]:
     return {"jpg": [item["jpg"] for item in items], "odd": itself}
 
 
-def test_a_batch_that_holds_itself_goes_the_usual_way(photos: str) -> None:
+def test_a_batch_that_holds_itself_does_so_again(photos: str) -> None:
     loader = ss.ShardLoader(
         ss.ShardDataset(photos), batch_size=32, num_workers=1, collate_fn=holding_itself
     )
