@@ -1,7 +1,6 @@
 """A value taken apart for its way from a worker: its tensors and large bytes, and a pickle of all else.
 
-By pickle's own means for that, persistent ids (https://docs.python.org/3/library/pickle.html#persistence-of-external-objects). What is
-unpickled here was pickled by a worker of this process a moment ago, as torch does it; never what was read from anywhere.
+What is unpickled here was pickled by a worker of this process a moment ago, as torch does it; never what was read from anywhere.
 """
 
 from __future__ import annotations
@@ -9,15 +8,21 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing import reduction
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from shardstream.errors import SampleError
+
 MOST_BYTES = 31 << 20
 """Larger tensors are left to torch: glibc would ask the system for their memory, page by page, each time."""
 _LEAST_BYTES = 4096  # smaller bytes are pickled as fast
+_TORCHS = torch.Tensor, torch.UntypedStorage, torch.TypedStorage
+# What begins so is a column of keys or of numbers, and not looked through.
+_PLAIN = frozenset({str, int, float})
 
 
 class Kind(NamedTuple):
@@ -25,31 +30,45 @@ class Kind(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    """As it lies in memory."""
+    order: tuple[int, ...] | None
+    """Where its dimensions are in there; None for as they are."""
 
 
-_Id = tuple[int, Kind | None]
-"""The number of a piece; of a tensor also what it is."""
+Load = Callable[[int, Kind | None], Any]
 
 
-def take_apart(value: Any) -> tuple[bytes | torch.Tensor, ...]:
-    """Return the pieces of a value; the last is the pickle.
+class Apart(NamedTuple):
+    """What a value was taken apart to."""
+
+    pieces: list[bytes | torch.Tensor]
+    """Contiguous tensors and large bytes; at last the pickle."""
+    rest: list[Any]
+    """What torch has to send: tensors that are not just their bytes, or very large; storages."""
+
+
+def take_apart(value: Any) -> Apart:
+    """Take a value apart; tensors are not copied.
 
     Raises:
         Exception: Whatever its pickling raises.
     """
+    with suppress(RecursionError):  # it holds itself, or is very deep: pickle may know how
+        value = _marked(value)
     packer = _Packer()
     packer.dump(value)
-    return (*packer.pieces, packer.file.getvalue())
+    return Apart([*packer.pieces, packer.file.getvalue()], packer.rest)
 
 
-def put_together(pickled: bytes, load: Callable[[int, Kind | None], Any]) -> Any:
-    """Return the value of a pickle; ``load`` returns a piece by its number, for a tensor with its kind."""
-    return _Unpacker(pickled, load).load()
+def put_together(pickled: bytes, rest: list[Any], load: Load) -> Any:
+    """Return the value of a pickle; ``load`` returns a piece by its number, a tensor of this kind as it lay."""
+    return _Unpacker(pickled, rest, load).load()
 
 
 def bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """Return the bytes of a tensor, shape (nbytes,), uint8: of itself if it is contiguous, else of a copy."""
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy()
+    """Return the bytes of a contiguous tensor, shape (nbytes,), uint8."""
+    # One element is contiguous whatever its stride, but viewed as bytes only with 1.
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def tensor_of(kind: Kind, data: memoryview) -> torch.Tensor:
@@ -59,42 +78,113 @@ def tensor_of(kind: Kind, data: memoryview) -> torch.Tensor:
     return tensor
 
 
+def unsendable(error: Exception) -> SampleError:
+    """Return what to say of a batch that cannot be sent."""
+    remedy = "turn what cannot be pickled to arrays, numbers or text in a map, or pass collate_fn"
+    if isinstance(error, OSError):
+        remedy = (
+            "give TMPDIR a short path, /dev/shm more room, or the process more files (ulimit -n)"
+        )
+    return SampleError(
+        f"a batch cannot be sent to the main process ({type(error).__name__}: {error}); {remedy}"
+    )
+
+
+class _Large:
+    """Stands for large bytes, or a list of them, while a value is pickled."""
+
+    __slots__ = ("pieces", "value")
+
+    def __init__(self, value: bytes | list[bytes]) -> None:
+        self.value = value
+        self.pieces = value if isinstance(value, list) else [value]
+
+
+def _marked(value: Any) -> Any:
+    """Return a value whose large bytes stand out: a pickler asks nobody about bytes, or, if it is told to, about every number."""
+    kind = type(value)
+    if kind is bytes:
+        return _Large(value) if len(value) >= _LEAST_BYTES else value
+    if kind is dict:
+        return {name: _marked(one) for name, one in value.items()}
+    if (kind is list or kind is tuple) and value and type(value[0]) not in _PLAIN:
+        if kind is list and type(value[0]) is bytes and _are_large(value):
+            return _Large(value)
+        return kind(map(_marked, value))
+    return value
+
+
+def _are_large(values: list[Any]) -> bool:
+    return all(type(value) is bytes and len(value) >= _LEAST_BYTES for value in values)
+
+
 class _Packer(reduction.ForkingPickler):
-    """Pickles as torch does between processes, so that file descriptors and the like arrive."""
+    """Pickles as torch does between processes, but sets aside what torch would make shared memory of."""
 
     def __init__(self) -> None:
         self.file = io.BytesIO()
-        super().__init__(self.file, pickle.HIGHEST_PROTOCOL)
+        super().__init__(self.file)
         self.pieces: list[bytes | torch.Tensor] = []
-        self._numbers: dict[int, int] = {}
+        self.rest: list[Any] = []
 
-    def persistent_id(self, value: Any) -> _Id | None:
-        """Set a value aside if it pays."""
-        kind = type(value)
-        if kind is bytes and len(value) >= _LEAST_BYTES:
-            return self._set_aside(value), None
-        if kind is torch.Tensor and _is_plain(value):
-            return self._set_aside(value), Kind(value.dtype, tuple(value.shape))
-        return None
+    def reducer_override(self, value: Any) -> Any:
+        """Set a value aside, or say that it is pickled as it is; asked about all but plain numbers, text and containers."""
+        if type(value) is _Large:
+            return self._take_bytes(value)
+        if type(value) is torch.Tensor and _is_plain(value):
+            return self._take(value)
+        if isinstance(value, _TORCHS):
+            self.rest.append(value)
+            return _rest, (len(self.rest) - 1,)
+        return NotImplemented
 
-    def _set_aside(self, value: Any) -> int:
-        number = self._numbers.setdefault(id(value), len(self.pieces))
-        if number == len(self.pieces):
-            self.pieces.append(value)
-        return number
+    def _take_bytes(self, large: _Large) -> tuple[Any, ...]:
+        first = len(self.pieces)
+        self.pieces += large.pieces
+        numbers = first if large.pieces is not large.value else range(first, len(self.pieces))
+        return _large, (numbers,)
+
+    def _take(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        tensor, order = tensor.resolve_conj().resolve_neg(), None
+        if not tensor.is_contiguous():
+            tensor, order = _as_it_lies(tensor)
+        self.pieces.append(tensor)
+        kind = Kind(tensor.dtype, tuple(tensor.shape), order)
+        return _tensor, (len(self.pieces) - 1, kind)
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, pickled: bytes, load: Callable[[int, Kind | None], Any]) -> None:
+    def __init__(self, pickled: bytes, rest: list[Any], load: Load) -> None:
         super().__init__(io.BytesIO(pickled))
-        self._load_piece = load
-        self._loaded: dict[int, Any] = {}
 
-    def persistent_load(self, pid: _Id) -> Any:
-        number, kind = pid
-        if number not in self._loaded:  # what was one object is one again
-            self._loaded[number] = self._load_piece(number, kind)
-        return self._loaded[number]
+        def large(numbers: int | range) -> bytes | list[bytes]:
+            if isinstance(numbers, int):
+                one: bytes = load(numbers, None)
+                return one
+            return [load(number, None) for number in numbers]
+
+        def tensor(number: int, kind: Kind) -> torch.Tensor:
+            found: torch.Tensor = load(number, kind)
+            return found if kind.order is None else found.permute(kind.order)
+
+        self._found = {"_large": large, "_tensor": tensor, "_rest": rest.__getitem__}
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == __name__ and name in self._found:
+            return self._found[name]
+        return super().find_class(module, name)
+
+
+def _large(numbers: int | range) -> Any:
+    """Stand in a pickle for large bytes, or a list of them, that an unpacker finds."""
+
+
+def _tensor(number: int, kind: Kind) -> Any:
+    """Stand in a pickle for a tensor that an unpacker finds."""
+
+
+def _rest(number: int) -> Any:
+    """Stand in a pickle for what torch has sent."""
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -105,3 +195,15 @@ def _is_plain(tensor: torch.Tensor) -> bool:
         and not (tensor.requires_grad or tensor.is_quantized or tensor.is_nested)
         and tensor.nbytes <= min(MOST_BYTES, tensor.untyped_storage().nbytes())
     )
+
+
+def _as_it_lies(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+    """Return a contiguous tensor, and the order in which its dimensions make up this one, such as that of channels_last.
+
+    A copy, in the usual order, where elements lie apart.
+    """
+    by_stride = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
+    lying = tensor.permute(by_stride)
+    if not lying.is_contiguous():
+        return tensor.contiguous(), None
+    return lying, tuple(map(by_stride.index, range(tensor.ndim)))

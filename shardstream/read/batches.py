@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -15,7 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from shardstream.errors import SkipBudgetError
 from shardstream.memory import settle_worker
 from shardstream.placement import Reader
-from shardstream.read.bundle import Packed, Rounds, bundled, unbundled
+from shardstream.read.bundle import Rounds, bundled, unbundled
 from shardstream.read.dataset import StreamDataset, current_reader
 from shardstream.read.plan import Order
 from shardstream.read.planned import PlannedSource, open_share
@@ -112,11 +113,11 @@ class Batches(IterableDataset[Any]):
         """In the main process: hand out what the workers of now send, each of which is asked for so many messages ahead."""
         rings = self.rings  # another iteration has its own workers, or these
 
-        def unpack(content: Any) -> list[Packet]:
-            packets: list[Packet] = content
-            if type(content) is Parcel:
-                packets = rings[content.worker].unpack(content)
-            return packets
+        def unpack(packed: Any) -> Packet:
+            if type(packed) is Parcel:
+                return Packet(*rings[packed.worker].unpack(packed))
+            packet: Packet = packed
+            return packet
 
         return unbundled(sent, num_workers, self.rounds, unpack, ahead=ahead)
 
@@ -160,16 +161,16 @@ class Batches(IterableDataset[Any]):
         marks = marked(packets, self.begun, reader.worker)
         return bundled(marks, reader.worker, self.rounds, self._pack_in(reader.worker))
 
-    def _pack_in(self, worker: int) -> Callable[[list[Packet]], Packed]:
-        """Return what makes of packets what is sent."""
+    def _pack_in(self, worker: int) -> Callable[[Packet], tuple[Any, float]]:
+        """Return what makes of a packet what is sent, and says how large that is (see `Bundle`)."""
         if not self.rings:
-            return lambda packets: (packets, 0)
+            return lambda packet: (packet, math.inf)
         ring = self.rings[worker]
         ring.forget(give_back=self.planned is not None and not self.planned.catalog.is_local)
 
-        def pack(packets: list[Packet]) -> Packed:
-            sent = ring.pack(packets, worker)
-            return sent, sent.nbytes if type(sent) is Parcel else 0
+        def pack(packet: Packet) -> tuple[Any, float]:
+            parcel = ring.pack(tuple(packet), worker)
+            return parcel, math.inf if parcel.pieces or parcel.rest else parcel.nbytes
 
         return pack
 

@@ -1,8 +1,8 @@
 """Batches on their way from a worker to the main process: through memory that both see, not through a pipe.
 
 A batch of photos as bytes is copied in and copied out; through the pipe it is copied five times, 64 KiB with each system call.
-Of a tensor torch would make a file in /dev/shm, which containers keep small, and send its descriptor: 0.2 ms. What is very large
-or finds no room goes the usual way.
+Of a tensor torch would make a file in /dev/shm, which containers keep small, and send its descriptor: 0.2 ms. So it still does
+of tensors that are very large, and of those that find no room.
 """
 
 from __future__ import annotations
@@ -14,34 +14,38 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import reduction
+from operator import attrgetter
 from typing import Any, NamedTuple
 
-from shardstream.read.apart import Kind, bytes_of, put_together, take_apart, tensor_of
+from shardstream.read.apart import Kind, bytes_of, put_together, take_apart, tensor_of, unsendable
 
 _RING_BYTES = 256 << 20  # of addresses: memory is taken by what is on its way at one time
 # Parcels begin at multiples of that: one that is a little larger than another still fits its place.
-_STEP_BYTES = 1 << 20
+_STEP_BYTES, _SMALL_STEP_BYTES = 1 << 20, 1 << 16
 _HEAD_BYTES = mmap.PAGESIZE  # which begin with how many parcels are unpacked
 _COUNT = struct.Struct("q")
 _ALIGN_BYTES = 64
+_START = attrgetter("start")
 
 
 class Parcel(NamedTuple):
-    """A value that was pickled, all but its tensors and large bytes."""
+    """A value taken apart."""
 
     worker: int
     number: int
-    """Parcels of the ring so far, with this one."""
+    """Parcels of the ring so far, with this one; 0 if it is not in there."""
     start: int
     """Where it begins in the ring."""
     places: list[tuple[int, int]]
     """Where its tensors and large bytes begin and end, from there; at last the pickle."""
-    pieces: tuple[Any, ...] | None
+    pieces: list[Any] | None
     """Those, and the pickle, if they found no room in the ring."""
+    rest: list[Any]
+    """What torch has to send."""
 
     @property
     def nbytes(self) -> int:
-        """How many bytes it has."""
+        """What it takes of the ring."""
         return self.places[-1][1]
 
 
@@ -78,35 +82,35 @@ class Ring:
             with suppress(OSError):  # a sandbox that cannot
                 self._memory.madvise(mmap.MADV_REMOVE, _HEAD_BYTES, _RING_BYTES)
 
-    def pack(self, value: Any, worker: int) -> Any:
-        """In the worker: return what is to be sent for a value: a parcel, or itself, if it cannot be pickled."""
+    def pack(self, value: Any, worker: int) -> Parcel:
+        """In the worker: copy a value; return what is to be sent for it.
+
+        Raises:
+            SampleError: If it cannot be pickled.
+        """
         try:
-            pieces = take_apart(value)
-        except Exception:  # noqa: BLE001  (any object's pickling; torch says it again when it is sent)
-            return value
-        places, end = [], 0
-        for piece in pieces:
-            if isinstance(piece, bytes):
-                start, end = end, end + len(piece)
-            else:
-                start = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
-                end = start + piece.nbytes
-            places.append((start, end))
-        base = self._find_room(end)
-        if base is None:
-            return Parcel(worker, 0, 0, places, pieces)
+            pieces, rest = take_apart(value)
+        except Exception as error:
+            raise unsendable(error) from error
+        places = _laid_out(pieces)
+        base = self._find_room(places[-1][1])
+        if (
+            base is None
+        ):  # torch's queue sends it later: a step may have changed its tensors by then
+            copies = [one if isinstance(one, bytes) else one.clone() for one in pieces]
+            return Parcel(worker, 0, 0, places, copies, rest)
         for (start, end), piece in zip(places, pieces, strict=True):
             data = piece if isinstance(piece, bytes) else bytes_of(piece).data
             self._memory[_HEAD_BYTES + base + start : _HEAD_BYTES + base + end] = data
         self._number += 1
-        parcel = Parcel(worker, self._number, base, places, None)
-        self._on_way.append(parcel)
+        parcel = Parcel(worker, self._number, base, places, None, rest)
+        self._on_way.append(parcel._replace(rest=[]))
         return parcel
 
     def unpack(self, parcel: Parcel) -> Any:
         """In the main process: return the value, and let its room be used again."""
         if (pieces := parcel.pieces) is not None:
-            return put_together(pieces[-1], lambda number, _: pieces[number])
+            return put_together(pieces[-1], parcel.rest, lambda number, _: pieces[number])
         base = _HEAD_BYTES + parcel.start
         view = memoryview(self._memory)
 
@@ -117,7 +121,7 @@ class Ring:
             return tensor_of(kind, view[base + start : base + end])
 
         start, end = parcel.places[-1]
-        value = put_together(self._memory[base + start : base + end], load)
+        value = put_together(self._memory[base + start : base + end], parcel.rest, load)
         _COUNT.pack_into(self._memory, 0, parcel.number)
         return value
 
@@ -126,12 +130,25 @@ class Ring:
         (unpacked,) = _COUNT.unpack_from(self._memory)
         while self._on_way and self._on_way[0].number <= unpacked:
             self._on_way.popleft()
-        place = 0
-        for parcel in sorted(self._on_way, key=lambda one: one.start):
+        place, step = 0, _STEP_BYTES if size > _STEP_BYTES // 2 else _SMALL_STEP_BYTES
+        for parcel in sorted(self._on_way, key=_START):
             if place + size <= parcel.start:
                 return place
-            place = -(-(parcel.start + parcel.nbytes) // _STEP_BYTES) * _STEP_BYTES
+            place = -(-(parcel.start + parcel.nbytes) // step) * step
         return place if place + size <= _RING_BYTES else None
+
+
+def _laid_out(pieces: list[Any]) -> list[tuple[int, int]]:
+    """Return where each piece begins and ends in a parcel."""
+    places, end = [], 0
+    for piece in pieces:
+        if isinstance(piece, bytes):
+            start, end = end, end + len(piece)
+        else:
+            start = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES
+            end = start + piece.nbytes
+        places.append((start, end))
+    return places
 
 
 def open_rings(workers: int) -> list[Ring]:

@@ -21,7 +21,8 @@ import numpy as np
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import signal_handling
 
-from shardstream.errors import SampleError, WorkerError, redact
+from shardstream.errors import WorkerError, redact
+from shardstream.read.apart import unsendable
 from shardstream.read.share import Share
 from shardstream.read.source import own_steps
 from shardstream.storage.joined import AnyCatalog
@@ -208,17 +209,16 @@ def _report_unsendable() -> None:
     queues.Queue._on_queue_feeder_error = _send_instead  # type: ignore[attr-defined]
 
 
+def wrapped(error: Exception, worker: int) -> ExceptionWrapper:
+    """In a worker: return an error as torch sends it, with the worker's traceback in its text."""
+    where = (type(error), error, error.__traceback__)
+    return ExceptionWrapper(where, f"in DataLoader worker process {worker}")  # type: ignore[no-untyped-call]
+
+
 def _send_instead(queue: Any, error: Exception, sent: Any) -> None:
     if not (isinstance(sent, tuple) and len(sent) == 2):
         sys.excepthook(type(error), error, error.__traceback__)
         return
-    remedy = "turn what cannot be pickled to arrays, numbers or text in a map, or pass collate_fn"
-    if isinstance(error, OSError):
-        remedy = (
-            "give TMPDIR a short path, /dev/shm more room, or the process more files (ulimit -n)"
-        )
-    told = SampleError(
-        f"a batch cannot be sent to the main process ({type(error).__name__}: {error}); {remedy}"
-    )
+    told = unsendable(error)
     where = (type(told), told, error.__traceback__)
     queue.put((sent[0], ExceptionWrapper(where, "in a loader worker")))  # type: ignore[no-untyped-call]
