@@ -235,7 +235,7 @@ def _memory(sizes: Sizes) -> Iterator[Setting]:
             figure("growth after epoch 1", "growth", 0.02),
             figure("bytes held by a worker", "held_bytes", _HELD_BYTES),
         ),
-        repetitions=7,  # of which each varies by 2 %
+        repetitions=15,  # of which each varies by 2 %
     )
 
 
