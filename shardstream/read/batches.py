@@ -105,9 +105,15 @@ class Batches(IterableDataset[Any]):
         self._control[0], self._control[1] = position.epoch, position.consumed
         self.begun.zero_()
 
-    def open_ways(self, num_workers: int) -> None:
-        """Make what batches of new workers come by; called before those are started."""
-        self.rings, self.rounds = open_rings(num_workers), Rounds()
+    def open_ways(self, num_workers: int, *, pins: bool) -> None:
+        """Make what batches of new workers come by; called before those are started.
+
+        Args:
+            num_workers: How many; none needs nothing.
+            pins: Whether torch pins their tensors: it finds them in what torch itself has sent, not in rings.
+        """
+        if num_workers:
+            self.rings, self.rounds = [] if pins else open_rings(num_workers), Rounds()
 
     def receive(self, sent: Iterator[Any], num_workers: int, ahead: int) -> Iterator[Packet]:
         """In the main process: hand out what the workers of now send, each of which is asked for so many messages ahead."""

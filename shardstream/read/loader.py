@@ -45,7 +45,7 @@ class ShardLoader(DataLoader[Any]):
         drop_last: Leave out a last batch of less than full size.
         options: As ``DataLoader`` takes them: pin_memory, timeout, prefetch_factor, persistent_workers, … Where cores are
             shared, ``prefetch_factor=4`` instead of 2 lets a worker that is fast now be further ahead of a slow one: a twentieth
-            more photos a second, for two batches a worker more of memory. Of batches made within 2 ms it counts up to 16 as one.
+            more photos a second, for two batches a worker more of memory. Up to 16 batches that are made within 2 ms count as one for it.
 
     Raises:
         OptionError: If an argument makes no sense here.
@@ -170,9 +170,9 @@ class ShardLoader(DataLoader[Any]):
         if self._seeds_workers:
             self.generator.manual_seed(derive_key(seed, begin.epoch) >> 1)
         self._iterator = living(self._iterator)
-        if self._iterator is None:  # workers will be started; torch pins only what torch has sent
-            pins = self.pin_memory and torch.accelerator.is_available()
-            self._batches.open_ways(0 if pins else self.num_workers)
+        if self._iterator is None:  # workers will be started
+            can_pin = getattr(torch, "accelerator", torch.cuda).is_available()  # cuda: torch < 2.6
+            self._batches.open_ways(self.num_workers, pins=self.pin_memory and can_pin)
         keep_freed_memory()
         self._batches.rounds.begin()
         # In this process torch's iterator adds nothing but 11 us a batch.

@@ -94,9 +94,8 @@ class Ring:
             raise unsendable(error) from error
         places = _laid_out(pieces)
         base = self._find_room(places[-1][1])
-        if (
-            base is None
-        ):  # torch's queue sends it later: a step may have changed its tensors by then
+        if base is None:
+            # The queue's thread sends them later: a step may have changed its tensors by then.
             copies = [one if isinstance(one, bytes) else one.clone() for one in pieces]
             return Parcel(worker, 0, 0, places, copies, rest)
         for (start, end), piece in zip(places, pieces, strict=True):

@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstream as ss
+from shardstream.read import batches
 from shardstream.read import bundle as module
 from shardstream.read.bundle import Bundle, Rounds, bundled, unbundled
 from tests.read.sets import FEW_CORES, numbered
@@ -211,6 +212,31 @@ def test_small_batches_are_sent_together(
         assert sizes[0] == 1
         if context == "fork":  # spawned workers have not heard that nothing is late
             assert max(sizes) == 16
+
+
+def test_without_rings_torch_sends_batches_one_at_a_time(
+    many: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tensor has a descriptor then, and of these a process has few."""
+    sizes: list[int] = []
+    really = module._worth
+
+    def worth(bundle: Bundle) -> int:
+        sizes.append(len(bundle.packed))
+        return really(bundle)
+
+    monkeypatch.setattr(module, "_worth", worth)
+    monkeypatch.setattr(batches, "open_rings", lambda _: [])
+    loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=1)
+    assert all(batch["cls"].is_shared() for batch in loader)
+    assert sizes == [1] * 1000
+
+
+def test_what_torch_pins_does_not_go_through_rings(many: str) -> None:
+    loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=2)
+    for pins, num_rings in ((False, 2), (True, 0)):
+        loader._batches.open_ways(2, pins=pins)
+        assert len(loader._batches.rings) == num_rings
 
 
 def test_a_state_is_of_what_was_handed_out_whatever_is_waiting(many: str) -> None:
