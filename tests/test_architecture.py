@@ -25,7 +25,7 @@ LAYERS = (
     {"__init__"},
     {"cli", "__main__"},
 )
-MODULE_LINES = 320
+MODULE_LINES = 600
 FUNCTION_LINES = 60
 HOMES = {
     "fsspec": ("storage/",),
@@ -154,7 +154,7 @@ def test_data_never_runs_as_code(path: Path) -> None:
 @pytest.mark.parametrize("path", [*MODULES, *CLIENTS], ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_modules_and_functions_stay_short(path: Path) -> None:
     num_lines = len(path.read_text(encoding="utf-8").splitlines())
-    assert num_lines <= MODULE_LINES, f"{num_lines} lines: split it by meaning"
+    assert num_lines <= MODULE_LINES, f"{num_lines} lines: two subjects in one file?"
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             count = (node.end_lineno or node.lineno) - node.lineno + 1 - docstring_lines(node)
