@@ -46,7 +46,19 @@ class _BatchedRun(SourceRun):
         items = list(islice(self.source, self._batched.size))
         if not items or (len(items) < self._batched.size and not self._batched.partial):
             raise StopIteration
-        return self._batched.collate(items)
+        return collated(self._batched.collate, items)
+
+
+def collated(collate: Collate, items: list[Any]) -> Any:
+    """Return the batch of some items.
+
+    Raises:
+        RuntimeError: If the function raised StopIteration, which would end the epoch in silence.
+    """
+    try:
+        return collate(items)
+    except StopIteration as error:
+        raise RuntimeError("collate_fn raised StopIteration") from error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +109,7 @@ def split_batch(batch: Any) -> Iterator[Any]:
     [{'a': 1, 'b': 'x'}, {'a': 2, 'b': 'y'}]
 
     Raises:
-        SampleError: If the columns are not equally long.
+        SampleError: If there are no columns, so that nothing says how many items it has, or they are not equally long.
     """
     if isinstance(batch, Mapping):
         for row in _rows(list(batch.values()), [str(name) for name in batch]):
@@ -109,6 +121,10 @@ def split_batch(batch: Any) -> Iterator[Any]:
 
 
 def _rows(columns: Sequence[Any], names: list[str]) -> Iterator[tuple[Any, ...]]:
+    if not columns:
+        raise SampleError(
+            "a batch cannot be taken apart: it has no columns; batch samples that have fields, or use a list"
+        )
     lengths = {name: len(column) for name, column in zip(names, columns, strict=True)}
     if len(set(lengths.values())) > 1:
         raise SampleError(f"a batch cannot be taken apart: its columns differ in length: {lengths}")

@@ -235,7 +235,7 @@ def _latest(folder: str, storage: Storage) -> str:
 def _remove_older(folder: str, storage: Storage, *, step: int, keep: int) -> None:
     """Delete checkpoints of earlier steps, and what killed writers left of them."""
     older = [url for other, url in _steps(folder, storage).items() if other < step]
-    for url in older[: len(older) - (keep - 1)]:
+    for url in older[: max(0, len(older) - (keep - 1))]:
         remove(storage, url)
     for file in storage.list_folder(folder)[0]:
         match = _NAME.match(file.url.rpartition("/")[2])

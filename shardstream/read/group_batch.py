@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from shardstream.errors import OptionError
-from shardstream.read.batch import Collate
+from shardstream.read.batch import Collate, collated
 from shardstream.read.collect import CollectRun
 from shardstream.read.stage import Context, Run
 from shardstream.read.transform import add_place, name_of
@@ -73,4 +73,4 @@ class _GroupBatchedRun(CollectRun):
         return self._stage.leftover == "keep"
 
     def batch(self, items: list[Any]) -> Any:
-        return self._stage.collate(items)
+        return collated(self._stage.collate, items)

@@ -90,8 +90,9 @@ class _ConcatRun(SourceRun):
         used = self._used if self._tokens is None else 0  # a resume goes on inside its sequence
         while True:
             before = self.source.state_dict()
-            item = next(self.source, None)
-            if item is None:
+            try:
+                item = next(self.source)
+            except StopIteration:
                 return False
             try:
                 self._tokens = _tokens(item, self._stage)

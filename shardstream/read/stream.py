@@ -12,8 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from shardstream.errors import StateError
 from shardstream.read.permute import derive_key, permute
 from shardstream.read.stage import Context, Run, SourceRun, State, at_least
+from shardstream.read.transform import name_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,12 +207,25 @@ class _ComposeRun(SourceRun):
 
     def __next__(self) -> Any:
         if self._items is None:
-            self._items = iter(self._function(iter(self.source)))
-            for _ in range(self._taken):
-                next(self._items)
+            self._items = self._start()
         item = next(self._items)
         self._taken += 1
         return item
+
+    def _start(self) -> Iterator[Any]:
+        """Call the function, and pass over what was handed out before a resume."""
+        try:
+            items = iter(self._function(iter(self.source)))
+        except StopIteration as error:  # raised on, it would end the epoch in silence
+            text = f"compose({name_of(self._function)}) raised StopIteration"
+            raise RuntimeError(text) from error
+        passed = sum(1 for _ in islice(items, self._taken))
+        if passed < self._taken:
+            raise StateError(
+                f"compose({name_of(self._function)}) handed out {passed} items, the state says {self._taken}; "
+                "use a function that repeats what it did, or start the epoch again"
+            )
+        return items
 
     @property
     def number(self) -> int:

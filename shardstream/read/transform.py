@@ -125,6 +125,8 @@ class Rename(ItemStage):
         return self._apply
 
     def _apply(self, sample: Sample, number: int) -> Sample:  # noqa: ARG002
+        if not isinstance(sample, dict):
+            raise _no_field("", sample, "rename")
         taken = {new: find_field(old, sample, "rename") for new, old in self.names.items()}
         used = set(taken.values())
         kept = {
@@ -146,6 +148,8 @@ class ToTuple(ItemStage):
         return self._apply
 
     def _apply(self, sample: Sample, number: int) -> tuple[Any, ...]:  # noqa: ARG002
+        if not isinstance(sample, dict):
+            raise _no_field("", sample, "to_tuple")
         return tuple(
             [
                 sample[name] if name in sample else sample[find_field(name, sample, "to_tuple")]
@@ -182,13 +186,13 @@ class _SelectRun(SourceRun):
         raise StopIteration
 
 
-def find_field(names: str, sample: Sample, step: str) -> str:
+def find_field(names: str, sample: Any, step: str) -> str:
     """Return the first of ``"jpg;png"`` that a sample has.
 
     Raises:
         SampleError: If it has none.
     """
-    for name in names.split(";"):
+    for name in names.split(";") if isinstance(sample, dict) else ():
         if name in sample:
             return name
     raise _no_field(names, sample, step)

@@ -38,7 +38,6 @@ def test_items_become_batches(size: int, partial: bool, expected: Any) -> None:
         (([1, 2], [3, 4]), [(1, 3), (2, 4)]),
         ([1, 2, 3], [1, 2, 3]),
         ([], []),
-        ({}, []),
         ({"a": np.arange(2)}, [{"a": 0}, {"a": 1}]),
     ],
 )

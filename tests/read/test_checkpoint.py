@@ -13,6 +13,8 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 import shardstream as ss
@@ -116,6 +118,28 @@ def test_the_latest_step_is_loaded_and_so_many_are_kept(folder: str) -> None:
     assert names(folder) == ["step-00000010.pt", "step-09999999.pt", "step-123456789.pt"]
     assert ss.load_checkpoint(folder) == {"value": 123_456_789, "step": 123_456_789}
     assert ss.load_checkpoint(f"{folder}/step-00000010.pt")["value"] == 10
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    steps=st.lists(st.integers(0, 40), min_size=1, max_size=9, unique=True),
+    keep=st.integers(1, 8),
+    growing=st.booleans(),
+)
+def test_only_checkpoints_before_the_latest_ones_are_deleted(
+    steps: list[int], keep: int, growing: bool
+) -> None:
+    steps, there = sorted(steps) if growing else steps, set[int]()
+    folder, memory = "memory://keep-as-many/run", fsspec.filesystem("memory")
+    if memory.exists(folder):
+        memory.rm(folder, recursive=True)
+    for step in steps:
+        ss.save_checkpoint(folder, step=step, keep=keep, value=step)
+        earlier = sorted(other for other in there if other < step)
+        there = there - set(earlier[::-1][keep - 1 :]) | {step}
+        assert names(folder) == [f"step-{one:08d}.pt" for one in sorted(there)]
+    if growing:
+        assert len(there) == min(keep, len(steps))
 
 
 def test_later_steps_and_other_files_are_never_deleted(folder: str) -> None:

@@ -85,6 +85,18 @@ def test_what_cannot_be_packed_is_named_or_skipped(sample: dict[str, Any], match
     assert skips.counts.total() == 1
 
 
+@pytest.mark.parametrize("packing", ["concat", "first_fit"])
+@pytest.mark.parametrize("item", [None, {}, (), 0], ids=repr)
+def test_an_item_that_is_no_sample_does_not_end_the_epoch(packing: Packing, item: Any) -> None:
+    stage = PackSequences(field="ids", length=4, packing=packing)
+    items = [*sequences([4, 4]), item, *sequences([4, 4, 4])]
+    with pytest.raises(SampleError, match="pack_sequences"):
+        list(stage.open(ListRun(items), Context()))
+    skips = Skips("skip")
+    assert len(list(stage.open(ListRun(items), Context(skips=skips)))) == 5
+    assert skips.counts == {"SampleError": 1}
+
+
 @pytest.mark.parametrize(
     "options", [{"length": 0}, {"length": 5, "packing": "best"}, {"length": 5, "open_rows": 0}]
 )

@@ -14,15 +14,16 @@ import pytest
 
 import shardstream as ss
 from shardstream import read
-from shardstream.errors import StateError
+from shardstream.errors import SampleError, StateError
 from shardstream.read.batch import Batched, Unbatched
 from shardstream.read.decode import BASIC, Decode
 from shardstream.read.group_batch import GroupBatched
 from shardstream.read.pack_sequences import PackSequences
 from shardstream.read.permute import derive_key
 from shardstream.read.skip import SkipBudget, Skips
-from shardstream.read.stage import Context, Run, Stage
+from shardstream.read.stage import Context, Run, Stage, describe
 from shardstream.read.stream import Compose, Repeat, Shuffle, Slice
+from shardstream.read.tensors import collate
 from shardstream.read.transform import Map, MapDict, MapTuple, Rename, Select, ToTuple
 from shardstream.testing import ListRun, assert_resumes_exactly
 from tests.read.sets import FEW_CORES, labels, numbered, take
@@ -183,6 +184,72 @@ def test_chains_resume_exactly_at_every_position(stages: tuple[Stage, ...]) -> N
         )
         return
     assert_resumes_exactly(chained(*stages))
+
+
+NOTHINGS: list[Any] = [None, {}, 0, False, (), "", [], None, None, {}]  # items like any other
+
+
+def always(item: Any) -> bool:
+    return True
+
+
+def echo(items: Iterator[Any]) -> Iterable[Any]:
+    yield from items
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        (Map(function=repr), Map(function=repr, threads=2)),
+        (Select(predicate=always), Slice(start=0, stop=None, step=1), Repeat(times=1)),
+        (Shuffle(window=3), Compose(function=echo)),
+        (Batched(size=3, collate=list), Unbatched()),
+        (GroupBatched(group=repr, size=2, buffer=4, collate=list), Unbatched()),
+    ],
+    ids=lambda stages: "-".join(type(stage).__name__ for stage in stages),
+)
+def test_an_item_that_is_nothing_does_not_end_the_epoch(stages: tuple[Stage, ...]) -> None:
+    run: Run = ListRun(NOTHINGS)
+    for stage in stages:
+        run = stage.open(run, Context())
+    assert len(list(run)) == len(NOTHINGS)
+
+
+def stops(*args: Any) -> Any:
+    raise StopIteration
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        Map(function=stops), Map(function=stops, threads=2), Select(predicate=stops), Compose(function=stops),
+        Batched(size=3, collate=stops), GroupBatched(group=stops, size=2, buffer=4, collate=list),
+        GroupBatched(group=by_remainder, size=2, buffer=4, collate=stops),
+    ],
+    ids=describe,
+)  # fmt: skip
+def test_a_function_that_raises_stop_iteration_is_an_error(stage: Stage) -> None:
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        list(stage.open(ListRun(range(5)), Context()))
+
+
+def test_a_batch_that_does_not_say_how_many_items_it_has_is_an_error() -> None:
+    run = Unbatched().open(
+        Batched(size=2, collate=collate).open(ListRun([{}, {}]), Context()), Context()
+    )
+    with pytest.raises(SampleError, match="it has no columns"):
+        list(run)
+
+
+def test_a_function_that_hands_out_less_than_before_is_an_error() -> None:
+    run = Compose(function=echo).open(ListRun(range(9)), Context())
+    take(run, 5)
+    less = Compose(function=every_other).open(ListRun(range(9)), Context())
+    less.load_state_dict(run.state_dict())
+    with pytest.raises(
+        StateError, match=r"compose\(every_other\) handed out 4 items, the state says 5"
+    ):
+        list(less)
 
 
 def public_stages() -> set[type]:
