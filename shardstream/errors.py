@@ -53,6 +53,16 @@ def shown(text: str) -> str:
     )
 
 
+def plural(count: int, noun: str) -> str:
+    """Give a count with its noun.
+
+    >>> plural(1, "shard"), plural(12345, "sample"), plural(2, "class"), plural(0, "batch")
+    ('1 shard', '12,345 samples', '2 classes', '0 batches')
+    """
+    ending = "" if count == 1 else "es" if noun.endswith(("s", "x", "ch")) else "s"
+    return f"{count:,} {noun}{ending}"
+
+
 class ShardStreamError(Exception):
     """Base of all errors that shardstream raises on purpose.
 

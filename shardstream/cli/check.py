@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from shardstream.cli.options import StorageOption, Threads, Urls, parse_options, progress_bar
-from shardstream.cli.text import human_bytes, plural, printable
+from shardstream.cli.text import human_bytes, printable
+from shardstream.errors import plural
 
 
 def index(

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardstream.cli.options import StorageOption, Urls, parse_options, progress_bar
-from shardstream.cli.text import aligned, human_bytes, plural, printable
-from shardstream.errors import OptionError
+from shardstream.cli.text import aligned, human_bytes, printable
+from shardstream.errors import OptionError, plural
 
 if TYPE_CHECKING:
     from shardstream.write.inspect import Listing

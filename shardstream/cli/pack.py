@@ -8,7 +8,8 @@ import typer
 
 from shardstream.cli.options import StorageOption, parse_options
 from shardstream.cli.pack_progress import farewell, packing_bar
-from shardstream.cli.text import aligned, human_bytes, plural, printable
+from shardstream.cli.text import aligned, human_bytes, printable
+from shardstream.errors import plural
 
 if TYPE_CHECKING:
     from shardstream.write.report import PackReport

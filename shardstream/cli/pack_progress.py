@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from shardstream.cli.text import human_bytes, plural
+from shardstream.cli.text import human_bytes
+from shardstream.errors import plural
 
 if TYPE_CHECKING:
     from shardstream.write.report import Progress

@@ -44,15 +44,6 @@ def human_bytes(count: int) -> str:
     return f"{count} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
-def plural(count: int, noun: str) -> str:
-    """Give a count with its noun.
-
-    >>> plural(1, "shard"), plural(12345, "sample")
-    ('1 shard', '12,345 samples')
-    """
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def aligned(rows: Sequence[tuple[str, ...]], *, right: frozenset[int] = frozenset()) -> list[str]:
     """Lay out rows in columns, two blanks apart.
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.errors import IndexMismatchError
+from shardstream.errors import IndexMismatchError, plural
 from shardstream.format.group import iter_groups
 from shardstream.format.tar import Member, ReadAt, iter_members
 
@@ -79,7 +79,7 @@ def check_extent(offsets: Offsets, *, filesize: int, nsamples: int | None, url: 
     found = len(offsets) - 1
     if nsamples is not None and found != nsamples:
         raise IndexMismatchError(
-            f"the index has {found} samples, the manifest says {nsamples}; run 'shardstream index' again",
+            f"the index has {plural(found, 'sample')}, the manifest says {nsamples}; run 'shardstream index' again",
             shard=url,
         )
     if offsets[-1] > filesize:

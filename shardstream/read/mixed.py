@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from shardstream.errors import OptionError
+from shardstream.errors import OptionError, plural
 from shardstream.placement import Reader
 from shardstream.read.dataset import StreamDataset
 from shardstream.read.mix import MixedSamples, Recipe, Stop, Weights
@@ -59,7 +59,9 @@ def mix(  # noqa: PLR0913  (the public door)
     )
     if weights is not None and not isinstance(weights, Mapping) and not callable(weights):
         if len(weights) != len(named):
-            raise OptionError(f"{len(weights)} weights for {len(named)} datasets")
+            raise OptionError(
+                f"{plural(len(weights), 'weight')} for {plural(len(named), 'dataset')}"
+            )
         weights = dict(zip(named, weights, strict=True))
     parts = {name: dataset.pipeline for name, dataset in named.items()}
     recipe = Recipe(parts=parts, weights=weights, stop=stop, samples=samples)

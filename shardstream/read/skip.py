@@ -12,6 +12,7 @@ from shardstream.errors import (
     OptionError,
     SkipBudgetError,
     StorageError,
+    plural,
     shown,
 )
 from shardstream.read.quarantine import BadSample
@@ -104,6 +105,6 @@ class Skips:
         )
         if self.counts.total() > self.budget.samples:
             raise SkipBudgetError(
-                f"{self.counts.total()} bad samples, {self.budget.samples} are allowed ({dict(self.counts)}); mend the data, "
+                f"{plural(self.counts.total(), 'bad sample')}, {self.budget.samples} are allowed ({dict(self.counts)}); mend the data, "
                 f"or allow more with on_error=ss.SkipBudget(samples=…); the last one: {text}"
             ) from error

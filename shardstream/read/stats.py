@@ -6,6 +6,8 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 
+from shardstream.errors import plural
+
 
 @dataclass(slots=True, kw_only=True)
 class Spent:
@@ -100,9 +102,9 @@ class LoaderStats:
             f"{name} {100 * value / max(busy, 1e-9):.0f} %" for name, value in parts.items()
         )
         lines = [
-            f"epoch {self.epoch}: {self.batches:,} batches, {spent.samples:,} samples in {seconds:.1f} s ({rate})",
+            f"epoch {self.epoch}: {plural(self.batches, 'batch')}, {plural(spent.samples, 'sample')} in {seconds:.1f} s ({rate})",
             f"the loop waited {100 * self.loop_wait_s / seconds:.0f} % of the time for batches",
-            f"{self.workers or 'no'} workers were busy for {busy:.1f} s: {shares}",
+            f"{plural(self.workers, 'worker') if self.workers else 'no workers'} {'was' if self.workers == 1 else 'were'} busy for {busy:.1f} s: {shares}",
         ]
         if spent.requests:
             size = spent.read_bytes / spent.requests / 1e6

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from shardstream.errors import OptionError, SampleError, redact
+from shardstream.errors import OptionError, SampleError, plural, redact
 from shardstream.format.group import Sample
 from shardstream.read.permute import derive_key
 from shardstream.read.stage import Context, ItemFunction, ItemStage, Run, SourceRun
@@ -94,7 +94,7 @@ class MapTuple(ItemStage):
     def _apply(self, item: Any, number: int) -> tuple[Any, ...]:  # noqa: ARG002
         if not isinstance(item, tuple) or len(item) < len(self.functions):
             raise OptionError(
-                f"map_tuple with {len(self.functions)} functions got {type(item).__name__}; put to_tuple before it"
+                f"map_tuple with {plural(len(self.functions), 'function')} got {type(item).__name__}; put to_tuple before it"
             )
         changed = list(item)
         for place, function in enumerate(self.functions):

@@ -21,7 +21,7 @@ import numpy as np
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import signal_handling
 
-from shardstream.errors import WorkerError, redact
+from shardstream.errors import WorkerError, plural, redact
 from shardstream.read.apart import unsendable
 from shardstream.read.share import Share
 from shardstream.read.source import own_steps
@@ -140,9 +140,9 @@ class WorkerWatch:
         numbers = self._share.samples(np.array([step], dtype=np.int64))[0]
         catalog = self._catalog
         urls = [redact(catalog.url_of(shard)) for shard in catalog.shards_of(numbers)]
-        more = f" and {len(urls) - 3} more shards" if len(urls) > 3 else ""
+        more = f" and {plural(len(urls) - 3, 'more shard')}" if len(urls) > 3 else ""
         where = f" of {', '.join(urls[:3])}{more}" if urls else ""
-        return f"{doing} batch {step} of the rank: {len(numbers)} samples{where}"
+        return f"{doing} batch {step} of the rank: {plural(len(numbers), 'sample')}{where}"
 
 
 def _signal_name(exitcode: int | None) -> str:

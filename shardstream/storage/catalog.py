@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.errors import IndexMismatchError, OptionError
+from shardstream.errors import IndexMismatchError, OptionError, plural
 from shardstream.format.group import Sample, read_sample
 from shardstream.format.index import INDEX_SUFFIX, Offsets, check_extent, decode_index, scan_shard
 from shardstream.format.manifest import ShardInfo, fingerprint
@@ -97,7 +97,7 @@ class Catalog:
     @property
     def contents(self) -> str:
         """How much it is, for people."""
-        return f"{len(self.shards):,} shards, {len(self):,} samples"
+        return f"{plural(len(self.shards), 'shard')}, {plural(len(self), 'sample')}"
 
     @property
     def is_local(self) -> bool:
@@ -255,7 +255,7 @@ class Catalog:
         nsamples, filesize = len(scan.keys), len(tar)
         if shard.nsamples not in (None, nsamples):
             raise IndexMismatchError(
-                f"{nsamples} samples are in the tar, the manifest says {shard.nsamples}; run 'shardstream index' again",
+                f"the tar holds {plural(nsamples, 'sample')}, the manifest says {shard.nsamples}; run 'shardstream index' again",
                 shard=shard.url,
             )
         self._scanned[number] = scan.offsets

@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from shardstream.errors import plural
 from shardstream.format.index import Offsets
 from shardstream.format.tar import Buffer
 from shardstream.storage.catalog import Catalog, Extents, Numbers
@@ -43,7 +44,7 @@ class JoinedCatalog:
     @property
     def contents(self) -> str:
         """How much it is, for people."""
-        return f"{self.num_shards:,} shards, {len(self):,} samples"
+        return f"{plural(self.num_shards, 'shard')}, {plural(len(self), 'sample')}"
 
     @property
     def is_local(self) -> bool:

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import NamedTuple
 
-from shardstream.errors import MissingError, OptionError, SourceError
+from shardstream.errors import MissingError, OptionError, SourceError, plural
+from shardstream.format.index import INDEX_SUFFIX
+from shardstream.format.manifest import MANIFEST_NAME
 from shardstream.format.names import canonical_field, is_meta_name, split_member_name
 from shardstream.storage.filesystem import FileInfo, Storage, join_url, parent_url
+from shardstream.storage.locate import is_tar
 from shardstream.storage.publish import is_part
 
 _log = logging.getLogger(__name__)
 
 _THREADS = 16
+_RARE, _MANY_RARE_FIELDS = 20, 10  # a field is rare in one of 20 samples or fewer
 _MOST_FOLDERS = 4096  # with more, one listing of everything is fewer requests
 
 
@@ -91,10 +96,13 @@ def sample_members(root: str, files: Sequence[Listed]) -> list[tuple[str, str, L
     """Return key, field and file of what samples are made of, sorted.
 
     Files without an extension, and those in folders named like ``__this__``, are left out, with a warning that counts them.
+    Names with dots that make many rare fields are a warning, too.
 
     Raises:
+        OptionError: If the files are tar shards.
         SourceError: If none is left, or two would be the same field of a sample.
     """
+    _check_loose(root, files)
     named = [(split_member_name(file.path), file) for file in files]
     members = sorted(
         (parts[0], canonical_field(parts[1]), file)
@@ -113,7 +121,54 @@ def sample_members(root: str, files: Sequence[Listed]) -> list[tuple[str, str, L
                 f"{one[2].path} and {other[2].path} would both be the field {one[1]!r} of {one[0]!r}; rename one",
                 shard=root,
             )
+    _warn_of_rare_fields(root, members)
     return members
+
+
+def _check_loose(root: str, files: Sequence[Listed]) -> None:
+    """Refuse packed shards: each tar, index and manifest would become a field of a sample."""
+    tars = {file.path for file in files if is_tar(file.path)}
+    if not tars:
+        return
+    folders = set(map(_folder, tars))
+    beside = [
+        file.path
+        for file in files
+        if (file.path.endswith(INDEX_SUFFIX) and file.path.removesuffix(INDEX_SUFFIX) in tars)
+        or (file.path.rpartition("/")[2] == MANIFEST_NAME and _folder(file.path) in folders)
+    ]
+    if beside or 2 * len(tars) > len(files):
+        raise OptionError(
+            f"these are tar shards, not loose files ({min(tars)}, say); read them with ss.ShardDataset, "
+            "or pack them again as tars, one folder at a time",
+            shard=root,
+        )
+
+
+def _warn_of_rare_fields(root: str, members: Sequence[tuple[str, str, Listed]]) -> None:
+    """Warn where dots in names, not extensions, have made the fields."""
+    fields = Counter(field for _, field, _ in members)
+    samples = 1 + sum(one[0] != other[0] for one, other in pairwise(members))
+    rare = {field for field, count in fields.items() if count * _RARE <= samples}
+    if len(rare) >= _MANY_RARE_FIELDS:
+        key, field, file = next(member for member in members if member[1] in rare)
+        _log.warning(
+            "%s: %s make %s with %s, and %s of the fields are in less than %d %% of the samples. A key ends at the first dot of a "
+            "name: %s is the field %r of the sample %r. Rename such files if that is not meant",
+            root,
+            plural(len(members), "file"),
+            plural(samples, "sample"),
+            plural(len(fields), "field"),
+            f"{len(rare):,}",
+            100 // _RARE,
+            file.path,
+            field,
+            key,
+        )
+
+
+def _folder(path: str) -> str:
+    return path.rpartition("/")[0]
 
 
 def _list_one(url: str, storage: Storage) -> tuple[str, list[Listed]]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.errors import ChangedError, OptionError
+from shardstream.errors import ChangedError, OptionError, plural
 from shardstream.format.index import Offsets
 from shardstream.format.names import canonical_field, split_member_name
 from shardstream.format.tar import Buffer
@@ -58,8 +58,6 @@ class ObjectCatalog:
         if any(file.url != self._root + file.path for file in files):
             raise OptionError("the files of this folder have no URLs of their own", shard=root)
         members = sample_members(root, files)
-        if all(field.startswith(("tar", "tgz")) for _, field, _ in members):
-            raise OptionError("these are tar shards; read them with ss.ShardDataset", shard=root)
         names = [file.path.encode("utf-8", "surrogateescape") for _, _, file in members]
         self._names = b"".join(names)
         self._name_ends = _compact([0, *np.cumsum([len(name) for name in names]).tolist()])
@@ -82,7 +80,7 @@ class ObjectCatalog:
     @property
     def contents(self) -> str:
         """How much it is, for people."""
-        return f"{len(self._sizes):,} files, {len(self):,} samples"
+        return f"{plural(len(self._sizes), 'file')}, {plural(len(self), 'sample')}"
 
     @property
     def total_bytes(self) -> int:

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.errors import ShardStreamError
+from shardstream.errors import ShardStreamError, plural
 from shardstream.format.index import Offsets
 from shardstream.format.manifest import ShardInfo
 
@@ -91,7 +91,7 @@ def check_index(index: Offsets, scanned: Offsets, *, url: str) -> Problem | None
     common = min(len(index), len(scanned))
     differing = np.flatnonzero(index[:common] != scanned[:common])
     number = int(differing[0]) if differing.size else common - 1
-    says = f"byte {index[number]}" if differing.size else f"{len(index) - 1} samples"
+    says = f"byte {index[number]}" if differing.size else plural(len(index) - 1, "sample")
     is_ = f"byte {scanned[number]}" if differing.size else f"{len(scanned) - 1}"
     return Problem(
         shard=url,
@@ -140,7 +140,7 @@ def repeated_keys(
     if len(again) > _LISTED_KEYS:
         yield Problem(
             shard=place(int(order[again[_LISTED_KEYS] + 1]))[0],
-            what=f"{len(again) - _LISTED_KEYS} more keys are in two shards",
+            what=f"{plural(len(again) - _LISTED_KEYS, 'more key')} in two shards",
             remedy="was a shard copied under another name?",
         )
 

@@ -33,6 +33,9 @@ IMAGE_FORMATS = {
 }
 """Last part of a field -> the name that Pillow has for the format."""
 
+REENCODED = ("jpg", "png", "webp")
+"""Formats that images are turned into."""
+
 DEFAULT_QUALITY = 90
 _LOSSY = ("JPEG", "WEBP")
 _ORIENTATION = 0x0112  # the EXIF tag: 1 is upright
@@ -49,7 +52,7 @@ class ImageOptions:
     Args:
         max_side: Longest side in pixels; larger images are made smaller, keeping their aspect. None: any size.
         quality: 1 to 100, of JPEG and WebP that are written anew.
-        format: Field that all images become: "jpg", "png", "webp", … None: each stays what it is.
+        format: Field that all images become: "jpg", "png" or "webp". None: each stays what it is.
 
     Raises:
         OptionError: If one makes no sense.
@@ -64,9 +67,9 @@ class ImageOptions:
             raise OptionError(f"max_side must be 1 pixel or more, not {self.max_side}")
         if not 1 <= self.quality <= 100:
             raise OptionError(f"quality goes from 1 to 100, not {self.quality}")
-        if self.format is not None and self.format not in IMAGE_FORMATS:
+        if self.format is not None and self.format not in REENCODED:
             raise OptionError(
-                f"image format {self.format!r} is unknown; take one of {', '.join(IMAGE_FORMATS)}"
+                f"images are turned into {', '.join(REENCODED)}, not into {self.format!r}"
             )
 
     @property

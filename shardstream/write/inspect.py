@@ -8,7 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from shardstream.errors import OptionError, ShardStreamError
+from shardstream.errors import OptionError, ShardStreamError, plural
 from shardstream.format.group import Group, Sample, iter_groups, iter_samples, read_sample
 from shardstream.format.manifest import ShardInfo
 from shardstream.format.stream import StreamReader, decompressed
@@ -150,7 +150,7 @@ def _search(
             return found
         meter.add(shard.filesize or 0)
     raise OptionError(
-        f"no sample has the key {key!r} in {len(located.shards)} shards; "
+        f"no sample has the key {key!r} in {plural(len(located.shards), 'shard')}; "
         "a key is a member's name up to the first dot after its last slash"
     )
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shardstream.errors import OptionError, SampleError, SourceError
+from shardstream.errors import OptionError, SampleError, SourceError, plural
 from shardstream.storage.filesystem import Storage, join_url
 from shardstream.storage.publish import publish_bytes
 from shardstream.storage.sizes import parse_bytes
@@ -76,7 +76,7 @@ def pack(  # noqa: PLR0913  (public door)
         root: Of a table: the folder that its paths are relative to; by default its own.
         max_side: Make larger images smaller: the longest side in pixels.
         quality: Of JPEG and WebP that are written anew, 1 to 100.
-        image_format: Turn all images into "jpg", "png", "webp", …
+        image_format: Turn all images into "jpg", "png" or "webp".
         processes: That read and encode, where there is something to encode or files are far away; local files that are packed as
             they are do not gain by them.
         overwrite: Replace a dataset that is there, or what another job has left unfinished.
@@ -210,11 +210,15 @@ class _Job:
         """Take over what an earlier run has done."""
         for writer in writers:
             if writer.kept:
-                _log.info("%s: going on behind %d finished shards", writer.folder, len(writer.kept))
+                _log.info(
+                    "%s: going on after %s",
+                    writer.folder,
+                    plural(len(writer.kept), "finished shard"),
+                )
             self.skipped += [skip for shard in writer.kept for skip in shard.skipped]
         if self.skipped and not self.skips:
             raise OptionError(
-                f"the run that was stopped had left out {len(self.skipped)} records, the first: {self.skipped[0].reason}; "
+                f"the run that was stopped had left out {plural(len(self.skipped), 'record')}, the first: {self.skipped[0].reason}; "
                 "go on with on_error='skip' (--skip-errors), or start anew with overwrite=True (--overwrite)",
                 shard=writers[0].folder,
             )

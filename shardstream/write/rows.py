@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
-from shardstream.errors import OptionError, SourceError
+from shardstream.errors import OptionError, SourceError, plural
 from shardstream.storage.filesystem import Storage
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
@@ -114,7 +114,7 @@ def _iter_separated(text: io.TextIOWrapper, url: str, delimiter: str) -> Iterato
             number += 1
             if len(cells) != len(header):
                 raise SourceError(
-                    f"the row has {len(cells)} cells, the header {len(header)} (line {reader.line_num}); "
+                    f"the row has {plural(len(cells), 'cell')}, the header {len(header)} (line {reader.line_num}); "
                     "quote cells that hold the separator",
                     shard=f"{url}, row {number}",
                 )

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
-from shardstream.errors import OptionError, SourceError
+from shardstream.errors import OptionError, SourceError, plural
 from shardstream.format.names import canonical_field, split_member_name
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.listing import Listed, list_files, sample_members
@@ -53,7 +53,7 @@ class ClassFolderSource:
             )
         if not self._images:
             raise SourceError(
-                f"no images in folders of classes (CLASS/image.jpg) among {len(files)} files",
+                f"no images in folders of classes (CLASS/image.jpg) among {plural(len(files), 'file')}",
                 shard=root,
             )
         if len(files) > len(self._images):
@@ -75,7 +75,7 @@ class ClassFolderSource:
     @property
     def name(self) -> str:
         """What it is and where."""
-        return f"images of {len(self.classes)} classes in {self._root}"
+        return f"images of {plural(len(self.classes), 'class')} in {self._root}"
 
     @property
     def length(self) -> int:

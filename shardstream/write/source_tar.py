@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, cast
 
-from shardstream.errors import IndexMismatchError
+from shardstream.errors import IndexMismatchError, plural
 from shardstream.format.group import Sample, iter_samples
 from shardstream.format.manifest import ShardInfo
 from shardstream.format.stream import StreamReader, decompressed
@@ -46,7 +46,7 @@ class TarSource:
     @property
     def name(self) -> str:
         """What it is and where."""
-        return f"{len(self._shards)} tars of {self._urls}"
+        return f"{plural(len(self._shards), 'tar')} of {self._urls}"
 
     @property
     def length(self) -> int | None:
@@ -106,7 +106,7 @@ class TarSource:
                 index += 1
             if shard.nsamples not in (None, index - begin):
                 raise IndexMismatchError(
-                    f"{index - begin} samples are in the tar, its index or manifest says {shard.nsamples}; "
+                    f"the tar holds {plural(index - begin, 'sample')}, its index or manifest says {shard.nsamples}; "
                     "fetch or write the shard again, or run 'shardstream index'",
                     shard=shard.url,
                 )

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.errors import OptionError
+from shardstream.errors import OptionError, plural
 
 Numbers = npt.NDArray[np.int64]
 
@@ -51,7 +51,9 @@ def split_counts(count: int, fractions: Mapping[str, float]) -> dict[str, int]:
         counts[name] += 1
     empty = next((name for name, size in counts.items() if not size), None)
     if empty is not None:
-        raise OptionError(f"split {empty!r} would be empty: there are {count} samples")
+        raise OptionError(
+            f"split {empty!r} would be empty: the source has {plural(count, 'sample')}"
+        )
     return counts
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
-from shardstream.errors import ShardStreamError, StorageError
+from shardstream.errors import ShardStreamError, StorageError, plural
 from shardstream.format.index import INDEX_SUFFIX, Offsets, ShardScan, decode_index
 from shardstream.format.manifest import MANIFEST_NAME, ShardInfo
 from shardstream.format.names import split_member_name
@@ -158,7 +158,7 @@ def _check_count(
     if info.nsamples not in (None, found):
         yield Problem(
             shard=info.url,
-            what=f"{found} samples, the manifest or the index says {info.nsamples}",
+            what=f"{plural(found, 'sample')}, the manifest or the index says {info.nsamples}",
             remedy="fetch it again, or run 'shardstream index' again if it was changed on purpose",
         )
 

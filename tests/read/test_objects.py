@@ -354,3 +354,33 @@ def test_a_folder_that_is_not_there_is_missing(urls: str, tmp_path: Path) -> Non
         ss.ObjectDataset(f"{tmp_path}/{urls}")
     with pytest.raises(ss.OptionError, match="no folder and no file"):
         ss.ObjectDataset([])
+
+
+@pytest.mark.parametrize("folder", ["", "train/"], ids=["the folder itself", "a folder of splits"])
+def test_a_packed_folder_is_refused(folder: str, tmp_path: Path) -> None:
+    with ss.ShardWriter(str(tmp_path / folder)) as writer:
+        writer.write({"cls": 1})
+    (tmp_path / folder / "README.md").write_text("with notes beside")
+    (tmp_path / folder / "more.txt").write_text("")
+    with pytest.raises(ss.OptionError, match=r"tar shards.*000000\.tar.*ss\.ShardDataset"):
+        ss.ObjectDataset(str(tmp_path))
+    with pytest.raises(ss.OptionError, match="tar shards"):
+        ss.ObjectMapDataset.from_prefix(f"{tmp_path}/")
+    with pytest.raises(ss.OptionError, match="pack them again as tars"):
+        ss.pack(tmp_path, tmp_path / "again", kind="files")
+    assert len(ss.ObjectDataset(str(tmp_path), suffixes=(".md", ".txt"))) == 2
+
+
+def test_dots_in_names_that_make_many_rare_fields_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(300):
+        (tmp_path / f"doc{number}.txt").write_text("x")
+    for number in range(9):
+        (tmp_path / f"report.v{number}.txt").write_text("x")
+    assert len(ss.ObjectDataset(str(tmp_path))) == 301
+    assert not caplog.messages
+    (tmp_path / "report.v9.txt").write_text("x")
+    assert len(ss.ObjectDataset(str(tmp_path))) == 301
+    assert "310 files make 301 samples with 11 fields, and 10 of the fields" in caplog.text
+    assert "report.v0.txt is the field 'v0.txt' of the sample 'report'" in caplog.text

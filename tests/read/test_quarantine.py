@@ -81,7 +81,7 @@ def test_the_list_grows_with_the_batches_handed_out(folder: str) -> None:
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_a_spent_budget_leaves_the_list_behind(num_workers: int, folder: str) -> None:
     one = loader(folder, ss.SkipBudget(samples=0), num_workers=num_workers)
-    with pytest.raises(SkipBudgetError, match=r"1 bad samples, 0 are allowed.*k03"):
+    with pytest.raises(SkipBudgetError, match=r"1 bad sample, 0 are allowed.*k03"):
         list(one)
     assert [bad.key for bad in one.quarantine] == ["k03"]
     assert one.state_dict()["consumed"] == 0

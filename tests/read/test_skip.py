@@ -33,7 +33,9 @@ def test_a_budget_allows_so_many_and_not_one_more(on_error: Any, allowed: int) -
     assert skips.counts.total() == allowed
     error = ValueError("x")
     error.add_note("n")
-    with pytest.raises(SkipBudgetError, match=f"{allowed + 1} bad samples, {allowed} are allowed"):
+    with pytest.raises(
+        SkipBudgetError, match=rf"{allowed + 1} bad samples?, {allowed} are allowed"
+    ):
         skips.take(ValueError("the last"))
 
 
@@ -41,7 +43,7 @@ def test_a_budget_of_none_counts_the_first() -> None:
     error = ValueError("x")
     error.add_note("n")
     with pytest.raises(
-        SkipBudgetError, match=r"1 bad samples, 0 .*the last one: ValueError: x \(n\)"
+        SkipBudgetError, match=r"1 bad sample, 0 .*the last one: ValueError: x \(n\)"
     ):
         Skips(SkipBudget(samples=0)).take(error)
 

@@ -125,7 +125,7 @@ def test_a_scan_that_does_not_fit_the_manifest_is_refused(tmp_path: Path) -> Non
     (tmp_path / "a.tar").write_bytes(make_shard(3))
     manifest = Manifest(shards=(ShardInfo(url="a.tar", nsamples=4),))
     (tmp_path / "index.json").write_bytes(encode_manifest(manifest))
-    with pytest.raises(IndexMismatchError, match=r"3 samples are in the tar, the manifest says 4"):
+    with pytest.raises(IndexMismatchError, match=r"the tar holds 3 samples, the manifest says 4"):
         open_catalog(str(tmp_path))
 
 

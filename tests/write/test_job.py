@@ -150,7 +150,7 @@ def test_every_record_goes_to_one_split(count: int, parts: list[int], seed: int)
         ({"train": 0.9, "val": 0.2}, r"add up to 1\.1, not 1"),
         ({"train": 1.0, "val": 0.0}, "lies between 0 and 1"),
         ({"../train": 0.5, "val": 0.5}, "letters and digits"),
-        ({"train": 0.999, "val": 0.001}, "'val' would be empty: there are 90 samples"),
+        ({"train": 0.999, "val": 0.001}, "'val' would be empty: the source has 90 samples"),
     ],
 )
 def test_splits_that_make_no_sense(

@@ -320,7 +320,7 @@ def test_a_row_that_cannot_be_packed_is_a_record_with_an_error(
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("t.csv", b"a,b\n1\n", r"the row has 1 cells, the header 2 \(line 2\).*row 1"),
+        ("t.csv", b"a,b\n1\n", r"the row has 1 cell, the header 2 \(line 2\).*row 1"),
         ("t.csv", b"a,a\n1,2\n", "two columns are named 'a'"),
         ("t.csv", b"", "the table is empty"),
         ("t.csv", b'a\n"x\n', "line 2"),
@@ -403,7 +403,7 @@ def test_a_damaged_or_cut_tar_is_an_error(tmp_path: Path) -> None:
         list(opened(folder))
     tar.write_bytes(whole[:2048] + bytes(len(whole) - 2048))  # sound, but samples are missing
     with pytest.raises(
-        IndexMismatchError, match="1 samples are in the tar, its index or manifest says 3"
+        IndexMismatchError, match="the tar holds 1 sample, its index or manifest says 3"
     ):
         list(opened(folder))
 

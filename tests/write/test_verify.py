@@ -118,7 +118,7 @@ def test_a_shard_copied_under_another_name_is_not_listed_key_by_key(tmp_path: Pa
     index(str(tmp_path))
     report = verify(str(tmp_path))
     assert len(report.problems) == 21
-    assert report.problems[-1].what == "30 more keys are in two shards"
+    assert report.problems[-1].what == "30 more keys in two shards"
 
 
 def test_equal_hashes_of_different_keys_are_no_problem() -> None:
