@@ -1,14 +1,18 @@
-"""What a manifest may name: a list from afar shall not make this machine open its own files, or ask other servers."""
+"""Check that a remote manifest names shards of its own store only: no local files and no other servers."""
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Iterable
+from urllib.parse import unquote, urlsplit
 
 from shardstream.errors import ManifestError
 
 _BUCKETS = frozenset({"s3", "gs", "abfs", "az", "adl", "oss", "hf", "memory"})
 _SAME = {"s3a": "s3", "gcs": "gs"}
+# Clients disagree on where the server's name ends in an authority with one of these.
+_AMBIGUOUS = re.compile(r"[?#@\\\s\x00-\x20\x7f-\x9f]")
 
 
 def check_names(manifest_url: str, names: Iterable[str]) -> None:
@@ -24,12 +28,11 @@ def check_names(manifest_url: str, names: Iterable[str]) -> None:
         ManifestError: At the first other name.
     """
     place = manifest_url.rsplit("::", 1)[-1]
-    store = _store(place)
-    if store is None:
+    protocol, authority = _split(place)
+    if protocol in ("", "file", "local"):
         return
     for name in names:
-        leads_out = "::" in name or name.startswith("/") or ".." in name.split("/")
-        if leads_out or ("://" in name and _store(name) != store):
+        if not (_is_in_store(name, protocol, authority) if "://" in name else _is_below(name)):
             raise ManifestError(
                 f"it names {reprlib.repr(name)}, which is not in its own store; if you trust it, "
                 "copy it to this machine and name the copy, or list the shards' URLs yourself",
@@ -37,11 +40,31 @@ def check_names(manifest_url: str, names: Iterable[str]) -> None:
             )
 
 
-def _store(url: str) -> tuple[str, str] | None:
-    """Return protocol and server; None on this machine."""
+def _is_below(name: str) -> bool:
+    """Tell whether a relative name stays in its folder, also where a client decodes "%2e%2e"."""
+    decoded = unquote(name).replace("\\", "/")
+    return not ("::" in name or decoded.startswith("/") or ".." in decoded.split("/"))
+
+
+def _is_in_store(url: str, protocol: str, authority: str) -> bool:
+    """Tell whether all clients take a URL for one of this store."""
+    its_protocol, its_authority = _split(url)
+    if its_protocol != protocol or not _is_below(url.partition("://")[2]):
+        return False
+    if its_authority == authority:  # the user has named it
+        return True
+    try:  # what urllib makes of it must be the same
+        if _AMBIGUOUS.search(its_authority) or urlsplit(url).netloc.lower() != its_authority:
+            return False
+    except ValueError:
+        return False
+    return protocol in _BUCKETS or its_authority == authority.rpartition("@")[2]
+
+
+def _split(url: str) -> tuple[str, str]:
+    """Return protocol and authority; the protocol of a path is empty."""
     protocol, separator, rest = url.partition("://")
-    protocol = _SAME.get(protocol.lower(), protocol.lower())
-    if not separator or protocol in ("file", "local"):
-        return None
-    server = rest.partition("/")[0].rpartition("@")[2].lower()
-    return protocol, "" if protocol in _BUCKETS else server
+    protocol = protocol.lower()
+    return (
+        (_SAME.get(protocol, protocol), rest.partition("/")[0].lower()) if separator else ("", "")
+    )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import http.server
 import json
+import threading
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +60,13 @@ def test_a_remote_manifest_that_leads_elsewhere_is_refused(name: str) -> None:
     [
         ("s3://b/t/index.json", ["a.tar", "x/y..z/a.tar", "s3://b/a.tar", "s3a://other/a.tar"], ["gs://b/a.tar"]),
         ("http://h:80/t/index.json", ["a.tar", "http://h:80/other/a.tar"], ["http://h/a.tar", "https://h:80/a.tar", "http://h:80@evil/a.tar"]),
-        ("https://u:p@h/index.json", ["https://h/a.tar", "https://v@H/a.tar"], ["https://u:p@i/a.tar"]),
+        ("https://u:p@h/index.json", ["https://h/a.tar", "https://U:p@H/a.tar"], ["https://u:p@i/a.tar", "https://v@h/a.tar"]),
+        ("http://h/t/index.json", ["http://h/a@b?c#d\\e.tar", "a@b?c#d.tar"], ["http://i?@h/a.tar", "http://i#@h/a.tar", "http://i\\@h/a.tar"]),
+        ("http://h/t/index.json", [], ["http://i\t@h/a.tar", "http://h\n/a.tar", "http://\x00h/a.tar", "http://h\u2028/a.tar", "http://h?/a.tar"]),
+        ("http://h/t/index.json", ["%41.tar"], ["%2e%2e/a.tar", "http://h/%2E./a.tar", "..\\a.tar", "http:///a.tar", "http://[h/a.tar"]),
+        ("sftp://u@h/index.json", ["sftp://u@h/a.tar", "sftp://h/a.tar"], ["sftp://i?@h/a.tar", "sftp://v@h/a.tar"]),
+        ("s3://b/t/index.json", [], ["s3://i?@b/a.tar", "s3://b\\c/a.tar", "s3://key:secret@b/a.tar"]),
+        ("abfs://c@mine/index.json", ["abfs://c@mine/a.tar", "abfs://d/a.tar"], ["abfs://c@other/a.tar"]),
         ("simplecache::s3://b/index.json", ["s3://b/a.tar"], ["file:///a.tar", "simplecache::s3://b/a.tar"]),
         ("sftp://h/t/index.json", ["sftp://h/a.tar"], ["sftp://i/a.tar", "sftp://h/../a.tar"]),
         ("data/index.json", ["s3://b/a.tar", "/data/a.tar", "../a.tar", "http://h/a.tar"], []),
@@ -158,3 +167,100 @@ def test_no_url_starts_a_command(url: str, tmp_path: Path, monkeypatch: pytest.M
         with pytest.raises((ShardStreamError, OSError)):
             write(url, storage_options=options)
     assert not mark.exists()
+
+
+class Site(http.server.ThreadingHTTPServer):
+    """A web server on loopback; what is not among its files goes to ``elsewhere``, and it remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.elsewhere = ""
+        self.asked: list[str] = []
+        super().__init__(("127.0.0.1", 0), Answer)
+
+    @property
+    def place(self) -> str:
+        """Host and port."""
+        return f"127.0.0.1:{self.server_port}"
+
+
+class Answer(http.server.BaseHTTPRequestHandler):
+    server: Site
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)
+        body = self.server.files.get(self.path)
+        if body is None and self.server.elsewhere:
+            self.send_response(302)
+            self.send_header("Location", self.server.elsewhere)
+        else:
+            self.send_response(404 if body is None else 200)
+        self.send_header("Content-Length", str(len(body or b"")))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body or b"")
+
+    do_HEAD = do_GET  # noqa: N815  (as http.server looks it up)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def sites() -> Iterator[tuple[Site, Site]]:
+    """A public and an internal web server."""
+    with Site() as public, Site() as internal:
+        threads = [
+            threading.Thread(target=site.serve_forever, args=(0.02,)) for site in (public, internal)
+        ]
+        for thread in threads:
+            thread.start()
+        yield public, internal
+        for site, thread in zip((public, internal), threads, strict=True):
+            site.shutdown()
+            thread.join()
+
+
+def read_all(url: str, **options: Any) -> None:
+    """Read a dataset that cannot be read."""
+    with pytest.raises(ShardStreamError):
+        options |= {"patience_s": 0.2}
+        list(ss.ShardDataset(url, index="ignore", storage_options=options))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "http://{internal}?@{public}/x.tar",
+        "http://{internal}#@{public}/x.tar",
+        "http://{internal}\\@{public}/x.tar",
+        "http://{internal}/x.tar?@{public}/x.tar",
+        "http:\t//{internal}/x.tar",
+        "\thttp://{internal}/x.tar",
+        "//{internal}/x.tar",
+        "%2f%2f{internal}/x.tar",
+        "http://{public}@{internal}/x.tar",
+    ],
+)
+def test_no_spelling_of_a_name_makes_a_reader_ask_another_server(
+    name: str, sites: tuple[Site, Site]
+) -> None:
+    public, internal = sites
+    name = name.format(public=public.place, internal=internal.place)
+    public.files["/d/index.json"] = manifest(name)
+    read_all(f"http://{public.place}/d/index.json")
+    assert "/d/index.json" in public.asked
+    assert internal.asked == []
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_redirects_are_followed_unless_an_option_says_no(
+    sites: tuple[Site, Site], *, follows: bool
+) -> None:
+    public, internal = sites
+    shard = {"url": "x.tar", "nsamples": 1, "filesize": 2048}
+    text = json.dumps({"__kind__": "wids-shard-index-v1", "shardlist": [shard]})
+    public.files["/d/index.json"] = text.encode()
+    public.elsewhere = f"http://{internal.place}/secret"
+    read_all(f"http://{public.place}/d/index.json", allow_redirects=follows)
+    assert any("secret" in path for path in internal.asked) is follows
