@@ -110,13 +110,14 @@ class Cache:
         """Return the ETag that was learnt of a file."""
         return self._known[url].etag if url in self._known else None
 
-    def read(
+    def read(  # noqa: PLR0913  (what may be known of a read)
         self,
         url: str,
         start: int,
         end: int | None,
         *,
         size: int | None = None,
+        most: int | None = None,
         read: ReadRange,
         look_up: Callable[[], object],
     ) -> bytes | memoryview:
@@ -127,6 +128,7 @@ class Cache:
             start: From which byte.
             end: To which byte.
             size: Length of the file, if the caller knows.
+            most: Bytes that are wanted, if it is read to its end.
             read: Reads a range from the source.
             look_up: Makes `learn` be called with this file, for one that no listing named.
         """
@@ -139,7 +141,7 @@ class Cache:
         if size not in (None, known.size):  # another file than the caller means: the source says so
             return read(start, end)
         size, identity = known.size, known.identity
-        end = size if end is None else end
+        end = _end(start, end, size, most)
         if not start < end <= size:  # past the end: the source says what is wrong
             return read(start, end)
         file = _File(self._space, identity, size)
@@ -246,6 +248,13 @@ class _File:
             number.to_bytes(8, "little"), key=self._identity, digest_size=_NAME_BYTES
         ).digest()
         return name, self._space.path_of(name.hex())
+
+
+def _end(start: int, end: int | None, size: int, most: int | None) -> int:
+    """Return where a read of a file ends."""
+    if end is not None:
+        return end
+    return size if most is None else min(size, start + most)
 
 
 def open_cache(

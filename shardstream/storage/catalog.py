@@ -15,9 +15,16 @@ import numpy.typing as npt
 
 from shardstream.errors import IndexMismatchError, OptionError, plural
 from shardstream.format.group import Sample, read_sample
-from shardstream.format.index import INDEX_SUFFIX, Offsets, check_extent, decode_index, scan_shard
+from shardstream.format.index import (
+    INDEX_SUFFIX,
+    OFFSET_BYTES,
+    Offsets,
+    check_extent,
+    decode_index,
+    scan_shard,
+)
 from shardstream.format.manifest import ShardInfo, fingerprint
-from shardstream.format.tar import Buffer
+from shardstream.format.tar import BLOCK_BYTES, Buffer
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.inherited import new_lock
 from shardstream.storage.locate import Located, is_compressed
@@ -238,11 +245,21 @@ class Catalog:
         return self._read_index_once(shard)
 
     def _read_index_once(self, shard: ShardInfo) -> Offsets:
-        return _checked(fetch(self.storage, shard.url + INDEX_SUFFIX), shard)
+        url, nsamples = shard.url + INDEX_SUFFIX, shard.nsamples or 0
+        most = OFFSET_BYTES * (nsamples + 1)
+        data = fetch(self.storage, url, most=most + 1)
+        if len(data) > most:
+            raise IndexMismatchError(
+                f"the index has more than the {nsamples} samples that the manifest, or its size in a listing, says; "
+                "run 'shardstream index' again",
+                shard=url,
+            )
+        return _checked(data, shard)
 
     def _count(self, number: int, shard: ShardInfo, located: Located) -> ShardInfo:
         """Complete what is known of a shard; scan a local tar that has no index."""
         if shard.url in located.indexed and shard.nsamples is not None:
+            _check_count(shard)
             return shard
         path = None if is_compressed(shard.url) else self.storage.local_path(shard.url)
         if path is None:
@@ -260,6 +277,21 @@ class Catalog:
             )
         self._scanned[number] = scan.offsets
         return ShardInfo(url=shard.url, nsamples=nsamples, filesize=filesize, sha256=shard.sha256)
+
+
+def _check_count(shard: ShardInfo) -> None:
+    """Refuse more samples than a tar has room for, before an index of that size is read.
+
+    Raises:
+        IndexMismatchError: If a sample would have less than the 512 bytes of a header.
+    """
+    nsamples, filesize = shard.nsamples or 0, shard.filesize
+    if filesize is not None and nsamples > filesize // BLOCK_BYTES:
+        raise IndexMismatchError(
+            f"{nsamples} samples, as its index or the manifest says, have no room in a tar of {filesize} bytes; "
+            "run 'shardstream index' again",
+            shard=shard.url,
+        )
 
 
 def _checked(data: bytes, shard: ShardInfo) -> Offsets:

@@ -24,6 +24,7 @@ from shardstream.storage.explain import explained, scrub, tellable
 from shardstream.storage.glance import glance
 from shardstream.storage.piece import Piece, Reader
 from shardstream.storage.read_any import FilesystemReader
+from shardstream.storage.read_http import HttpReader
 from shardstream.storage.s3_settings import S3Settings, for_s3fs, understand
 
 if TYPE_CHECKING:
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 S3 = ("s3", "s3a")
+_HTTP = ("http", "https")
+_HTTP_ANSWER_S = 300.0  # aiohttp's own limit of a whole answer
 _INSTALL = {
     "s3": "pip install 'shardstream[s3]'",
     "s3a": "pip install 'shardstream[s3]'",
@@ -175,30 +178,34 @@ class Clients:
             from shardstream.storage.read_s3fs import S3fsReader  # noqa: PLC0415
 
             return S3fsReader(filesystem, self.limits.stall_s), path
+        if _is_http(filesystem):
+            return HttpReader(filesystem, self.limits.stall_s), path
         return FilesystemReader(filesystem, self.limits.stall_s), path
 
-    def read(self, url: str, start: int, end: int | None, *, piecemeal: bool) -> Piece:
+    def read(
+        self, url: str, start: int, end: int | None, *, piecemeal: bool, most: int | None = None
+    ) -> Piece:
         """Ask once for bytes of a file, and raise what the client raises."""
         reader, path = self.reader(url, whole=(start, end) == (0, None))
         try:
-            piece = reader.read(path, start, end, piecemeal=piecemeal)
+            piece = reader.read(path, start, end, piecemeal=piecemeal, most=most)
         except Exception as error:
             if not self._give_up_obstore(error):
                 raise
             reader, path = self.reader(url, whole=False)
-            piece = reader.read(path, start, end, piecemeal=piecemeal)
+            piece = reader.read(path, start, end, piecemeal=piecemeal, most=most)
         self._read_bytes += len(piece.data)
         return piece
 
-    def glance(self, urls: Sequence[str]) -> list[bytes | None]:
-        """Return small files of one server, if this process has set up no client yet and can do without; None says nothing."""
+    def glance(self, urls: Sequence[str], most: int) -> list[bytes | None]:
+        """Return files of ``most`` bytes of one server, if this process has set up no client yet and can do without; None says nothing."""
         is_first = "s3fs" not in sys.modules and not inherited.has_threads()
         settings = None
         if is_first and self._s3_client is None and all(map(self.is_s3, urls)):
             settings = self._settings()
         if settings is None:
             return [None] * len(urls)
-        return glance(settings, [url.partition("://")[2] for url in urls])
+        return glance(settings, [url.partition("://")[2] for url in urls], most)
 
     def _give_up_obstore(self, error: Exception) -> bool:
         """Go on with s3fs if that can do what obstore cannot: follow a bucket to its region, read answers without a length."""
@@ -266,6 +273,8 @@ class Clients:
                 options = for_s3fs(
                     options, aws_variables(), self.limits.stall_s if reading else None
                 )
+            elif protocol in _HTTP:
+                options = self._for_http()
             with importing():
                 filesystem, path = cast("tuple[Any, str]", url_to_fs(url, **options))
         except ImportError as error:
@@ -282,6 +291,17 @@ class Clients:
             filesystem.retries = 1  # its options make it an instance of its own
         return filesystem, path
 
+    def _for_http(self) -> dict[str, Any]:
+        """Complete the options of an ``HTTPFileSystem``, which waits for five minutes for a server that says nothing."""
+        import aiohttp  # noqa: PLC0415  (fsspec needs it for HTTP alone)
+
+        stall_s = self.limits.stall_s
+        limits = aiohttp.ClientTimeout(
+            total=_HTTP_ANSWER_S, sock_connect=min(10.0, stall_s), sock_read=stall_s
+        )
+        client = {"timeout": limits, **(self._options.get("client_kwargs") or {})}
+        return {**self._options, "client_kwargs": client}
+
     def _open_obstore(self, *, reading: bool) -> Any:
         from shardstream.storage.obstore_filesystem import ObstoreFilesystem  # noqa: PLC0415
         from shardstream.storage.read_obstore import store_arguments  # noqa: PLC0415
@@ -293,6 +313,12 @@ class Clients:
             raise OptionError(f"{_UNKNOWN_OPTION}: pip install s3fs")
         inherited.note_threads_started()
         return ObstoreFilesystem(store_arguments(settings, retries=not reading))
+
+
+def _is_http(filesystem: Any) -> bool:
+    """Tell whether a file system is fsspec's own for HTTP: its module needs aiohttp, and is slow to import."""
+    http = sys.modules.get("fsspec.implementations.http")
+    return http is not None and type(filesystem) is http.HTTPFileSystem
 
 
 def protocol_of(url: str) -> str:

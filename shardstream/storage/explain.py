@@ -61,7 +61,9 @@ class _Sign(NamedTuple):
 
 
 _REFUSED = "access refused; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy"
+_LATE = "the server did not answer in time; check it and the network, or raise stall_s in storage_options"
 _SIGNS = (
+    _Sign(("SocketTimeoutError",), _LATE, again=True),  # of aiohttp, which calls it a ConnectionError, too
     _Sign(("AnswerCutError", "ClientPayloadError", "IncompleteRead", "response body error", "ConnectionReset",
            "ServerDisconnected", "IncompleteMessage"),
           "the connection broke off; check the server and the network", again=True),
@@ -85,14 +87,13 @@ _SIGNS = (
     # fsspec's http makes "not found" of any answer to a look-up
     _Sign(("500, message", "502, message", "504, message"),
           "the server failed; see its log, or try again later", again=True),
+    _Sign(("Timeout", "TimedOut"), _LATE, again=True),
     _Sign(("FileNotFoundError", "NoSuchBucket", "NoSuchKey"),
           "nothing is there; check the URL, and that it was written", MissingError),
     _Sign(("PermanentRedirect", "BareRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint"),
           "the bucket is in another region; set AWS_REGION"),
     _Sign(("No space left", "Disk quota exceeded", "File too large"),
           "the disk is full; free some space, or write elsewhere"),
-    _Sign(("Timeout", "TimedOut"),
-          "the server did not answer in time; check it and the network, or raise stall_s in storage_options", again=True),
 )  # fmt: skip
 _HTTP_REMEDIES = {
     "AWS_ENDPOINT_URL and": "the URL and",
@@ -166,6 +167,16 @@ def tellable(error: BaseException, secrets: tuple[str, ...] = ()) -> BaseExcepti
     """Return an error as the cause of ours, or None if anything in its chain would show a secret."""
     text = _chain_text(error)
     return error if scrub(text, secrets) == text else None
+
+
+def no_ranges(url: str, offset: int) -> StorageError:
+    """Return the error of a server that sends more than the range that it was asked for."""
+    return StorageError(
+        "more bytes came than were asked for: the server does not know ranges; "
+        "serve the files by one that does, such as nginx, Caddy or an S3 server (Python's http.server does not)",
+        shard=url,
+        offset=offset,
+    )
 
 
 @contextmanager

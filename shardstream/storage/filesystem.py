@@ -110,10 +110,16 @@ class Storage:
         return self._clients.filesystem(url, reading=False)
 
     def read_once(
-        self, url: str, start: int = 0, end: int | None = None, *, piecemeal: bool = False
+        self,
+        url: str,
+        start: int = 0,
+        end: int | None = None,
+        *,
+        piecemeal: bool = False,
+        most: int | None = None,
     ) -> Piece:
         """Ask a client once, and raise what it raises: for `retry.fetch`, which has the words and the pauses."""
-        return self._clients.read(url, start, end, piecemeal=piecemeal)
+        return self._clients.read(url, start, end, piecemeal=piecemeal, most=most)
 
     def pin(self, url: str, version: str) -> str:
         """Remember the version of a file that is read by ranges; returns the one that was first seen."""
@@ -183,18 +189,20 @@ class Storage:
         found = self._ask(pattern, "glob", detail=True).values()
         return self._files(pattern, [entry for entry in found if entry["type"] == "file"])
 
-    def read(self, url: str, start: int = 0, end: int | None = None) -> bytes:
-        """Read a whole file, or the bytes ``start`` to ``end`` of it: `retry.fetch`.
+    def read(
+        self, url: str, start: int = 0, end: int | None = None, *, most: int | None = None
+    ) -> bytes:
+        """Read a whole file (``most`` bytes of it, if given), or the bytes ``start`` to ``end``: `retry.fetch`.
 
         Raises:
             StorageError: If it is missing, out of reach, or shorter than asked for.
         """
-        return fetch(self, url, start, end)
+        return fetch(self, url, start, end, most=most)
 
-    def glance(self, urls: Sequence[str]) -> list[bytes | None]:
-        """Return small files that can be had without setting up a client; None says nothing about a file."""
+    def glance(self, urls: Sequence[str], *, most: int) -> list[bytes | None]:
+        """Return files of ``most`` bytes that can be had without setting up a client; None says nothing about a file."""
         # A cache must learn the versions of the files, which a listing tells.
-        return [None] * len(urls) if self.cache is not None else self._clients.glance(urls)
+        return [None] * len(urls) if self.cache is not None else self._clients.glance(urls, most)
 
     def forget(self, url: str, start: int = 0, end: int | None = None) -> None:
         """Take what a cache has of a file, or of these bytes of it, for damaged: it is read from its source again."""

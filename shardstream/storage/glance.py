@@ -10,26 +10,34 @@ from __future__ import annotations
 import hashlib
 import hmac
 import http.client
+import io
+import math
 import re
+import socket
 import ssl
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from datetime import UTC, datetime
 from itertools import takewhile
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies
 
 from shardstream.storage.s3_settings import S3Settings
 
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
 _AT_ONCE = 8
-_MOST_BYTES = 64 << 20
-_TIMEOUT_S = 5.0
+_TIMEOUT_S = 5.0  # without a byte
+_TIMEOUTS = 6  # of these, all answers take: a server may send a byte now and then
 _REGION = re.compile(r"[a-z0-9-]+")  # it becomes a part of a host's name
 _EMPTY_SHA256 = hashlib.sha256().hexdigest()
 
 
-def glance(settings: S3Settings, paths: Sequence[str]) -> list[bytes | None]:
-    """Read files of an S3 server, "bucket/key"; None where that takes more than one plain request, and for all behind such a one.
+def glance(settings: S3Settings, paths: Sequence[str], most: int) -> list[bytes | None]:
+    """Read files of ``most`` bytes of an S3 server, "bucket/key"; None where that takes more than one plain request, and for all behind such a one.
 
     Several are asked for before the first answer is waited for, without threads: each would leave an arena of malloc to the workers
     that are forked later, in which their range reads lie apart (10 MB each).
@@ -51,7 +59,7 @@ def glance(settings: S3Settings, paths: Sequence[str]) -> list[bytes | None]:
     found: list[bytes | None] = []
     try:
         with closing(_Server(endpoint, settings)) as server:
-            found.extend(takewhile(lambda data: data is not None, server.get(paths)))
+            found.extend(takewhile(lambda data: data is not None, server.get(paths, most)))
     except Exception:  # noqa: BLE001, S110  (the real clients will meet it again, and say what it is)
         pass
     return found + [None] * (len(paths) - len(found))
@@ -78,16 +86,18 @@ class _Server:
         if url.scheme == "https":
             trusted = settings.verify if isinstance(settings.verify, str) else None
             self._tls = ssl.create_default_context(cafile=trusted)
+        self._limit_s = min(_TIMEOUT_S, settings.stall_s)
+        self._deadline = time.monotonic() + _TIMEOUTS * self._limit_s
         self._connections: list[http.client.HTTPConnection] = []
 
-    def get(self, paths: Sequence[str]) -> Iterator[bytes | None]:
+    def get(self, paths: Sequence[str], most: int) -> Iterator[bytes | None]:
         """Yield the files, in order; None for what is no plain answer."""
         self._connections = [self._connect() for _ in paths[:_AT_ONCE]]
         for path, connection in zip(paths, self._connections, strict=False):
             self._ask(path, connection)
         for number in range(len(paths)):
             connection = self._connections[number % _AT_ONCE]
-            yield _answer(connection)
+            yield _answer(connection, most)
             if number + _AT_ONCE < len(paths):
                 self._ask(paths[number + _AT_ONCE], connection)
 
@@ -97,10 +107,20 @@ class _Server:
             connection.close()
 
     def _connect(self) -> http.client.HTTPConnection:
-        limit_s = min(_TIMEOUT_S, self._settings.stall_s)
-        if self._tls is None:
-            return http.client.HTTPConnection(self._host, timeout=limit_s)
-        return http.client.HTTPSConnection(self._host, timeout=limit_s, context=self._tls)
+        connection = (
+            http.client.HTTPConnection(self._host, timeout=self._limit_s)
+            if self._tls is None
+            else http.client.HTTPSConnection(self._host, timeout=self._limit_s, context=self._tls)
+        )
+        connection.response_class = self._response  # type: ignore[assignment]  # it is only called
+        return connection
+
+    def _response(self, sock: socket.socket, **options: Any) -> http.client.HTTPResponse:
+        """Return what reads an answer until the deadline, its head included."""
+        answer = http.client.HTTPResponse(sock, **options)
+        answer.fp.close()
+        answer.fp = io.BufferedReader(_Until(sock, self._deadline))
+        return answer
 
     def _ask(self, path: str, connection: http.client.HTTPConnection) -> None:
         settings, target = self._settings, f"{self._folder}/{quote(path, safe='/~')}"
@@ -116,10 +136,34 @@ class _Server:
         connection.request("GET", target, headers=headers)
 
 
-def _answer(connection: http.client.HTTPConnection) -> bytes | None:
+class _Until(io.RawIOBase):
+    """The bytes of a socket that come before a deadline; each read has the socket's own limit, too."""
+
+    def __init__(self, sock: socket.socket, deadline: float) -> None:
+        self._socket, self._deadline, self._limit_s = sock, deadline, sock.gettimeout() or math.inf
+        self._file = sock.makefile(
+            "rb", buffering=0
+        )  # keeps a socket open that is closed meanwhile
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int | None:
+        left_s = self._deadline - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._socket.settimeout(min(left_s, self._limit_s))
+        return self._file.readinto(buffer)
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _answer(connection: http.client.HTTPConnection, most: int) -> bytes | None:
     answer = connection.getresponse()
     size = int(answer.headers["Content-Length"])
-    if answer.status != http.client.OK or not 0 <= size <= _MOST_BYTES:
+    if answer.status != http.client.OK or not 0 <= size <= most:
         return None
     data = answer.read(size)
     return data if len(data) == size else None

@@ -26,7 +26,9 @@ COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
 _HTTP = ("http://", "https://")
 # Of indexes that are read with the manifest, at most; workers read what they need of more, or larger ones.
 _INDEXES, _INDEXES_BYTES = 48, 1 << 20
+_GLANCED_INDEX_BYTES = 1 << 23  # of a million samples
 _MANIFEST_LIMIT_BYTES = 256 << 20  # over a million shards
+_GLANCED_MANIFEST_BYTES = 64 << 20
 _FOLDERS_LIMIT = 10_000  # each is listed once
 _GLOB = re.compile(r"[*?\[]")
 
@@ -126,13 +128,28 @@ def read_manifest(file: FileInfo, storage: Storage) -> Manifest:
     """
     url = file.url
     if (file.told_size or 0) > _MANIFEST_LIMIT_BYTES:  # a web server may not tell
-        raise ManifestError(
-            f"a manifest of {file.size} bytes is over the limit of {_MANIFEST_LIMIT_BYTES}; split the dataset",
-            shard=url,
-        )
-    manifest = decode_manifest(storage.read(url), url=url)
+        raise _too_large(str(file.size), url)
+    data = storage.read(url, most=_MANIFEST_LIMIT_BYTES + 1)
+    if len(data) > _MANIFEST_LIMIT_BYTES:
+        raise _too_large(f"over {_MANIFEST_LIMIT_BYTES}", url)
+    manifest = decode_manifest(data, url=url)
     check_names(url, [shard.url for shard in manifest.shards])
     return manifest
+
+
+def _too_large(size: str, url: str) -> ManifestError:
+    return ManifestError(
+        f"a manifest of {size} bytes is over the limit of {_MANIFEST_LIMIT_BYTES}; split the dataset",
+        shard=url,
+    )
+
+
+def _by_folder(urls: Iterable[str]) -> dict[str, list[str]]:
+    """Group URLs by their folders, in order."""
+    found: dict[str, list[str]] = {}
+    for url in urls:
+        found.setdefault(parent_url(url), []).append(url)
+    return found
 
 
 def _split_join(text: str) -> Iterable[str]:
@@ -181,14 +198,13 @@ def _from_manifest(file: FileInfo, storage: Storage, here: list[FileInfo] | None
         )
     shards = tuple(replace(shard, url=join_url(folder, shard.url)) for shard in manifest.shards)
     indexed: set[str] = set()
-    folders = dict.fromkeys(parent_url(shard.url) for shard in shards)
+    folders = _by_folder(shard.url for shard in shards)
     if len(folders) > _FOLDERS_LIMIT:
         raise ManifestError(
             f"shards in {len(folders)} folders, the limit is {_FOLDERS_LIMIT}; move them together",
             shard=url,
         )
-    for one in folders:
-        mine = [shard.url for shard in shards if parent_url(shard.url) == one]
+    for one, mine in folders.items():
         if one.startswith(_HTTP):  # cannot be listed: one index stands for all
             indexed.update(mine if storage.exists(mine[0] + INDEX_SUFFIX) else ())
             continue
@@ -201,7 +217,7 @@ def _from_manifest(file: FileInfo, storage: Storage, here: list[FileInfo] | None
 def _glanced(folder: str, storage: Storage) -> Located | None:
     """Take the shards of a folder's manifest by few small reads, where that is as good as a listing; else None."""
     url = join_url(folder, MANIFEST_NAME)
-    (data,) = storage.glance([url])
+    (data,) = storage.glance([url], most=_GLANCED_MANIFEST_BYTES)
     if data is None:
         return None
     manifest = decode_manifest(data, url=url)
@@ -214,7 +230,7 @@ def _glanced(folder: str, storage: Storage) -> Located | None:
     size = OFFSET_BYTES * sum(one.nsamples or 0 for one in shards)
     if len(wanted) > _INDEXES or size > _INDEXES_BYTES:
         wanted = wanted[-1:]
-    indexes = storage.glance(wanted)
+    indexes = storage.glance(wanted, most=_GLANCED_INDEX_BYTES)
     if indexes[-1] is None:
         return None
     return Located(
@@ -253,8 +269,8 @@ def _from_tars(urls: list[str], storage: Storage) -> Located:
     """Take named tars with what the manifest in their folder, or their indexes, say of them."""
     found: dict[str, ShardInfo] = {}
     indexed: set[str] = set()
-    for folder in dict.fromkeys(parent_url(url) for url in urls):
-        names = {url.rsplit("/", 1)[-1]: url for url in urls if parent_url(url) == folder}
+    for folder, inside in _by_folder(urls).items():
+        names = {url.rsplit("/", 1)[-1]: url for url in inside}
         by_name = _look_up(names, folder, storage)
         missing = next((name for name in names if name not in by_name), None)
         if missing is not None:

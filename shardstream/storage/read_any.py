@@ -23,12 +23,23 @@ class FilesystemReader:
         self._filesystem = filesystem
         self._stall_s = stall_s
 
-    def read(self, path: str, start: int, end: int | None, *, piecemeal: bool = False) -> Piece:  # noqa: ARG002
+    def read(
+        self,
+        path: str,
+        start: int,
+        end: int | None,
+        *,
+        piecemeal: bool = False,  # noqa: ARG002
+        most: int | None = None,
+    ) -> Piece:
         """Ask once for the bytes ``start`` to ``end``."""
         # start=0, end=None is a plain GET: a range on an empty object would be refused
         asked = {} if (start, end) == (0, None) else {"start": start, "end": end}
         filesystem = self._filesystem
-        if end is not None and getattr(filesystem, "async_impl", False):
+        is_async = getattr(filesystem, "async_impl", False)
+        if most is not None and not is_async:  # which cut a range at the file's end
+            asked = {"start": start, "end": start + most}
+        if end is not None and is_async:
             limit_s = self._stall_s + (end - start) / _SLOWEST_BYTES_PER_S
             data = sync(filesystem.loop, filesystem._cat_file, path, timeout=limit_s, **asked)
         else:

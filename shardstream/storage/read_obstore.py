@@ -11,7 +11,7 @@ import obstore
 from obstore.store import S3Store
 
 from shardstream.storage import inherited
-from shardstream.storage.piece import Piece
+from shardstream.storage.piece import Piece, most_bytes
 from shardstream.storage.s3_settings import S3Settings
 
 _AT_ONCE_BYTES = 8 << 20
@@ -30,7 +30,15 @@ class ObstoreReader:
         self._stores: dict[str, S3Store] = {}
         self._lock = threading.Lock()
 
-    def read(self, path: str, start: int, end: int | None, *, piecemeal: bool = False) -> Piece:
+    def read(
+        self,
+        path: str,
+        start: int,
+        end: int | None,
+        *,
+        piecemeal: bool = False,
+        most: int | None = None,
+    ) -> Piece:
         """Ask once for the bytes ``start`` to ``end``."""
         bucket, _, key = path.partition("/")
         options: Any = {}
@@ -48,7 +56,12 @@ class ObstoreReader:
             if last - first <= _AT_ONCE_BYTES and not piecemeal:
                 parts.append(answer.bytes())
             else:
-                parts.extend(answer.stream(_CHUNK_BYTES))
+                left = most_bytes(start, end, most)
+                for part in answer.stream(_CHUNK_BYTES):
+                    parts.append(part)
+                    left -= len(part)
+                    if left < 0:
+                        break
         except Exception as broken:  # noqa: BLE001  (the caller judges it, and keeps what came)
             error = broken
         data = memoryview(parts[0]) if len(parts) == 1 else b"".join(parts)

@@ -7,9 +7,10 @@ from typing import Any
 
 from fsspec.asyn import sync
 
-from shardstream.storage.piece import Piece
+from shardstream.storage.piece import Piece, most_bytes
 
 _CHUNK_BYTES = 1 << 20
+_SLOWEST_BYTES_PER_S = 1000  # a server that sends a byte now and then does not answer
 
 
 class S3fsReader:
@@ -26,12 +27,21 @@ class S3fsReader:
         self._filesystem = filesystem
         self._stall_s = stall_s
 
-    def read(self, path: str, start: int, end: int | None, *, piecemeal: bool = False) -> Piece:  # noqa: ARG002
+    def read(
+        self,
+        path: str,
+        start: int,
+        end: int | None,
+        *,
+        piecemeal: bool = False,  # noqa: ARG002
+        most: int | None = None,
+    ) -> Piece:
         """Ask once for the bytes ``start`` to ``end``."""
-        piece: Piece = sync(self._filesystem.loop, self._read, path, start, end)
+        limit = most_bytes(start, end, most)
+        piece: Piece = sync(self._filesystem.loop, self._read, path, start, end, limit)
         return piece
 
-    async def _read(self, path: str, start: int, end: int | None) -> Piece:
+    async def _read(self, path: str, start: int, end: int | None, most: float) -> Piece:
         bucket, key, version_id = self._filesystem.split_path(path)
         request = {"Bucket": bucket, "Key": key}
         if (start, end) != (0, None):
@@ -46,7 +56,9 @@ class S3fsReader:
         parts: list[bytes] = []
         error: Exception | None = None
         try:
-            await self._collect(answer["Body"], parts)
+            await self._collect(answer["Body"], parts, most)
+        except _TooSlowError:
+            raise
         except Exception as broken:  # noqa: BLE001  (the caller judges it, and keeps what came)
             error = broken
         finally:
@@ -63,9 +75,18 @@ class S3fsReader:
             error=error,
         )
 
-    async def _collect(self, body: Any, parts: list[bytes]) -> None:
+    async def _collect(self, body: Any, parts: list[bytes], most: float) -> None:
         loop = asyncio.get_running_loop()
+        size, begin = 0, loop.time()
         async with asyncio.timeout(self._stall_s) as limit:
-            while chunk := await body.read(_CHUNK_BYTES):
+            while size <= most and (chunk := await body.read(_CHUNK_BYTES)):
                 parts.append(chunk)
+                size += len(chunk)
+                passed_s = loop.time() - begin
+                if passed_s > self._stall_s + size / _SLOWEST_BYTES_PER_S:
+                    raise _TooSlowError(f"{size} bytes came in {passed_s:.0f} s")
                 limit.reschedule(loop.time() + self._stall_s)
+
+
+class _TooSlowError(TimeoutError):
+    """Bytes come so slowly that what came of them is no progress."""

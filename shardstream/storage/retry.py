@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
-from shardstream.errors import ChangedError, StorageError
-from shardstream.storage.explain import Verdict, judge, tellable
+from shardstream.errors import ChangedError
+from shardstream.storage.explain import Verdict, judge, no_ranges, tellable
 
 if TYPE_CHECKING:
     from shardstream.storage.filesystem import Storage
@@ -36,6 +36,7 @@ class Told(TypedDict, total=False):
     """What may be known of a read: see `fetch_view`."""
 
     size: int | None
+    most: int | None
     on_throttle: Callable[[], None] | None
     given_up: threading.Event | None
 
@@ -47,6 +48,7 @@ def fetch_view(  # noqa: PLR0913  (the one way in: what may be known of a read)
     end: int | None = None,
     *,
     size: int | None = None,
+    most: int | None = None,
     on_throttle: Callable[[], None] | None = None,
     given_up: threading.Event | None = None,
 ) -> bytes | memoryview:
@@ -61,6 +63,7 @@ def fetch_view(  # noqa: PLR0913  (the one way in: what may be known of a read)
         start: Offset of the first byte.
         end: Offset behind the last; None is the end of the file.
         size: Length of the file as a manifest says; None is unknown.
+        most: Bytes to return of a file that is read to its end, however long a hostile server says it is.
         on_throttle: Called each time the server asks for fewer requests (503 SlowDown, 429).
         given_up: Once set, nobody waits for the bytes any more: a pause is cut short and no more requests are sent.
 
@@ -78,12 +81,14 @@ def fetch_view(  # noqa: PLR0913  (the one way in: what may be known of a read)
         # What the cache keeps under the version of a listing must be of that version.
         if storage.cache is not None and (etag := storage.cache.etag(url)) is not None:
             storage.pin(url, etag)
-        return _read(_Reading(storage, url, start, end, size), on_throttle, given_up)
+        reading = _Reading(storage, url, start, end, size)
+        reading.most = most
+        return _read(reading, on_throttle, given_up)
 
     if storage.cache is None or storage.local_path(url) is not None:
         return read(start, end)
     return storage.cache.read(
-        url, start, end, size=size, read=read, look_up=lambda: storage.info(url)
+        url, start, end, size=size, most=most, read=read, look_up=lambda: storage.info(url)
     )
 
 
@@ -94,7 +99,13 @@ def _read(
     turns = Turns(storage, url, on_throttle, given_up)
     while not reading.is_complete:
         try:
-            piece = storage.read_once(url, reading.position, end, piecemeal=reading.has_broken_off)
+            piece = storage.read_once(
+                url,
+                reading.position,
+                end,
+                piecemeal=reading.has_broken_off,
+                most=reading.bytes_left,
+            )
         except Exception as error:  # noqa: BLE001  (judged: a bug keeps its type)
             turns.wait(error, reading.explain)
             continue
@@ -204,6 +215,7 @@ class _Reading:
     ) -> None:
         self.storage, self.url, self.end = storage, url, end
         self._told_size = size
+        self.most: int | None = None
         self._size: int | None = None  # as the server says
         self._version: str | None = None
         self._pins = (start, end) != (0, None) or size is not None
@@ -214,7 +226,12 @@ class _Reading:
 
     @property
     def data(self) -> bytes | memoryview:
-        return self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
+        return (self._parts[0] if len(self._parts) == 1 else b"".join(self._parts))[: self.most]
+
+    @property
+    def bytes_left(self) -> int | None:
+        """Of ``most``, what has not come."""
+        return None if self.most is None else self._start + self.most - self.position
 
     def add(self, piece: Piece) -> None:
         """Take what a request brought.
@@ -227,12 +244,7 @@ class _Reading:
         limit = self._size if self.end is None else self.end
         if limit is not None and len(piece.data) > limit - self.position:
             # They are from the start of the file: other samples than those that are meant.
-            raise StorageError(
-                f"{len(piece.data)} bytes came where {limit - self.position} were asked for: the server does not know ranges; "
-                "serve the files by one that does, such as nginx, Caddy or an S3 server (Python's http.server does not)",
-                shard=self.url,
-                offset=self.position,
-            )
+            raise no_ranges(self.url, self.position)
         self._parts.append(piece.data)
         self.position += len(piece.data)
         self.has_broken_off |= piece.error is not None
@@ -242,6 +254,8 @@ class _Reading:
             self.is_complete = self.position >= self._size
         else:
             self.is_complete = piece.error is None
+        if self.bytes_left is not None:
+            self.is_complete |= self.bytes_left <= 0
 
     def _check(self, piece: Piece) -> None:
         if piece.size is not None:

@@ -13,7 +13,7 @@ import traceback
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -372,6 +372,37 @@ def test_what_obstore_cannot_read_s3fs_reads(
         caplog.messages
         == ["reading S3 with s3fs, not obstore: Content-Length Header missing"] * often
     )
+
+
+class Drips(http.server.BaseHTTPRequestHandler):
+    """A byte now and then."""
+
+    def do_GET(self) -> None:
+        self.send_response(206)
+        self.send_header("Content-Length", "1000000")
+        self.send_header("Content-Range", "bytes 0-999999/1000000")
+        self.end_headers()
+        with suppress(OSError):
+            while True:
+                self.wfile.write(b"x")
+                time.sleep(0.01)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+def test_a_byte_now_and_then_is_no_answer() -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Drips) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        options = {"endpoint_url": f"http://127.0.0.1:{server.server_port}", "s3_client": "s3fs"}
+        options |= {"key": "some", "secret": "thing"}
+        storage = Storage(options | {"stall_s": 0.2, "patience_s": 0.3})
+        with pytest.raises(StorageError, match="did not answer in time.*bytes came in"):
+            fetch(storage, "s3://b/a", 0, 1_000_000)
+        storage.resolve("s3://b/a")[0].clear_instance_cache()
+        server.shutdown()
+        thread.join()
 
 
 @contextmanager

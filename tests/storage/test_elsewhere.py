@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import threading
 import uuid
 from collections.abc import Iterator
@@ -124,9 +125,42 @@ def test_a_count_that_lies_is_told_in_no_time(count: int) -> None:
     lie = {"url": "0.tar", "nsamples": count, "filesize": len(tar)}
     text = json.dumps({"__kind__": "wids-shard-index-v1", "shardlist": [lie]})
     publish_bytes(Storage(), f"{folder}/index.json", text.encode())
-    dataset = ss.ShardDataset(f"{folder}/index.json", shuffle=True)
-    with pytest.raises(ss.IndexMismatchError, match="the manifest says"):
-        next(iter(ss.ShardLoader(dataset, batch_size=4)))
+    with pytest.raises(ss.IndexMismatchError, match=f"{count} samples, .* no room in a tar of"):
+        ss.ShardDataset(f"{folder}/index.json", shuffle=True)
+
+
+def test_an_index_larger_than_its_tar_allows_is_not_read(tmp_path: Path) -> None:
+    folder = Path(make_shards(tmp_path / "data", samples=4))
+    os.truncate(folder / "000000.tar.idx", 3 << 30)  # sparse
+    (folder / "index.json").unlink()
+    with pytest.raises(ss.IndexMismatchError, match="402653183 samples, .* no room in a tar of"):
+        ss.ShardDataset(folder)
+
+
+def test_an_index_longer_than_its_manifest_says_is_not_read(tmp_path: Path) -> None:
+    folder = Path(make_shards(tmp_path / "data", samples=4))
+    os.truncate(folder / "000000.tar.idx", 3 << 30)
+    dataset = ss.ShardDataset(folder)
+    with pytest.raises(ss.IndexMismatchError, match="the index has more than the 4 samples"):
+        list(dataset)
+
+
+def test_the_folders_of_a_manifest_are_found_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = served(*(f"{number % 50}/{number}.tar" for number in range(500)))
+    folder = url.rpartition("/")[0]
+    for number in range(500):
+        publish_bytes(Storage(), f"{folder}/{number % 50}/{number}.tar", b"")
+    asked: list[str] = []
+
+    def parent_url(url: str) -> str:
+        asked.append(url)
+        return url.rpartition("/")[0]
+
+    monkeypatch.setattr("shardstream.storage.locate.parent_url", parent_url)
+    shards = locate(url, Storage()).shards
+    assert [shard.url for shard in shards][:2] == [f"{folder}/0/0.tar", f"{folder}/1/1.tar"]
+    assert len(locate([shard.url for shard in shards], Storage()).shards) == 500
+    assert len(asked) < 3 * 500
 
 
 COMMANDS = [
@@ -223,8 +257,8 @@ def sites() -> Iterator[tuple[Site, Site]]:
 
 def read_all(url: str, **options: Any) -> None:
     """Read a dataset that cannot be read."""
+    options |= {"patience_s": 0.2}
     with pytest.raises(ShardStreamError):
-        options |= {"patience_s": 0.2}
         list(ss.ShardDataset(url, index="ignore", storage_options=options))
 
 

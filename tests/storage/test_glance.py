@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,12 +24,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstream as ss
-from shardstream.storage import glance as module
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.glance import glance, sign
 from shardstream.storage.publish import publish_bytes, remove
 from shardstream.storage.s3_settings import S3Settings
 from tests.servers import S3Server
+
+MOST = 1 << 20
 
 SAY = """
 import sys
@@ -98,10 +100,10 @@ def test_what_is_not_plain_is_not_looked_at(
 ) -> None:
     path = f"{bucket.removeprefix('s3://')}/file"
     publish_bytes(Storage(), f"{bucket}/file", b"12")
-    assert glance(settings, [path]) == [b"12"]
-    assert glance(settings, [path] * 20) == [b"12"] * 20
+    assert glance(settings, [path], MOST) == [b"12"]
+    assert glance(settings, [path] * 20, MOST) == [b"12"] * 20
     missing = f"{path}-none"
-    assert glance(settings, [path, missing, path]) == [b"12", None, None]
+    assert glance(settings, [path, missing, path], MOST) == [b"12", None, None]
     for change in (
         {"verify": False},
         {"virtual_hosts": True},
@@ -109,14 +111,14 @@ def test_what_is_not_plain_is_not_looked_at(
         {"credentials": None},
         {"anonymous": True},  # the server refuses it
     ):
-        assert glance(replace(settings, **change), [path]) == [None]
+        assert glance(replace(settings, **change), [path], MOST) == [None]
     for odd in (f"{path}/../file", f"{path}//", "./x"):
-        assert glance(settings, [odd]) == [None]
+        assert glance(settings, [odd], MOST) == [None]
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
-    assert glance(settings, [path]) == [None]
+    assert glance(settings, [path], MOST) == [None]
     monkeypatch.delenv("HTTP_PROXY")
-    monkeypatch.setattr(module, "_MOST_BYTES", 1)
-    assert glance(settings, [path]) == [None]
+    assert glance(settings, [path], 2) == [b"12"]
+    assert glance(settings, [path], 1) == [None]
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_no_signature_goes_to_an_odd_place(
 
     monkeypatch.setattr(http.client.HTTPConnection, "connect", connect)
     monkeypatch.setattr(http.client.HTTPSConnection, "connect", connect)
-    assert glance(replace(settings, endpoint=endpoint, region=region), ["b/key"]) == [None]
+    assert glance(replace(settings, endpoint=endpoint, region=region), ["b/key"], MOST) == [None]
     assert asked == []
 
 
@@ -171,7 +173,7 @@ def test_an_answer_of_another_length_is_none(head: bytes, settings: S3Settings) 
         thread = threading.Thread(target=answer)
         thread.start()
         endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
-        assert glance(replace(settings, endpoint=endpoint), ["b/key"]) == [None]
+        assert glance(replace(settings, endpoint=endpoint), ["b/key"], MOST) == [None]
         thread.join()
 
 
@@ -200,7 +202,33 @@ def silent() -> Iterator[str]:
 def test_a_server_that_says_nothing_is_not_waited_for_long(
     silent: str, settings: S3Settings
 ) -> None:
-    assert glance(replace(settings, endpoint=silent, stall_s=0.1), ["b/key"]) == [None]
+    assert glance(replace(settings, endpoint=silent, stall_s=0.1), ["b/key"], MOST) == [None]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"],
+    ids=["in its head", "in its body"],
+)
+def test_a_server_that_drips_is_not_waited_for_long(said: bytes, settings: S3Settings) -> None:
+    """Each byte comes in time; all together they would take hours."""
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            connection = server.accept()[0]
+            with connection, suppress(OSError):
+                connection.sendall(said or b"HTTP/1.1 200 OK\r\nX-Long: ")
+                while not ended.wait(0.01):
+                    connection.sendall(b"x")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+        slow = replace(settings, endpoint=endpoint, stall_s=0.1)
+        assert glance(slow, ["b/key"], MOST) == [None]
+        ended.set()
+        thread.join()
 
 
 texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1)
@@ -251,9 +279,9 @@ def test_many_or_large_indexes_are_left_to_the_workers(
     monkeypatch.setattr(f"shardstream.storage.locate.{limit}", 2)
     seen: list[str] = []
 
-    def glance(storage: Storage, urls: Sequence[str]) -> list[bytes]:
+    def glance(storage: Storage, urls: Sequence[str], *, most: int) -> list[bytes]:
         seen.extend(urls)
-        return [storage.read(url) for url in urls]
+        return [storage.read(url, most=most) for url in urls]
 
     monkeypatch.setattr(Storage, "glance", glance)
     assert len(ss.ShardDataset(packed)) == 12

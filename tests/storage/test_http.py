@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import http.server
+import socket
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,11 +97,11 @@ def test_what_a_server_answers_is_told(
     assert SECRET not in "".join(traceback.format_exception(raised.value)) + caplog.text
 
 
-@pytest.mark.parametrize(("start", "end"), [(2, 4), (0, 4), (2, 10)])
+@pytest.mark.parametrize(("start", "end"), [(2, 4), (0, 4), (2, 10), (2, 12), (2, None)])
 def test_a_server_that_sends_all_whatever_is_asked_for_is_told(
     start: int, end: int, server: str
 ) -> None:
-    message = f"10 bytes came where {end - start} were asked for: the server does not know ranges"
+    message = "more bytes came than were asked for: the server does not know ranges"
     with pytest.raises(StorageError, match=message):
         Storage().read(f"{server}/200/a.tar", start, end)
 
@@ -127,6 +131,69 @@ def test_what_needs_no_length_is_read_without_one(server: str, tmp_path: Path) -
         assert Storage(cache=open_cache(tmp_path / "cache", "100MB")).read(url) == b"0123456789"
     with pytest.raises(ManifestError):  # ten digits are none
         ss.ShardDataset(f"{server}/200/unsaid.json")
+
+
+class Floods(Answers):
+    """A HEAD says ten bytes, or nothing of a length; the file has no end, or comes a byte at a time."""
+
+    def do_GET(self) -> None:
+        self.send_response(206 if "Range" in self.headers and "lies" in self.path else 200)
+        if self.command == "HEAD" and "lies" in self.path:
+            self.send_header("Content-Length", "10")
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        with suppress(OSError):
+            while "drips" in self.path:
+                self.wfile.write(b" ")
+                time.sleep(0.01)
+            while True:
+                self.wfile.write(bytes(1 << 16))
+                self.server.sent += 1 << 16  # type: ignore[attr-defined]
+
+    do_HEAD = do_GET  # noqa: N815  (as http.server looks it up)
+
+
+@pytest.fixture
+def flooding() -> Iterator[http.server.ThreadingHTTPServer]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Floods) as serving:
+        serving.sent = 0  # type: ignore[attr-defined]
+        thread = threading.Thread(target=serving.serve_forever, args=(0.02,))
+        thread.start()
+        yield serving
+        serving.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("name", ["endless", "lies"])
+def test_a_manifest_without_end_is_read_to_its_limit(
+    name: str, flooding: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardstream.storage.locate._MANIFEST_LIMIT_BYTES", 1 << 20)
+    with pytest.raises(ManifestError, match="over 1048576 bytes is over the limit of 1048576"):
+        ss.ShardDataset(f"http://127.0.0.1:{flooding.server_port}/{name}/index.json")
+    assert flooding.sent < 64 << 20
+
+
+def test_of_a_range_without_end_no_more_is_read_than_was_asked_for(flooding: Any) -> None:
+    with pytest.raises(StorageError, match="more bytes came than were asked for"):
+        Storage().read(f"http://127.0.0.1:{flooding.server_port}/lies", 4, 1000)
+    assert flooding.sent < 64 << 20
+
+
+def test_a_server_that_drips_has_not_answered(flooding: Any) -> None:
+    storage = Storage({"stall_s": 0.2, "patience_s": 0.3})
+    with pytest.raises(StorageError, match="did not answer in time"):
+        storage.read(f"http://127.0.0.1:{flooding.server_port}/drips/index.json")
+
+
+def test_a_server_that_says_nothing_is_not_a_missing_file() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/a.tar"
+        for operation in OPERATIONS:
+            with pytest.raises(StorageError, match="did not answer in time") as raised:
+                operation(Storage({"stall_s": 0.2, "patience_s": 0.3}), url)
+            assert type(raised.value) is StorageError
 
 
 def test_a_signed_url_is_read(server: str) -> None:
