@@ -154,6 +154,16 @@ def fingerprint(shards: Iterable[ShardInfo]) -> str:
     return digest.hexdigest()[:16]
 
 
+def checksum(shards: Iterable[ShardInfo]) -> str | None:
+    """Return 16 hex digits that change with the bytes of the shards; None if the sha256 of one is not known."""
+    digest = hashlib.sha256()
+    for shard in shards:
+        if shard.sha256 is None:
+            return None
+        digest.update(shard.sha256.encode())
+    return digest.hexdigest()[:16]
+
+
 def _decode_shard(entry: Any, *, url: str) -> ShardInfo:
     if (
         not isinstance(entry, dict)

@@ -23,11 +23,15 @@ class Batched:
         size: Items of a batch.
         collate: Makes a batch of a list of items.
         partial: Hand out a last batch of fewer items.
+        name: As in `Map`.
+        version: As in `Map`.
     """
 
     size: int
     collate: Collate
     partial: bool = True
+    name: str | None = None
+    version: int | str | None = None
 
     def __post_init__(self) -> None:
         at_least(1, batch_size=self.size)

@@ -15,7 +15,7 @@ from shardstream.format.group import Sample
 from shardstream.read.pipeline import Pipeline
 from shardstream.read.planned import Options, PlannedSamples
 from shardstream.read.skip import Skips
-from shardstream.read.stage import ItemStage, Stage
+from shardstream.read.stage import ItemStage, Stage, check_epoch
 from shardstream.read.steps import ItemSteps
 from shardstream.storage.cache import open_cache
 from shardstream.storage.catalog import Catalog, Numbers
@@ -100,7 +100,7 @@ class NumberedDataset(ItemSteps, Dataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that ``map(rng=True)`` draws for; call it before the loader starts its workers."""
-        self.epoch = epoch
+        self.epoch = check_epoch(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_fetcher": None}

@@ -17,7 +17,7 @@ from shardstream.read.pipeline import Pipeline
 from shardstream.read.planned import Options, PlannedSamples, PlannedSource, plain_share
 from shardstream.read.share import Remainder, Split
 from shardstream.read.skip import OnError, Skips
-from shardstream.read.stage import Stage
+from shardstream.read.stage import Stage, check_epoch
 from shardstream.read.steps import StreamSteps
 from shardstream.read.stream import Shuffle
 from shardstream.read.tensors import shared_numbers
@@ -62,7 +62,7 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch of the next iteration, in loader workers too, persistent ones included."""
-        self._epoch[0] = epoch
+        self._epoch[0] = check_epoch(epoch)
 
     def __iter__(self) -> DatasetIterator:
         return DatasetIterator(self.pipeline, current_reader(self.placement), self.epoch)

@@ -25,6 +25,8 @@ class GroupBatched:
         buffer: Items that may wait for their group to fill; past that the largest group goes out as it is.
         collate: Makes a batch of a list of items.
         leftover: What becomes of groups that are not full at the end: "keep" hands out smaller batches, "drop" drops them.
+        name: As in `Map`.
+        version: As in `Map`.
     """
 
     group: Callable[[Any], Any]
@@ -32,6 +34,8 @@ class GroupBatched:
     buffer: int
     collate: Collate
     leftover: Leftover = "keep"
+    name: str | None = None
+    version: int | str | None = None
 
     def __post_init__(self) -> None:
         if self.size < 1 or self.buffer < self.size:

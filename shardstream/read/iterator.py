@@ -10,7 +10,7 @@ from shardstream.placement import Reader
 from shardstream.read.pipeline import Pipeline
 from shardstream.read.quarantine import BadSample
 from shardstream.read.stage import Run, State
-from shardstream.read.state import VERSION, check_state
+from shardstream.read.state import check_state, sealed
 
 
 class DatasetIterator:
@@ -60,12 +60,7 @@ class DatasetIterator:
 
     def state_dict(self) -> State:
         """Return where this reader is; JSON values."""
-        return {
-            "version": VERSION,
-            **self._identity(),
-            "epoch": self._epoch,
-            "run": self._run.state_dict(),
-        }
+        return sealed({**self._identity(), "epoch": self._epoch, "run": self._run.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state of the same reader was taken, in its epoch.

@@ -19,11 +19,11 @@ from shardstream.read.batches import Batches, Packet
 from shardstream.read.dataset import StreamDataset
 from shardstream.read.loader_options import check_options, warn_of_lanes
 from shardstream.read.permute import derive_key
-from shardstream.read.planned import Options, plain_share
+from shardstream.read.planned import Options, PlannedSource, plain_share
 from shardstream.read.quarantine import BadSample, Quarantine
 from shardstream.read.share import Share, Split
 from shardstream.read.skip import Skips
-from shardstream.read.stage import Position, State, at_least
+from shardstream.read.stage import Position, State, check_epoch, whole
 from shardstream.read.state import check_state, part_state, plan_state
 from shardstream.read.stats import LoaderStats, Stopwatch
 from shardstream.read.tensors import collate
@@ -62,6 +62,7 @@ class ShardLoader(DataLoader[Any]):
         drop_last: bool = False,
         **options: Any,
     ) -> None:
+        batch_size = None if batch_size is None else whole("batch_size", batch_size)
         check_options(dataset, batch_size, shuffle, options | {"drop_last": drop_last})
         self._begin = self._position = Position(epoch=dataset.epoch)
         self._share: Share | None = None
@@ -127,7 +128,7 @@ class ShardLoader(DataLoader[Any]):
         From its start, unless a state in the middle of it has just been loaded: that goes on. After a ``break`` the epoch
         begins anew.
         """
-        at_least(0, epoch=epoch)
+        epoch = check_epoch(epoch)
         if epoch != self._position.epoch:
             self._begin = self._position = Position(epoch=epoch)
             self._share = None
@@ -241,13 +242,12 @@ class ShardLoader(DataLoader[Any]):
         """
         batches, position = self._batches, self._position
         if batches.planned is not None:
-            described = batches.planned.describe()
             return plan_state(
                 batches.order(position.epoch),
-                fingerprint=batches.planned.catalog.fingerprint,
+                data=self._data(batches.planned),
                 epoch=position.epoch,
                 consumed=position.consumed,
-            ) | ({"mix": described} if described else {})
+            )
         return part_state(self._topology(), position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -283,12 +283,7 @@ class ShardLoader(DataLoader[Any]):
         mine = {name: getattr(options, name) for name in ("seed", "shuffle", "microbatch", "lanes")}
         if options.shuffle:  # in order, these two say nothing about the sequence
             mine |= {"window": options.window, "block": options.block}
-        mine |= {
-            "kind": "plan",
-            "fingerprint": source.catalog.fingerprint,
-            "mix": source.describe() or None,
-        }
-        check_state(state, mine=mine)
+        check_state(state, mine={"kind": "plan"} | mine | self._data(source))
         batch_size, microbatch = batches.batch_size or 1, state["microbatch"]
         if batch_size % microbatch:
             raise StateError(
@@ -307,6 +302,15 @@ class ShardLoader(DataLoader[Any]):
         )
         batches.split = replace(batches.split, microbatches=batch_size // microbatch)
         warn_of_lanes(self._batches, max(1, self.num_workers))
+
+    @staticmethod
+    def _data(source: PlannedSource) -> State:
+        """Return what a state must agree with of the data."""
+        mixed = source.describe(steps=False)
+        catalog = source.catalog
+        return {"fingerprint": catalog.fingerprint, "checksums": catalog.checksums} | (
+            {"mix": mixed} if mixed else {}
+        )
 
     def _topology(self) -> State:
         """Return what a state with a position for each worker must agree with."""

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from shardstream.errors import OptionError
+from shardstream.read.identity import function_name
 from shardstream.read.permute import Ints, derive_key
 from shardstream.read.pipeline import ItemChain, Pipeline
 from shardstream.read.plan import Order, Plan, default_window
@@ -54,22 +55,27 @@ class Recipe:
             raise OptionError("samples must be at least 1, and needs weights")
         self.weights_of(0)
         nested = [
-            name for name, part in self.parts.items() if part.source.describe().get("weights")
+            name
+            for name, part in self.parts.items()
+            if part.source.describe(steps=False).get("weights")
         ]
         if self.weights is None and nested:
             raise OptionError(
                 f"{nested[0]!r} is a mix with weights, in a mix without: say weights for both, or mix all datasets at once"
             )
 
-    def describe(self) -> State:
+    def describe(self, *, steps: bool) -> State:
         """Return what a state must agree with."""
         weights = self.weights_of(0)
-        return {
+        described: State = {
             "weights": weights and dict(zip(self.parts, weights, strict=True)),
             "stop": self.stop,
             "samples": self.samples,
-            "parts": {name: part.describe() for name, part in self.parts.items()},
+            "parts": {name: part.describe(steps=steps) for name, part in self.parts.items()},
         }
+        return described | (
+            {"schedule": function_name(self.weights)} if callable(self.weights) else {}
+        )
 
     def weights_of(self, epoch: int) -> list[float] | None:
         """Return the weights of an epoch in the order of the parts.
@@ -136,9 +142,9 @@ class MixedSamples:
         chains = {name: part.chain(epoch, skips) for name, part in self.recipe.parts.items()}
         return _PartChains(self.catalog, chains, skips)
 
-    def describe(self) -> State:
+    def describe(self, *, steps: bool) -> State:
         """Return what a state must agree with beside the data and the order."""
-        return self.recipe.describe()
+        return self.recipe.describe(steps=steps)
 
     def counts(self, order: Order, epoch: int) -> dict[str, int]:
         """Return how many samples of each part an epoch has."""

@@ -34,9 +34,14 @@ class MixedStreams(StreamSource):
         parts = "\n".join(f"{name}\0{part.fingerprint}" for name, part in self.recipe.parts.items())
         return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
-    def describe(self) -> State:
+    @property
+    def checksums(self) -> list[str | None]:
+        """16 hex digits for each dataset that change with its bytes; None where no checksums are known."""
+        return [one for part in self.recipe.parts.values() for one in part.checksums]
+
+    def describe(self, *, steps: bool) -> State:
         """Return what a state must agree with beside the data."""
-        return self.recipe.describe()
+        return self.recipe.describe(steps=steps)
 
     def open(self, reader: Reader, context: Context) -> Run:
         """Start the stream of one loader worker."""

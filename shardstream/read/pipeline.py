@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardstream.placement import Reader
+from shardstream.read.identity import describe
 from shardstream.read.planned import Chain, PlannedSource, open_plain, plain_share
 from shardstream.read.skip import OnError, Skips
 from shardstream.read.stage import (
@@ -19,7 +20,6 @@ from shardstream.read.stage import (
     SourceRun,
     Stage,
     State,
-    describe,
 )
 from shardstream.read.streamed import StreamSource
 
@@ -77,6 +77,15 @@ class Pipeline:
         )
 
     @property
+    def checksums(self) -> list[str | None]:
+        """16 hex digits for each dataset that change with its bytes; None where no checksums are known."""
+        return (
+            self.source.checksums
+            if isinstance(self.source, StreamSource)
+            else self.source.catalog.checksums
+        )
+
+    @property
     def steps(self) -> list[str]:
         """What a state says of the stages."""
         return [describe(stage) for stage in self.stages]
@@ -85,6 +94,7 @@ class Pipeline:
         """Return what the state of a stream must agree with to be continued."""
         identity: State = {
             "fingerprint": self.fingerprint,
+            "checksums": self.checksums,
             "seed": self.seed,
             "shuffle": self.shuffle,
             "stages": self.steps,
@@ -92,7 +102,7 @@ class Pipeline:
             "world_size": reader.placement.world_size,
             "num_workers": reader.num_workers,
         }
-        described = self.source.describe()
+        described = self.source.describe(steps=True)
         if described:
             identity["mix"] = described
         if not isinstance(self.source, StreamSource):
@@ -103,13 +113,18 @@ class Pipeline:
             identity |= {"window": order.window} if order.shuffle else {}
         return identity
 
-    def describe(self) -> State:
-        """Return what a part of a mix is, for the mix's state."""
-        described: State = {"seed": self.seed, "shuffle": self.shuffle, "stages": self.steps}
+    def describe(self, *, steps: bool) -> State:
+        """Return what a part of a mix is, for the mix's state.
+
+        Args:
+            steps: With its stages, on which positions depend where some step changes counts.
+        """
+        described: State = {"seed": self.seed, "shuffle": self.shuffle}
+        described |= {"stages": self.steps} if steps else {}
         if not isinstance(self.source, StreamSource):
             options = self.source.options
             described |= {"window": options.window, "block": options.block}
-        mixed = self.source.describe()
+        mixed = self.source.describe(steps=steps)
         return described | ({"mix": mixed} if mixed else {})
 
     def context(self, reader: Reader, epoch: int) -> Context:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from shardstream.errors import OptionError
 from shardstream.placement import Reader
 from shardstream.read.plan import Order, Plan, default_block, default_window
 from shardstream.read.share import Remainder, Share, Split
 from shardstream.read.skip import Skips
 from shardstream.read.source import PlannedRun
-from shardstream.read.stage import Context, State
+from shardstream.read.stage import Context, State, at_least, whole
 from shardstream.storage.catalog import Catalog
 from shardstream.storage.joined import AnyCatalog
 from shardstream.storage.objects import ObjectCatalog
@@ -54,10 +53,13 @@ class Options:
     hedge: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("lanes", "microbatch", "window", "block"):
+        for name in ("seed", "lanes", "microbatch", "window", "block"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise OptionError(f"{name} must be at least 1, not {value}")
+            if value is not None:
+                object.__setattr__(self, name, whole(name, value))  # states hold them as JSON
+        at_least(
+            1, lanes=self.lanes, microbatch=self.microbatch, window=self.window, block=self.block
+        )
 
 
 class PlannedSource(Protocol):
@@ -80,8 +82,12 @@ class PlannedSource(Protocol):
     def with_options(self, **changes: Any) -> PlannedSource:
         """Return the same source with other options."""
 
-    def describe(self) -> State:
-        """Return what a state must agree with beside the data and the order; nothing unless it is a mix."""
+    def describe(self, *, steps: bool) -> State:
+        """Return what a state must agree with beside the data and the order; nothing unless it is a mix.
+
+        Args:
+            steps: With the stages of its parts.
+        """
 
     def chain(self, epoch: int, skips: Skips) -> Chain | None:
         """Return what is done to raw samples before the pipeline's own stages, if anything."""
@@ -123,7 +129,7 @@ class PlannedSamples:
         """Return the batches of an epoch."""
         return Plan(order, epoch)
 
-    def describe(self) -> State:
+    def describe(self, *, steps: bool) -> State:  # noqa: ARG002
         """Return nothing: data and order say it all."""
         return {}
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
 
 from shardstream.errors import OptionError
 from shardstream.read.permute import derive_key
 from shardstream.read.skip import Skips
+
+EPOCHS = 1 << 31
+"""Epochs are numbered below this: a mix uses the bits above for its own purposes."""
 
 State = dict[str, Any]
 """A position: plain JSON values, small, never samples."""
@@ -62,14 +66,38 @@ class Position:
 
 
 def at_least(least: int, **options: int | None) -> None:
-    """Refuse options below a number; None is no number to refuse.
+    """Refuse options that are no whole numbers, or below a number; None is no number to refuse.
 
     Raises:
         OptionError: Naming the first that is.
     """
     for name, value in options.items():
-        if value is not None and value < least:
+        if value is not None and whole(name, value) < least:
             raise OptionError(f"{name} must be at least {least}, not {value}")
+
+
+def whole(name: str, value: SupportsIndex) -> int:
+    """Return an option as a plain ``int``, which JSON can hold; NumPy's numbers are taken, too.
+
+    Raises:
+        OptionError: If it is no whole number.
+    """
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise OptionError(f"{name} must be a whole number, not {value!r}") from None
+
+
+def check_epoch(epoch: SupportsIndex) -> int:
+    """Return an epoch as a plain ``int``.
+
+    Raises:
+        OptionError: If it is no whole number from 0 to 2**31 - 1.
+    """
+    number = whole("epoch", epoch)
+    if not 0 <= number < EPOCHS:
+        raise OptionError(f"epoch must be from 0 to {EPOCHS - 1}, not {number}")
+    return number
 
 
 class Run(Protocol):
@@ -100,22 +128,6 @@ class Stage(Protocol):
 
     def open(self, source: Run, context: Context) -> Run:
         """Start the step on what the step before hands out."""
-
-
-def describe(stage: Stage) -> str:
-    """Return a stage's name with the numbers that a position depends on: what a state must agree with.
-
-    >>> from shardstream.read.stream import Shuffle
-    >>> describe(Shuffle(window=50))
-    'Shuffle(window=50)'
-    """
-    options = {
-        name: getattr(stage, name)
-        for name in getattr(stage, "__dataclass_fields__", ())
-        if name not in ("threads", "purpose")
-    }
-    plain = [f"{name}={value}" for name, value in options.items() if isinstance(value, int | str)]
-    return f"{type(stage).__name__}({', '.join(plain)})"
 
 
 class ItemStage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 from shardstream.errors import OptionError
@@ -62,12 +63,35 @@ class ItemSteps:
         wanted = None if only is None else frozenset([only] if isinstance(only, str) else only)
         return self._then(Decode(table=table, handlers=functions, only=wanted, threads=threads))
 
-    def map(self, function: Callable[..., Any], *, rng: bool = False, threads: int = 0) -> Self:
-        """Apply ``function(item)``; with ``rng`` ``function(item, generator)``, a NumPy generator of that sample and epoch."""
+    def map(
+        self,
+        function: Callable[..., Any],
+        *,
+        rng: bool = False,
+        threads: int = 0,
+        name: str | None = None,
+        version: int | str | None = None,
+    ) -> Self:
+        """Apply ``function(item)``; with ``rng`` ``function(item, generator)``, a NumPy generator of that sample and epoch.
+
+        Args:
+            function: Returns the new item.
+            rng: Pass a generator.
+            threads: Call it in so many threads, in order.
+            name: Where steps change counts, a state is refused if a function has another name than when it was saved. This is
+                the name instead of the function's own, for one that was renamed or moved.
+            version: Change it when the function does, so that states from before are refused.
+        """
         at_least(0, threads=threads)
-        return self._then(
-            Map(function=function, rng=rng, purpose=self._num_stages, threads=threads)
+        stage = Map(
+            function=function,
+            rng=rng,
+            purpose=self._num_stages,
+            threads=threads,
+            name=name,
+            version=version,
         )
+        return self._then(stage)
 
     def map_dict(self, **functions: Callable[[Any], Any]) -> Self:
         """Apply functions to single fields: ``map_dict(json=len)``."""
@@ -89,9 +113,15 @@ class ItemSteps:
 class StreamSteps(ItemSteps):
     """And steps that change counts or order: positions are then kept per worker."""
 
-    def select(self, predicate: Callable[[Any], bool]) -> Self:
-        """Keep the items that ``predicate`` says yes to."""
-        return self._then(Select(predicate=predicate))
+    def select(
+        self,
+        predicate: Callable[[Any], bool],
+        *,
+        name: str | None = None,
+        version: int | str | None = None,
+    ) -> Self:
+        """Keep the items that ``predicate`` says yes to; ``name`` and ``version`` as in `map`."""
+        return self._then(Select(predicate=predicate, name=name, version=version))
 
     def shuffle(self, window: int) -> Self:
         """Shuffle runs of ``window`` items of each worker, 0 for none; ``ShardDataset(shuffle=True)`` needs no such step."""
@@ -104,19 +134,33 @@ class StreamSteps(ItemSteps):
         batch_size: int,
         collate_fn: Callable[[list[Any]], Any] = collate,
         partial: bool = True,
+        *,
+        name: str | None = None,
+        version: int | str | None = None,
     ) -> Self:
         """Collate items to batches within each worker; then use the loader with ``batch_size=None``."""
-        return self._then(Batched(size=batch_size, collate=collate_fn, partial=partial))
+        return self._then(
+            Batched(
+                size=batch_size, collate=collate_fn, partial=partial, name=name, version=version
+            )
+        )
 
     def unbatched(self) -> Self:
         """Take batches apart again; after ``map(to_list)`` it is a flat-map that resumes at once."""
         return self._then(Unbatched())
 
-    def map_batches(self, function: Callable[[Any], Any], batch_size: int) -> Self:
+    def map_batches(
+        self,
+        function: Callable[[Any], Any],
+        batch_size: int,
+        *,
+        name: str | None = None,
+        version: int | str | None = None,
+    ) -> Self:
         """Collate ``batch_size`` items, apply ``function(batch)``, and take what it returns apart again."""
-        return self.batched(batch_size).map(function).unbatched()
+        return self.batched(batch_size).map(function, name=name, version=version).unbatched()
 
-    def group_batched(
+    def group_batched(  # noqa: PLR0913  (the public door)
         self,
         group: str | Callable[[Any], Any],
         batch_size: int,
@@ -124,9 +168,11 @@ class StreamSteps(ItemSteps):
         buffer: int = 1000,
         collate_fn: Callable[[list[Any]], Any] = collate,
         leftover: Leftover = "keep",
+        name: str | None = None,
+        version: int | str | None = None,
     ) -> Self:
         """Batch items that share a group: a field, or what ``group(item)`` returns (a shape, a length rounded up, …)."""
-        function = _field_of(group) if isinstance(group, str) else group
+        function = _FieldOf(group) if isinstance(group, str) else group
         return self._then(
             GroupBatched(
                 group=function,
@@ -134,6 +180,8 @@ class StreamSteps(ItemSteps):
                 buffer=buffer,
                 collate=collate_fn,
                 leftover=leftover,
+                name=name,
+                version=version,
             )
         )
 
@@ -157,17 +205,24 @@ class StreamSteps(ItemSteps):
         """Let an epoch of each worker have exactly ``items`` items, by repeating or cutting."""
         return self._then(Repeat(items=items))
 
-    def compose(self, *functions: Callable[[Iterator[Any]], Iterable[Any]]) -> Self:
+    def compose(
+        self,
+        *functions: Callable[[Iterator[Any]], Iterable[Any]],
+        name: str | None = None,
+        version: int | str | None = None,
+    ) -> Self:
         """Put the stream through functions from iterator to iterator; a resume runs them from the epoch's start."""
         changed = self
         for function in functions:
-            changed = changed._then(Compose(function=function))
+            changed = changed._then(Compose(function=function, name=name, version=version))
         return changed
 
 
-class _field_of:  # noqa: N801  (used as a function; a class, so that it can be pickled)
-    def __init__(self, name: str) -> None:
-        self._name = name
+@dataclass(frozen=True, slots=True)
+class _FieldOf:
+    """A group by the value of a field; a class, so that it can be pickled."""
+
+    field: str
 
     def __call__(self, sample: Any) -> Any:
-        return sample[find_field(self._name, sample, "group_batched")]
+        return sample[find_field(self.field, sample, "group_batched")]

@@ -184,10 +184,13 @@ class _RepeatRun(SourceRun):
 class Compose:
     """Put the stream through a function of the user's: iterator in, iterator out.
 
-    What the function remembers is unknown, so a resume runs it from the epoch's start and passes over what was handed out.
+    What the function remembers is unknown, so a resume runs it from the epoch's start and passes over what was handed out. Name and
+    version are as in `Map`.
     """
 
     function: Callable[[Iterator[Any]], Iterable[Any]]
+    name: str | None = None
+    version: int | str | None = None
 
     def open(self, source: Run, context: Context) -> Run:
         """Start it on a stream."""

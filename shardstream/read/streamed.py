@@ -26,7 +26,12 @@ class StreamSource(ABC):
     def fingerprint(self) -> str:
         """16 hex digits that change with the dataset."""
 
-    def describe(self) -> State:
+    @property
+    @abstractmethod
+    def checksums(self) -> list[str | None]:
+        """16 hex digits for each dataset that change with its bytes; None where no checksums are known."""
+
+    def describe(self, *, steps: bool) -> State:  # noqa: ARG002
         """Return what a state must agree with beside the data; nothing unless it is a mix."""
         return {}
 

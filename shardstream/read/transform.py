@@ -34,12 +34,16 @@ class Map(ItemStage):
         rng: Pass a `numpy.random.Generator` keyed by (seed, epoch, sample number).
         purpose: Tells the generators of several steps of one chain apart.
         threads: As in `ItemStage`.
+        name: Instead of the function's own name in states.
+        version: Another one makes states of the function before be refused.
     """
 
     function: Callable[..., Any]
     rng: bool = False
     purpose: int = 0
     threads: int = 0
+    name: str | None = None
+    version: int | str | None = None
 
     def bind(self, context: Context) -> ItemFunction:
         """Return the function for one epoch."""
@@ -160,9 +164,11 @@ class ToTuple(ItemStage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Select:
-    """Keep the items that a function says yes to."""
+    """Keep the items that a function says yes to; name and version as in `Map`."""
 
     predicate: Callable[[Any], bool]
+    name: str | None = None
+    version: int | str | None = None
 
     def open(self, source: Run, context: Context) -> Run:
         """Start it on a stream."""

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardstream.format.group import Sample, iter_samples
-from shardstream.format.manifest import ShardInfo, fingerprint
+from shardstream.format.manifest import ShardInfo, checksum, fingerprint
 from shardstream.format.stream import StreamReader, decompressed
 from shardstream.placement import Reader
 from shardstream.read.permute import derive_key, permute
@@ -42,6 +42,11 @@ class WholeShards(StreamSource):
     def fingerprint(self) -> str:
         """16 hex digits that change with the dataset."""
         return fingerprint(self.shards)
+
+    @property
+    def checksums(self) -> list[str | None]:
+        """16 hex digits that change with the bytes of the shards; None without checksums."""
+        return [checksum(self.shards)]
 
     def open(self, reader: Reader, context: Context) -> Run:
         """Start reading the shards of one loader worker."""

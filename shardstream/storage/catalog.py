@@ -23,7 +23,7 @@ from shardstream.format.index import (
     decode_index,
     scan_shard,
 )
-from shardstream.format.manifest import ShardInfo, fingerprint
+from shardstream.format.manifest import ShardInfo, checksum, fingerprint
 from shardstream.format.tar import BLOCK_BYTES, Buffer
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.inherited import new_lock
@@ -120,6 +120,11 @@ class Catalog:
     def fingerprint(self) -> str:
         """16 hex digits that change with the dataset."""
         return fingerprint(self.shards)
+
+    @cached_property
+    def checksums(self) -> list[str | None]:
+        """16 hex digits that change with the bytes of the shards, by the manifest's sha256; None where one lacks it."""
+        return [checksum(self.shards)]
 
     def url_of(self, shard: int) -> str:
         """Return the URL of a shard."""

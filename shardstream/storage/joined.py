@@ -63,6 +63,11 @@ class JoinedCatalog:
             " ".join(part.fingerprint for part in self.parts).encode()
         ).hexdigest()[:16]
 
+    @property
+    def checksums(self) -> list[str | None]:
+        """Those of each dataset."""
+        return [one for part in self.parts for one in part.checksums]
+
     def part_of(self, numbers: Numbers) -> Numbers:
         """Return which dataset each sample is of."""
         return np.searchsorted(self.firsts, numbers % len(self), side="right") - 1

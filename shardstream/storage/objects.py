@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -23,6 +24,8 @@ from shardstream.storage.pace import Pace, asking
 from shardstream.storage.retry import AnswerCutError, fetch, patiently
 
 _Unsigned = npt.NDArray[np.unsignedinteger[Any]]
+
+_MD5 = re.compile(r'ETag "?([0-9a-f]{32})"?')  # as `version_of` says it
 
 Label = Callable[[str], Any]
 """A file's path under the prefix -> its class: a name, or a number."""
@@ -65,6 +68,8 @@ class ObjectCatalog:
         keys = [key for key, _, _ in members]
         starts = [0] + [i for i, (one, other) in enumerate(pairwise(keys), 1) if one != other]
         self._firsts = _compact([*starts, len(members)])
+        self.checksums: list[str | None] = [_checksum(members)]
+        """16 hex digits that change with the bytes of the files, where the store tells an MD5 of each; else None."""
         self._labels: npt.NDArray[np.int64] | None = None
         self.classes: tuple[str, ...] = ()
         """Names of the classes, in the order of their labels; none if labels are numbers."""
@@ -91,11 +96,13 @@ class ObjectCatalog:
     def fingerprint(self) -> str:
         """16 hex digits that change with the names under the folder and with the sizes.
 
-        The folder stays out: a copy elsewhere continues the states of its original.
+        And with the labels. The folder stays out: a copy elsewhere continues the states of its original.
         """
         digest = hashlib.sha256(self._names)
         for column in (self._name_ends, self._sizes, self._firsts):
             digest.update(column.astype("<u8").tobytes())
+        if self._labels is not None:
+            digest.update(self._labels.astype("<i8").tobytes())
         return digest.hexdigest()[:16]
 
     def set_labels(self, label: Label) -> None:
@@ -242,6 +249,16 @@ def folder_label(path: str) -> str:
             f"{path} lies in no folder of a class (CLASS/{path}); give label= a function of the path"
         )
     return folder
+
+
+def _checksum(members: Sequence[tuple[str, str, Listed]]) -> str | None:
+    digest = hashlib.sha256()
+    for _, _, file in members:
+        match = _MD5.fullmatch(file.version or "")
+        if match is None:  # of an upload in parts, or a time: a copy would have another
+            return None
+        digest.update(match[1].encode())
+    return digest.hexdigest()[:16]
 
 
 def _key_and_field(path: str) -> tuple[str, str]:

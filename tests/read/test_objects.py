@@ -269,6 +269,24 @@ def test_an_object_that_was_changed_is_an_error_that_names_it(
         list(dataset)
 
 
+def test_a_state_knows_the_objects_by_their_md5_and_the_samples_by_their_labels(
+    bucket: str, s3_env: None, tmp_path: Path
+) -> None:
+    def loader(url: str, **options: Any) -> ss.ShardLoader:
+        return ss.ShardLoader(ss.ObjectDataset(url, **options), 4)
+
+    url = unpacked(f"{bucket}/train", 6)
+    state = loader(url, label="folder").state_dict()
+    loader(unpacked(f"{bucket}/copy", 6), label="folder").load_state_dict(state)
+    with pytest.raises(ss.StateError, match="fingerprint"):
+        loader(url, label=len).load_state_dict(state)
+    with pytest.warns(UserWarning, match="the bytes were not compared"):  # a disk knows no MD5
+        loader(unpacked(tmp_path, 6), label="folder").load_state_dict(state)
+    publish_bytes(Storage(), f"{bucket}/train/cat/004.Bin", b"other")
+    with pytest.raises(ss.StateError, match="checksums of the dataset"):
+        loader(url, label="folder").load_state_dict(state)
+
+
 @pytest.mark.parametrize("kind", [ss.ObjectDataset, ss.ObjectMapDataset])
 def test_objects_are_kept_in_a_cache(kind: Any, bucket: str, s3_env: None, tmp_path: Path) -> None:
     url = unpacked(f"{bucket}/train", 6)

@@ -5,13 +5,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import shardstream as ss
-from shardstream.errors import StateError
+from shardstream.errors import OptionError, StateError
 from shardstream.read.plan import Order
 from shardstream.read.stage import Position
 from shardstream.read.state import VERSION, check_state, part_state, plan_state
+from shardstream.testing import make_shards
 from tests.read.sets import labels, loader, numbered, take
 
 ORDER = Order(nsamples=100, batch=4, shuffle=True, seed=-3, lanes=2, window=8, block=5)
@@ -25,9 +27,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_state_is_a_few_numbers() -> None:
-    assert plan_state(ORDER, fingerprint="ab12", epoch=2, consumed=40) == {
+    state = plan_state(ORDER, data={"fingerprint": "ab12"}, epoch=2, consumed=40)
+    assert state == {
         "version": VERSION, "kind": "plan", "fingerprint": "ab12", "seed": -3, "shuffle": True,
         "epoch": 2, "consumed": 40, "microbatch": 4, "lanes": 2, "window": 8, "block": 5,
+        "state_checksum": state["state_checksum"],
     }  # fmt: skip
 
 
@@ -37,7 +41,7 @@ def test_a_state_is_a_few_numbers() -> None:
 def test_the_end_of_an_epoch_is_the_start_of_the_next(
     consumed: int, position: tuple[int, int]
 ) -> None:
-    state = plan_state(ORDER, fingerprint="", epoch=2, consumed=consumed)
+    state = plan_state(ORDER, data={}, epoch=2, consumed=consumed)
     assert (state["epoch"], state["consumed"]) == position
 
 
@@ -54,9 +58,11 @@ def test_what_is_no_state_is_refused(state: Any) -> None:
         check_state(state, mine={})
 
 
-def test_a_state_of_another_version_is_refused() -> None:
-    with pytest.raises(StateError, match="a state of version 99; this shardstream continues versi"):
-        check_state({"version": 99, "kind": "plan"}, mine={})
+@pytest.mark.parametrize("version", [1, 99])
+def test_a_state_of_another_version_is_refused(version: int) -> None:
+    match = f"a state of version {version}; this shardstream continues version 2: finish the epoch"
+    with pytest.raises(StateError, match=match):
+        check_state({"version": version, "kind": "plan"}, mine={})
 
 
 @pytest.mark.parametrize(
@@ -82,6 +88,103 @@ def test_a_state_of_other_data_is_refused(folder: str, tmp_path: Path) -> None:
     state = loader(folder).state_dict()
     with pytest.raises(StateError, match=r"fingerprint of the dataset: .* it was taken on other d"):
         loader(numbered(tmp_path, 61, 9)).load_state_dict(state)
+
+
+def reordered(folder: Path, seed: int) -> str:
+    """A data set of 40 samples whose order differs by the seed, but neither counts, nor names and sizes of shards."""
+    order = np.random.default_rng(seed).permutation(40).tolist()
+    samples = [{"__key__": f"{i:06d}", "cls": 10 + i} for i in order]
+    return make_shards(folder / f"{seed}", samples=samples, per_shard=9)
+
+
+def steps_for(kind: str, folder: str) -> ss.ShardLoader:
+    dataset = ss.ShardDataset(folder, shuffle=True)
+    if kind == "mix":
+        return ss.ShardLoader(ss.mix([dataset, dataset], [1, 1]), 4)
+    if kind == "mix of streams":
+        return ss.ShardLoader(ss.mix([dataset, dataset.shuffle(3)]), 4)
+    if kind == "whole shards":
+        return ss.ShardLoader(ss.ShardDataset(folder, index="ignore"), 4)
+    return ss.ShardLoader(dataset.shuffle(3) if kind == "stream" else dataset, 4)
+
+
+@pytest.mark.parametrize("kind", ["plan", "stream", "mix", "mix of streams", "whole shards"])
+def test_a_state_of_other_data_of_the_same_size_is_refused(kind: str, tmp_path: Path) -> None:
+    one, same, other = (
+        reordered(tmp_path / "a", 1),
+        reordered(tmp_path / "b", 1),
+        reordered(tmp_path, 2),
+    )
+    state = json.loads(json.dumps(steps_for(kind, one).state_dict()))
+    steps_for(kind, same).load_state_dict(state)
+    with pytest.raises(
+        StateError, match=r"checksums of the dataset: .* it was taken on other data"
+    ):
+        steps_for(kind, other).load_state_dict(state)
+    iterator, state = iter(ss.ShardDataset(other)), iter(ss.ShardDataset(one)).state_dict()
+    with pytest.raises(StateError, match="checksums of the dataset"):
+        iterator.load_state_dict(state)
+
+
+def test_without_checksums_here_the_user_is_told_that_bytes_were_not_compared(
+    tmp_path: Path,
+) -> None:
+    folder = reordered(tmp_path, 1)
+    known = steps_for("plan", folder).state_dict()
+    Path(folder, "index.json").unlink()
+    unknown = steps_for("plan", folder)
+    with pytest.warns(UserWarning, match="the bytes were not compared. Write a manifest"):
+        unknown.load_state_dict(known)
+    state = unknown.state_dict()
+    ss.index(folder)
+    steps_for("plan", folder).load_state_dict(state)
+
+
+@pytest.mark.parametrize("make", [lambda ds: ds, lambda ds: ds.shuffle(5)], ids=["plan", "parts"])
+def test_an_edited_state_is_refused(make: Any, folder: str) -> None:
+    def fresh() -> ss.ShardLoader:
+        return ss.ShardLoader(make(ss.ShardDataset(folder, shuffle=True, seed=1)), 4)
+
+    left = fresh()
+    take(left, 3)
+    state = json.loads(json.dumps(left.state_dict()))
+    fresh().load_state_dict(state)
+    for name, value in state.items():
+        changed = value + (4 if name == "consumed" else 8) if type(value) is int else "edited"
+        with pytest.raises(StateError):
+            fresh().load_state_dict(state | {name: changed})
+    with pytest.raises(StateError, match="this state is damaged or was edited: its checksum is wr"):
+        fresh().load_state_dict(state | {"epoch": 3})
+
+
+@pytest.mark.parametrize("name", ["epoch", "consumed", "microbatch", "lanes", "window", "block"])
+@pytest.mark.parametrize("value", [1 << 70, -(1 << 70), 1.5, float("nan"), "8", None])
+def test_absurd_numbers_are_refused(name: str, value: Any, folder: str) -> None:
+    state = loader(folder, shuffle=True).state_dict()
+    with pytest.raises(StateError, match=f"{name} is "):
+        loader(folder, shuffle=True).load_state_dict(state | {name: value})
+
+
+@pytest.mark.parametrize("epoch", [1.5, "1", None, -1, 1 << 31, 1 << 70])
+def test_an_epoch_is_a_whole_number(epoch: Any, folder: str) -> None:
+    fine: Any = np.int64(3)
+    for one in (loader(folder), ss.ShardDataset(folder), ss.ShardMapDataset(folder)):
+        with pytest.raises(OptionError, match="epoch must be"):
+            one.set_epoch(epoch)
+        one.set_epoch(fine)
+
+
+def open_as(folder: str, options: dict[str, Any]) -> ss.ShardLoader:
+    batch_size: Any = np.int64(8)
+    return ss.ShardLoader(ss.ShardDataset(folder, shuffle=True, **options), batch_size)
+
+
+@pytest.mark.parametrize("name", ["seed", "lanes", "microbatch", "window", "block"])
+def test_numbers_of_the_order_are_whole_and_plain(name: str, folder: str) -> None:
+    with pytest.raises(OptionError, match=f"{name} must be a whole number, not 8.0"):
+        open_as(folder, {name: 8.0})
+    state = open_as(folder, {name: np.int64(8)}).state_dict()
+    assert json.loads(json.dumps(state)) == state
 
 
 def test_the_same_data_elsewhere_is_the_same(folder: str, tmp_path: Path) -> None:
