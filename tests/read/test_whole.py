@@ -127,7 +127,7 @@ def test_another_topology_is_refused_with_both_values(bare: str) -> None:
 
 def test_another_buffer_is_refused(bare: str) -> None:
     state = make(bare, shuffle=True, window=10).state_dict()
-    with pytest.raises(StateError, match="steps of the pipeline"):
+    with pytest.raises(StateError, match="of the pipeline: the state says"):
         make(bare, shuffle=True, window=20).load_state_dict(state)
 
 
