@@ -48,10 +48,8 @@ _FOR_S3FS = (
     "AuthorizationHeaderMalformed",
     "Content-Length Header missing",
 )
-_FORKED = (
-    "this process was forked from one that had used obstore, whose threads stayed there; "
-    "install s3fs, or start workers with multiprocessing_context='spawn'"
-)
+_FORKED = "this process was forked from one that had used obstore, whose threads stayed there"
+_SPAWN = "or start workers with multiprocessing_context='spawn'"
 _UNKNOWN_OPTION = "one of the storage options, or of the AWS profile, is for s3fs alone"
 _SECRET_NAMES = (
     "key", "secret", "token", "password", "credential", "sas", "passphrase", "connection_string", "authorization",
@@ -221,11 +219,15 @@ class Clients:
     def _leave_inherited(self) -> None:
         if self._pid == os.getpid():
             return
-        # forked: connections and threads stayed with the parent
-        inherited.keep_inherited(self._opened, self._obstore, self._filesystem)
-        self._opened, self._obstore, self._pid = {}, None, os.getpid()
-        if getattr(self._filesystem, "async_impl", False):
-            self._filesystem = copy.deepcopy(self._filesystem)  # opens it anew
+        with _deciding:
+            if self._pid == os.getpid():  # another thread was first
+                return
+            # forked: connections and threads stayed with the parent
+            inherited.keep_inherited(self._opened, self._obstore, self._filesystem)
+            self._opened, self._obstore = {}, None
+            if getattr(self._filesystem, "async_impl", False):
+                self._filesystem = copy.deepcopy(self._filesystem)  # opens it anew
+            self._pid = os.getpid()
 
     def _find_obstore(self, path: str, *, whole: bool) -> ObstoreReader | None:
         if self._s3_client == "s3fs" or not _is_installed("obstore"):
@@ -251,8 +253,20 @@ class Clients:
         if isinstance(why, ObstoreReader):
             return why
         if forced:
-            raise OptionError(f"obstore cannot read this: {why}", shard=f"s3://{path}")
+            raise OptionError(
+                f"obstore cannot read this: {why}; {self._remedy(why)}", shard=f"s3://{path}"
+            )
         return None
+
+    def _remedy(self, why: str) -> str:
+        """Return how S3 can be read where obstore cannot."""
+        remedies = []
+        if self._s3_client == "obstore":
+            remedies.append("leave s3_client='obstore' out, so that s3fs reads it")
+        if not _is_installed("s3fs"):
+            remedies.append("install s3fs")
+        together = " and ".join(remedies)
+        return f"{together}, {_SPAWN}" if why == _FORKED else together
 
     def _only_looks_around(self, *, whole: bool) -> bool:
         """Tell whether this may be a process that reads little and then forks workers, for whom obstore's threads would be lost."""
@@ -307,10 +321,10 @@ class Clients:
         from shardstream.storage.read_obstore import store_arguments  # noqa: PLC0415
 
         if inherited.has_dead_threads():
-            raise OptionError(_FORKED)
+            raise OptionError(f"{_FORKED}; {self._remedy(_FORKED)}")
         settings = self._settings()
         if settings is None:
-            raise OptionError(f"{_UNKNOWN_OPTION}: pip install s3fs")
+            raise OptionError(f"{_UNKNOWN_OPTION}; {self._remedy(_UNKNOWN_OPTION)}")
         inherited.note_threads_started()
         return ObstoreFilesystem(store_arguments(settings, retries=not reading))
 

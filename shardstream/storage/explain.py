@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -35,6 +35,8 @@ _SIGNED = re.compile(
     r"(?is)(<(AWSAccessKeyId|StringToSign|StringToSignBytes|SignatureProvided|CanonicalRequest|CanonicalRequestBytes)>).*?(?=</\2>|$)"
     r"|(\b(?:X-Amz-(?:Signature|Credential|Security-Token)|AWSAccessKeyId|Signature|Credential|sig|Authorization)['\"]?\s*[=:]\s*(?:(?:Bearer|Basic|Token) )?)[^\s&<>]+"
 )
+_STATUS = re.compile(r"status code: (\d{3})\b")
+_LONGEST_CHAIN = 10
 _CODE = re.compile(r"<Code>([^<]*)</Code>(?:<Message>([^<]*)</Message>)?")
 
 
@@ -71,7 +73,7 @@ _SIGNS = (
            "kind: Connect"),
           "the server cannot be reached; check AWS_ENDPOINT_URL and the network", again=True),
     _Sign(("SlowDown", "reduce your request rate", "TooManyRequests", "Too Many Requests", "Throttl", "RequestLimitExceeded",
-           "503 Service Unavailable", "ServiceUnavailable", "503, message", "429, message"),
+           "503 Service Unavailable", "ServiceUnavailable", "503, message", "429, message", "(503)", "(429)"),
           "the server asks for fewer requests; read with fewer workers at a time", again=True, throttled=True),
     _Sign(("InvalidRange", "Range Not Satisfiable", "RangeNotSatisfiable"),
           "the file is shorter than its index says", past_end=True),
@@ -201,11 +203,19 @@ def scrub(text: str, secrets: tuple[str, ...]) -> str:
 
 def _chain_text(error: BaseException) -> str:
     parts: list[str] = []
-    cause: BaseException | None = error
-    while cause is not None and len(parts) < 20:
-        parts += (" ".join(kind.__name__ for kind in type(cause).__mro__), str(cause))
-        cause = cause.__cause__ or cause.__context__
+    for one in _chain(error):
+        parts += (" ".join(kind.__name__ for kind in type(one).__mro__), str(one))
     return "\n".join(parts)
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """Return an error and its causes, ten at most."""
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and len(chain) < _LONGEST_CHAIN:
+        chain.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    return chain
 
 
 def _first_line(error: Exception) -> str:
@@ -215,3 +225,18 @@ def _first_line(error: Exception) -> str:
     if code is not None:
         return ", ".join(part for part in code.groups() if part)
     return text.strip().partition("\n")[0]
+
+
+def is_answer(error: BaseException) -> bool:
+    """Tell whether a server sent an HTTP status: then something listens at its address."""
+    return any(_status(one) is not None for one in _chain(error))
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the HTTP status that an error of a client holds; None if no answer came."""
+    response = getattr(error, "response", None)
+    if isinstance(response, Mapping):  # botocore
+        response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    found = _STATUS.search(str(error))  # obstore says it in words alone
+    said = (response, getattr(error, "status", None), getattr(error, "status_code", None))
+    return next((one for one in said if isinstance(one, int)), int(found[1]) if found else None)

@@ -79,7 +79,7 @@ class Storage:
         self._clients = Clients(options or {}, filesystem)
         self._versions: OrderedDict[str, str] = OrderedDict()
         self.reached = False
-        """Whether a server has answered: one that never did is not waited for that long."""
+        """Whether a server has answered, with bytes or an HTTP error; one that never did is not waited for that long."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_versions": OrderedDict()}

@@ -131,14 +131,14 @@ class Pace:
                 self._begin(now)
 
     def close(self) -> None:
-        """Let nobody wait any more."""
+        """Let nobody wait any more, now or later."""
         with self._changed:
             self.closed.set()
-            self.limit = self._active + len(self._waiting)
             self._admit()
 
     def _admit(self) -> None:
-        while self._waiting and self._active < self.limit:
+        # A thread may ask for a slot after the close: nobody would ever wake it.
+        while self._waiting and (self.closed.is_set() or self._active < self.limit):
             self._active += 1
             self._waiting.popleft().release()
 

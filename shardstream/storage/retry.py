@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 from shardstream.errors import ChangedError
-from shardstream.storage.explain import Verdict, judge, no_ranges, tellable
+from shardstream.storage.explain import Verdict, is_answer, judge, no_ranges, tellable
 
 if TYPE_CHECKING:
     from shardstream.storage.filesystem import Storage
@@ -19,9 +19,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 8.0
-_NEVER_REACHED_S = (
-    10.0  # of patience with a server that has not answered once: more likely a wrong address
-)
+# Patience with a server that has sent no HTTP answer at all, not even an error: more likely a wrong address.
+_NEVER_REACHED_S = 10.0
 _jitter = random.Random()  # of its own: the user's global generator is left alone
 
 
@@ -180,6 +179,7 @@ class Turns:
         """
         storage = self._storage
         verdict = judge(error, self._url, storage.secrets)
+        storage.reached = storage.reached or verdict.throttled or is_answer(error)
         if verdict.throttled and self._on_throttle is not None:
             self._on_throttle()
         patience_s = storage.limits.patience_s

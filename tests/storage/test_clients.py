@@ -459,6 +459,111 @@ def test_a_read_that_nobody_waits_for_ends_soon(client: str, faults: Faults) -> 
         fetch(storage, faults.url, 0, 10, given_up=given_up)
 
 
+@contextmanager
+def serving(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
+    """Serve on a port of this machine; yields the address."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def paused(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The pauses of `retry`, each of which is over at once."""
+    pauses: list[float] = []
+    monkeypatch.setattr("shardstream.storage.retry.time.sleep", pauses.append)
+    return pauses
+
+
+@pytest.mark.parametrize("operation", ["read", "info"])
+def test_a_server_that_throttles_from_the_first_request_on_has_the_whole_patience(
+    client: str, operation: str, faults: Faults, paused: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fleet that starts together gets nothing but 503 at first: that is no wrong address."""
+    faults.set(slow=1)
+    storage = Storage(faults.server.chaos.storage_options | {"s3_client": client})
+
+    def pause(seconds: float) -> None:
+        paused.append(seconds)
+        if sum(paused) > 30:
+            faults.set(slow=0)
+
+    monkeypatch.setattr("shardstream.storage.retry.time.sleep", pause)
+    if operation == "read":
+        assert fetch(storage, faults.url, 0, 10) == BODY[:10]
+    else:
+        assert storage.info(faults.url).size == len(BODY)
+    assert 30 < sum(paused) < 60
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
+@pytest.mark.parametrize("way", [*CLIENTS, "http"])
+def test_any_http_error_is_an_answer(way: str, status: int, paused: list[float]) -> None:
+    class Fails(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            """Say nothing."""
+
+    with serving(Fails) as endpoint:
+        if way == "http":
+            storage, url = Storage(), f"{endpoint}/b/k"
+        else:
+            options = {"endpoint_url": endpoint, "key": "key12", "secret": "secret", "s3_client": way}
+            storage, url = Storage(options), "s3://b/k"
+        with pytest.raises(StorageError, match=r"\[in ") as raised:
+            fetch(storage, url, 0, 10)
+    assert 50 < sum(paused) < 60
+    assert raised.value.__notes__[0].startswith(f"tried {len(paused) + 1} times in ")
+
+
+@pytest.mark.parametrize("way", [*CLIENTS, "http"])
+def test_an_address_where_nothing_answers_is_given_up_sooner(way: str, paused: list[float]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        endpoint = f"http://127.0.0.1:{free.getsockname()[1]}"
+    options = {"endpoint_url": endpoint, "key": "key12", "secret": "secret", "s3_client": way}
+    storage, url = (Storage(), f"{endpoint}/k") if way == "http" else (Storage(options), "s3://b/k")
+    with pytest.raises(StorageError, match="the server cannot be reached"):
+        fetch(storage, url, 0, 10)
+    assert 1 < sum(paused) < 10
+
+
+def test_patience_begins_anew_with_each_byte_that_comes(
+    client: str, faults: Faults, paused: list[float]
+) -> None:
+    """A server that cuts each answer after a few bytes is slow, not dead."""
+    storage = faults.storage(client, patience_s=20)
+    really_read, cut = storage.read_once, [0]
+
+    def read_once(url: str, start: int = 0, end: int | None = None, **options: Any) -> Any:
+        cut[0] += 1
+        if cut[0] % 4:
+            raise ConnectionResetError("cut")
+        assert end is not None
+        return really_read(url, start, min(end, start + 5), **options)
+
+    storage.read_once = read_once  # type: ignore[method-assign]
+    assert fetch(storage, faults.url, 0, 200) == BODY[:200]
+    assert sum(paused) > 20
+
+
+@pytest.mark.parametrize("name", ["nothing.tar", "no-bucket"])
+def test_what_is_missing_is_asked_for_once(
+    client: str, name: str, faults: Faults, paused: list[float]
+) -> None:
+    url = "s3://shardstream-no-such-bucket/a.tar" if name == "no-bucket" else f"{faults.url}.{name}"
+    with pytest.raises(MissingError):
+        fetch(faults.storage(client), url, 0, 10)
+    assert paused == []
+    assert faults.count("requests") == 1
+
+
 def test_listings_are_asked_for_again_too(faults: Faults) -> None:
     faults.set(slow=0.6)
     storage = faults.storage("s3fs")

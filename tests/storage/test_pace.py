@@ -204,6 +204,22 @@ def test_slots_that_are_added_wake_those_that_wait(clock: Clock) -> None:
         one.end()
 
 
+@given(st.lists(st.sampled_from(["throttled", "arrived", "heard"]), max_size=5), st.integers(1, 3))
+def test_after_the_close_nobody_waits_for_a_slot(events: list[str], active: int) -> None:
+    """Not those that wait then, nor a thread of the pool that comes later, whatever answers come meanwhile."""
+    pace = Pace(1, 8)
+    made = [Holder(pace) for _ in range(active)]
+    with_slots(made, 1)
+    pace.close()
+    for event in events:
+        pace.arrived(1, 0.1) if event == "arrived" else getattr(pace, event)()
+    made += [Holder(pace) for _ in range(3)]
+    with_slots(made, len(made))
+    for one in made:
+        one.end()
+    assert pace._active == 0
+
+
 def test_a_slot_can_be_freed_before_its_request_ends_and_counts_once() -> None:
     pace = Pace(1, 8)
     made = [Holder(pace), Holder(pace)]

@@ -79,6 +79,25 @@ OBSTORE_ALONE = """
 """
 
 
+CHOSEN = """
+    from concurrent.futures import ProcessPoolExecutor
+    import shardstream as ss
+    from shardstream.storage.filesystem import Storage
+
+    def read(storage, url):
+        try:
+            return storage.read(url, 1, 3).decode()
+        except ss.OptionError as error:
+            return str(error)
+
+    if __name__ == "__main__":
+        url, storage = sys.argv[1], Storage({"s3_client": "obstore"})
+        storage.read(url, 0, 2)
+        with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:
+            print(json.dumps(pool.submit(read, storage, url).result(timeout=200)))
+"""
+
+
 LOADERS = """
     import shardstream as ss
 
@@ -134,6 +153,16 @@ def test_a_child_reads_whatever_its_parent_has_opened(
     publish_bytes(Storage(), url, b"1234")
     found = run(CHILDREN, tmp_path, url, method, parent_client, own)
     assert found == [["23", reader] for reader in readers]
+
+
+def test_who_chose_obstore_is_not_told_to_install_what_is_there(
+    bucket: str, tmp_path: Path
+) -> None:
+    url = f"{bucket}/data/a.tar"
+    publish_bytes(Storage(), url, b"1234")
+    told = run(CHOSEN, tmp_path, url)
+    assert "leave s3_client='obstore' out, so that s3fs reads it, or start workers with multi" in told
+    assert "install" not in told
 
 
 def test_obstore_alone_lists_reads_and_writes(bucket: str, tmp_path: Path) -> None:
