@@ -5,29 +5,41 @@ from __future__ import annotations
 import operator
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self, overload
+from typing import Any, NamedTuple, Self, overload
 
 import numpy as np
 from torch.utils.data import Dataset
 
 from shardstream.errors import OptionError
 from shardstream.format.group import Sample
-from shardstream.read.pipeline import Pipeline
+from shardstream.read.pipeline import ItemChain, Pipeline
 from shardstream.read.planned import Options, PlannedSamples
 from shardstream.read.skip import Skips
 from shardstream.read.stage import ItemStage, Stage, check_epoch
 from shardstream.read.steps import ItemSteps
 from shardstream.storage.cache import open_cache
 from shardstream.storage.catalog import Catalog, Numbers
-from shardstream.storage.fetch import Fetcher, open_fetcher
+from shardstream.storage.fetch import Fetcher, open_batch_fetcher
 from shardstream.storage.filesystem import Storage
+from shardstream.storage.inherited import new_lock
 from shardstream.storage.locate import Urls, locate
 from shardstream.storage.objects import ObjectCatalog
 from shardstream.storage.verified import Verify
 
+_opening = new_lock()
+
+
+class _Opened(NamedTuple):
+    """What a dataset reads with in one process and epoch."""
+
+    pid: int
+    epoch: int
+    fetcher: Fetcher
+    chain: ItemChain
+
 
 class NumberedDataset(ItemSteps, Dataset[Any]):
-    """Samples by number, of shards or of loose files.
+    """Samples by number, of shards or of loose files; safe among threads, if the user's functions are.
 
     Args:
         catalog: The samples.
@@ -40,8 +52,7 @@ class NumberedDataset(ItemSteps, Dataset[Any]):
         self._pipeline = Pipeline(
             source=PlannedSamples(catalog=catalog, options=Options(seed=seed))
         )
-        self._fetcher: Fetcher | None = None
-        self._pid = os.getpid()
+        self._opened: _Opened | None = None
         self.epoch = 0
 
     def __len__(self) -> int:
@@ -73,27 +84,33 @@ class NumberedDataset(ItemSteps, Dataset[Any]):
                 raise IndexError(f"sample numbers go from {-size} to {size - 1}, asked for {index}")
         numbers = np.array([self._numbers[index] for index in indices], dtype=np.int64)
         unique, back = np.unique(numbers, return_inverse=True)
-        raw = [_sound(sample) for sample in self._open().samples(unique)]
-        chain = self._pipeline.chain(self.epoch, Skips())
-        try:
-            items, _ = chain(
-                [raw[place] if unique.size == numbers.size else dict(raw[place]) for place in back],
-                numbers.tolist(),
-            )
-        finally:
-            chain.close()
+        opened = self._open()
+        raw = [_sound(sample) for sample in opened.fetcher.samples(unique)]
+        items, _ = opened.chain(
+            [raw[place] if unique.size == numbers.size else dict(raw[place]) for place in back],
+            numbers.tolist(),
+        )
         return list(items)
 
-    def _open(self) -> Fetcher:
-        if (
-            self._fetcher is None or self._pid != os.getpid()
-        ):  # a forked worker has none of its parent's threads
-            # What to read is said batch by batch: no read-ahead.
-            self._fetcher, self._pid = (
-                open_fetcher(self._catalog, (), prefetch_bytes=0),
-                os.getpid(),
-            )
-        return self._fetcher
+    def _open(self) -> _Opened:
+        """Return what reads in this process and epoch; threads share it."""
+        pid, epoch, opened = os.getpid(), self.epoch, self._opened
+        if opened is not None and (opened.pid, opened.epoch) == (pid, epoch):
+            return opened
+        with _opening:
+            opened = self._opened
+            if (
+                opened is None or opened.pid != pid
+            ):  # a forked worker has none of its parent's threads
+                fetcher = open_batch_fetcher(self._catalog)
+            elif opened.epoch == epoch:  # another thread was first
+                return opened
+            else:
+                fetcher = opened.fetcher
+            # Steps with threads keep them: to start four takes three times as long as to decode a small image.
+            opened = _Opened(pid, epoch, fetcher, self._pipeline.chain(epoch, Skips()))
+            self._opened = opened
+            return opened
 
     def __iter__(self) -> Iterator[Any]:
         return (self[number] for number in range(len(self)))
@@ -103,7 +120,7 @@ class NumberedDataset(ItemSteps, Dataset[Any]):
         self.epoch = check_epoch(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_fetcher": None}
+        return self.__dict__ | {"_opened": None}
 
     @property
     def _num_stages(self) -> int:
@@ -129,7 +146,7 @@ class ShardMapDataset(NumberedDataset):
 
     For torch's ``DataLoader`` with a sampler (``DistributedSampler``, ``WeightedRandomSampler``), ``Subset`` and
     ``random_split``. A batch is fetched with few range reads of neighbouring samples. `ShardDataset` reads faster where a
-    sampler is not needed: it knows what comes next.
+    sampler is not needed: it knows what comes next. It may be read from several threads at a time.
 
     Args:
         urls: As in `ShardDataset`; every shard needs an index, or lies on this machine.

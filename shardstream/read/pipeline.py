@@ -203,7 +203,7 @@ class ItemChain:
         if self._first is not None:
             items, numbers = self._first(items, numbers)
         for function, pool in self._functions:
-            if pool is None and self._skips.budget is None:
+            if (pool is None or len(items) == 1) and self._skips.budget is None:
                 try:
                     items = [
                         function(item, number) for item, number in zip(items, numbers, strict=True)

@@ -43,7 +43,7 @@ class _Part:
 
 
 class RangeFetcher:
-    """Samples of remote tars, by range reads ahead of use.
+    """Samples of remote tars, by range reads ahead of use; for one thread.
 
     What has come is taken apart at once, and each sample's memory is free again when it is used: a shuffled window shrinks while
     the next one comes in, where its ranges would be held to its end.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
@@ -42,7 +43,7 @@ class Asked:
 
 
 class Asking:
-    """Asks for ranges of a dataset's shards.
+    """Asks for ranges of a dataset's shards; safe among threads.
 
     Args:
         catalog: The dataset.
@@ -55,6 +56,7 @@ class Asking:
         self._unanswered: list[Asked] = []
         self._read_bytes = self._requests = 0
         self._wait_s = 0.0
+        self._lock = threading.Lock()  # of the three counts and the list above
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-fetch")
         self._aside = ThreadPoolExecutor(_THREADS_ASIDE, thread_name_prefix="shardstream-aside")
 
@@ -63,7 +65,8 @@ class Asking:
         asked = Asked(span)
         asked.first = self._pool.submit(self._fetch, asked)
         if self._hedges:
-            self._unanswered.append(asked)
+            with self._lock:
+                self._unanswered.append(asked)
         return asked
 
     def ask_index(self, shard: int) -> Future[object]:
@@ -92,9 +95,11 @@ class Asking:
         try:
             data = self._first_good(asked)
         finally:
-            self._wait_s += time.monotonic() - begin
-        self._requests += 1
-        self._read_bytes += asked.span.size
+            with self._lock:
+                self._wait_s += time.monotonic() - begin
+        with self._lock:
+            self._requests += 1
+            self._read_bytes += asked.span.size
         return data
 
     def stats(self) -> dict[str, float]:
@@ -122,15 +127,16 @@ class Asking:
 
     def _hedge_late(self) -> None:
         """Send second requests for what is late."""
-        self._unanswered = [
-            asked
-            for asked in self._unanswered
-            if asked.requests and not any(one.done() for one in asked.requests)
-        ]
         late = time.monotonic() - self.pace.straggler_s
-        for asked in self._unanswered:
-            if asked.second is None and asked.sent_at < late:
-                asked.second = self._aside.submit(self._hedge, asked)
+        with self._lock:
+            self._unanswered = [
+                asked
+                for asked in self._unanswered
+                if asked.requests and not any(one.done() for one in asked.requests)
+            ]
+            for asked in self._unanswered:
+                if asked.second is None and asked.sent_at < late:
+                    asked.second = self._aside.submit(self._hedge, asked)
 
     def _hedge(self, asked: Asked) -> Data:
         """Read a range whose answer is late; what the late one held is free for others then."""

@@ -89,9 +89,11 @@ class Catalog:
         self._keep_read(located.indexes)
 
     def __getstate__(self) -> dict[str, Any]:
-        if self._kept_bytes <= _OFFSETS_SENT_BYTES:
-            return self.__dict__.copy()
-        return self.__dict__ | {"_kept": OrderedDict(), "_kept_bytes": 0}
+        with _lock:  # another thread may be reading
+            kept, nbytes = self._kept.copy(), self._kept_bytes
+        if nbytes > _OFFSETS_SENT_BYTES:
+            kept, nbytes = OrderedDict(), 0
+        return self.__dict__ | {"_kept": kept, "_kept_bytes": nbytes}
 
     def __len__(self) -> int:
         return int(self._firsts[-1])

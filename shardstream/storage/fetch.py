@@ -8,10 +8,12 @@ from typing import Protocol
 
 import numpy as np
 
-from shardstream.format.columns import Found, Samples, in_place
+from shardstream.format.columns import Found, Samples, as_rows, from_rows, in_place
 from shardstream.format.many import Stretch, are_many, find_samples, read_one, read_samples
 from shardstream.storage.ahead import RangeFetcher
+from shardstream.storage.asking import Asking
 from shardstream.storage.catalog import Extents, Numbers
+from shardstream.storage.coalesce import coalesce
 from shardstream.storage.joined import AnyCatalog
 from shardstream.storage.pages import PagesAhead
 
@@ -53,6 +55,58 @@ def open_fetcher(
     if catalog.is_local:
         return LocalFetcher(catalog, PagesAhead(catalog, iter(upcoming), prefetch_bytes))
     return RangeFetcher(catalog, iter(upcoming), prefetch_bytes=prefetch_bytes, hedges=hedge)
+
+
+def open_batch_fetcher(catalog: AnyCatalog) -> Fetcher:
+    """Open a reader of batches that nobody announces, safe among threads.
+
+    Args:
+        catalog: The dataset.
+    """
+    if catalog.is_local:
+        return LocalFetcher(catalog, PagesAhead(catalog, iter(()), 0))
+    return BatchFetcher(catalog)
+
+
+class BatchFetcher:
+    """Reads batches of remote samples by range requests, and nothing ahead; safe among threads.
+
+    Args:
+        catalog: The dataset.
+    """
+
+    def __init__(self, catalog: AnyCatalog) -> None:
+        self._catalog = catalog
+        self._asking = Asking(catalog, hedges=False)
+
+    def samples(self, numbers: Numbers) -> Samples:
+        """Return for each number its sample, or what is wrong with it.
+
+        Raises:
+            StorageError: If bytes are out of reach.
+            IndexMismatchError: If they are not those of the manifest.
+        """
+        extents = self._catalog.extents(numbers)
+        rows: dict[int, object] = {}
+        for asked in [self._asking.ask(span) for span in coalesce(extents)]:
+            span, data = asked.span, self._asking.answer(asked)
+            starts, ends = extents.starts[span.places], extents.ends[span.places]
+            url = self._catalog.url_of(span.shard)
+            stretch = Stretch(span.shard, url, data, span.start, starts, ends)
+            found = as_rows(read_samples([stretch]))
+            rows.update(zip(span.places.tolist(), found, strict=True))
+        return from_rows([rows[place] for place in range(len(numbers))])
+
+    def find(self, numbers: Numbers) -> None:
+        """Return nothing: `samples` copies no more than was asked for."""
+
+    def stats(self) -> dict[str, float]:
+        """Return what it has cost so far."""
+        return self._asking.stats()
+
+    def close(self) -> None:
+        """Send no more requests; those in flight end by themselves."""
+        self._asking.close()
 
 
 class LocalFetcher:

@@ -15,11 +15,13 @@ from shardstream.errors import MissingError, StorageError
 from shardstream.storage.cache import Cache, version_of
 from shardstream.storage.clients import Clients, Limits
 from shardstream.storage.explain import explained
+from shardstream.storage.inherited import new_lock
 from shardstream.storage.piece import Piece
 from shardstream.storage.ranges import open_ranges
 from shardstream.storage.retry import fetch, patiently
 
 _VERSIONS_KEPT = 1 << 16
+_pinning = new_lock()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,9 +125,10 @@ class Storage:
 
     def pin(self, url: str, version: str) -> str:
         """Remember the version of a file that is read by ranges; returns the one that was first seen."""
-        first = self._versions.setdefault(url, version)
-        if len(self._versions) > _VERSIONS_KEPT:
-            self._versions.popitem(last=False)
+        with _pinning:
+            first = self._versions.setdefault(url, version)
+            if len(self._versions) > _VERSIONS_KEPT:
+                self._versions.popitem(last=False)
         return first
 
     def is_s3(self, url: str) -> bool:

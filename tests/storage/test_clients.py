@@ -480,7 +480,11 @@ def paused(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 @pytest.mark.parametrize("operation", ["read", "info"])
 def test_a_server_that_throttles_from_the_first_request_on_has_the_whole_patience(
-    client: str, operation: str, faults: Faults, paused: list[float], monkeypatch: pytest.MonkeyPatch
+    client: str,
+    operation: str,
+    faults: Faults,
+    paused: list[float],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A fleet that starts together gets nothing but 503 at first: that is no wrong address."""
     faults.set(slow=1)
@@ -515,7 +519,12 @@ def test_any_http_error_is_an_answer(way: str, status: int, paused: list[float])
         if way == "http":
             storage, url = Storage(), f"{endpoint}/b/k"
         else:
-            options = {"endpoint_url": endpoint, "key": "key12", "secret": "secret", "s3_client": way}
+            options = {
+                "endpoint_url": endpoint,
+                "key": "key12",
+                "secret": "secret",
+                "s3_client": way,
+            }
             storage, url = Storage(options), "s3://b/k"
         with pytest.raises(StorageError, match=r"\[in ") as raised:
             fetch(storage, url, 0, 10)

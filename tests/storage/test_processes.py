@@ -161,7 +161,9 @@ def test_who_chose_obstore_is_not_told_to_install_what_is_there(
     url = f"{bucket}/data/a.tar"
     publish_bytes(Storage(), url, b"1234")
     told = run(CHOSEN, tmp_path, url)
-    assert "leave s3_client='obstore' out, so that s3fs reads it, or start workers with multi" in told
+    assert (
+        "leave s3_client='obstore' out, so that s3fs reads it, or start workers with multi" in told
+    )
     assert "install" not in told
 
 
