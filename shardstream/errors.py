@@ -159,3 +159,7 @@ class NoIndexWarning(UserWarning):
 
 class CacheWarning(UserWarning):
     """Nothing is kept on the local disk: it is full, cannot be written, or what is read has no version."""
+
+
+class ShardWarning(UserWarning):
+    """A tar is read, but links in it are not, or its end is missing: samples may be incomplete or missing."""

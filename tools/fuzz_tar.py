@@ -16,6 +16,7 @@ import random
 import sys
 import tarfile
 import time
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,11 +27,12 @@ from typing import Any
 import numpy as np
 from tar_mutations import LONGEST_BYTES, mutate, seeds
 
-from shardstream.errors import ShardStreamError
+from shardstream.errors import ShardStreamError, ShardWarning
 from shardstream.format.group import Sample, iter_samples, read_sample
 from shardstream.format.index import decode_index, encode_index, scan_shard
 from shardstream.format.manifest import decode_manifest
 from shardstream.format.many import Stretch, read_one, read_samples
+from shardstream.format.notes import TarNotes
 from shardstream.format.stream import StreamReader
 from shardstream.format.tar import BLOCK_BYTES, ReadAt, iter_members
 
@@ -53,6 +55,12 @@ def check(data: bytes) -> str:
         AssertionError: If two ways differ, or reading costs more than its length explains.
         Exception: Any other than ours is a finding.
     """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ShardWarning)  # of links
+        return _check(data)
+
+
+def _check(data: bytes) -> str:
     _check_together(data)
     mine = _tried(lambda: _members(_Counted(data), len(data)))
     if mine is not None:
@@ -70,15 +78,18 @@ def check(data: bytes) -> str:
             if mine is None
             else "ours alone"
         )
-    assert [member for member in theirs if member[0]] == mine, "tarfile reads something else"
+    assert theirs == mine, "tarfile reads something else"
     return "both"
 
 
 def _check_samples(data: bytes) -> None:
-    known = _tried(lambda: list(iter_samples(_Counted(data), end=len(data), shard=_SHARD)))
+    notes = TarNotes()
+    known = _tried(
+        lambda: list(iter_samples(_Counted(data), end=len(data), shard=_SHARD, notes=notes))
+    )
     forward = StreamReader(io.BytesIO(data), chunk_bytes=700)
     streamed = _tried(lambda: list(iter_samples(forward, shard=_SHARD)))
-    assert streamed == known, "samples differ in a stream"
+    assert streamed == (known if notes.has_end else None), "samples differ in a stream"
     scan = _tried(lambda: scan_shard(_Counted(data), end=len(data), shard=_SHARD))
     assert (scan is None) == (known is None), "only one of indexing and reading accepts it"
     if scan is None or known is None:

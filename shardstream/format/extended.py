@@ -81,9 +81,15 @@ def extended_name(name: str, position: int, shard: str) -> str:
 
 
 def extended_size(text: str, position: int, shard: str) -> int:
-    """Return the size that a pax header gives."""
-    if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) < SIZE_LIMIT_BYTES):
+    """Return the size that a pax header gives; zeros before its first digit are padding."""
+    digits = text.lstrip("0") or text[-1:]
+    if not (
+        digits.isascii()
+        and digits.isdigit()
+        and len(digits) < 20
+        and int(digits) < SIZE_LIMIT_BYTES
+    ):
         raise ShardError(
             f"a pax header gives a size of {text[:40]!r}", shard=shard, offset=position
         )
-    return int(text)
+    return int(digits)

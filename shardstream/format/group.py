@@ -8,6 +8,7 @@ from zlib import adler32
 
 from shardstream.errors import IndexMismatchError, SampleError, ShardError
 from shardstream.format.names import RESERVED_FIELDS, is_meta_name, split_member_name
+from shardstream.format.notes import TarNotes
 from shardstream.format.tar import (
     BLOCK_BYTES,
     Buffer,
@@ -15,6 +16,7 @@ from shardstream.format.tar import (
     ReadAt,
     is_plain_header,
     iter_members,
+    iter_whole,
     known_sums,
 )
 
@@ -90,20 +92,28 @@ def iter_groups(members: Iterable[Member], *, shard: str = "") -> Iterator[Group
 
 
 def iter_samples(
-    read: ReadAt, *, end: int | None = None, start: int = 0, shard: str
+    read: ReadAt,
+    *,
+    end: int | None = None,
+    start: int = 0,
+    shard: str,
+    notes: TarNotes | None = None,
 ) -> Iterator[tuple[Group, Sample]]:
-    """Yield the samples of a tar in order, each with the place it has there.
+    """Yield the samples of a tar in order, each with the place it has there; check how it ends before the last one.
 
     Args:
         read: The tar's bytes by absolute offset; called for growing offsets only.
-        end: Offset behind the tar's last byte, if known.
+        end: Offset behind the tar's last byte; None where it is not known, as in a compressed tar: then the blocks that end
+            an archive must be there.
         start: Offset of a sample's first header.
         shard: URL, for ``__url__`` and messages.
+        notes: Filled on the way: what is not read, and how the tar ends.
 
     Raises:
-        ShardError: If the tar is damaged or cut.
+        ShardError: If the tar is damaged, cut or empty, or goes on after its end.
         SampleError: As in `iter_groups`.
     """
+    notes = TarNotes() if notes is None else notes
     kept: dict[int, bytes] = {}
     began = start
 
@@ -123,9 +133,8 @@ def iter_samples(
             kept[body] = data
             yield member
 
-    for group in iter_groups(
-        keeping(iter_members(read, start=start, end=end, shard=shard)), shard=shard
-    ):
+    members = iter_whole(read, start=start, end=end, shard=shard, notes=notes)
+    for group in iter_groups(keeping(members), shard=shard):
         sample: Sample = {"__key__": group.key, "__url__": shard}
         for field, (body, _) in group.fields.items():
             sample[field] = kept[body]
@@ -221,7 +230,8 @@ def _read_any(buffer: Buffer, base: int, start: int, end: int, shard: str) -> Sa
         return bytes(buffer[at - base : at - base + size]) if at < end else b""
 
     sample: Sample = {"__key__": None, "__url__": shard}
-    for name, header, body, size in iter_members(read, start=start, shard=shard):
+    notes = TarNotes()
+    for name, header, body, size in iter_members(read, start=start, shard=shard, notes=notes):
         data = read(body, size)
         if end <= base + len(buffer) and body + (size + 511 & -512) > end:
             raise _misfit(f"{name} goes on behind its end", shard, header)
@@ -240,6 +250,7 @@ def _read_any(buffer: Buffer, base: int, start: int, end: int, shard: str) -> Sa
         if end > base + len(buffer):
             raise _cut("a sample", 0, end - start, shard, start)
         raise _misfit("no sample", shard, start)
+    notes.warn_of_links(shard)
     return sample
 
 

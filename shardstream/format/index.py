@@ -14,7 +14,8 @@ import numpy.typing as npt
 
 from shardstream.errors import IndexMismatchError, plural
 from shardstream.format.group import iter_groups
-from shardstream.format.tar import Member, ReadAt, iter_members
+from shardstream.format.notes import TarNotes
+from shardstream.format.tar import Member, ReadAt, iter_whole
 
 Offsets = npt.NDArray[np.int64]
 """Shape (n + 1,): sample i of n is the bytes ``offsets[i]`` to ``offsets[i + 1]``."""
@@ -90,14 +91,17 @@ def check_extent(offsets: Offsets, *, filesize: int, nsamples: int | None, url: 
         )
 
 
-def scan_shard(read: ReadAt, *, end: int | None, shard: str) -> ShardScan:
+def scan_shard(
+    read: ReadAt, *, end: int | None, shard: str, notes: TarNotes | None = None
+) -> ShardScan:
     """Find the samples of a tar, by its headers alone.
 
     Raises:
-        ShardError: If the tar is damaged or cut.
+        ShardError: If the tar is damaged, cut or empty, or goes on after its end.
         SampleError: If a key comes back or a field is there twice.
     """
-    return scan_members(iter_members(read, end=end, shard=shard), shard=shard)
+    notes = TarNotes() if notes is None else notes
+    return scan_members(iter_whole(read, end=end, shard=shard, notes=notes), shard=shard)
 
 
 def scan_members(members: Iterable[Member], *, shard: str) -> ShardScan:

@@ -79,24 +79,6 @@ class StreamReader:
             at = offset - self._start
         return self._kept[at : at + size] if at >= 0 else b""
 
-    def drain(self) -> int:
-        """Read to the end, keeping nothing; return the length of the stream in bytes."""
-        while self._next(self._chunk_bytes):
-            pass
-        return self.position
-
-    def find_nonzero(self, offset: int) -> int | None:
-        """Return the offset of the first byte from ``offset`` on that is not zero; None if there is none."""
-        self(offset, 0)
-        while True:
-            at = max(0, offset - self._start)
-            rest = self._kept[at:] if at else self._kept
-            stripped = rest.lstrip(b"\0")
-            if stripped:
-                return self.position - len(stripped)
-            if not self._next(self._chunk_bytes):
-                return None
-
     def _fetch(self, offset: int, size: int) -> None:
         """Make the kept bytes begin at or before ``offset`` and hold ``size`` from there, if there are as many."""
         if self._seeks and offset > self.position + self._chunk_bytes:

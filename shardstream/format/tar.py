@@ -19,12 +19,16 @@ from shardstream.format.extended import (
     extended_size,
     records_of,
 )
+from shardstream.format.notes import TarNotes
 
 BLOCK_BYTES = 512
 _ZERO_BLOCK = bytes(BLOCK_BYTES)
 _HEADER_TEXT_LIMIT_BYTES = 1 << 20  # of one pax header or long name; real ones take hundreds
 _HEADERS_LIMIT_BYTES = 4 << 20  # of all extended headers before one member
 _ADLER_BASE = 65521
+_RECORD_BYTES = 20 * BLOCK_BYTES  # tars are written in such units, the last one padded
+_TAIL_CHUNK_BYTES = 1 << 20
+_FILE, _FOLDER, _CONTINUATION = b"0", b"5", b"M"
 
 ReadAt = Callable[[int, int], bytes]
 """``read(offset, size)``: bytes of the tar from an absolute offset; fewer only where the tar ends."""
@@ -35,9 +39,17 @@ Buffer = bytes | mmap.mmap | memoryview
 Member = tuple[str, int, int, int]
 """Name, offset of its first header (a pax header before it included), offset of its bytes, their size."""
 
+_Entry = tuple[bytes, Member, int]
+"""Typeflag, "0" for every kind of regular file; the member; the offset behind it."""
+
 
 def iter_members(
-    read: ReadAt, *, start: int = 0, end: int | None = None, shard: str = ""
+    read: ReadAt,
+    *,
+    start: int = 0,
+    end: int | None = None,
+    shard: str = "",
+    notes: TarNotes | None = None,
 ) -> Iterator[Member]:
     """Yield the regular files of a tar, or of a stretch of one that begins and ends between members.
 
@@ -48,38 +60,87 @@ def iter_members(
         start: Offset of the first header.
         end: Offset behind the last byte; None where it is not known, as in a stream.
         shard: URL for messages.
+        notes: Filled on the way.
 
     Raises:
         ShardError: At a wrong checksum, a header that makes no sense, or a header or body that is cut.
     """
+    notes = TarNotes() if notes is None else notes
     position = start
     while end is None or position < end:
         block = read(position, BLOCK_BYTES)
-        if is_plain_header(block):
-            try:
-                name = block[: block.index(0, 0, 101)].decode()
-                size = int(block[124:135], 8)
-            except ValueError:
-                member, position = _read_entry(read, position, block, shard)
-            else:
-                body = position + BLOCK_BYTES
-                member = (name, position, body, size)
-                position = body + (size + 511 & -512)
-                if size < 0:
-                    raise ShardError(
-                        "a member has a negative size", shard=shard, offset=body - BLOCK_BYTES
-                    )
-        elif not block and end is None:
-            return
-        elif block == _ZERO_BLOCK:
+        if not block and end is None:
+            break
+        if block == _ZERO_BLOCK:
             _check_end(read, position, end, shard)
-            return
-        else:
-            member, position = _read_entry(read, position, block, shard)
+            notes.has_end = True
+            break
+        kind, member, position = _plain_entry(block, position, shard) or _read_entry(
+            read, position, block, shard
+        )
         if end is not None and position > end:
             raise _cut_body(member, end, shard)
-        if member[0]:
+        if kind != _FILE:
+            notes.omit(kind, member[0], member[1])
+        elif not member[0]:
+            raise ShardError(
+                "a file without a name; write the shard again", shard=shard, offset=member[1]
+            )
+        else:
             yield member
+    notes.stop = position
+
+
+def iter_whole(
+    read: ReadAt, *, start: int = 0, end: int | None, shard: str, notes: TarNotes
+) -> Iterator[Member]:
+    """Yield the regular files of a tar to its last one, and check how it ends.
+
+    Bytes that are no header, in the record that the end-of-archive blocks are in, are noted: AIX tar leaves some there.
+
+    Args:
+        read: The tar's bytes by absolute offset; called for growing offsets only.
+        start: Offset of the first header that is wanted.
+        end: Offset behind the tar's last byte; None where it is not known, as in a compressed tar.
+        shard: URL for messages.
+        notes: Filled on the way.
+
+    Raises:
+        ShardError: As in `iter_members`; if the tar is empty; if its length is not known and the end-of-archive blocks are
+            missing; if another archive or other data follow.
+    """
+    yield from iter_members(read, start=start, end=end, shard=shard, notes=notes)
+    if notes.has_end:
+        _check_tail(read, notes, shard)
+    elif notes.stop == 0:
+        raise empty_tar(shard)
+    elif end is None or notes.stop > end:
+        raise ShardError(
+            f"the tar is cut: the blocks that end an archive are missing at byte {notes.stop}; "
+            "fetch or write the shard again",
+            shard=shard,
+            offset=notes.stop,
+        )
+
+
+def _check_tail(read: ReadAt, notes: TarNotes, shard: str) -> None:
+    position = notes.stop + BLOCK_BYTES
+    record_end = (position // _RECORD_BYTES + 1) * _RECORD_BYTES
+    while chunk := read(position, _TAIL_CHUNK_BYTES):
+        rest = chunk.lstrip(b"\0")
+        for at in range(len(chunk) - len(rest) & -BLOCK_BYTES, len(chunk), BLOCK_BYTES):
+            block, offset = chunk[at : at + BLOCK_BYTES], position + at
+            if not block.strip(b"\0"):
+                continue
+            if offset >= record_end or _is_header(block):
+                raise ShardError(
+                    "there are data behind the end of the archive, which every reader would lose (tars joined by 'cat'?); "
+                    "extract all parts with 'tar --ignore-zeros' and pack them again",
+                    shard=shard,
+                    offset=offset,
+                )
+            notes.leftover = offset if notes.leftover is None else notes.leftover
+        position += len(chunk)
 
 
 known_sums: dict[bytes, int] = {}
@@ -118,6 +179,11 @@ def _is_sound(block: bytes) -> bool:
     return zlib.adler32(block) & 0xFFFF == expected
 
 
+def _is_header(block: bytes) -> bool:
+    """Tell whether a block of 512 bytes has the checksum of a header."""
+    return _is_sound(block) or _signed_sum_is(block, _octal(block[148:156]))
+
+
 def _octal(field: bytes) -> int | None:
     text = field.split(b"\0", 1)[0].strip()
     try:
@@ -141,12 +207,23 @@ def _signed_sum_is(block: bytes, stored: int | None) -> bool:
     return stored == 8 * 32 + sum(byte - 256 if byte > 127 else byte for byte in rest)
 
 
-def _read_entry(read: ReadAt, start: int, block: bytes, shard: str) -> tuple[Member, int]:
-    """Read one entry with the headers that belong to it; the name is empty if it is no regular file.
+def _plain_entry(block: bytes, position: int, shard: str) -> _Entry | None:
+    """Read the entry of a header that nearly every member of a shard has; None if it is another."""
+    if not is_plain_header(block):
+        return None
+    try:
+        name = block[: block.index(0, 0, 101)].decode()
+        size = int(block[124:135], 8)
+    except ValueError:
+        return None
+    if size < 0:
+        raise ShardError("a member has a negative size", shard=shard, offset=position)
+    body = position + BLOCK_BYTES
+    return _FILE, (name, position, body, size), body + (size + 511 & -512)
 
-    Returns:
-        The member, and the offset behind it.
-    """
+
+def _read_entry(read: ReadAt, start: int, block: bytes, shard: str) -> _Entry:
+    """Read one entry with the headers that belong to it."""
     position = start
     extended: dict[str, str] = {}
     while True:
@@ -159,7 +236,7 @@ def _read_entry(read: ReadAt, start: int, block: bytes, shard: str) -> tuple[Mem
         extend(extended, records_of(kind, text, position, shard), position, shard)
         position = body + (size + 511 & -512)
         if kind == b"g" and not extended:
-            return ("", start, body, size), position
+            return kind, ("", start, body, size), position
         if position - start > _HEADERS_LIMIT_BYTES:
             raise ShardError(
                 f"over {_HEADERS_LIMIT_BYTES} bytes of extended headers before one member",
@@ -169,20 +246,33 @@ def _read_entry(read: ReadAt, start: int, block: bytes, shard: str) -> tuple[Mem
         block = read(position, BLOCK_BYTES)
     if "size" in extended:
         size = extended_size(extended["size"], start, shard)
+    _refuse_partial(kind, extended, start, shard)
+    if kind == b"\0" and block[:100].split(b"\0", 1)[0][-1:] == b"/":
+        kind = _FOLDER
+    name = extended.get("path", _ustar_name(block))
+    if kind in b"123456":
+        # Links, devices and folders have no body, whatever their size says (as in tarfile).
+        return kind, (name, start, body, 0), body
+    if "path" in extended:
+        name = extended_name(name, start, shard)
+    kind = _FILE if kind in b"0\x007" else kind
+    return kind, (name, start, body, size), body + (size + 511 & -512)
+
+
+def _refuse_partial(kind: bytes, extended: dict[str, str], start: int, shard: str) -> None:
+    """Refuse members whose bytes in the tar are not those of the file."""
     if kind == b"S" or any(record.startswith("GNU.sparse.") for record in extended):
         raise ShardError(
             "a sparse member would come out condensed; pack it without sparseness (GNU tar: leave out --sparse)",
             shard=shard,
             offset=start,
         )
-    if kind in b"123456" or (kind == b"\0" and block[:100].split(b"\0", 1)[0][-1:] == b"/"):
-        # Links, devices and folders have no body, whatever their size says (as in tarfile).
-        return ("", start, body, 0), body
-    name = (
-        extended_name(extended["path"], start, shard) if "path" in extended else _ustar_name(block)
-    )
-    member = (name if kind in b"0\x007" else "", start, body, size)
-    return member, body + (size + 511 & -512)
+    if kind == _CONTINUATION:
+        raise ShardError(
+            "the rest of a file that begins in another volume; join the volumes, or write the tar in one (GNU tar: leave out --multi-volume)",
+            shard=shard,
+            offset=start,
+        )
 
 
 def _check_header(block: bytes, position: int, shard: str) -> int:
@@ -194,7 +284,7 @@ def _check_header(block: bytes, position: int, shard: str) -> int:
             shard=shard,
             offset=position,
         )
-    if not _is_sound(block) and not _signed_sum_is(block, _octal(block[148:156])):
+    if not _is_header(block):
         what = "no tar file" if position == 0 else "no tar header (its checksum is wrong)"
         raise ShardError(
             f"{what}; the shard is damaged or not a tar, fetch or write it again",
@@ -248,6 +338,11 @@ def _check_end(read: ReadAt, position: int, end: int | None, shard: str) -> None
             shard=shard,
             offset=position,
         )
+
+
+def empty_tar(shard: str) -> ShardError:
+    """Return the error for a file of no bytes."""
+    return ShardError("the file is empty: no tar; fetch or write it again", shard=shard, offset=0)
 
 
 def _cut_body(member: Member, end: int, shard: str) -> ShardError:

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from shardstream.errors import ChangedError
 from shardstream.format.group import Sample, iter_samples
 from shardstream.format.manifest import ShardInfo, checksum, fingerprint
+from shardstream.format.notes import TarNotes
 from shardstream.format.stream import StreamReader, decompressed
 from shardstream.placement import Reader
 from shardstream.read.permute import derive_key, permute
@@ -107,14 +109,22 @@ class WholeShardRun:
         start, passed = (0, self._taken) if compressed else (self._offset, 0)
         with self._open(info) as raw, decompressed(raw, shard=info.url) as stream:
             read = StreamReader(stream, chunk_bytes=_CHUNK_BYTES)
-            end = None if compressed else info.filesize
-            for group, sample in iter_samples(read, start=start, end=end, shard=info.url):
+            end = None if compressed else self._size(info)
+            notes = TarNotes()
+            samples = iter_samples(read, start=start, end=end, shard=info.url, notes=notes)
+            for group, sample in samples:
                 if passed:
                     passed -= 1
                     continue
                 self.number = derive_key(shard, self._taken)
                 self._taken, self._offset = self._taken + 1, group.end
                 yield sample
+        notes.warn(info.url)
+        if passed:
+            raise ChangedError(
+                f"{passed} of the {self._taken} samples that were read before are gone; begin the epoch again",
+                shard=info.url,
+            )
 
     @contextmanager
     def _open(self, info: ShardInfo) -> Iterator[Any]:
@@ -124,5 +134,7 @@ class WholeShardRun:
             with storage.open(info.url) as stream:
                 yield stream
         else:
-            size = storage.info(info.url).size if info.filesize is None else info.filesize
-            yield RangeStream(storage, info.url, size, least_bytes=_CHUNK_BYTES)
+            yield RangeStream(storage, info.url, self._size(info), least_bytes=_CHUNK_BYTES)
+
+    def _size(self, info: ShardInfo) -> int:
+        return self._source.storage.info(info.url).size if info.filesize is None else info.filesize

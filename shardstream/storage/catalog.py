@@ -24,7 +24,8 @@ from shardstream.format.index import (
     scan_shard,
 )
 from shardstream.format.manifest import ShardInfo, checksum, fingerprint
-from shardstream.format.tar import BLOCK_BYTES, Buffer
+from shardstream.format.notes import TarNotes
+from shardstream.format.tar import BLOCK_BYTES, Buffer, empty_tar
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.inherited import new_lock
 from shardstream.storage.locate import Located, is_compressed
@@ -265,6 +266,8 @@ class Catalog:
 
     def _count(self, number: int, shard: ShardInfo, located: Located) -> ShardInfo:
         """Complete what is known of a shard; scan a local tar that has no index."""
+        if shard.filesize == 0:
+            raise empty_tar(shard.url)
         if shard.url in located.indexed and shard.nsamples is not None:
             _check_count(shard)
             return shard
@@ -275,7 +278,11 @@ class Catalog:
                 shard=shard.url,
             )
         tar = map_file(path, shard.url)
-        scan = scan_shard(lambda at, size: tar[at : at + size], end=len(tar), shard=shard.url)
+        notes = TarNotes()
+        scan = scan_shard(
+            lambda at, size: tar[at : at + size], end=len(tar), shard=shard.url, notes=notes
+        )
+        notes.warn(shard.url)
         nsamples, filesize = len(scan.keys), len(tar)
         if shard.nsamples not in (None, nsamples):
             raise IndexMismatchError(

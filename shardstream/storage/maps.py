@@ -12,8 +12,7 @@ import resource
 from collections import OrderedDict
 from weakref import WeakSet
 
-from shardstream.errors import ShardError
-from shardstream.format.tar import Buffer
+from shardstream.format.tar import Buffer, empty_tar
 from shardstream.storage.explain import explained
 from shardstream.storage.inherited import new_lock
 
@@ -64,9 +63,7 @@ def map_file(path: str, url: str) -> mmap.mmap:
     try:
         size = os.fstat(handle).st_size
         if size == 0:
-            raise ShardError(
-                "the file is empty: no tar; fetch or write it again", shard=url, offset=0
-            )
+            raise empty_tar(url)
         return mmap.mmap(handle, size, access=mmap.ACCESS_READ)
     finally:
         os.close(handle)

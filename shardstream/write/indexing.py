@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from shardstream.errors import ManifestError, OptionError, StorageError
@@ -44,7 +45,7 @@ class IndexReport:
 class _Indexed:
     info: ShardInfo
     fields: Mapping[str, int]
-    warning: str | None
+    warnings: tuple[str, ...]
 
 
 def index(  # noqa: PLR0913  (the public door)
@@ -85,7 +86,7 @@ def index(  # noqa: PLR0913  (the public door)
     url = join_url(folder, MANIFEST_NAME)
     manifest = _manifest_of(done, name=name or _name_before(url, storage))
     publish_bytes(storage, url, encode_manifest(manifest))
-    warnings = (*(one.warning for one in done if one.warning is not None), *_left_out(others, url))
+    warnings = (*chain.from_iterable(one.warnings for one in done), *_left_out(others, url))
     return IndexReport(manifest_url=url, manifest=manifest, warnings=warnings)
 
 
@@ -170,16 +171,11 @@ def _index_shard(tar: FileInfo, *, storage: Storage, meter: Meter, wds2idx: bool
     publish_bytes(storage, tar.url + INDEX_SUFFIX, encode_index(scan.offsets))
     if text is not None:
         publish_bytes(storage, tar.url[: -len(TAR_SUFFIXES[0])] + WDS2IDX_SUFFIX, text)
-    warning = None
+    warnings = [f"{tar.url}: {finding}" for finding in shard.notes.findings()]
     if not scan.keys:
-        warning = f"{tar.url}: no samples in it (members need a name like KEY.FIELD)"
-    elif not shard.has_end:
-        warning = (
-            f"{tar.url}: the blocks that end an archive are missing; "
-            "it may have been cut between two samples: compare it with its source"
-        )
+        warnings.append(f"{tar.url}: no samples in it (members need a name like KEY.FIELD)")
     info = ShardInfo(url=_name(tar.url), nsamples=len(scan.keys), filesize=nbytes, sha256=sha256)
-    return _Indexed(info=info, fields=scan.fields, warning=warning)
+    return _Indexed(info=info, fields=scan.fields, warnings=tuple(warnings))
 
 
 def _name_before(url: str, storage: Storage) -> str:

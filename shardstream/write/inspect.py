@@ -190,7 +190,7 @@ def _stream(shard: ShardInfo, storage: Storage) -> Generator[Sample]:
         storage.open(shard.url) as raw,
         decompressed(raw, shard=shard.url) as stream,
     ):
-        end = None if is_compressed(shard.url) else shard.filesize
+        end = None if is_compressed(shard.url) else storage.info(shard.url).size
         for _, sample in iter_samples(StreamReader(stream), end=end, shard=shard.url):
             yield sample
 

@@ -9,10 +9,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from typing import BinaryIO, Self, TypeVar, cast
 
-from shardstream.errors import OptionError, ShardError
+from shardstream.errors import OptionError
 from shardstream.format.index import ShardScan, scan_members
+from shardstream.format.notes import TarNotes
 from shardstream.format.stream import Readable, StreamReader, decompressed
-from shardstream.format.tar import BLOCK_BYTES, Member, iter_members
+from shardstream.format.tar import Member, iter_whole
 from shardstream.memory import keep_freed_memory
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import is_compressed
@@ -73,8 +74,8 @@ class ShardPass:
     def __init__(self, storage: Storage, url: str, size: int, meter: Meter) -> None:
         self.url = url
         self.members: list[Member] = []
-        self.has_end = False
-        """Whether the blocks that end an archive are there; known after `scan`."""
+        self.notes = TarNotes()
+        """What is not read, and how the tar ends; known after `scan`."""
         self._size = size
         self._meter = meter
         self._storage = storage
@@ -104,27 +105,12 @@ class ShardPass:
             keep_members: Keep what `members` holds: 100 to 200 bytes a member.
 
         Raises:
-            ShardError: If the tar is damaged, cut, or another one is appended to it.
+            ShardError: If the tar is damaged, cut or empty, or another one is appended to it.
             SampleError: If a key comes back or a field is there twice.
         """
-        last: tuple[int, bytes] = (0, b"")
         end = None if is_compressed(self.url) else self._size
-
-        def read(offset: int, size: int) -> bytes:
-            nonlocal last
-            data = self._read(offset, size)
-            last = offset, data
-            return data
-
-        members = self._tapped(iter_members(read, end=end, shard=self.url), keep=keep_members)
-        scan = scan_members(members, shard=self.url)
-        offset, block = last
-        # Reading stopped at a zero block, or else right behind the last member.
-        self.has_end = bool(block) and not block.strip(b"\0")
-        if self.has_end:
-            self._check_tail(offset)
-        self._check_length(int(scan.offsets[-1]))
-        return scan
+        members = iter_whole(self._read, end=end, shard=self.url, notes=self.notes)
+        return scan_members(self._tapped(members, keep=keep_members), shard=self.url)
 
     def finish(self) -> tuple[str, int]:
         """Read what is left of the file; return its sha256 as hex digits and its length in bytes."""
@@ -137,31 +123,6 @@ class ShardPass:
             if keep:
                 self.members.append(member)
             yield member
-
-    def _check_tail(self, offset: int) -> None:
-        found = self._read.find_nonzero(offset)
-        if found is not None:
-            raise ShardError(
-                "there are data behind the end of the archive, which every reader would lose (tars joined by 'cat'?); "
-                "extract all parts with 'tar --ignore-zeros' and pack them again",
-                shard=self.url,
-                offset=found - found % BLOCK_BYTES,
-            )
-
-    def _check_length(self, needed: int) -> None:
-        """Refuse an empty file, and a body cut at the end of a stream whose length was not known before."""
-        length = self._read.drain()
-        if length == 0:
-            raise ShardError(
-                "the file is empty: no tar; fetch or write it again", shard=self.url, offset=0
-            )
-        if length < needed:
-            raise ShardError(
-                f"the tar is cut: its last sample needs {needed} bytes, but it ends at {length}; "
-                "fetch or write the shard again",
-                shard=self.url,
-                offset=length,
-            )
 
     def _heard(self, chunk: bytes) -> None:
         self._meter.add(len(chunk))

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, cast
 
-from shardstream.errors import IndexMismatchError, plural
+from shardstream.errors import IndexMismatchError, plural, redact, shown
 from shardstream.format.group import Sample, iter_samples
 from shardstream.format.manifest import ShardInfo
+from shardstream.format.notes import TarNotes
 from shardstream.format.stream import StreamReader, decompressed
 from shardstream.storage.filesystem import Storage, parent_url
 from shardstream.storage.locate import is_compressed, locate
 from shardstream.storage.ranges import RangeStream
 from shardstream.write.source import KeyMaker, Record, fingerprint_of
+
+_log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 8 << 20  # of one range read
 _ASKED_AT_ONCE = 16
@@ -118,5 +122,8 @@ class TarSource:
         end = None if is_compressed(url) else size
         with decompressed(stream, shard=url) as tar:
             read = StreamReader(tar, chunk_bytes=_CHUNK_BYTES)
-            for _, sample in iter_samples(read, end=end, shard=url):
+            notes = TarNotes()
+            for _, sample in iter_samples(read, end=end, shard=url, notes=notes):
                 yield sample
+        for finding in notes.findings():
+            _log.warning("%s", shown(f"{redact(url)}: {finding}"))

@@ -67,7 +67,7 @@ def verify(
 ) -> VerifyReport:
     """Read a whole dataset again and compare it with its manifest, its indexes and itself.
 
-    Of each tar: length and sha256 as in the manifest, sound headers, nothing behind its end, count of samples, index equal
+    Of each tar: length and sha256 as in the manifest, sound headers, no links where fields should be, nothing behind its end, count of samples, index equal
     to a fresh scan. Of all: no key twice, no tar or half-written file beside those of the manifest. It goes on after a bad
     shard.
 
@@ -109,7 +109,7 @@ def _verify_shard(
         with ShardPass(storage, info.url, size, meter) as shard:
             try:
                 scan = shard.scan()
-                problems += _check_end(shard)
+                problems += _check_notes(shard)
             except StorageError:
                 raise
             except ShardStreamError as error:
@@ -125,13 +125,14 @@ def _verify_shard(
     return _Verified(problems=tuple(problems), keys=keys, nbytes=nbytes)
 
 
-def _check_end(shard: ShardPass) -> Iterator[Problem]:
-    if not shard.has_end:
+def _check_notes(shard: ShardPass) -> Iterator[Problem]:
+    for finding in shard.notes.findings():
         yield Problem(
             shard=shard.url,
-            what="the blocks that end an archive are missing",
-            remedy="it may have been cut between two samples: compare it with its source",
-            severity="warning",
+            what=finding.what,
+            remedy=finding.remedy,
+            offset=finding.offset,
+            severity="error" if finding.is_loss else "warning",
         )
 
 

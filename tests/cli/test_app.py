@@ -113,3 +113,10 @@ def test_storage_troubles_say_what_to_do(
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     assert main(["ls", f"{bucket}/", "--option", "endpoint_url=http://127.0.0.1:9"]) == 1
     assert "the server cannot be reached; check AWS_ENDPOINT_URL" in capsys.readouterr().err
+
+
+def test_the_package_runs_as_a_module() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "shardstream", "--help"], capture_output=True, text=True, check=True
+    )
+    assert "Usage: shardstream" in done.stdout

@@ -85,6 +85,8 @@ AMBIGUOUS = {
     "a name for all": pax(("path", "b.x"), kind=b"g") + FILE,
     "all are sparse": pax(("GNU.sparse.major", "1"), kind=b"g") + FILE,
     "no name": pax(("path", "")) + FILE,
+    "no name in a plain header": make_header(b"", size=octal(4)) + padded(b"1234"),
+    "no name in an old header": make_header(b"", size=octal(4), kind=b"\0") + padded(b"1234"),
     "no long name": long_name(b"") + FILE,
     "NUL in a name": pax(("path", "a\0b.x")) + FILE,
     "a file called like a folder": pax(("path", "a.x/")) + FILE,

@@ -176,6 +176,7 @@ def test_fields_of_one_sample_count_together(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(ShardError, match="over 100000 bytes in a stream whose length nobody knows"):
         list(samples(gzip.compress(tar), "a.tar.gz"))
     apart = b"".join(bytes(p) for n in range(300) for p in encode_member(f"{n}.x", b"1"))
+    apart += END_OF_ARCHIVE
     assert len(list(samples(gzip.compress(apart), "a.tar.gz"))) == 300
 
 

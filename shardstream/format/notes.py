@@ -1,0 +1,134 @@
+"""What a pass over a tar leaves out, and how the tar ends: links, and bytes after the end-of-archive blocks.
+
+A reader by number sees the bytes of one sample alone, and the target of a link may be in any other one. So no reader follows
+links, and all of them report those that would have been fields.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from shardstream.errors import ShardWarning, redact, shown
+from shardstream.format.names import is_meta_name, split_member_name
+
+_HARD_LINK, _SYMBOLIC_LINK = b"1", b"2"
+_NO_DATA = frozenset((b"5", b"g", b"D", b"N", b"V"))
+"""Directories, global headers, and GNU's lists of directories, old long names and volume labels."""
+
+
+class Finding(NamedTuple):
+    """One thing about a tar that a user should know, though the tar can be read."""
+
+    what: str
+    remedy: str
+    offset: int
+    """Byte offset in the tar."""
+    is_loss: bool
+    """Whether fields or samples are certainly missing."""
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.remedy}"
+
+
+@dataclass(slots=True)
+class TarNotes:
+    """Notes of one pass over a tar, filled by `iter_members` and `check_ending`; complete when the pass is."""
+
+    has_end: bool = False
+    """Whether the zero blocks that end an archive were found."""
+    stop: int = 0
+    """Offset of these blocks, or of the end of the tar without them."""
+    leftover: int | None = None
+    """Offset of the first byte after the end that is not zero, where it is padding of the last record."""
+    hard_links: int = 0
+    symbolic_links: int = 0
+    others: int = 0
+    samples: int = 0
+    """Samples that these would have been fields of."""
+    _first: tuple[str, int] = ("", 0)
+    _key: str | None = None
+
+    def omit(self, kind: bytes, name: str, offset: int) -> None:
+        """Count an entry without bytes of its own, if its name is that of a field.
+
+        Args:
+            kind: Its typeflag.
+            name: Its name.
+            offset: Of its first header.
+        """
+        parts = split_member_name(name)
+        if kind in _NO_DATA or parts is None or is_meta_name(name):
+            return
+        if not self.samples:
+            self._first = name, offset
+        if parts[0] != self._key:
+            self.samples += 1
+            self._key = parts[0]
+        if kind == _HARD_LINK:
+            self.hard_links += 1
+        elif kind == _SYMBOLIC_LINK:
+            self.symbolic_links += 1
+        else:
+            self.others += 1
+
+    def findings(self) -> list[Finding]:
+        """Return what a user should know, the gravest first."""
+        found = []
+        if self.samples:
+            found.append(self._omitted())
+        if not self.has_end:
+            found.append(
+                Finding(
+                    "the blocks that end an archive are missing",
+                    "it may have been cut between two samples: compare it with its source",
+                    self.stop,
+                    is_loss=False,
+                )
+            )
+        if self.leftover is not None:
+            found.append(
+                Finding(
+                    "the last record holds bytes after the end of the archive",
+                    "AIX tar leaves such bytes; if another tool wrote it, compare it with its source",
+                    self.leftover,
+                    is_loss=False,
+                )
+            )
+        return found
+
+    def warn(self, shard: str) -> None:
+        """Warn of all findings, as `ShardWarning`."""
+        for finding in self.findings():
+            warnings.warn(shown(f"{redact(shard)}: {finding}"), ShardWarning, stacklevel=2)
+
+    def warn_of_links(self, shard: str) -> None:
+        """Warn of entries that were counted, after one sample was read; the same text for all samples of a shard.
+
+        Python shows equal warnings once.
+        """
+        if self.samples:
+            warnings.warn(
+                shown(
+                    f"{redact(shard)}: links and other entries without data are not read, so samples lack fields or are "
+                    "missing; 'shardstream verify' counts them"
+                ),
+                ShardWarning,
+                stacklevel=2,
+            )
+
+    def _omitted(self) -> Finding:
+        counts = {
+            "hard links": self.hard_links,
+            "symbolic links": self.symbolic_links,
+            "devices or entries of unknown type": self.others,
+        }
+        kinds = ", ".join(f"{kind}: {count}" for kind, count in counts.items() if count)
+        name, offset = self._first
+        return Finding(
+            f"entries without data are not read ({kinds}; first: {name!r}), samples that lack fields or are missing: {self.samples}",
+            "write the tar again with files in their place (GNU tar: --dereference --hard-dereference)",
+            offset,
+            is_loss=True,
+        )

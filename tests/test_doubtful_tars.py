@@ -1,0 +1,241 @@
+"""Tars that are empty, cut, joined or hold links: each is an error or a warning at every door, never fewer samples in silence."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import logging
+import re
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import zstandard
+
+import shardstream as ss
+from shardstream.format.tar_encode import END_OF_ARCHIVE
+from tests.strategies import make_header, octal, padded
+from tests.write.tars import samples, tar_bytes
+
+WHOLE = tar_bytes(samples(0, 3))
+END = len(WHOLE) - len(END_OF_ARCHIVE)
+RECORD = 10_240
+LEFTOVER = WHOLE + bytes(RECORD - len(WHOLE) - 512) + b"\x30\0\xf1" + bytes(509)
+
+
+def linked(*entries: tuple[str, bytes, str]) -> bytes:
+    """Three samples, and after the first one entries of some type, as GNU tar and tarfile write them."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for number in range(3):
+            for name, data in samples(number, 1):
+                info = tarfile.TarInfo(name)
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+            for name, kind, target in entries if number == 0 else ():
+                info = tarfile.TarInfo(name)
+                info.type, info.linkname = kind, target
+                tar.addfile(info)
+    return buffer.getvalue()
+
+
+HARD, SYMBOLIC = tarfile.LNKTYPE, tarfile.SYMTYPE
+LINKS = linked(
+    ("0003.bin", HARD, "0000.bin"), ("0003.cls", HARD, "0000.cls"), ("0004.bin", SYMBOLIC, "x")
+)
+
+# What is wrong -> the bytes of a tar, and a part of the message.
+REFUSED = {
+    "empty": (b"", "the file is empty"),
+    "cut in the padding": (WHOLE[: END - 100], "is cut"),
+    "joined": (WHOLE + tar_bytes(samples(3, 2)), "data behind the end"),
+    "joined in the record": (WHOLE + bytes(2048) + tar_bytes(samples(3, 1)), "data behind the end"),
+    "data after the last record": (LEFTOVER + b"x" * 512, "data behind the end"),
+    "a file without a name": (
+        WHOLE[:END] + make_header(b"", size=octal(3)) + padded(b"123") + END_OF_ARCHIVE,
+        "a file without a name",
+    ),
+    "a continued file": (
+        make_header(b"0000.bin", size=octal(3), kind=b"M") + padded(b"123") + WHOLE,
+        "begins in another volume",
+    ),
+}
+TOLERATED = {
+    "links": (LINKS, r"hard links: 2, symbolic links: 1; first: '0003.bin'.*missing: 2"),
+    "an unknown type": (linked(("0003.bin", b"Z", "")), "unknown type: 1"),
+    "bytes in the last record": (LEFTOVER, "the last record holds bytes"),
+}
+NO_END = "the blocks that end an archive are missing"
+
+SUFFIXES: dict[str, Callable[[bytes], bytes]] = {
+    ".tar": bytes,
+    ".tar.gz": gzip.compress,
+    ".tar.zst": zstandard.ZstdCompressor().compress,
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Callable[[str, bytes], str]:
+    """Writes a tar, compressed by its suffix, to a folder of its own."""
+
+    def put(suffix: str, data: bytes) -> str:
+        path = tmp_path / "in" / f"a{suffix}"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(SUFFIXES[suffix](data))
+        return str(path)
+
+    return put
+
+
+def stream(url: str) -> int:
+    return len(list(ss.ShardDataset(url, index="ignore")))
+
+
+def pack(url: str) -> int:
+    return ss.pack(url, str(Path(url).parent.parent / "out")).samples
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_it_is_refused_at_every_door(
+    kind: str, suffix: str, place: Callable[[str, bytes], str]
+) -> None:
+    data, message = REFUSED[kind]
+    url = place(suffix, data)
+    by_number: list[Callable[[str], object]] = [ss.index, ss.ShardMapDataset]
+    for door in (stream, pack, *(by_number if suffix == ".tar" else [])):
+        with pytest.raises(ss.ShardError, match=message):
+            door(url)
+    (problem,) = ss.verify(url).errors
+    assert message in problem.what
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+@pytest.mark.parametrize("kind", TOLERATED)
+def test_it_is_read_with_a_warning_at_every_door(
+    kind: str,
+    suffix: str,
+    place: Callable[[str, bytes], str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    data, message = TOLERATED[kind]
+    check_warned(place(suffix, data), message, caplog)
+
+
+def check_warned(url: str, message: str, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.warns(ss.ShardWarning, match=message):
+        assert stream(url) == 3
+    with caplog.at_level(logging.WARNING):
+        assert pack(url) == 3
+    assert re.search(message, caplog.text)
+    if url.endswith(".tar"):
+        with pytest.warns(ss.ShardWarning, match=message):
+            assert len(ss.ShardMapDataset(url)) == 3  # a scan, as there is no index
+        (warning,) = ss.index(url).warnings
+        assert re.search(message, warning)
+    assert any(re.search(message, problem.what) for problem in ss.verify(url).problems)
+
+
+def test_a_plain_tar_cut_between_samples_is_read_with_a_warning(
+    place: Callable[[str, bytes], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    check_warned(place(".tar", WHOLE[:END]), NO_END, caplog)
+
+
+def zstd_cut_in_its_frame() -> bytes:
+    """Cut between two blocks of the frame, where the decoder sees no end and says nothing."""
+    packer = zstandard.ZstdCompressor().compressobj()
+    return packer.compress(WHOLE[:END]) + packer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+
+
+@pytest.mark.parametrize(
+    ("suffix", "data"),
+    [
+        (".tar.gz", gzip.compress(WHOLE[:END])),
+        (
+            ".tar.gz",
+            gzip.compress(WHOLE[: END - 2560]) + gzip.compress(b""),
+        ),  # as pigz makes: parts
+        (".tar.zst", zstandard.compress(WHOLE[:END])),
+        (".tar.zst", zstd_cut_in_its_frame()),
+    ],
+    ids=range(4),
+)
+def test_a_compressed_tar_must_have_its_end(suffix: str, data: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "in" / f"a{suffix}"
+    path.parent.mkdir()
+    path.write_bytes(data)
+    for door in (stream, pack):
+        with pytest.raises(ss.ShardError, match=NO_END):
+            door(str(path))
+    assert NO_END in ss.verify(str(path)).errors[0].what
+
+
+def test_a_sample_that_may_lack_its_last_fields_is_not_handed_out(
+    place: Callable[[str, bytes], str],
+) -> None:
+    url = place(".tar.gz", WHOLE[: END - 1024])  # the third sample has lost its class
+    found: list[str] = []
+    with pytest.raises(ss.ShardError, match=NO_END):
+        found.extend(sample["__key__"] for sample in ss.ShardDataset(url, index="ignore"))
+    assert found == ["0000", "0001"]
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_an_empty_shard_beside_good_ones_is_refused(
+    suffix: str, place: Callable[[str, bytes], str], tmp_path: Path
+) -> None:
+    good, empty = place(suffix, WHOLE), tmp_path / f"b{suffix}"
+    empty.write_bytes(b"")
+    with pytest.raises(ss.ShardError, match="the file is empty"):
+        list(ss.ShardDataset([good, str(empty)], index="ignore"))
+
+
+def test_an_empty_shard_with_an_index_is_refused(
+    place: Callable[[str, bytes], str], tmp_path: Path
+) -> None:
+    good, empty = place(".tar", WHOLE), tmp_path / "in" / "b.tar"
+    ss.index(good)
+    empty.write_bytes(b"")
+    empty.with_name("b.tar.idx").write_bytes(bytes(8))  # of no samples
+    with pytest.raises(ss.ShardError, match=r"the file is empty.*b\.tar"):
+        ss.ShardDataset([good, str(empty)])
+
+
+def test_samples_read_by_number_warn_of_links(place: Callable[[str, bytes], str]) -> None:
+    url = place(".tar", LINKS)
+    ss.index(url)
+    with pytest.warns(ss.ShardWarning, match="links and other entries without data") as caught:
+        assert len(list(ss.ShardDataset(url))) == 3
+    assert len({str(warning.message) for warning in caught}) == 1
+
+
+def test_links_that_are_no_fields_are_no_loss(
+    place: Callable[[str, bytes], str], recwarn: pytest.WarningsRecorder
+) -> None:
+    url = place(".tar", linked(("README", SYMBOLIC, "x"), ("__meta__/a.txt", HARD, "0000.bin")))
+    assert stream(url) == 3
+    assert not recwarn.list
+    assert not ss.index(url).warnings
+
+
+def test_a_shard_that_lost_samples_since_the_state_was_taken_is_an_error(
+    place: Callable[[str, bytes], str],
+) -> None:
+    url = place(".tar.gz", b"")
+
+    def put(count: int) -> ss.ShardLoader:
+        """Write so many samples to a file of the same size, and open it."""
+        tar = tar_bytes(samples(0, count)).ljust(RECORD, b"\0")
+        Path(url).write_bytes(gzip.compress(tar, 0))
+        return ss.ShardLoader(ss.ShardDataset(url, index="ignore"), batch_size=1)
+
+    loader = put(3)
+    batches = iter(loader)
+    next(batches), next(batches)
+    state = loader.state_dict()
+    again = put(1)
+    again.load_state_dict(state)
+    with pytest.raises(ss.ChangedError, match="1 of the 2 samples that were read before are gone"):
+        list(again)
