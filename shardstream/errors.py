@@ -163,3 +163,7 @@ class CacheWarning(UserWarning):
 
 class ShardWarning(UserWarning):
     """A tar is read, but links in it are not, or its end is missing: samples may be incomplete or missing."""
+
+
+class ImageWarning(UserWarning):
+    """An image is decoded in a way that leaves something out."""

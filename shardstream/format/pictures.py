@@ -1,4 +1,4 @@
-"""Which image files are opened: the formats that Pillow decodes by itself; and which need not be to know that they are one.
+"""Image files: formats that are opened, fields that hold masks, and JPEGs that need not be opened.
 
 Pillow looks at the content, not at the name, and hands some formats to other programs: an EPS in a field ``jpg`` would start
 Ghostscript.
@@ -6,12 +6,55 @@ Ghostscript.
 
 from __future__ import annotations
 
-PILLOW_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "DIB", "PPM", "JPEG2000", "TGA")
-"""Names as in ``PIL.Image.open(formats=)``, the frequent ones first."""
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+from importlib.util import find_spec
+
+PILLOW_FORMATS = (
+    *("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "DIB", "PPM", "JPEG2000", "TGA"),
+    *(("AVIF",) if find_spec("PIL.AvifImagePlugin") is not None else ()),  # since Pillow 11.3
+)
+"""Names as in ``PIL.Image.open(formats=)``, the frequent ones first: formats that Pillow decodes by itself."""
+
+_MASK_WORDS = frozenset(
+    (
+        *("mask", "masks", "seg", "segm", "segmentation", "segmentations", "semseg", "semantic"),
+        *("instance", "instances", "instanceids", "panoptic", "trimap", "depth", "disparity"),
+        *("label", "labels", "labelmap", "labelids", "labeltrainids"),
+        *("annotation", "annotations", "annot"),
+    )
+)
+_PHOTOS = frozenset(("jpg", "jpeg", "jpe", "jfif", "webp", "avif"))
+_LOSSLESS = frozenset(("png", "tif", "tiff", "bmp", "gif", "pgm", "ppm", "pnm", "pbm"))
 
 _DQT, _SOS, _TABLE_BYTES = 0xDB, 0xDA, 65
 _FRAMES = (0xC0, 0xC1, 0xC2)  # sequential and progressive
 _PASSED_OVER = frozenset((0xC4, 0xDD, 0xFE, *range(0xE0, 0xF0)))  # DHT, DRI, COM, APPn
+
+
+def mask_fields(names: Iterable[str]) -> frozenset[str]:
+    """Return the image fields of a sample that hold numbers, not colours.
+
+    Two rules: a word of the name, before its last part, is mask, seg, label, depth, ...; or a lossless format lies beside a
+    photo of the same name (``jpg`` and ``png``, ``left.jpg`` and ``left.png``).
+
+    >>> sorted(mask_fields(["jpg", "seg.png", "left_mask2.tif", "cls"])), sorted(mask_fields(["jpg", "png"]))
+    (['left_mask2.tif', 'seg.png'], ['png'])
+    """
+    return _mask_fields(tuple(names))
+
+
+@lru_cache(maxsize=1000)
+def _mask_fields(names: tuple[str, ...]) -> frozenset[str]:
+    parts = [(name, *name.lower().rpartition(".")[::2]) for name in names]
+    photos = {stem for _, stem, form in parts if form in _PHOTOS}
+    return frozenset(
+        name
+        for name, stem, form in parts
+        if (form in _LOSSLESS and stem in photos)
+        or (form in _LOSSLESS | _PHOTOS and not _MASK_WORDS.isdisjoint(re.findall("[a-z]+", stem)))
+    )
 
 
 def is_plain_jpeg(data: bytes, max_pixels: int | None) -> bool:

@@ -15,6 +15,7 @@ from numpy.lib import format as npy_format
 
 from shardstream.errors import DecodeError, OptionError, redact
 from shardstream.format.group import Sample
+from shardstream.format.pictures import mask_fields
 from shardstream.read.fast import parse_json
 from shardstream.read.stage import Context, ItemFunction, ItemStage
 
@@ -32,6 +33,7 @@ _WHOLE_NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
 _INFLATED_LIMIT_BYTES = 1 << 30
 _PIECE_BYTES = 1 << 18
 _LAYOUTS_KEPT = 1000
+_CHOICES_KEPT = 1000
 _JSON_DEPTH_LIMIT = 200  # lists in lists; what is deeper cannot be pickled on its way from a worker
 _PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the ways of numpy
 
@@ -167,16 +169,22 @@ class Decode(ItemStage):
 
     Args:
         table: Decoders by field, or by its last part.
+        mask_table: The same, for fields that are masks; None: as ``table``.
+        masks: Fields that are masks; None: by their names, see `mask_fields`.
         handlers: Asked first, in order.
         only: Fields to decode; None means all. What is no bytes any more stays as it is.
         threads: As in `ItemStage`.
     """
 
     table: Table
+    mask_table: Table | None = None
+    masks: frozenset[str] | None = None
     handlers: tuple[Handler, ...] = ()
     only: frozenset[str] | None = None
     threads: int = 0
-    _known: dict[str, Decoder | None] = field(default_factory=dict, compare=False, repr=False)
+    _chosen: dict[tuple[str, ...], Mapping[str, Decoder | None]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     def bind(self, context: Context) -> ItemFunction:  # noqa: ARG002  (decoding depends on nothing but bytes)
         """Return the function that decodes a sample."""
@@ -187,6 +195,8 @@ class Decode(ItemStage):
             raise OptionError(
                 f"decode works on samples, not on {type(sample).__name__}: put it before to_tuple and batched"
             )
+        names = tuple(sample)
+        decoders = self._chosen.get(names) or self._choose(names)
         decoded: Sample = {}
         for name, value in sample.items():
             if (
@@ -197,7 +207,7 @@ class Decode(ItemStage):
                 decoded[name] = value
                 continue
             try:
-                decoded[name] = self._decode_field(name, value)
+                decoded[name] = self._decode_field(name, value, decoders[name])
             except MemoryError as error:
                 error.add_note(
                     f"while decoding field {name!r} of sample {sample.get('__key__')!r} in {redact(str(sample.get('__url__')))}"
@@ -212,14 +222,24 @@ class Decode(ItemStage):
                 ) from error
         return decoded
 
-    def _decode_field(self, name: str, data: bytes) -> Any:
+    def _decode_field(self, name: str, data: bytes, decoder: Decoder | None) -> Any:
         if name.endswith(".gz"):
             name, data = name[:-3], decode_gzip(data)
         for handler in self.handlers:
             value = handler(f".{name}", data)
             if value is not None:
                 return value
-        if name not in self._known:
-            self._known[name] = self.table.get(name) or self.table.get(name.rsplit(".", 1)[-1])
-        decoder = self._known[name]
         return data if decoder is None else decoder(data)
+
+    def _choose(self, names: tuple[str, ...]) -> Mapping[str, Decoder | None]:
+        """Choose the decoders of samples with these fields, and remember the choice for the next of them."""
+        plain = {name: name.removesuffix(".gz") for name in names}
+        masks = mask_fields(plain.values()) if self.masks is None else self.masks
+        chosen: dict[str, Decoder | None] = {}
+        for name, field_name in plain.items():
+            table = self.mask_table if field_name in masks and self.mask_table else self.table
+            chosen[name] = table.get(field_name) or table.get(field_name.rsplit(".", 1)[-1])
+        if len(self._chosen) >= _CHOICES_KEPT:  # names that never come back, e.g. files with dots
+            self._chosen.clear()
+        self._chosen[names] = chosen
+        return chosen

@@ -22,6 +22,10 @@ orjson, simplejpeg = _if_installed("orjson"), _if_installed("simplejpeg")
 
 _LONG_NUMBER = re.compile(rb"\d{19}")  # orjson makes floats of whole numbers over 64 bits
 _START_OF_IMAGE = b"\xff\xd8"
+_START_OF_SCAN = 0xDA
+_ABOUT_PIXELS = frozenset(
+    (*range(0xC0, 0xD0), 0xDB, 0xDD, 0xE0, 0xFE)
+)  # SOFn, DHT, DQT, DRI, APP0 (JFIF), COM
 _SAME_PIXELS = {"RGB": ("YCbCr", "RGB", "Gray"), "L": ("Gray",)}
 """Mode -> colour spaces of files for which libjpeg-turbo's answer is Pillow's, bit for bit."""
 
@@ -69,11 +73,25 @@ def decode_jpeg(
     return pixels if mode == "RGB" else pixels[:, :, 0]
 
 
+def jpeg_size(data: bytes) -> tuple[int, int]:
+    """Return width and height of a JPEG that `decode_jpeg` has decoded."""
+    height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+    return width, height
+
+
 def has_only_pixels(data: bytes) -> bool:
-    """Tell whether a JPEG has no more to say than its pixels: no EXIF, no colour profile, which Pillow keeps with an image."""
+    """Tell whether a JPEG surely holds no EXIF and no colour profile, which Pillow keeps with an image.
+
+    Pillow takes 30 us to tell. Markers: ITU-T T.81, annex B; any number of fill bytes, 0xFF, may come before one.
+    """
     at = 2
-    while data[at : at + 1] == b"\xff" and data[at + 1] not in (0xDA, 0xD9):
-        if 0xE1 <= data[at + 1] <= 0xEF:
+    while data[at : at + 2] == b"\xff\xff" or (len(data) > at + 4 and data[at] == 0xFF):
+        if data[at + 1] == 0xFF:
+            at += 1
+            continue
+        if data[at + 1] == _START_OF_SCAN:
+            return True
+        if data[at + 1] not in _ABOUT_PIXELS:
             return False
-        at += 2 + int.from_bytes(data[at + 2 : at + 4], "big")
-    return True
+        at += 2 + int.from_bytes(data[at + 2 : at + 4])
+    return False

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from shardstream.errors import OptionError
 from shardstream.read.batch import Batched, Unbatched
 from shardstream.read.decode import BASIC, Decode, Decoder, Handler
 from shardstream.read.group_batch import GroupBatched, Leftover
-from shardstream.read.images import EXTENSIONS, ImageDecoder
+from shardstream.read.images import EXTENSIONS, IMAGE_NAMES, ImageDecoder
 from shardstream.read.pack_sequences import PackSequences
 from shardstream.read.stage import Stage, at_least
 from shardstream.read.stream import Compose, Repeat, Shuffle, Slice
@@ -36,32 +36,61 @@ class ItemSteps:
         only: str | Sequence[str] | None = None,
         fields: dict[str, str | Decoder] | None = None,
         max_side: int | None = None,
+        upright: bool = False,
+        masks: Sequence[str] | None = None,
         threads: int = 0,
     ) -> Self:
         """Decode fields by their last part: txt, cls, json, npy, npz, pt, …; images where a name such as "rgb8" is given.
 
+        Image names: "l8", "rgb8", "rgba8" are uint8 arrays, shape (H, W) or (H, W, C); without the 8 float32 from 0 to 1; with
+        "torch" in front tensors, shape (H, W) or (C, H, W); "pil" PIL images. "raw" gives the numbers that the file stores, in
+        their own depth; "mask" one whole number for each pixel, shape (H, W). A file whose numbers a name cannot hold, such as
+        16 bits or fractions for "rgb8", is a `DecodeError`. Of an animation the first frame is decoded, with an `ImageWarning`.
+
         Args:
-            handlers: Image names ("pil", "rgb8", "torchrgb", …) or WebDataset's functions ``handler(".jpg", data)``.
+            handlers: One image name, and WebDataset's functions ``handler(".jpg", data)``.
             only: Fields to decode; the others stay bytes.
             fields: Decoders of single fields, by name or last part: an image name, or ``function(data)``.
             max_side: Make larger images smaller, keeping their aspect, so that no side has more pixels. A JPEG is decoded in half
-                the time or less where that halves it. Images named in ``fields`` keep their size: a mask must not be blurred.
+                the time or less where that halves it. Masks and palette images keep their numbers: the nearest pixel is taken.
+                Images named in ``fields`` keep their size.
+            upright: Turn images as their EXIF orientation says. By default pixels come in the order that is stored, as in
+                torchvision and WebDataset: boxes and masks must have been made for the same choice.
+            masks: Fields that are masks. By default those with a word such as mask, seg, label or depth before their last part,
+                and a png (or another lossless format) beside a jpg of the same name.
             threads: Decode in so many threads, in order; image decoders release the GIL.
+
+        Raises:
+            OptionError: If there is no such image name, or something else makes no sense.
         """
         at_least(0, threads=threads)
         at_least(1, max_side=max_side)
-        table: dict[str, Decoder] = {**BASIC, "pt": load_tensors, "pth": load_tensors}
-        for handler in handlers:
-            if isinstance(handler, str):
-                decoder = ImageDecoder(spec=handler, to_tensor=to_tensor, max_side=max_side)
-                table |= dict.fromkeys(EXTENSIONS, decoder)
-        for name, given in (fields or {}).items():
-            table[name] = (
-                ImageDecoder(spec=given, to_tensor=to_tensor) if isinstance(given, str) else given
-            )
+        names = [handler for handler in handlers if isinstance(handler, str)]
         functions = tuple(handler for handler in handlers if not isinstance(handler, str))
-        wanted = None if only is None else frozenset([only] if isinstance(only, str) else only)
-        return self._then(Decode(table=table, handlers=functions, only=wanted, threads=threads))
+        if len(names) > 1:
+            raise OptionError(
+                f"decode takes one image name, not {names}; name fields: fields={{'seg.png': 'mask'}}"
+            )
+        table: dict[str, Decoder] = {**BASIC, "pt": load_tensors, "pth": load_tensors}
+        mask_table = dict(table)
+        for spec in names:
+            decoder = ImageDecoder(
+                spec=spec, to_tensor=to_tensor, max_side=max_side, upright=upright
+            )
+            table |= dict.fromkeys(EXTENSIONS, decoder)
+            mask_table |= dict.fromkeys(EXTENSIONS, replace(decoder, is_mask=True))
+        single = {name: _field_decoder(given, upright) for name, given in (fields or {}).items()}
+        for function in functions:
+            _check_callable(function)
+        stage = Decode(
+            table=table | single,
+            mask_table=mask_table | single,
+            masks=None if masks is None else frozenset(_listed(masks)),
+            handlers=functions,
+            only=None if only is None else frozenset(_listed(only)),
+            threads=threads,
+        )
+        return self._then(stage)
 
     def map(
         self,
@@ -216,6 +245,27 @@ class StreamSteps(ItemSteps):
         for function in functions:
             changed = changed._then(Compose(function=function, name=name, version=version))
         return changed
+
+
+def _field_decoder(given: object, upright: bool) -> Decoder:
+    """Return the decoder of a single field: an image name asks for this image, so a mask must not turn grey in silence."""
+    if isinstance(given, str):
+        decoder = ImageDecoder(spec=given, to_tensor=to_tensor, upright=upright)
+        return replace(decoder, is_mask=decoder.makes_grey)
+    _check_callable(given)
+    return given  # type: ignore[return-value]
+
+
+def _check_callable(given: object) -> None:
+    if not callable(given):
+        raise OptionError(
+            f"decode takes image names ({', '.join(IMAGE_NAMES)}) and functions, not {given!r}; "
+            "decode() alone decodes text, numbers, JSON and arrays"
+        )
+
+
+def _listed(names: str | Sequence[str]) -> Sequence[str]:
+    return [names] if isinstance(names, str) else names
 
 
 @dataclass(frozen=True, slots=True)

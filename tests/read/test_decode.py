@@ -296,6 +296,13 @@ def test_the_table_is_closed() -> None:
     ]
 
 
+def test_names_that_never_come_back_do_not_pile_up() -> None:
+    stage = stage_of()
+    for number in range(3000):
+        decode_with(stage, **{f"{number}.txt": b"a"})
+    assert len(stage._chosen) <= 1000
+
+
 def test_decode_comes_before_to_tuple() -> None:
     with pytest.raises(OptionError, match="put it before to_tuple and batched"):
         stage_of().bind(Context())((b"1",), 0)

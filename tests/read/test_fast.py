@@ -33,6 +33,12 @@ def with_exif() -> bytes:
     return photo(40, 30, exif=exif)
 
 
+def with_fill_bytes() -> bytes:
+    """A photo whose EXIF marker comes after fill bytes, which T.81 allows before any marker."""
+    data = with_exif()
+    return data[:2] + b"\xff\xff\xff" + data[2:]
+
+
 def decoded(data: bytes, spec: str, **options: Any) -> Any:
     return ImageDecoder(spec=spec, to_tensor=to_tensor, **options)(data)
 
@@ -50,8 +56,10 @@ def decoded(data: bytes, spec: str, **options: Any) -> Any:
         photo(40, 24, "CMYK"),
         photo(1, 1),
         with_exif(),
+        with_fill_bytes(),
+        photo(40, 30, icc_profile=b"x" * 500, comment=b"on holiday", dpi=(300, 300)),
     ],
-    ids=["420", "444", "progressive", "grey", "cmyk", "pixel", "exif"],
+    ids=["420", "444", "progressive", "grey", "cmyk", "pixel", "exif", "fill bytes", "profile"],
 )
 def test_a_jpeg_has_the_same_pixels_with_and_without_the_package(
     spec: str, data: bytes, monkeypatch: pytest.MonkeyPatch
@@ -63,6 +71,7 @@ def test_a_jpeg_has_the_same_pixels_with_and_without_the_package(
     np.testing.assert_array_equal(np.asarray(quick), np.asarray(slow))
     if isinstance(quick, PIL.Image.Image):
         assert (quick.mode, quick.getexif()) == (slow.mode, slow.getexif())
+        assert quick.info.get("icc_profile") == slow.info.get("icc_profile")
 
 
 def test_the_package_is_used_where_it_may_be() -> None:
@@ -75,22 +84,47 @@ def test_what_only_pillow_can_do_is_left_to_it(monkeypatch: pytest.MonkeyPatch) 
     assert decode_jpeg(photo(40, 24), "L") is None  # another formula for grey
     assert decode_jpeg(b"\xff\xd8 no more", "RGB") is None
     assert decode_jpeg(b"GIF89a", "RGB") is None
-    assert not has_only_pixels(with_exif())
-    assert has_only_pixels(photo(40, 24))
     monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 1000)
     assert decode_jpeg(photo(64, 48), "RGB") is None
 
 
+def test_only_pixels_are_told_from_more() -> None:
+    assert has_only_pixels(photo(40, 24, comment=b"on holiday", progressive=True))
+    assert has_only_pixels(b"\xff\xd8\xff\xff" + photo(40, 24)[2:])
+    assert not has_only_pixels(with_exif())
+    assert not has_only_pixels(with_fill_bytes())
+    assert not has_only_pixels(photo(40, 24, icc_profile=b"x" * 70_000))
+
+
+@pytest.mark.parametrize("make", [with_exif, with_fill_bytes, lambda: photo(8, 8)])
+def test_a_jpeg_may_be_cut_anywhere(make: Any) -> None:
+    data = make()
+    pixels = data.index(b"\xff\xda")
+    assert not any(has_only_pixels(data[:size]) for size in range(pixels))
+
+
+@given(data=st.sampled_from([photo(16, 8), with_exif(), with_fill_bytes()]), changes=st.data())
+def test_a_jpeg_that_only_has_pixels_has_no_more_for_pillow(data: bytes, changes: Any) -> None:
+    changed = bytearray(data)
+    for place in changes.draw(st.lists(st.integers(2, data.index(b"\xff\xda") + 3), max_size=4)):
+        changed[place] = changes.draw(st.sampled_from([0, 1, 0xD8, 0xDA, 0xE1, 0xE2, 0xFF]))
+    if has_only_pixels(bytes(changed)) and decode_jpeg(bytes(changed), "RGB") is not None:
+        with PIL.Image.open(io.BytesIO(changed)) as image:
+            assert not image.getexif()
+            assert "icc_profile" not in image.info
+
+
+@pytest.mark.parametrize("spec", ["rgb8", "pil"])
 @given(data=st.data())
-def test_damage_is_judged_by_pillow(data: st.DataObject) -> None:
-    picture = bytearray(photo(64, 48))
+def test_damage_is_judged_by_pillow(spec: str, data: st.DataObject) -> None:
+    picture = bytearray(data.draw(st.sampled_from([photo(64, 48), with_exif()])))
     for _ in range(data.draw(st.integers(1, 4))):
         picture[data.draw(st.integers(2, len(picture) - 1))] = data.draw(st.integers(0, 255))
     damaged = bytes(picture[: data.draw(st.integers(2, len(picture)))])
 
     def outcome() -> Any:
         try:
-            return decoded(damaged, "rgb8").shape
+            return np.asarray(decoded(damaged, spec)).shape
         except Exception as error:  # noqa: BLE001  (compared)
             return type(error)
 

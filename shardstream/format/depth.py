@@ -1,0 +1,91 @@
+"""How an image file stores its numbers: bits and kind of each, as its header says.
+
+Pillow opens deep images of several channels as 8 bits, clips 16 bits where it converts them, and says nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_PNG_DEPTH = 24  # byte of the bit depth in IHDR, which comes first
+_TIFF_BITS, _TIFF_KINDS = 258, 339  # BitsPerSample, SampleFormat
+_KINDS = {1: "unsigned", 2: "signed", 3: "float"}
+_JPEG2000_SIZE = b"\xff\x4f\xff\x51"  # start of codestream, SIZ
+_SIZ_COMPONENTS = 40  # bytes from there to the count of components
+_AVIF_HIGH, _AVIF_TWELVE = (
+    0x40,
+    0x20,
+)  # in the third byte of the box av1C (AV1 codec ISO media file format binding)
+
+
+class Depth(NamedTuple):
+    """Bits of a stored number, and whether it is "unsigned", "signed" or "float"."""
+
+    bits: int
+    kind: str = "unsigned"
+
+    @property
+    def fits_8_bits(self) -> bool:
+        """Tell whether every stored number is one of 0 to 255."""
+        return self.bits <= 8 and self.kind == "unsigned"
+
+    def __str__(self) -> str:
+        return f"{self.bits}-bit {self.kind} numbers"
+
+
+def stored_depth(image: Image, data: bytes) -> Depth:
+    """Return how many bits the numbers of an image file have.
+
+    Args:
+        image: The file, opened and not loaded.
+        data: Its bytes.
+    """
+    form = image.format
+    if form == "PNG":
+        return Depth(data[_PNG_DEPTH])
+    if form == "TIFF":
+        tags: Any = getattr(image, "tag_v2", {})
+        kind = _KINDS.get(max(tags.get(_TIFF_KINDS, (1,))), "unsigned")
+        return Depth(max(tags.get(_TIFF_BITS, (1,))), kind)
+    if image.mode == "F":
+        return Depth(32, "float")
+    if form == "PPM":
+        return Depth(stored_maximum(image).bit_length())
+    if form == "JPEG2000":
+        return _jpeg2000_depth(data)
+    if form == "AVIF":
+        return Depth(_avif_bits(data))
+    return Depth(8)
+
+
+def stored_maximum(image: Image) -> int:
+    """Return the largest number that a PGM or PPM file says it may hold; Pillow scales it to 255 or 65535."""
+    if image.mode == "1":
+        return 1
+    codec, _, _, options = image.tile[0]  # type: ignore[attr-defined]
+    if codec == "raw":
+        return 65535 if image.mode == "I" else 255
+    return int(options[1])
+
+
+def _jpeg2000_depth(data: bytes) -> Depth:
+    """Read the precisions of all components (ITU-T T.800, A.5.1)."""
+    start = data.find(_JPEG2000_SIZE) + _SIZ_COMPONENTS
+    count = int.from_bytes(data[start : start + 2])
+    precisions = data[start + 2 : start + 2 + 3 * count : 3]
+    kind = "signed" if any(precision & 0x80 for precision in precisions) else "unsigned"
+    return Depth(max(((precision & 0x7F) + 1 for precision in precisions), default=8), kind)
+
+
+def _avif_bits(data: bytes) -> int:
+    """Read the bit depths of all items: 8, 10 or 12."""
+    bits = 8
+    for found in re.finditer(rb"av1C..(.)", data.partition(b"mdat")[0], re.DOTALL):
+        flags = found[1][0]
+        if flags & _AVIF_HIGH:
+            bits = max(bits, 12 if flags & _AVIF_TWELVE else 10)
+    return bits
