@@ -140,8 +140,10 @@ def _comparable(item: Any) -> Any:
     """Replace arrays, tensors and pictures by what ``==`` can compare."""
     if isinstance(item, Mapping):
         return {name: _comparable(value) for name, value in item.items()}
-    if isinstance(item, list | tuple):
-        return type(item)(map(_comparable, item))
+    if isinstance(item, list):
+        return list(map(_comparable, item))
+    if isinstance(item, tuple):
+        return type(item), tuple(map(_comparable, item))
     if hasattr(item, "__array__") or hasattr(item, "__array_interface__"):
         array = np.asarray(item)
         return type(item), array.dtype.str, array.shape, array.tobytes()

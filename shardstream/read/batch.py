@@ -11,6 +11,7 @@ from typing import Any
 from shardstream.errors import SampleError
 from shardstream.read.permute import derive_key
 from shardstream.read.stage import Context, Run, SourceRun, State, at_least
+from shardstream.read.transform import like_tuple
 
 Collate = Callable[[list[Any]], Any]
 
@@ -119,7 +120,8 @@ def split_batch(batch: Any) -> Iterator[Any]:
         for row in _rows(list(batch.values()), [str(name) for name in batch]):
             yield dict(zip(batch, row, strict=True))
     elif isinstance(batch, tuple):
-        yield from _rows(list(batch), [str(place) for place in range(len(batch))])
+        for row in _rows(list(batch), [str(place) for place in range(len(batch))]):
+            yield like_tuple(batch, row)
     else:
         yield from batch
 

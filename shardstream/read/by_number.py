@@ -58,6 +58,11 @@ class NumberedDataset(ItemSteps, Dataset[Any]):
     def __len__(self) -> int:
         return len(self._numbers)
 
+    def __repr__(self) -> str:
+        chosen = "" if len(self) == len(self._catalog) else f", {len(self):,} chosen"
+        steps = "".join(f" > {step.partition('(')[0]}" for step in self._pipeline.steps)
+        return f"{type(self).__name__}({self._catalog.contents}{chosen}){steps}"
+
     @overload
     def __getitem__(self, index: int) -> Any: ...
 

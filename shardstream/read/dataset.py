@@ -17,7 +17,7 @@ from shardstream.read.pipeline import Pipeline
 from shardstream.read.planned import Options, PlannedSamples, PlannedSource, plain_share
 from shardstream.read.share import Remainder, Split
 from shardstream.read.skip import OnError, Skips
-from shardstream.read.stage import Stage, check_epoch
+from shardstream.read.stage import Stage, at_least, check_epoch
 from shardstream.read.steps import StreamSteps
 from shardstream.read.stream import Shuffle
 from shardstream.read.tensors import shared_numbers
@@ -43,7 +43,8 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
         self.pipeline = pipeline
         self.given_placement = placement
         self._length: int | None = None
-        self._epoch = shared_numbers(0)  # seen by persistent workers too
+        # How often `set_epoch` was called, too; seen by persistent workers.
+        self._epoch = shared_numbers(0, 0)
 
     @property
     def placement(self) -> Placement:
@@ -58,11 +59,21 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
     @property
     def epoch(self) -> int:
         """The epoch that the next iteration reads."""
-        return int(self._epoch.item())
+        return int(self._epoch[0])
+
+    @property
+    def epoch_calls(self) -> int:
+        """How often `set_epoch` was called."""
+        return int(self._epoch[1])
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration, in loader workers too, persistent ones included."""
+        """Choose the epoch of the next iteration, in loader workers too, persistent ones included; a `ShardLoader` follows.
+
+        Raises:
+            OptionError: If it is no whole number from 0 to 2**31 - 1.
+        """
         self._epoch[0] = check_epoch(epoch)
+        self._epoch[1] += 1
 
     def __iter__(self) -> DatasetIterator:
         return DatasetIterator(self.pipeline, current_reader(self.placement), self.epoch)
@@ -90,7 +101,12 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
         return state
 
     def with_length(self, length: int) -> Self:
-        """Let ``len`` say so, where it cannot be known."""
+        """Let ``len`` say so, where it cannot be known: of items, also to a `ShardLoader`. How many come stays as it is.
+
+        Raises:
+            OptionError: If it is no whole number from 0 on.
+        """
+        at_least(0, length=length)
         changed = self._copy()
         changed._length = length
         return changed
@@ -107,7 +123,7 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
 
     def _copy(self) -> Self:
         changed = copy.copy(self)
-        changed._epoch = shared_numbers(self.epoch)
+        changed._epoch = shared_numbers(self.epoch, 0)
         return changed
 
 

@@ -69,6 +69,7 @@ class ShardLoader(DataLoader[Any]):
         self._skipped: dict[int, dict[str, int]] = {}
         self._taken: dict[int, dict[str, int]] = {}
         self._iteration = 0
+        self._epoch_calls = dataset.epoch_calls
         self._stopwatch = Stopwatch(epoch=dataset.epoch, workers=num_workers)
         source = dataset.pipeline.planned
         self._given = Options() if source is None else source.options
@@ -101,6 +102,7 @@ class ShardLoader(DataLoader[Any]):
     @property
     def epoch(self) -> int:
         """The epoch that is being read, or will be next; from 0."""
+        self._follow_dataset()
         return self._position.epoch
 
     @property
@@ -134,6 +136,13 @@ class ShardLoader(DataLoader[Any]):
             self._share = None
             self._iteration += 1  # an iteration that is still open counts no more
 
+    def _follow_dataset(self) -> None:
+        """Take the epoch that was chosen by the dataset's `set_epoch` since the last look."""
+        dataset = self._batches.source_dataset
+        calls, self._epoch_calls = self._epoch_calls, dataset.epoch_calls
+        if calls != self._epoch_calls:
+            self.set_epoch(dataset.epoch)
+
     @property
     def batches_left(self) -> int:
         """Batches behind the position that `state_dict` reports: what is left of the iteration under way, or after a resume.
@@ -141,25 +150,35 @@ class ShardLoader(DataLoader[Any]):
         Raises:
             OptionError: If that cannot be known, because steps change counts.
         """
+        self._follow_dataset()
         share = self._batches.share(self._position)
         if share is None:
             raise OptionError("how many batches are left is not known where steps change counts")
         return share.num_steps
 
+    def __repr__(self) -> str:
+        batches = self._batches
+        return (
+            f"{type(self).__name__}({batches.source_dataset!r}, batch_size={batches.batch_size}, "
+            f"num_workers={self.num_workers}, rank {batches.placement.rank} of {batches.placement.world_size})"
+        )
+
     def __len__(self) -> int:
         # Of a whole epoch, also when one goes on in its middle: trainers count batches from the epoch's start.
-        share = self._batches.share(Position(epoch=self._position.epoch))
-        if share is not None:
-            return share.num_steps
         dataset, size = self._batches.source_dataset, self._batches.batch_size or 1
-        source = dataset.pipeline.planned
-        if source is not None and not dataset.has_given_length:
-            reader = Reader(dataset.placement, 0, max(1, self.num_workers))
-            return plain_share(source, reader, self._position.epoch).num_samples
+        if not dataset.has_given_length:
+            share = self._batches.share(Position(epoch=self.epoch))
+            if share is not None:
+                return share.num_steps
+            source = dataset.pipeline.planned
+            if source is not None:
+                reader = Reader(dataset.placement, 0, max(1, self.num_workers))
+                return plain_share(source, reader, self.epoch).num_samples
         length = len(dataset)
         return length // size if self._batches.split.drop_last else -(-length // size)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator around torch's iterator
+        self._follow_dataset()
         begin, self._begin = self._begin, Position(epoch=self._begin.epoch)
         self._position = begin
         self._share = self._batches.share(begin)
@@ -240,6 +259,7 @@ class ShardLoader(DataLoader[Any]):
         JSON values. Where every step of the pipeline hands out one item for each, it is the same on every rank and is
         continued on any number of ranks and workers; else it holds a position for each worker of this rank.
         """
+        self._follow_dataset()
         batches, position = self._batches, self._position
         if batches.planned is not None:
             return plan_state(
@@ -273,6 +293,9 @@ class ShardLoader(DataLoader[Any]):
         self._share = None
         self._iteration += 1  # an iteration that is still open counts no more
         self._iterator = None  # persistent workers know nothing of this
+        self._epoch_calls = (
+            self._batches.source_dataset.epoch_calls
+        )  # what was chosen before is over
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
         """Take the order of samples from a state."""

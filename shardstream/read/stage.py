@@ -198,6 +198,7 @@ class _ThreadedItemRun(SourceRun):
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shardstream-map")
         self._ahead = 2 * threads
         self._pending: deque[tuple[Future[Any], int, State]] = deque()
+        self._error: Exception | None = None  # of the source, behind all that is pending
         self._state = source.state_dict()
         self._number = 0
 
@@ -207,15 +208,20 @@ class _ThreadedItemRun(SourceRun):
 
     def __next__(self) -> Any:
         while True:
-            while len(self._pending) < self._ahead:
-                item = next(self.source, self)
-                if item is self:
+            while len(self._pending) < self._ahead and self._error is None:
+                try:
+                    item = next(self.source)
+                except StopIteration:
+                    break
+                except Exception as error:  # noqa: BLE001  (raised when it is its turn)
+                    self._error = error
                     break
                 number = self.source.number
                 future = self._pool.submit(self._function, item, number)
                 self._pending.append((future, number, self.source.state_dict()))
             if not self._pending:
-                raise StopIteration
+                failed, self._error = self._error, None
+                raise failed or StopIteration
             future, self._number, self._state = self._pending.popleft()
             try:
                 return future.result()
@@ -227,6 +233,7 @@ class _ThreadedItemRun(SourceRun):
 
     def load_state_dict(self, state: State) -> None:
         self._pending.clear()
+        self._error = None
         self.source.load_state_dict(state)
         self._state = state
 

@@ -14,6 +14,7 @@ from torch.utils.data import get_worker_info
 from shardstream.errors import SampleError
 from shardstream.format.columns import Columns
 from shardstream.read.apart import MOST_BYTES
+from shardstream.read.transform import like_tuple
 
 _REPEATED_LIMIT_BYTES = 1 << 30
 
@@ -57,7 +58,7 @@ def _check_extent(loaded: Any) -> None:
 
 
 def collate(items: Sequence[Any]) -> Any:
-    """Make a batch of samples (dicts), tuples or values.
+    """Make a batch of samples (dicts), tuples (named ones stay so) or values.
 
     Arrays and tensors of one shape are stacked, shape (B, …), same dtype; numbers become a tensor of shape (B,): whole
     ones int64, floats float64 (as in torch's own collate), truth values bool. All else (text, bytes, PIL images, nested JSON, ``None``) becomes a list.
@@ -73,9 +74,12 @@ def collate(items: Sequence[Any]) -> Any:
         sizes = {len(item) for item in items}
         if len(sizes) > 1:
             raise SampleError(f"tuples of different lengths, {sorted(sizes)}, cannot be one batch")
-        return tuple(
-            _column(list(column), f"element {place}", items)
-            for place, column in enumerate(zip(*items, strict=True))
+        return like_tuple(
+            first,
+            [
+                _column(list(column), f"element {place}", items)
+                for place, column in enumerate(zip(*items, strict=True))
+            ],
         )
     return _column(list(items), "items", items)
 

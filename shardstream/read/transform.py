@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,7 +109,7 @@ class MapTuple(ItemStage):
             except Exception as error:
                 add_place(error, f"map_tuple({name_of(function)}), element {place}", item)
                 raise
-        return tuple(changed)
+        return like_tuple(item, changed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +190,13 @@ class _SelectRun(SourceRun):
                 add_place(error, f"select({name_of(self._predicate)})", item)
                 self._skips.take(error, item)
         raise StopIteration
+
+
+def like_tuple(model: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return values as a tuple, named if the model is."""
+    make = getattr(type(model), "_make", tuple)
+    made: tuple[Any, ...] = make(values)
+    return made
 
 
 def find_field(names: str, sample: Any, step: str) -> str:

@@ -272,6 +272,105 @@ def test_read_ahead_is_not_counted_as_seen(folder: str) -> None:
     assert one.state_dict()["consumed"] == 8
 
 
+def selects(sample: dict[str, Any]) -> bool:
+    return True
+
+
+@pytest.mark.parametrize("steps", ["plan", "parts"])
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_loaded_states_reach_persistent_workers_and_end_open_iterators(
+    steps: str, num_workers: int, folder: str
+) -> None:
+    def open_loader(**options: Any) -> ss.ShardLoader:
+        dataset = ss.ShardDataset(folder, shuffle=True, seed=2, **options).decode()
+        if steps == "parts":
+            dataset = dataset.select(selects)
+        return ss.ShardLoader(
+            dataset, 8, num_workers=num_workers, persistent_workers=num_workers > 0
+        )
+
+    # Where it can be, the order is another than the workers' own.
+    order = {"lanes": 4, "block": 2} if steps == "plan" else {}
+    rest = labels(open_loader(**order))[3:]
+    saved = open_loader(**order)
+    take(saved, 3)
+    state = saved.state_dict()
+
+    loader = open_loader()
+    labels(loader)  # its workers live on
+    old = iter(loader)
+    next(old)
+    loader.load_state_dict(state)
+    next(old)
+    assert loader.state_dict() == state
+    assert labels(old)  # to its end
+    assert loader.state_dict() == state
+    assert labels(loader) == rest
+
+
+def test_an_iterator_that_is_still_open_counts_no_more_after_set_epoch(folder: str) -> None:
+    loader = open_in_order(folder)
+    old = iter(loader)
+    next(old)
+    loader.set_epoch(4)
+    state = loader.state_dict()
+    next(old)
+    assert (loader.epoch, loader.state_dict()) == (4, state)
+    assert labels(old)
+    assert (loader.epoch, loader.state_dict()) == (4, state)
+
+
+def open_in_order(folder: str) -> ss.ShardLoader:
+    return ss.ShardLoader(ss.ShardDataset(folder, shuffle=True, lanes=2).decode(), 8)
+
+
+def epoch_of(folder: str, epoch: int) -> list[list[int]]:
+    loader = open_in_order(folder)
+    loader.set_epoch(epoch)
+    return labels(loader)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_follows_its_dataset_to_an_epoch(num_workers: int, folder: str) -> None:
+    dataset = ss.ShardDataset(folder, shuffle=True, lanes=2).decode()
+    loader = ss.ShardLoader(dataset, 8, num_workers=num_workers, persistent_workers=num_workers > 0)
+    assert labels(loader) == epoch_of(folder, 0)
+    dataset.set_epoch(5)
+    assert loader.epoch == loader.state_dict()["epoch"] == 5
+    assert labels(loader) == epoch_of(folder, 5)
+    assert labels(loader) == epoch_of(folder, 6)
+    dataset.set_epoch(5)  # said again
+    take(loader, 2)
+    state = loader.state_dict()
+    dataset.set_epoch(7)
+    loader.load_state_dict(state)
+    dataset.set_epoch(5)  # which it is in the middle of
+    assert labels(loader) == epoch_of(folder, 5)[2:]
+
+
+def test_a_length_that_was_given_is_that_of_the_loader_too(folder: str) -> None:
+    dataset = ss.ShardDataset(folder).decode()
+    for changed in (dataset, dataset.select(selects)):
+        given = changed.with_length(20)
+        assert (len(given), len(ss.ShardLoader(given, 8))) == (20, 3)
+        assert len(ss.ShardLoader(given, 8, drop_last=True)) == 2
+        assert len(ss.ShardLoader(given, None)) == 20
+    for length in (-1, 2.5):
+        with pytest.raises(OptionError, match="length must be"):
+            dataset.with_length(length)  # type: ignore[arg-type]
+
+
+def test_what_a_loader_reads_is_shown(folder: str) -> None:
+    dataset = ss.ShardDataset(folder, placement=ss.Placement(1, 2)).decode()
+    assert repr(ss.ShardLoader(dataset, 8)) == (
+        f"ShardLoader({dataset!r}, batch_size=8, num_workers=0, rank 1 of 2)"
+    )
+    assert "batch_size=None" in repr(ss.ShardLoader(dataset.select(selects), None))
+    shown = repr(ss.ShardMapDataset(folder).decode())
+    assert shown == repr(ss.ShardDataset(folder).decode()).replace("Shard", "ShardMap", 1)
+    assert "samples, 5 chosen)" in repr(ss.ShardMapDataset(folder)[:5])
+
+
 @pytest.mark.parametrize("persistent", [False, True])
 def test_a_state_is_loaded_into_a_loader_that_has_workers(persistent: bool, folder: str) -> None:
     dataset = ss.ShardDataset(folder, shuffle=True).decode()

@@ -69,6 +69,8 @@ def test_files_that_share_a_key_are_one_sample(folder: str) -> None:
         "bin": b"\0",
         "json": b"0",
     }
+    mapped = ss.ObjectMapDataset(folder).decode()
+    assert repr(mapped) == "ObjectMapDataset(60 files, 30 samples) > Decode"
     assert repr(dataset.decode()) == "ObjectDataset(60 files, 30 samples) > Decode"
 
 

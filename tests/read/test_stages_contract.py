@@ -253,6 +253,31 @@ def test_a_function_that_hands_out_less_than_before_is_an_error() -> None:
         list(less)
 
 
+def fails_at_ten(item: int) -> int:
+    if item == 10:
+        raise ValueError("item 10")
+    return item
+
+
+@pytest.mark.parametrize(
+    "stages",
+    [
+        (Map(function=fails_at_ten), Map(function=double, threads=4)),
+        (Map(function=fails_at_ten, threads=4),),
+        (Map(function=fails_at_ten, threads=2), Map(function=double, threads=4)),
+    ],
+)
+def test_threads_hand_out_all_that_comes_before_an_error(stages: tuple[Stage, ...]) -> None:
+    run: Run = ListRun(range(20))
+    for stage in stages:
+        run = stage.open(run, Context())
+    assert len(take(run, 10)) == 10
+    with pytest.raises(ValueError, match="item 10"):
+        next(run)
+    assert len(list(run)) == 9  # as without threads: the next call goes on
+    run.close()
+
+
 def public_stages() -> set[type]:
     """Every dataclass of ``shardstream.read`` with ``open(source, context)``."""
     modules = [

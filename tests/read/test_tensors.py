@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import PIL.Image
@@ -9,7 +9,11 @@ import pytest
 import torch
 
 from shardstream.errors import SampleError
+from shardstream.read.batch import split_batch
+from shardstream.read.stage import Context
 from shardstream.read.tensors import collate, load_tensors, shared_numbers, to_tensor
+from shardstream.read.transform import MapTuple
+from shardstream.testing import ListRun
 
 PICTURE = PIL.Image.new("RGB", (2, 2))
 
@@ -66,6 +70,22 @@ def test_all_else_is_listed(values: list[Any]) -> None:
     batch = collate([{"x": value} for value in values])["x"]
     assert type(batch) is list
     assert all(found is value for found, value in zip(batch, values, strict=True))
+
+
+class Pair(NamedTuple):
+    image: Any
+    label: Any
+
+
+def test_named_tuples_stay_named() -> None:
+    batch = collate([Pair(np.zeros(2), 1), Pair(np.ones(2), 2)])
+    assert isinstance(batch, Pair)
+    assert (batch.image.shape, batch.label.tolist()) == ((2, 2), [1, 2])
+    items = list(split_batch(Pair(["a", "b"], [1, 2])))
+    assert items == [Pair("a", 1), Pair("b", 2)]
+    assert all(isinstance(item, Pair) for item in items)
+    mapped = MapTuple(functions=(str.upper,)).open(ListRun(items), Context())
+    assert [item.image for item in mapped] == ["A", "B"]
 
 
 def test_samples_tuples_and_values_make_batches() -> None:
