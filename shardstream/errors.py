@@ -3,8 +3,8 @@
     ShardStreamError
     ├── OptionError         an argument that makes no sense (also a ValueError)
     ├── StorageError        a place that cannot be listed, read or written
-    │   ├── MissingError    nothing is there
-    │   ├── RefusedError    no credentials, or wrong ones
+    │   ├── MissingError    nothing is there (also a FileNotFoundError)
+    │   ├── RefusedError    no credentials, or wrong ones (also a PermissionError)
     │   └── ChangedError    not the file that was indexed, or read before
     ├── ShardError          a tar whose bytes are damaged or cut
     │   └── IndexMismatchError   a tar, its index and its manifest that do not fit each other
@@ -22,6 +22,7 @@ Every message says what is wrong, where (shard, byte, key, field) and what to do
 
 from __future__ import annotations
 
+import errno
 import re
 
 _USERINFO = re.compile(r"(?<=://)[^/@\s]*@")
@@ -105,12 +106,16 @@ class StorageError(ShardStreamError):
     """A place that cannot be listed, read or written: missing, refused or out of reach."""
 
 
-class MissingError(StorageError):
+class MissingError(StorageError, FileNotFoundError):
     """Nothing is there. Trying again does not help."""
 
+    errno = errno.ENOENT
 
-class RefusedError(StorageError):
+
+class RefusedError(StorageError, PermissionError):
     """No credentials, or wrong ones. Trying again does not help."""
+
+    errno = errno.EACCES
 
 
 class ChangedError(StorageError):

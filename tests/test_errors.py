@@ -6,7 +6,14 @@ import traceback
 import pytest
 
 from shardstream import errors
-from shardstream.errors import OptionError, ShardError, ShardStreamError, redact
+from shardstream.errors import (
+    MissingError,
+    OptionError,
+    RefusedError,
+    ShardError,
+    ShardStreamError,
+    redact,
+)
 
 ALL_ERRORS = sorted(
     (
@@ -53,6 +60,17 @@ def test_an_error_goes_between_processes_with_its_places(kind: type[ShardStreamE
 def test_only_known_places_are_told() -> None:
     assert str(ShardError("wrong")) == "wrong"
     assert str(ShardError("wrong", offset=0)) == "wrong [at byte 0]"
+
+
+@pytest.mark.parametrize(
+    ("kind", "python"), [(MissingError, FileNotFoundError), (RefusedError, PermissionError)]
+)
+def test_an_error_that_python_knows_is_one_of_pythons(
+    kind: type[ShardStreamError], python: type[OSError]
+) -> None:
+    with pytest.raises(python, match=r"^wrong \[in s3://b/a\]$") as raised:
+        raise kind("wrong", shard="s3://b/a")
+    assert type(OSError(raised.value.errno, "x")) is python
 
 
 def test_an_option_error_is_a_value_error() -> None:

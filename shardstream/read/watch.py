@@ -21,7 +21,7 @@ import numpy as np
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import signal_handling
 
-from shardstream.errors import WorkerError, plural, redact
+from shardstream.errors import ShardStreamError, WorkerError, plural, redact
 from shardstream.read.apart import unsendable
 from shardstream.read.share import Share
 from shardstream.read.source import own_steps
@@ -95,7 +95,7 @@ class WorkerWatch:
         finally:
             _open.discard(self)
         if isinstance(error, RuntimeError | OSError | EOFError) and not isinstance(
-            error, WorkerError
+            error, ShardStreamError
         ):
             told = self.explain()
             if told is not None:

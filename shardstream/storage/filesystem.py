@@ -16,6 +16,7 @@ from shardstream.storage.cache import Cache, version_of
 from shardstream.storage.clients import Clients, Limits
 from shardstream.storage.explain import explained
 from shardstream.storage.inherited import new_lock
+from shardstream.storage.patterns import simplify_glob
 from shardstream.storage.piece import Piece
 from shardstream.storage.ranges import open_ranges
 from shardstream.storage.retry import fetch, patiently
@@ -188,7 +189,12 @@ class Storage:
         return self._files(url, self._ask(url, "find", detail=True).values())
 
     def glob(self, pattern: str) -> list[FileInfo]:
-        """Return the files that match a pattern, sorted by name."""
+        """Return the files that match a pattern, sorted by name.
+
+        Raises:
+            OptionError: If it would take too long (see `simplify_glob`).
+        """
+        pattern = simplify_glob(pattern)
         found = self._ask(pattern, "glob", detail=True).values()
         return self._files(pattern, [entry for entry in found if entry["type"] == "file"])
 

@@ -7,9 +7,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import braceexpand
-
-from shardstream.errors import ManifestError, OptionError, StorageError
+from shardstream.errors import ManifestError, MissingError, OptionError, StorageError
 from shardstream.format.index import INDEX_SUFFIX, OFFSET_BYTES, num_samples
 from shardstream.format.manifest import MANIFEST_NAME, Manifest, ShardInfo, decode_manifest
 from shardstream.storage.elsewhere import check_names
@@ -20,6 +18,7 @@ from shardstream.storage.filesystem import (
     join_url,
     parent_url,
 )
+from shardstream.storage.patterns import expand_braces
 
 TAR_SUFFIXES = (".tar",)
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
@@ -71,15 +70,10 @@ def expand_urls(urls: Urls) -> list[str]:
     ['a-00.tar', 'a-01.tar', 'a-02.tar', 'b.tar']
 
     Raises:
-        OptionError: If a brace is not closed.
+        OptionError: If a brace is not closed, or too many URLs are meant (see `patterns`).
     """
     parts = [urls] if isinstance(urls, str | os.PathLike) else list(urls)
-    return [
-        expanded
-        for part in parts
-        for joined in _split_join(os.fspath(part))
-        for expanded in _expand_braces(joined)
-    ]
+    return [url for part in parts for url in expand_braces(*_split_join(os.fspath(part)))]
 
 
 def locate(urls: Urls, storage: Storage) -> Located:
@@ -164,15 +158,6 @@ def _split_join(text: str) -> Iterable[str]:
     yield chain + last  # whatever its name: a folder may well be called "data"
 
 
-def _expand_braces(url: str) -> Iterable[str]:
-    if "{" not in url:
-        return [url]
-    try:
-        return list(braceexpand.braceexpand(url))
-    except ValueError as error:
-        raise OptionError(f"{error}; a range of shards is written {{000000..000099}}") from error
-
-
 def _without_query(url: str) -> str:
     """Cut the query off a URL over HTTP: its '?' is no glob, and its path tells what it is."""
     return url.partition("?")[0] if url.startswith(_HTTP) else url
@@ -181,7 +166,7 @@ def _without_query(url: str) -> str:
 def _globbed(pattern: str, storage: Storage) -> list[str]:
     tars = [file.url for file in storage.glob(pattern) if is_tar(file.url)]
     if not tars:
-        raise StorageError(
+        raise MissingError(
             "no shard matches this pattern; check it, and that the shards end in .tar",
             shard=pattern,
         )
@@ -274,7 +259,7 @@ def _from_tars(urls: list[str], storage: Storage) -> Located:
         by_name = _look_up(names, folder, storage)
         missing = next((name for name in names if name not in by_name), None)
         if missing is not None:
-            raise StorageError(
+            raise MissingError(
                 "the shard is missing; check the URL or the pattern's range", shard=names[missing]
             )
         tars = [FileInfo(url=url, told_size=by_name[name].size) for name, url in names.items()]

@@ -398,7 +398,7 @@ def test_a_byte_now_and_then_is_no_answer() -> None:
         options = {"endpoint_url": f"http://127.0.0.1:{server.server_port}", "s3_client": "s3fs"}
         options |= {"key": "some", "secret": "thing"}
         storage = Storage(options | {"stall_s": 0.2, "patience_s": 0.3})
-        with pytest.raises(StorageError, match="did not answer in time.*bytes came in"):
+        with pytest.raises(StorageError, match="did not answer in time"):
             fetch(storage, "s3://b/a", 0, 1_000_000)
         storage.resolve("s3://b/a")[0].clear_instance_cache()
         server.shutdown()

@@ -12,7 +12,14 @@ from typing import Any
 
 import pytest
 
-from shardstream.errors import ManifestError, OptionError, ShardStreamError, StorageError
+import shardstream as ss
+from shardstream.errors import (
+    ManifestError,
+    MissingError,
+    OptionError,
+    ShardStreamError,
+    StorageError,
+)
 from shardstream.format.manifest import Manifest, ShardInfo, encode_manifest
 from shardstream.storage.catalog import Catalog
 from shardstream.storage.filesystem import Storage
@@ -345,3 +352,11 @@ def test_a_manifest_on_a_host_without_listings_is_read_by_number(tmp_path: Path)
 def test_a_misspelt_storage_option_is_named(s3_env: None, bucket: str) -> None:
     with pytest.raises(OptionError, match="storage options: .*'endpoint'"):
         locate(f"{bucket}/", Storage({"endpoint": "http://127.0.0.1:9"}))
+
+
+@pytest.mark.parametrize("pattern", ["/x.tar", "/x*.tar", "/x", "/x/a.tar", "/x/index.json"])
+def test_what_is_missing_is_one_error_however_it_is_named(folder: str, pattern: str) -> None:
+    put_tars(folder)
+    with pytest.raises(FileNotFoundError) as raised:
+        ss.ShardDataset(folder + pattern)
+    assert type(raised.value) is MissingError

@@ -1,0 +1,125 @@
+"""Expand brace patterns and simplify globs, within bounds on what a short text may stand for."""
+
+from __future__ import annotations
+
+import re
+import reprlib
+import string
+
+import braceexpand
+
+from shardstream.errors import OptionError
+
+_URLS_LIMIT = 1_000_000
+_TEXT_LIMIT = 65_536
+_DEPTH_LIMIT = 20
+_DEEP_STARS_LIMIT = 4  # a match takes time that grows with the path's length to this power
+_RANGE = re.compile(r"(?:(-?\d+)\.\.(-?\d+)|([A-Za-z])\.\.([A-Za-z]))(?:\.\.-?(\d+))?")
+_LETTERS = string.ascii_uppercase + string.ascii_lowercase  # as `braceexpand` counts them
+_MOST_DIGITS = 18
+_BEYOND: int = 10**_MOST_DIGITS
+_BRACES = re.compile(r"\\.|[{},]", re.DOTALL)
+
+
+def expand_braces(*patterns: str) -> list[str]:
+    """Return the texts that brace patterns stand for, in order.
+
+    >>> expand_braces("{a,b}-{00..01}.tar")
+    ['a-00.tar', 'a-01.tar', 'b-00.tar', 'b-01.tar']
+
+    Raises:
+        OptionError: If a brace is not closed, or the patterns stand for over a million texts or are too deep or long.
+    """
+    expanded: list[str] = []
+    for pattern in patterns:
+        expanded += _expand_one(pattern, _URLS_LIMIT - len(expanded))
+    return expanded
+
+
+def _expand_one(pattern: str, limit: int) -> list[str]:
+    if "{" not in pattern:
+        return [pattern]
+    if len(pattern) > _TEXT_LIMIT:
+        raise OptionError(
+            f"a pattern of {len(pattern)} characters, the limit is {_TEXT_LIMIT}; pass a list of URLs"
+        )
+    count = _count(pattern)
+    if count > limit:
+        number = f"{count:,}" if count < _BEYOND else f"over {_BEYOND:,}"
+        raise OptionError(
+            f"{reprlib.repr(pattern)} stands for {number} URLs, the limit is {_URLS_LIMIT:,} in all; "
+            "check its ranges, or name the folder"
+        )
+    try:
+        return list(braceexpand.braceexpand(pattern))
+    except ValueError as error:
+        raise OptionError(
+            f"the braces of {reprlib.repr(pattern)} are not closed or hold no range; "
+            "a range of shards is written {000000..000099}"
+        ) from error
+
+
+def simplify_glob(pattern: str) -> str:
+    """Return a glob that matches the same in bounded time.
+
+    >>> simplify_glob("s3://b/**/**/*.tar")
+    's3://b/**/*.tar'
+
+    Raises:
+        OptionError: If too many parts of it stand for any number of folders.
+    """
+    simple = re.sub(r"(\*\*/)+", "**/", re.sub(r"\*{3,}", "**", pattern))
+    if simple.count("**") > _DEEP_STARS_LIMIT:
+        raise OptionError(
+            f"the pattern {reprlib.repr(pattern)} has {simple.count('**')} times '**', the limit is {_DEEP_STARS_LIMIT}; "
+            "name the folders, or list the shards"
+        )
+    return simple
+
+
+def _count(pattern: str) -> int:
+    """Return how many texts a pattern with closed braces stands for, without making one.
+
+    Raises:
+        OptionError: If braces are nested too deep.
+    """
+    groups = [_Group(0)]
+    for found in _BRACES.finditer(pattern):
+        mark, group = found[0], groups[-1]
+        if mark == "{":
+            if len(groups) > _DEPTH_LIMIT:
+                raise OptionError(
+                    f"the braces of {reprlib.repr(pattern)} are over {_DEPTH_LIMIT} deep; write a plainer pattern"
+                )
+            groups.append(_Group(found.end()))
+        elif mark == "," and len(groups) > 1:
+            group.done, group.product = group.done + group.product, 1
+        elif mark == "}" and len(groups) > 1:
+            groups.pop()
+            text = pattern[group.start : found.start()]
+            groups[-1].product *= _range_size(text) or group.done + group.product
+    return max(group.product for group in groups)
+
+
+class _Group:
+    """What is counted of an open brace."""
+
+    __slots__ = ("done", "product", "start")
+
+    def __init__(self, start: int) -> None:
+        self.start, self.done, self.product = start, 0, 1
+
+
+def _range_size(text: str) -> int | None:
+    """Return how many texts a range like "00..99" or "a..f" has; None if it is no range."""
+    found = _RANGE.fullmatch(text)
+    if found is None:
+        return None
+    if max(map(len, found.groups(""))) > _MOST_DIGITS:
+        return _BEYOND
+    first, last = (
+        (int(found[1]), int(found[2]))
+        if found[1]
+        else (_LETTERS.index(found[3]), _LETTERS.index(found[4]))
+    )
+    return abs(last - first) // (int(found[5] or 1) or 1) + 1
