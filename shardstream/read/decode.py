@@ -14,7 +14,7 @@ import numpy as np
 from numpy.lib import format as npy_format
 
 from shardstream.errors import DecodeError, OptionError, redact
-from shardstream.format.group import Sample
+from shardstream.format.group import FIELDS_LIMIT, Sample
 from shardstream.format.pictures import mask_fields
 from shardstream.read.fast import parse_json
 from shardstream.read.stage import Context, ItemFunction, ItemStage
@@ -34,6 +34,7 @@ _INFLATED_LIMIT_BYTES = 1 << 30
 _PIECE_BYTES = 1 << 18
 _LAYOUTS_KEPT = 1000
 _CHOICES_KEPT = 1000
+_JSON_VALUES_LIMIT = 10_000_000  # 1 GB: an empty list of 3 bytes takes 100 in memory
 _JSON_DEPTH_LIMIT = 200  # lists in lists; what is deeper cannot be pickled on its way from a worker
 _PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the ways of numpy
 
@@ -83,6 +84,9 @@ def _read_layout(data: bytes) -> tuple[_Layout, int]:
     if min(shape, default=0) < 0:
         raise ValueError(f"an array of shape {shape} cannot be")
     layout = _Layout(shape, dtype, "F" if is_fortran else "C", math.prod(shape))
+    if layout.size and not dtype.itemsize:
+        # No bytes bound how many there are: 128 bytes could ask for work without end.
+        raise ValueError(f"an array of shape {shape} with items of 0 bytes ({dtype})")
     end = stream.tell()
     if is_first and len(_layouts) < _LAYOUTS_KEPT:
         _layouts[data[:end]] = layout
@@ -90,9 +94,11 @@ def _read_layout(data: bytes) -> tuple[_Layout, int]:
 
 
 def decode_npz(data: bytes) -> dict[str, np.ndarray[Any, Any]]:
-    """Decode a ``.npz`` file to its arrays by name; pickles and contents over 1 GiB are refused."""
+    """Decode a ``.npz`` file to its arrays by name; pickles, contents over 1 GiB and over 65,536 arrays are refused."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         entries = archive.infolist()
+        if len(entries) > FIELDS_LIMIT:
+            raise ValueError(f"{len(entries)} arrays, the limit is {FIELDS_LIMIT}")
         _check_inflated(sum(entry.file_size for entry in entries))
         return {
             entry.filename.removesuffix(".npy"): decode_npy(_read_entry(archive, entry))
@@ -128,7 +134,13 @@ def _check_inflated(size: int) -> None:
 
 
 def decode_json(data: bytes) -> Any:
-    """Decode JSON; nesting over 200 levels is refused."""
+    """Decode JSON; nesting over 200 levels is refused, and over 10 million values (commas and brackets in text count)."""
+    if len(data) > _JSON_VALUES_LIMIT:
+        values = sum(map(data.count, (b",", b"[", b"{")))
+        if values > _JSON_VALUES_LIMIT:
+            raise ValueError(
+                f"JSON of {values} values, the limit is {_JSON_VALUES_LIMIT}; store large lists as npy"
+            )
     value = parse_json(data)
     if data.count(b"[") + data.count(b"{") > _JSON_DEPTH_LIMIT:
         _check_depth(value)

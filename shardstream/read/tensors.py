@@ -17,6 +17,7 @@ from shardstream.read.apart import MOST_BYTES
 from shardstream.read.transform import like_tuple
 
 _REPEATED_LIMIT_BYTES = 1 << 30
+_BYTEARRAY = b"\nbytearray\n"  # as pickles name it; `weights_only` lets 300 bytes make one of 8 GiB
 
 
 def to_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
@@ -28,7 +29,8 @@ def load_tensors(data: bytes) -> Any:
     """Decode what ``torch.save`` wrote, tensors and plain containers only (``weights_only``), to the CPU.
 
     Raises:
-        ValueError: If it says to hold more than it does: packed entries, or tensors over 1 GiB that repeat their memory.
+        ValueError: If it says to hold more than it does: packed entries, or tensors over 1 GiB that repeat their memory; or
+            if it holds a ``bytearray``.
         pickle.UnpicklingError: If it holds anything but tensors and plain values.
     """
     if zipfile.is_zipfile(io.BytesIO(data)):
@@ -36,6 +38,10 @@ def load_tensors(data: bytes) -> Any:
             size = sum(entry.file_size for entry in archive.infolist())
         if size > len(data):  # torch packs nothing
             raise ValueError(f"{len(data)} bytes say that they hold {size}")
+    if _BYTEARRAY in data:
+        raise ValueError(
+            "a bytearray, which could ask for any amount of memory; store a tensor or bytes"
+        )
     loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     _check_extent(loaded)
     return loaded

@@ -83,6 +83,15 @@ def zip_of_zeros(size: int, *, says: int, kind: int = zipfile.ZIP_DEFLATED) -> b
     return local + name + body + central + end
 
 
+def zip_of_entries(count: int) -> bytes:
+    """A zip that names the same empty entry again and again, 47 bytes each."""
+    local = struct.pack("<IHHHHHIIIHH", 0x04034B50, 20, 0, 0, 0, 0, 0, 0, 0, 1, 0) + b"x"
+    central = struct.pack("<IHHHHHHIIIHHHHHII", 0x02014B50, 20, 20, 0, 0, 0, 0, 0, 0, 0,
+                          1, 0, 0, 0, 0, 0, 0) + b"x"  # fmt: skip
+    end = struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, 0, 0, len(central) * count, len(local), 0)
+    return local + central * count + end
+
+
 def png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
     header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
     parts = [(b"IHDR", header), *chunks, (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
@@ -123,11 +132,17 @@ ATTACKS: dict[str, tuple[str, bytes, str]] = {
     "npz that says nothing": ("npz", zip_of_zeros(4 * GiB, says=0), "EOF|CRC|ValueError"),
     "npz of bzip2": ("npz", zipped({"x.npy": bytes(64 * MiB)}, zipfile.ZIP_BZIP2), "numpy does not use"),
     "npz of lzma": ("npz", zipped({"x.npy": bytes(64 * MiB)}, zipfile.ZIP_LZMA), "numpy does not use"),
+    "npz of many": ("npz", zip_of_entries(65_537), "65537 arrays, the limit is 65536"),
     "npz of nothing": ("npz", b"PK\x05\x06" + b"\xff" * 18, "BadZipFile"),
     "npy of 10^15 elements": ("npy", npy("{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000000,)}", b"1"), "cannot be in"),
     "npy of less than nothing": ("npy", npy("{'descr': '<f8', 'fortran_order': False, 'shape': (-1,)}", b"1" * 8), "ValueError"),
     "npy of nothing, 2^70 times": ("npy", npy("{'descr': '<f8', 'fortran_order': False, 'shape': (0, 1180591620717411303424)}"), "Error"),
     "npy of huge items": ("npy", npy("{'descr': '|V2000000000', 'fortran_order': False, 'shape': (4,)}"), "cannot be in"),
+    **{
+        f"npy of 10^12 items without bytes, {kind}": ("npy", npy(f"{{'descr': {kind}, 'fortran_order': False, 'shape': (1000000000000,)}}"), "items of 0 bytes")
+        for kind in ("'|V0'", "'<U0'", "'|S0'", "[]", "[('a', '|V0')]", "[('a', '<i4', (0,))]")
+    },
+    "npz of items without bytes": ("npz", zipped({"x.npy": npy("{'descr': '|V0', 'fortran_order': False, 'shape': (1000000000000,)}")}), "items of 0 bytes"),
     "npy of huge subarrays": ("npy", npy("{'descr': ('<f8', (100000, 100000)), 'fortran_order': False, 'shape': (1,)}"), "ValueError"),
     "npy of deep minuses": ("npy", npy("-" * 9000 + "1"), "nested too deeply|ValueError"),
     "npy of deep brackets": ("npy", npy("(" * 9000), "TokenError|SyntaxError|ValueError"),
@@ -137,6 +152,7 @@ ATTACKS: dict[str, tuple[str, bytes, str]] = {
     "json that is deep": ("json", b"[" * 100_000, "RecursionError"),
     "json that is too deep for a pickle": ("json", b"[" * 700 + b"]" * 700, "nested over 200 levels"),
     "json that is deep in dicts": ("json", b'{"a":' * 500 + b"1" + b"}" * 500, "nested over 200 levels"),
+    "json of 11 million lists": ("json", b"[" + b"[]," * 5_500_000 + b"[]]", "JSON of 11000002 values"),
     "json of a huge number": ("json", b"9" * MiB, "Exceeds the limit"),
     "cls of a huge number": ("cls", b"9" * MiB, "Exceeds the limit"),
     "cls of other digits": ("cls", "\uff13".encode("utf-16"), "invalid literal"),
@@ -146,6 +162,8 @@ ATTACKS: dict[str, tuple[str, bytes, str]] = {
     "pt past its storage": ("pt", tensor_file(lambda p: p.replace(b"K\x04\x85", b"J\xff\xff\xff\x0f\x85")), "RuntimeError"),
     "pt that repeats itself": ("pt", saved(lambda s: torch.save(torch.zeros(1).expand(1 << 40), s)), "repeats its memory"),
     "pt that is deep": ("pt", saved(lambda s: torch.save({"a": [Call(os.system, "true")]}, s)), "UnpicklingError"),
+    "pt of a bytearray": ("pt", saved(lambda s: torch.save(Call(bytearray, 1 << 40), s)), "a bytearray"),
+    "pt of a bytearray of an old kind": ("pt", saved(lambda s: torch.save(Call(bytearray, 1 << 40), s, _use_new_zipfile_serialization=False)), "a bytearray"),
     "pt of an old kind": ("pt", saved(lambda s: torch.save(Call(eval, "1"), s, _use_new_zipfile_serialization=False)), "UnpicklingError"),
     "png of 3.6 gigapixels": ("png", png(60_000, 60_000), "DecompressionBombError"),
     "png with text that unpacks": ("png", png(8, 8, *[(b"zTXt", b"k\0\0" + zlib.compress(bytes(MiB - 1)))] * 99), "Too much memory"),
