@@ -99,6 +99,15 @@ _ImageFormat = Annotated[
         metavar="FORMAT", help="Turn all images into jpg, png or webp.", show_default=False
     ),
 ]
+_Masks = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FIELD,…",
+        help="Fields whose pixels are numbers, such as class ids: made smaller without averaging, never turned into another "
+        "format; or none. By default seg.png, mask.png and the like, and a png beside a jpg.",
+        show_default=False,
+    ),
+]
 _Quality = Annotated[
     int, typer.Option(min=1, max=100, help="Of JPEG and WebP images that are written anew.")
 ]
@@ -154,6 +163,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
     max_bytes: _MaxBytes = "256MB",
     max_side: _MaxSide = None,
     image_format: _ImageFormat = None,
+    masks: _Masks = None,
     quality: _Quality = 90,
     processes: _Processes = 1,
     name: _Name = "",
@@ -195,6 +205,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
             max_side=max_side,
             quality=quality,
             image_format=image_format,
+            masks=parse_masks(masks),
             processes=processes,
             overwrite=overwrite,
             on_error="skip" if skip_errors else "raise",
@@ -225,6 +236,17 @@ def parse_split(text: str | None) -> dict[str, float]:
             raise typer.BadParameter("give it as train=0.9,val=0.1", param_hint="--split")
         parts[name] = fraction
     return parts
+
+
+def parse_masks(text: str | None) -> list[str] | None:
+    """Read ``field,field`` or ``none``.
+
+    >>> parse_masks("png,seg.png"), parse_masks("none")
+    (['png', 'seg.png'], [])
+    """
+    if text is None:
+        return None
+    return [] if text == "none" else [name.strip() for name in text.split(",")]
 
 
 def parse_mapping(items: list[str] | None) -> dict[str, str]:

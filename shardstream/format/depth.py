@@ -12,7 +12,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 _PNG_DEPTH = 24  # byte of the bit depth in IHDR, which comes first
-_TIFF_BITS, _TIFF_KINDS = 258, 339  # BitsPerSample, SampleFormat
+_TIFF_BITS, _TIFF_SHADES, _TIFF_KINDS = (
+    258,
+    262,
+    339,
+)  # BitsPerSample, PhotometricInterpretation, SampleFormat
+_WHITE_IS_ZERO = 0
 _KINDS = {1: "unsigned", 2: "signed", 3: "float"}
 _JPEG2000_SIZE = b"\xff\x4f\xff\x51"  # start of codestream, SIZ
 _SIZ_COMPONENTS = 40  # bytes from there to the count of components
@@ -60,6 +65,19 @@ def stored_depth(image: Image, data: bytes) -> Depth:
     if form == "AVIF":
         return Depth(_avif_bits(data))
     return Depth(8)
+
+
+def is_inverted(image: Image) -> bool:
+    """Tell whether an opened TIFF stores white as 0, which Pillow turns round where it has 1 to 8 bits."""
+    tags: Any = getattr(image, "tag_v2", {})
+    return image.mode in ("1", "L") and tags.get(_TIFF_SHADES) == _WHITE_IS_ZERO
+
+
+def is_rendered(image: Image, depth: Depth) -> bool:
+    """Tell whether Pillow gives other numbers than are stored: stretched to the range of its type, or inverted."""
+    if image.format == "PPM" and image.mode in ("L", "I"):
+        return stored_maximum(image) not in (255, 65535)
+    return is_inverted(image) or (image.mode == "L" and depth.bits < 8)
 
 
 def stored_maximum(image: Image) -> int:

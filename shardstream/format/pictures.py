@@ -37,7 +37,7 @@ def mask_fields(names: Iterable[str]) -> frozenset[str]:
     """Return the image fields of a sample that hold numbers, not colours.
 
     Two rules: a word of the name, before its last part, is mask, seg, label, depth, ...; or a lossless format lies beside a
-    photo of the same name (``jpg`` and ``png``, ``left.jpg`` and ``left.png``).
+    photo of the same name (``jpg`` and ``png``, ``left.jpg`` and ``left.png``). A JPEG keeps no numbers, so it is never one.
 
     >>> sorted(mask_fields(["jpg", "seg.png", "left_mask2.tif", "cls"])), sorted(mask_fields(["jpg", "png"]))
     (['left_mask2.tif', 'seg.png'], ['png'])
@@ -53,8 +53,17 @@ def _mask_fields(names: tuple[str, ...]) -> frozenset[str]:
         name
         for name, stem, form in parts
         if (form in _LOSSLESS and stem in photos)
-        or (form in _LOSSLESS | _PHOTOS and not _MASK_WORDS.isdisjoint(re.findall("[a-z]+", stem)))
+        or (form in (*_LOSSLESS, "webp") and has_mask_word(stem))
     )
+
+
+def has_mask_word(name: str) -> bool:
+    """Tell whether a word of a field's name is one for masks.
+
+    >>> has_mask_word("left_mask2.jpg"), has_mask_word("jpg")
+    (True, False)
+    """
+    return not _MASK_WORDS.isdisjoint(re.findall("[a-z]+", name.lower()))
 
 
 def is_plain_jpeg(data: bytes, max_pixels: int | None) -> bool:

@@ -13,7 +13,7 @@ import PIL.Image
 import PIL.ImageOps
 
 from shardstream.errors import ImageWarning, OptionError
-from shardstream.format.depth import stored_depth
+from shardstream.format.depth import is_rendered, stored_depth
 from shardstream.format.pictures import PILLOW_FORMATS
 from shardstream.read.fast import decode_jpeg, has_only_pixels, jpeg_size
 from shardstream.read.stored_pixels import read_mask, read_stored, shrink_by_choice
@@ -184,8 +184,7 @@ class ImageDecoder:
             raise ValueError(
                 f"{depth} do not fit {self.spec!r}, which has 8 bits; 'raw' keeps them: decode(fields={{name: 'raw'}})"
             )
-        is_scaled = image.mode == "1" or (image.mode == "L" and depth.bits < 8)
-        if self.is_mask and (image.mode in _BY_CHOICE or is_scaled):
+        if self.is_mask and (image.mode in _BY_CHOICE or is_rendered(image, depth)):
             raise ValueError(
                 f"{self.spec!r} would replace the numbers of a mask ({depth.bits} bits, mode {image.mode}) by colours or shades; "
                 "'mask' keeps them: decode(fields={name: 'mask'}); masks=() if this field is no mask"

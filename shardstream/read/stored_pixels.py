@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from shardstream.format.depth import Depth, stored_depth, stored_maximum
+from shardstream.format.depth import Depth, is_inverted, stored_depth, stored_maximum
 from shardstream.format.pictures import PILLOW_FORMATS
 
 Pixels = np.ndarray[Any, np.dtype[Any]]
 
-_PHOTOMETRIC, _WHITE_IS_ZERO, _PLANAR = 262, 0, 284  # TIFF tags and a value of one
+_TIFF_PLANAR = 284
 _SIXTEEN_BITS = re.compile(r"(?:RGB|RGBA|RGBX|CMYK);16([LBN])")
 _OTHER_ORDER = {"L": "B", "B": "L", "N": "B" if sys.byteorder == "little" else "L"}
 _CHANGED_BY_PILLOW = re.compile(r"LAB|RGBa.*|.*;1[56]")  # raw modes that it computes with
@@ -119,13 +119,14 @@ def _read_tiff(image: Any, data: bytes, depth: Depth) -> Pixels:
     if image.mode == "P":
         return _native(image)
     if depth.bits > 8 and image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
-        if image.tag_v2.get(_PLANAR, 1) != 1:
+        if image.tag_v2.get(_TIFF_PLANAR, 1) != 1:
             raise _changes(image, depth)
         return _read_sixteen_bits(image, data, depth)
     if depth.bits <= 8 and _CHANGED_BY_PILLOW.fullmatch(_rawmode(image)):
         raise _changes(image, depth)
+    inverted = is_inverted(image)
     pixels = _native(image)
-    if image.mode in ("1", "L") and image.tag_v2.get(_PHOTOMETRIC) == _WHITE_IS_ZERO:
+    if inverted:
         pixels = ~pixels
     if image.mode == "L" and depth.bits < 8:
         pixels = _unscaled(pixels, 255, (1 << depth.bits) - 1)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import io
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import PIL
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from shardstream.errors import OptionError, SampleError, SourceError
-from shardstream.format.pictures import PILLOW_FORMATS, is_plain_jpeg
+from shardstream.format.depth import Depth, is_rendered, stored_depth
+from shardstream.format.pictures import PILLOW_FORMATS, has_mask_word, is_plain_jpeg, mask_fields
 
 IMAGE_FORMATS = {
     "jpg": "JPEG",
@@ -30,6 +31,7 @@ IMAGE_FORMATS = {
     "pgm": "PPM",
     "pbm": "PPM",
     "pnm": "PPM",
+    **({"avif": "AVIF"} if "AVIF" in PILLOW_FORMATS else {}),
 }
 """Last part of a field -> the name that Pillow has for the format."""
 
@@ -37,11 +39,13 @@ REENCODED = ("jpg", "png", "webp")
 """Formats that images are turned into."""
 
 DEFAULT_QUALITY = 90
-_LOSSY = ("JPEG", "WEBP")
+_LOSSY = ("JPEG", "WEBP", "AVIF")
 _ORIENTATION = 0x0112  # the EXIF tag: 1 is upright
+_AVERAGED = ("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr")  # modes of photos; all others hold numbers
+_MASK_SHADES = 32  # a grey image of no more shades may be a mask
 _ACCEPTED = (
-    "a PIL image, a uint8 array (height, width[, 1, 3 or 4]), a uint8 tensor (channels, height, width), "
-    "or the bytes of an image file"
+    "a PIL image, a uint8 array (height, width[, 1, 3 or 4]), a uint16 array (height, width) for png or tif, "
+    "a uint8 tensor (channels, height, width), or the bytes of an image file"
 )
 
 
@@ -52,7 +56,9 @@ class ImageOptions:
     Args:
         max_side: Longest side in pixels; larger images are made smaller, keeping their aspect. None: any size.
         quality: 1 to 100, of JPEG and WebP that are written anew.
-        format: Field that all images become: "jpg", "png" or "webp". None: each stays what it is.
+        format: Field that all images but masks become: "jpg", "png" or "webp". None: each stays what it is.
+        masks: Fields that hold numbers, not shades: they keep their format, and are made smaller by taking the nearest pixel.
+            None: by their names, see `mask_fields`.
 
     Raises:
         OptionError: If one makes no sense.
@@ -61,6 +67,7 @@ class ImageOptions:
     max_side: int | None = None
     quality: int = DEFAULT_QUALITY
     format: str | None = None
+    masks: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.max_side is not None and self.max_side < 1:
@@ -76,6 +83,10 @@ class ImageOptions:
     def changes_nothing(self) -> bool:
         """Tell whether every image stays as it is."""
         return self.max_side is None and self.format is None
+
+    def masks_among(self, fields: Iterable[str]) -> frozenset[str]:
+        """Return the fields of a sample that are masks."""
+        return mask_fields(fields) if self.masks is None else frozenset(self.masks)
 
     def decisive(self) -> dict[str, Any]:
         """Return what decides the bytes of images: for those written anew, the version of the encoder, too."""
@@ -94,20 +105,30 @@ def is_image_field(field: str) -> bool:
 
 
 def encode_image(field: str, value: object) -> bytes:
-    """Return the bytes of an image file; JPEG and WebP at quality 90.
+    """Return the bytes of an image file; JPEG, AVIF and WebP at quality 90, masks as lossless WebP.
 
     Args:
         field: Its last part says the format.
-        value: A PIL image; a uint8 array of shape (height, width) or (height, width, 1, 3 or 4); a uint8 tensor of shape
-            (height, width) or (channels, height, width).
+        value: A PIL image; a uint8 array of shape (height, width) or (height, width, 1, 3 or 4); a uint16 array of shape
+            (height, width), for png and tif; a uint8 tensor of shape (height, width) or (channels, height, width).
 
     Raises:
         SampleError: If the value is anything else, or the format cannot hold it.
     """
     image = value if isinstance(value, Image.Image) else _from_pixels(field, value)
     form = IMAGE_FORMATS[field.rpartition(".")[2]]
+    is_mask = has_mask_word(field)
+    if is_mask and form == "JPEG" and image.mode not in _AVERAGED[1:]:
+        raise SampleError(
+            "a JPEG does not keep the numbers of a mask; use a field that ends in png", field=field
+        )
+    if not _holds(form, image):
+        raise SampleError(
+            f"{form} cannot hold the numbers of an image of mode {image.mode}; use the field 'png', 'tif' or 'npy'",
+            field=field,
+        )
     try:
-        return _save(image, form, DEFAULT_QUALITY)
+        return _save(image, form, DEFAULT_QUALITY, is_mask=is_mask)
     except (OSError, ValueError, KeyError) as error:
         raise SampleError(
             f"{form} cannot hold an image of mode {image.mode} ({error}); convert it first, e.g. image.convert('RGB')",
@@ -115,48 +136,41 @@ def encode_image(field: str, value: object) -> bytes:
         ) from error
 
 
-def reencode(data: bytes, field: str, options: ImageOptions, *, where: str) -> tuple[str, bytes]:
+def reencode(
+    data: bytes, field: str, options: ImageOptions, *, where: str, is_mask: bool = False
+) -> tuple[str, bytes]:
     """Make an image file smaller, or another format, where the options ask for it; else return its bytes as they are.
 
     The header is looked at in any case: what is no image shall not be found out in training.
 
-    What is written anew is turned upright, as EXIF says, and loses its EXIF; colour profiles stay. Transparency becomes
-    white where the format has none.
+    Pixels stay in the order that is stored, and the EXIF orientation stays with them; other EXIF goes, colour profiles stay.
+    Transparency becomes white where the format has none. Palettes, single bits and deep numbers are never averaged.
 
     Args:
         data: The image file.
         field: Where it goes; its last part changes with the format.
         options: What is asked for.
         where: The file or row it comes from, for messages.
+        is_mask: It keeps its format, and no pixel is averaged.
 
     Returns:
         Field and bytes.
 
     Raises:
-        SourceError: If the file is no image that can be read, or an animation that would lose its frames.
+        SourceError: If the file is no image that can be read, or would lose frames or numbers.
     """
     if options.changes_nothing and is_plain_jpeg(data, Image.MAX_IMAGE_PIXELS):
         return field, data
     old = field.rpartition(".")[2]
-    new = options.format or old
-    same_format = IMAGE_FORMATS[new] == IMAGE_FORMATS[old]
+    new = old if is_mask else options.format or old
     try:
         with _bombs_refused(), Image.open(io.BytesIO(data), formats=PILLOW_FORMATS) as image:
             if options.changes_nothing:
                 return field, data
             fits = options.max_side is None or max(image.size) <= options.max_side
-            if fits and same_format:
+            if fits and IMAGE_FORMATS[new] == IMAGE_FORMATS[old]:
                 return field, data
-            if getattr(image, "n_frames", 1) > 1:
-                raise SourceError(
-                    f"an animation of {image.n_frames} frames would keep the first alone; "  # type: ignore[attr-defined]
-                    "pack it without image options, or leave it out",
-                    shard=where,
-                )
-            smaller = _fit(image, options.max_side)
-            encoded = _save(
-                _for_format(smaller, IMAGE_FORMATS[new]), IMAGE_FORMATS[new], options.quality
-            )
+            encoded = _write_again(image, data, IMAGE_FORMATS[new], options, is_mask=is_mask)
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         detail = "unknown format" if isinstance(error, UnidentifiedImageError) else str(error)
         raise SourceError(
@@ -165,7 +179,68 @@ def reencode(data: bytes, field: str, options: ImageOptions, *, where: str) -> t
         ) from error
     except Image.DecompressionBombWarning as error:
         raise SourceError(f"the image is suspiciously large: {error}", shard=where) from error
+    except _LossError as error:
+        raise SourceError(str(error), shard=where) from error
     return field[: len(field) - len(old)] + new, encoded
+
+
+class _LossError(Exception):
+    """An image would lose something that nobody asked it to lose."""
+
+
+def _write_again(
+    image: Image.Image, data: bytes, form: str, options: ImageOptions, *, is_mask: bool
+) -> bytes:
+    """Return the bytes of an image in a format and size."""
+    depth = stored_depth(image, data)
+    _check_loss(image, depth, form, is_mask=is_mask)
+    # Pillow turns a TIFF by itself when it loads it.
+    turn = 1 if image.format == "TIFF" else image.getexif().get(_ORIENTATION, 1)
+    by_choice = is_mask or image.mode not in _AVERAGED
+    if not by_choice and options.masks is None:
+        _check_shades(image, options)
+    smaller = _fit(image, options.max_side, by_choice=by_choice)
+    fitting = _for_format(smaller, form)
+    if not _holds(form, fitting):
+        raise _LossError(f"{form} cannot hold {depth}; leave image_format (--image-format) out")
+    return _save(fitting, form, options.quality, is_mask=is_mask, orientation=turn)
+
+
+def _check_loss(image: Image.Image, depth: Depth, form: str, *, is_mask: bool) -> None:
+    """Refuse what would lose frames or bits that the format could hold."""
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1 and image.format != "MPO":  # a photo, with views of it that cameras add
+        raise _LossError(
+            f"an animation of {frames} frames would keep the first alone; "
+            "pack it without image options, or leave it out"
+        )
+    if not depth.fits_8_bits and image.mode in _AVERAGED and form not in _LOSSY:
+        raise _LossError(
+            f"{depth} of {image.format} {image.mode} would be cut to 8 bits; pack it without image options, or turn "
+            "images into jpg or webp with image_format (--image-format)"
+        )
+    if is_mask and form == "JPEG":
+        raise _LossError(
+            "a JPEG does not keep the numbers of a mask when it is written again; pack it without max_side (--max-side), "
+            "or say which fields are masks with masks (--masks)"
+        )
+    if is_mask and is_rendered(image, depth):
+        raise _LossError(
+            f"a mask of {depth} would be stretched to 8 bits; pack it without max_side (--max-side)"
+        )
+
+
+def _check_shades(image: Image.Image, options: ImageOptions) -> None:
+    """Refuse a grey image that looks like a mask, unless it was said which fields are masks."""
+    if image.format == "JPEG" or image.mode != "L":
+        return
+    shades = image.getcolors(_MASK_SHADES)
+    if shades is not None and len(shades) > 1:
+        raise _LossError(
+            f"it has {len(shades)} shades of grey, as a mask has, and "
+            f"{'max_side' if options.max_side else 'image_format'} would mix them; say which fields are masks, "
+            "masks=['png'] (--masks png), or that none are, masks=[] (--masks none)"
+        )
 
 
 @contextmanager
@@ -175,34 +250,61 @@ def _bombs_refused() -> Iterator[None]:
         yield
 
 
-def _fit(image: Image.Image, max_side: int | None) -> Image.Image:
-    turned = image.getexif().get(_ORIENTATION, 1) != 1
-    if image.mode == "P":  # palette entries cannot be averaged
-        image = image.convert("RGBA" if "transparency" in image.info else "RGB")
-    elif image.mode == "1":
-        image = image.convert("L")
+def _fit(image: Image.Image, max_side: int | None, *, by_choice: bool) -> Image.Image:
     if max_side is not None and max(image.size) > max_side:
-        # Lets JPEG decode at a fraction of its size, then reduces by boxes, then by Lanczos.
-        image.thumbnail((max_side, max_side), Image.Resampling.LANCZOS, reducing_gap=3.0)
+        # Sizes are Pillow's in both cases, so that a mask still fits its photo.
+        if by_choice:
+            image.thumbnail((max_side, max_side), Image.Resampling.NEAREST, reducing_gap=None)
+        else:
+            # Lets JPEG decode at a fraction of its size, then reduces by boxes, then by Lanczos.
+            image.thumbnail((max_side, max_side), Image.Resampling.LANCZOS, reducing_gap=3.0)
     image.load()
-    return ImageOps.exif_transpose(image) if turned else image
+    return image
 
 
 def _for_format(image: Image.Image, form: str) -> Image.Image:
     """Give an image a mode that the format has."""
-    if form in ("JPEG", "PPM", "BMP") and image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
+    clear = image.mode == "P" and "transparency" in image.info
+    if form in ("JPEG", "PPM", "BMP") and (
+        clear or image.mode in ("RGBA", "LA", "PA", "La", "RGBa")
+    ):
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
     if form not in ("JPEG", "TIFF") and image.mode in ("CMYK", "YCbCr", "LAB", "HSV"):
         return image.convert("RGB")
+    if image.mode == "PA" and form != "TIFF":
+        return image.convert("RGBA")
+    if image.mode == "P" and form in ("JPEG", "PPM"):
+        return image.convert("RGB")
     return image
 
 
-def _save(image: Image.Image, form: str, quality: int) -> bytes:
+def _holds(form: str, image: Image.Image) -> bool:
+    """Tell whether a format keeps the numbers of an image of more than 8 bits; Pillow clips them in some, and says nothing."""
+    if image.mode == "F":
+        return form == "TIFF"
+    if image.mode.startswith("I;16"):
+        return form in ("PNG", "TIFF", "PPM")
+    if image.mode == "I" and form in ("PNG", "PPM"):
+        low, high = image.getextrema()
+        return low >= 0 and high <= 65535  # type: ignore[operator]
+    return image.mode != "I" or form == "TIFF"
+
+
+def _save(
+    image: Image.Image, form: str, quality: int, *, is_mask: bool, orientation: int = 1
+) -> bytes:
     options: dict[str, Any] = {"quality": quality} if form in _LOSSY else {}
-    if image.info.get("icc_profile") and form in ("JPEG", "PNG", "WEBP", "TIFF"):
+    if is_mask and form == "WEBP":
+        options = {"lossless": True, "exact": True}
+    if form == "GIF":
+        options["optimize"] = False  # would number the palette anew
+    if image.info.get("icc_profile") and form in ("JPEG", "PNG", "WEBP", "TIFF", "AVIF"):
         options["icc_profile"] = image.info["icc_profile"]
+    if 2 <= orientation <= 8:
+        options["exif"] = Image.Exif()
+        options["exif"][_ORIENTATION] = orientation
     out = io.BytesIO()
     image.save(out, form, **options)
     return out.getvalue()
@@ -218,15 +320,16 @@ def _from_pixels(field: str, value: object) -> Image.Image:
         pixels = value
     else:
         raise SampleError(f"{type(value).__name__} is no image; give {_ACCEPTED}", field=field)
-    if pixels.dtype != np.uint8:
+    if pixels.ndim == 3 and pixels.shape[2] == 1:
+        pixels = pixels[:, :, 0]
+    deep = pixels.dtype == np.uint16 and pixels.ndim == 2
+    if pixels.dtype != np.uint8 and not deep:
         advice = (
             "multiply values from 0 to 1 by 255, round, and convert them to uint8"
             if pixels.dtype.kind == "f"
             else "convert them to uint8, or keep them as 'npy'"
         )
         raise SampleError(f"pixels are uint8, these are {pixels.dtype}; {advice}", field=field)
-    if pixels.ndim == 3 and pixels.shape[2] == 1:
-        pixels = pixels[:, :, 0]
     if (
         not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4)))
         or not pixels.size

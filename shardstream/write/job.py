@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -48,6 +48,7 @@ def pack(  # noqa: PLR0913  (public door)
     max_side: int | None = None,
     quality: int = DEFAULT_QUALITY,
     image_format: str | None = None,
+    masks: Sequence[str] | None = None,
     processes: int = 1,
     overwrite: bool = False,
     on_error: Literal["raise", "skip"] = "raise",
@@ -76,7 +77,9 @@ def pack(  # noqa: PLR0913  (public door)
         root: Of a table: the folder that its paths are relative to; by default its own.
         max_side: Make larger images smaller: the longest side in pixels.
         quality: Of JPEG and WebP that are written anew, 1 to 100.
-        image_format: Turn all images into "jpg", "png" or "webp".
+        image_format: Turn all images but masks into "jpg", "png" or "webp".
+        masks: Fields whose pixels are numbers, which are never averaged: the nearest pixel is taken. By default those with a word
+            such as mask, seg, label or depth before their last part, and a png beside a jpg of the same name.
         processes: That read and encode, where there is something to encode or files are far away; local files that are packed as
             they are do not gain by them.
         overwrite: Replace a dataset that is there, or what another job has left unfinished.
@@ -95,7 +98,12 @@ def pack(  # noqa: PLR0913  (public door)
         raise OptionError(f"processes must be 1 or more, not {processes}")
     if on_error not in ("raise", "skip"):
         raise OptionError(f"on_error is 'raise' or 'skip', not {on_error!r}")
-    images = ImageOptions(max_side=max_side, quality=quality, format=image_format)
+    images = ImageOptions(
+        max_side=max_side,
+        quality=quality,
+        format=image_format,
+        masks=None if masks is None else tuple([masks] if isinstance(masks, str) else masks),
+    )
     reading = Storage(storage_options if source_options is None else source_options)
     opened = open_source(
         source, reading, SourceOptions(kind=kind, key=key, fields=fields or {}, root=root)

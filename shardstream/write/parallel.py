@@ -78,15 +78,24 @@ class RecordEncoder:
         self, record: Record, ahead: Mapping[str, bytes | MissingError]
     ) -> dict[str, bytes]:
         fields: dict[str, bytes] = {}
+        masks = self.images.masks_among(record.fields)
         for field, value in record.fields.items():
-            name, data = self._encode_field(field, value, record.where, ahead)
+            name, data = self._encode_field(
+                field, value, record.where, ahead, is_mask=field in masks
+            )
             if name in fields:
                 raise SourceError(f"two images would both become the field {name!r}; leave one out")
             fields[name] = data
         return fields
 
     def _encode_field(
-        self, field: str, value: object, where: str, ahead: Mapping[str, bytes | MissingError]
+        self,
+        field: str,
+        value: object,
+        where: str,
+        ahead: Mapping[str, bytes | MissingError],
+        *,
+        is_mask: bool,
     ) -> tuple[str, bytes]:
         if isinstance(value, FileRef):
             read = ahead.get(value.url)
@@ -98,7 +107,7 @@ class RecordEncoder:
             return field, encode_field(field, value)
         if not value:
             raise SourceError("the image is empty: it has no bytes", shard=where)
-        return reencode(value, field, self.images, where=where)
+        return reencode(value, field, self.images, where=where, is_mask=is_mask)
 
     def _read_ahead(self, records: Sequence[Record]) -> dict[str, bytes | MissingError]:
         """Read the files that are not on this machine, several at a time."""

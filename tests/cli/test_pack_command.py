@@ -55,6 +55,20 @@ def test_images(photos: str, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert json.loads((out / "val" / "index.json").read_bytes())["nsamples"] == 4
 
 
+def test_a_folder_of_masks_is_asked_about(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "ids" / "a").mkdir(parents=True)
+    mask = Image.new("L", (20, 10), 7)
+    mask.paste(19, (0, 0, 9, 9))
+    mask.save(tmp_path / "ids" / "a" / "0.png")
+    command = ["pack", str(tmp_path / "ids"), str(tmp_path / "out"), "--max-side", "8"]
+    assert main(command) == 1
+    assert "2 shades of grey, as a mask has" in capsys.readouterr().err
+    for masks in ("png", "none"):
+        assert main([*command, "--masks", masks, "--overwrite"]) == 0
+
+
 def test_a_table_whose_rows_are_partly_broken(
     photos: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

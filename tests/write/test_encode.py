@@ -13,12 +13,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from PIL import Image, ImageOps
+from PIL import Image
 
+import shardstream as ss
 from shardstream.errors import OptionError, SampleError, SourceError
 from shardstream.read.decode import BASIC
+from shardstream.read.images import ImageDecoder
 from shardstream.write.encode import INT_FIELDS, encode_field, encode_sample
 from shardstream.write.images import ImageOptions, reencode
+from tests.image_files import netpbm_of, png_of
 
 RGB = np.random.default_rng(0).integers(0, 255, (6, 9, 3), dtype=np.uint8)
 
@@ -199,33 +202,223 @@ def test_what_is_no_image_is_named_even_if_nothing_is_changed() -> None:
         reencode(b"no image", "jpg", ImageOptions(), where="x")
 
 
-@pytest.mark.parametrize(
-    ("orientation", "size"), [(1, (16, 8)), (6, (8, 16)), (8, (8, 16)), (3, (16, 8))]
-)
-def test_a_larger_image_is_made_smaller_and_turned_upright(
-    orientation: int, size: tuple[int, int]
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("form", ["jpg", "png", "webp"])
+@pytest.mark.parametrize("max_side", [None, 16])
+def test_a_photo_written_again_keeps_its_orientation_and_is_not_turned(
+    orientation: int, form: str, max_side: int | None
 ) -> None:
     data = jpeg(64, 32, orientation=orientation)
-    field, smaller = reencode(data, "jpg", ImageOptions(max_side=16), where="x")
-    image = open_image(smaller)
-    assert (field, image.size) == ("jpg", size)
-    assert ImageOps.exif_transpose(image).size == size
+    options = ImageOptions(max_side=max_side, format=form)
+    image = open_image(reencode(data, "jpg", options, where="x")[1])
+    assert image.size == ((64, 32) if max_side is None else (16, 8))
+    assert image.getexif().get(0x0112, 1) == orientation
+    assert len(image.getexif()) <= 1
+
+
+def test_pack_and_decode_agree_on_the_orientation_of_large_and_small_photos() -> None:
+    large, small = (jpeg(side, side // 2, orientation=6) for side in (64, 16))
+    again = [
+        reencode(data, "jpg", ImageOptions(max_side=16), where="x")[1] for data in (large, small)
+    ]
+    assert [ImageDecoder(spec="rgb8")(data).shape for data in again] == [(8, 16, 3)] * 2
+    decode = ImageDecoder(spec="rgb8", upright=True)
+    assert [decode(data).shape for data in again] == [(16, 8, 3)] * 2
 
 
 @pytest.mark.parametrize(
     ("mode", "form"),
     [
-        *itertools.product(["RGBA", "LA", "P", "1", "L", "CMYK"], ["jpg", "png", "webp"]),
+        *itertools.product(["RGBA", "LA", "P", "PA", "1", "L", "CMYK"], ["jpg", "png", "webp"]),
         ("I;16", "png"),  # 16 bits do not fit the others
+        ("I;16B", "png"),
     ],
 )
 def test_every_mode_becomes_every_format_that_can_hold_it(mode: str, form: str) -> None:
     out = io.BytesIO()
     Image.new(mode, (20, 10)).save(out, "TIFF")
     field, data = reencode(
-        out.getvalue(), "seg.tif", ImageOptions(max_side=10, format=form), where="x"
+        out.getvalue(), "x.tif", ImageOptions(max_side=10, format=form), where="x"
     )
-    assert (field, open_image(data).size) == (f"seg.{form}", (10, 5))
+    assert (field, open_image(data).size) == (f"x.{form}", (10, 5))
+
+
+# -- numbers ---------------------------------------------------------------------------------------------------------------
+
+RNG = np.random.default_rng(0)
+IDS = np.kron(RNG.choice([0, 7, 19], (30, 40)), np.ones((7, 5))).astype(np.uint8)
+
+
+def file_of(pixels: np.ndarray[Any, Any] | Image.Image, form: str = "PNG", **options: Any) -> bytes:
+    out = io.BytesIO()
+    image = pixels if isinstance(pixels, Image.Image) else Image.fromarray(pixels)
+    image.save(out, form, **options)
+    return out.getvalue()
+
+
+def palette_of(pixels: np.ndarray[Any, Any]) -> Image.Image:
+    image = Image.fromarray(pixels)
+    image.putpalette(RNG.integers(0, 256, 768, dtype=np.uint8).tobytes())
+    return image
+
+
+def stored(data: bytes) -> np.ndarray[Any, Any]:
+    pixels = ImageDecoder(spec="raw")(data)
+    assert isinstance(pixels, np.ndarray)
+    return pixels
+
+
+@pytest.mark.parametrize(
+    ("field", "form"),
+    [("png", "PNG"), ("tif", "TIFF"), ("bmp", "BMP"), ("pgm", "PPM"), ("gif", "GIF")],
+)
+@pytest.mark.parametrize("image_format", [None, "jpg", "webp"])
+def test_a_mask_is_made_smaller_without_new_numbers_and_keeps_its_format(
+    field: str, form: str, image_format: str | None
+) -> None:
+    more = {"optimize": False} if form == "GIF" else {}
+    options = ImageOptions(max_side=50, format=image_format)
+    name, data = reencode(
+        file_of(IDS, form, **more), f"seg.{field}", options, where="x", is_mask=True
+    )
+    small = stored(data)
+    assert name == f"seg.{field}"
+    assert small.shape == (50, 48)
+    assert set(np.unique(small)) == {0, 7, 19}
+    whole = reencode(file_of(IDS), "seg.png", ImageOptions(format="jpg"), where="x", is_mask=True)
+    assert whole == ("seg.png", file_of(IDS))
+
+
+def test_a_webp_mask_stays_lossless() -> None:
+    colours = np.stack([IDS, IDS, IDS], axis=2)
+    data = file_of(colours, "WEBP", lossless=True)
+    again = reencode(data, "seg.webp", ImageOptions(max_side=50), where="x", is_mask=True)[1]
+    assert set(np.unique(stored(again))) == {0, 7, 19}
+    assert set(np.unique(stored(encode_field("seg.webp", colours)))) == {0, 7, 19}
+
+
+@pytest.mark.parametrize(
+    ("pixels", "form"),
+    [
+        (palette_of(IDS), "PNG"),
+        (palette_of(IDS), "TIFF"),
+        (IDS > 0, "PNG"),
+        (IDS.astype(np.uint16) * 300, "PNG"),
+        (IDS.astype(np.uint16) * 300, "TIFF"),
+        (IDS.astype(np.int32) * -70_000, "TIFF"),
+        (IDS.astype(np.float32) * 0.37, "TIFF"),
+    ],
+)
+def test_palettes_bits_and_deep_numbers_are_never_averaged(pixels: Any, form: str) -> None:
+    data = file_of(pixels, form)
+    _, again = reencode(data, form.lower(), ImageOptions(max_side=50), where="x")
+    assert stored(again).dtype == stored(data).dtype
+    assert set(np.unique(stored(again))) == set(np.unique(stored(data)))
+
+
+def test_a_photo_and_its_mask_are_made_smaller_to_one_size() -> None:
+    for width, height in [(210, 200), (211, 97), (64, 333), (100, 99), (513, 384)]:
+        options = ImageOptions(max_side=50)
+        photo = reencode(jpeg(width, height), "jpg", options, where="x")[1]
+        mask = file_of(np.zeros((height, width), np.uint8))
+        small = reencode(mask, "png", options, where="x", is_mask=True)[1]
+        assert open_image(photo).size == open_image(small).size
+
+
+DEEP = RNG.integers(0, 65536, (9, 13, 2), np.uint16)
+
+
+@pytest.mark.parametrize(
+    ("data", "field", "options", "message"),
+    [
+        (file_of(IDS), "png", {"max_side": 50}, r"3 shades of grey.*max_side would mix them.*--masks png"),
+        (file_of(IDS), "png", {"format": "jpg"}, "image_format would mix them"),
+        (png_of(np.dstack([DEEP, DEEP[:, :, :1]])), "png", {"max_side": 5}, "would be cut to 8 bits"),
+        (file_of(IDS.astype(np.uint16)), "png", {"format": "webp"}, "WEBP cannot hold 16-bit"),
+        (file_of(IDS.astype(np.float32), "TIFF"), "tif", {"format": "webp"}, "WEBP cannot hold 32-bit float"),
+        (file_of(IDS.astype(np.int32) * 70_000, "TIFF"), "tif", {"format": "png"}, "PNG cannot hold 32-bit"),
+    ],
+)  # fmt: skip
+def test_numbers_that_would_change_are_an_error(
+    data: bytes, field: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(SourceError, match=message):
+        reencode(data, field, ImageOptions(**options), where="x")
+
+
+@pytest.mark.parametrize(
+    ("data", "field", "message"),
+    [
+        (jpeg(64, 32), "jpg", "a JPEG does not keep the numbers"),
+        (png_of(IDS % 4, bits=2), "png", "2-bit unsigned numbers would be stretched"),
+        (netpbm_of("P5", IDS, 20), "pgm", "5-bit unsigned numbers would be stretched"),
+    ],
+)
+def test_masks_that_cannot_be_made_smaller_are_an_error(
+    data: bytes, field: str, message: str
+) -> None:
+    with pytest.raises(SourceError, match=message):
+        reencode(data, field, ImageOptions(max_side=5), where="x", is_mask=True)
+
+
+def test_who_says_that_none_is_a_mask_gets_shades() -> None:
+    again = reencode(file_of(IDS), "png", ImageOptions(max_side=50, masks=()), where="x")[1]
+    assert len(np.unique(stored(again))) > 3
+
+
+def test_a_packed_mask_has_the_numbers_of_its_file(tmp_path: Path) -> None:
+    source = tmp_path / "loose"
+    source.mkdir()
+    for number in range(2):
+        (source / f"{number}.jpg").write_bytes(jpeg(210, 200, orientation=6))
+        (source / f"{number}.png").write_bytes(file_of(palette_of(IDS)))
+        (source / f"{number}.depth.tif").write_bytes(file_of(IDS.astype(np.uint16) * 300, "TIFF"))
+    ss.pack(source, tmp_path / "out", max_side=50, image_format="webp")
+    dataset = ss.ShardDataset(str(tmp_path / "out"))
+    fields: dict[str, Any] = {"png": "mask", "depth.tif": "raw"}
+    samples = list(dataset.decode("rgb8", fields=fields))
+    assert len(samples) == 2
+    for sample in samples:
+        assert sample["webp"].shape == (48, 50, 3)
+        assert set(np.unique(sample["png"])) == {0, 7, 19}
+        assert np.array_equal(sample["depth.tif"], sample["png"].astype(np.uint16) * 300)
+    with pytest.raises(SourceError, match="'png'.*leave one out|cannot|two images"):
+        ss.pack(source, tmp_path / "none", max_side=50, image_format="webp", masks=[])
+
+
+@pytest.mark.parametrize("field", ["png", "tif", "depth.png"])
+@pytest.mark.parametrize("shape", [(9, 13), (9, 13, 1)])
+def test_uint16_arrays_read_back(field: str, shape: tuple[int, ...]) -> None:
+    found = stored(encode_field(field, DEEP[:, :, 0].reshape(shape)))
+    assert found.dtype == np.uint16
+    assert np.array_equal(found, DEEP[:, :, 0])
+
+
+def test_a_gif_keeps_the_numbers_of_an_array() -> None:
+    assert np.array_equal(stored(encode_field("seg.gif", IDS)), IDS)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        *((form, DEEP[:, :, 0], "cannot hold the numbers of an image of mode I;16; use the field 'png'")
+          for form in ("jpg", "webp", "gif", "bmp")),
+        ("png", DEEP, "uint16"),
+        ("png", IDS > 0, "these are bool; convert them to uint8"),
+        ("png", IDS / 255, "multiply values from 0 to 1 by 255"),
+        ("png", IDS.astype(np.int64), "these are int64"),
+        ("webp", Image.fromarray(IDS.astype(np.float32)), "cannot hold the numbers of an image of mode F"),
+        ("gif", Image.fromarray(IDS.astype(np.int32)), "cannot hold the numbers of an image of mode I"),
+        ("png", Image.fromarray(IDS.astype(np.int32) * 70_000), "cannot hold the numbers of an image of mode I"),
+        ("seg.jpg", IDS, "a JPEG does not keep the numbers of a mask"),
+        ("mask.jpeg", Image.fromarray(IDS > 0), "a JPEG does not keep the numbers of a mask"),
+    ],
+)  # fmt: skip
+def test_pixels_that_a_format_would_change_are_refused(
+    field: str, value: object, message: str
+) -> None:
+    with pytest.raises(SampleError, match=message):
+        encode_field(field, value)
 
 
 def test_transparency_becomes_white_where_there_is_none() -> None:
