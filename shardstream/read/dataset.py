@@ -139,7 +139,8 @@ class ShardDataset(StreamDataset):
         shuffle: Another order each epoch, the same for the same seed. False reads in the order of the shards.
         seed: Any whole number.
         lanes: Canonical streams an epoch is cut into; the same number gives the same global batches on every topology.
-            By default the number of readers (ranks x workers x microbatches a step).
+            By default the number of readers (ranks x workers x microbatches a step), so every rank needs the same
+            ``num_workers`` and ``batch_size``.
         microbatch: Samples that always stay together; by default the loader's batch size.
         window: Samples shuffled together, a multiple of the microbatch; by default 64 MiB of them.
         block: Consecutive samples that are fetched together; by default 2 MiB of them.

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 from shardstream.errors import OptionError, StateError, WorkerError
 from shardstream.memory import keep_freed_memory
 from shardstream.placement import Reader
+from shardstream.read.agreement import compare_ranks
 from shardstream.read.batches import Batches, Packet
 from shardstream.read.dataset import StreamDataset
 from shardstream.read.loader_options import check_options, warn_of_lanes
@@ -70,6 +71,7 @@ class ShardLoader(DataLoader[Any]):
         self._taken: dict[int, dict[str, int]] = {}
         self._iteration = 0
         self._epoch_calls = dataset.epoch_calls
+        self._is_compared = False
         self._stopwatch = Stopwatch(epoch=dataset.epoch, workers=num_workers)
         source = dataset.pipeline.planned
         self._given = Options() if source is None else source.options
@@ -182,6 +184,7 @@ class ShardLoader(DataLoader[Any]):
         begin, self._begin = self._begin, Position(epoch=self._begin.epoch)
         self._position = begin
         self._share = self._batches.share(begin)
+        self._compare_ranks()
         self._skipped, self._taken = {}, {}
         self._iteration += 1
         self._stopwatch = Stopwatch(epoch=begin.epoch, workers=self.num_workers)
@@ -203,6 +206,21 @@ class ShardLoader(DataLoader[Any]):
         if not self.persistent_workers:  # they take as much memory as was on its way at one time
             self._batches.rings = []
         return self._hand_out(packets, workers, begin, self._iteration)
+
+    def _compare_ranks(self) -> None:
+        """Compare once what fixes the order with the other ranks, where the placement is theirs."""
+        if self._is_compared or self._batches.source_dataset.given_placement is not None:
+            return
+        self._is_compared = True
+        batches = self._batches
+        if self._share is None:
+            numbers = self._topology() | {"epoch": self._position.epoch}
+            del numbers["rank"]
+        else:
+            numbers = self.state_dict() | asdict(batches.split)
+            del numbers["state_checksum"]
+        fingerprint = batches.source_dataset.pipeline.fingerprint
+        compare_ranks(fingerprint, numbers, batches.placement)
 
     def _hand_out(
         self, packets: Iterator[Packet], workers: Any, begin: Position, iteration: int
@@ -293,6 +311,7 @@ class ShardLoader(DataLoader[Any]):
         self._share = None
         self._iteration += 1  # an iteration that is still open counts no more
         self._iterator = None  # persistent workers know nothing of this
+        self._is_compared = False
         self._epoch_calls = (
             self._batches.source_dataset.epoch_calls
         )  # what was chosen before is over

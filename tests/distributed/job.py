@@ -31,6 +31,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--microbatch", type=int)
     parser.add_argument("--lanes", type=int)
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--workers-of-rank-1", type=int)
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--remainder", default="pad")
     parser.add_argument("--on-error", default="raise")
@@ -51,6 +52,8 @@ def make_loader(args: argparse.Namespace) -> ss.ShardLoader:
         on_error=args.on_error,
     )
     columns = dataset.decode().to_tuple("cls")
+    if dist.get_rank() == 1 and args.workers_of_rank_1 is not None:
+        args.workers = args.workers_of_rank_1
     return ss.ShardLoader(
         columns,
         batch_size=args.batch_size,

@@ -69,6 +69,18 @@ def test_ranks_train_in_step_and_see_each_sample_once(
 
 
 @pytest.mark.slow
+def test_ranks_with_different_numbers_of_workers_refuse(tmp_path: Path) -> None:
+    url = make_shards(tmp_path / "data", samples=60, per_shard=30)
+    done = torchrun(2, tmp_path / "out", url, "--batch-size", "4", "--workers-of-rank-1", "2")
+    assert done.returncode != 0
+    for rank, workers in ((0, "lanes=2"), (1, "lanes=4")):
+        assert f"rank {rank} has lanes=" in done.stderr, done.stderr[-3000:]
+        assert workers in done.stderr
+    assert "so samples would come twice or never" in done.stderr
+    assert all((tmp_path / "out" / f"ids-{rank}.jsonl").read_text() == "" for rank in (0, 1))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("batch_size", "workers"), [(4, 1), (1, 0)])
 def test_ranks_stay_in_step_whatever_one_of_them_skips(
     batch_size: int, workers: int, tmp_path: Path
