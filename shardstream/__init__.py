@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardstream.errors import (
     CacheWarning,
     ChangedError,
+    ClassesWarning,
     DecodeError,
     ImageWarning,
     IndexMismatchError,
@@ -52,6 +53,7 @@ __all__ = [
     "BadSample",
     "CacheWarning",
     "ChangedError",
+    "ClassesWarning",
     "DecodeError",
     "ImageWarning",
     "IndexMismatchError",

@@ -162,6 +162,10 @@ class NoIndexWarning(UserWarning):
     """Shards without an index are read, which is slower and less exact."""
 
 
+class ClassesWarning(UserWarning):
+    """Datasets that are read together number their classes differently."""
+
+
 class CacheWarning(UserWarning):
     """Nothing is kept on the local disk: it is full, cannot be written, or what is read has no version."""
 

@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from shardstream.cli.options import StorageOption, Urls, parse_options, progress_bar
-from shardstream.cli.text import aligned, human_bytes, printable
-from shardstream.errors import OptionError, plural
+from shardstream.cli.text import aligned, human_bytes, printable, shortened
+from shardstream.errors import OptionError, StorageError, plural
 
 if TYPE_CHECKING:
     from shardstream.write.inspect import Listing
 
 _HEADINGS = ("shard", "samples", "size", "index")
 _RIGHT = frozenset({1, 2})
+_CLASSES_CHARACTERS = 100
 
 _Number = Annotated[
     int | None,
@@ -48,7 +49,7 @@ def ls(
     """List the shards of a dataset: samples, sizes, fields.
 
     Reads index.json, or else the names and sizes of the files and one sample; never a whole shard. A "?" is what only
-    'shardstream index' would tell.
+    'shardstream index' would tell. Of a folder that holds the folders of several splits, all are listed.
 
     Examples:
       shardstream ls data/train/
@@ -56,10 +57,26 @@ def ls(
     """
     from shardstream.write import inspect  # noqa: PLC0415  (numpy and fsspec take 300 ms)
 
-    listing = inspect.list_shards(urls, storage_options=parse_options(option))
+    options = parse_options(option)
+    try:
+        listing = inspect.list_shards(urls, storage_options=options)
+    except StorageError:
+        splits = {} if len(urls) > 1 else inspect.list_splits(urls[0], storage_options=options)
+        if not splits:
+            raise
+    else:
+        splits = {"": listing}
     if as_json:
-        typer.echo(json.dumps(_as_json(listing), indent=1))
+        told = {name: _as_json(split) for name, split in splits.items()}
+        typer.echo(json.dumps(told.get("", {"splits": told}), indent=1))
         return
+    for number, (name, split) in enumerate(splits.items()):
+        if name:
+            typer.echo("\n" * (number > 0) + f"{printable(name)}/")
+        _list(split)
+
+
+def _list(listing: Listing) -> None:
     rows = _rows(listing)
     if sys.stdout.isatty():
         _print_table(rows)
@@ -107,7 +124,11 @@ def cat(
             f"the sample has no field {field!r}, it has {', '.join(fields)}", key=sample["__key__"]
         )
     if field is None or output is None:
-        _show(sample, field)
+        _show(
+            sample,
+            field,
+            inspect.class_name(sample, parse_options(option)) if field is None else None,
+        )
     else:
         _extract(sample[field], output)
 
@@ -119,7 +140,7 @@ def _extract(data: bytes, output: str) -> None:
         Path(output).write_bytes(data)
 
 
-def _show(sample: dict[str, Any], field: str | None) -> None:
+def _show(sample: dict[str, Any], field: str | None, class_name: str | None) -> None:
     from shardstream.cli.describe import describe  # noqa: PLC0415  (Pillow, numpy)
 
     if field is not None:
@@ -128,7 +149,12 @@ def _show(sample: dict[str, Any], field: str | None) -> None:
     typer.echo(f"key    {printable(sample['__key__'])}")
     typer.echo(f"shard  {printable(sample['__url__'])}")
     rows = [
-        (printable(name), human_bytes(len(data)), describe(name, data))
+        (
+            printable(name),
+            human_bytes(len(data)),
+            describe(name, data)
+            + (f" ({printable(class_name)})" if name == "cls" and class_name else ""),
+        )
         for name, data in sample.items()
         if not name.startswith("__")
     ]
@@ -158,7 +184,11 @@ def _summary(listing: Listing) -> list[str]:
         printable(name) if count in (None, listing.nsamples) else f"{printable(name)} ({count:,})"
         for name, count in listing.fields.items()
     )
-    return [total, f"fields: {fields or 'none'}"]
+    lines = [total, f"fields: {fields or 'none'}"]
+    if listing.classes:
+        names = shortened(", ".join(map(printable, listing.classes)), _CLASSES_CHARACTERS)
+        lines.append(f"classes: {len(listing.classes):,} ({names})")
+    return lines
 
 
 def _as_json(listing: Listing) -> dict[str, Any]:
@@ -168,6 +198,7 @@ def _as_json(listing: Listing) -> dict[str, Any]:
         "nsamples": listing.nsamples,
         "total_bytes": listing.total_bytes,
         "fields": dict(listing.fields),
+        "classes": listing.classes,
         "shards": [
             {
                 "url": shard.url,

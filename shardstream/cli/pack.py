@@ -14,7 +14,7 @@ from shardstream.errors import plural
 if TYPE_CHECKING:
     from shardstream.write.report import PackReport
 
-_SKIPS_SHOWN = 10
+_SKIPS_SHOWN, _FIELDS_SHOWN = 10, 12
 
 
 _Source = Annotated[
@@ -54,6 +54,15 @@ _Root = Annotated[
     typer.Option(
         metavar="URL",
         help="Of a table: the folder that its paths are relative to. By default its own.",
+        show_default=False,
+    ),
+]
+_Classes = Annotated[
+    str | None,
+    typer.Option(
+        metavar="URL",
+        help="Number the classes as this classes.json, or packed dataset, does. By default as a split beside DEST that is packed "
+        "already, else in the order of their names.",
         show_default=False,
     ),
 ]
@@ -155,6 +164,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
     kind: _Kind = None,
     mapping: _Mapping = None,
     root: _Root = None,
+    classes: _Classes = None,
     key: _Key = None,
     split: _Split = None,
     shuffle: _Shuffle = None,
@@ -177,8 +187,9 @@ def pack(  # noqa: PLR0913  (the options of a command)
     Writes tars, an index beside each, and index.json last: without it a dataset is not published. Equal input gives equal
     bytes. A command that was stopped or killed goes on when it is given again: finished shards are kept.
 
-    A folder of images has a folder for each class; labels go to "cls", names to classes.json. Loose files become one sample
-    for each name: 0001.jpg and 0001.json. Of a table, a column mapped to an image or another file holds its path.
+    A folder of images has a folder for each class; labels go to "cls", names to classes.json. Where it has the folders train,
+    val, ... and the classes in these, each becomes a dataset in DEST, all with the same class numbers. Loose files become one
+    sample for each name: 0001.jpg and 0001.json. Of a table, a column mapped to an image or another file holds its path.
 
     Examples:
       shardstream pack photos/ s3://bucket/photos/ --split train=0.9,val=0.1
@@ -202,6 +213,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
             split=parse_split(split),
             fields=parse_mapping(mapping),
             root=root,
+            classes=classes,
             max_side=max_side,
             quality=quality,
             image_format=image_format,
@@ -283,6 +295,7 @@ def _show(report: PackReport) -> None:
         f"{human_bytes(report.total_bytes)} in {report.seconds:.1f} s "
         f"({report.samples / max(report.seconds, 1e-3):,.0f} samples/s), from {printable(report.source)}"
     )
+    typer.echo(_fields(report))
     rows: list[tuple[str, ...]] = [
         (
             f"  {split.name or 'dataset'}",
@@ -298,3 +311,17 @@ def _show(report: PackReport) -> None:
     typer.echo("check with:")
     for split in report.splits:
         typer.echo(f"  shardstream verify {printable(split.url)}")
+
+
+def _fields(report: PackReport) -> str:
+    """Say which fields the samples have, and of loose files how many have become how many samples."""
+    most = sorted(report.fields.items(), key=lambda one: (-one[1], one[0]))
+    told = ", ".join(
+        printable(name) if count == report.samples else f"{printable(name)} ({count:,})"
+        for name, count in most[:_FIELDS_SHOWN]
+    )
+    more = ", …" if len(most) > _FIELDS_SHOWN else ""
+    made = f"{plural(len(most), 'field')}: {told}{more}"
+    if report.files is None:
+        return f"  {made}"
+    return f"  {plural(report.files, 'file')} -> {plural(report.samples, 'sample')}, {made}"

@@ -19,6 +19,7 @@ from shardstream.read.stage import ItemStage, Stage, check_epoch
 from shardstream.read.steps import ItemSteps
 from shardstream.storage.cache import open_cache
 from shardstream.storage.catalog import Catalog, Numbers
+from shardstream.storage.classes import ClassNames, warn_of_difference
 from shardstream.storage.fetch import Fetcher, open_batch_fetcher
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.inherited import new_lock
@@ -179,7 +180,20 @@ class ShardMapDataset(NumberedDataset):
         verify: Verify | None = None,
     ) -> None:
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
-        super().__init__(Catalog(locate(urls, storage), storage, verify), seed=seed)
+        located = locate(urls, storage)
+        super().__init__(Catalog(located, storage, verify), seed=seed)
+        self._class_names = ClassNames(located, storage)
+        if len(self._class_names.folders) > 1:  # one alone is read when it is asked for
+            warn_of_difference(self._class_names.found)
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names of the classes, as `ShardDataset.classes`.
+
+        Raises:
+            StorageError: If the folder is out of reach.
+        """
+        return self._class_names.names
 
 
 def _sound(sample: Sample | Exception) -> Sample:

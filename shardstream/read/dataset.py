@@ -24,6 +24,7 @@ from shardstream.read.tensors import shared_numbers
 from shardstream.read.whole import WholeShards
 from shardstream.storage.cache import open_cache
 from shardstream.storage.catalog import Catalog, lacks_index
+from shardstream.storage.classes import ClassNames, warn_of_difference
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import Urls, locate
 from shardstream.storage.verified import Verify
@@ -198,6 +199,7 @@ class ShardDataset(StreamDataset):
         Skips(on_error)  # refuses nonsense now
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
         located = locate(urls, storage)
+        self._class_names = ClassNames(located, storage)
         unindexed = located.shards[0].url if index == "ignore" else lacks_index(located, storage)
         source: PlannedSource | WholeShards
         stages: tuple[Stage, ...] = ()
@@ -224,6 +226,19 @@ class ShardDataset(StreamDataset):
             source = WholeShards(shards=located.shards, storage=storage, shuffle=shuffle, seed=seed)
             stages = (Shuffle(window=window or _WHOLE_SHARD_WINDOW),) if shuffle else ()
         super().__init__(Pipeline(source=source, stages=stages, on_error=on_error), placement)
+        if len(self._class_names.folders) > 1:  # one alone is read when it is asked for
+            warn_of_difference(self._class_names.found)
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names of the classes, in the order of the numbers in ``cls``, from the ``classes.json`` that `pack` writes.
+
+        None if there is none, or if folders that are read together number their classes differently.
+
+        Raises:
+            StorageError: If the folder is out of reach.
+        """
+        return self._class_names.names
 
     @classmethod
     def from_prefix(cls, prefix: str, **options: Any) -> ShardDataset:

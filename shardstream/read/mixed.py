@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 from shardstream.errors import OptionError, plural
 from shardstream.placement import Reader
@@ -12,7 +13,10 @@ from shardstream.read.mix_stream import MixedStreams
 from shardstream.read.pipeline import Pipeline
 from shardstream.read.planned import Options
 from shardstream.read.share import Remainder
+from shardstream.storage.classes import Classes, agreed, warn_of_difference
 from shardstream.storage.joined import JoinedCatalog
+
+_ASKED_AT_ONCE = 16
 
 
 def mix(  # noqa: PLR0913  (the public door)
@@ -29,6 +33,8 @@ def mix(  # noqa: PLR0913  (the public door)
     prefetch_bytes: int = 64 << 20,
 ) -> MixedDataset:
     """Mix datasets, each with its own decode and steps; a mix is a dataset, and may be mixed again.
+
+    Datasets that number their classes differently are a `ClassesWarning`.
 
     Where every step of every dataset hands out one item for each, the mix is as exact as a single dataset: the same global
     batches on every topology, and a state of a few numbers. Else each worker mixes its own streams, and resumes on the same
@@ -87,9 +93,23 @@ def mix(  # noqa: PLR0913  (the public door)
         raise OptionError(
             f"the datasets of a mix differ in placement: {placements}; give all the same"
         )
-    return MixedDataset(
-        Pipeline(source=_source(recipe, options), on_error=policies[0]), placements.pop()
-    )
+    pipeline = Pipeline(source=_source(recipe, options), on_error=policies[0])
+    mixed = MixedDataset(pipeline, placements.pop())
+    found = _classes(named)
+    warn_of_difference(found)
+    mixed.classes = agreed(found)
+    return mixed
+
+
+def _classes(named: Mapping[str, StreamDataset]) -> dict[str, Classes]:
+    """Return name -> class names of the datasets that have some."""
+    with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="shardstream-look") as pool:
+        asked = pool.map(lambda dataset: getattr(dataset, "classes", None), named.values())
+        return {
+            f"dataset {name!r}": names
+            for name, names in zip(named, asked, strict=True)
+            if names is not None
+        }
 
 
 def _source(recipe: Recipe, options: Options) -> MixedSamples | MixedStreams:
@@ -103,6 +123,9 @@ def _source(recipe: Recipe, options: Options) -> MixedSamples | MixedStreams:
 
 class MixedDataset(StreamDataset):
     """What `mix` returns."""
+
+    classes: tuple[str, ...] | None = None
+    """Names of the classes, as `ShardDataset.classes`; None if no dataset has some, or they number them differently."""
 
     def counts(self, epoch: int = 0, *, batch_size: int | None = None) -> dict[str, int]:
         """Return how many samples of each dataset an epoch has, over all ranks.

@@ -26,8 +26,8 @@ Label = Literal["folder"] | Callable[[str], Any]
 class _LooseFiles:
     """What datasets of loose files have in common: how the files are named, and their classes."""
 
-    classes: tuple[str, ...]
-    """Names of the classes, in the order of their labels; none if `label` gave numbers, or none."""
+    classes: tuple[str, ...] | None
+    """Names of the classes, in the order of their labels; None if `label` gave numbers, or was left out."""
 
     @classmethod
     def from_prefix(cls, prefix: str, **options: Any) -> Self:
@@ -60,8 +60,9 @@ class ObjectDataset(_LooseFiles, StreamDataset):
         urls: A folder or prefix (``s3://bucket/photos/``), a file, or a list of these, as they are: no patterns. Keys are paths under
             the folder that all have in common.
         label: Gives each sample a field ``cls``, as a packed shard has it. "folder" takes the name of the folder right under the
-            prefix; a function is called with the path of the sample's first file, once, now. Names become numbers in sorted
-            order, see `classes`.
+            prefix; a function is called with the path of the sample's first file, once, now. Names become numbers, see `classes`.
+        classes: Names in the order of their numbers; by default those that are there, sorted. Where a split may lack a class,
+            give it the ``classes`` of the training set.
         suffixes: Ends of the names that count, e.g. ``(".jpg", ".json")``; case does not matter. None takes all.
         shuffle: As in `ShardDataset`, like all below.
         seed: See there.
@@ -88,6 +89,7 @@ class ObjectDataset(_LooseFiles, StreamDataset):
         urls: Urls,
         *,
         label: Label | None = None,
+        classes: Sequence[str] | None = None,
         suffixes: str | Sequence[str] | None = None,
         shuffle: bool = False,
         seed: int = 0,
@@ -115,7 +117,8 @@ class ObjectDataset(_LooseFiles, StreamDataset):
             hedge=hedge,
         )
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
-        catalog = _open(urls, storage, label, suffixes)
+        catalog = _open(urls, storage, suffixes)
+        _set_labels(catalog, label, classes)
         source = PlannedSamples(catalog=catalog, options=options)
         super().__init__(Pipeline(source=source, on_error=on_error), placement)
         self.classes = catalog.classes
@@ -127,8 +130,9 @@ class ObjectMapDataset(_LooseFiles, NumberedDataset):
     As `ShardMapDataset` is to `ShardDataset`. A batch is fetched 32 files at a time.
 
     Args:
-        urls: As in `ObjectDataset`, like the next two.
+        urls: As in `ObjectDataset`, like the next three.
         label: See there.
+        classes: See there.
         suffixes: See there.
         seed: For ``map(rng=True)``.
         storage_options: For fsspec.
@@ -147,6 +151,7 @@ class ObjectMapDataset(_LooseFiles, NumberedDataset):
         urls: Urls,
         *,
         label: Label | None = None,
+        classes: Sequence[str] | None = None,
         suffixes: str | Sequence[str] | None = None,
         seed: int = 0,
         storage_options: Mapping[str, Any] | None = None,
@@ -155,15 +160,14 @@ class ObjectMapDataset(_LooseFiles, NumberedDataset):
         cache_bytes: int | str | None = None,
     ) -> None:
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
-        catalog = _open(urls, storage, label, suffixes)
+        catalog = _open(urls, storage, suffixes)
+        _set_labels(catalog, label, classes)
         super().__init__(catalog, seed=seed)
         self.classes = catalog.classes
 
 
-def _open(
-    urls: Urls, storage: Storage, label: Label | None, suffixes: str | Sequence[str] | None
-) -> ObjectCatalog:
-    """List the files, and give their samples numbers and labels."""
+def _open(urls: Urls, storage: Storage, suffixes: str | Sequence[str] | None) -> ObjectCatalog:
+    """List the files, and give their samples numbers."""
     several = [urls] if isinstance(urls, str | os.PathLike) else urls
     root, files = list_all([os.fspath(url) for url in several], storage)
     if suffixes is not None:
@@ -172,9 +176,14 @@ def _open(
         files = [file for file in files if file.path.lower().endswith(ends)]
         if not files:
             raise MissingError(f"no file here ends in {' or '.join(ends)}", shard=root)
-    catalog = ObjectCatalog(root, files, storage)
-    if label is not None:
-        if label != "folder" and not callable(label):
-            raise OptionError(f"label is 'folder' or a function of the path, not {label!r}")
-        catalog.set_labels(folder_label if label == "folder" else label)
-    return catalog
+    return ObjectCatalog(root, files, storage)
+
+
+def _set_labels(catalog: ObjectCatalog, label: Label | None, classes: Sequence[str] | None) -> None:
+    if label is None:
+        if classes is not None:
+            raise OptionError("classes numbers the names of label=, which is missing")
+        return
+    if label != "folder" and not callable(label):
+        raise OptionError(f"label is 'folder' or a function of the path, not {label!r}")
+    catalog.set_labels(folder_label if label == "folder" else label, classes)

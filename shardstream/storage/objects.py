@@ -71,8 +71,8 @@ class ObjectCatalog:
         self.checksums: list[str | None] = [_checksum(members)]
         """16 hex digits that change with the bytes of the files, where the store tells an MD5 of each; else None."""
         self._labels: npt.NDArray[np.int64] | None = None
-        self.classes: tuple[str, ...] = ()
-        """Names of the classes, in the order of their labels; none if labels are numbers."""
+        self.classes: tuple[str, ...] | None = None
+        """Names of the classes, in the order of their labels; None if labels are numbers, or there are none."""
 
     def __len__(self) -> int:
         return len(self._firsts) - 1
@@ -105,13 +105,13 @@ class ObjectCatalog:
             digest.update(self._labels.astype("<i8").tobytes())
         return digest.hexdigest()[:16]
 
-    def set_labels(self, label: Label) -> None:
+    def set_labels(self, label: Label, classes: Sequence[str] | None = None) -> None:
         """Give each sample a field ``cls``: what a function says of the path of its first file.
 
-        Names become numbers, in sorted order (see `classes`).
+        Names become numbers, in the order of ``classes``, by default sorted (see `classes`).
 
         Raises:
-            OptionError: If it returns something else, or samples have this field already.
+            OptionError: If it returns something else, or a name that is not among the classes, or samples have this field already.
         """
         labels = []
         for number in range(len(self)):
@@ -127,12 +127,18 @@ class ObjectCatalog:
                 error.add_note(f"in label= on {path!r} in {self._root}")
                 raise
         if all(isinstance(one, str) for one in labels):
-            self.classes = tuple(sorted(set(labels)))
+            self.classes = tuple(sorted(set(labels)) if classes is None else classes)
             places = {name: place for place, name in enumerate(self.classes)}
+            unknown = next((name for name in labels if name not in places), None)
+            if unknown is not None or len(places) < len(self.classes):
+                fault = "has a name twice" if unknown is None else f"lacks {unknown!r}"
+                raise OptionError(f"classes {fault}; give each name once", shard=self._root)
             labels = [places[name] for name in labels]
         elif not all(isinstance(one, int | np.integer) for one in labels):
             kinds = sorted({type(one).__name__ for one in labels})
             raise OptionError(f"label= returns names or numbers, not {', '.join(kinds)}")
+        elif classes is not None:
+            raise OptionError("label= returns numbers, and classes is for names; leave it out")
         self._labels = np.array(labels, dtype=np.int64)
 
     def url_of(self, shard: int) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from shardstream.errors import ManifestError, MissingError, OptionError
+from shardstream.format.classes import CLASSES_NAME
 from shardstream.format.index import INDEX_SUFFIX, OFFSET_BYTES
 from shardstream.format.manifest import MANIFEST_NAME, ShardInfo, decode_manifest
 from shardstream.storage.filesystem import Storage
@@ -13,6 +15,8 @@ from shardstream.storage.publish import final_name, remove
 from shardstream.storage.retry import fetch
 from shardstream.write.journal import Finished, Journal, Task, is_journal, read_journal
 from shardstream.write.naming import ShardNames
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +50,11 @@ class Claim:
         """Unpublish what is there, and delete what killed writers left half-written."""
         if MANIFEST_NAME in self.files:
             remove(self.storage, self.names.url(MANIFEST_NAME))
+            if CLASSES_NAME in self.files and CLASSES_NAME not in self.extras:
+                _log.warning(
+                    "%s is of the dataset that is replaced, and stays; delete it if its names are not those of the new class numbers",
+                    self.names.url(CLASSES_NAME),
+                )
         for name in self.files:
             final = final_name(name)
             if final is not None and self._is_written(final):

@@ -8,19 +8,22 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from shardstream.errors import OptionError, ShardStreamError, plural
+from shardstream.errors import MissingError, OptionError, ShardStreamError, plural
 from shardstream.format.group import Group, Sample, iter_groups, iter_samples, read_sample
-from shardstream.format.manifest import ShardInfo
+from shardstream.format.manifest import MANIFEST_NAME, ShardInfo
 from shardstream.format.stream import StreamReader, decompressed
 from shardstream.format.tar import ReadAt, iter_members
 from shardstream.storage.catalog import Catalog, lacks_index
-from shardstream.storage.filesystem import Storage
-from shardstream.storage.locate import Located, Urls, is_compressed, locate, read_manifest
+from shardstream.storage.classes import ClassNames, classes_in
+from shardstream.storage.filesystem import FileInfo, Storage, join_url, parent_url
+from shardstream.storage.locate import Located, Urls, is_compressed, is_tar, locate, read_manifest
 from shardstream.storage.maps import map_file
 from shardstream.storage.ranges import RangeStream
 from shardstream.write.passes import Meter, ProgressFunction
 
 _log = logging.getLogger(__name__)
+_MOST_DIGITS = 18  # of a class number
+_MOST_SPLITS = 100  # each folder is listed
 _HEADERS_CHUNK_BYTES = 256 << 10  # searching remote headers: larger bodies are jumped over
 
 
@@ -34,6 +37,7 @@ class Listing:
         indexed: URLs of the shards that have an index.
         name: Name of the dataset, if it has a manifest.
         manifest_url: The manifest, if there is one.
+        classes: Names of the classes, if there are some.
     """
 
     shards: tuple[ShardInfo, ...]
@@ -41,6 +45,7 @@ class Listing:
     indexed: frozenset[str]
     name: str = ""
     manifest_url: str | None = None
+    classes: tuple[str, ...] | None = None
 
     @property
     def nsamples(self) -> int | None:
@@ -85,7 +90,58 @@ def list_shards(
         indexed=located.indexed,
         name=name,
         manifest_url=located.manifest_url,
+        classes=ClassNames(located, storage).names,
     )
+
+
+def list_splits(
+    folder: str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+) -> dict[str, Listing]:
+    """List the datasets in the folders right under one, which holds no shards itself: the splits of a pack.
+
+    Args:
+        folder: URL of the folder.
+        storage_options: What fsspec takes.
+        filesystem: An fsspec file system to use instead of looking one up.
+
+    Returns:
+        Name of the folder -> its dataset, sorted; empty if the folder is missing or holds shards, or no folder in it does.
+
+    Raises:
+        StorageError: If the folder is out of reach.
+        ManifestError: If a manifest cannot be understood.
+    """
+    storage = Storage(storage_options, filesystem)
+    try:
+        files, folders = storage.list_folder(folder)
+    except MissingError:
+        return {}
+    if _holds_shards(files) or len(folders) > _MOST_SPLITS:
+        return {}
+    inside = {name: join_url(folder, name) for name in folders if not name.startswith(".")}
+    return {
+        name: list_shards(url, storage_options=storage_options, filesystem=filesystem)
+        for name, url in inside.items()
+        if _holds_shards(storage.list_folder(url)[0])
+    }
+
+
+def _holds_shards(files: Sequence[FileInfo]) -> bool:
+    names = [file.url.rsplit("/", 1)[-1] for file in files]
+    return MANIFEST_NAME in names or any(map(is_tar, names))
+
+
+def class_name(sample: Sample, storage_options: Mapping[str, Any] | None = None) -> str | None:
+    """Return the name of a sample's class, by its field ``cls`` and the ``classes.json`` beside its shard; None if unknown."""
+    number = sample.get("cls", b"")
+    if not number.isdigit() or len(number) > _MOST_DIGITS:
+        return None
+    folder = parent_url(sample["__url__"])
+    names = classes_in([folder], Storage(storage_options)).get(folder, ())
+    return names[int(number)] if int(number) < len(names) else None
 
 
 def read_one(

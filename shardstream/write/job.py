@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shardstream.errors import OptionError, SampleError, SourceError, plural
+from shardstream.format.classes import CLASSES_NAME, decode_classes
 from shardstream.storage.filesystem import Storage, join_url
 from shardstream.storage.publish import publish_bytes
 from shardstream.storage.sizes import parse_bytes
+from shardstream.write.classes import AnyClasses, number_classes, warn_of_siblings
 from shardstream.write.images import DEFAULT_QUALITY, ImageOptions
 from shardstream.write.journal import NumberedSkip, Task
 from shardstream.write.naming import ShardNames
@@ -23,7 +27,7 @@ from shardstream.write.parallel import Encoded, RecordEncoder, encode_in_order, 
 from shardstream.write.report import PackReport, Progress, Skip, SplitReport
 from shardstream.write.resume import PackWriter
 from shardstream.write.roll import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES
-from shardstream.write.source import Record, Source, records_from
+from shardstream.write.source import Record, Source, SplitSource, records_from
 from shardstream.write.split import Numbers, assign_splits, shuffled_order
 
 _log = logging.getLogger(__name__)
@@ -45,6 +49,7 @@ def pack(  # noqa: PLR0913  (public door)
     split: Mapping[str, float] | None = None,
     fields: Mapping[str, str] | None = None,
     root: str | None = None,
+    classes: AnyClasses | None = None,
     max_side: int | None = None,
     quality: int = DEFAULT_QUALITY,
     image_format: str | None = None,
@@ -62,7 +67,7 @@ def pack(  # noqa: PLR0913  (public door)
     Samples that are made in Python are packed anew, unless their source says by a ``fingerprint`` that they are the same.
 
     Args:
-        source: A folder of class folders with images, a folder of loose files, a table (CSV, TSV, JSON lines, Parquet), tars;
+        source: A folder of class folders with images (or of splits that hold class folders), a folder of loose files, a table (CSV, TSV, JSON lines, Parquet), tars;
             local or on any fsspec file system; or an iterable of samples as `ShardWriter.write` takes them.
         dest: Folder, or pattern with ``{shard}``.
         kind: "images", "files", "table" or "tars"; by default guessed.
@@ -72,9 +77,13 @@ def pack(  # noqa: PLR0913  (public door)
         key: Template of the keys, e.g. "{index:08d}", "{class}/{stem}"; of a table also the name of a column.
         shuffle: Pack in a random order: by default a folder of classes alone, which would be sorted by class otherwise.
         seed: Of the order and the splits.
-        split: Name -> part, e.g. {"train": 0.9, "val": 0.1}: a dataset each, in a folder of that name under ``dest``.
+        split: Name -> part, e.g. {"train": 0.9, "val": 0.1}: a dataset each, in a folder of that name under ``dest``. A source with
+            folders train, val, … that hold the folders of classes has these splits.
         fields: Of a table: field -> column, e.g. {"jpg": "path", "cls": "label"}; by default all columns go to ``json``.
         root: Of a table: the folder that its paths are relative to; by default its own.
+        classes: Which number each class gets: the names in order, or where they are, a ``classes.json`` or the folder of a packed
+            dataset. By default the numbers of a split beside the destination that is packed already (``out/train`` for ``out/val``), else
+            those of the sorted names. Of a table: the column of the field ``cls`` holds these names.
         max_side: Make larger images smaller: the longest side in pixels.
         quality: Of JPEG and WebP that are written anew, 1 to 100.
         image_format: Turn all images but masks into "jpg", "png" or "webp".
@@ -115,9 +124,12 @@ def pack(  # noqa: PLR0913  (public door)
         "name": name,
     }
     _check_apart(opened, names.folder, reading)
+    folders = [_folder_of(names, one) for one in _split_names(opened, split or {})]
+    opened = number_classes(opened, classes, folders, Storage(storage_options))
     plan = _plan(opened, shuffle=shuffle, seed=seed, split=split or {})
     asked: dict[str, Any] = {"kind": kind, "key": key, "fields": fields, "root": root, "seed": seed}
     asked |= {"shuffle": shuffle, "split": list((split or {}).items()), "template": names.template}
+    asked |= {"class_numbers": _digest(opened.extras.get(CLASSES_NAME))}
     task = Task(source=opened.fingerprint, options=limits | asked | images.decisive())
     limits |= {"overwrite": overwrite, "storage_options": storage_options}
     limits |= {"task": task, "extras": opened.extras}
@@ -136,9 +148,30 @@ class _Plan:
     assigned: Numbers | None
 
 
+def _split_names(source: Source, split: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the names of the datasets to write; one without a name if there are no splits."""
+    own = source.splits if isinstance(source, SplitSource) else ()
+    if own and split:
+        raise OptionError(
+            f"the source has splits already: {', '.join(own)}; leave split (--split) out, or pack one of these folders",
+            shard=source.name,
+        )
+    return own or tuple(split) or ("",)
+
+
+def _folder_of(names: ShardNames, split: str) -> str:
+    return join_url(names.folder, split) if split else names.folder
+
+
+def _digest(data: bytes | None) -> str | None:
+    return None if data is None else hashlib.sha256(data).hexdigest()[:16]
+
+
 def _plan(source: Source, *, shuffle: bool | None, seed: int, split: Mapping[str, float]) -> _Plan:
     records: Iterable[Record] = source
     total = source.length
+    splits = _split_names(source, split)
+    assigned = source.assigned() if isinstance(source, SplitSource) and source.splits else None
     if source.shuffled if shuffle is None else shuffle:
         if source.folders:
             raise OptionError(
@@ -146,15 +179,15 @@ def _plan(source: Source, *, shuffle: bool | None, seed: int, split: Mapping[str
                 "leave shuffle out: training shuffles when it reads"
             )
         found = list(source)
-        records = [found[i] for i in shuffled_order(len(found), seed=seed, purpose="order")]
+        order = shuffled_order(len(found), seed=seed, purpose="order")
+        records = [found[i] for i in order]
+        assigned = None if assigned is None else assigned[order]
         total = len(found)
-    assigned = None
     if split:
         if total is None:  # may be a generator: it is gone once counted
             found = list(records)
             records, total = found, len(found)
         assigned = assign_splits(total, split, seed=seed)
-    splits = tuple(split) or ("",)
     return _Plan(source=source, records=records, total=total, splits=splits, assigned=assigned)
 
 
@@ -195,6 +228,7 @@ class _Job:
             self._tell(writers, last=True)
             self._check_some(writers)
             storage = Storage(self.limits["storage_options"])
+            self._check_classes(storage)
             for writer in writers:
                 for name, data in self.plan.source.extras.items():
                     publish_bytes(storage, join_url(writer.folder, name), data)
@@ -208,10 +242,19 @@ class _Job:
             ),
             seconds=time.monotonic() - start_s,
             skipped=tuple(Skip(one.where, one.reason) for one in sorted(self.skipped)),
+            files=getattr(self.plan.source, "num_files", None),
+            fields=dict(sum((Counter(one.manifest.fields) for one in writers), Counter())),
         )
 
+    def _check_classes(self, storage: Storage) -> None:
+        """Look again at other splits: one that was packed meanwhile may number its classes differently."""
+        data = self.plan.source.extras.get(CLASSES_NAME)
+        if data is not None:
+            folders = [_folder_of(self.names, split) for split in self.plan.splits]
+            warn_of_siblings(decode_classes(data, url=CLASSES_NAME), folders, storage)
+
     def _open_writer(self, split: str) -> PackWriter:
-        folder = join_url(self.names.folder, split) if split else self.names.folder
+        folder = _folder_of(self.names, split)
         return PackWriter(join_url(folder, self.names.template), **self.limits)
 
     def _go_on(self, writers: list[PackWriter]) -> None:

@@ -17,7 +17,7 @@ from shardstream.storage.filesystem import Storage, join_url
 from shardstream.storage.publish import publish_bytes, remove
 from shardstream.storage.retry import fetch
 
-VERSION = 1  # of the files, and of the bytes that a pack writes: with another, nothing goes on
+VERSION = 2  # of the files, and of the bytes that a pack writes: with another, nothing goes on
 _NAME = ".shardstream-pack-{number:06d}.json"
 _RECORDS_A_FILE = 256
 # What is raised by reading JSON that has another shape than ours.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
@@ -59,12 +60,16 @@ class PackReport:
         splits: What was written where.
         seconds: How long it took.
         skipped: Records that were left out, with ``on_error="skip"``.
+        files: Loose files that were grouped to samples; None for other sources.
+        fields: How many samples have each field.
     """
 
     source: str
     splits: tuple[SplitReport, ...]
     seconds: float
     skipped: tuple[Skip, ...] = ()
+    files: int | None = None
+    fields: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def samples(self) -> int:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from shardstream.errors import OptionError, SampleError, SourceError
 from shardstream.write.images import is_image_field
+from shardstream.write.split import Numbers
 
 _RUNNING = re.compile(r"\{index[:}]")
 PLACES_KEPT = 5_000_000
@@ -74,6 +75,17 @@ class SeekableSource(Protocol):
 
     def iter_from(self, first: int) -> Iterator[Record]:
         """Yield the records from a number on."""
+
+
+@runtime_checkable
+class SplitSource(Protocol):
+    """A source whose records may be of several datasets."""
+
+    splits: tuple[str, ...]
+    """Names of the datasets; empty if all records are of one."""
+
+    def assigned(self) -> Numbers:
+        """Return the dataset of each record, as its number in `splits`; shape (n,)."""
 
 
 def records_from(records: Iterable[Record], first: int) -> Iterator[Record]:

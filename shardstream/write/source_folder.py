@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-import json
+import copy
+import itertools
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
+import numpy as np
+
 from shardstream.errors import OptionError, SourceError, plural
+from shardstream.format.classes import CLASSES_NAME, encode_classes
 from shardstream.format.names import canonical_field, split_member_name
+from shardstream.storage.classes import Classes
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.listing import Listed, list_files, sample_members
+from shardstream.write.classes import is_split
+from shardstream.write.keys import file_key, key_levels
 from shardstream.write.source import (
     FileRef,
     KeyMaker,
@@ -18,23 +25,28 @@ from shardstream.write.source import (
     fingerprint_of,
     is_image_name,
 )
+from shardstream.write.split import Numbers
 
 _log = logging.getLogger(__name__)
 
-CLASSES_NAME = "classes.json"
-_SPLITS = frozenset({"train", "training", "val", "valid", "validation", "test", "testing", "dev"})
-
 
 class ClassFolderSource:
-    """Images in a folder for each class: ``root/CLASS/…/image.jpg``.
+    """Images in a folder for each class: ``root/CLASS/…/image.jpg``, or ``root/SPLIT/CLASS/…/image.jpg``.
 
     A sample has the image, under its own extension, and ``cls``: the number of its class among the sorted folder names, which
-    go to ``classes.json``. Other files are passed over, with a warning that counts them.
+    go to ``classes.json``. Folders named train, val, test, … with the folders of classes in them are splits: one dataset each, with
+    one numbering. Other files are passed over, with a warning that counts them.
+
+    By default the key is the image's stem; where another image of the split has the same one, it is the path without the extension, and
+    where that is not unique either (``a.jpg``, ``a.png``), the path and the number of the image.
 
     Args:
         root: URL of the folder, for messages.
         files: What is under it.
         key: Template of the keys, from ``index``, ``stem``, ``path`` (without extension) and ``class``.
+
+    Raises:
+        SourceError: If the images do not lie in folders of classes.
     """
 
     shuffled = True
@@ -42,40 +54,30 @@ class ClassFolderSource:
 
     def __init__(self, root: str, files: Sequence[Listed], *, key: str | None = None) -> None:
         self._root = root
-        self._key = key or "{index:08d}"
+        self._key = key
         self._images = [file for file in files if is_image_name(file.path)]
-        stray = next((file for file in self._images if "/" not in file.path), None)
-        if stray is not None:
-            raise SourceError(
-                f"{stray.path} lies right in this folder; put each image in the folder of its class "
-                f"(CLASS/{stray.path}), or pack loose files with kind='files' (--kind files)",
-                shard=root,
-            )
         if not self._images:
             raise SourceError(
                 f"no images in folders of classes (CLASS/image.jpg) among {plural(len(files), 'file')}",
                 shard=root,
             )
+        self.splits = _splits(root, self._images)
+        """Names of the splits, sorted; empty if the folders are classes."""
+        _check_depth(root, self._images, 1 if self.splits else 0)
         if len(files) > len(self._images):
             _log.warning(
                 "%s: files that are no images are left out: %d",
                 root,
                 len(files) - len(self._images),
             )
-        self.classes = tuple(sorted({file.path.split("/", 1)[0] for file in self._images}))
-        """Folder names; a label is the position here."""
-        deep = any(file.path.count("/") > 1 for file in self._images)
-        if deep and _SPLITS.issuperset(self.classes):
-            raise SourceError(
-                f"these folders look like splits, not classes: {', '.join(self.classes)}; "
-                "pack each of them by itself, to a destination of its own",
-                shard=root,
-            )
+        self.classes: Classes = tuple(sorted({self._class(file) for file in self._images}))
+        """Names of the classes; a label is the position here."""
 
     @property
     def name(self) -> str:
         """What it is and where."""
-        return f"images of {plural(len(self.classes), 'class')} in {self._root}"
+        of_splits = f" and {plural(len(self.splits), 'split')}" if self.splits else ""
+        return f"images of {plural(len(self.classes), 'class')}{of_splits} in {self._root}"
 
     @property
     def length(self) -> int:
@@ -90,22 +92,108 @@ class ClassFolderSource:
     @property
     def extras(self) -> Mapping[str, bytes]:
         """``classes.json``: the class names in the order of their labels."""
-        text = json.dumps(self.classes, ensure_ascii=False, indent=1)
-        return {CLASSES_NAME: f"{text}\n".encode()}
+        return {CLASSES_NAME: encode_classes(self.classes)}
+
+    def assigned(self) -> Numbers:
+        """Return the split of each image, as its number in `splits`; shape (n,)."""
+        places = {name: place for place, name in enumerate(self.splits)}
+        return np.array([places[_top_folder(file)] for file in self._images], dtype=np.int64)
+
+    def numbered(self, classes: Classes, where: str) -> ClassFolderSource:
+        """Return the same images with the class numbers of a list of names.
+
+        Raises:
+            SourceError: If a folder is none of the classes.
+        """
+        known = frozenset(classes)
+        unknown = next((file for file in self._images if self._class(file) not in known), None)
+        if unknown is not None:
+            raise SourceError(
+                f"the class {self._class(unknown)!r} ({unknown.path}) is not among the {plural(len(classes), 'class')} of {where}; "
+                "pack all splits in one run (a folder with train/ and val/ in it), or give the names of all classes "
+                "with classes= (--classes)",
+                shard=self._root,
+            )
+        changed = copy.copy(self)
+        changed.classes = classes
+        return changed
 
     def __iter__(self) -> Iterator[Record]:
-        """Yield the records, sorted by path."""
+        """Yield the records, sorted by path.
+
+        Raises:
+            SourceError: If two images of a split have the same key.
+        """
+        # Files are sorted by path, so those of a split follow each other.
+        for _, split in itertools.groupby(self._images, _top_folder if self.splits else _no_folder):
+            yield from self._records(list(split))
+
+    def _records(self, files: Sequence[Listed]) -> Iterator[Record]:
+        """Yield the records of one dataset."""
         labels = {name: label for label, name in enumerate(self.classes)}
-        make_key = KeyMaker(self._key, source=self._root)
-        for index, file in enumerate(self._images):
-            path, _, extension = file.path.rpartition(".")
-            folder = file.path.split("/", 1)[0]
-            names = {"index": index, "stem": path.rpartition("/")[2], "path": path, "class": folder}
+        paths = [self._path(file) for file in files]
+        make_key = KeyMaker(self._key or "", source=self._root)
+        levels = key_levels(paths) if self._key is None else ()
+        for index, file in enumerate(files):
+            path, _, extension = paths[index].rpartition(".")
+            folder = self._class(file)
+            if self._key is None:
+                key = file_key(paths[index], index, int(levels[index]))
+            else:
+                names = {"index": index, "stem": path.rpartition("/")[2], "path": path}
+                key = make_key(file.url, **names, **{"class": folder})
             fields = {
                 canonical_field(extension): FileRef(file.url, file.size),
                 "cls": labels[folder],
             }
-            yield Record(make_key(file.url, **names), fields, file.url)
+            yield Record(key, fields, file.url)
+
+    def _path(self, file: Listed) -> str:
+        """Return the path of an image in its dataset."""
+        return file.path.partition("/")[2] if self.splits else file.path
+
+    def _class(self, file: Listed) -> str:
+        return self._path(file).partition("/")[0]
+
+
+def _top_folder(file: Listed) -> str:
+    return file.path.partition("/")[0]
+
+
+def _no_folder(_: Listed) -> str:
+    return ""
+
+
+def _splits(root: str, images: Sequence[Listed]) -> tuple[str, ...]:
+    """Return the names of the splits, if the folders right under the root are splits.
+
+    Raises:
+        SourceError: If some of the folders are splits, or splits without folders of classes: their names would become labels.
+    """
+    tops = sorted({_top_folder(file) for file in images if "/" in file.path})
+    named = [name for name in tops if is_split(name)]
+    has_classes = any(is_split(_top_folder(file)) and file.path.count("/") > 1 for file in images)
+    if named == tops and has_classes:
+        return tuple(tops)
+    if len(named) > 1:
+        why = "beside folders that do not" if named != tops else "and hold no folders of classes"
+        raise SourceError(
+            f"these folders look like splits, {why}: {', '.join(named)}; pack splits as SPLIT/CLASS/image.jpg, "
+            "or each folder by itself",
+            shard=root,
+        )
+    return ()
+
+
+def _check_depth(root: str, images: Sequence[Listed], depth: int) -> None:
+    stray = next((file for file in images if file.path.count("/") <= depth), None)
+    if stray is not None:
+        folder, slash, name = stray.path.rpartition("/")
+        raise SourceError(
+            f"{stray.path} lies right in {'the folder of a split' if folder else 'this folder'}; put each image in the folder "
+            f"of its class ({folder}{slash}CLASS/{name}), or pack loose files with kind='files' (--kind files)",
+            shard=root,
+        )
 
 
 class GroupedFilesSource:
@@ -127,11 +215,24 @@ class GroupedFilesSource:
         self._root = root
         self._files = files
         self._key = key or "{path}"
+        splits = sorted({_top_folder(file) for file in files if is_split(_top_folder(file))})
+        if len(splits) > 1:
+            _log.warning(
+                "%s: the folders %s look like splits, and all files go into one dataset; pack each folder by itself if that is not "
+                "meant",
+                root,
+                ", ".join(splits),
+            )
 
     @property
     def name(self) -> str:
         """What it is and where."""
         return f"files grouped by name in {self._root}"
+
+    @property
+    def num_files(self) -> int:
+        """How many files the samples are made of."""
+        return sum(map(len, self._groups.values()))
 
     @property
     def length(self) -> int:

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from shardstream.errors import OptionError, SourceError
+from shardstream.errors import OptionError, SourceError, plural
+from shardstream.format.classes import CLASSES_NAME, encode_classes
+from shardstream.format.names import canonical_field
+from shardstream.storage.classes import Classes
 from shardstream.storage.filesystem import Storage, join_url, parent_url
 from shardstream.write.encode import INT_FIELDS, JSON_FIELDS, TEXT_FIELDS
 from shardstream.write.rows import Row, count_rows, iter_rows
-from shardstream.write.source import FileRef, KeyMaker, Record, fingerprint_of
+from shardstream.write.source import FileRef, KeyMaker, Record, fingerprint_of, is_image_name
+
+_log = logging.getLogger(__name__)
 
 _RUNNING_KEY = "{index:08d}"
+_LABEL_FIELD = "cls"
+_BEGINNINGS = ((b"\xff\xd8", "jpg"), (b"\x89PNG", "png"), (b"GIF8", "gif"), (b"fLaC", "flac"))
 _NUMBERS = ("npy", "npz", "pt", "pth")
 
 
@@ -33,7 +42,6 @@ class TableSource:
     """
 
     shuffled = False
-    extras: Mapping[str, bytes] = {}
     folders: frozenset[str] = frozenset()
 
     def __init__(
@@ -51,6 +59,9 @@ class TableSource:
         self._key_column = key if key is not None and "{" not in key else None
         self._key = "{key}" if self._key_column is not None else key or _RUNNING_KEY
         self._root = root
+        self.classes: Classes | None = None
+        """Names of the classes, if the column of ``cls`` holds names."""
+        self._labels: Mapping[str, int] = {}
         for field in self._fields:
             if field != field.lower() or not field or "/" in field:
                 raise OptionError(
@@ -68,6 +79,27 @@ class TableSource:
         """How many rows there are, if the files say so: Parquet does."""
         counts = [count_rows(url, self._storage) for url in self._urls]
         return None if None in counts else sum(count or 0 for count in counts)
+
+    @property
+    def extras(self) -> Mapping[str, bytes]:
+        """``classes.json``, if the column of ``cls`` holds names."""
+        return {} if self.classes is None else {CLASSES_NAME: encode_classes(self.classes)}
+
+    def numbered(self, classes: Classes, where: str) -> TableSource:
+        """Return the same rows, with the names in the column of ``cls`` as numbers.
+
+        Raises:
+            OptionError: If no column becomes ``cls``.
+        """
+        if _LABEL_FIELD not in self._fields:
+            raise OptionError(
+                f"the names of {where} number the column that becomes 'cls'; name it: fields={{'cls': COLUMN}} (--map cls=COLUMN)",
+                shard=self._urls[0],
+            )
+        changed = copy.copy(self)
+        changed.classes = classes
+        changed._labels = {name: number for number, name in enumerate(classes)}
+        return changed
 
     @property
     def fingerprint(self) -> str:
@@ -92,15 +124,30 @@ class TableSource:
             for row in iter_rows(url, self._storage, columns=self._columns()):
                 try:
                     names = self._names(row, index)
-                    fields = {
-                        field: _convert(field, row, column, root)
-                        for field, column in self._fields.items()
-                    } or {"json": dict(row.cells)}
+                    fields = self._mapped(row, root) or _unmapped(row, is_first=index == 0)
                 except SourceError as error:
                     yield Record("", {}, row.where, error)
                 else:
                     yield Record(make_key(row.where, **names), fields, row.where)
                 index += 1
+
+    def _mapped(self, row: Row, root: str) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        for field, column in self._fields.items():
+            if field == _LABEL_FIELD and self.classes is not None:
+                fields[field] = self._label(row, column)
+            else:
+                fields[field] = _convert(field, row, column, root)
+        return fields
+
+    def _label(self, row: Row, column: str) -> int:
+        name = row.get(column)
+        if str(name) not in self._labels:
+            raise row.error(
+                f"column {column!r} holds {name!r}, which is not among the {plural(len(self._labels), 'class')}; "
+                "add it to classes (--classes)"
+            )
+        return self._labels[str(name)]
 
     def _names(self, row: Row, index: int) -> dict[str, Any]:
         """Return what the template of the keys may name."""
@@ -114,6 +161,38 @@ class TableSource:
             return None
         keys = [] if self._key_column is None else [self._key_column]
         return list(dict.fromkeys([*self._fields.values(), *keys]))
+
+
+def _unmapped(row: Row, *, is_first: bool) -> dict[str, Any]:
+    """Return all columns as one field ``json``.
+
+    Raises:
+        SourceError: If one holds bytes, which JSON cannot hold.
+    """
+    for column, cell in row.cells.items():
+        value = _unwrapped(cell)
+        if isinstance(value, bytes):
+            field = _field_of(value)
+            raise row.error(
+                f"column {column!r} holds bytes, which the field 'json' cannot hold; say which field they become, "
+                f"e.g. fields={{{field!r}: {column!r}}} (--map {field}={column})"
+            )
+        if is_first and isinstance(value, str) and is_image_name(value):
+            _log.warning(
+                "%s: column %r names images, and is packed as text; --map %s=%s packs the images",
+                row.where,
+                column,
+                canonical_field(value.rpartition(".")[2]),
+                column,
+            )
+    return {"json": dict(row.cells)}
+
+
+def _field_of(data: bytes) -> str:
+    """Return the field that a file's first bytes suggest."""
+    if data[:4] == b"RIFF":
+        return {b"WEBP": "webp", b"WAVE": "wav"}.get(data[8:12], "bin")
+    return next((field for start, field in _BEGINNINGS if data.startswith(start)), "bin")
 
 
 def _convert(field: str, row: Row, column: str, root: str) -> object:
@@ -166,7 +245,7 @@ def _whole(field: str, row: Row, column: str, value: object) -> int:
         pass
     raise row.error(
         f"column {column!r} holds {value!r}, but {field!r} takes a whole number; "
-        f"number the names first, or keep the text with txt={column}"
+        f"number the names with classes= (--classes), or keep the text with txt={column}"
     )
 
 

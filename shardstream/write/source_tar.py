@@ -8,11 +8,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, cast
 
-from shardstream.errors import IndexMismatchError, plural, redact, shown
+from shardstream.errors import IndexMismatchError, SourceError, plural, redact, shown
+from shardstream.format.classes import CLASSES_NAME, encode_classes
 from shardstream.format.group import Sample, iter_samples
 from shardstream.format.manifest import ShardInfo
 from shardstream.format.notes import TarNotes
 from shardstream.format.stream import StreamReader, decompressed
+from shardstream.storage.classes import ClassNames, difference
 from shardstream.storage.filesystem import Storage, parent_url
 from shardstream.storage.locate import is_compressed, locate
 from shardstream.storage.ranges import RangeStream
@@ -37,14 +39,15 @@ class TarSource:
     """
 
     shuffled = False
-    extras: Mapping[str, bytes] = {}
 
     def __init__(
         self, urls: str | Sequence[str], storage: Storage, *, key: str | None = None
     ) -> None:
         self._storage = storage
         self._key = key or "{key}"
-        self._shards = locate(urls, storage).shards
+        located = locate(urls, storage)
+        self._shards = located.shards
+        self._class_names = ClassNames(located, storage)
         self._urls = urls if isinstance(urls, str) else ", ".join(urls[:3])
 
     @property
@@ -57,6 +60,22 @@ class TarSource:
         """How many samples there are, if manifests or indexes tell."""
         counts = [shard.nsamples for shard in self._shards]
         return None if None in counts else sum(count or 0 for count in counts)
+
+    @property
+    def extras(self) -> Mapping[str, bytes]:
+        """``classes.json``, if the tars have one: their class numbers stay.
+
+        Raises:
+            SourceError: If the tars of several folders number their classes differently.
+        """
+        differs = difference(self._class_names.found)
+        if differs is not None:
+            raise SourceError(
+                f"class numbers differ among these tars: {differs}; pack each folder by itself",
+                shard=self._urls,
+            )
+        names = self._class_names.names
+        return {} if names is None else {CLASSES_NAME: encode_classes(names)}
 
     @property
     def folders(self) -> frozenset[str]:

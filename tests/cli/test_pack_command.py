@@ -193,3 +193,47 @@ def test_tools(tool: str, arguments: list[str], samples: int, photos: str, tmp_p
         0,
     )
     assert "overwrite" in again.stderr
+
+
+def test_loose_files_are_counted_and_so_are_their_fields(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "loose").mkdir()
+    for name in ("a.txt", "a.json", "b.txt", "c.v1.txt"):
+        (tmp_path / "loose" / name).write_text("1")
+    assert main(["pack", str(tmp_path / "loose"), str(tmp_path / "out")]) == 0
+    said = capsys.readouterr()
+    assert "  4 files -> 3 samples, 3 fields: txt (2), json (1), v1.txt (1)\n" in said.out
+    assert said.err == ""
+
+
+def test_splits_are_packed_and_listed_together(
+    photos: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "all").mkdir()
+    Path(photos).rename(tmp_path / "all" / "train")
+    (tmp_path / "all" / "val" / "dog").mkdir(parents=True)
+    Image.new("RGB", (20, 10)).save(tmp_path / "all" / "val" / "dog" / "rex.png")
+    out = str(tmp_path / "out")
+    assert main(["pack", str(tmp_path / "all"), out]) == 0
+    assert "images of 2 classes and 2 splits" in capsys.readouterr().out
+    assert main(["ls", out]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.endswith(("/", ")"))] == [
+        "train/", "classes: 2 (cat, dog)", "val/", "classes: 2 (cat, dog)",
+    ]  # fmt: skip
+    assert "total: 1 shard, 20 samples" in lines[3]
+    assert main(["ls", out, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["splits"]
+    assert {name: split["nsamples"] for name, split in told.items()} == {"train": 20, "val": 1}
+    assert told["val"]["classes"] == ["cat", "dog"]
+    assert main(["cat", f"{out}/val"]) == 0
+    shown = capsys.readouterr().out
+    assert "key    rex\n" in shown
+    assert shown.endswith("1 (dog)\n")
+    again = ["pack", str(tmp_path / "all" / "val"), str(tmp_path / "again")]
+    assert main([*again, "--classes", f"{out}/train"]) == 0
+    assert json.loads((tmp_path / "again" / "classes.json").read_bytes()) == ["cat", "dog"]
+    for folder in (str(tmp_path / "all"), str(tmp_path / "gone")):
+        assert main(["ls", folder]) == 1
+        assert capsys.readouterr().err.startswith("error: no")

@@ -461,7 +461,7 @@ def test_a_pack_that_fails_before_its_first_shard_leaves_no_file(tmp_path: Path)
     assert contents(tmp_path / "out") == {}
 
 
-HEAD: dict[str, object] = {"version": 1, "source": None, "options": {}, "stale": [], "finished": []}
+HEAD: dict[str, object] = {"version": 2, "source": None, "options": {}, "stale": [], "finished": []}
 INFO = {"url": "000000.tar", "nsamples": 1, "filesize": float("inf"), "sha256": ""}
 
 
@@ -494,7 +494,7 @@ def test_notes_cannot_make_us_delete_elsewhere(files: Path, tmp_path: Path) -> N
     (tmp_path / "victim.tar").write_bytes(b"mine")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    document = {"version": 1, "source": "x", "options": {}, "stale": ["../victim.tar", "notes.txt"]}
+    document = {"version": 2, "source": "x", "options": {}, "stale": ["../victim.tar", "notes.txt"]}
     path = tmp_path / "out" / ".shardstream-pack-000000.json"
     path.write_text(json.dumps(document | {"finished": []}))
     pack(files, tmp_path / "out")

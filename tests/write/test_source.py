@@ -85,9 +85,9 @@ def test_a_folder_for_each_class(tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert source.shuffled
     assert json.loads(source.extras["classes.json"]) == ["cat", "dog"]
     assert [(r.key, plain(r)) for r in source] == [
-        ("00000000", {"webp": "cat/a.webp", "cls": 0}),
-        ("00000001", {"png": "dog/b.PNG", "cls": 1}),
-        ("00000002", {"jpg": "deep/a.jpeg", "cls": 1}),
+        ("cat/a", {"webp": "cat/a.webp", "cls": 0}),
+        ("b", {"png": "dog/b.PNG", "cls": 1}),
+        ("dog/deep/a", {"jpg": "deep/a.jpeg", "cls": 1}),
     ]
     assert [r.message for r in caplog.records if r.levelno == logging.WARNING] == [
         f"{root}: files that are no images are left out: 1"
@@ -134,7 +134,9 @@ def test_a_key_that_names_something_unknown(tmp_path: Path) -> None:
         ({"a.png": b"", "cat/b.png": b"", "cat/c.png": b""}, {}, r"a\.png lies right in this folder.*CLASS/a\.png"),
         ({"a.png": b""}, {"kind": "images"}, r"a\.png lies right in this folder"),
         ({"cat/a.txt": b""}, {"kind": "images"}, "no images in folders of classes"),
-        ({"train/cat/a.png": b"", "val/cat/a.png": b""}, {}, "look like splits, not classes: train, val"),
+        ({"train/a.png": b"", "val/b.png": b""}, {}, "splits, and hold no folders of classes: train, val; pack"),
+        ({"train/cat/a.png": b"", "val/cat/a.png": b"", "more/a.png": b""}, {}, "splits, beside folders that do not: train, val"),
+        ({"train/cat/a.png": b"", "test/a.png": b""}, {}, r"test/a\.png lies right in the folder of a split.*test/CLASS/a\.png"),
         ({"README": b""}, {}, "no file here has an extension"),
         ({".hidden": b""}, {}, "no files are here"),
         ({"a.jpg": b"", "a.JPEG": b"", "a.json": b""}, {}, "would both be the field 'jpg' of 'a'"),
@@ -429,3 +431,31 @@ def test_one_spelling_for_jpeg() -> None:
         "a.jpg",
         "pjpeg",
     ]
+
+
+def test_a_table_whose_columns_go_into_json_says_what_to_map(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain_bytes = pa.table({"id": [1], "sound": [b"RIFF\0\0\0\0WAVE"]})
+    parquet.write_table(plain_bytes, tmp_path / "a.parquet")
+    hugging_face = pa.table({"photo": [{"bytes": png(), "path": None}]})
+    parquet.write_table(hugging_face, tmp_path / "b.parquet")
+    for name, hint in (("a", r"'sound' holds bytes.*--map wav=sound"), ("b", "--map png=photo")):
+        (record,) = opened(str(tmp_path / f"{name}.parquet"))
+        with pytest.raises(SourceError, match=hint):
+            raise record.error or AssertionError
+    url = put(tmp_path, {"t.csv": b"n,file\n1,a.JPEG\n2,b.jpeg\n"}) + "/t.csv"
+    assert [record.fields["json"]["n"] for record in records(url)] == ["1", "2"]
+    assert caplog.messages == [
+        f"{url}, row 1: column 'file' names images, and is packed as text; --map jpg=file packs the images"
+    ]
+
+
+def test_loose_files_in_folders_of_splits_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = put(
+        tmp_path, {"train/a.jpg": b"", "train/a.txt": b"", "val/b.jpg": b"", "val/b.txt": b""}
+    )
+    assert [record.key for record in records(root)] == ["train/a", "val/b"]
+    assert "the folders train, val look like splits" in caplog.text
