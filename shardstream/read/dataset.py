@@ -87,6 +87,13 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
             raise TypeError("the length is not known in advance: say it with .with_length(n)")
         return plain_share(source, Reader(self.placement), self.epoch).num_samples
 
+    def __getitem__(self, number: object) -> Any:
+        """Refuse to read by number."""
+        raise OptionError(
+            f"a {type(self).__name__} is read in the order of its epoch, not by number {number!r}; "
+            "use ShardMapDataset (or ObjectMapDataset) for that"
+        )
+
     def __repr__(self) -> str:
         catalog = getattr(self.pipeline.source, "catalog", None)
         held = "streams" if catalog is None else catalog.contents

@@ -299,3 +299,10 @@ def test_two_iterators_are_independent(folder: str) -> None:
     for one, other in zip(dataset, dataset, strict=True):
         assert one["__key__"] == other["__key__"]
         assert not torch.is_tensor(one["cls"])
+
+
+def test_reading_by_number_is_sent_to_the_dataset_for_it(folder: str) -> None:
+    dataset = ss.ShardDataset(folder)
+    for one in (dataset, ss.mix([dataset, dataset], weights=[1, 1])):
+        with pytest.raises(OptionError, match=r"not by number 0; use ShardMapDataset"):
+            one[0]
