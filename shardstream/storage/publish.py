@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import tempfile
 import uuid
@@ -67,7 +68,7 @@ class Pending(ABC):
 def open_pending(storage: Storage, url: str, *, alone: bool = False) -> Pending:
     """Open a file for writing that appears at ``url`` when it is committed, and never otherwise.
 
-    On a local disk it is written beside its final place, flushed to the disk and renamed. To S3 it is sent while it is
+    On a local disk it is written beside its final place, flushed to the disk and renamed, and the folder is flushed, too. To S3 it is sent while it is
     written, in parts, several at a time (see `S3Upload`). For other file systems it is spooled to a temporary file, sent, and its
     length checked there.
 
@@ -126,11 +127,14 @@ def final_name(name: str) -> str | None:
 def remove(storage: Storage, url: str) -> None:
     """Delete a file; one that is not there is fine."""
     filesystem, path = storage.resolve(url)
+    local = storage.local_path(url)
     with storage.explained(url):
         try:
             filesystem.rm_file(path)
         except FileNotFoundError:
             return
+        if local is not None:
+            _sync_folder(Path(local).parent)
 
 
 class _LocalFile(Pending):
@@ -153,6 +157,7 @@ class _LocalFile(Pending):
             os.fsync(self.stream.fileno())
             self.stream.close()
             self._part.replace(self._path)
+            _sync_folder(self._path.parent)
 
     def discard(self) -> None:
         _close_unsaved(self.stream)
@@ -197,6 +202,18 @@ class _RemoteFile(Pending):
     def discard(self) -> None:
         _close_unsaved(self.stream)
         self._spool.unlink(missing_ok=True)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Flush a folder's names to the disk, so that after a crash no later file is there without this one (POSIX fsync)."""
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # mounts that cannot sync folders
+            raise
+    finally:
+        os.close(handle)
 
 
 def _close_unsaved(stream: BinaryIO) -> None:
