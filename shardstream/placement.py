@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass
+from types import FrameType
 
 from shardstream.errors import OptionError
 
@@ -36,9 +37,13 @@ class Placement:
     def detect(cls) -> Placement:
         """Ask an initialised ``torch.distributed``, else Ray Train, else ``RANK`` and ``WORLD_SIZE`` (torchrun), else 0 of 1.
 
+        Also 0 of 1 inside a loader of Hugging Face Accelerate, which splits the samples over the ranks itself.
+
         Raises:
             OptionError: If only one of the two variables is set, or they are no numbers.
         """
+        if is_split_by_accelerate():
+            return cls()
         return _from_torch() or _from_ray_train() or _from_variables() or cls()
 
 
@@ -69,6 +74,29 @@ class Reader:
     def total(self) -> int:
         """Readers of the whole job."""
         return self.placement.world_size * self.num_workers
+
+
+_ACCELERATE_LOADERS = ("DataLoaderShard.", "DataLoaderDispatcher.", "IterableDatasetShard.")
+
+
+def is_split_by_accelerate() -> bool:
+    """Return whether a loader that Accelerate has prepared is asking.
+
+    Accelerate (and with it the Hugging Face Trainer) deals out an ``IterableDataset`` over the ranks itself and tells the
+    dataset nothing about it: a dataset that splits as well would lose all but one of its parts. Only the call stack shows who
+    asks. A forked worker still has the stack of its parent; a spawned one gets its placement when it is pickled, below the
+    same call.
+    """
+    if "accelerate.data_loader" not in sys.modules:
+        return False
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_globals.get(
+            "__name__"
+        ) == "accelerate.data_loader" and frame.f_code.co_qualname.startswith(_ACCELERATE_LOADERS):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _from_torch() -> Placement | None:

@@ -21,6 +21,7 @@ LAYERS = (
     {"format"},
     {"storage"},
     {"read", "write"},
+    {"integrations"},
     {"testing"},
     {"__init__"},
     {"cli", "__main__"},
@@ -32,7 +33,10 @@ HOMES = {
     "s3fs": ("storage/",),
     "botocore": ("storage/s3_settings.py",),
     "obstore": ("storage/read_obstore.py", "storage/obstore_filesystem.py"),
+    "accelerate": ("read/accelerate.py",),
+    "transformers": ("integrations/hf.py",),
     "torch": (
+        "integrations/hf.py",
         "read/apart.py",
         "read/batches.py",
         "read/by_number.py",

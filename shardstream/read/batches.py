@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from multiprocessing.context import get_spawning_popen
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shardstream.errors import SkipBudgetError
+from shardstream.errors import OptionError, SkipBudgetError
 from shardstream.memory import settle_worker
 from shardstream.placement import Reader
 from shardstream.read.bundle import Rounds, bundled, unbundled
@@ -30,6 +31,12 @@ from shardstream.read.stats import Spent
 from shardstream.read.substitute import substitute
 from shardstream.read.tensors import collate, shared_numbers
 from shardstream.read.watch import marked
+
+_NOT_FOR_OTHERS = (
+    "only its ShardLoader reads this dataset, but another loader was built around it (accelerate's skip_first_batches does so): "
+    "iterate the ShardLoader itself; after load_state_dict, or Accelerate's load_state, it goes on where the state was taken. "
+    "For a Hugging Face Trainer return shardstream.integrations.hf.TrainerLoader(loader) from get_train_dataloader"
+)
 
 
 class Packet(NamedTuple):
@@ -81,6 +88,7 @@ class Batches(IterableDataset[Any]):
         self.split = split
         self.lanes = lanes
         self.placement = dataset.placement
+        self._serves_loader = False
         self._position = Position()
         self._is_used = False
         # Epoch and samples consumed, in shared memory, for persistent workers. A position of parts never reaches those:
@@ -104,6 +112,15 @@ class Batches(IterableDataset[Any]):
         self._position = position
         self._control[0], self._control[1] = position.epoch, position.consumed
         self.begun.zero_()
+
+    @contextmanager
+    def serving(self) -> Iterator[None]:
+        """Let the iterators made inside, and the workers started inside, hand out packets: to the `ShardLoader` alone."""
+        self._serves_loader = True
+        try:
+            yield
+        finally:
+            self._serves_loader = False
 
     def open_ways(self, num_workers: int, *, pins: bool) -> None:
         """Make what batches of new workers come by; called before those are started.
@@ -153,6 +170,8 @@ class Batches(IterableDataset[Any]):
         return Share(plan, self.split, rank=self.placement.rank, consumed=position.consumed)
 
     def __iter__(self) -> Iterator[Any]:
+        if not self._serves_loader:
+            raise OptionError(_NOT_FOR_OTHERS)
         position = self._begin_here()
         reader = current_reader(self.placement)
         share = self.share(position)

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shardstream.errors import MissingError, NoIndexWarning, OptionError, redact, shown
-from shardstream.placement import Placement, Reader
+from shardstream.placement import Placement, Reader, is_split_by_accelerate
 from shardstream.read.iterator import DatasetIterator
 from shardstream.read.pipeline import Pipeline
 from shardstream.read.planned import Options, PlannedSamples, PlannedSource, plain_share
@@ -29,6 +29,11 @@ from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import Urls, locate
 from shardstream.storage.verified import Verify
 
+_SAY_MICROBATCH = (
+    "each worker ends with a batch of its own that may be short, so there may be more batches than len(loader) says, and the "
+    "Hugging Face Trainer leaves the last ones out; say microbatch=N in ShardDataset(...), N being the batch size of all ranks "
+    "together, or use a ShardLoader"
+)
 _WHOLE_SHARD_WINDOW = 1000  # samples shuffled together where there is no index
 
 
@@ -77,7 +82,11 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
         self._epoch[1] += 1
 
     def __iter__(self) -> DatasetIterator:
-        return DatasetIterator(self.pipeline, current_reader(self.placement), self.epoch)
+        reader, source = current_reader(self.placement), self.pipeline.planned
+        unsaid = source is not None and source.options.microbatch is None
+        if unsaid and reader.num_workers > 1 and reader.worker == 0 and is_split_by_accelerate():
+            warnings.warn(_SAY_MICROBATCH, stacklevel=2)
+        return DatasetIterator(self.pipeline, reader, self.epoch)
 
     def __len__(self) -> int:
         if self._length is not None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from shardstream.errors import OptionError, StateError, WorkerError
 from shardstream.memory import keep_freed_memory
-from shardstream.placement import Reader
+from shardstream.placement import Placement, Reader
 from shardstream.read.agreement import compare_ranks
 from shardstream.read.batches import Batches, Packet
 from shardstream.read.dataset import StreamDataset
@@ -94,6 +94,7 @@ class ShardLoader(DataLoader[Any]):
         )
         self._quarantine = Quarantine(Skips(dataset.pipeline.on_error).report, dataset.placement)
         warn_of_lanes(self._batches, max(1, num_workers))
+        self._serves_accelerate = False
         # torch would draw the workers' seeds from the global generator
         self._seeds_workers = options.get("generator") is None
         options["generator"] = options.get("generator") or torch.Generator()
@@ -106,6 +107,35 @@ class ShardLoader(DataLoader[Any]):
         """The epoch that is being read, or will be next; from 0."""
         self._follow_dataset()
         return self._position.epoch
+
+    @property
+    def placement(self) -> Placement:
+        """The rank that the batches are for, and the number of ranks."""
+        return self._batches.placement
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """True: ``accelerator.prepare`` leaves a loader alone that says so. Only ``prepare`` asks, so Accelerate is served from now on."""
+        self._serves_accelerate = True
+        return True
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, prepared: bool) -> None:
+        self._serves_accelerate = prepared
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """True: ``accelerator.save_state`` and ``load_state`` hold the state of this loader once it is prepared.
+
+        Raises:
+            StateError: If each rank has a position of its own: Accelerate keeps one for all.
+        """
+        if self._batches.planned is None and self._batches.placement.world_size > 1:
+            raise StateError(
+                "Accelerate saves one loader state for all ranks, but the steps of this pipeline change counts, so each rank has "
+                "its own: save loader.state_dict() to a file of each rank and leave the loader out of accelerator.prepare()"
+            )
+        return True
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -200,12 +230,23 @@ class ShardLoader(DataLoader[Any]):
         self._batches.rounds.begin()
         # In this process torch's iterator adds nothing but 11 us a batch.
         here = self.num_workers == 0 and not self.pin_memory
-        packets = workers = iter(self._batches) if here else super().__iter__()
+        with self._batches.serving():
+            packets = workers = iter(self._batches) if here else super().__iter__()
         if self.num_workers:
             packets = self._batches.receive(workers, self.num_workers, self.prefetch_factor or 1)
         if not self.persistent_workers:  # they take as much memory as was on its way at one time
             self._batches.rings = []
-        return self._hand_out(packets, workers, begin, self._iteration)
+        if not self._serves_accelerate:
+            return self._hand_out(packets, workers, begin, self._iteration)
+        from shardstream.read.accelerate import PreparedEpoch, check_data_parallel  # noqa: PLC0415  (it imports Accelerate)
+
+        check_data_parallel(self.placement)
+        prepared = PreparedEpoch(
+            remainder=0 if self._share is None else self._share.short_step_samples,
+            non_blocking=self.pin_memory,
+        )
+        packets = prepared.flag_end(packets)
+        return prepared.hand_out(self._hand_out(packets, workers, begin, self._iteration))
 
     def _compare_ranks(self) -> None:
         """Compare once what fixes the order with the other ranks, where the placement is theirs."""

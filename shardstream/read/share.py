@@ -73,7 +73,7 @@ class Share:
         self.full_steps = (order.num_batches - self._first) // split.batches_per_step
         tail_batch = self._first + self.full_steps * split.batches_per_step
         left = 0 if done else order.nsamples - tail_batch * order.batch
-        self._tail_batch = tail_batch
+        self._tail_batch, self._left = tail_batch, left
         self._tail_start, self._tail_size = (0, 0) if split.drop_last else _cut(left, split, rank)
         # Kept samples that are too few for this rank: other ranks have one more step.
         self._is_short = split.remainder == "keep" and not split.drop_last and 0 < left <= rank
@@ -82,6 +82,11 @@ class Share:
     def num_steps(self) -> int:
         """Steps of this rank; the same for all ranks unless the remainder is kept."""
         return self.full_steps + (self._tail_size > 0)
+
+    @property
+    def short_step_samples(self) -> int:
+        """Samples of the last step of all ranks if that step is short, repeats not counted; else 0."""
+        return 0 if self.split.drop_last or self.split.remainder == "drop" else self._left
 
     @property
     def num_samples(self) -> int:

@@ -1,0 +1,1 @@
+"""Helpers for training frameworks; each module imports its framework."""

@@ -1,0 +1,181 @@
+"""A `ShardLoader` in the Hugging Face ``Trainer``: batches of each rank, and an exact resume from the Trainer's checkpoints.
+
+Return a `TrainerLoader` from ``get_train_dataloader`` and give the Trainer a `LoaderStateCallback`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch.distributed
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from shardstream.errors import OptionError, StateError
+from shardstream.read.accelerate import check_data_parallel
+from shardstream.read.loader import ShardLoader
+
+
+class TrainerLoader(DataLoader[Any]):
+    """A `ShardLoader` in the form that a Hugging Face ``Trainer`` can also resume.
+
+    The Trainer skips the batches that it has trained on by building another loader around the dataset of this one. That
+    other loader is given the batches of the `ShardLoader`, from its position on, and reads nothing twice.
+
+    Args:
+        loader: Batches of this rank: dicts of tensors, as the model takes them.
+    """
+
+    dataset: _Resumed
+    _is_accelerate_prepared = True  # it is of one rank; the Trainer moves its batches to the device
+
+    def __init__(self, loader: ShardLoader) -> None:
+        self.loader = loader
+        super().__init__(_Resumed(loader), batch_size=None, collate_fn=_as_is)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # the iterator of the ShardLoader
+        return iter(self.loader)
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Read this epoch next; the Trainer calls it."""
+        self.loader.set_epoch(epoch)
+
+
+class _Resumed(IterableDataset[Any]):
+    """The batches of one epoch for a loader that drops the first ones: placeholders for those, then those that are left."""
+
+    def __init__(self, loader: ShardLoader) -> None:
+        self.loader = loader
+        self.dropped: int | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.dropped is None:
+            raise StateError(
+                "the Trainer resumes in the middle of an epoch, but the loader's position is not known; "
+                "give the Trainer callbacks=[LoaderStateCallback()], in the run that saves too"
+            )
+        dropped, self.dropped = self.dropped, None
+        for _ in range(dropped):
+            yield None
+        yield from self.loader
+
+
+class LoaderStateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  # of no known type
+    """Keep the state of the `TrainerLoader` in each checkpoint of the Trainer, and go on there when it resumes.
+
+    The state is a part of ``trainer_state.json``. A checkpoint that cannot be continued exactly is refused: one of other data,
+    of another order, or of other numbers of ranks or batches, which the Trainer counts in steps.
+    """
+
+    def __init__(self) -> None:
+        self.states: list[Any] = []
+        self._loader: TrainerLoader | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Return what the Trainer saves: the loader's state, of each rank if they differ."""
+        if self._loader is not None:
+            mine = self._loader.loader.state_dict()
+            if not _differs_among_ranks(mine):
+                self.states = [mine]
+            elif self.states[mine["rank"] : mine["rank"] + 1] != [mine]:
+                raise StateError(
+                    "the loader's state of this step has not been gathered from the other ranks; "
+                    "name LoaderStateCallback last among the callbacks"
+                )
+        return {"args": {}, "attributes": {"states": self.states}}
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Find the loader; load its state if the Trainer resumes.
+
+        Raises:
+            OptionError: If the Trainer does not train on a `TrainerLoader`.
+            StateError: If the checkpoint cannot be continued exactly.
+        """
+        loader = kwargs.get("train_dataloader")
+        if not isinstance(loader, TrainerLoader):
+            raise OptionError(
+                f"LoaderStateCallback needs a TrainerLoader, not {type(loader).__name__}: "
+                "return TrainerLoader(loader) from get_train_dataloader"
+            )
+        check_data_parallel(loader.loader.placement)
+        self._loader = loader
+        name = type(self).__name__
+        saved = state.stateful_callbacks.setdefault(name, {}).get("attributes", {}).get("states")
+        if state.global_step > 0 and saved:
+            _resume(loader, saved, args, state)
+        elif state.global_step > 0 and not args.ignore_data_skip:
+            raise StateError(
+                "the checkpoint holds no state of the loader; ignore_data_skip=True begins its epoch again"
+            )
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Gather the states of all ranks before a checkpoint."""
+        if control.should_save and self._loader is not None:
+            self.states = _gathered(self._loader.loader.state_dict())
+
+    on_epoch_end = on_step_end
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Forget the loader: another training finds its own."""
+        self._loader = None
+
+
+def _gathered(mine: Any) -> list[Any]:
+    """Return the states of all ranks; one where it is the same on all."""
+    if not _differs_among_ranks(mine):
+        return [mine]
+    states: list[Any] = [None] * mine["world_size"]
+    torch.distributed.all_gather_object(states, mine)
+    return states
+
+
+def _differs_among_ranks(state: Mapping[str, Any]) -> bool:
+    return state["kind"] != "plan" and int(state["world_size"]) > 1
+
+
+def _resume(
+    loader: TrainerLoader, saved: Sequence[Any], args: TrainingArguments, state: TrainerState
+) -> None:
+    """Load a saved state and compare it with what the Trainer is about to do."""
+    rank = loader.loader.placement.rank if len(saved) > 1 else 0
+    if rank >= len(saved):
+        raise StateError(f"the checkpoint holds states of {len(saved)} ranks, none of rank {rank}")
+    loader.loader.load_state_dict(saved[rank])
+    steps = _batches_of(loader.loader, of_whole_epoch=True)
+    per_epoch = state.max_steps if steps is None else -(-steps // args.gradient_accumulation_steps)
+    epoch, steps_of_epoch = divmod(state.global_step, max(1, per_epoch))
+    batches = steps_of_epoch * args.gradient_accumulation_steps
+    left = _batches_of(loader.loader, of_whole_epoch=False)
+    read = None if steps is None or left is None else steps - left
+    begins = batches == 0 and read is None  # the Trainer itself chooses the epoch
+    agrees = args.ignore_data_skip or read is None or read == batches
+    if not begins and (loader.loader.epoch != epoch or not agrees):
+        raise StateError(
+            f"the Trainer goes on after batch {batches} of epoch {epoch}, the saved state of the loader after batch "
+            f"{'?' if read is None else read} of epoch {loader.loader.epoch}; use the same numbers of ranks, batch size and gradient "
+            "accumulation steps (a dataset of unknown length needs .with_length(n)), or start again"
+        )
+    loader.dataset.dropped = None if args.ignore_data_skip else batches
+
+
+def _batches_of(loader: ShardLoader, *, of_whole_epoch: bool) -> int | None:
+    """Return the batches of the epoch, or those that are left of it; None if that is not known."""
+    try:
+        return len(loader) if of_whole_epoch else loader.batches_left
+    except (TypeError, OptionError):
+        return None
+
+
+def _as_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,133 @@
+"""Checks with Hugging Face Accelerate, each run by every rank of a job (see trainers_job.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DataLoaderConfiguration
+from torch.utils.data import DataLoader
+
+import shardstream as ss
+
+
+def dataset(folder: str, **options: Any) -> ss.ShardDataset:
+    return ss.ShardDataset(folder, shuffle=True, **options).decode().to_tuple("cls")
+
+
+def numbers(batches: Iterable[Any]) -> list[list[int]]:
+    return [batch[0].tolist() for batch in batches]
+
+
+def prepared_loader(folder: str, out: Path) -> Any:
+    """Two epochs of a prepared `ShardLoader`: samples of this rank, of all ranks, and the batches after which gradients are applied."""
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    loader = accelerator.prepare(ss.ShardLoader(dataset(folder), 8, num_workers=1))
+    model = torch.nn.Linear(1, 1)
+    mine, gathered, applied = [], [], []
+    for _ in range(2):
+        for (ids,) in loader:
+            with accelerator.accumulate(model):
+                applied.append(accelerator.sync_gradients)
+            mine.append(ids.tolist())
+            gathered.append(accelerator.gather_for_metrics(ids).tolist())
+    return {"mine": mine, "gathered": gathered, "applied": applied, "length": len(loader)}
+
+
+def resumed_loader(folder: str, out: Path) -> Any:
+    """The samples of an epoch that stops after batch 5, and of the rest by another Accelerator; beside it a whole one."""
+
+    def prepared() -> tuple[Accelerator, Any]:
+        accelerator = Accelerator()
+        return accelerator, accelerator.prepare(ss.ShardLoader(dataset(folder), 4, num_workers=1))
+
+    return _resumed(prepared, out / "checkpoint")
+
+
+def registered_loader(folder: str, out: Path) -> Any:
+    """The same with a loader that is not prepared, but registered for checkpoints."""
+
+    def registered() -> tuple[Accelerator, Any]:
+        accelerator, loader = Accelerator(), ss.ShardLoader(dataset(folder), 4)
+        accelerator.register_for_checkpointing(loader)
+        return accelerator, loader
+
+    return _resumed(registered, out / "checkpoint")
+
+
+def _resumed(make: Callable[[], tuple[Accelerator, Any]], checkpoint: Path) -> Any:
+    _, whole = make()
+    accelerator, loader = make()
+    seen = []
+    for (ids,) in loader:
+        seen.append(ids.tolist())
+        if len(seen) == 5:
+            accelerator.save_state(str(checkpoint))
+            break
+    accelerator.wait_for_everyone()
+    accelerator, loader = make()
+    accelerator.load_state(str(checkpoint))
+    return {"seen": seen + numbers(loader), "whole": numbers(whole)}
+
+
+def _prepared_dataset(folder: str, dispatch: bool | None, split: bool, num_workers: int) -> Any:
+    options = DataLoaderConfiguration(dispatch_batches=dispatch, split_batches=split)
+    loader = DataLoader(dataset(folder, microbatch=8), batch_size=8, num_workers=num_workers)
+    return numbers(Accelerator(dataloader_config=options).prepare(loader))
+
+
+def prepared_datasets(folder: str, out: Path) -> Any:
+    """What Accelerate makes of a DataLoader over a `ShardDataset`, in each of its ways to split."""
+    return {
+        f"dispatch={dispatch} split={split} workers={num_workers}": _prepared_dataset(
+            folder, dispatch, split, num_workers
+        )
+        for dispatch, split, num_workers in [
+            (None, False, 0),
+            (None, False, 2),
+            (True, True, 0),
+            (False, False, 0),
+            (False, False, 2),
+            (False, True, 0),
+        ]
+    }
+
+
+def unprepared_dataset(folder: str, out: Path) -> Any:
+    """A plain DataLoader beside an Accelerator that does not know it."""
+    Accelerator()
+    return numbers(DataLoader(dataset(folder, microbatch=8), batch_size=8))
+
+
+def refusals(folder: str, out: Path) -> Any:
+    """What is said where a loader would give other samples than asked for."""
+    accelerator = Accelerator()
+    loader = accelerator.prepare(ss.ShardLoader(dataset(folder), 8))
+    said = []
+    try:
+        numbers(accelerator.skip_first_batches(loader, 3))
+    except ss.OptionError as error:
+        said.append(str(error))
+    odd = dataset(folder).select(_is_odd)
+    accelerator.prepare(ss.ShardLoader(odd, 8))
+    try:
+        accelerator.save_state(str(out / "checkpoint"))
+    except ss.StateError as error:
+        said.append(str(error))
+    return said
+
+
+def _is_odd(sample: tuple[Any, ...]) -> bool:
+    return bool(sample[0] % 2)
+
+
+CHECKS = (
+    prepared_loader,
+    resumed_loader,
+    registered_loader,
+    prepared_datasets,
+    unprepared_dataset,
+    refusals,
+)

@@ -1,0 +1,201 @@
+"""Checks with the Hugging Face Trainer, each run by every rank of a job (see trainers_job.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import shardstream as ss
+from shardstream.integrations.hf import LoaderStateCallback, TrainerLoader
+
+
+class Net(torch.nn.Module):
+    """Remembers the samples that it is trained on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.seen: list[list[int]] = []
+
+    def forward(self, ids: torch.Tensor, **_: torch.Tensor) -> dict[str, torch.Tensor]:
+        if self.training:
+            self.seen.append(ids.tolist())
+        return {"loss": self.layer(ids[:, None].float()).mean(), "logits": ids}
+
+
+class StopAfter(TrainerCallback):  # type: ignore[misc]  # of no known type
+    """Saves a checkpoint and ends the training, as a job that must make room does."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:  # noqa: ARG002
+        if state.global_step == self.steps:
+            control.should_save = control.should_training_stop = True
+
+
+class LoaderTrainer(Trainer):  # type: ignore[misc]  # of no known type
+    """What the README shows."""
+
+    def __init__(self, *args: Any, loader: Any, **kwargs: Any) -> None:
+        self.loader = loader
+        super().__init__(*args, **kwargs)
+
+    def get_train_dataloader(self) -> Any:
+        return self.loader
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return self.accelerator.prepare(eval_dataset)
+
+
+def dataset(folder: str, **options: Any) -> ss.ShardDataset:
+    return ss.ShardDataset(folder, microbatch=4, **options).decode().map(_as_inputs)
+
+
+def _as_inputs(sample: dict[str, Any]) -> dict[str, Any]:
+    return {"ids": int(sample["cls"]), "labels": int(sample["cls"])}
+
+
+def _has_odd_number(sample: dict[str, Any]) -> bool:
+    return bool(sample["ids"] % 2)
+
+
+def _arguments(out: Path, **options: Any) -> TrainingArguments:
+    defaults = {"num_train_epochs": 2, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2}  # fmt: skip
+    return TrainingArguments(
+        output_dir=str(out), use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no",
+        save_strategy="no", remove_unused_columns=False, **(defaults | options),
+    )  # fmt: skip
+
+
+def _train(trainer: Trainer, stop: int | None, *, resume: bool) -> list[list[int]]:
+    if stop is not None:
+        trainer.add_callback(StopAfter(stop))
+        trainer.callback_handler.callbacks.reverse()  # before the callback that saves the loader
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer.model.seen  # type: ignore[no-any-return]
+
+
+def _with_dataset(
+    folder: str, out: Path, stop: int | None = None, *, resume: bool = False, **options: Any
+) -> list[list[int]]:
+    """Train on a `ShardDataset`."""
+    trainer = Trainer(
+        Net(), _arguments(out, **options), train_dataset=dataset(folder, shuffle=True)
+    )
+    return _train(trainer, stop, resume=resume)
+
+
+def _with_loader(
+    loader: ss.ShardLoader,
+    out: Path,
+    stop: int | None = None,
+    *,
+    resume: bool = False,
+    **options: Any,
+) -> list[list[int]]:
+    """Train on a `ShardLoader`."""
+    arguments, callbacks = _arguments(out, **options), [LoaderStateCallback()]
+    trainer = LoaderTrainer(Net(), arguments, loader=TrainerLoader(loader), callbacks=callbacks)
+    return _train(trainer, stop, resume=resume)
+
+
+def trained_on_datasets(folder: str, out: Path) -> Any:
+    """Two epochs in one run, and in two: the Trainer splits the dataset itself."""
+    found = {}
+    for name, dispatch in (("rank 0 reads", None), ("each rank reads", False)):
+        config = {"accelerator_config": {"dispatch_batches": dispatch}}
+        whole = _with_dataset(folder, out / name, **config)
+        stop = (len(whole) // 2 + 5) // 2  # in the second epoch
+        seen = _with_dataset(folder, out / name, stop, **config)
+        seen += _with_dataset(folder, out / name, resume=True, **config)
+        found[name] = {"whole": whole, "seen": seen}
+    return found
+
+
+def trained_on_loaders(folder: str, out: Path) -> Any:
+    """The same with a `ShardLoader`, and with batches twice as large after the stop."""
+
+    def loader(batch_size: int = 8, num_workers: int = 0) -> ss.ShardLoader:
+        shuffled = dataset(folder, shuffle=True, lanes=8)
+        return ss.ShardLoader(shuffled, batch_size, num_workers=num_workers)
+
+    whole = _with_loader(loader(), out)
+    stop = (len(whole) // 2 + 5) // 2
+    before = _with_loader(loader(num_workers=1), out, stop)
+    return {
+        "whole": whole,
+        "same": before + _with_loader(loader(num_workers=1), out, resume=True),
+        "no skip": before + _with_loader(loader(), out, resume=True, ignore_data_skip=True),
+        "larger": before
+        + _with_loader(loader(16), out, resume=True, gradient_accumulation_steps=1),
+    }
+
+
+def trained_where_counts_change(folder: str, out: Path) -> Any:
+    """A pipeline whose ranks have positions of their own: only odd samples, shuffled once more."""
+
+    def loader() -> ss.ShardLoader:
+        odd = dataset(folder, shuffle=True).select(_has_odd_number).shuffle(16)
+        return ss.ShardLoader(odd.with_length(8 * 8), 8, num_workers=1)
+
+    whole = _with_loader(loader(), out)
+    stop = 1 if len(whole) < 10 else 5
+    seen = _with_loader(loader(), out, stop)
+    return {"whole": whole, "seen": seen + _with_loader(loader(), out, resume=True)}
+
+
+def evaluated(folder: str, out: Path) -> Any:
+    """The samples that metrics are computed on."""
+    metrics: list[list[int]] = []
+
+    def compute(prediction: Any) -> dict[str, float]:
+        metrics.append(np.asarray(prediction.predictions).tolist())
+        return {}
+
+    for given in (ss.ShardLoader(dataset(folder), 8), dataset(folder)):
+        kind = LoaderTrainer if isinstance(given, ss.ShardLoader) else Trainer
+        extra = {"loader": None} if kind is LoaderTrainer else {}
+        trainer = kind(Net(), _arguments(out), compute_metrics=compute, **extra)
+        trainer.evaluate(given)
+    return metrics
+
+
+def refusals(folder: str, out: Path) -> Any:
+    """What is said where a training would see other samples than it should."""
+
+    def loader(batch_size: int = 8) -> ss.ShardLoader:
+        return ss.ShardLoader(dataset(folder, shuffle=True), batch_size)
+
+    def attempt(trainer: Trainer, *, resume: bool = True) -> str:
+        try:
+            trainer.train(resume_from_checkpoint=resume)
+        except ss.ShardStreamError as error:
+            return str(error)
+        return "nothing"
+
+    def trainer(given: Any, *callbacks: Any) -> Trainer:
+        return LoaderTrainer(Net(), _arguments(out), loader=given, callbacks=list(callbacks))
+
+    _with_loader(loader(), out, 2)
+    return {
+        "no callback": attempt(trainer(TrainerLoader(loader()))),
+        "bare loader": attempt(trainer(loader())),
+        "callback on a bare loader": attempt(
+            trainer(loader(), LoaderStateCallback()), resume=False
+        ),
+        "other batches": attempt(trainer(TrainerLoader(loader(16)), LoaderStateCallback())),
+    }
+
+
+CHECKS = (
+    trained_on_datasets,
+    trained_on_loaders,
+    trained_where_counts_change,
+    evaluated,
+    refusals,
+)
