@@ -123,11 +123,12 @@ def _is_odd(sample: tuple[Any, ...]) -> bool:
     return bool(sample[0] % 2)
 
 
-CHECKS = (
-    prepared_loader,
-    resumed_loader,
-    registered_loader,
-    prepared_datasets,
-    unprepared_dataset,
-    refusals,
-)
+# Each with the numbers of ranks that it runs on.
+CHECKS = {
+    prepared_loader: (1, 2),
+    resumed_loader: (1, 2),
+    registered_loader: (2,),
+    prepared_datasets: (2,),
+    unprepared_dataset: (2,),
+    refusals: (1, 2),
+}

@@ -1,4 +1,4 @@
-"""What test_trainers.py starts: each check on one rank and on two, forked from one process that has imported the framework.
+"""What test_trainers.py starts: checks on one rank or on two, forked from one process that has imported the framework.
 
 Prints a JSON object: for each check and number of ranks, what each rank returned.
 """
@@ -59,9 +59,9 @@ def main(checks: str, folder: str, out: str) -> None:
             world_size: run_check(
                 check, folder, Path(out) / f"{check.__name__}-{world_size}", world_size
             )
-            for world_size in (1, 2)
+            for world_size in world_sizes
         }
-        for check in module.CHECKS
+        for check, world_sizes in module.CHECKS.items()
     }
     Path(out, "results.json").write_text(json.dumps(results))
 
