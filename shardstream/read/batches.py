@@ -28,7 +28,7 @@ from shardstream.read.skip import Skips
 from shardstream.read.source import own_steps
 from shardstream.read.stage import Position, Run, State
 from shardstream.read.stats import Spent
-from shardstream.read.substitute import substitute
+from shardstream.read.substitute import refilled
 from shardstream.read.tensors import collate, shared_numbers
 from shardstream.read.watch import marked
 
@@ -52,6 +52,8 @@ class Packet(NamedTuple):
     """Bad samples of this worker so far, by kind of error."""
     taken: dict[str, int]
     """Samples of this worker so far, by part of a mix."""
+    refilled: int
+    """Samples of this worker so far that stood in for bad ones."""
     bad: tuple[BadSample, ...]
     """Bad samples of this worker since its last packet."""
     spent: Spent
@@ -222,6 +224,7 @@ class Batches(IterableDataset[Any]):
                 None,
                 counts,
                 taken,
+                skips.refilled,
                 bad,
                 spent.with_costs(run.costs()),
                 error,
@@ -234,15 +237,14 @@ class Batches(IterableDataset[Any]):
             steps = iter(own_steps(share, reader.worker, reader.num_workers))
             for numbers, samples in run.steps():
                 read, step = perf_counter(), next(steps)
-                items, _ = chain(samples, numbers)
-                if not items and self.split.world_size > 1:
-                    items = substitute(catalog, chain, share, step, skips)
-                done = perf_counter()
+                done = chain(samples, numbers)
+                items = refilled(catalog, chain, share, step, done, skips)
+                ready = perf_counter()
                 batch = self._collate(items)
-                spent.took(len(items), read - begun, done - read, perf_counter() - done)
+                spent.took(len(items), read - begun, ready - read, perf_counter() - ready)
                 made = [packet(batch, empty=not items)]
                 # While the next are read, only who has taken the packet holds these: photos are many MB.
-                del samples, items, batch
+                del samples, done, items, batch
                 yield made.pop()
                 begun = perf_counter()
         except SkipBudgetError as error:
@@ -276,6 +278,7 @@ class Batches(IterableDataset[Any]):
                 run.state_dict(),
                 counts,
                 taken,
+                context.skips.refilled,
                 bad,
                 spent.with_costs({}),
                 error,

@@ -69,6 +69,7 @@ class ShardLoader(DataLoader[Any]):
         self._share: Share | None = None
         self._skipped: dict[int, dict[str, int]] = {}
         self._taken: dict[int, dict[str, int]] = {}
+        self._refilled: dict[int, int] = {}
         self._iteration = 0
         self._epoch_calls = dataset.epoch_calls
         self._is_compared = False
@@ -143,6 +144,11 @@ class ShardLoader(DataLoader[Any]):
         return dict(sum((Counter(counts) for counts in self._skipped.values()), Counter()))
 
     @property
+    def refilled(self) -> int:
+        """Samples of this iteration that stood in for bad ones, and came twice for that (see `SkipBudget`)."""
+        return sum(self._refilled.values())
+
+    @property
     def quarantine(self) -> list[BadSample]:
         """The bad samples passed over by this loader so far, in all epochs, each once; up to 10,000 a worker and epoch."""
         return self._quarantine.samples
@@ -215,7 +221,7 @@ class ShardLoader(DataLoader[Any]):
         self._position = begin
         self._share = self._batches.share(begin)
         self._compare_ranks()
-        self._skipped, self._taken = {}, {}
+        self._skipped, self._taken, self._refilled = {}, {}, {}
         self._iteration += 1
         self._stopwatch = Stopwatch(epoch=begin.epoch, workers=self.num_workers)
         self._batches.begin(begin)
@@ -260,6 +266,8 @@ class ShardLoader(DataLoader[Any]):
         else:
             numbers = self.state_dict() | asdict(batches.split)
             del numbers["state_checksum"]
+            budget = Skips(batches.source_dataset.pipeline.on_error).budget
+            numbers["refill"] = budget is not None and budget.refill
         fingerprint = batches.source_dataset.pipeline.fingerprint
         compare_ranks(fingerprint, numbers, batches.placement)
 
@@ -280,6 +288,7 @@ class ShardLoader(DataLoader[Any]):
                 if iteration == self._iteration:
                     self._skipped[packet.part] = packet.skipped
                     self._taken[packet.part] = packet.taken
+                    self._refilled[packet.part] = packet.refilled
                     self._position = self._position_after(packet, steps, begin.epoch, parts)
                 if not packet.empty:
                     yield packet.batch

@@ -93,6 +93,12 @@ class Share:
         """Samples of this rank, repeats counted."""
         return self.full_steps * self.split.microbatches * self.plan.order.batch + self._tail_size
 
+    def step_size(self, step: int) -> int:
+        """Return how many samples a step has."""
+        if step < self.full_steps:
+            return self.split.microbatches * self.plan.order.batch
+        return self._tail_size
+
     def consumed_after(self, steps: int) -> int:
         """Return how many samples of the epoch all ranks together have seen after that many of these steps."""
         if steps >= self.num_steps and not self._is_short:

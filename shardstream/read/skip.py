@@ -31,11 +31,15 @@ class SkipBudget:
         warn: Log each one as a warning.
         report: Path or URL of a file where a `ShardLoader` lists them, a line of JSON each: shard, offset, number, key, field,
             error. With several ranks its name needs ``{rank}``. What an earlier run listed there stays.
+        refill: A `ShardLoader` puts other good samples of the epoch in the places of bad ones, so that all batches keep their size on
+            all ranks, as losses over gathered batches need. Those come twice in the epoch; `ShardLoader.refilled` counts them.
+            Without it, batches get smaller by what is bad, and ranks may differ at a step.
     """
 
     samples: int = 100
     warn: bool = False
     report: str | None = None
+    refill: bool = False
 
     def __post_init__(self) -> None:
         if self.samples < 0:
@@ -65,6 +69,8 @@ class Skips:
         self.counts: Counter[str] = Counter()
         self.taken: Counter[str] = Counter()
         """Not bad, but counted beside them: samples of each part of a mix."""
+        self.refilled = 0
+        """Samples that stood in for bad ones."""
         self._bad: list[BadSample] = []
 
     @property

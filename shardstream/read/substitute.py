@@ -1,4 +1,4 @@
-"""What a rank hands out where all samples of its batch are bad: another sample, so that it stays in step with the others."""
+"""Samples that stand in for bad ones, so that a rank stays in step with the others, or keeps its batches full."""
 
 from __future__ import annotations
 
@@ -17,46 +17,78 @@ from shardstream.read.skip import Skips
 from shardstream.storage.joined import AnyCatalog
 
 _log = logging.getLogger(__name__)
-_ATTEMPTS = 16
+_ATTEMPTS = 16  # for each sample
 _SUBSTITUTE = 5
 
 
-def substitute(
-    catalog: AnyCatalog, chain: Chain, share: Share, step: int, skips: Skips
+def refilled(
+    catalog: AnyCatalog,
+    chain: Chain,
+    share: Share,
+    step: int,
+    done: tuple[Sequence[Any], list[int]],
+    skips: Skips,
 ) -> Sequence[Any]:
-    """Return one good sample of the epoch in place of a whole bad batch.
+    """Return the items of a step with others in place of bad ones: of all with ``refill``, else of one where all are bad.
 
-    Which one depends on the seed, the epoch and the place in it alone, so a resume takes the same.
+    The others are drawn from all samples of the epoch by the seed, the epoch, the rank and the place in the epoch alone, so a resume
+    draws the same. Samples of the batch are drawn again only where no others are found.
 
     Args:
         catalog: The dataset.
         chain: The steps that a sample goes through.
         share: The rank's steps.
-        step: Which of them is bad.
-        skips: Counts what is bad on the way, too.
+        step: Which of them.
+        done: Its good items, and their sample numbers.
+        skips: Counts what is bad on the way, too, and those that stand in.
 
     Raises:
-        SampleError: If no good one was found.
+        SampleError: If too few good ones were found.
     """
-    order, place = share.plan.order, share.consumed_after(step)
-    for attempt in range(_ATTEMPTS):
-        key = derive_key(order.seed, share.plan.epoch, share.rank, place, attempt, _SUBSTITUTE)
-        number = key % len(catalog)
+    items, present = done
+    if skips.budget is not None and skips.budget.refill:
+        count = share.step_size(step) - len(items)
+    else:
+        count = int(len(items) == 0 and share.split.world_size > 1)
+    if count == 0:
+        return items
+    planned = share.samples(np.array([step], dtype=np.int64))[0].tolist()
+    taken, bad, found = set(present), set(planned) - set(present), list[Any]()
+    for attempt in range(_ATTEMPTS * count):
+        number = _draw(share, step, attempt)
+        if number in bad or (number in taken and attempt < _ATTEMPTS * count // 2):
+            continue
         try:
             sample = _read(catalog, number)
         except Exception as error:  # noqa: BLE001  (the skip policy decides)
             skips.take(error, number=number)
+            bad.add(number)
             continue
-        items, _ = chain([sample], [number])
-        if items:
-            _log.warning(
-                "all samples of step %s are bad: sample %s stands in for them", step, number
-            )
-            return items
+        good, _ = chain([sample], [number])
+        if not good:
+            bad.add(number)
+            continue
+        taken.add(number)
+        found += good
+        if len(found) == count:
+            skips.refilled += count
+            _log.warning("step %s: %s samples stand in for bad ones", step, count)
+            return [*items, *found]
     raise SampleError(
-        f"all samples of a batch are bad, and so are {_ATTEMPTS} others: this rank would fall out of step with the others; "
-        "mend the data"
+        f"{count} samples of a batch are bad, and of {_ATTEMPTS * count} others only {len(found)} could stand in for them: this rank "
+        "would fall out of step with the others; mend the data"
     )
+
+
+def _draw(share: Share, step: int, attempt: int) -> int:
+    """Return the number of a sample of the epoch: of a mix, by its weights."""
+    plan, order = share.plan, share.plan.order
+    place = share.consumed_after(step)
+    key = derive_key(order.seed, plan.epoch, share.rank, place, attempt, _SUBSTITUTE)
+    if order.num_batches == 0:
+        return int(plan.rest(0)[key % order.nsamples])
+    batch, slot = divmod(key % (order.num_batches * order.batch), order.batch)
+    return int(plan.batches(np.array([batch], dtype=np.int64))[0, slot])
 
 
 def _read(catalog: AnyCatalog, number: int) -> dict[str, Any]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import logging
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from shardstream.errors import DecodeError, OptionError, SkipBudgetError
 from shardstream.read.images import EXTENSIONS, IMAGE_NAMES, ImageDecoder
 from shardstream.read.tensors import to_tensor
 from shardstream.testing import make_shards
-from tests.read.sets import FEW_CORES, flat, labels, picture
+from tests.read.sets import FEW_CORES, flat, labels, picture, take
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 
@@ -208,6 +209,70 @@ def test_a_batch_of_bad_images_alone_is_made_good_by_another_sample_on_one_rank_
     (substitute,), last = runs[0]
     assert substitute not in range(4, 8)
     assert last == [12, 13, 14, 15]
+
+
+def bad_every_fifth(folder: Path, nsamples: int) -> str:
+    samples = [
+        {"__key__": f"{i:03d}", "png": b"bad" if i % 5 == 2 else picture(size=(2, 2)), "cls": i}
+        for i in range(nsamples)
+    ]
+    return make_shards(folder, samples=samples)
+
+
+def refilling(folder: str, rank: int, num_workers: int = 0, **options: Any) -> ss.ShardLoader:
+    dataset = ss.ShardDataset(
+        folder, shuffle=True, lanes=4, on_error=ss.SkipBudget(refill=True), placement=ss.Placement(rank, 2), **options
+    )  # fmt: skip
+    return ss.ShardLoader(dataset.decode("rgb8"), 4, num_workers=num_workers)
+
+
+def test_refilled_batches_have_one_size_on_all_ranks_and_no_sample_twice(tmp_path: Path) -> None:
+    folder = bad_every_fifth(tmp_path, 70)
+    loaders = [refilling(folder, rank) for rank in (0, 1)]
+    ranks = [labels(loader) for loader in loaders]
+    assert [[len(batch) for batch in rank] for rank in ranks] == [[4] * 8 + [3]] * 2
+    assert all(len(set(batch)) == len(batch) for rank in ranks for batch in rank)
+    seen = Counter(label for rank in ranks for batch in rank for label in batch)
+    assert set(seen) == {i for i in range(70) if i % 5 != 2}  # none is lost for it
+    assert sum(loader.refilled for loader in loaders) == 14 == seen.total() - len(seen)
+    # Others may be drawn that are bad themselves: they are counted, too.
+    assert all(loader.skipped["DecodeError"] >= loader.refilled for loader in loaders)
+    assert ranks == [labels(refilling(folder, rank, num_workers=2)) for rank in (0, 1)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_resume_draws_the_same_samples_again(num_workers: int, tmp_path: Path) -> None:
+    folder = bad_every_fifth(tmp_path, 70)
+    full = labels(refilling(folder, 1))
+    left = refilling(folder, 1, num_workers)
+    take(left, 3)
+    resumed = refilling(folder, 1, num_workers)
+    resumed.load_state_dict(left.state_dict())
+    assert labels(resumed) == full[3:]
+    assert labels(resumed) != full  # another epoch, other samples
+
+
+def test_a_batch_that_only_its_own_samples_can_fill_repeats_them(tmp_path: Path) -> None:
+    samples = [{"__key__": f"{i}", "png": b"bad" if i else picture(), "cls": i} for i in range(4)]
+    budget = ss.SkipBudget(refill=True)
+    folder = make_shards(tmp_path, samples=samples)
+    loader = ss.ShardLoader(ss.ShardDataset(folder, on_error=budget).decode("rgb8"), 4)
+    assert labels(loader) == [[0, 0, 0, 0]]
+
+
+def test_a_mix_is_refilled_by_its_weights(tmp_path: Path) -> None:
+    good = make_shards(
+        tmp_path / "b",
+        samples=[{"__key__": f"{i}", "png": picture(), "cls": 500 + i} for i in range(40)],
+    )
+    budget = ss.SkipBudget(refill=True)
+    one = ss.ShardDataset(bad_every_fifth(tmp_path / "a", 40), on_error=budget).decode("rgb8")
+    two = ss.ShardDataset(good, on_error=budget).decode("rgb8")
+    loader = ss.ShardLoader(ss.mix({"a": one, "b": two}, {"a": 1.0, "b": 0.0}), 4)
+    batches = labels(loader)
+    assert {len(batch) for batch in batches} == {4}
+    assert max(label for batch in batches for label in batch) < 40
+    assert loader.refilled == 8
 
 
 def test_where_all_is_bad_one_rank_of_many_stops(tmp_path: Path) -> None:
