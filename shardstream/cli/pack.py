@@ -70,7 +70,8 @@ _Key = Annotated[
     str | None,
     typer.Option(
         metavar="TEMPLATE",
-        help='How samples are named: "{index:08d}", "{class}/{stem}", "{path}"; of a table also a column.',
+        help='How samples are named: "{index:08d}", "{class}/{stem}", "{path}"; of a table also a column. By default an image '
+        "by its stem, or by its path where another has the stem, loose files by their path, and rows by their number.",
         show_default=False,
     ),
 ]

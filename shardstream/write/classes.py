@@ -86,6 +86,8 @@ def number_classes(
 ) -> Source:
     """Return a source whose classes have the numbers that the user gives, or those of a split that is packed already.
 
+    Names that are replaced at the destination by others are a warning.
+
     Args:
         source: What is packed.
         classes: As the user says; None: as a split beside the destination has them, if there is one.
@@ -97,6 +99,21 @@ def number_classes(
         SourceError: If the source has a class that is not among the names.
         StorageError: If a place is out of reach.
     """
+    numbered = _numbered(source, classes, folders, storage)
+    if isinstance(numbered, ClassSource) and numbered.classes is not None:
+        before = difference({"this pack": numbered.classes} | classes_in(folders, storage))
+        if before is not None:
+            _log.warning(
+                "class numbers change: %s; --classes with the old %s keeps them",
+                before,
+                CLASSES_NAME,
+            )
+    return numbered
+
+
+def _numbered(
+    source: Source, classes: AnyClasses | None, folders: Sequence[str], storage: Storage
+) -> Source:
     if classes is not None:
         if not isinstance(source, ClassSource):
             raise OptionError(

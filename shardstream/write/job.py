@@ -74,7 +74,9 @@ def pack(  # noqa: PLR0913  (public door)
         name: Of the dataset, for people.
         max_samples: Samples of a shard.
         max_bytes: Size of a shard, e.g. "256MB".
-        key: Template of the keys, e.g. "{index:08d}", "{class}/{stem}"; of a table also the name of a column.
+        key: Template of the keys, e.g. "{index:08d}", "{class}/{stem}"; of a table also the name of a column. By default an image is
+            named by its stem, or by its path without extension where another image of the dataset has the stem (docs/formats.md), loose
+            files by their path up to the first dot, rows and samples by their number; tars keep their keys.
         shuffle: Pack in a random order: by default a folder of classes alone, which would be sorted by class otherwise.
         seed: Of the order and the splits.
         split: Name -> part, e.g. {"train": 0.9, "val": 0.1}: a dataset each, in a folder of that name under ``dest``. A source with
