@@ -29,6 +29,7 @@ from shardstream.errors import (
     SourceError,
     StateError,
     StorageError,
+    UnfinishedError,
     WorkerError,
 )
 from shardstream.memory import importing
@@ -78,6 +79,7 @@ __all__ = [
     "SourceError",
     "StateError",
     "StorageError",
+    "UnfinishedError",
     "WorkerError",
     "collate",
     "index",

@@ -5,7 +5,8 @@
     ├── StorageError        a place that cannot be listed, read or written
     │   ├── MissingError    nothing is there (also a FileNotFoundError)
     │   ├── RefusedError    no credentials, or wrong ones (also a PermissionError)
-    │   └── ChangedError    not the file that was indexed, or read before
+    │   ├── ChangedError    not the file that was indexed, or read before
+    │   └── UnfinishedError a dataset that is being written, or whose writer was stopped
     ├── ShardError          a tar whose bytes are damaged or cut
     │   └── IndexMismatchError   a tar, its index and its manifest that do not fit each other
     ├── ManifestError       an index.json that is none of ours
@@ -120,6 +121,10 @@ class RefusedError(StorageError, PermissionError):
 
 class ChangedError(StorageError):
     """A file that is not what its manifest says, or not what it was before. Trying again does not help."""
+
+
+class UnfinishedError(StorageError):
+    """A dataset that is being written, or whose writer was stopped: shards may be missing."""
 
 
 class ShardError(ShardStreamError):

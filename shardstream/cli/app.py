@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import sys
@@ -71,6 +72,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 well, 1 an error or problems found, 2 wrong usage, 130 interrupted, 143 terminated.
     """
+    if (
+        argv is None
+    ):  # before multiprocessing is imported, to be called after what that does at exit
+        atexit.register(_end_resource_tracker)
     with _sigterm_raised():
         return _main(argv)
 
@@ -95,7 +100,8 @@ def _main(argv: Sequence[str] | None) -> int:
                 f"{printable(line)}\n" for line in traceback.format_exc().split("\n")
             )
         else:
-            sys.stderr.write(f"error: {printable(str(error))}\n")
+            for line in (f"error: {error}", *getattr(error, "__notes__", ())):
+                sys.stderr.write(f"{printable(line)}\n")
         return 1
     return code
 
@@ -115,6 +121,14 @@ def _sigterm_raised() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def _end_resource_tracker() -> None:
+    """Wait for the process that multiprocessing keeps beside spawned ones: it would outlive the command by moments."""
+    tracker = sys.modules.get("multiprocessing.resource_tracker")
+    stop = getattr(getattr(tracker, "_resource_tracker", None), "_stop", None)
+    if stop is not None:
+        stop()
 
 
 def _run(arguments: list[str]) -> int:

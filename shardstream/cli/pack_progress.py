@@ -24,7 +24,7 @@ def farewell() -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit):
         typer.echo(
-            "stopped: nothing is published yet, and finished shards are kept; the same command goes on behind them",
+            "stopped before all was published: finished shards are kept; the same command goes on behind them",
             err=True,
         )
         raise

@@ -165,6 +165,7 @@ class ShardMapDataset(NumberedDataset):
 
     Raises:
         OptionError: If a shard has no index and is not local.
+        UnfinishedError: If the dataset is being written, or its writer was stopped.
         StorageError: If nothing is there, or it is out of reach.
     """
 

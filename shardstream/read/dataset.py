@@ -152,7 +152,8 @@ class ShardDataset(StreamDataset):
 
     Args:
         urls: A folder or prefix (``s3://bucket/train/``), a pattern (``…/{000000..000099}.tar``), a glob, ``a.tar::b.tar``,
-            an ``index.json``, or a list of these.
+            an ``index.json``, or a list of these. A folder or glob in which a pack or `ShardWriter` is at work, or was stopped,
+            is refused; tars that are named one by one are read as they are.
         shuffle: Another order each epoch, the same for the same seed. False reads in the order of the shards.
         seed: Any whole number.
         lanes: Canonical streams an epoch is cut into; the same number gives the same global batches on every topology.
@@ -184,6 +185,7 @@ class ShardDataset(StreamDataset):
 
     Raises:
         OptionError: If an argument makes no sense.
+        UnfinishedError: If the dataset is being written, or its writer was stopped.
         StorageError: If nothing is there, or it is out of reach.
         ManifestError: If the manifest cannot be understood.
     """

@@ -81,6 +81,7 @@ class ObjectDataset(_LooseFiles, StreamDataset):
     Raises:
         OptionError: If an argument makes no sense, or the files are tar shards.
         SourceError: If no file has an extension, or two would be the same field of a sample.
+        UnfinishedError: If the dataset is being written, or its writer was stopped.
         StorageError: If nothing is there, or it is out of reach.
     """
 

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from shardstream.errors import (
+    ChangedError,
     MissingError,
     OptionError,
     RefusedError,
@@ -96,6 +97,8 @@ _SIGNS = (
           "the bucket is in another region; set AWS_REGION"),
     _Sign(("No space left", "Disk quota exceeded", "File too large"),
           "the disk is full; free some space, or write elsewhere"),
+    _Sign(("PreconditionFailed",), "the file was changed meanwhile", ChangedError),
+    _Sign(("(NotImplemented)",), "NotImplemented: the server does not know such requests"),
 )  # fmt: skip
 _HTTP_REMEDIES = {
     "AWS_ENDPOINT_URL and": "the URL and",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import NamedTuple
@@ -17,6 +17,7 @@ from shardstream.format.names import canonical_field, is_meta_name, split_member
 from shardstream.storage.filesystem import FileInfo, Storage, join_url, parent_url
 from shardstream.storage.locate import is_tar
 from shardstream.storage.publish import is_part
+from shardstream.storage.unfinished import check_finished, is_journal
 
 _log = logging.getLogger(__name__)
 
@@ -45,9 +46,13 @@ def list_files(root: str, storage: Storage) -> list[Listed]:
     Raises:
         StorageError: If the folder is missing or out of reach.
     """
+    return _shown(root, _find(root, storage), storage)
+
+
+def _shown(root: str, files: Iterable[FileInfo], storage: Storage) -> list[Listed]:
     base = storage.resolve(root)[1].rstrip("/")
     found = []
-    for file in _find(root, storage):
+    for file in files:
         path = (storage.local_path(file.url) or storage.resolve(file.url)[1])[len(base) + 1 :]
         hidden = path.startswith(".") or "/." in path or is_part(path)
         if path and not hidden and not file.url.endswith("/"):  # "a/" is how consoles mark a folder
@@ -61,6 +66,7 @@ def list_all(urls: Sequence[str], storage: Storage) -> tuple[str, list[Listed]]:
     Raises:
         OptionError: If none is named.
         MissingError: If one of them is missing or empty.
+        UnfinishedError: If a dataset is being written in one of them, or its writer was stopped.
         StorageError: If one is out of reach.
     """
     if not urls:
@@ -172,13 +178,29 @@ def _folder(path: str) -> str:
 
 
 def _list_one(url: str, storage: Storage) -> tuple[str, list[Listed]]:
-    files = list_files(url, storage)
+    found = _find(url, storage)
+    _check_all_finished(found)
+    files = _shown(url, found, storage)
     if files:
         return url.rstrip("/"), files
     if url.endswith("/"):
         raise MissingError("no files are here; check the URL", shard=url)
     info = storage.info(url)
     return parent_url(url), [Listed(url.rpartition("/")[2], url, info.size, info.version)]
+
+
+def _check_all_finished(files: Sequence[FileInfo]) -> None:
+    marked = {parent_url(file.url) for file in files if is_journal(_name(file))}
+    names: dict[str, list[str]] = {folder: [] for folder in sorted(marked)}
+    for file in files if marked else ():
+        if (folder := parent_url(file.url)) in marked:
+            names[folder].append(_name(file))
+    for folder, inside in names.items():
+        check_finished(folder, inside)
+
+
+def _name(file: FileInfo) -> str:
+    return file.url.rpartition("/")[2]
 
 
 def _find(root: str, storage: Storage) -> list[FileInfo]:

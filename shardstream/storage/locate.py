@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from shardstream.errors import ManifestError, MissingError, OptionError, StorageError
@@ -19,6 +20,7 @@ from shardstream.storage.filesystem import (
     parent_url,
 )
 from shardstream.storage.patterns import expand_braces
+from shardstream.storage.unfinished import check_finished, journal_name
 
 TAR_SUFFIXES = (".tar",)
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
@@ -79,10 +81,12 @@ def expand_urls(urls: Urls) -> list[str]:
 def locate(urls: Urls, storage: Storage) -> Located:
     """Find the shards of a dataset.
 
-    A folder or prefix is read through its ``index.json`` if it has one, else it is all tars in it, sorted by name.
+    A folder or prefix is read through its ``index.json`` if it has one, else it is all tars in it, sorted by name. Without
+    ``index.json``, a folder or glob whose dataset is not finished is refused; tars that are named one by one are not.
 
     Raises:
         OptionError: If there is nothing to look for, a brace is not closed, or a URL starts a command.
+        UnfinishedError: If a dataset is being written there, or its writer was stopped.
         StorageError: If nothing is there, or it is out of reach.
         ManifestError: If a manifest cannot be understood.
     """
@@ -91,11 +95,14 @@ def locate(urls: Urls, storage: Storage) -> Located:
         raise OptionError("no shards: the list of URLs is empty")
     located: list[Located] = []
     tars: list[str] = []
+    globbed: set[str] = set()
     for url in expanded:
         if url.startswith("pipe:"):
             storage.resolve(url)  # says why not
         elif _GLOB.search(_without_query(url)):
-            tars += _globbed(url, storage)
+            found = _globbed(url, storage)
+            globbed.update(map(parent_url, found))
+            tars += found
         elif is_tar(url):
             tars.append(url)
         else:
@@ -105,7 +112,7 @@ def locate(urls: Urls, storage: Storage) -> Located:
                 else _from_folder(url, storage)
             )
     if tars:
-        located.append(_from_tars(tars, storage))
+        located.append(_from_tars(tars, storage, globbed))
     if len(located) == 1:
         return located[0]
     return Located(
@@ -234,6 +241,7 @@ def _from_folder(url: str, storage: Storage) -> Located:
     by_name = {file.url.rsplit("/", 1)[-1]: file for file in files}
     if MANIFEST_NAME in by_name:
         return _from_manifest(by_name[MANIFEST_NAME], storage, files)
+    _check_finished(url, by_name, storage)
     tars = [file for file in files if is_tar(file.url)]
     if tars:
         return _with_indexes(tars, by_name)
@@ -250,13 +258,30 @@ def _from_folder(url: str, storage: Storage) -> Located:
     )
 
 
-def _from_tars(urls: list[str], storage: Storage) -> Located:
-    """Take named tars with what the manifest in their folder, or their indexes, say of them."""
+def _check_finished(folder: str, names: Collection[str], storage: Storage) -> None:
+    check_finished(folder, names)
+    if folder.startswith(_HTTP):  # web servers list no hidden files
+        with suppress(StorageError):  # or refuse to say
+            if storage.exists(join_url(folder, journal_name(0))):
+                names = [*names, journal_name(0)]
+        check_finished(folder, names)
+
+
+def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> Located:
+    """Take named tars with what the manifest in their folder, or their indexes, say of them.
+
+    Args:
+        urls: The tars.
+        storage: Where they are.
+        globbed: Folders in which a pattern took whatever is there.
+    """
     found: dict[str, ShardInfo] = {}
     indexed: set[str] = set()
     for folder, inside in _by_folder(urls).items():
         names = {url.rsplit("/", 1)[-1]: url for url in inside}
         by_name = _look_up(names, folder, storage)
+        if folder in globbed:
+            _check_finished(folder, by_name, storage)
         missing = next((name for name in names if name not in by_name), None)
         if missing is not None:
             raise MissingError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import tempfile
 import uuid
@@ -12,10 +13,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from shardstream.errors import StorageError
+from shardstream.errors import ChangedError, MissingError, StorageError
 from shardstream.storage.explain import explained
 from shardstream.storage.filesystem import Storage, parent_url
-from shardstream.storage.s3_upload import S3Upload, takes_parts
+from shardstream.storage.s3_upload import S3Upload, put_if, takes_parts
 
 # Where a PUT is one act: the object is there whole or not at all.
 _ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "memory", "hf"})
@@ -35,6 +36,8 @@ class Pending(ABC):
     def __init__(self, place: str, stream: BinaryIO) -> None:
         self._place = place
         self.stream = stream
+        self.etag: str | None = None
+        """Of the file after `commit`, where an S3 server tells it."""
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes.
@@ -109,6 +112,47 @@ def publish_bytes(storage: Storage, url: str, data: bytes) -> None:
         stream.write(data)
 
 
+def publish_bytes_over(storage: Storage, url: str, data: bytes, *, old: bytes | None) -> None:
+    """Publish a small file if nobody has replaced the one before it.
+
+    S3 servers compare and write in one step; elsewhere whoever writes at the same moment is not noticed.
+
+    Args:
+        storage: Where it goes.
+        url: Its URL.
+        data: Its bytes; no two writers write the same ones.
+        old: What is there now, as this writer knows it; None for nothing.
+
+    Raises:
+        ChangedError: If something else is there.
+        StorageError: If it cannot be written.
+    """
+    if not takes_parts(storage.resolve(url)[0]):
+        publish_bytes(storage, url, data)
+        return
+    md5 = None if old is None else hashlib.md5(old, usedforsecurity=False).hexdigest()
+    try:
+        put_if(storage, url, data, {"IfNoneMatch": "*"} if md5 is None else {"IfMatch": md5})
+    except (ChangedError, MissingError):  # the latter if there is none where there was one
+        found = _read_or_none(storage, url)
+        if found == data:  # the answer to an earlier attempt was lost
+            return
+        if found != old:
+            raise ChangedError("the file was replaced meanwhile", shard=url) from None
+        publish_bytes(storage, url, data)  # the ETags of this server are no MD5s: it encrypts, say
+    except StorageError as error:
+        if "NotImplemented:" not in str(error):
+            raise
+        publish_bytes(storage, url, data)
+
+
+def _read_or_none(storage: Storage, url: str) -> bytes | None:
+    try:
+        return storage.read(url)
+    except MissingError:
+        return None
+
+
 def is_part(name: str) -> bool:
     """Tell whether a file is what a killed writer left behind."""
     return _PART_MARK in name
@@ -174,6 +218,7 @@ class _S3File(Pending):
 
     def commit(self) -> None:
         self._upload.finish()
+        self.etag = self._upload.etag
 
     def discard(self) -> None:
         self._upload.abort()

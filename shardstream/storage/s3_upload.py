@@ -16,6 +16,7 @@ import mimetypes
 import re
 import threading
 from collections import deque
+from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, cast
 
@@ -59,6 +60,8 @@ class S3Upload(io.RawIOBase):
         self._under_way: deque[Future[_Part]] = deque()
         self._pool: ThreadPoolExecutor | None = None
         self._upload_id: Future[str] | None = None
+        self.etag: str | None = None
+        """What the server calls the file; known after `finish`, if it said so."""
 
     def writable(self) -> bool:
         """Say that it can be written."""
@@ -105,6 +108,7 @@ class S3Upload(io.RawIOBase):
             parts = [future.result() for future in self._parts]
             told = self._object.join(self._upload_id.result(), parts)
             self._upload_id = None
+        self.etag = None if told is None else _plain(told)
         if told is None or _plain(told) != _etag_of(parts):
             self._object.check(parts, is_known=told is not None)
         self.abort()
@@ -277,6 +281,23 @@ class _S3Object:
             raise StorageError("given up", shard=self._url) from error
         finally:
             self._requests.discard(request)
+
+
+def put_if(storage: Storage, url: str, body: bytes, condition: Mapping[str, str]) -> None:
+    """Send a small file in one request that the server refuses unless a condition holds.
+
+    Args:
+        storage: Whose file system of the URL is s3fs.
+        url: Of the file.
+        body: Its bytes.
+        condition: ``{"IfNoneMatch": "*"}`` if there is to be none, ``{"IfMatch": ETag}`` if it is to be that one.
+
+    Raises:
+        ChangedError: If the condition does not hold, or the answer to an earlier attempt was lost.
+        StorageError: If that fails; also where the server knows no conditions.
+    """
+    target = _S3Object(storage, url)
+    target.put("put_object", body, **condition, **target.kind)
 
 
 def takes_parts(filesystem: Any) -> bool:

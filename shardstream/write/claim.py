@@ -1,4 +1,4 @@
-"""Whether a place may be written to, and what is there already: decided before anything is touched."""
+"""Decide whether a place may be written to, and what of it is kept or deleted, before anything is touched."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from shardstream.format.manifest import MANIFEST_NAME, ShardInfo, decode_manifes
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.publish import final_name, remove
 from shardstream.storage.retry import fetch
-from shardstream.write.journal import Finished, Journal, Task, is_journal, read_journal
+from shardstream.storage.unfinished import is_journal, journal_name
+from shardstream.write.journal import Finished, Journal, Task, read_head, read_journal
 from shardstream.write.naming import ShardNames
 
 _log = logging.getLogger(__name__)
@@ -30,6 +31,7 @@ class Claim:
         stale: Names of shards that are there; those not written again are deleted at last.
         finished: Shards of an earlier run that are kept, in order.
         journal_files: How many files the journal of an earlier run has.
+        journal_head: The first of them.
         extras: Names of small files that are written, too.
     """
 
@@ -39,6 +41,7 @@ class Claim:
     stale: frozenset[str] = frozenset()
     finished: tuple[Finished, ...] = ()
     journal_files: int = 0
+    journal_head: bytes | None = None
     extras: frozenset[str] = frozenset()
 
     @property
@@ -66,32 +69,35 @@ class Claim:
         return is_shard or is_journal(name) or name in (MANIFEST_NAME, *self.extras)
 
 
-def claim(storage: Storage, names: ShardNames, *, overwrite: bool) -> Claim:
-    """Make sure that nothing is destroyed by mistake.
+def claim(
+    storage: Storage,
+    names: ShardNames,
+    *,
+    overwrite: bool,
+    extras: frozenset[str] = frozenset(),
+) -> Claim:
+    """Make sure that nothing is destroyed by mistake; what is there is replaced or refused.
 
     Raises:
         OptionError: If something is there and ``overwrite`` is not set.
+        StorageError: If the place is out of reach.
     """
     files = _list(storage, names)
+    journal = _read_journal(storage, names, files, overwrite=overwrite)
     there = frozenset(name for name in files if names.is_ours(name))
-    if overwrite:
-        stale = there | _known_to_manifest(storage, names, files)
-        return Claim(
-            storage=storage,
-            names=names,
-            files=files,
-            stale=stale,
-            journal_files=sum(map(is_journal, files)),
-        )
-    if MANIFEST_NAME in files:
-        raise _published(names)
-    if there:
-        raise OptionError(
-            "a shard of this name is here without an index.json: left by a run that failed, or another tool's; "
-            "write over it with overwrite=True (--overwrite), or write elsewhere",
-            shard=names.url(min(there)),
-        )
-    return Claim(storage=storage, names=names, files=files)
+    if not overwrite:
+        if MANIFEST_NAME in files:
+            raise _published(names)
+        if there:
+            raise OptionError(
+                "a shard of this name is here without an index.json: left by a run that failed, or another tool's; "
+                "write over it with overwrite=True (--overwrite), or write elsewhere",
+                shard=names.url(min(there)),
+            )
+        if journal is not None and _may_have_shards(journal, files):
+            raise _unfinished(names)
+    stale = there | _known_to_manifest(storage, names, files) | _known_to_journal(journal)
+    return _claim_of(storage, names, files, stale=stale, extras=extras, journal=journal)
 
 
 def claim_or_resume(
@@ -106,21 +112,16 @@ def claim_or_resume(
 
     Raises:
         OptionError: If something else is there and ``overwrite`` is not set.
+        StorageError: If the place is out of reach.
     """
     files = _list(storage, names)
-    try:
-        journal = read_journal(storage, names.folder, list(files))
-    except OptionError:
-        if not overwrite:
-            raise
-        journal = None
-    if journal is None:
-        return replace(claim(storage, names, overwrite=overwrite), extras=extras)
+    journal = _read_journal(storage, names, files, overwrite=overwrite)
+    if journal is None or journal.is_of_writer:
+        return claim(storage, names, overwrite=overwrite, extras=extras)
     differences = task.differences(journal.task)
     if not overwrite and MANIFEST_NAME in files and not _is_about(journal, names):
         raise _published(names)  # the run that was to replace it was stopped before it began
-    there = any(names.is_ours(name) for name in files)
-    if differences and (journal.finished or there) and not overwrite:
+    if differences and _may_have_shards(journal, files) and not overwrite:
         raise OptionError(
             f"an unfinished pack is here, and it is another one: {'; '.join(differences)}. Finish that with its own source "
             "and options, or replace it with overwrite=True (--overwrite), or write elsewhere",
@@ -128,16 +129,70 @@ def claim_or_resume(
         )
     can_go_on = not differences and task.source is not None
     finished = _intact(journal, names, files) if can_go_on else ()
-    stale = {name for name in journal.stale if "/" not in name and name.endswith(".tar")}
-    stale |= {name for name in files if names.is_ours(name)}
+    stale = _known_to_journal(journal) | {name for name in files if names.is_ours(name)}
+    claimed = _claim_of(storage, names, files, stale=stale, extras=extras, journal=journal)
+    return replace(claimed, finished=finished)
+
+
+def is_deletable(name: str) -> bool:
+    """Tell whether a file that a manifest or journal names may be deleted as a shard: a tar right in the folder.
+
+    >>> [is_deletable(name) for name in ("a.tar", "notes.txt", "..", "../a.tar", "s3://b/a.tar", "file::a.tar")]
+    [True, False, False, False, False, False]
+    """
+    return name.lower().endswith(".tar") and not any(sign in name for sign in ("/", "\\", "::"))
+
+
+def _claim_of(
+    storage: Storage,
+    names: ShardNames,
+    files: Mapping[str, int],
+    *,
+    stale: frozenset[str],
+    extras: frozenset[str],
+    journal: Journal | None,
+) -> Claim:
+    head = None if journal is None else journal.head
+    if head is None and journal_name(0) in files:  # one that cannot be read, and is replaced
+        head = read_head(storage, names.folder)
     return Claim(
         storage=storage,
         names=names,
         files=files,
-        stale=frozenset(stale),
-        finished=finished,
-        journal_files=sum(map(is_journal, files)),
+        stale=stale,
         extras=extras,
+        journal_files=sum(map(is_journal, files)),
+        journal_head=head,
+    )
+
+
+def _read_journal(
+    storage: Storage, names: ShardNames, files: Mapping[str, int], *, overwrite: bool
+) -> Journal | None:
+    try:
+        return read_journal(storage, names.folder, list(files))
+    except OptionError:
+        if not overwrite:
+            raise
+        return None
+
+
+def _may_have_shards(journal: Journal, files: Mapping[str, int]) -> bool:
+    return bool(journal.finished) or any(map(is_deletable, files))
+
+
+def _known_to_journal(journal: Journal | None) -> frozenset[str]:
+    if journal is None:
+        return frozenset()
+    named = journal.stale | {one.info.url for one in journal.finished}
+    return frozenset(filter(is_deletable, named))
+
+
+def _unfinished(names: ShardNames) -> OptionError:
+    return OptionError(
+        "another pack or ShardWriter is writing here, or was stopped; wait for it, replace what it made with overwrite=True "
+        "(--overwrite), or write elsewhere",
+        shard=names.folder,
     )
 
 
@@ -178,8 +233,7 @@ def _known_to_manifest(
     storage: Storage, names: ShardNames, files: Mapping[str, int]
 ) -> frozenset[str]:
     shards = _manifest_shards(storage, names) if MANIFEST_NAME in files else ()
-    # Those of another folder are not this dataset's to delete.
-    return frozenset(shard.url for shard in shards if "/" not in shard.url)
+    return frozenset(shard.url for shard in shards if is_deletable(shard.url))
 
 
 def _manifest_shards(storage: Storage, names: ShardNames) -> tuple[ShardInfo, ...]:

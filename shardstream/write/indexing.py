@@ -23,6 +23,7 @@ from shardstream.storage.locate import (
     read_manifest,
 )
 from shardstream.storage.publish import publish_bytes
+from shardstream.storage.unfinished import check_finished
 from shardstream.write.passes import Meter, ProgressFunction, ShardPass, run_all
 
 
@@ -76,6 +77,7 @@ def index(  # noqa: PLR0913  (the public door)
         OptionError: If the tars are compressed, in several folders or named twice.
         ShardError: If a tar is damaged, cut or not a tar.
         SampleError: If a key comes back, a field is there twice, or a name does not fit ``wds2idx``.
+        UnfinishedError: If a pack or `ShardWriter` is at work in that folder, or was stopped there.
         StorageError: If a place cannot be listed, read or written.
     """
     storage = Storage(storage_options, filesystem)
@@ -112,6 +114,7 @@ def _find_tars(urls: Urls, storage: Storage) -> tuple[str, list[FileInfo], list[
     folder = parent_url(found[0].url)
     names = {_name(tar.url) for tar in found}
     present = [_name(file.url) for file in storage.list_folder(folder)[0]]
+    check_finished(folder, present)  # however the tars are named: a manifest would publish them
     return folder, found, [name for name in present if is_tar(name) and name not in names]
 
 

@@ -75,6 +75,7 @@ def list_shards(
 
     Raises:
         OptionError: If there is nothing to look for.
+        UnfinishedError: If the dataset is being written, or its writer was stopped.
         StorageError: If nothing is there, or the place is out of reach.
         ManifestError: If the manifest cannot be understood.
     """
@@ -170,6 +171,7 @@ def read_one(
     Raises:
         OptionError: If there is no such sample, or not exactly one of number and key is given.
         ShardError: If a shard is damaged.
+        UnfinishedError: If the dataset is being written, or its writer was stopped.
         StorageError: If nothing is there, or the place is out of reach.
     """
     if (number is None) == (key is None):

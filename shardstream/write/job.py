@@ -13,7 +13,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shardstream.errors import OptionError, SampleError, SourceError, plural
+from shardstream.errors import OptionError, SampleError, SourceError, StorageError, plural
 from shardstream.format.classes import CLASSES_NAME, decode_classes
 from shardstream.storage.filesystem import Storage, join_url
 from shardstream.storage.publish import publish_bytes
@@ -103,7 +103,8 @@ def pack(  # noqa: PLR0913  (public door)
         OptionError: If an argument makes no sense, or a dataset is there already.
         SourceError: If a file or row cannot be packed, or there is nothing to pack.
         ShardError: If a tar that is packed again is damaged.
-        StorageError: If a place is out of reach or full; then nothing is published.
+        StorageError: If a place is out of reach or full, or another pack writes there; then nothing is published, of several
+            splits none. If a split was published and cannot be taken back, a note of the error names it.
     """
     if processes < 1:
         raise OptionError(f"processes must be 1 or more, not {processes}")
@@ -217,7 +218,10 @@ class _Job:
     def run(self, encoder: RecordEncoder, *, processes: int) -> PackReport:
         start_s = time.monotonic()
         with ExitStack() as stack:
-            writers = [stack.enter_context(self._open_writer(name)) for name in self.plan.splits]
+            writers: list[PackWriter] = []
+            for name in self.plan.splits:
+                writers.append(self._open_writer(name))
+                stack.callback(writers[-1].abort)
             self._go_on(writers)
             todo = itertools.tee(self._todo(writers))
             records = (record for _, _, record in todo[0])
@@ -229,13 +233,7 @@ class _Job:
                 self._tell(writers)
             self._tell(writers, last=True)
             self._check_some(writers)
-            storage = Storage(self.limits["storage_options"])
-            self._check_classes(storage)
-            for writer in writers:
-                for name, data in self.plan.source.extras.items():
-                    publish_bytes(storage, join_url(writer.folder, name), data)
-        for writer in writers:
-            writer.forget_journal()
+            self._publish(writers)
         return PackReport(
             source=self.plan.source.name,
             splits=tuple(
@@ -258,6 +256,30 @@ class _Job:
     def _open_writer(self, split: str) -> PackWriter:
         folder = _folder_of(self.names, split)
         return PackWriter(join_url(folder, self.names.template), **self.limits)
+
+    def _publish(self, writers: list[PackWriter]) -> None:
+        """Publish all data sets, or none: their manifests come last, and go again if one of them fails."""
+        for writer in writers:
+            writer.finish()
+        storage = Storage(self.limits["storage_options"])
+        self._check_classes(storage)
+        for writer in writers:
+            for name, data in self.plan.source.extras.items():
+                publish_bytes(storage, join_url(writer.folder, name), data)
+        try:
+            for writer in writers:
+                writer.publish()
+        except BaseException as error:
+            for writer in writers:
+                try:
+                    writer.unpublish()
+                except StorageError:
+                    error.add_note(
+                        f"{writer.folder} is published already and stays so; run the same pack again to publish the other splits"
+                    )
+            raise
+        for writer in writers:
+            writer.remove_journal()
 
     def _go_on(self, writers: list[PackWriter]) -> None:
         """Take over what an earlier run has done."""

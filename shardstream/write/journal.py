@@ -1,24 +1,26 @@
-"""What an unfinished pack has done so far: small JSON files beside its shards, from its start until all is published.
+"""The journal of an unfinished pack or `ShardWriter`: small JSON files beside its shards, from its start until all is published.
 
 Each file holds 256 records, one for each shard that is there with its index; the first also says what the pack was asked to do.
 Only the last file is written anew when a shard is finished, so that 100,000 shards cost no more for each than ten.
+All name the run that wrote them. The run that the first file names owns the place; one that finds another name there stops.
 """
 
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from shardstream.errors import OptionError
+from shardstream.errors import ChangedError, MissingError, OptionError, StorageError
 from shardstream.format.manifest import ShardInfo
 from shardstream.storage.filesystem import Storage, join_url
-from shardstream.storage.publish import publish_bytes, remove
+from shardstream.storage.publish import publish_bytes, publish_bytes_over, remove
 from shardstream.storage.retry import fetch
+from shardstream.storage.unfinished import is_journal, journal_name
 
 VERSION = 2  # of the files, and of the bytes that a pack writes: with another, nothing goes on
-_NAME = ".shardstream-pack-{number:06d}.json"
 _RECORDS_A_FILE = 256
 # What is raised by reading JSON that has another shape than ours.
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
@@ -75,6 +77,9 @@ class Task:
         return found
 
 
+WRITER_TASK = Task(source=None, options={"writer": "ShardWriter"})
+
+
 @dataclass(slots=True, kw_only=True)
 class Journal:
     """The journal of one dataset; `read` one, or begin it.
@@ -85,6 +90,8 @@ class Journal:
         task: What the pack was asked to do.
         stale: Names of shards that were there before; those not written again are to be deleted at last.
         finished: The shards that are there, in order.
+        run: Names the run that writes it, unlike any other.
+        head: The first file as it is there now; None if it is not.
     """
 
     storage: Storage
@@ -92,21 +99,62 @@ class Journal:
     task: Task
     stale: frozenset[str] = frozenset()
     finished: list[Finished] = field(default_factory=list)
+    run: str = field(default_factory=lambda: uuid.uuid4().hex)
+    head: bytes | None = None
+
+    @property
+    def is_of_writer(self) -> bool:
+        """Whether it is the mark of a `ShardWriter`, which cannot go on."""
+        return self.task == WRITER_TASK
 
     def begin(self, num_files: int) -> None:
-        """Write it as it is now, over ``num_files`` files of an earlier one that begins alike."""
-        # The last first: what is left is the true beginning of the earlier journal.
+        """Take the place from the run whose ``head`` this is, and write this journal over its ``num_files`` files.
+
+        Raises:
+            StorageError: If another run has taken it meanwhile, or it cannot be written.
+        """
+        self._write(0)
         for number in reversed(range(self._last + 1, num_files)):
             self._remove(number)
-        self._write(self._last)
+        for number in range(1, self._last + 1):
+            self._write(number)
 
     def add(self, finished: Finished) -> None:
-        """Note that a shard is there."""
+        """Note that a shard is there.
+
+        Raises:
+            StorageError: If another run has taken the place, or it cannot be written.
+        """
         self.finished.append(finished)
         self._write(self._last)
 
+    def check_owner(self) -> None:
+        """Make sure that no other run has taken the place.
+
+        Raises:
+            StorageError: If one has, or the journal was deleted or cannot be read.
+        """
+        url = self._url(0)
+        try:
+            owner = json.loads(fetch(self.storage, url))["run"]
+        except (MissingError, *_MALFORMED):
+            owner = None
+        if owner is None:
+            raise StorageError(
+                "the journal of this pack or ShardWriter was deleted: another one has ended here meanwhile, or somebody removed it; "
+                "begin anew with overwrite=True (--overwrite)",
+                shard=url,
+            )
+        if owner != self.run:
+            raise self._taken()
+
     def remove(self) -> None:
-        """Delete it; the beginning last."""
+        """Delete it; the beginning last.
+
+        Raises:
+            StorageError: If another run has taken the place, or it is out of reach.
+        """
+        self.check_owner()
         for number in reversed(range(self._last + 1)):
             self._remove(number)
 
@@ -116,30 +164,34 @@ class Journal:
 
     def _write(self, number: int) -> None:
         first = number * _RECORDS_A_FILE
-        document: dict[str, Any] = {"version": VERSION}
+        document: dict[str, Any] = {"version": VERSION, "run": self.run}
         if number == 0:
             document |= {"source": self.task.source, "options": dict(self.task.options)}
             document["stale"] = sorted(self.stale)
         document["finished"] = [
             asdict(one) for one in self.finished[first : first + _RECORDS_A_FILE]
         ]
-        publish_bytes(self.storage, self._url(number), json.dumps(document).encode())
+        data = json.dumps(document).encode()
+        if number:
+            publish_bytes(self.storage, self._url(number), data)
+            return
+        try:
+            publish_bytes_over(self.storage, self._url(0), data, old=self.head)
+        except ChangedError as error:
+            raise self._taken() from error
+        self.head = data
 
     def _remove(self, number: int) -> None:
         remove(self.storage, self._url(number))
 
     def _url(self, number: int) -> str:
-        return join_url(self.folder, _NAME.format(number=number))
+        return join_url(self.folder, journal_name(number))
 
-
-def is_journal(name: str) -> bool:
-    """Tell whether a file is part of a journal, by its name.
-
-    >>> is_journal(".shardstream-pack-000000.json")
-    True
-    """
-    start, end = _NAME.split("{number:06d}")
-    return name.startswith(start) and name.endswith(end)
+    def _taken(self) -> StorageError:
+        return StorageError(
+            "another pack or ShardWriter writes here, so this one stops and publishes nothing; wait until it ends, or write elsewhere",
+            shard=self.folder,
+        )
 
 
 def read_journal(storage: Storage, folder: str, names: Sequence[str]) -> Journal | None:
@@ -157,17 +209,21 @@ def read_journal(storage: Storage, folder: str, names: Sequence[str]) -> Journal
         OptionError: If there is one that cannot be understood.
         StorageError: If it is out of reach.
     """
-    if _NAME.format(number=0) not in names:
+    if journal_name(0) not in names:
         return None
     journal = Journal(storage=storage, folder=folder, task=Task(source=None, options={}))
     for number in range(sum(map(is_journal, names))):
-        name = _NAME.format(number=number)
+        name = journal_name(number)
         if name not in names:
             break
         url = join_url(folder, name)
-        data = fetch(storage, url)
+        data = _fetch_listed(storage, url)
         try:
-            _take(journal, json.loads(data), number)
+            document = json.loads(data)
+            if number and document["run"] != journal.run:
+                break  # left by an earlier run, which another one took the place of
+            _take(journal, document, number)
+            journal.head = data if number == 0 else journal.head
         except _MALFORMED as error:
             raise OptionError(
                 f"the notes of an unfinished pack cannot be read ({type(error).__name__}: {error}); "
@@ -177,11 +233,31 @@ def read_journal(storage: Storage, folder: str, names: Sequence[str]) -> Journal
     return journal
 
 
+def read_head(storage: Storage, folder: str) -> bytes:
+    """Return the first file of a journal that was listed, whatever is in it.
+
+    Raises:
+        StorageError: If it is gone, or out of reach.
+    """
+    return _fetch_listed(storage, join_url(folder, journal_name(0)))
+
+
+def _fetch_listed(storage: Storage, url: str) -> bytes:
+    try:
+        return fetch(storage, url)
+    except MissingError as error:
+        raise StorageError(
+            "another pack or ShardWriter has just ended here; look at what it made, then run this again",
+            shard=url,
+        ) from error
+
+
 def _take(journal: Journal, document: Any, number: int) -> None:
     """Add to a journal what one of its files says."""
     if document["version"] != VERSION:
         raise ValueError(f"its version is {document['version']!r}")
     if number == 0:
+        journal.run = str(document["run"])
         journal.task = Task(source=document["source"], options=dict(document["options"]))
         journal.stale = frozenset(map(str, document["stale"]))
     journal.finished += map(_decode, document["finished"])

@@ -12,6 +12,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from typing import NamedTuple
 
 from shardstream.errors import MissingError, SampleError, ShardStreamError, SourceError
@@ -22,6 +23,7 @@ from shardstream.write.source import FileRef, Record
 
 _CHUNK_RECORDS = 32
 _CHUNK_BYTES = 16 << 20
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _READ_THREADS = 16  # for files behind a network, where each read waits
 
 
@@ -166,10 +168,15 @@ def encode_in_order(
     pool = ProcessPoolExecutor(
         processes, mp_context=context, initializer=_begin, initargs=(encoder,)
     )
+    # Processes are started by a thread: a signal ends the main one, which would leave a process that was started halfway.
+    starter = ThreadPoolExecutor(
+        1, thread_name_prefix="shardstream-start", initializer=_hold_signals
+    )
     under_way: deque[tuple[str, Future[list[Encoded]]]] = deque()
     try:
         for chunk in chunks:
-            under_way.append((chunk[0].where, pool.submit(_encode_here, chunk)))
+            future = starter.submit(pool.submit, _encode_here, chunk).result()
+            under_way.append((chunk[0].where, future))
             if len(under_way) > 2 * processes:
                 yield from under_way.popleft()[1].result()
         while under_way:
@@ -179,7 +186,16 @@ def encode_in_order(
             "a process that encodes died: killed, out of memory, or the script that calls pack() lacks "
             "'if __name__ == \"__main__\":'; try fewer processes"
         ) from error
+    except (
+        BaseException
+    ):  # nobody wants their results, and some may be seconds into importing numpy
+        starter.shutdown(wait=True)
+        # Python 3.14 has kill_workers() for this.
+        for process in dict(getattr(pool, "_processes", None) or {}).values():
+            process.kill()
+        raise
     finally:
+        starter.shutdown(wait=True)
         pool.shutdown(wait=True, cancel_futures=True)
 
 
@@ -202,12 +218,18 @@ def _weight(value: object) -> int:
     return len(value) if isinstance(value, bytes | str) else 0
 
 
+def _hold_signals() -> None:
+    """Let processes that this thread starts inherit that signals wait."""
+    resource_tracker.ensure_running()  # it would undo this if it was started later
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
 _here: list[RecordEncoder] = []  # in a process of the pool: its one encoder
 
 
 def _begin(encoder: RecordEncoder) -> None:
     # Ctrl-C, or the end of a whole group of processes, reaches all; the main process ends the rest.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, name="shardstream-parent", daemon=True).start()
     _here[:] = [encoder]

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from shardstream.errors import StorageError
-from shardstream.format.manifest import ShardInfo
+from shardstream.format.manifest import ShardInfo, encode_manifest
 from shardstream.write.claim import Claim, claim_or_resume
-from shardstream.write.journal import Finished, Journal, NumberedSkip, Task
+from shardstream.write.journal import Finished, NumberedSkip, Task
 from shardstream.write.roll import ShardWriter
 
 
@@ -28,7 +26,6 @@ class PackWriter(ShardWriter):
         self._task = task
         self._extras = frozenset(extras)
         self._skipped: list[NumberedSkip] = []
-        self._has_sent = False
         super().__init__(url, **options)
         kept = self._journal.finished
         self.kept = tuple(kept)
@@ -50,36 +47,44 @@ class PackWriter(ShardWriter):
         """Note a record that is left out."""
         self._skipped.append(skipped)
 
-    def forget_journal(self) -> None:
-        """Delete the notes: all is published."""
-        self._journal.remove()
+    def finish(self) -> None:
+        """Wait until all shards are there; what is left to do is `publish`.
 
-    def abort(self) -> None:
-        """Drop the shard at hand; what is finished stays, with the notes of it."""
-        super().abort()
-        if self._was_empty and not self._has_sent:  # nothing to go on with
-            with suppress(StorageError):  # what went wrong before is what matters
-                self._journal.remove()
+        Raises:
+            StorageError: If one cannot be written, or another pack writes here.
+        """
+        self._check_usable()
+        self._send_rest()
 
-    def _claim(self, *, overwrite: bool) -> Claim:
-        taken = claim_or_resume(
+    def publish(self) -> None:
+        """Write ``index.json``.
+
+        Raises:
+            StorageError: If that fails, or another pack writes here; then it is not there.
+        """
+        self._publish_manifest()
+
+    def unpublish(self) -> None:
+        """Delete ``index.json`` again, if it was published; the shards stay, and the journal of them.
+
+        Raises:
+            StorageError: If that fails.
+        """
+        if self._manifest is not None:
+            self._unpublish(encode_manifest(self._manifest))
+            self._manifest = None
+
+    def remove_journal(self) -> None:
+        """Delete the journal: all is published."""
+        self._remove_journal()
+
+    def _claim(self, *, overwrite: bool) -> tuple[Task, Claim]:
+        claimed = claim_or_resume(
             self._storage, self._names, self._task, overwrite=overwrite, extras=self._extras
         )
-        self._was_empty = not taken.files
-        self._journal = Journal(
-            storage=self._storage,
-            folder=self.folder,
-            task=self._task,
-            stale=taken.stale,
-            finished=list(taken.finished),
-        )
-        # First of all: from here on, whatever is there is known to be of an unfinished pack.
-        self._journal.begin(taken.journal_files)
-        taken.take()
-        return taken
+        return self._task, claimed
 
     def _when_sent(self, info: ShardInfo, fields: Mapping[str, int]) -> Callable[[], None]:
-        self._has_sent = True
         skipped = tuple(one for one in self._skipped if one.number < self.position)
         self._skipped = self._skipped[len(skipped) :]
         finished = Finished(info=info, fields=dict(fields), position=self.position, skipped=skipped)

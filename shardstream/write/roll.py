@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from shardstream.errors import OptionError, SampleError
+from shardstream.errors import MissingError, OptionError, SampleError, StorageError
 from shardstream.format.index import INDEX_SUFFIX
 from shardstream.format.manifest import MANIFEST_NAME, Manifest, ShardInfo, encode_manifest
 from shardstream.format.tar_encode import END_OF_ARCHIVE
 from shardstream.memory import keep_freed_memory
 from shardstream.storage.filesystem import Storage
+from shardstream.storage.folder_lock import FolderLock
 from shardstream.storage.publish import Pending, open_pending, publish_bytes, remove
 from shardstream.storage.sizes import parse_bytes
 from shardstream.write.claim import Claim, claim
 from shardstream.write.encode import encode_sample
+from shardstream.write.journal import WRITER_TASK, Finished, Journal, Task
 from shardstream.write.naming import ShardNames
 from shardstream.write.send import ShardSender
 from shardstream.write.writer import TarShard, sample_pieces
@@ -34,8 +37,9 @@ class ShardWriter:
 
     A shard is begun when the next sample would pass a limit; a sample larger than ``max_bytes`` gets a shard of its own.
     Finished shards are sent in the background. When the block ends well, ``index.json`` is written, last; when it ends with
-    an error there is none, so the dataset is not published: the shard at hand is dropped, finished ones stay. So it is when the
-    process is killed; run again with ``overwrite=True``, the writer replaces what is left. (`pack` goes on instead.)
+    an error there is none, so the dataset is not published: the shard at hand is dropped, finished ones stay, and so does a small
+    file by which readers refuse the folder (``.shardstream-pack-000000.json``). So it is when the process is killed; run again with
+    ``overwrite=True``, the writer replaces what is left. (`pack` goes on instead.) Of two writers, or packs, at one place one fails.
 
         with ShardWriter("s3://bucket/train/{shard:06d}.tar") as writer:
             writer.write({"__key__": "0001", "jpg": image, "cls": 3})
@@ -52,7 +56,7 @@ class ShardWriter:
 
     Raises:
         OptionError: If an argument makes no sense, or a dataset is there and ``overwrite`` is not set.
-        StorageError: If the place is out of reach.
+        StorageError: If the place is out of reach, or another pack or `ShardWriter` writes there.
     """
 
     def __init__(  # noqa: PLR0913  (public door)
@@ -84,17 +88,22 @@ class ShardWriter:
         """Samples written so far."""
         self.size_bytes = 0
         """Bytes of the tars so far, without their ends."""
-        taken = self._claim(overwrite=overwrite)
+        self._lock = FolderLock(self._storage, self.folder)
+        try:
+            taken = self._take(overwrite=overwrite)
+        except BaseException:
+            self._lock.close()
+            raise
         self._stale = taken.stale
-        self._sender = ShardSender(self._storage, self._names, replaces=taken.replaces)
+        self._sender = ShardSender(
+            self._storage,
+            self._names,
+            replaces=taken.replaces,
+            check_owner=self._journal.check_owner,
+        )
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="shardstream-hash")
         keep_freed_memory()
-        for finished in taken.finished:
-            self._begun += 1
-            self._count_fields(finished.fields)
-            self._sender.sent.append(finished.info)
-            self.nsamples += finished.info.nsamples or 0
-            self.size_bytes += (finished.info.filesize or 0) - len(END_OF_ARCHIVE)
+        self._keep(taken.finished)
 
     @property
     def folder(self) -> str:
@@ -173,20 +182,24 @@ class ShardWriter:
                 raise SampleError(
                     "no samples were written, so there is no dataset to publish", shard=self.folder
                 )
-            self._send_shard()
-            self._sender.drain()
+            self._send_rest()
             self._publish_manifest()
+            self._remove_journal()
         finally:
             self.abort()
 
     def abort(self) -> None:
         """Drop the shard at hand and publish no manifest; finished shards stay. After `close` it does nothing."""
-        self._is_open = False
+        is_first, self._is_open = self._is_open, False
         if self._pending is not None:
             self._pending.discard()
             self._pending = self._shard = None
         self._hashing.shutdown(wait=True, cancel_futures=True)
         self._sender.stop()
+        if is_first and self._was_empty and not self._has_sent:  # the place is as it was
+            with suppress(StorageError):  # what went wrong before is what matters
+                self._journal.remove()
+        self._lock.close()
 
     def __enter__(self) -> Self:
         return self
@@ -202,15 +215,39 @@ class ShardWriter:
         else:
             self.abort()
 
-    def _claim(self, *, overwrite: bool) -> Claim:
-        """Make sure that the place may be written to, and take it."""
-        taken = claim(self._storage, self._names, overwrite=overwrite)
+    def _claim(self, *, overwrite: bool) -> tuple[Task, Claim]:
+        """Make sure that the place may be written to, and say for what."""
+        return WRITER_TASK, claim(self._storage, self._names, overwrite=overwrite)
+
+    def _take(self, *, overwrite: bool) -> Claim:
+        """Take the place: from here on, it is marked as unfinished."""
+        task, taken = self._claim(overwrite=overwrite)
+        self._was_empty = not taken.files
+        self._has_sent = False
+        self._journal = Journal(
+            storage=self._storage,
+            folder=self.folder,
+            task=task,
+            stale=taken.stale,
+            finished=list(taken.finished),
+            head=taken.journal_head,
+        )
+        self._journal.begin(taken.journal_files)
         taken.take()
         return taken
 
     def _when_sent(self, info: ShardInfo, fields: Mapping[str, int]) -> Callable[[], None] | None:  # noqa: ARG002
         """Return what the sending thread is to do when the shard at hand is there."""
         return None
+
+    def _keep(self, finished: Iterable[Finished]) -> None:
+        """Count shards of an earlier run as sent."""
+        for one in finished:
+            self._begun += 1
+            self._count_fields(one.fields)
+            self._sender.sent.append(one.info)
+            self.nsamples += one.info.nsamples or 0
+            self.size_bytes += (one.info.filesize or 0) - len(END_OF_ARCHIVE)
 
     @property
     def _current(self) -> TarShard:
@@ -238,6 +275,7 @@ class ShardWriter:
         shard, pending = self._shard, self._pending
         if shard is None or pending is None:
             return
+        self._has_sent = True
         info = shard.finish()
         pending.end()
         self._count_fields(shard.fields)
@@ -248,10 +286,39 @@ class ShardWriter:
         for field, count in fields.items():
             self._fields[field] = self._fields.get(field, 0) + count
 
-    def _publish_manifest(self) -> None:
-        manifest = Manifest(shards=tuple(self._sender.sent), name=self._name, fields=self._fields)
-        publish_bytes(self._storage, self._names.url(MANIFEST_NAME), encode_manifest(manifest))
-        self._manifest = manifest
-        for name in self._stale - {info.url for info in self._sender.sent}:
+    def _send_rest(self) -> None:
+        """Send what is left, and make sure that all shards are there; stale ones are deleted."""
+        self._send_shard()
+        self._sender.drain()
+        self._journal.check_owner()
+        self._sender.check_in_place()
+        for name in sorted(self._stale - {info.url for info in self._sender.sent}):
             remove(self._storage, self._names.url(name))
             remove(self._storage, self._names.url(name + INDEX_SUFFIX))
+
+    def _publish_manifest(self) -> None:
+        manifest = Manifest(shards=tuple(self._sender.sent), name=self._name, fields=self._fields)
+        self._journal.check_owner()
+        data = encode_manifest(manifest)
+        try:
+            publish_bytes(self._storage, self._names.url(MANIFEST_NAME), data)
+            self._journal.check_owner()  # who takes the place now knows nothing of the manifest
+        except BaseException:  # it may be there all the same
+            with suppress(StorageError):
+                self._unpublish(data)
+            raise
+        self._manifest = manifest
+
+    def _unpublish(self, manifest: bytes) -> None:
+        """Delete a manifest of ours, if it is there."""
+        url = self._names.url(MANIFEST_NAME)
+        with suppress(MissingError):
+            if self._storage.read(url) == manifest:
+                remove(self._storage, url)
+
+    def _remove_journal(self) -> None:
+        """Delete the journal of what is published: if that fails, readers do not mind it."""
+        try:
+            self._journal.remove()
+        except StorageError as error:
+            _log.warning("%s: published, but its journal is still there: %s", self.folder, error)

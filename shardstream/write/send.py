@@ -8,10 +8,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from shardstream.errors import StorageError
-from shardstream.format.index import INDEX_SUFFIX, Offsets, encode_index
+from shardstream.errors import MissingError, StorageError
+from shardstream.format.index import INDEX_SUFFIX, OFFSET_BYTES, Offsets, encode_index
 from shardstream.format.manifest import ShardInfo
-from shardstream.storage.filesystem import Storage
+from shardstream.storage.filesystem import FileInfo, Storage
 from shardstream.storage.publish import Pending, publish_bytes, remove
 from shardstream.write.naming import ShardNames
 
@@ -33,14 +33,24 @@ class ShardSender:
         storage: Where they go.
         names: What they are called there.
         replaces: Whether shards of these names may be there already.
+        check_owner: Called before each is published; raises if the place belongs to another writer by now.
     """
 
-    def __init__(self, storage: Storage, names: ShardNames, *, replaces: bool) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        names: ShardNames,
+        *,
+        replaces: bool,
+        check_owner: Callable[[], None],
+    ) -> None:
         self.sent: list[ShardInfo] = []
         """Shards that are there, in order."""
         self._storage = storage
         self._names = names
         self._replaces = replaces
+        self._check_owner = check_owner
+        self._etags: dict[str, str] = {}
         self._has_failed = False
         self._uploads: deque[_Upload] = deque()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardstream-send")
@@ -90,6 +100,35 @@ class ShardSender:
         while self._uploads:
             self._take_oldest()
 
+    def check_in_place(self) -> None:
+        """Compare what is there now with what was sent, by sizes, and by ETags where an S3 server told them.
+
+        Raises:
+            StorageError: If a shard or its index is missing, or is another one.
+        """
+        files = {file.url.rsplit("/", 1)[-1]: file for file in self._listed()}
+        for info in self.sent:
+            tar, index = files.get(info.url), files.get(info.url + INDEX_SUFFIX)
+            index_bytes = OFFSET_BYTES * ((info.nsamples or 0) + 1)
+            etag = self._etags.get(info.url, "")
+            if (
+                tar is None
+                or index is None
+                or (tar.told_size, index.told_size) != (info.filesize, index_bytes)
+                or etag not in (tar.version or etag)
+            ):
+                raise StorageError(
+                    "the shard or its index was replaced or deleted while others were written: another pack or ShardWriter "
+                    "writes here, or somebody changed it; nothing is published, run this again",
+                    shard=self._names.url(info.url),
+                )
+
+    def _listed(self) -> list[FileInfo]:
+        try:
+            return self._storage.list_folder(self._names.folder)[0]
+        except MissingError:  # all were deleted
+            return []
+
     def stop(self) -> None:
         """Forget shards that have not been begun, wait for the one that has, end the thread. May be called again."""
         for upload in self._uploads:
@@ -113,6 +152,8 @@ class ShardSender:
             raise StorageError("an earlier shard could not be published", shard=info.url)
         try:
             self._publish_both(pending, self._names.url(info.url + INDEX_SUFFIX), offsets)
+            if pending.etag is not None:
+                self._etags[info.url] = pending.etag
             if when_sent is not None:
                 when_sent()
         except BaseException:
@@ -124,6 +165,7 @@ class ShardSender:
         return info
 
     def _publish_both(self, pending: Pending, index_url: str, offsets: Offsets) -> None:
+        self._check_owner()
         if self._replaces:  # the old index must not stand beside the new shard
             remove(self._storage, index_url)
         pending.commit()

@@ -16,6 +16,7 @@ from shardstream.format.tar import iter_members
 from shardstream.storage.filesystem import Storage, parent_url
 from shardstream.storage.locate import Located, Urls, is_compressed, is_tar, locate
 from shardstream.storage.publish import is_part
+from shardstream.storage.unfinished import is_journal
 from shardstream.write.checks import (
     Keys,
     Problem,
@@ -80,6 +81,7 @@ def verify(
 
     Raises:
         OptionError: If there is nothing to look for.
+        UnfinishedError: If the dataset is being written, or its writer was stopped.
         StorageError: If nothing is there, or the place is out of reach.
         ManifestError: If the manifest cannot be understood.
     """
@@ -177,6 +179,13 @@ def _strays(located: Located, storage: Storage) -> Iterator[Problem]:
                 stray,
                 shard=file.url,
                 what="a half-written file that a killed writer left behind",
+                remedy="delete it when no writer is at work",
+            )
+        elif is_journal(name):
+            yield replace(
+                stray,
+                shard=file.url,
+                what="the journal of a pack or ShardWriter that is at work, or was stopped after it had published",
                 remedy="delete it when no writer is at work",
             )
         elif is_tar(name) and name not in known:

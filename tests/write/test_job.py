@@ -17,12 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from shardstream.errors import OptionError, SourceError, StorageError
+from shardstream.cli import main
+from shardstream.errors import OptionError, SourceError, StorageError, UnfinishedError
 from shardstream.format.group import iter_samples
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import locate
 from shardstream.storage.publish import publish_bytes
-from shardstream.write import parallel
+from shardstream.write import parallel, roll
 from shardstream.write.job import pack
 from shardstream.write.parallel import RecordEncoder
 from shardstream.write.report import Progress
@@ -309,6 +310,52 @@ signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
 pack([{"bin": bytes(100_000 if i < 20 else 400_000)} for i in range(40)], sys.argv[1], max_samples=10)
 """
+
+
+def test_where_one_split_cannot_be_published_none_is_and_the_same_pack_goes_on(
+    photos: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"max_samples": 20, "split": {"a": 0.4, "b": 0.3, "c": 0.3}}
+    pack(photos, tmp_path / "clean", **options)
+    for split in ("a", "b", "c"):
+        dest = tmp_path / f"without-{split}"
+        stands_in_the_way = dest / split / "index.json" / "x"
+        stands_in_the_way.mkdir(parents=True)
+        with pytest.raises(StorageError, match=r"directory.*index\.json"):
+            pack(photos, dest, **options)
+        assert [path for path in dest.glob("*/index.json") if path.is_file()] == []
+        for folder in {"a", "b", "c"} - {split}:
+            with pytest.raises(UnfinishedError):
+                locate(str(dest / folder), Storage())
+        stands_in_the_way.rmdir()
+        stands_in_the_way.parent.rmdir()
+        assert pack(photos, dest, **options).kept == 6
+        assert contents(dest) == contents(tmp_path / "clean")
+
+
+def test_a_split_that_stays_published_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The place of one split fails when its manifest is there, and takes no orders any more."""
+    (tmp_path / "t.csv").write_text("n\n" + "1\n" * 10)
+    dest = tmp_path / "out"
+    (dest / "b" / "index.json" / "x").mkdir(parents=True)
+
+    def fail(_storage: Storage, url: str) -> None:
+        raise StorageError("out of reach", shard=url)
+
+    monkeypatch.setattr(roll, "remove", fail)
+    command = ["pack", str(tmp_path / "t.csv"), str(dest), "--split", "a=0.5,b=0.5"]
+    assert main(command) == 1
+    said = capsys.readouterr().err
+    assert f"{dest}/a is published already" in said
+    assert "run the same pack again" in said
+    assert (dest / "a" / "index.json").is_file()
+    monkeypatch.undo()
+    (dest / "b" / "index.json" / "x").rmdir()
+    (dest / "b" / "index.json").rmdir()
+    assert main(command) == 0
+    assert sum(shard.nsamples or 0 for shard in locate([f"{dest}/a", f"{dest}/b"], Storage()).shards) == 10  # fmt: skip
 
 
 def test_a_full_disk_publishes_nothing(tmp_path: Path) -> None:

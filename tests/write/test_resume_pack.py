@@ -19,10 +19,11 @@ from PIL import Image
 
 from shardstream.errors import OptionError, SourceError
 from shardstream.storage.filesystem import Storage
+from shardstream.storage.unfinished import is_journal
 from shardstream.write import journal as journal_module
 from shardstream.write.claim import Claim
 from shardstream.write.job import pack
-from shardstream.write.journal import Finished, Journal, Task, is_journal, read_journal
+from shardstream.write.journal import Finished, Journal, Task, read_journal
 from shardstream.write.parallel import Encoded, RecordEncoder
 from shardstream.write.report import PackReport
 from shardstream.write.roll import ShardWriter
@@ -189,6 +190,23 @@ def test_processes_that_encode_end_with_a_killed_pack(files: Path, tmp_path: Pat
     while any(is_running(child) for child in children):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
+
+
+def test_a_pack_that_is_terminated_leaves_no_process_behind(files: Path, tmp_path: Path) -> None:
+    options = ["--processes", "2", "--max-side", "64", "--max-samples", "1"]
+    command = ["pack", str(files), str(tmp_path / "out"), *options]
+    program = "import sys; from shardstream.cli import main; sys.exit(main())"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline_s = time.monotonic() + 300
+        while len(children := children_of(process.pid)) < 3:  # two that encode, and their tracker
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate()[1]
+        assert [child for child in children if is_running(child)] == []
+    assert "Traceback" not in said
 
 
 def children_of(pid: int) -> list[int]:
@@ -461,7 +479,14 @@ def test_a_pack_that_fails_before_its_first_shard_leaves_no_file(tmp_path: Path)
     assert contents(tmp_path / "out") == {}
 
 
-HEAD: dict[str, object] = {"version": 2, "source": None, "options": {}, "stale": [], "finished": []}
+HEAD: dict[str, object] = {
+    "version": 2,
+    "run": "1",
+    "source": None,
+    "options": {},
+    "stale": [],
+    "finished": [],
+}
 INFO = {"url": "000000.tar", "nsamples": 1, "filesize": float("inf"), "sha256": ""}
 
 
@@ -494,7 +519,8 @@ def test_notes_cannot_make_us_delete_elsewhere(files: Path, tmp_path: Path) -> N
     (tmp_path / "victim.tar").write_bytes(b"mine")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
-    document = {"version": 2, "source": "x", "options": {}, "stale": ["../victim.tar", "notes.txt"]}
+    stale = ["../victim.tar", "notes.txt", "..", str(tmp_path / "victim.tar"), "file::notes.tar"]
+    document = HEAD | {"source": "x", "stale": stale}
     path = tmp_path / "out" / ".shardstream-pack-000000.json"
     path.write_text(json.dumps(document | {"finished": []}))
     pack(files, tmp_path / "out")

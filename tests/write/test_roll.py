@@ -23,6 +23,7 @@ from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import locate
 from shardstream.storage.publish import publish_bytes
 from shardstream.storage.sizes import parse_bytes
+from shardstream.storage.unfinished import journal_name
 from shardstream.write import send
 from shardstream.write.naming import ShardNames
 from shardstream.write.roll import ShardWriter
@@ -100,7 +101,10 @@ def test_an_error_in_the_block_publishes_no_manifest(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), ShardWriter(tmp_path, max_samples=10) as writer:  # noqa: PT012
         for i in range(25):
             writer.write({"cls": i, "txt": str(1 / (24 - i))})
-    assert set(names(tmp_path)) <= {f"00000{i}.tar{end}" for i in range(2) for end in ("", ".idx")}
+    assert journal_name(0) in names(tmp_path)
+    assert set(names(tmp_path)) - {journal_name(0)} <= {
+        f"00000{i}.tar{end}" for i in range(2) for end in ("", ".idx")
+    }
     with pytest.raises(OptionError, match="closed"):
         writer.write({"cls": 1})
 
@@ -206,6 +210,19 @@ def test_a_manifest_cannot_make_us_delete_elsewhere(tmp_path: Path) -> None:
     assert (tmp_path / "victim.tar").read_bytes() == b"mine"
 
 
+def test_a_manifest_cannot_make_us_delete_what_is_no_tar(tmp_path: Path) -> None:
+    mine = ["notes.txt", "photo.jpg", "000000.tar.idx.txt", ".hidden"]
+    for name in mine:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "old.tar").write_bytes(b"of the dataset that is replaced")
+    named = [*mine, "..", ".", "old.tar", "..\\x.tar", "s3://b/x.tar", "file::x.tar"]
+    (tmp_path / "index.json").write_text(
+        json.dumps({"__kind__": "wids-shard-index-v1", "shardlist": [{"url": name} for name in named]})
+    )  # fmt: skip
+    write_some(tmp_path, 5, overwrite=True)
+    assert names(tmp_path) == sorted([*mine, "000000.tar", "000000.tar.idx", "index.json"])
+
+
 def test_memory_and_a_given_filesystem() -> None:
     folder = f"memory://{uuid.uuid4().hex}"
     write_some(f"{folder}/{{shard:02d}}.tar", filesystem=fsspec.filesystem("memory"))
@@ -281,7 +298,7 @@ def test_a_full_disk_is_a_clear_error_and_publishes_nothing(remote: bool, tmp_pa
     assert ("where it waits to be sent" in done.stderr) == remote
     assert "Exception ignored" not in done.stderr
     if not remote:
-        assert names(tmp_path / "out") == ["000000.tar", "000000.tar.idx"]
+        assert names(tmp_path / "out") == [journal_name(0), "000000.tar", "000000.tar.idx"]
 
 
 KILLED = """
@@ -299,8 +316,9 @@ with ShardWriter(sys.argv[1], max_samples=10) as writer:
 def test_a_killed_writer_leaves_whole_shards_alone(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False)
     visible = [name for name in names(tmp_path) if ".part-" not in name]
-    assert visible == ["000000.tar", "000000.tar.idx", "000001.tar", "000001.tar.idx"]
-    located = locate(str(tmp_path), Storage())
+    shards = ["000000.tar", "000000.tar.idx", "000001.tar", "000001.tar.idx"]
+    assert visible == [journal_name(0), *shards]
+    located = locate([f"{tmp_path}/{name}" for name in shards[::2]], Storage())
     assert [shard.nsamples for shard in located.shards] == [10, 10]
     assert [len(samples_of(Path(shard.url))) for shard in located.shards] == [10, 10]
 
