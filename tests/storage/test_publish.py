@@ -18,7 +18,7 @@ from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
-from shardstream.errors import StorageError
+from shardstream.errors import StorageError, UnfinishedError
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import locate
 from shardstream.storage.publish import is_part, open_pending, publish, publish_bytes, remove
@@ -323,5 +323,8 @@ def test_a_killed_writer_leaves_nothing_under_the_final_name(before: bytes, tmp_
     found = {name for name in os.listdir(tmp_path) if not is_part(name)}
     assert found == ({"a.tar", "b.tar"} if before else {"b.tar"})
     assert not before or (tmp_path / "a.tar").read_bytes() == before
-    shards = [shard.url for shard in locate(str(tmp_path), Storage()).shards]
+    with pytest.raises(UnfinishedError, match=r"a\.tar\.part-.* is a half-written tar"):
+        locate(str(tmp_path), Storage())
+    named = [f"{tmp_path}/{name}" for name in sorted(found)]
+    shards = [shard.url for shard in locate(named, Storage()).shards]
     assert shards == sorted(str(tmp_path / name) for name in found)

@@ -210,7 +210,8 @@ def test_a_pack_that_is_terminated_leaves_no_process_behind(files: Path, tmp_pat
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    threads = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for thread in threads for child in thread.read_text().split()]
 
 
 def is_running(pid: int) -> bool:
