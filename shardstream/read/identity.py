@@ -12,15 +12,16 @@ from operator import attrgetter, itemgetter, methodcaller
 from types import CodeType, MethodType
 from typing import Any
 
-_NOT_COMPARED = ("threads", "purpose", "table")  # they change neither items nor their order
+_NOT_COMPARED = ("threads", "purpose")  # they change neither items nor their order
+_OURS = (__name__.partition(".")[0], "builtins")
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _LONGEST = 200  # characters of one value
 
 
 def describe(step: object) -> str:
-    """Return the name of a step (a dataclass) with its options.
+    """Return the name of a step (a dataclass) with those of its options that are not as by default.
 
-    A field ``name`` stands for the name of the first function, and ``version`` is left out while it is None.
+    A field ``name`` stands for the name of the first function.
 
     >>> from shardstream.read.stream import Shuffle
     >>> describe(Shuffle(window=50))
@@ -29,12 +30,20 @@ def describe(step: object) -> str:
     options = {
         field.name: getattr(step, field.name)
         for field in fields(step)  # type: ignore[arg-type]  # a dataclass
-        if field.name not in _NOT_COMPARED and not field.name.startswith("_")
+        if field.name not in _NOT_COMPARED
+        and not field.name.startswith("_")
+        and getattr(step, field.name)
+        is not field.default  # an option that comes later changes no name
     }
-    given, version = options.pop("name", None), options.pop("version", None)
+    for name in [name for name in options if name.endswith("table")]:
+        # Of decoders: this package's own may be others in its next version.
+        decoders = options.pop(name) or {}
+        given = {field: one for field, one in decoders.items() if _module_root(one) not in _OURS}
+        options |= {name: given} if given else {}
+    own_name, version = options.pop("name", None), options.pop("version", None)
     first = next((name for name, value in options.items() if callable(value)), None)
     shown = [
-        f"{name}={given if name == first and given is not None else _shown(value)}"
+        f"{name}={own_name if name == first and own_name is not None else _shown(value)}"
         for name, value in options.items()
     ]
     shown += [] if version is None else [f"version={version}"]
@@ -69,13 +78,17 @@ def function_name(function: object) -> str:
     return qualified
 
 
+def _module_root(function: object) -> str:
+    return (getattr(function, "__module__", None) or "").partition(".")[0]
+
+
 def _type_name(kind: type) -> str:
     return _qualified(kind.__module__, kind.__qualname__)
 
 
 def _qualified(module: str | None, name: str) -> str:
     """Return a qualified name that does not depend on the process or on where this package keeps its own modules."""
-    if module is None or module.partition(".")[0] == __name__.partition(".")[0]:
+    if module is None or module.partition(".")[0] == _OURS[0]:
         return name
     return f"{'__main__' if module == '__mp_main__' else module}.{name}"  # of a spawned worker
 

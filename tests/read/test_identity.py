@@ -64,6 +64,18 @@ class Keeps:
         return is_even(sample) or is_odd(sample)
 
 
+def half(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def by_name(name: str, data: bytes) -> str:
+    return name
+
+
+def by_data(name: str, data: bytes) -> bytes:
+    return data
+
+
 def in_two(items: Any) -> Any:
     yield from items
 
@@ -120,6 +132,14 @@ DIFFERENT: dict[str, tuple[Build, Build]] = {
         lambda ds: ds.to_tuple("npy").select(bool),
     ),
     "decode": (lambda ds: ds.decode(only="cls").select(bool), lambda ds: ds.decode(only="npy").select(bool)),
+    "decoder of a field": (
+        lambda ds: ds.decode(fields={"cls": half}).select(bool),
+        lambda ds: ds.decode(fields={"npy": half}).select(bool),
+    ),
+    "handler": (
+        lambda ds: ds.decode(by_name).select(bool),
+        lambda ds: ds.decode(by_data).select(bool),
+    ),
     "group_batched by field": (
         lambda ds: ds.group_batched("cls", 2),
         lambda ds: ds.group_batched("__key__", 2),
