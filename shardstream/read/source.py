@@ -8,13 +8,13 @@ from typing import cast
 
 import numpy as np
 
-from shardstream.format.columns import Columns, Found, Samples
+from shardstream.format.columns import Columns, Samples
 from shardstream.format.group import Sample
 from shardstream.read.permute import Ints
 from shardstream.read.share import Share
 from shardstream.read.skip import Skips
 from shardstream.read.stage import State
-from shardstream.storage.fetch import Fetcher, open_fetcher
+from shardstream.storage.fetch import Fetcher, MappedSamples, open_fetcher
 from shardstream.storage.joined import AnyCatalog
 
 # Planned and parsed at a time, so that a sample costs a fraction of a microsecond of each; of what is parsed no more bytes, and of
@@ -81,7 +81,9 @@ def _read(fetcher: Fetcher, steps: list[Ints], most: int) -> Iterator[tuple[list
         del samples  # before the next are read
 
 
-def _by_step(steps: list[Ints], samples: Samples | Found) -> Iterator[tuple[list[int], Samples]]:
+def _by_step(
+    steps: list[Ints], samples: Samples | MappedSamples
+) -> Iterator[tuple[list[int], Samples]]:
     first = 0
     for numbers in steps:
         yield numbers.tolist(), samples[first : first + len(numbers)]

@@ -19,6 +19,7 @@ from shardstream.read.permute import derive_key, permute
 from shardstream.read.skip import Skips
 from shardstream.read.stage import Context, Run, State
 from shardstream.read.streamed import StreamSource
+from shardstream.storage.file_versions import FileVersions
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import is_compressed
 from shardstream.storage.ranges import RangeStream
@@ -34,11 +35,13 @@ class WholeShards(StreamSource):
     Args:
         shards: In the order of the dataset.
         storage: Where they are.
+        files: What those on this machine were when the dataset was opened.
         shuffle: Permute the shards; samples are shuffled by a stage behind.
     """
 
     shards: tuple[ShardInfo, ...]
     storage: Storage
+    files: FileVersions
 
     @property
     def fingerprint(self) -> str:
@@ -98,9 +101,14 @@ class WholeShardRun:
         while self._place < len(self._shards):
             shard = self._shards[self._place]
             info = self._source.shards[shard]
+            error: Exception | None = None
             try:
                 yield from self._read_shard(shard, info)
-            except Exception as error:  # noqa: BLE001  (the skip policy decides: the rest of the shard is lost)
+            except Exception as caught:  # noqa: BLE001  (the skip policy decides: the rest of the shard is lost)
+                error = caught
+            # A file that is being written over looks damaged, or ends early.
+            self._source.files.check([shard])
+            if error is not None:
                 self._skips.take(error)
             self._place, self._taken, self._offset = self._place + 1, 0, 0
 
@@ -117,6 +125,7 @@ class WholeShardRun:
                     passed -= 1
                     continue
                 self.number = derive_key(shard, self._taken)
+                self._source.files.check([shard])  # its bytes were read before
                 self._taken, self._offset = self._taken + 1, group.end
                 yield sample
         notes.warn(info.url)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from shardstream.format.index import (
 from shardstream.format.manifest import ShardInfo, checksum, fingerprint
 from shardstream.format.notes import TarNotes
 from shardstream.format.tar import BLOCK_BYTES, Buffer, empty_tar
+from shardstream.storage.file_versions import FileVersions
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.inherited import new_lock
 from shardstream.storage.locate import Located, is_compressed
@@ -77,6 +78,7 @@ class Catalog:
 
     def __init__(self, located: Located, storage: Storage, verify: Verify | None = None) -> None:
         self.storage = storage
+        self._files = FileVersions([storage.local_path(shard.url) for shard in located.shards])
         self._scanned: dict[int, Offsets] = {}
         self.shards = tuple(
             self._count(number, shard, located) for number, shard in enumerate(located.shards)
@@ -153,6 +155,19 @@ class Catalog:
         self._maps.keep(shard, tar)
         return tar
 
+    def check_unchanged(self, shards: Iterable[int]) -> None:
+        """Look whether local shards are what they were when the dataset was opened; called after their bytes were copied.
+
+        Raises:
+            ChangedError: If one was overwritten.
+            IndexMismatchError: If it is compared with a checksum, and does not fit any more.
+        """
+        if self._checks is None:
+            self._files.check(shards)
+            return
+        for shard in shards:
+            self.map_shard(shard)
+
     def fetch(
         self, shard: int, start: int, end: int, pace: Pace | None = None
     ) -> bytes | memoryview:
@@ -166,7 +181,9 @@ class Catalog:
             return self._checks.read(shard, start, end, pace)
         info = self.shards[shard]
         told = asking(pace) | {"size": info.filesize}
-        return fetch_view(self.storage, info.url, start, end, **told)
+        data = fetch_view(self.storage, info.url, start, end, **told)
+        self._files.check([shard])
+        return data
 
     @property
     def limit_s(self) -> float:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from shardstream.format.columns import Found, Samples, as_rows, from_rows, in_place
+from shardstream.format.columns import Columns, Found, Samples, as_rows, from_rows, in_place
 from shardstream.format.many import Stretch, are_many, find_samples, read_one, read_samples
 from shardstream.storage.ahead import RangeFetcher
 from shardstream.storage.asking import Asking
@@ -27,7 +27,7 @@ class Fetcher(Protocol):
     def samples(self, numbers: Numbers) -> Samples:
         """Return for each number its sample, or what is wrong with it."""
 
-    def find(self, numbers: Numbers) -> Found | None:
+    def find(self, numbers: Numbers) -> MappedSamples | None:
         """Return samples whose bytes are there to be copied when they are wanted; None where `samples` does better."""
 
     def stats(self) -> dict[str, float]:
@@ -109,6 +109,29 @@ class BatchFetcher:
         self._asking.close()
 
 
+class MappedSamples:
+    """Samples found in mapped shards, copied when they are taken.
+
+    Args:
+        catalog: The dataset.
+        shards: Of each sample, shape (n,).
+        found: The samples.
+    """
+
+    def __init__(self, catalog: AnyCatalog, shards: Numbers, found: Found) -> None:
+        self._catalog, self._shards, self._found = catalog, shards, found
+
+    def __getitem__(self, taken: slice) -> Columns:
+        """Copy some of them.
+
+        Raises:
+            ChangedError: If a shard was overwritten since the dataset was opened.
+        """
+        columns = self._found[taken]
+        self._catalog.check_unchanged(np.unique(self._shards[taken]).tolist())
+        return columns
+
+
 class LocalFetcher:
     """Local tars, mapped to memory.
 
@@ -129,10 +152,11 @@ class LocalFetcher:
             return []
         extents = self._catalog.extents(numbers)
         found = self._read(*extents)
+        self._catalog.check_unchanged(np.unique(extents.shards).tolist())
         self._took(extents)
         return found
 
-    def find(self, numbers: Numbers) -> Found | None:
+    def find(self, numbers: Numbers) -> MappedSamples | None:
         """Return samples whose bytes are there to be copied when they are wanted; None where `samples` does better.
 
         Photos are looked at by the window: in a batch there are too few of each shard to be read side by side.
@@ -146,7 +170,7 @@ class LocalFetcher:
             self._finds = len(numbers) < _FEW
             return None
         self._took(extents)
-        return found.in_place(by_shard)
+        return MappedSamples(self._catalog, extents.shards, found.in_place(by_shard))
 
     def _took(self, extents: Extents) -> None:
         nbytes = int((extents.ends - extents.starts).sum())

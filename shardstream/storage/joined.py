@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 
 import numpy as np
@@ -107,6 +107,12 @@ class JoinedCatalog:
         """Map a shard on this machine to memory, as `Catalog.map_shard`."""
         part, within = self._within(shard)
         return part.map_shard(within)
+
+    def check_unchanged(self, shards: Iterable[int]) -> None:
+        """Look whether local shards are what they were, as `Catalog.check_unchanged`."""
+        for shard in shards:
+            part, within = self._within(shard)
+            part.check_unchanged([within])
 
     def fetch(
         self, shard: int, start: int, end: int, pace: Pace | None = None

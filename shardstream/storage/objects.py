@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -170,6 +170,9 @@ class ObjectCatalog:
     def offsets(self, shard: int) -> Offsets:
         """Return where the one sample of a shard is."""
         return np.array([0, self._tar_bytes(shard)], dtype=np.int64)
+
+    def check_unchanged(self, shards: Iterable[int]) -> None:
+        """Do nothing: no file is mapped; `fetch` compares lengths."""
 
     def fetch(self, shard: int, start: int, end: int, pace: Pace | None = None) -> bytes:
         """Read the files of a sample, and return them as a tar.

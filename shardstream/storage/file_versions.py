@@ -1,0 +1,83 @@
+"""Local files that are overwritten while they are read: noticed by what the file system says of them.
+
+A store tells the version of a file with each answer; a disk does not. A map of a file that is written over in place shows the new
+bytes at once, and other shards of the dataset may be old or new: without a look at each file an epoch would mix both.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from shardstream.errors import ChangedError
+
+_MOST = (1 << 63) - 1  # inodes are unsigned
+
+
+class FileVersion(NamedTuple):
+    """What tells a file from another one at the same path."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+    ctime_ns: int
+
+    def is_other(self, before: FileVersion) -> bool:
+        """Tell whether the bytes may differ from those of the version before.
+
+        An inode alone proves nothing: some network file systems number their files anew now and then. Nor does the time of the
+        last change of the inode: permissions or another link change that.
+        """
+        if (self.size, self.mtime_ns) != (before.size, before.mtime_ns):
+            return True
+        return self.inode != before.inode and self.ctime_ns != before.ctime_ns
+
+
+class FileVersions:
+    """The local files of a dataset as they were when it was opened; picklable, so workers compare with the same.
+
+    Args:
+        paths: Of each shard; None for one that is not on this machine.
+    """
+
+    def __init__(self, paths: Sequence[str | None]) -> None:
+        self._paths = tuple(paths)
+        # Of a file that is not there yet, or out of reach, nothing is known: to open it tells what is wrong.
+        self._known = np.array([_look(path) or (-1, 0, 0, 0) for path in paths], dtype=np.int64)
+
+    def check(self, shards: Iterable[int]) -> None:
+        """Look whether shards are what they were; called after their bytes were read.
+
+        Raises:
+            ChangedError: If one is not. One that is gone is fine: what is mapped or open is whole.
+        """
+        for shard in shards:
+            path = self._paths[shard]
+            now = None if path is None else _look(path)
+            if now is None:
+                continue
+            before = FileVersion(*self._known[shard].tolist())
+            if before.size >= 0 and now.is_other(before):
+                raise ChangedError(
+                    "the file was overwritten after the dataset was opened "
+                    f"({_shown(before)} then, {_shown(now)} now); open the dataset again",
+                    shard=path,
+                )
+
+
+def _look(path: str | None) -> FileVersion | None:
+    if path is None:
+        return None
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return FileVersion(found.st_size, found.st_mtime_ns, found.st_ino & _MOST, found.st_ctime_ns)
+
+
+def _shown(version: FileVersion) -> str:
+    seconds, rest = divmod(version.mtime_ns, 10**9)
+    return f"{version.size} bytes, changed at {seconds}.{rest:09d}, inode {version.inode}"
