@@ -26,7 +26,8 @@ def made(folder: Path, first: int, nbytes: int) -> Path:
         {"__key__": f"{n:06d}", "cls": first + n, "npy": np.full(nbytes, 7, np.uint8)}
         for n in range(NSAMPLES)
     )
-    return Path(make_shards(folder, samples=samples, per_shard=10))
+    # Many large ones of a shard are looked at together, and copied batch by batch.
+    return Path(make_shards(folder, samples=samples, per_shard=60 if nbytes > 1000 else 10))
 
 
 @pytest.fixture(scope="module", params=[100, 20_000], ids=["small", "large"])
