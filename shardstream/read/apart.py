@@ -90,6 +90,27 @@ def unsendable(error: Exception) -> SampleError:
     )
 
 
+class Sealed:
+    """A value that is pickled now, and is itself again where it is unpickled.
+
+    torch's queue pickles in a thread of its own, where an error is printed and the batch never comes: the loader would wait for ever.
+
+    Raises:
+        SampleError: If it cannot be pickled.
+    """
+
+    __slots__ = ("_pickled",)
+
+    def __init__(self, value: Any) -> None:
+        try:
+            self._pickled = bytes(reduction.ForkingPickler.dumps(value))
+        except Exception as error:
+            raise unsendable(error) from error
+
+    def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+        return pickle.loads, (self._pickled,)
+
+
 class _Large:
     """Stands for large bytes, or a list of them, while a value is pickled."""
 

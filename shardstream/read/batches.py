@@ -17,6 +17,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from shardstream.errors import OptionError, SkipBudgetError
 from shardstream.memory import settle_worker
 from shardstream.placement import Reader
+from shardstream.read.apart import Sealed
 from shardstream.read.bundle import Rounds, bundled, unbundled
 from shardstream.read.dataset import StreamDataset, current_reader
 from shardstream.read.plan import Order
@@ -191,13 +192,15 @@ class Batches(IterableDataset[Any]):
     def _pack_in(self, worker: int) -> Callable[[Packet], tuple[Any, float]]:
         """Return what makes of a packet what is sent, and says how large that is (see `Bundle`)."""
         if not self.rings:
-            return lambda packet: (packet, math.inf)
+            return lambda packet: (Sealed(packet), math.inf)
         ring = self.rings[worker]
         ring.forget(give_back=self.planned is not None and not self.planned.catalog.is_local)
 
         def pack(packet: Packet) -> tuple[Any, float]:
             parcel = ring.pack(tuple(packet), worker)
-            return parcel, math.inf if parcel.pieces or parcel.rest else parcel.nbytes
+            if parcel.pieces or parcel.rest:
+                return Sealed(parcel), math.inf
+            return parcel, parcel.nbytes
 
         return pack
 

@@ -6,13 +6,12 @@ it was, which samples of which shards it was at, and what to do. A worker tells 
 
 from __future__ import annotations
 
+import pickle
 import signal
-import sys
 import threading
 import time
 from collections.abc import Generator
 from contextlib import closing
-from multiprocessing import queues
 from types import FrameType
 from typing import Any, Self, TypeVar
 from weakref import WeakSet
@@ -22,7 +21,6 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import signal_handling
 
 from shardstream.errors import ShardStreamError, WorkerError, plural, redact
-from shardstream.read.apart import unsendable
 from shardstream.read.share import Share
 from shardstream.read.source import own_steps
 from shardstream.storage.joined import AnyCatalog
@@ -34,7 +32,9 @@ _REMEDIES = {
     "SIGBUS": "mostly /dev/shm is full: give it more room (docker run --shm-size), or use fewer workers",
 }
 _CRASHED = "a library crashed: iterate with num_workers=0 and python -X faulthandler to see where"
-_DEATH_S = 0.5
+_IN_WORKER = "in DataLoader worker process"
+# A worker's connections are closed before it is dead: long before, on a machine that is busy, or where it writes a core dump.
+_DEATH_S = 60.0
 _open: WeakSet[WorkerWatch] = WeakSet()
 _is_installed = False
 
@@ -48,7 +48,6 @@ def marked(packets: Generator[_T], begun: Any, worker: int) -> Generator[_T]:
         worker: Its place there.
     """
     place = begun.numpy()
-    _report_unsendable()
     with closing(packets):
         number = 0
         while True:
@@ -90,7 +89,7 @@ class WorkerWatch:
 
     def __exit__(self, _: object, error: object, __: object) -> None:
         try:
-            if self._workers and isinstance(error, ConnectionError | EOFError):
+            if self._workers and _is_lost_connection(error):
                 self._await_a_death()
         finally:
             _open.discard(self)
@@ -145,6 +144,15 @@ class WorkerWatch:
         return f"{doing} batch {step} of the rank: {plural(len(numbers), 'sample')}{where}"
 
 
+def _is_lost_connection(error: object) -> bool:
+    """Tell whether a worker could not be reached; what a user's function met in a worker is none of that."""
+    # Its socket is gone before it is.
+    is_connection = isinstance(error, ConnectionError | EOFError | FileNotFoundError)
+    return (
+        is_connection and not isinstance(error, ShardStreamError) and _IN_WORKER not in str(error)
+    )
+
+
 def _signal_name(exitcode: int | None) -> str:
     """Return the signal that ended a process; empty if none did."""
     if exitcode is None or exitcode >= 0:
@@ -186,8 +194,9 @@ def _install() -> None:
     global _is_installed  # noqa: PLW0603  (once a process, as torch does)
     torchs = signal.getsignal(signal.SIGCHLD)
     is_main = threading.current_thread() is threading.main_thread()
-    if _is_installed or not is_main or not callable(torchs):
-        return
+    is_torchs = getattr(torchs, "__module__", None) == signal_handling.__name__
+    if _is_installed or not is_main or not is_torchs or not callable(torchs):
+        return  # a handler of the user's is left alone
     inner = torchs
 
     def handler(number: int, frame: FrameType | None) -> None:
@@ -204,21 +213,20 @@ def _install() -> None:
     _is_installed = True
 
 
-def _report_unsendable() -> None:
-    """In a worker: hand on the error of a batch that cannot be pickled. Else the loader would wait for it for ever."""
-    queues.Queue._on_queue_feeder_error = _send_instead  # type: ignore[attr-defined]
-
-
 def wrapped(error: Exception, worker: int) -> ExceptionWrapper:
-    """In a worker: return an error as torch sends it, with the worker's traceback in its text."""
+    """In a worker: return an error as torch sends it, with the worker's traceback in its text.
+
+    Its class is the nearest one that the main process can find: a class made in a function cannot be sent.
+    """
     where = (type(error), error, error.__traceback__)
-    return ExceptionWrapper(where, f"in DataLoader worker process {worker}")  # type: ignore[no-untyped-call]
+    told = ExceptionWrapper(where, f"{_IN_WORKER} {worker}")  # type: ignore[no-untyped-call]
+    told.exc_type = next(kind for kind in type(error).__mro__ if _can_be_sent(kind))
+    return told
 
 
-def _send_instead(queue: Any, error: Exception, sent: Any) -> None:
-    if not (isinstance(sent, tuple) and len(sent) == 2):
-        sys.excepthook(type(error), error, error.__traceback__)
-        return
-    told = unsendable(error)
-    where = (type(told), told, error.__traceback__)
-    queue.put((sent[0], ExceptionWrapper(where, "in a loader worker")))  # type: ignore[no-untyped-call]
+def _can_be_sent(kind: type) -> bool:
+    try:
+        pickle.dumps(kind)
+    except Exception:  # noqa: BLE001  (whatever a metaclass raises)
+        return False
+    return True

@@ -61,5 +61,6 @@ class PagesAhead:
 
 
 def _faults() -> int:
-    """Return how often this thread has waited for a page to be read from a disk."""
-    return resource.getrusage(resource.RUSAGE_THREAD).ru_majflt
+    """Return how often this thread, or where the system does not tell (macOS) this process, has waited for a page from a disk."""
+    whose = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+    return resource.getrusage(whose).ru_majflt

@@ -10,6 +10,7 @@ import pytest
 
 import shardstream as ss
 from shardstream.storage import pages
+from shardstream.testing import make_shards
 
 
 class Spy(mmap.mmap):
@@ -97,5 +98,13 @@ def test_no_more_is_asked_for_than_the_budget_and_a_window(
     assert len(list(batches)) == 39
 
 
-def test_a_thread_counts_its_own_faults() -> None:
-    assert pages._faults() >= 0
+@pytest.mark.parametrize("tells_threads", [True, False])
+def test_local_shards_are_read_where_the_system_counts_no_faults_by_thread(
+    tells_threads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on macOS, which has no RUSAGE_THREAD."""
+    monkeypatch.delattr("resource.RUSAGE_THREAD", raising=False)
+    if tells_threads:
+        monkeypatch.setattr("resource.RUSAGE_THREAD", 1, raising=False)
+    folder = make_shards(tmp_path, samples=20)
+    assert len(list(ss.ShardDataset(folder))) == 20
