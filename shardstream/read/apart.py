@@ -111,6 +111,15 @@ class Sealed:
         return pickle.loads, (self._pickled,)
 
 
+def can_be_sent(kind: type) -> bool:
+    """Tell whether another process finds a class by its name."""
+    try:
+        pickle.dumps(kind)
+    except Exception:  # noqa: BLE001  (whatever a metaclass raises)
+        return False
+    return True
+
+
 class _Large:
     """Stands for large bytes, or a list of them, while a value is pickled."""
 

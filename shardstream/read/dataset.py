@@ -21,11 +21,10 @@ from shardstream.read.stage import Stage, at_least, check_epoch
 from shardstream.read.steps import StreamSteps
 from shardstream.read.stream import Shuffle
 from shardstream.read.tensors import shared_numbers
-from shardstream.read.whole import WholeShards
+from shardstream.read.whole import WholeShards, whole_shards
 from shardstream.storage.cache import open_cache
 from shardstream.storage.catalog import Catalog, lacks_index
 from shardstream.storage.classes import ClassNames, warn_of_difference
-from shardstream.storage.file_versions import FileVersions
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.locate import Urls, locate
 from shardstream.storage.verified import Verify
@@ -242,13 +241,7 @@ class ShardDataset(StreamDataset):
                 raise _lacking_index(unindexed, index)
             if index == "auto":
                 _warn_no_index(unindexed)
-            source = WholeShards(
-                shards=located.shards,
-                storage=storage,
-                files=FileVersions([storage.local_path(shard.url) for shard in located.shards]),
-                shuffle=shuffle,
-                seed=seed,
-            )
+            source = whole_shards(located.shards, storage, shuffle=shuffle, seed=seed)
             stages = (Shuffle(window=window or _WHOLE_SHARD_WINDOW),) if shuffle else ()
         super().__init__(Pipeline(source=source, stages=stages, on_error=on_error), placement)
         if len(self._class_names.folders) > 1:  # one alone is read when it is asked for

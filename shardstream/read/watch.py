@@ -6,7 +6,6 @@ it was, which samples of which shards it was at, and what to do. A worker tells 
 
 from __future__ import annotations
 
-import pickle
 import signal
 import threading
 import time
@@ -21,6 +20,7 @@ from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import signal_handling
 
 from shardstream.errors import ShardStreamError, WorkerError, plural, redact
+from shardstream.read.apart import can_be_sent
 from shardstream.read.share import Share
 from shardstream.read.source import own_steps
 from shardstream.storage.joined import AnyCatalog
@@ -220,13 +220,5 @@ def wrapped(error: Exception, worker: int) -> ExceptionWrapper:
     """
     where = (type(error), error, error.__traceback__)
     told = ExceptionWrapper(where, f"{_IN_WORKER} {worker}")  # type: ignore[no-untyped-call]
-    told.exc_type = next(kind for kind in type(error).__mro__ if _can_be_sent(kind))
+    told.exc_type = next(kind for kind in type(error).__mro__ if can_be_sent(kind))
     return told
-
-
-def _can_be_sent(kind: type) -> bool:
-    try:
-        pickle.dumps(kind)
-    except Exception:  # noqa: BLE001  (whatever a metaclass raises)
-        return False
-    return True

@@ -61,6 +61,14 @@ class WholeShards(StreamSource):
         return WholeShardRun(self, order[reader.number :: reader.total].tolist(), context.skips)
 
 
+def whole_shards(
+    shards: tuple[ShardInfo, ...], storage: Storage, *, shuffle: bool, seed: int
+) -> WholeShards:
+    """Return a source of shards as they are now."""
+    files = FileVersions([storage.local_path(shard.url) for shard in shards])
+    return WholeShards(shards=shards, storage=storage, files=files, shuffle=shuffle, seed=seed)
+
+
 class WholeShardRun:
     """Raw samples of some shards, one shard after the other."""
 
