@@ -68,8 +68,12 @@ def plural(count: int, noun: str) -> str:
 class ShardStreamError(Exception):
     """Base of all errors that shardstream raises on purpose.
 
+    Attributes: ``what`` is wrong, ``remedy`` (what to do; empty where ``what`` says it) and ``where`` (the place, in words), of which
+    the message is made: ``what; remedy [where]``; and the arguments.
+
     Args:
-        message: What is wrong and what to do about it.
+        what: What is wrong.
+        remedy: What to do about it.
         shard: URL of the shard, or of the file, that it happened in.
         offset: Byte offset in that file.
         key: Key of the sample.
@@ -78,13 +82,16 @@ class ShardStreamError(Exception):
 
     def __init__(
         self,
-        message: str,
+        what: str,
         *,
+        remedy: str = "",
         shard: str | None = None,
         offset: int | None = None,
         key: str | None = None,
         field: str | None = None,
     ) -> None:
+        self.what = shown(what)
+        self.remedy = shown(remedy)
         self.shard = None if shard is None else redact(shard)
         self.offset = offset
         self.key = key
@@ -95,8 +102,9 @@ class ShardStreamError(Exception):
             None if key is None else f"sample {key!r}",
             None if field is None else f"field {field!r}",
         )
-        where = ", ".join(place for place in places if place)
-        super().__init__(shown(f"{message} [{where}]" if where else message))
+        self.where = ", ".join(place for place in places if place)
+        message = f"{what}; {remedy}" if remedy else what
+        super().__init__(shown(f"{message} [{self.where}]" if self.where else message))
 
 
 class OptionError(ShardStreamError, ValueError):

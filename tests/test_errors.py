@@ -101,3 +101,22 @@ def test_a_signed_url_is_in_no_message_and_no_attribute() -> None:
     told = "".join(traceback.format_exception(error)) + repr(error) + repr(vars(error))
     assert "hunter2" not in told
     assert "1f3" not in told
+
+
+def test_an_error_carries_what_where_and_remedy() -> None:
+    error = ShardError("cut; in half", remedy="write it again", shard="a.tar", offset=512)
+    assert str(error) == "cut; in half; write it again [in a.tar, at byte 512]"
+    assert (error.what, error.remedy, error.where) == (
+        "cut; in half",
+        "write it again",
+        "in a.tar, at byte 512",
+    )
+    again = pickle.loads(pickle.dumps(error))  # noqa: S301
+    assert (str(again), again.what, again.remedy) == (str(error), error.what, error.remedy)
+    plain = OptionError("no such thing")
+    assert (str(plain), plain.what, plain.remedy, plain.where) == (
+        "no such thing",
+        "no such thing",
+        "",
+        "",
+    )

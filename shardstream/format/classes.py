@@ -34,12 +34,18 @@ def decode_classes(data: bytes, *, url: str) -> tuple[str, ...]:
     try:
         names = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ManifestError(f"not JSON: {error}; write a list of class names", shard=url) from error
+        raise ManifestError(
+            f"not JSON: {error}", remedy="write a list of class names", shard=url
+        ) from error
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ManifestError(
-            f'not a list of class names: {reprlib.repr(names)}; write ["cat", "dog"]', shard=url
+            f"not a list of class names: {reprlib.repr(names)}",
+            remedy='write ["cat", "dog"]',
+            shard=url,
         )
     twice, count = max(Counter(names).items(), key=itemgetter(1), default=("", 1))
     if count > 1:
-        raise ManifestError(f"the class {twice!r} is listed twice; list each once", shard=url)
+        raise ManifestError(
+            f"the class {twice!r} is listed twice", remedy="list each once", shard=url
+        )
     return tuple(names)

@@ -50,7 +50,8 @@ def _refuse_for_all(records: dict[str, str], position: int, shard: str) -> None:
     for keyword in records:
         if keyword in ("path", "size") or keyword.startswith("GNU.sparse."):
             raise ShardError(
-                f"a global pax header gives all members a {keyword!r}; write the shard again",
+                f"a global pax header gives all members a {keyword!r}",
+                remedy="write the shard again",
                 shard=shard,
                 offset=position,
             )
@@ -61,7 +62,8 @@ def extend(known: dict[str, str], more: dict[str, str], position: int, shard: st
     for keyword in ("path", "size"):
         if keyword in more and known.get(keyword, more[keyword]) != more[keyword]:
             raise ShardError(
-                f"two extended headers of one member give it different values of {keyword!r}; write the shard again",
+                f"two extended headers of one member give it different values of {keyword!r}",
+                remedy="write the shard again",
                 shard=shard,
                 offset=position,
             )
@@ -72,8 +74,8 @@ def extended_name(name: str, position: int, shard: str) -> str:
     """Return the name that an extended header gives a file, if all readers see the same in it."""
     if not name or "\0" in name or name.endswith("/") or len(name) > _NAME_LIMIT:
         raise ShardError(
-            f"an extended header gives a file the name {name[:80]!r} ({len(name)} characters), which is none; "
-            "write the shard again",
+            f"an extended header gives a file the name {name[:80]!r} ({len(name)} characters), which is none",
+            remedy="write the shard again",
             shard=shard,
             offset=position,
         )

@@ -67,8 +67,8 @@ def iter_groups(members: Iterable[Member], *, shard: str = "") -> Iterator[Group
             mark = hash(key)
             if mark in seen or mark in before:
                 raise SampleError(
-                    "the key comes back after another key: its sample is in two halves; "
-                    "write the members of a sample one after another",
+                    "the key comes back after another key: its sample is in two halves",
+                    remedy="write the members of a sample one after another",
                     shard=shard,
                     offset=header,
                     key=key,
@@ -78,7 +78,8 @@ def iter_groups(members: Iterable[Member], *, shard: str = "") -> Iterator[Group
                 before, seen = seen, set()
         if len(fields) >= FIELDS_LIMIT:
             raise SampleError(
-                f"a sample of over {FIELDS_LIMIT} fields; split it",
+                f"a sample of over {FIELDS_LIMIT} fields",
+                remedy="split it",
                 shard=shard,
                 offset=header,
                 key=key[:80],
@@ -123,7 +124,8 @@ def iter_samples(
             name, header, body, size = member
             if end is None and body + size - began > STREAMED_SAMPLE_LIMIT_BYTES:
                 raise ShardError(
-                    f"a sample of over {STREAMED_SAMPLE_LIMIT_BYTES} bytes in a stream whose length nobody knows; unpack it to a plain tar",
+                    f"a sample of over {STREAMED_SAMPLE_LIMIT_BYTES} bytes in a stream whose length nobody knows",
+                    remedy="unpack it to a plain tar",
                     shard=shard,
                     offset=header,
                 )
@@ -256,7 +258,8 @@ def _read_any(buffer: Buffer, base: int, start: int, end: int, shard: str) -> Sa
 
 def _cut(name: str, found: int, size: int, shard: str, offset: int) -> ShardError:
     return ShardError(
-        f"the tar is cut: {found} of {size} bytes of {name}; fetch or write the shard again",
+        f"the tar is cut: {found} of {size} bytes of {name}",
+        remedy="fetch or write the shard again",
         shard=shard,
         offset=offset,
     )
@@ -270,7 +273,8 @@ def _twice(field: str, key: str | None, shard: str, offset: int) -> SampleError:
 
 def _misfit(found: str, shard: str, offset: int) -> IndexMismatchError:
     return IndexMismatchError(
-        f"the index does not fit its tar: {found} where it says that one sample is; run 'shardstream index' again",
+        f"the index does not fit its tar: {found} where it says that one sample is",
+        remedy="run 'shardstream index' again",
         shard=shard,
         offset=offset,
     )

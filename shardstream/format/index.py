@@ -56,12 +56,16 @@ def decode_index(data: bytes, *, url: str) -> Offsets:
     """
     if len(data) < OFFSET_BYTES or len(data) % OFFSET_BYTES:
         raise IndexMismatchError(
-            f"an index of {len(data)} bytes is cut; run 'shardstream index' again", shard=url
+            f"an index of {len(data)} bytes is cut",
+            remedy="run 'shardstream index' again",
+            shard=url,
         )
     offsets = np.frombuffer(data, dtype="<u8").astype(np.int64)
     if (offsets < 0).any() or (np.diff(offsets) <= 0).any() or (offsets % 512).any():
         raise IndexMismatchError(
-            "an index must hold growing multiples of 512; run 'shardstream index' again", shard=url
+            "an index must hold growing multiples of 512",
+            remedy="run 'shardstream index' again",
+            shard=url,
         )
     return offsets
 
@@ -80,13 +84,14 @@ def check_extent(offsets: Offsets, *, filesize: int, nsamples: int | None, url: 
     found = len(offsets) - 1
     if nsamples is not None and found != nsamples:
         raise IndexMismatchError(
-            f"the index has {plural(found, 'sample')}, the manifest says {nsamples}; run 'shardstream index' again",
+            f"the index has {plural(found, 'sample')}, the manifest says {nsamples}",
+            remedy="run 'shardstream index' again",
             shard=url,
         )
     if offsets[-1] > filesize:
         raise IndexMismatchError(
-            f"the index leads to byte {offsets[-1]}, but the tar ends at {filesize}: it was cut or written again; "
-            "fetch it again, or run 'shardstream index' again",
+            f"the index leads to byte {offsets[-1]}, but the tar ends at {filesize}: it was cut or written again",
+            remedy="fetch it again, or run 'shardstream index' again",
             shard=url,
         )
 

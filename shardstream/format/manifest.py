@@ -105,19 +105,20 @@ def decode_manifest(data: bytes, *, url: str) -> Manifest:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ManifestError(
-            f"no JSON: {error}; run 'shardstream index' to write it again", shard=url
+            f"no JSON: {error}", remedy="run 'shardstream index' to write it again", shard=url
         ) from error
     if not isinstance(document, dict) or document.get("__kind__") != KIND:
         found = document.get("__kind__") if isinstance(document, dict) else type(document).__name__
         raise ManifestError(
-            f"no manifest of shards: __kind__ is {reprlib.repr(found)}, not {KIND!r}; name the tars themselves, or run 'shardstream index'",
+            f"no manifest of shards: __kind__ is {reprlib.repr(found)}, not {KIND!r}",
+            remedy="name the tars themselves, or run 'shardstream index'",
             shard=url,
         )
     for keyword, known in (("wids_version", 1), ("version", VERSION)):
         if document.get(keyword, known) != known:
             raise ManifestError(
-                f"{keyword} is {reprlib.repr(document[keyword])}, this shardstream reads {known}; "
-                "upgrade shardstream, or run 'shardstream index' to write it again",
+                f"{keyword} is {reprlib.repr(document[keyword])}, this shardstream reads {known}",
+                remedy="upgrade shardstream, or run 'shardstream index' to write it again",
                 shard=url,
             )
     shardlist, fields = document.get("shardlist"), document.get("fields", {})
@@ -127,14 +128,15 @@ def decode_manifest(data: bytes, *, url: str) -> Manifest:
         or not all(type(count) is int for count in fields.values())
     ):
         raise ManifestError(
-            "'shardlist' must be a list and 'fields' a mapping to counts; run 'shardstream index'",
+            "'shardlist' must be a list and 'fields' a mapping to counts",
+            remedy="run 'shardstream index'",
             shard=url,
         )
     shards = tuple(_decode_shard(entry, url=url) for entry in shardlist)
     for what in ("nsamples", "filesize"):
         if sum(getattr(shard, what) or 0 for shard in shards) >= _COUNT_LIMIT:
             raise ManifestError(
-                f"{what} of all shards make no sense; run 'shardstream index'", shard=url
+                f"{what} of all shards make no sense", remedy="run 'shardstream index'", shard=url
             )
     name = document.get("name", "")
     return Manifest(shards=shards, name=name if isinstance(name, str) else "", fields=fields)
@@ -171,7 +173,9 @@ def _decode_shard(entry: Any, *, url: str) -> ShardInfo:
         or not is_name(entry["url"])
     ):
         raise ManifestError(
-            f"a shard without a 'url': {reprlib.repr(entry)}; run 'shardstream index'", shard=url
+            f"a shard without a 'url': {reprlib.repr(entry)}",
+            remedy="run 'shardstream index'",
+            shard=url,
         )
     counts = {key: entry.get(key) for key in ("nsamples", "filesize")}
     for key, value in counts.items():
@@ -179,13 +183,15 @@ def _decode_shard(entry: Any, *, url: str) -> ShardInfo:
             not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _COUNT_LIMIT
         ):
             raise ManifestError(
-                f"{key} of {entry['url'][:200]} is {reprlib.repr(value)}; run 'shardstream index'",
+                f"{key} of {entry['url'][:200]} is {reprlib.repr(value)}",
+                remedy="run 'shardstream index'",
                 shard=url,
             )
     sha256 = entry.get("sha256")
     if sha256 is not None and not isinstance(sha256, str):
         raise ManifestError(
-            f"sha256 of {entry['url'][:200]} is {reprlib.repr(sha256)}; run 'shardstream index'",
+            f"sha256 of {entry['url'][:200]} is {reprlib.repr(sha256)}",
+            remedy="run 'shardstream index'",
             shard=url,
         )
     return ShardInfo(url=entry["url"], sha256=sha256, **counts)

@@ -65,20 +65,24 @@ def member_name(key: str, field: str) -> str:
     parts = key.split("/")
     if field in RESERVED_FIELDS:
         raise SampleError(
-            "this name is taken for the sample's own key and URL; choose another field",
+            "this name is taken for the sample's own key and URL",
+            remedy="choose another field",
             key=key,
             field=field,
         )
     if not _FIELD.fullmatch(field) or "\0" in key or ".." in parts or "" in parts:
         raise SampleError(
-            "a key is a relative path without empty or '..' parts, a field has no slash, neither holds NUL; rename it",
+            "a key is a relative path without empty or '..' parts, a field has no slash, neither holds NUL",
+            remedy="rename it",
             key=key,
             field=field,
         )
     if is_meta_name(name):
-        raise SampleError("readers skip names like __this__; choose another key", key=key)
+        raise SampleError("readers skip names like __this__", remedy="choose another key", key=key)
     if not name.isascii() and not is_name(name):
-        raise SampleError("the name cannot be written in UTF-8; rename it", key=key, field=field)
+        raise SampleError(
+            "the name cannot be written in UTF-8", remedy="rename it", key=key, field=field
+        )
     return name
 
 

@@ -187,7 +187,8 @@ class _Unpacked:
 
     def _damaged(self, error: Exception) -> ShardError:
         return ShardError(
-            f"the compressed bytes are damaged or cut ({error}); fetch or write the shard again",
+            f"the compressed bytes are damaged or cut ({error})",
+            remedy="fetch or write the shard again",
             shard=self._shard,
         )
 

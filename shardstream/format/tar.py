@@ -84,7 +84,10 @@ def iter_members(
             notes.omit(kind, member[0], member[1])
         elif not member[0]:
             raise ShardError(
-                "a file without a name; write the shard again", shard=shard, offset=member[1]
+                "a file without a name",
+                remedy="write the shard again",
+                shard=shard,
+                offset=member[1],
             )
         else:
             yield member
@@ -116,8 +119,8 @@ def iter_whole(
         raise empty_tar(shard)
     elif end is None or notes.stop > end:
         raise ShardError(
-            f"the tar is cut: the blocks that end an archive are missing at byte {notes.stop}; "
-            "fetch or write the shard again",
+            f"the tar is cut: the blocks that end an archive are missing at byte {notes.stop}",
+            remedy="fetch or write the shard again",
             shard=shard,
             offset=notes.stop,
         )
@@ -134,8 +137,8 @@ def _check_tail(read: ReadAt, notes: TarNotes, shard: str) -> None:
                 continue
             if offset >= record_end or _is_header(block):
                 raise ShardError(
-                    "there are data behind the end of the archive, which every reader would lose (tars joined by 'cat'?); "
-                    "extract all parts with 'tar --ignore-zeros' and pack them again",
+                    "there are data behind the end of the archive, which every reader would lose (tars joined by 'cat'?)",
+                    remedy="extract all parts with 'tar --ignore-zeros' and pack them again",
                     shard=shard,
                     offset=offset,
                 )
@@ -263,13 +266,15 @@ def _refuse_partial(kind: bytes, extended: dict[str, str], start: int, shard: st
     """Refuse members whose bytes in the tar are not those of the file."""
     if kind == b"S" or any(record.startswith("GNU.sparse.") for record in extended):
         raise ShardError(
-            "a sparse member would come out condensed; pack it without sparseness (GNU tar: leave out --sparse)",
+            "a sparse member would come out condensed",
+            remedy="pack it without sparseness (GNU tar: leave out --sparse)",
             shard=shard,
             offset=start,
         )
     if kind == _CONTINUATION:
         raise ShardError(
-            "the rest of a file that begins in another volume; join the volumes, or write the tar in one (GNU tar: leave out --multi-volume)",
+            "the rest of a file that begins in another volume",
+            remedy="join the volumes, or write the tar in one (GNU tar: leave out --multi-volume)",
             shard=shard,
             offset=start,
         )
@@ -280,14 +285,16 @@ def _check_header(block: bytes, position: int, shard: str) -> int:
     if len(block) < BLOCK_BYTES:
         what = "the tar is" if position else "no tar file, or one that is"
         raise ShardError(
-            f"{what} cut inside a header ({len(block)} of 512 bytes); fetch or write the shard again",
+            f"{what} cut inside a header ({len(block)} of 512 bytes)",
+            remedy="fetch or write the shard again",
             shard=shard,
             offset=position,
         )
     if not _is_header(block):
         what = "no tar file" if position == 0 else "no tar header (its checksum is wrong)"
         raise ShardError(
-            f"{what}; the shard is damaged or not a tar, fetch or write it again",
+            what,
+            remedy="the shard is damaged or not a tar, fetch or write it again",
             shard=shard,
             offset=position,
         )
@@ -319,7 +326,8 @@ def _read_header_text(read: ReadAt, body: int, size: int, position: int, shard: 
     if text[size:].strip(b"\0"):
         # Readers that take whole blocks would see more of it.
         raise ShardError(
-            "an extended header goes on behind its size; write the shard again",
+            "an extended header goes on behind its size",
+            remedy="write the shard again",
             shard=shard,
             offset=position,
         )
@@ -342,14 +350,16 @@ def _check_end(read: ReadAt, position: int, end: int | None, shard: str) -> None
 
 def empty_tar(shard: str) -> ShardError:
     """Return the error for a file of no bytes."""
-    return ShardError("the file is empty: no tar; fetch or write it again", shard=shard, offset=0)
+    return ShardError(
+        "the file is empty: no tar", remedy="fetch or write it again", shard=shard, offset=0
+    )
 
 
 def _cut_body(member: Member, end: int, shard: str) -> ShardError:
     name, start, body, size = member
     return ShardError(
-        f"the tar is cut: {name or 'an entry'} needs the bytes {body} to {body + size}, but it ends at {end}; "
-        "fetch or write the shard again",
+        f"the tar is cut: {name or 'an entry'} needs the bytes {body} to {body + size}, but it ends at {end}",
+        remedy="fetch or write the shard again",
         shard=shard,
         offset=start,
     )

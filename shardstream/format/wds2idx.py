@@ -36,7 +36,8 @@ def encode_wds2idx(members: Sequence[Member], *, shard: str = "") -> bytes:
         key = parts[0]
         if len(name.split()) != 1 or not name.isprintable():
             raise SampleError(
-                "DALI's index cannot hold a name with blanks; rename the member, or leave out wds2idx",
+                "DALI's index cannot hold a name with blanks",
+                remedy="rename the member, or leave out wds2idx",
                 shard=shard,
                 offset=header,
                 key=key,

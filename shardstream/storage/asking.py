@@ -165,7 +165,8 @@ class Asking:
             if time.monotonic() - max(begin, self.pace.arrived_at) >= limit_s:
                 span = asked.span
                 raise StorageError(
-                    f"no answer for {span.size} bytes in {limit_s:.0f} s; check the server and the network",
+                    f"no answer for {span.size} bytes in {limit_s:.0f} s",
+                    remedy="check the server and the network",
                     shard=self._catalog.url_of(span.shard),
                     offset=span.start,
                 )

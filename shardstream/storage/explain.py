@@ -56,7 +56,8 @@ class Verdict(NamedTuple):
 
 class _Sign(NamedTuple):
     names: tuple[str, ...]
-    remedy: str
+    advice: str
+    """What is wrong and, after "; ", what to do about it."""
     kind: type[StorageError] = StorageError
     again: bool = False
     throttled: bool = False
@@ -151,21 +152,27 @@ def judge(error: Exception, url: str, secrets: tuple[str, ...] = ()) -> Verdict:
     detail = scrub(f"{type(error).__name__}: {_first_line(error)}", secrets)
     for sign in _SIGNS:
         if any(name in text for name in sign.names):
-            made = sign.kind(f"{_remedy(sign, url)} ({detail})", shard=url)
+            what, remedy = _advice(sign, url)
+            if remedy:
+                made = sign.kind(what, remedy=f"{remedy} ({detail})", shard=url)
+            else:
+                made = sign.kind(f"{what} ({detail})", shard=url)
             return Verdict(made, sign.again, sign.throttled, sign.past_end)
     again = (theirs or isinstance(error, _LATER)) and not any(name in text for name in _NEVER)
     return Verdict(StorageError(detail, shard=url), again)
 
 
-def _remedy(sign: _Sign, url: str) -> str:
-    remedy, others = sign.remedy, {}
+def _advice(sign: _Sign, url: str) -> tuple[str, str]:
+    """Return what is wrong and what to do about it; the latter may be empty."""
+    advice, others = sign.advice, {}
     if url.startswith("http"):
         others = _HTTP_REMEDIES
     elif "://" not in url or url.startswith("file:"):
         others = _LOCAL_REMEDIES
     for words, instead in others.items():
-        remedy = remedy.replace(words, instead)
-    return remedy
+        advice = advice.replace(words, instead)
+    what, _, remedy = advice.partition("; ")
+    return what, remedy
 
 
 def tellable(error: BaseException, secrets: tuple[str, ...] = ()) -> BaseException | None:

@@ -48,8 +48,8 @@ class FileInfo:
         """
         if self.told_size is None:
             raise StorageError(
-                "the server does not tell how long the file is (it sends no Content-Length); "
-                "serve it by one that does, such as nginx, Caddy or an S3 server",
+                "the server does not tell how long the file is (it sends no Content-Length)",
+                remedy="serve it by one that does, such as nginx, Caddy or an S3 server",
                 shard=self.url,
             )
         return self.told_size

@@ -268,8 +268,8 @@ class _Reading:
             self._version = pinned
         if self._version != piece.version:
             raise ChangedError(
-                f"the file changed while it was read: its ETag was {self._version}, it is {piece.version}; "
-                "start again, and run 'shardstream index' if it was written anew",
+                f"the file changed while it was read: its ETag was {self._version}, it is {piece.version}",
+                remedy="start again, and run 'shardstream index' if it was written anew",
                 shard=self.url,
                 offset=self.position,
             )
@@ -278,14 +278,15 @@ class _Reading:
         known = self._told_size if self._size is None else self._size
         if known not in (None, size):
             raise ChangedError(
-                f"the file changed: it has {size} bytes, the manifest or an earlier answer says {known}; "
-                "run 'shardstream index' again",
+                f"the file changed: it has {size} bytes, the manifest or an earlier answer says {known}",
+                remedy="run 'shardstream index' again",
                 shard=self.url,
             )
         if size < (self._start if self.end is None else self.end):
             raise ChangedError(
                 f"the file is shorter than its index says: it has {size} bytes, wanted are those up to {self.end or 'its end'} "
-                f"from {self._start}; run 'shardstream index' again, or write the shard again",
+                f"from {self._start}",
+                remedy="run 'shardstream index' again, or write the shard again",
                 shard=self.url,
                 offset=self._start,
             )

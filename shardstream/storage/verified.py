@@ -60,8 +60,11 @@ class Checks:
         for shard in shards:
             if shard.sha256 is None or shard.filesize is None:
                 raise OptionError(
-                    "verify='sha256' needs a manifest with the sha256 of each shard; run 'shardstream index' on the folder "
-                    "to write one (it takes the shards as they are now)",
+                    "verify='sha256' needs a manifest with the sha256 of each shard",
+                    remedy=(
+                        "run 'shardstream index' on the folder "
+                        "to write one (it takes the shards as they are now)"
+                    ),
                     shard=shard.url,
                 )
         self._shards, self._storage = tuple(shards), storage
@@ -205,7 +208,8 @@ class Checks:
         self._storage.forget(url, low, high)
         raise IndexMismatchError(
             f"{high - low} bytes are not those that fitted the manifest's sha256 before: they changed in the store or on the "
-            "way; run 'shardstream verify', and write the shard again from its source",
+            "way",
+            remedy="run 'shardstream verify', and write the shard again from its source",
             shard=url,
             offset=low,
         )
@@ -234,8 +238,11 @@ class Checks:
 
     def _wrong(self, shard: int, sha256: str) -> IndexMismatchError:
         return IndexMismatchError(
-            f"its sha256 is {sha256}, the manifest says {self._sha256(shard)}: bytes of it have changed; run 'shardstream verify', "
-            "and write it again from its source, or run 'shardstream index' if it was changed on purpose",
+            f"its sha256 is {sha256}, the manifest says {self._sha256(shard)}: bytes of it have changed",
+            remedy=(
+                "run 'shardstream verify', "
+                "and write it again from its source, or run 'shardstream index' if it was changed on purpose"
+            ),
             shard=self._shards[shard].url,
         )
 

@@ -60,11 +60,13 @@ class Keys(NamedTuple):
 
 
 def problem_of(error: ShardStreamError, *, shard: str) -> Problem:
-    """Tell an error as a problem: its message is ``what; remedy [where]``."""
-    text = str(error).rsplit(" [in ", 1)[0]
-    what, _, remedy = text.partition("; ")
+    """Return an error as a problem of the shard that it was met in."""
     return Problem(
-        shard=error.shard or shard, what=what, remedy=remedy, offset=error.offset, key=error.key
+        shard=error.shard or shard,
+        what=error.what,
+        remedy=error.remedy,
+        offset=error.offset,
+        key=error.key,
     )
 
 

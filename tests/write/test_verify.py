@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import gzip
+import io
+import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -163,3 +165,17 @@ def test_verify_on_s3(bucket: str, dataset: Path) -> None:
         filesystem.put_file(str(path), f"{target.rstrip('/')}/{path.name}")
     what = only(verify(f"{bucket}/ds/"))
     assert what.startswith(f"error {bucket}/ds/train-000001.tar: sha256")
+
+
+def test_a_problem_has_the_parts_of_its_error_whatever_names_are_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
+        member = tarfile.TarInfo("a; b [in c].txt")
+        member.size = 5000
+        tar.addfile(member, io.BytesIO(bytes(5000)))
+    path.write_bytes(path.read_bytes()[:2048])
+    (problem,) = verify(str(path)).errors
+    assert problem.what.startswith("the tar is cut: ")
+    assert "a; b [in c].txt" in problem.what
+    assert problem.remedy == "fetch or write the shard again"
+    assert problem.shard == str(path)
