@@ -176,9 +176,10 @@ def _splits(root: str, images: Sequence[Listed]) -> tuple[str, ...]:
     if named == tops and has_classes:
         return tuple(tops)
     if len(named) > 1:
-        why = "beside folders that do not" if named != tops else "and hold no folders of classes"
+        others = [name for name in tops if name not in named]
+        why = f"{others[0]} does not" if others else "and hold no folders of classes"
         raise SourceError(
-            f"these folders look like splits, {why}: {', '.join(named)}; pack splits as SPLIT/CLASS/image.jpg, "
+            f"the folders {', '.join(named)} look like splits, {why}; pack splits as SPLIT/CLASS/image.jpg, "
             "or each folder by itself",
             shard=root,
         )
