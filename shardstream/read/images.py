@@ -109,6 +109,11 @@ class ImageDecoder:
         """Tell whether colours become shades of grey."""
         return self.spec in _SPECS and _SPECS[self.spec][2] == "L"
 
+    @property
+    def keeps_numbers(self) -> bool:
+        """Tell whether the numbers of the file come out."""
+        return self.spec in _STORED
+
     def __call__(self, data: bytes) -> Any:
         """Decode the bytes of an image file.
 
@@ -117,7 +122,7 @@ class ImageDecoder:
             PIL.Image.DecompressionBombError: If it has more pixels than Pillow's limit (179 million).
             ValueError: If ``spec`` cannot hold the numbers of the file.
         """
-        if self.spec in _STORED:
+        if self.keeps_numbers:
             return self._stored(data)
         library, kind, mode = _SPECS[self.spec]
         if library == "pil":

@@ -53,7 +53,7 @@ class ItemSteps:
             fields: Decoders of single fields, by name or last part: an image name, or ``function(data)``.
             max_side: Make larger images smaller, keeping their aspect, so that no side has more pixels. A JPEG is decoded in half
                 the time or less where that halves it. Masks and palette images keep their numbers: the nearest pixel is taken.
-                Images named in ``fields`` keep their size.
+                So it is with fields decoded as "mask" or "raw"; images with another name in ``fields`` keep their size.
             upright: Turn images as their EXIF orientation says. By default pixels come in the order that is stored, as in
                 torchvision and WebDataset: boxes and masks must have been made for the same choice.
             masks: Fields that are masks. By default those with a word such as mask, seg, label or depth before their last part,
@@ -79,7 +79,9 @@ class ItemSteps:
             )
             table |= dict.fromkeys(EXTENSIONS, decoder)
             mask_table |= dict.fromkeys(EXTENSIONS, replace(decoder, is_mask=True))
-        single = {name: _field_decoder(given, upright) for name, given in (fields or {}).items()}
+        single = {
+            name: _field_decoder(given, upright, max_side) for name, given in (fields or {}).items()
+        }
         for function in functions:
             _check_callable(function)
         stage = Decode(
@@ -247,11 +249,12 @@ class StreamSteps(ItemSteps):
         return changed
 
 
-def _field_decoder(given: object, upright: bool) -> Decoder:
+def _field_decoder(given: object, upright: bool, max_side: int | None) -> Decoder:
     """Return the decoder of a single field: an image name asks for this image, so a mask must not turn grey in silence."""
     if isinstance(given, str):
         decoder = ImageDecoder(spec=given, to_tensor=to_tensor, upright=upright)
-        return replace(decoder, is_mask=decoder.makes_grey)
+        fits = max_side if decoder.keeps_numbers else None
+        return replace(decoder, is_mask=decoder.makes_grey, max_side=fits)
     _check_callable(given)
     return given  # type: ignore[return-value]
 

@@ -127,8 +127,13 @@ def encode_image(field: str, value: object) -> bytes:
             f"{form} cannot hold the numbers of an image of mode {image.mode}; use the field 'png', 'tif' or 'npy'",
             field=field,
         )
+    if getattr(image, "is_animated", False) and image.format != "MPO":
+        raise SampleError(
+            "an animation, or several pages, would keep one frame; give the bytes of its file",
+            field=field,
+        )
     try:
-        return _save(image, form, DEFAULT_QUALITY, is_mask=is_mask)
+        return _save(image, form, DEFAULT_QUALITY, is_mask=is_mask, orientation=_orientation(image))
     except (OSError, ValueError, KeyError) as error:
         raise SampleError(
             f"{form} cannot hold an image of mode {image.mode} ({error}); convert it first, e.g. image.convert('RGB')",
@@ -194,8 +199,7 @@ def _write_again(
     """Return the bytes of an image in a format and size."""
     depth = stored_depth(image, data)
     _check_loss(image, depth, form, is_mask=is_mask)
-    # Pillow turns a TIFF by itself when it loads it.
-    turn = 1 if image.format == "TIFF" else image.getexif().get(_ORIENTATION, 1)
+    turn = _orientation(image)
     by_choice = is_mask or image.mode not in _AVERAGED
     if not by_choice and options.masks is None:
         _check_shades(image, options)
@@ -248,6 +252,11 @@ def _bombs_refused() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         yield
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation of an image; Pillow itself turns a TIFF, when it loads it."""
+    return 1 if image.format == "TIFF" else image.getexif().get(_ORIENTATION, 1)
 
 
 def _fit(image: Image.Image, max_side: int | None, *, by_choice: bool) -> Image.Image:

@@ -314,6 +314,16 @@ def test_masks_are_made_smaller_without_new_numbers(
         assert np.asarray(sample[fields[0]]).shape[:2] == (50, 48)
 
 
+@pytest.mark.parametrize("spec", ["mask", "raw"])
+def test_a_mask_named_in_fields_still_fits_its_photo(spec: str, tmp_path: Path) -> None:
+    photo = file_of(PIL.Image.fromarray(LARGE_IDS).convert("RGB"), "JPEG")
+    mask = file_of(palette_image(LARGE_IDS), "PNG")
+    options: dict[str, Any] = {"fields": {"ids.png": spec}, "max_side": 50}
+    sample = sample_of(tmp_path, options, "rgb8", **{"jpg": photo, "ids.png": mask})
+    assert sample["jpg"].shape[:2] == sample["ids.png"].shape == (50, 48)
+    assert set(np.unique(sample["ids.png"])) == {0, 7, 19}
+
+
 def test_palettes_and_single_bits_are_made_smaller_without_new_colours() -> None:
     image = palette_image(LARGE_IDS)
     colours = np.unique(np.asarray(image.convert("RGB")).reshape(-1, 3), axis=0)

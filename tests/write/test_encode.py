@@ -394,6 +394,18 @@ def test_uint16_arrays_read_back(field: str, shape: tuple[int, ...]) -> None:
     assert np.array_equal(found, DEEP[:, :, 0])
 
 
+@pytest.mark.parametrize("field", ["jpg", "png", "webp"])
+def test_a_photo_of_pillow_keeps_its_orientation(field: str) -> None:
+    again = open_image(encode_field(field, open_image(jpeg(8, 4, orientation=6))))
+    assert (again.size, again.getexif().get(0x0112)) == ((8, 4), 6)
+
+
+@pytest.mark.parametrize("field", ["jpg", "png", "gif"])
+def test_an_animation_of_pillow_is_refused(field: str) -> None:
+    with pytest.raises(SampleError, match="would keep one frame; give the bytes"):
+        encode_field(field, open_image(_animation()))
+
+
 def test_a_gif_keeps_the_numbers_of_an_array() -> None:
     assert np.array_equal(stored(encode_field("seg.gif", IDS)), IDS)
 
