@@ -86,7 +86,7 @@ class Cache:
         max_bytes: How much to keep there, over all processes that use the folder; None leaves a tenth of the disk free.
 
     Raises:
-        OptionError: If the folder is a file, or belongs to somebody else.
+        OptionError: If the folder is a file, or what is kept in it is a link, belongs to somebody else, or can be written by others.
     """
 
     def __init__(self, folder: str, max_bytes: int | None) -> None:

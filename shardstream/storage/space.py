@@ -10,6 +10,7 @@ FOLDER/shardstream-cache-1/     of this user alone
 from __future__ import annotations
 
 import os
+import stat
 import time
 import uuid
 import warnings
@@ -45,7 +46,7 @@ class Space:
         max_bytes: How much; None leaves a tenth of the disk free.
 
     Raises:
-        OptionError: If the folder is a file, or what is in it belongs to somebody else.
+        OptionError: If the folder is a file, or what is in it is a link, belongs to somebody else, or can be written by others.
     """
 
     def __init__(self, folder: str, max_bytes: int | None) -> None:
@@ -62,8 +63,7 @@ class Space:
         except OSError as error:
             self._pause(error.strerror or str(error))
             return
-        if os.stat(self.root).st_uid != os.geteuid():
-            raise OptionError(f"{self.root} belongs to another user; choose another cache_dir")
+        _check_owner(self.root)
 
     def room_for(self, nbytes: int) -> int:
         """Return how much may still come, in bytes on disk, after making room for ``nbytes`` if that can help."""
@@ -252,6 +252,24 @@ class Space:
                 with suppress(OSError):
                     if time.time() - entry.stat(follow_symlinks=False).st_mtime > _PART_AGE_S:
                         os.unlink(entry.path)
+
+
+def _check_owner(root: str) -> None:
+    """Refuse a folder whose files somebody else may have put there: they would be handed out as samples.
+
+    Raises:
+        OptionError: If it is a link, belongs to another user, or can be written by others.
+    """
+    found = os.lstat(root)
+    if stat.S_ISLNK(found.st_mode):
+        raise OptionError(f"{root} is a link; delete it, or choose another cache_dir")
+    if found.st_uid != os.geteuid():
+        raise OptionError(f"{root} belongs to another user; choose another cache_dir")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise OptionError(
+            f"{root} can be written by others (mode {stat.S_IMODE(found.st_mode):o}, the limit is 755): delete it, "
+            "as what is in it may be theirs, or choose another cache_dir"
+        )
 
 
 def on_disk(nbytes: int) -> int:

@@ -694,6 +694,68 @@ def test_a_folder_of_another_user_is_refused(folder: Path, monkeypatch: pytest.M
         cached(folder)
 
 
+@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
+def test_a_folder_that_others_can_write_is_refused(folder: Path, mode: int) -> None:
+    cached(folder)
+    (folder / "shardstream-cache-1").chmod(mode)
+    with pytest.raises(OptionError, match=f"can be written by others \\(mode {mode:o}"):
+        cached(folder)
+    (folder / "shardstream-cache-1").chmod(0o755)
+    cached(folder)
+
+
+def test_a_folder_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
+    cached(folder)
+    (folder / "shardstream-cache-1").rename(tmp_path / "elsewhere")
+    (folder / "shardstream-cache-1").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OptionError, match="is a link; delete it"):
+        cached(folder)
+    (tmp_path / "other").symlink_to(folder)  # what the user names may be one: it is the user's
+    (folder / "shardstream-cache-1").unlink()
+    cached(tmp_path / "other")
+
+
+def test_a_chunk_that_is_a_link_is_read_from_its_source(folder: Path, tmp_path: Path) -> None:
+    """However good what it leads to looks."""
+    source = Source()
+    source.through(cached(folder), 0, MIB)
+    [path] = chunks(folder)
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    before = len(source.reads)
+    assert source.through(cached(folder), 0, MIB) == DATA[:MIB]
+    assert len(source.reads) == before + 1
+    assert not path.is_symlink()
+
+
+def test_no_lock_is_made_or_taken_through_a_link(folder: Path, tmp_path: Path) -> None:
+    cached(folder)
+    target = tmp_path / "elsewhere"
+    (folder / "shardstream-cache-1" / "evicting").symlink_to(target)
+
+    def fill() -> None:
+        for number in range(4):  # more than there is room for
+            Source(version=f"ETag {number}").through(cached(folder, 6 * MIB))
+
+    with pytest.warns(CacheWarning, match="nothing more is kept in the cache"):
+        fill()
+    assert not target.exists()
+
+
+def test_a_count_that_is_a_link_is_no_count(folder: Path, tmp_path: Path) -> None:
+    """However good what it leads to looks."""
+    Source(version="ETag 0").through(cached(folder))
+    count = folder / "shardstream-cache-1" / "total"
+    count.rename(tmp_path / "elsewhere")
+    count.symlink_to(tmp_path / "elsewhere")
+    before = (tmp_path / "elsewhere").read_bytes()
+    source = Source()
+    with pytest.warns(CacheWarning, match="nothing more is kept in the cache"):
+        source.through(cached(folder), 0, 10)
+    assert source.reads == [(0, 10)]  # not the whole chunk, as there is nowhere to keep it
+    assert (tmp_path / "elsewhere").read_bytes() == before
+
+
 def test_files_are_read_through_the_cache_and_local_ones_are_not(
     folder: Path, tmp_path: Path
 ) -> None:
