@@ -9,6 +9,7 @@ runs against something weaker, or not at all, would be taken for a passed one.
 from __future__ import annotations
 
 import fcntl
+import getpass
 import os
 import random
 import shutil
@@ -17,6 +18,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import urllib.request
 import uuid
 from collections.abc import Iterator
@@ -303,3 +305,67 @@ def _read_server(path: Path, kind: Literal["ceph", "moto"]) -> S3Server:
         region=values["S3_REGION"],
         kind=kind,
     )
+
+
+_TLS_CONF = """
+daemon off; user {user}; pid nginx.pid; error_log error.log warn;
+events {{ worker_connections 256; }}
+http {{
+  access_log access.log; client_max_body_size 0;
+  client_body_temp_path body; proxy_temp_path proxy; fastcgi_temp_path f; uwsgi_temp_path u; scgi_temp_path s;
+  server {{
+    listen 127.0.0.1:{port} ssl;
+    ssl_certificate cert.pem; ssl_certificate_key key.pem;
+    location / {{ proxy_pass {endpoint}; proxy_set_header Host $http_host; proxy_http_version 1.1; proxy_request_buffering off; }}
+  }}
+}}
+"""
+
+
+@contextmanager
+def start_tls(workdir: Path, s3: S3Server) -> Iterator[tuple[S3Server, Path]]:
+    """Run nginx with a certificate that it signed itself, as openssl makes them, in front of `s3`.
+
+    Yields the server, over https, and the file of the certificate.
+
+    Raises:
+        ServerMissingError: nginx or openssl is not installed.
+    """
+    # Debian has it where only root's PATH leads.
+    nginx = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
+    openssl = shutil.which("openssl")
+    if nginx is None or openssl is None:
+        raise ServerMissingError("nginx or openssl is missing (nginx-light, openssl)")
+    workdir.mkdir(parents=True, exist_ok=True)
+    key, certificate = workdir / "key.pem", workdir / "cert.pem"
+    command = f"{openssl} req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
+    files = ["-keyout", str(key), "-out", str(certificate)]
+    subprocess.run([*command.split(), *files], check=True, capture_output=True)
+    with _one_start_at_a_time():
+        port = _find_free_ports(1)
+        (workdir / "nginx.conf").write_text(
+            _TLS_CONF.format(user=getpass.getuser(), port=port, endpoint=s3.endpoint)
+        )
+        command = f"{nginx} -p {workdir} -e error.log -c nginx.conf"
+        process = subprocess.Popen(command.split(), start_new_session=True)
+        try:
+            _await_port(port, process)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+    try:
+        yield replace(s3, endpoint=f"https://127.0.0.1:{port}"), certificate
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _await_port(port: int, process: subprocess.Popen[bytes]) -> None:
+    while True:
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return
+        if process.poll() is not None:
+            raise ServerError("nginx did not start, see its error.log")
+        time.sleep(0.02)

@@ -41,12 +41,14 @@ _INSTALL = {
     "abfs": "pip install adlfs",
 }
 _LOOK_BYTES = 64 << 20  # who looks at a few samples reads less
-# What obstore says where s3fs can help: another region (which s3fs finds), a chunked answer.
+# What obstore says where s3fs can help: another region (which s3fs finds), a chunked answer, a certificate that signed itself
+# (webpki takes none that may sign others for a server's own; OpenSSL does).
 _FOR_S3FS = (
     "PermanentRedirect",
     "redirect without LOCATION",
     "AuthorizationHeaderMalformed",
     "Content-Length Header missing",
+    "InvalidCertificate",
 )
 _FORKED = "this process was forked from one that had used obstore, whose threads stayed there"
 _SPAWN = "or start workers with multiprocessing_context='spawn'"
@@ -206,7 +208,7 @@ class Clients:
         return glance(settings, [url.partition("://")[2] for url in urls], most)
 
     def _give_up_obstore(self, error: Exception) -> bool:
-        """Go on with s3fs if that can do what obstore cannot: follow a bucket to its region, read answers without a length."""
+        """Go on with s3fs if that can do what obstore cannot: follow a bucket to its region, read answers without a length, trust more certificates."""
         known = next((sign for sign in _FOR_S3FS if sign in str(error)), None)
         if known is None or self._s3_client is not None or not _is_installed("s3fs"):
             return False
@@ -276,7 +278,13 @@ class Clients:
 
     def _settings(self) -> S3Settings | None:
         with explained("s3://", lambda: self.secrets):
-            return understand(self._options, aws_variables(), self.limits.stall_s)
+            settings = understand(self._options, aws_variables(), self.limits.stall_s)
+        trusted = None if settings is None else settings.verify
+        if isinstance(trusted, str) and not os.path.exists(trusted):
+            raise OptionError(
+                f"no certificates are in {trusted!r}: it does not exist; check AWS_CA_BUNDLE, or verify in client_kwargs"
+            )
+        return settings
 
     def _open(self, url: str, protocol: str, *, reading: bool) -> tuple[Any, str]:
         options = self._options
@@ -284,6 +292,7 @@ class Clients:
             if protocol in S3:
                 if not _is_installed("s3fs") and _is_installed("obstore"):
                     return self._open_obstore(reading=reading), url.partition("://")[2].rstrip("/")
+                self._settings()  # says what is wrong with them
                 options = for_s3fs(
                     options, aws_variables(), self.limits.stall_s if reading else None
                 )

@@ -38,6 +38,7 @@ _SIGNED = re.compile(
 )
 _STATUS = re.compile(r"status code: (\d{3})\b")
 _LONGEST_CHAIN = 10
+_CERTIFICATE = re.compile(r"InvalidCertificate\((?:\s|Other\(|OtherError\()*(\w+)")
 _CODE = re.compile(r"<Code>([^<]*)</Code>(?:<Message>([^<]*)</Message>)?")
 
 
@@ -71,6 +72,12 @@ _SIGNS = (
     _Sign(("AnswerCutError", "ClientPayloadError", "IncompleteRead", "response body error", "ConnectionReset",
            "ServerDisconnected", "IncompleteMessage"),
           "the connection broke off; check the server and the network", again=True),
+    _Sign(("CaUsedAsEndEntity",),
+          "the server's certificate has signed itself, which obstore does not take; read with s3fs (s3_client='s3fs'), "
+          "or make one that cannot sign others (basicConstraints=CA:FALSE)"),
+    _Sign(("InvalidCertificate", "CERTIFICATE_VERIFY_FAILED", "CertificateError"),
+          "the server's certificate is not trusted; name the file of the certificate that signed it in AWS_CA_BUNDLE, "
+          "and the server as the certificate does"),
     _Sign(("EndpointConnectionError", "ConnectionError", "ConnectorError", "ConnectTimeout", "NameResolution",
            "kind: Connect"),
           "the server cannot be reached; check AWS_ENDPOINT_URL and the network", again=True),
@@ -102,6 +109,7 @@ _SIGNS = (
     _Sign(("(NotImplemented)",), "NotImplemented: the server does not know such requests"),
 )  # fmt: skip
 _HTTP_REMEDIES = {
+    "AWS_CA_BUNDLE": "SSL_CERT_FILE",
     "AWS_ENDPOINT_URL and": "the URL and",
     _REFUSED: "access refused; check the URL: its signature may have expired",
 }
@@ -231,6 +239,9 @@ def _chain(error: BaseException) -> list[BaseException]:
 def _first_line(error: Exception) -> str:
     """Return what an error says, without the dumps of structures that some clients append."""
     text = str(error)
+    certificate = _CERTIFICATE.search(text)
+    if certificate is not None:
+        return f"InvalidCertificate: {certificate[1]}"
     code = _CODE.search(text)
     if code is not None:
         return ", ".join(part for part in code.groups() if part)

@@ -1,0 +1,92 @@
+"""Servers whose certificate has signed itself: read where it is trusted, by every client and in workers; else told at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import s3fs
+
+import shardstream as ss
+from shardstream.errors import OptionError, StorageError
+from shardstream.storage.filesystem import Storage
+from shardstream.storage.publish import publish_bytes
+from tests.read.sets import numbered
+from tests.servers import S3Server, ServerMissingError, in_ci, start_tls
+
+SELF_SIGNED = "certificate has signed itself, which obstore does not take; read with s3fs"
+
+
+@pytest.fixture(scope="module")
+def tls(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[S3Server, Path]]:
+    """nginx with a certificate of its own, as openssl makes them, and that certificate."""
+    try:
+        with start_tls(tmp_path_factory.mktemp("tls"), s3) as started:
+            yield started
+    except ServerMissingError as error:
+        if in_ci():
+            raise
+        pytest.skip(str(error))
+
+
+@pytest.fixture
+def trusted(tls: tuple[S3Server, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    """The environment leads to the server, and trusts it."""
+    server, certificate = tls
+    for name, value in (server.environment | {"AWS_CA_BUNDLE": str(certificate)}).items():
+        monkeypatch.setenv(name, value)
+    s3fs.S3FileSystem.clear_instance_cache()
+    yield server
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.mark.usefixtures("trusted")
+def test_workers_read_what_the_main_process_reads(bucket: str) -> None:
+    dataset = ss.ShardDataset(numbered(f"{bucket}/data", nsamples=8))
+    loader = ss.ShardLoader(dataset, batch_size=4, num_workers=1)
+    assert len(list(loader)) == 2
+
+
+def test_obstore_alone_says_what_it_does_not_take(trusted: S3Server, bucket: str) -> None:
+    publish_bytes(Storage(), f"{bucket}/a", b"0123")
+    assert Storage({"s3_client": "s3fs"}).read(f"{bucket}/a", 0, 2) == b"01"
+    with pytest.raises(StorageError, match=SELF_SIGNED) as raised:
+        Storage({"s3_client": "obstore"}).read(f"{bucket}/a", 0, 2)
+    assert "CaUsedAsEndEntity" in str(raised.value)
+
+
+@pytest.mark.parametrize("client", ["s3fs", "obstore", "https"])
+def test_a_certificate_that_nobody_trusts_is_told_at_once(
+    client: str, tls: tuple[S3Server, Path]
+) -> None:
+    server, _ = tls
+    options: dict[str, Any] = server.storage_options | {"s3_client": client}
+    url, message = "s3://b/a", "AWS_CA_BUNDLE"
+    if client == "https":
+        options, url, message = {}, f"{server.endpoint}/b/a", "SSL_CERT_FILE"
+    message = "certificate is not trusted; name the file .* " + message
+    begun = time.monotonic()
+    with pytest.raises(StorageError, match=SELF_SIGNED if client == "obstore" else message) as told:
+        Storage(options | {"patience_s": 1000, "stall_s": 1000}).read(url, 0, 2)
+    assert time.monotonic() - begun < 500
+    assert not hasattr(told.value, "__notes__")  # tried once
+
+
+def test_another_name_than_the_certificates_is_told(trusted: S3Server, bucket: str) -> None:
+    options = {"endpoint_url": trusted.endpoint.replace("127.0.0.1", "localhost")}
+    with pytest.raises(StorageError, match="and the server as the certificate does.*localhost"):
+        Storage(options | {"s3_client": "s3fs"}).read(f"{bucket}/a", 0, 2)
+
+
+def test_a_bundle_that_is_missing_is_told(
+    trusted: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "none.pem"))
+    for client in ("s3fs", "obstore"):
+        with pytest.raises(
+            OptionError, match=r"none\.pem': it does not exist; check AWS_CA_BUNDLE"
+        ):
+            Storage({"s3_client": client}).read(f"{bucket}/a", 0, 2)
