@@ -310,6 +310,9 @@ class Clients:
             raise OptionError(f"cannot open this URL: {told}", shard=url) from tellable(
                 error, self.secrets
             )
+        except Exception:  # some file systems connect at once
+            with explained(url, lambda: self.secrets):
+                raise
         if protocol in S3 and reading and "::" not in url:
             filesystem.retries = 1  # its options make it an instance of its own
         return filesystem, path

@@ -28,6 +28,13 @@ _CLIENTS = (
     "azure",
     "google",
     "obstore",
+    "httpx",
+    "httpx2",
+    "httpcore",
+    "httpcore2",
+    "huggingface_hub",
+    "ftplib",
+    "paramiko",
     "pyo3_runtime",
     "fsspec",
 )
@@ -38,6 +45,7 @@ _SIGNED = re.compile(
 )
 _STATUS = re.compile(r"status code: (\d{3})\b")
 _LONGEST_CHAIN = 10
+_BOTOCORE_CODE = re.compile(r"An error occurred \(([A-Za-z]\w+)\) when calling")
 _CERTIFICATE = re.compile(r"InvalidCertificate\((?:\s|Other\(|OtherError\()*(\w+)")
 _CODE = re.compile(r"<Code>([^<]*)</Code>(?:<Message>([^<]*)</Message>)?")
 
@@ -68,6 +76,7 @@ class _Sign(NamedTuple):
 _REFUSED = "access refused; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy"
 _LATE = "the server did not answer in time; check it and the network, or raise stall_s in storage_options"
 _SIGNS = (
+    _Sign(("OfflineModeIsEnabled",), "this machine is told to stay offline; unset HF_HUB_OFFLINE"),
     _Sign(("SocketTimeoutError",), _LATE, again=True),  # of aiohttp, which calls it a ConnectionError, too
     _Sign(("AnswerCutError", "ClientPayloadError", "IncompleteRead", "response body error", "ConnectionReset",
            "ServerDisconnected", "IncompleteMessage"),
@@ -78,7 +87,7 @@ _SIGNS = (
     _Sign(("InvalidCertificate", "CERTIFICATE_VERIFY_FAILED", "CertificateError"),
           "the server's certificate is not trusted; name the file of the certificate that signed it in AWS_CA_BUNDLE, "
           "and the server as the certificate does"),
-    _Sign(("EndpointConnectionError", "ConnectionError", "ConnectorError", "ConnectTimeout", "NameResolution",
+    _Sign(("EndpointConnectionError", "ConnectionError", "ConnectorError", "ConnectTimeout", "ConnectError", "NameResolution", "gaierror",
            "kind: Connect"),
           "the server cannot be reached; check AWS_ENDPOINT_URL and the network", again=True),
     _Sign(("SlowDown", "reduce your request rate", "TooManyRequests", "Too Many Requests", "Throttl", "RequestLimitExceeded",
@@ -99,10 +108,13 @@ _SIGNS = (
     _Sign(("500, message", "502, message", "504, message"),
           "the server failed; see its log, or try again later", again=True),
     _Sign(("Timeout", "TimedOut"), _LATE, again=True),
-    _Sign(("FileNotFoundError", "NoSuchBucket", "NoSuchKey"),
+    _Sign(("NoSuchBucket",),
+          "the bucket {bucket!r} does not exist; create it, or check the URL", MissingError),
+    _Sign(("FileNotFoundError", "NoSuchKey"),
           "nothing is there; check the URL, and that it was written", MissingError),
     _Sign(("PermanentRedirect", "BareRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint"),
           "the bucket is in another region; set AWS_REGION"),
+    _Sign(("Read-only file system",), "the disk is read-only; write elsewhere"),
     _Sign(("No space left", "Disk quota exceeded", "File too large"),
           "the disk is full; free some space, or write elsewhere"),
     _Sign(("PreconditionFailed",), "the file was changed meanwhile", ChangedError),
@@ -112,6 +124,10 @@ _HTTP_REMEDIES = {
     "AWS_CA_BUNDLE": "SSL_CERT_FILE",
     "AWS_ENDPOINT_URL and": "the URL and",
     _REFUSED: "access refused; check the URL: its signature may have expired",
+}
+_OTHER_REMEDIES = {
+    "AWS_ENDPOINT_URL and": "the URL and",
+    _REFUSED: "access refused; check the credentials in storage_options, or those of the protocol's own tools",
 }
 _LOCAL_REMEDIES = {
     _REFUSED: "access refused; check the permissions of the file and of the folders that it is in"
@@ -177,9 +193,12 @@ def _advice(sign: _Sign, url: str) -> tuple[str, str]:
         others = _HTTP_REMEDIES
     elif "://" not in url or url.startswith("file:"):
         others = _LOCAL_REMEDIES
+    elif not url.startswith(("s3:", "s3a:")):
+        others = _OTHER_REMEDIES
     for words, instead in others.items():
         advice = advice.replace(words, instead)
-    what, _, remedy = advice.partition("; ")
+    bucket = url.partition("://")[2].partition("/")[0]
+    what, _, remedy = advice.replace("{bucket!r}", repr(bucket)).partition("; ")
     return what, remedy
 
 
@@ -245,7 +264,12 @@ def _first_line(error: Exception) -> str:
     code = _CODE.search(text)
     if code is not None:
         return ", ".join(part for part in code.groups() if part)
-    return text.strip().partition("\n")[0]
+    line = text.strip().partition("\n")[0]
+    # s3fs makes one of Python's errors of the server's, which has the code that the server's own words often lack.
+    code = _BOTOCORE_CODE.search(_chain_text(error))
+    if code is None or code[1] in line:
+        return line
+    return code[1] if line in ("", "None") else f"{code[1]}, {line}"
 
 
 def is_answer(error: BaseException) -> bool:

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO, cast
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from shardstream.errors import MissingError, StorageError
+from shardstream.errors import MissingError, RefusedError, StorageError
 from shardstream.storage.cache import Cache, version_of
 from shardstream.storage.clients import Clients, Limits
 from shardstream.storage.explain import explained
@@ -226,7 +226,14 @@ class Storage:
             filesystem.invalidate_cache()
             return getattr(filesystem, method)(path, **arguments)
 
-        return patiently(self, url, ask)
+        try:
+            return patiently(self, url, ask)
+        except RefusedError:
+            if method == "info" and self.is_s3(url):
+                self.read(
+                    url, 0, 1
+                )  # the answer to a HEAD has no room for the server's code of why
+            raise
 
     @contextmanager
     def open(self, url: str) -> Iterator[BinaryIO]:

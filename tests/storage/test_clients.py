@@ -198,21 +198,27 @@ def test_a_missing_file_is_told_at_once(place: Place) -> None:
 
 def test_a_missing_bucket_is_told(client: str, s3: S3Server) -> None:
     storage = Storage(s3.storage_options | {"s3_client": client})
-    with pytest.raises(MissingError, match="nothing is there; check the URL"):
-        fetch(storage, f"s3://none-{uuid.uuid4().hex}/a.tar", 0, 10)
+    name = f"none-{uuid.uuid4().hex}"
+    with pytest.raises(MissingError, match=f"the bucket '{name}' does not exist; create it"):
+        fetch(storage, f"s3://{name}/a.tar", 0, 10)
 
 
 @pytest.mark.parametrize(
-    "wrong",
+    ("wrong", "code"),
     [
-        {"secret": "hunter2-hunter2"},
-        {"key": "hunter2-hunter2"},
-        {"anon": True, "key": None, "secret": None},
+        ({"secret": "hunter2-hunter2"}, "SignatureDoesNotMatch"),
+        ({"key": "hunter2-hunter2"}, "InvalidAccessKeyId"),
+        ({"anon": True, "key": None, "secret": None}, "AccessDenied"),
     ],
     ids=["secret", "key", "anonymous"],
 )
 def test_refused_access_is_told_and_no_secret_shown(
-    client: str, wrong: dict[str, Any], s3: S3Server, bucket: str, caplog: pytest.LogCaptureFixture
+    client: str,
+    wrong: dict[str, Any],
+    code: str,
+    s3: S3Server,
+    bucket: str,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     if s3.kind == "moto":
         pytest.skip("moto checks no signatures")
@@ -222,6 +228,7 @@ def test_refused_access_is_told_and_no_secret_shown(
     for read in (lambda: fetch(storage, url, 0, 10), lambda: storage.info(url)):
         with pytest.raises(RefusedError, match="access refused; check the credentials") as raised:
             read()
+        assert code in str(raised.value)  # the server's own word
         told = "".join(traceback.format_exception(raised.value)) + repr(storage) + caplog.text
         assert "hunter2" not in told
         assert s3.secret_key not in told

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import traceback
 from typing import Any
 
@@ -70,6 +72,49 @@ def test_refused_access_is_told_in_the_words_of_the_place(url: str, remedy: str)
     verdict = judge(PermissionError(13, "Permission denied"), url)
     assert isinstance(verdict.error, RefusedError)
     assert f"access refused; {remedy}" in str(verdict.error)
+
+
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [
+        (URL, "check AWS_ENDPOINT_URL and the network"),
+        ("hf://datasets/a/b/c.tar", "check the URL and the network"),
+        ("ftp://host/c.tar", "check the URL and the network"),
+    ],
+)
+def test_only_users_of_s3_hear_of_aws(url: str, remedy: str) -> None:
+    assert f"cannot be reached; {remedy}" in str(judge(ConnectionRefusedError("x"), url).error)
+    refusal = str(judge(PermissionError(13, "Permission denied"), url).error)
+    assert ("AWS" in refusal) is (url == URL)
+
+
+def test_a_read_only_disk_is_told() -> None:
+    verdict = judge(OSError(errno.EROFS, os.strerror(errno.EROFS)), "/data/a.tar")
+    assert "the disk is read-only; write elsewhere" in str(verdict.error)
+    assert not verdict.again
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("ftp://127.0.0.1:9/a.tar", {}),
+        ("ftp://nosuch.invalid/a.tar", {}),
+        ("hf://datasets/a/b/c.tar", {"endpoint": "http://127.0.0.1:9"}),
+    ],
+)
+def test_no_client_raises_an_error_of_its_own(url: str, options: dict[str, Any]) -> None:
+    if url.startswith("hf"):
+        pytest.importorskip("huggingface_hub")
+    message = "the server cannot be reached; check the URL and the network"
+    with pytest.raises(StorageError, match=message):
+        Storage({"patience_s": 0.2, **options}).read(url, 0, 10)
+
+
+def test_a_machine_that_is_told_to_stay_offline_says_so() -> None:
+    errors = pytest.importorskip("huggingface_hub.errors")
+    verdict = judge(errors.OfflineModeIsEnabled("offline mode is enabled"), "hf://datasets/a/b")
+    assert "unset HF_HUB_OFFLINE" in str(verdict.error)
+    assert not verdict.again
 
 
 def test_a_name_is_no_sign() -> None:

@@ -85,6 +85,7 @@ def test_what_cannot_be_seen_at_a_glance_is_looked_for_by_a_client(packed: str) 
 def test_a_refusal_is_told_by_the_client(packed: str) -> None:
     done = look(packed, AWS_SECRET_ACCESS_KEY="not-the-secret")  # noqa: S106  (it is none)
     assert "RefusedError" in done.stderr
+    assert "SignatureDoesNotMatch" in done.stderr
     assert "not-the-secret" not in done.stderr
 
 
