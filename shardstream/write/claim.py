@@ -45,6 +45,11 @@ class Claim:
     extras: frozenset[str] = frozenset()
 
     @property
+    def is_free(self) -> bool:
+        """Whether nothing of a dataset is there, finished or not; other files may be."""
+        return not (self.stale or self.journal_files or MANIFEST_NAME in self.files)
+
+    @property
     def replaces(self) -> bool:
         """Whether shards of these names may be there."""
         return any(self.names.is_ours(name.removesuffix(INDEX_SUFFIX)) for name in self.files)

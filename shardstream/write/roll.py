@@ -196,7 +196,7 @@ class ShardWriter:
             self._pending = self._shard = None
         self._hashing.shutdown(wait=True, cancel_futures=True)
         self._sender.stop()
-        if is_first and self._was_empty and not self._has_sent:  # the place is as it was
+        if is_first and self._was_free and not self._has_sent:  # the place is as it was
             with suppress(StorageError):  # what went wrong before is what matters
                 self._journal.remove()
         self._lock.close()
@@ -222,7 +222,7 @@ class ShardWriter:
     def _take(self, *, overwrite: bool) -> Claim:
         """Take the place: from here on, it is marked as unfinished."""
         task, taken = self._claim(overwrite=overwrite)
-        self._was_empty = not taken.files
+        self._was_free = taken.is_free
         self._has_sent = False
         self._journal = Journal(
             storage=self._storage,

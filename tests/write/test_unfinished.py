@@ -152,7 +152,16 @@ def test_a_writer_that_wrote_nothing_leaves_the_place_as_it_was(tmp_path: Path) 
     with pytest.raises(ss.SampleError, match="no samples"), ss.ShardWriter(tmp_path):
         pass
     ss.ShardWriter(tmp_path).abort()
+    with pytest.raises(ss.SourceError):
+        ss.pack([], tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pack_that_wrote_nothing_leaves_loose_files_readable(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("loose")
+    with pytest.raises(ss.SourceError):
+        ss.pack([{"cls": "no number"}], tmp_path)
+    assert len(ss.ObjectDataset(str(tmp_path))) == 1
 
 
 def test_with_a_manifest_a_forgotten_journal_is_no_harm(tmp_path: Path) -> None:
