@@ -32,8 +32,7 @@ def describe(step: object) -> str:
         for field in fields(step)  # type: ignore[arg-type]  # a dataclass
         if field.name not in _NOT_COMPARED
         and not field.name.startswith("_")
-        and getattr(step, field.name)
-        is not field.default  # an option that comes later changes no name
+        and not _is_default(getattr(step, field.name), field.default)
     }
     for name in [name for name in options if name.endswith("table")]:
         # Of decoders: this package's own may be others in its next version.
@@ -76,6 +75,13 @@ def function_name(function: object) -> str:
     if name.endswith("<lambda>") and isinstance(code, CodeType):
         return f"{qualified}#{_digest(code)}"
     return qualified
+
+
+def _is_default(value: object, default: object) -> bool:
+    """Tell whether an option need not be named: so one that a later version adds changes no name."""
+    return value is default or (
+        isinstance(value, _PLAIN) and (type(value), value) == (type(default), default)
+    )
 
 
 def _module_root(function: object) -> str:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from operator import itemgetter, methodcaller
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 import shardstream as ss
 from shardstream.errors import StateError
 from shardstream.read.dataset import StreamDataset
+from shardstream.read.group_batch import GroupBatched
 from shardstream.read.identity import describe, function_name
 from shardstream.read.transform import Select
 from tests.read.sets import labels, numbered, take
@@ -274,6 +275,13 @@ def test_a_spawned_worker_names_functions_of_the_script_as_it_does() -> None:
 
     top.__module__ = "__mp_main__"
     assert function_name(top).startswith("__main__.")
+
+
+def test_options_as_by_default_are_not_named() -> None:
+    keep = str(b"keep", "ascii")  # equal to the default, not it
+    stage = GroupBatched(group=is_even, size=2, buffer=4, collate=list, leftover=keep)  # type: ignore[arg-type]
+    assert "leftover" not in describe(stage)
+    assert "leftover='drop'" in describe(replace(stage, leftover="drop"))
 
 
 def test_names_of_this_package_do_not_say_where_a_module_is() -> None:
