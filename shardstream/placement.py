@@ -42,7 +42,7 @@ class Placement:
         Raises:
             OptionError: If only one of the two variables is set, or they are no numbers.
         """
-        if is_split_by_accelerate():
+        if accelerate_loader() is not None:
             return cls()
         return _from_torch() or _from_ray_train() or _from_variables() or cls()
 
@@ -76,11 +76,11 @@ class Reader:
         return self.placement.world_size * self.num_workers
 
 
-_ACCELERATE_LOADERS = ("DataLoaderShard.", "DataLoaderDispatcher.", "IterableDatasetShard.")
+_ACCELERATE_LOADERS = ("DataLoaderShard", "DataLoaderDispatcher", "IterableDatasetShard")
 
 
-def is_split_by_accelerate() -> bool:
-    """Return whether a loader that Accelerate has prepared is asking.
+def accelerate_loader() -> str | None:
+    """Return the class of the Accelerate loader that is asking; None if none is.
 
     Accelerate (and with it the Hugging Face Trainer) deals out an ``IterableDataset`` over the ranks itself and tells the
     dataset nothing about it: a dataset that splits as well would lose all but one of its parts. Only the call stack shows who
@@ -88,15 +88,22 @@ def is_split_by_accelerate() -> bool:
     same call.
     """
     if "accelerate.data_loader" not in sys.modules:
-        return False
+        return None
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        if frame.f_globals.get(
-            "__name__"
-        ) == "accelerate.data_loader" and frame.f_code.co_qualname.startswith(_ACCELERATE_LOADERS):
-            return True
+        name = frame.f_code.co_qualname.partition(".")[0]
+        if (
+            name in _ACCELERATE_LOADERS
+            and frame.f_globals.get("__name__") == "accelerate.data_loader"
+        ):
+            return name
         frame = frame.f_back
-    return False
+    return None
+
+
+def is_one_of_several() -> bool:
+    """Return whether ``torch.distributed`` runs more than one rank, whoever splits the samples."""
+    return (_from_torch() or Placement()).world_size > 1
 
 
 def _from_torch() -> Placement | None:

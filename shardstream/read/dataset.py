@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shardstream.errors import MissingError, NoIndexWarning, OptionError, redact, shown
-from shardstream.placement import Placement, Reader, is_split_by_accelerate
+from shardstream.placement import Placement, Reader, accelerate_loader
 from shardstream.read.iterator import DatasetIterator
 from shardstream.read.pipeline import Pipeline
 from shardstream.read.planned import Options, PlannedSamples, PlannedSource, plain_share
@@ -84,7 +84,7 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
     def __iter__(self) -> DatasetIterator:
         reader, source = current_reader(self.placement), self.pipeline.planned
         unsaid = source is not None and source.options.microbatch is None
-        if unsaid and reader.num_workers > 1 and reader.worker == 0 and is_split_by_accelerate():
+        if unsaid and reader.num_workers > 1 and reader.worker == 0 and accelerate_loader():
             warnings.warn(_SAY_MICROBATCH, stacklevel=2)
         return DatasetIterator(self.pipeline, reader, self.epoch)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader
 
 import shardstream as ss
+from tests.distributed.trainers_job import readme_block
 
 
 def dataset(folder: str, **options: Any) -> ss.ShardDataset:
@@ -72,6 +74,20 @@ def _resumed(make: Callable[[], tuple[Accelerator, Any]], checkpoint: Path) -> A
     return {"seen": seen + numbers(loader), "whole": numbers(whole)}
 
 
+def readme(folder: str, out: Path) -> Any:
+    """The epoch after the README's lines, run twice."""
+    os.chdir(out)
+    epochs = []
+    for _ in range(2):
+        samples = ss.ShardDataset(folder, shuffle=True).decode().to_tuple("npy", "cls")
+        model = torch.nn.Linear(1, 1)
+        names: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+        names |= {"loader": ss.ShardLoader(samples, 8)}
+        exec(readme_block("accelerate_train.py"), names)  # noqa: S102  (our own README)
+        epochs.append(names["loader"].epoch)
+    return epochs
+
+
 def _prepared_dataset(folder: str, dispatch: bool | None, split: bool, num_workers: int) -> Any:
     options = DataLoaderConfiguration(dispatch_batches=dispatch, split_batches=split)
     loader = DataLoader(dataset(folder, microbatch=8), batch_size=8, num_workers=num_workers)
@@ -116,6 +132,12 @@ def refusals(folder: str, out: Path) -> Any:
         accelerator.save_state(str(out / "checkpoint"))
     except ss.StateError as error:
         said.append(str(error))
+    options = DataLoaderConfiguration(dispatch_batches=True, use_stateful_dataloader=True)
+    try:
+        plain = DataLoader(dataset(folder, microbatch=8), batch_size=8)
+        numbers(Accelerator(dataloader_config=options).prepare(plain))
+    except ss.StateError as error:
+        said.append(str(error))
     return said
 
 
@@ -130,5 +152,6 @@ CHECKS = {
     registered_loader: (2,),
     prepared_datasets: (2,),
     unprepared_dataset: (2,),
+    readme: (2,),
     refusals: (1, 2),
 }

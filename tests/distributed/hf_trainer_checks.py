@@ -11,6 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import shardstream as ss
 from shardstream.integrations.hf import LoaderStateCallback, TrainerLoader
+from tests.distributed.trainers_job import readme_block
 
 
 class Net(torch.nn.Module):
@@ -149,6 +150,17 @@ def trained_where_counts_change(folder: str, out: Path) -> Any:
     return {"whole": whole, "seen": seen + _with_loader(loader(), out, resume=True)}
 
 
+def readme(folder: str, out: Path) -> Any:
+    """The samples that the README's lines train on, going on after a first step."""
+    loader = ss.ShardLoader(dataset(folder, shuffle=True), 8)
+    _with_loader(loader, out, 1)
+    names: dict[str, Any] = {"model": Net(), "args": _arguments(out, num_train_epochs=1)}
+    names |= {"train_loader": loader, "eval_loader": ss.ShardLoader(dataset(folder), 8)}
+    exec(readme_block("hf_train.py"), names)  # noqa: S102  (our own README)
+    evaluated = names["trainer"].evaluate()
+    return {"seen": names["model"].seen, "loss": evaluated["eval_loss"]}
+
+
 def evaluated(folder: str, out: Path) -> Any:
     """The samples that metrics are computed on."""
     metrics: list[list[int]] = []
@@ -197,6 +209,7 @@ CHECKS = {
     trained_on_datasets: (1, 2),
     trained_on_loaders: (1, 2),
     trained_where_counts_change: (2,),
+    readme: (2,),
     evaluated: (2,),
     refusals: (1,),
 }

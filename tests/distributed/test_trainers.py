@@ -52,6 +52,7 @@ def test_accelerate_sees_each_sample_once_an_epoch_and_resumes(tmp_path: Path) -
     assert_split_once(results["prepared_datasets"]["2"])
     seen = [number for one in results["unprepared_dataset"]["2"] for number in samples(one)]
     assert sorted(seen) == list(range(SAMPLES))
+    assert results["readme"]["2"] == [[2, 2]] * 2
     assert_refused(results["refusals"])
 
 
@@ -85,6 +86,7 @@ def assert_refused(found: dict[str, list[Any]]) -> None:
     assert len(alone) == 1  # one position: Accelerate can keep it
     assert "iterate the ShardLoader itself" in alone[0]
     assert "each rank has its own" in together[1]
+    assert "keeps the state of any rank" in together[2]
 
 
 @pytest.mark.slow
@@ -109,6 +111,10 @@ def test_the_trainer_sees_each_sample_once_an_epoch_and_resumes(tmp_path: Path) 
     assert counts == dict.fromkeys(range(1, SAMPLES, 2), 2)
     evaluated = list(chain.from_iterable(results["evaluated"]["2"]))
     assert [sorted(each) for each in evaluated] == [list(range(SAMPLES))] * 4
+    rest = [number for one in results["readme"]["2"] for number in samples(one["seen"])]
+    assert (
+        len(set(rest)) == len(rest) == SAMPLES - 2 * 2 * 8
+    )  # two ranks took a step of two batches
     said = results["refusals"]["1"][0]
     assert "callbacks=[LoaderStateCallback()]" in said["no callback"]
     assert "TrainerLoader(loader)" in said["bare loader"]

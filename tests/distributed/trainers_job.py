@@ -10,6 +10,7 @@ import json
 import logging
 import multiprocessing
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -20,6 +21,14 @@ from typing import Any
 import torch.distributed as dist
 
 Check = Callable[[str, Path], Any]
+
+
+def readme_block(name: str) -> Any:
+    """Return the compiled block of the README that begins with this file name."""
+    text = Path(__file__).parents[2].joinpath("README.md").read_text()
+    found = re.search(rf"^```python\n(# {name}\n.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert found is not None, name
+    return compile(found[1], name, "exec")
 
 
 def run_rank(check: Check, folder: str, out: Path, rank: int, world_size: int) -> None:

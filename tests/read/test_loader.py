@@ -11,6 +11,7 @@ import fsspec
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 import shardstream as ss
 from shardstream.errors import OptionError, StateError, StorageError
@@ -642,3 +643,13 @@ def test_a_damaged_state_is_refused(folder: str) -> None:
         damaged = {key: value for key, value in state.items() if key != name}
         with pytest.raises(StateError):
             loader(folder).load_state_dict(damaged)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_another_loader_around_its_dataset_is_refused(folder: str, num_workers: int) -> None:
+    own = loader(folder, num_workers=num_workers)
+    list(own)
+    other = DataLoader(own.dataset, batch_size=None, num_workers=num_workers)
+    with pytest.raises(ss.OptionError, match="only its ShardLoader reads this dataset"):
+        list(other)
+    assert len(list(own)) == len(own)
