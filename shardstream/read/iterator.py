@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardstream.placement import Reader
+from shardstream.errors import StateError
+from shardstream.placement import Reader, accelerate_loader, is_one_of_several
 from shardstream.read.pipeline import Pipeline
 from shardstream.read.quarantine import BadSample
 from shardstream.read.stage import Run, State
@@ -59,7 +60,17 @@ class DatasetIterator:
             run.close()
 
     def state_dict(self) -> State:
-        """Return where this reader is; JSON values."""
+        """Return where this reader is; JSON values.
+
+        Raises:
+            StateError: If rank 0 of several reads for all: Accelerate would keep the state of another rank.
+        """
+        if accelerate_loader() == "DataLoaderDispatcher" and is_one_of_several():
+            raise StateError(
+                "with dispatch_batches rank 0 reads for all ranks, but Accelerate's save_state keeps the state of any of them, so a "
+                "resume would begin the epoch again; say dispatch_batches=False beside use_stateful_dataloader=True, or prepare a "
+                "ShardLoader"
+            )
         return sealed({**self._identity(), "epoch": self._epoch, "run": self._run.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from shardstream.errors import OptionError, StateError, WorkerError
 from shardstream.memory import keep_freed_memory
-from shardstream.placement import Placement, Reader
+from shardstream.placement import Placement, Reader, accelerate_loader
 from shardstream.read.agreement import compare_ranks
 from shardstream.read.batches import Batches, Packet
 from shardstream.read.dataset import StreamDataset
@@ -216,6 +216,7 @@ class ShardLoader(DataLoader[Any]):
         return length // size if self._batches.split.drop_last else -(-length // size)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator around torch's iterator
+        self._refuse_second_split()
         self._follow_dataset()
         begin, self._begin = self._begin, Position(epoch=self._begin.epoch)
         self._position = begin
@@ -242,8 +243,13 @@ class ShardLoader(DataLoader[Any]):
             packets = self._batches.receive(workers, self.num_workers, self.prefetch_factor or 1)
         if not self.persistent_workers:  # they take as much memory as was on its way at one time
             self._batches.rings = []
-        if not self._serves_accelerate:
-            return self._hand_out(packets, workers, begin, self._iteration)
+        if self._serves_accelerate:
+            return self._serve_accelerate(packets, workers, begin)
+        return self._hand_out(packets, workers, begin, self._iteration)
+
+    def _serve_accelerate(
+        self, packets: Iterator[Packet], workers: Any, begin: Position
+    ) -> Iterator[Any]:
         from shardstream.read.accelerate import PreparedEpoch, check_data_parallel  # noqa: PLC0415  (it imports Accelerate)
 
         check_data_parallel(self.placement)
@@ -253,6 +259,15 @@ class ShardLoader(DataLoader[Any]):
         )
         packets = prepared.flag_end(packets)
         return prepared.hand_out(self._hand_out(packets, workers, begin, self._iteration))
+
+    def _refuse_second_split(self) -> None:
+        """Refuse to be read by a loader of Accelerate, which deals out what it reads over the ranks."""
+        given = self._batches.source_dataset.given_placement
+        if given is None and self.placement.world_size > 1 and accelerate_loader() is not None:
+            raise OptionError(
+                f"this ShardLoader gives rank {self.placement.rank} its part of the samples, but a loader of Accelerate reads it and "
+                "would split that part again; pass the ShardLoader itself to accelerator.prepare(), or a ShardDataset in a DataLoader"
+            )
 
     def _compare_ranks(self) -> None:
         """Compare once what fixes the order with the other ranks, where the placement is theirs."""

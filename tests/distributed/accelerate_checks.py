@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 import shardstream as ss
 from tests.distributed.trainers_job import readme_block
@@ -117,6 +117,16 @@ def unprepared_dataset(folder: str, out: Path) -> Any:
     return numbers(DataLoader(dataset(folder, microbatch=8), batch_size=8))
 
 
+class Wrapped(IterableDataset[Any]):
+    """What a user may write."""
+
+    def __init__(self, items: Iterable[Any]) -> None:
+        self.items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.items)
+
+
 def refusals(folder: str, out: Path) -> Any:
     """What is said where a loader would give other samples than asked for."""
     accelerator = Accelerator()
@@ -131,6 +141,11 @@ def refusals(folder: str, out: Path) -> Any:
     try:
         accelerator.save_state(str(out / "checkpoint"))
     except ss.StateError as error:
+        said.append(str(error))
+    wrapped = Accelerator().prepare(DataLoader(Wrapped(ss.ShardLoader(dataset(folder))), 8))
+    try:
+        numbers(wrapped)
+    except ss.OptionError as error:
         said.append(str(error))
     options = DataLoaderConfiguration(dispatch_batches=True, use_stateful_dataloader=True)
     try:
