@@ -18,6 +18,7 @@ from shardstream.format.group import FIELDS_LIMIT, Sample
 from shardstream.format.pictures import mask_fields
 from shardstream.read.fast import parse_json
 from shardstream.read.stage import Context, ItemFunction, ItemStage
+from shardstream.read.stored_pixels import LossError
 
 Decoder = Callable[[bytes], Any]
 """Bytes of a field -> its value."""
@@ -33,6 +34,7 @@ _WHOLE_NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
 _INFLATED_LIMIT_BYTES = 1 << 30
 _PIECE_BYTES = 1 << 18
 _LAYOUTS_KEPT = 1000
+_REMEDY = "repack this sample, or pass over it with on_error"
 _CHOICES_KEPT = 1000
 _JSON_VALUES_LIMIT = 10_000_000  # 1 GB: an empty list of 3 bytes takes 100 in memory
 _JSON_DEPTH_LIMIT = 200  # lists in lists; what is deeper cannot be pickled on its way from a worker
@@ -227,7 +229,8 @@ class Decode(ItemStage):
                 raise
             except Exception as error:
                 raise DecodeError(
-                    f"cannot be decoded: {type(error).__name__}: {error}; repack this sample, or pass over it with on_error",
+                    f"cannot be decoded: {type(error).__name__}: {error}",
+                    remedy="" if isinstance(error, LossError) else _REMEDY,
                     shard=sample.get("__url__"),
                     key=sample.get("__key__"),
                     field=name,

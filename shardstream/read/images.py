@@ -16,7 +16,7 @@ from shardstream.errors import ImageWarning, OptionError
 from shardstream.format.depth import is_rendered, stored_depth
 from shardstream.format.pictures import PILLOW_FORMATS
 from shardstream.read.fast import decode_jpeg, has_only_pixels, jpeg_size
-from shardstream.read.stored_pixels import read_mask, read_stored, shrink_by_choice
+from shardstream.read.stored_pixels import LossError, read_mask, read_stored, shrink_by_choice
 
 EXTENSIONS = frozenset(
     [
@@ -120,7 +120,7 @@ class ImageDecoder:
         Raises:
             OSError: If the bytes are no image of a format that Pillow decodes by itself, or cut.
             PIL.Image.DecompressionBombError: If it has more pixels than Pillow's limit (179 million).
-            ValueError: If ``spec`` cannot hold the numbers of the file.
+            LossError: If ``spec`` cannot hold the numbers of the file.
         """
         if self.keeps_numbers:
             return self._stored(data)
@@ -186,11 +186,11 @@ class ImageDecoder:
         """Refuse, or warn of, a file of which the spec would lose something."""
         depth = stored_depth(image, data)
         if not depth.fits_8_bits:
-            raise ValueError(
+            raise LossError(
                 f"{depth} do not fit {self.spec!r}, which has 8 bits; 'raw' keeps them: decode(fields={{name: 'raw'}})"
             )
         if self.is_mask and (image.mode in _BY_CHOICE or is_rendered(image, depth)):
-            raise ValueError(
+            raise LossError(
                 f"{self.spec!r} would replace the numbers of a mask ({depth.bits} bits, mode {image.mode}) by colours or shades; "
                 "'mask' keeps them: decode(fields={name: 'mask'}); masks=() if this field is no mask"
             )

@@ -21,6 +21,10 @@ _OTHER_ORDER = {"L": "B", "B": "L", "N": "B" if sys.byteorder == "little" else "
 _CHANGED_BY_PILLOW = re.compile(r"LAB|RGBa.*|.*;1[56]")  # raw modes that it computes with
 
 
+class LossError(ValueError):
+    """The numbers of an image file would change; the message says what to do instead."""
+
+
 def read_stored(data: bytes) -> Pixels:
     """Decode an image file to its stored numbers; palette entries stay indices, nothing is scaled, clipped or turned to colours.
 
@@ -29,11 +33,11 @@ def read_stored(data: bytes) -> Pixels:
 
     Raises:
         OSError: If the bytes are no image that Pillow decodes, or cut.
-        ValueError: If Pillow would change the numbers, or there is more than one frame.
+        LossError: If Pillow would change the numbers, or there is more than one frame.
     """
     with _opened(data) as image:
         if getattr(image, "is_animated", False) and image.format != "MPO":
-            raise ValueError(
+            raise LossError(
                 "an animation, or several pages, has no one array; store its frames apart"
             )
         depth = stored_depth(image, data)
@@ -56,13 +60,13 @@ def read_mask(data: bytes) -> Pixels:
 
     Raises:
         OSError: If the bytes are no image that Pillow decodes, or cut.
-        ValueError: If there are several channels, or fractions, or the file is a JPEG, which keeps no numbers.
+        LossError: If there are several channels, or fractions, or the file is a JPEG, which keeps no numbers.
     """
     if data[:2] == b"\xff\xd8":
-        raise ValueError("a JPEG does not keep the numbers of a mask; store masks as PNG")
+        raise LossError("a JPEG does not keep the numbers of a mask; store masks as PNG")
     pixels = read_stored(data)
     if pixels.ndim != 2 or pixels.dtype.kind not in "bui":
-        raise ValueError(
+        raise LossError(
             f"a mask has one whole number for each pixel, this is {pixels.dtype} of shape {pixels.shape}; "
             "decode it with 'raw'"
         )
@@ -95,8 +99,8 @@ def _rawmode(image: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _changes(image: PIL.Image.Image, depth: Depth) -> ValueError:
-    return ValueError(
+def _changes(image: PIL.Image.Image, depth: Depth) -> LossError:
+    return LossError(
         f"Pillow changes {depth} of {image.format}, {_rawmode(image) or image.mode}, when it reads them; "
         "give decode a function of your own for this field: fields={name: function}"
     )
