@@ -183,6 +183,10 @@ class CacheWarning(UserWarning):
     """Nothing is kept on the local disk: it is full, cannot be written, or what is read has no version."""
 
 
+class ReportWarning(UserWarning):
+    """The list of bad samples cannot be written; training goes on."""
+
+
 class ShardWarning(UserWarning):
     """A tar is read, but links in it are not, or its end is missing: samples may be incomplete or missing."""
 

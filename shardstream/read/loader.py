@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from shardstream.errors import OptionError, StateError, WorkerError
+from shardstream.errors import OptionError, ReportWarning, StateError, WorkerError
 from shardstream.memory import keep_freed_memory
 from shardstream.placement import Placement, Reader, accelerate_loader
 from shardstream.read.agreement import compare_ranks
@@ -21,7 +22,7 @@ from shardstream.read.dataset import StreamDataset
 from shardstream.read.loader_options import check_options, warn_of_lanes
 from shardstream.read.permute import derive_key
 from shardstream.read.planned import Options, PlannedSource, plain_share
-from shardstream.read.quarantine import BadSample, Quarantine
+from shardstream.read.quarantine import BadSample, Quarantine, tell
 from shardstream.read.share import Share, Split
 from shardstream.read.skip import Skips
 from shardstream.read.stage import Position, State, check_epoch, whole
@@ -93,7 +94,9 @@ class ShardLoader(DataLoader[Any]):
             lanes=lanes,
             num_workers=num_workers,
         )
-        self._quarantine = Quarantine(Skips(dataset.pipeline.on_error).report, dataset.placement)
+        report = Skips(dataset.pipeline.on_error).report
+        storage = dataset.pipeline.storage_for(report or "")
+        self._quarantine = Quarantine(report, dataset.placement, storage)
         warn_of_lanes(self._batches, max(1, num_workers))
         self._serves_accelerate = False
         # torch would draw the workers' seeds from the global generator
@@ -318,12 +321,17 @@ class ShardLoader(DataLoader[Any]):
         """End the workers at once if one raises: torch leaves them to a garbage collection, which waits 5 s for each."""
         try:
             yield
-        except Exception as error:
-            end_workers(workers, at_once=isinstance(error, WorkerError))
-            self._iterator = None
+        except BaseException as error:
+            if isinstance(error, Exception):
+                end_workers(workers, at_once=isinstance(error, WorkerError))
+                self._iterator = None
+            if (problem := self._quarantine.finish()) is not None:
+                error.add_note(str(problem))
+                if isinstance(error, GeneratorExit):  # a break: nobody sees it
+                    warnings.warn(f"{problem}", ReportWarning, stacklevel=2)
             raise
-        finally:
-            self._quarantine.write()
+        if (problem := self._quarantine.finish()) is not None:
+            tell(problem)
 
     def _position_after(
         self, packet: Packet, steps: int, epoch: int, parts: dict[int, State]

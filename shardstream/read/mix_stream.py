@@ -14,6 +14,7 @@ from shardstream.read.permute import derive_key
 from shardstream.read.stage import Context, Run, State
 from shardstream.read.stratify import Stratified
 from shardstream.read.streamed import StreamSource
+from shardstream.storage.filesystem import Storage
 
 _MIX_STREAM = 6  # what a random key is for
 
@@ -42,6 +43,10 @@ class MixedStreams(StreamSource):
     def describe(self, *, steps: bool) -> State:
         """Return what a state must agree with beside the data."""
         return self.recipe.describe(steps=steps)
+
+    def place(self) -> tuple[Storage, str]:
+        """Return the storage of the first part's first shard, and the URL of that."""
+        return next(iter(self.recipe.parts.values())).place
 
     def open(self, reader: Reader, context: Context) -> Run:
         """Start the stream of one loader worker."""

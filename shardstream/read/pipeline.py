@@ -22,6 +22,9 @@ from shardstream.read.stage import (
     State,
 )
 from shardstream.read.streamed import StreamSource
+from shardstream.storage.clients import protocol_of
+from shardstream.storage.filesystem import Storage
+from shardstream.storage.joined import JoinedCatalog
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,21 @@ class Pipeline:
         ):
             return None
         return self.source
+
+    @property
+    def place(self) -> tuple[Storage, str]:
+        """The storage of the dataset, or of the first one of a mix, and the URL of a shard there."""
+        if isinstance(self.source, StreamSource):
+            return self.source.place()
+        catalog = self.source.catalog
+        while isinstance(catalog, JoinedCatalog):
+            catalog = catalog.parts[0]
+        return catalog.storage, catalog.url_of(0) if catalog.num_shards else ""
+
+    def storage_for(self, url: str) -> Storage:
+        """Return the storage for another file: with the options of the data's, if the protocol is theirs."""
+        storage, shard = self.place
+        return storage.uncached() if protocol_of(url) == protocol_of(shard) else Storage()
 
     @property
     def seed(self) -> int:

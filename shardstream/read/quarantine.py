@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
+import threading
 import time
+import warnings
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from shardstream.errors import OptionError, ShardStreamError, redact
+from shardstream.errors import (
+    OptionError,
+    ReportWarning,
+    ShardStreamError,
+    StorageError,
+    redact,
+)
 from shardstream.placement import Placement
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.joined import AnyCatalog, JoinedCatalog
@@ -16,6 +26,7 @@ from shardstream.storage.publish import publish_bytes
 
 _MESSAGE_CHARACTERS = 500
 _EVERY_S = 10.0  # a report is written again, at most so often
+_WAIT_S = 30.0  # for it at the end of an epoch
 _RANK = "{rank}"
 
 
@@ -94,25 +105,30 @@ def located(bad: Iterable[BadSample], catalog: AnyCatalog) -> tuple[BadSample, .
 class Quarantine:
     """The bad samples of a loader, each once, and the report of them.
 
+    The report is written by a thread, so that no training step waits for it.
+
     Args:
         report: Path or URL of a file of JSON lines, with ``{rank}`` in it where there are several ranks; None for none.
         placement: Of the loader.
+        storage: Where a remote report goes.
 
     Raises:
         OptionError: If several ranks would write one file.
     """
 
-    def __init__(self, report: str | None, placement: Placement) -> None:
+    def __init__(self, report: str | None, placement: Placement, storage: Storage) -> None:
         if report is not None and placement.world_size > 1 and _RANK not in report:
             raise OptionError(
                 f"report={report!r}: {placement.world_size} ranks would write one file; put {_RANK} in its name"
             )
         self._url = None if report is None else report.replace(_RANK, str(placement.rank))
         self._rank = placement.rank
+        self._storage = storage
         self._found: dict[tuple[Any, ...], BadSample] = {}
         self._before: dict[tuple[Any, ...], BadSample] | None = None
         self._is_new = False
-        self._written_at = -_EVERY_S
+        self._begun_at = -_EVERY_S
+        self._writing: Future[None] | None = None
 
     @property
     def samples(self) -> list[BadSample]:
@@ -125,24 +141,81 @@ class Quarantine:
             if one.place not in self._found:
                 self._found[one.place] = replace(one, epoch=epoch, rank=self._rank, worker=worker)
                 self._is_new = True
-        if self._is_new and time.monotonic() - self._written_at >= _EVERY_S:
-            self.write()
+        is_idle = self._writing is None or self._writing.done()
+        if self._is_new and is_idle and time.monotonic() - self._begun_at >= _EVERY_S:
+            if (problem := self._problem()) is not None:
+                tell(problem)
+            self._begin()
 
-    def write(self) -> None:
-        """Publish the report, whole, if there is something new; what an earlier run wrote there stays in it.
+    def finish(self) -> Exception | None:
+        """Bring the report up to date; return what prevents that, for the caller to tell."""
+        problem = self._problem()
+        if self._is_new:
+            self._begin()
+            problem = self._problem()
+        return problem
 
-        Raises:
-            OptionError: If another file is there.
-            StorageError: If it cannot be written.
-        """
-        if self._url is None or not self._is_new:
+    def _begin(self) -> None:
+        """Let a thread write what there is."""
+        if self._url is None:
             return
-        storage = Storage()
+        self._is_new, self._begun_at = False, time.monotonic()
+        self._writing = writing = Future[None]()
+        found = dict(self._found)
+
+        def write() -> None:
+            try:
+                self._write(str(self._url), found)
+            except Exception as error:  # noqa: BLE001  (told by the thread that waits)
+                writing.set_exception(error)
+            else:
+                writing.set_result(None)
+
+        if sys.is_finalizing():  # an iterator that is dropped last: no thread starts any more
+            write()
+        else:  # a daemon: a store that hangs must not keep the process from ending
+            threading.Thread(target=write, name="shardstream-report", daemon=True).start()
+
+    def _problem(self) -> Exception | None:
+        """Wait for the thread; return why it failed."""
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return None
+        try:
+            error = writing.exception(_WAIT_S)
+        except TimeoutError:
+            self._writing = writing
+            return StorageError(
+                f"the report of bad samples is not written after {_WAIT_S:.0f} s; check the server, or write it to a local file",
+                shard=self._url,
+            )
+        self._is_new |= error is not None  # it is tried again
+        return _named(error, str(self._url))
+
+    def _write(self, url: str, found: dict[tuple[Any, ...], BadSample]) -> None:
+        """Publish the report, whole; what an earlier run wrote there stays in it."""
         if self._before is None:
-            self._before = _read(self._url, storage)
-        lines = [json.dumps(asdict(one)) for one in (self._before | self._found).values()]
-        publish_bytes(storage, self._url, "".join(f"{line}\n" for line in lines).encode())
-        self._is_new, self._written_at = False, time.monotonic()
+            self._before = _read(url, self._storage)
+        lines = [json.dumps(asdict(one)) for one in (self._before | found).values()]
+        publish_bytes(self._storage, url, "".join(f"{line}\n" for line in lines).encode())
+
+
+def tell(problem: Exception) -> None:
+    """Warn of a report that cannot be written; a wrong name for it is an error.
+
+    Raises:
+        OptionError: If another file is there, or the place cannot be opened.
+    """
+    if isinstance(problem, OptionError):
+        raise problem
+    warnings.warn(f"{problem}; training goes on", ReportWarning, stacklevel=2)
+
+
+def _named(error: BaseException | None, url: str) -> Exception | None:
+    """Return an error as that of the report."""
+    if error is None or isinstance(error, OptionError):
+        return error
+    return StorageError(f"the report of bad samples cannot be written: {error}", shard=url)
 
 
 def _read(url: str, storage: Storage) -> dict[tuple[Any, ...], BadSample]:

@@ -31,6 +31,8 @@ class SkipBudget:
         warn: Log each one as a warning.
         report: Path or URL of a file where a `ShardLoader` lists them, a line of JSON each: shard, offset, number, key, field,
             error. With several ranks its name needs ``{rank}``. What an earlier run listed there stays.
+            Written with the dataset's storage options where its protocol is that of the shards; where it cannot be written, a
+            `ReportWarning` says so and training goes on.
         refill: A `ShardLoader` puts other good samples of the epoch in the places of bad ones, so that all batches keep their size on
             all ranks, as losses over gathered batches need. Those come twice in the epoch; `ShardLoader.refilled` counts them.
             Without it, batches get smaller by what is bad, and ranks may differ at a step.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shardstream.placement import Reader
 from shardstream.read.stage import Context, Run, State
+from shardstream.storage.filesystem import Storage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,3 +39,7 @@ class StreamSource(ABC):
     @abstractmethod
     def open(self, reader: Reader, context: Context) -> Run:
         """Start the stream of one loader worker."""
+
+    @abstractmethod
+    def place(self) -> tuple[Storage, str]:
+        """Return the storage of its first shard, and the URL of that."""

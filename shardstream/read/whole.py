@@ -53,6 +53,10 @@ class WholeShards(StreamSource):
         """16 hex digits that change with the bytes of the shards; None without checksums."""
         return [checksum(self.shards)]
 
+    def place(self) -> tuple[Storage, str]:
+        """Return the storage, and the URL of the first shard."""
+        return self.storage, self.shards[0].url if self.shards else ""
+
     def open(self, reader: Reader, context: Context) -> Run:
         """Start reading the shards of one loader worker."""
         order = np.arange(len(self.shards))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -86,6 +87,12 @@ class Storage:
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_versions": OrderedDict()}
+
+    def uncached(self) -> Storage:
+        """Return a storage with the same options, and no cache: for what is written, too."""
+        other = copy.copy(self)
+        other.cache = None
+        return other
 
     @property
     def limits(self) -> Limits:

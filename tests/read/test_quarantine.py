@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
+import fsspec
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstream as ss
 from shardstream.errors import OptionError, SkipBudgetError
@@ -188,3 +193,82 @@ def test_a_report_goes_to_any_file_system(folder: str) -> None:
     url = "memory://logs/bad.jsonl"
     list(loader(folder, ss.SkipBudget(report=url)))
     assert len(Storage().read(url).splitlines()) == 4
+
+
+# --- a report that cannot be written
+
+
+def no_room(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["cls"] == 30:
+        raise MemoryError("mine")
+    return sample
+
+
+def nowhere(tmp_path: Path) -> str:
+    """A path under a file."""
+    (tmp_path / "file").write_bytes(b"")
+    return str(tmp_path / "file" / "bad.jsonl")
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_report_that_cannot_be_written_replaces_no_error(
+    num_workers: int, folder: str, tmp_path: Path
+) -> None:
+    budget = ss.SkipBudget(report=nowhere(tmp_path))
+    dataset = ss.ShardDataset(folder, on_error=budget).decode().map(even).map(no_room)
+    with pytest.raises(MemoryError, match="mine") as caught:
+        list(ss.ShardLoader(dataset, batch_size=4, num_workers=num_workers))
+    assert "the report of bad samples cannot be written" in caught.value.__notes__[-1]
+
+
+def test_a_report_that_cannot_be_written_is_a_warning(folder: str, tmp_path: Path) -> None:
+    one = loader(folder, ss.SkipBudget(report=nowhere(tmp_path)))
+    with pytest.warns(ss.ReportWarning, match=r"cannot be written: .*bad.jsonl.*training goes on"):
+        assert len(list(one)) == 10
+    assert len(one.quarantine) == 4
+
+
+class Slow(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A store that answers once it may, to who knows the word."""
+
+    protocol = "slowmemory"
+    store: ClassVar[dict[str, Any]] = {}
+    asked, may_answer = threading.Event(), threading.Event()
+
+    def __init__(self, access: str = "", **options: Any) -> None:
+        if access != "sesame":
+            raise ValueError("no entry")
+        super().__init__(**options)
+
+    def info(self, path: str, **options: Any) -> Any:
+        if "report" in path:
+            self.asked.set()
+            assert self.may_answer.wait(300)
+        return super().info(path, **options)
+
+
+@pytest.fixture
+def _slow() -> Iterator[None]:
+    fsspec.register_implementation("slowmemory", Slow, clobber=True)
+    Slow.asked.clear()
+    Slow.may_answer.clear()
+    yield
+    Slow.may_answer.set()
+
+
+@pytest.mark.usefixtures("_slow")
+def test_no_batch_waits_for_the_report_and_it_has_the_storage_options_of_the_data() -> None:
+    options = {"access": "sesame"}
+    samples = [{"__key__": f"{n:02d}", "cls": n} for n in range(40)]
+    url = make_shards("slowmemory://data", samples=samples, per_shard=10, storage_options=options)
+    dataset = ss.ShardDataset(
+        url,
+        storage_options=options,
+        on_error=ss.SkipBudget(report="slowmemory://logs/report.jsonl"),
+    )
+    batches = iter(ss.ShardLoader(dataset.decode().map(even), batch_size=4))
+    assert sum(1 for _ in islice(batches, 9)) == 9
+    assert Slow.asked.wait(300)  # it is being written, and has been since the fifth batch
+    Slow.may_answer.set()
+    assert sum(1 for _ in batches) == 1
+    assert len(Storage(options).read("slowmemory://logs/report.jsonl").splitlines()) == 1
