@@ -271,7 +271,9 @@ class Catalog:
 
     def _read_index_once(self, shard: ShardInfo) -> Offsets:
         url, nsamples = shard.url + INDEX_SUFFIX, shard.nsamples or 0
-        most = OFFSET_BYTES * (nsamples + 1)
+        most = OFFSET_BYTES * (
+            nsamples + 2
+        )  # one more than it should be: `_checked` says what is wrong
         data = fetch(self.storage, url, most=most + 1)
         if len(data) > most:
             raise IndexMismatchError(
