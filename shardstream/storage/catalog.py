@@ -277,7 +277,7 @@ class Catalog:
         data = fetch(self.storage, url, most=most + 1)
         if len(data) > most:
             raise IndexMismatchError(
-                f"the index has more than the {nsamples} samples that the manifest, or its size in a listing, says; "
+                f"the index has more than the {plural(nsamples, 'sample')} that the manifest, or its size in a listing, says; "
                 "run 'shardstream index' again",
                 shard=url,
             )
