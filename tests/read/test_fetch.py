@@ -54,14 +54,14 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
     really_read = Storage.read_once
 
     def read_once(
-        self: Storage, url: str, start: int = 0, end: int | None = None, *, piecemeal: bool = False
+        self: Storage, url: str, start: int = 0, end: int | None = None, **options: Any
     ) -> Piece:
         if end is None or not url.endswith(".tar"):
-            return really_read(self, url, start, end)
+            return really_read(self, url, start, end, **options)
         made.reads.append((url, start, end))
         if made.faults:
             raise made.faults.pop(0)
-        return really_read(self, url, start, end)
+        return really_read(self, url, start, end, **options)
 
     monkeypatch.setattr(Storage, "read_once", read_once)
     monkeypatch.setattr("shardstream.storage.retry.time.sleep", made.sleeps.append)
