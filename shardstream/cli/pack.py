@@ -259,7 +259,8 @@ def parse_masks(text: str | None) -> list[str] | None:
     """
     if text is None:
         return None
-    return [] if text == "none" else [name.strip() for name in text.split(",")]
+    names = [name.strip() for name in text.split(",")]
+    return [] if names == ["none"] else names
 
 
 def parse_mapping(items: list[str] | None) -> dict[str, str]:

@@ -13,6 +13,7 @@ from shardstream.errors import (
     ManifestError,
     MissingError,
     RefusedError,
+    StorageError,
     redact,
     shown,
 )
@@ -46,6 +47,10 @@ def read_classes(folder: str, storage: Storage) -> Classes | None:
         return decode_classes(storage.read(url), url=url)
     except MissingError:
         return None
+    except StorageError as error:
+        if isinstance(error.__cause__, NotADirectoryError):  # a file, not a folder
+            return None
+        raise
 
 
 def classes_in(folders: Sequence[str], storage: Storage) -> dict[str, Classes]:

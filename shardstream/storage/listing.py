@@ -23,6 +23,7 @@ _log = logging.getLogger(__name__)
 
 _THREADS = 16
 _RARE, _MANY_RARE_FIELDS = 20, 10  # a field is rare in one of 20 samples or fewer
+_MANY_FIELDS = 30  # more are odd where samples are fewer than that
 _MOST_FOLDERS = 4096  # with more, one listing of everything is fewer requests
 
 
@@ -102,7 +103,7 @@ def sample_members(root: str, files: Sequence[Listed]) -> list[tuple[str, str, L
     """Return key, field and file of what samples are made of, sorted.
 
     Files without an extension, and those in folders named like ``__this__``, are left out, with a warning that counts them.
-    Names with dots that make many rare fields are a warning, too.
+    Names with dots that make many rare fields, or more fields than samples, are a warning, too.
 
     Raises:
         OptionError: If the files are tar shards.
@@ -156,17 +157,21 @@ def _warn_of_rare_fields(root: str, members: Sequence[tuple[str, str, Listed]]) 
     fields = Counter(field for _, field, _ in members)
     samples = 1 + sum(one[0] != other[0] for one, other in pairwise(members))
     rare = {field for field, count in fields.items() if count * _RARE <= samples}
-    if len(rare) >= _MANY_RARE_FIELDS:
-        key, field, file = next(member for member in members if member[1] in rare)
+    many_rare = len(rare) >= _MANY_RARE_FIELDS
+    if many_rare or len(fields) > max(samples, _MANY_FIELDS):
+        odd = rare if many_rare else fields
+        key, field, file = next(member for member in members if member[1] in odd)
+        of_rare = (
+            f", and {len(rare):,} of the fields are in at most {100 // _RARE} % of the samples"
+        )
         _log.warning(
-            "%s: %s make %s with %s, and %s of the fields are in less than %d %% of the samples. A key ends at the first dot of a "
-            "name: %s is the field %r of the sample %r. Rename such files if that is not meant",
+            "%s: %s make %s with %s%s. A key ends at the first dot of a name: %s is the field %r of the sample %r. "
+            "Rename such files if that is not meant",
             root,
             plural(len(members), "file"),
             plural(samples, "sample"),
             plural(len(fields), "field"),
-            f"{len(rare):,}",
-            100 // _RARE,
+            of_rare if many_rare else "",
             file.path,
             field,
             key,

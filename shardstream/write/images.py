@@ -74,6 +74,11 @@ class ImageOptions:
             raise OptionError(f"max_side must be 1 pixel or more, not {self.max_side}")
         if not 1 <= self.quality <= 100:
             raise OptionError(f"quality goes from 1 to 100, not {self.quality}")
+        for name in self.masks or ():
+            if name in ("", "none"):
+                raise OptionError(
+                    f"masks are names of fields, not {name!r}; if no field is a mask, say masks=[] (--masks none)"
+                )
         if self.format is not None and self.format not in REENCODED:
             raise OptionError(
                 f"images are turned into {', '.join(REENCODED)}, not into {self.format!r}"
@@ -175,7 +180,7 @@ def reencode(
             fits = options.max_side is None or max(image.size) <= options.max_side
             if fits and IMAGE_FORMATS[new] == IMAGE_FORMATS[old]:
                 return field, data
-            encoded = _write_again(image, data, IMAGE_FORMATS[new], options, is_mask=is_mask)
+            encoded = _write_again(image, data, field, IMAGE_FORMATS[new], options, is_mask=is_mask)
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         detail = "unknown format" if isinstance(error, UnidentifiedImageError) else str(error)
         raise SourceError(
@@ -194,15 +199,16 @@ class _LossError(Exception):
 
 
 def _write_again(
-    image: Image.Image, data: bytes, form: str, options: ImageOptions, *, is_mask: bool
+    image: Image.Image, data: bytes, field: str, form: str, options: ImageOptions, *, is_mask: bool
 ) -> bytes:
-    """Return the bytes of an image in a format and size."""
+    """Return the bytes of an image in a format and size; the field is that of the source, for messages."""
     depth = stored_depth(image, data)
     _check_loss(image, depth, form, is_mask=is_mask)
     turn = _orientation(image)
     by_choice = is_mask or image.mode not in _AVERAGED
-    if not by_choice and options.masks is None:
-        _check_shades(image, options)
+    shrinks = options.max_side is not None and max(image.size) > options.max_side
+    if not by_choice and options.masks is None and (shrinks or form in _LOSSY):
+        _check_shades(image, field, "max_side" if shrinks else "image_format")
     smaller = _fit(image, options.max_side, by_choice=by_choice)
     fitting = _for_format(smaller, form)
     if not _holds(form, fitting):
@@ -234,16 +240,16 @@ def _check_loss(image: Image.Image, depth: Depth, form: str, *, is_mask: bool) -
         )
 
 
-def _check_shades(image: Image.Image, options: ImageOptions) -> None:
-    """Refuse a grey image that looks like a mask, unless it was said which fields are masks."""
+def _check_shades(image: Image.Image, field: str, option: str) -> None:
+    """Refuse a grey image that looks like a mask, and whose shades an option would mix."""
     if image.format == "JPEG" or image.mode != "L":
         return
     shades = image.getcolors(_MASK_SHADES)
     if shades is not None and len(shades) > 1:
         raise _LossError(
-            f"it has {len(shades)} shades of grey, as a mask has, and "
-            f"{'max_side' if options.max_side else 'image_format'} would mix them; say which fields are masks, "
-            "masks=['png'] (--masks png), or that none are, masks=[] (--masks none)"
+            f"it has {len(shades)} shades of grey, as a mask has, and {option} would mix them; say which fields are masks, "
+            f"masks=[{field!r}] (--masks {field}), or that none are, masks=[] (--masks none). A stopped pack with finished "
+            "shards has to begin anew then, with overwrite=True (--overwrite)"
         )
 
 

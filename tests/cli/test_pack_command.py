@@ -106,6 +106,9 @@ def test_a_table_whose_rows_are_partly_broken(
         (["PHOTOS", "OUT", "--max-bytes", "big"], 1, "is no size"),
         (["PHOTOS", "OUT/x.tar"], 1, "{shard}"),
         (["PHOTOS"], 2, "DEST"),
+        (["PHOTOS", "OUT", "--classes", "PHOTOS/cat/0.png"], 1, "no class names are here"),
+        (["PHOTOS", "OUT", "--masks", ""], 1, "--masks none"),
+        (["PHOTOS", "OUT", "--masks", "none,png"], 1, "--masks none"),
     ],
 )
 def test_mistakes_are_explained(

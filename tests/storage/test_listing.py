@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 from shardstream.errors import MissingError
 from shardstream.storage import listing
 from shardstream.storage.filesystem import Storage
-from shardstream.storage.listing import list_all, list_beginning, list_files
+from shardstream.storage.listing import (
+    Listed,
+    list_all,
+    list_beginning,
+    list_files,
+    sample_members,
+)
 from shardstream.storage.publish import publish_bytes
 
 NAMES = ("a/b/c.jpg", "a/d.txt", "b.c/e", "top.json")
@@ -72,6 +78,15 @@ def test_odd_names_on_s3_are_found_and_markers_of_folders_are_not(
     found = list_files(f"{bucket}/set", Storage())
     assert {file.path for file in found} == {*keys} - {"marked/"}
     assert all(Storage().read(file.url) == file.path.encode() for file in found)
+
+
+@pytest.mark.parametrize(("count", "warns"), [(43, True), (30, False)])
+def test_frames_with_dotted_numbers_that_become_one_sample_are_warned_of(
+    count: int, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = [Listed(f"frame.{number:06d}.jpg", "", 1) for number in range(count)]
+    sample_members("root", files)
+    assert ("1 sample with 43 fields. A key ends at the first dot" in caplog.text) is warns
 
 
 @pytest.mark.parametrize("name", ["none", "none/"])

@@ -333,6 +333,7 @@ DEEP = RNG.integers(0, 65536, (9, 13, 2), np.uint16)
     [
         (file_of(IDS), "png", {"max_side": 50}, r"3 shades of grey.*max_side would mix them.*--masks png"),
         (file_of(IDS), "png", {"format": "jpg"}, "image_format would mix them"),
+        (file_of(IDS, "BMP"), "x.bmp", {"max_side": 50, "format": "png"}, r"max_side would mix.*--masks x\.bmp.*--overwrite"),
         (png_of(np.dstack([DEEP, DEEP[:, :, :1]])), "png", {"max_side": 5}, "would be cut to 8 bits"),
         (file_of(IDS.astype(np.uint16)), "png", {"format": "webp"}, "WEBP cannot hold 16-bit"),
         (file_of(IDS.astype(np.float32), "TIFF"), "tif", {"format": "webp"}, "WEBP cannot hold 32-bit float"),
@@ -359,6 +360,19 @@ def test_masks_that_cannot_be_made_smaller_are_an_error(
 ) -> None:
     with pytest.raises(SourceError, match=message):
         reencode(data, field, ImageOptions(max_side=5), where="x", is_mask=True)
+
+
+def test_few_shades_stay_in_another_lossless_format() -> None:
+    options = ImageOptions(max_side=500, format="png")
+    field, data = reencode(file_of(IDS, "BMP"), "bmp", options, where="x")
+    assert field == "png"
+    assert np.array_equal(stored(data), IDS)
+
+
+@pytest.mark.parametrize("masks", [("",), ("none", "png"), ("none",)])
+def test_masks_without_a_name_are_refused(masks: tuple[str, ...]) -> None:
+    with pytest.raises(OptionError, match="names of fields"):
+        ImageOptions(masks=masks)
 
 
 def test_who_says_that_none_is_a_mask_gets_shades() -> None:
