@@ -102,7 +102,7 @@ def run_block(block: Block, namespace: dict[str, Any], folder: Path) -> None:
     if block.language == "bash":
         done = subprocess.run(
             ["bash", "-euo", "pipefail", "-c", block.code],  # noqa: S607
-            cwd=folder, capture_output=True, text=True, check=False, timeout=120,
+            cwd=folder, capture_output=True, text=True, check=False, timeout=600,
         )  # fmt: skip
         assert done.returncode == 0, f"{block.where}: {done.stdout}\n{done.stderr}"
     elif named := _FILE.match(block.code):

@@ -7,7 +7,6 @@ import io
 import json
 import struct
 import tarfile
-import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -138,9 +137,7 @@ def test_millions_of_tiny_members_take_bounded_memory(monkeypatch: pytest.Monkey
         many = ((f"{n:0250d}.x", n * 512, n * 512 + 512, 0) for n in range(400_000))
         return sum(1 for _ in iter_groups(many))  # the keys alone are 100 MB
 
-    begun = time.monotonic()
     assert survived(attack, memory_bytes=48 * MiB) == "400000"
-    assert time.monotonic() - begun < 60
 
 
 def test_a_key_that_comes_back_soon_is_noticed_however_many_there_are(

@@ -224,9 +224,7 @@ def is_gone(group: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("client", "method"), [("obstore", "fork"), ("obstore", "spawn"), ("s3fs", "spawn")]
-)
+@pytest.mark.parametrize(("client", "method"), [("obstore", "fork"), ("obstore", "spawn")])
 def test_an_epoch_under_faults_has_each_sample_once(
     client: str, method: str, shop: Shop, tmp_path: Path
 ) -> None:

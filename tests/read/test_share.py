@@ -15,7 +15,7 @@ from shardstream.read.share import Remainder, Share, Split, fitting_lanes
 from shardstream.read.source import own_steps, planned, upcoming
 from tests.read.test_plan import epochs, orders
 
-many = settings(max_examples=400, deadline=None)
+many = settings(max_examples=120, deadline=None)
 remainders: st.SearchStrategy[Remainder] = st.sampled_from(["pad", "drop", "keep"])
 
 

@@ -343,7 +343,7 @@ PIPELINES: dict[str, tuple[Callable[[ss.ShardDataset], ss.ShardDataset], int | N
     "batched": (lambda ds: ds.shuffle(7).batched(4), None),
     "group_batched": (lambda ds: ds.group_batched(label_group, 4, buffer=8), None),
 }
-TOPOLOGIES = (0, 1, 3)
+TOPOLOGIES = (0, 2)
 
 
 @pytest.fixture(scope="module")
@@ -376,7 +376,7 @@ def check_resume(make: Callable[[], ss.ShardLoader], cuts: Iterable[int]) -> Non
 def test_a_loader_resumes_a_pipeline_on_the_same_topology(
     folder: str, name: str, num_workers: int
 ) -> None:
-    cuts = range(30) if num_workers == 0 else (1, 5, -1)
+    cuts = (0, 1, 2, 3, 5, 8, 13, 21, -1) if num_workers == 0 else (5,)
     check_resume(lambda: open_loader(folder, name, num_workers), cuts)
 
 
@@ -385,7 +385,7 @@ def test_a_loader_resumes_a_pipeline_on_the_same_topology(
 def test_a_loader_resumes_a_pipeline_without_an_index(
     folder: str, name: str, num_workers: int
 ) -> None:
-    cuts = range(20) if num_workers == 0 else (1, 5, -1)
+    cuts = (0, 1, 2, 3, 5, 8, 13, -1) if num_workers == 0 else (5,)
     check_resume(lambda: open_loader(folder, name, num_workers, index="ignore"), cuts)
 
 

@@ -33,6 +33,28 @@ from tests.servers import S3Server
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "import sys; from shardstream.cli import main; sys.exit(main(sys.argv[1:]))"]  # fmt: skip
 
+# Killed at a call of our own code, not after some time: the same moment on every machine.
+KILLED_AT_A_CALL = """
+import os, pathlib, signal, sys, threading
+import shardstream.cli
+
+place, after_calls, calls = os.path.dirname(shardstream.__file__), int(sys.argv[1]), 0
+
+def count(frame, event, _):
+    global calls
+    if event == "call" and frame.f_code.co_filename.startswith(place):
+        calls += 1
+        if calls == after_calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+threading.setprofile(count)
+sys.setprofile(count)
+code = shardstream.cli.main(sys.argv[3:])
+sys.setprofile(None)
+pathlib.Path(sys.argv[2]).write_text(str(calls))
+sys.exit(code)
+"""
+
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -103,22 +125,20 @@ def pack_stopped(stop_after: Callable[[int], None], count: int, *args: Any, **kw
 # --- killed at any moment, as processes
 
 
-def run_killed(command: list[str], after_s: float) -> bool:
-    """Run a command and kill it after some seconds; tell whether it ended by itself, well."""
-    with subprocess.Popen(
-        [*COMMAND, *command],
-        cwd=ROOT,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            process.wait(after_s)
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGKILL)
-        _, said = process.communicate()
-    assert process.returncode in (0, -signal.SIGKILL), said
-    return process.returncode == 0
+def run_killed(command: list[str], *, after_calls: int, counted: Path) -> bool:
+    """Run a command that kills itself at a call of our code; tell whether it ended by itself, well.
+
+    Args:
+        command: Arguments of the command line.
+        after_calls: The number of the call, from 1; 0: none.
+        counted: Gets the number of all calls, if the command ends by itself.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_AT_A_CALL, str(after_calls), str(counted), *command],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    return done.returncode == 0
 
 
 def is_published(storage: Storage, folders: list[str]) -> bool:
@@ -130,24 +150,20 @@ def is_published(storage: Storage, folders: list[str]) -> bool:
     return True
 
 
-def pack_under_fire(command: list[str], folders: list[str], *, seed: int, kills: int) -> int:
-    """Give a command again and again, killed at random moments, until all is published; return how often it was killed."""
+def pack_under_fire(
+    command: list[str], folders: list[str], counted: Path, *, seed: int, kills: int
+) -> None:
+    """Give a command again and again, killed at random calls of our code, until all is published."""
     draw = random.Random(seed)
     storage = Storage()
-    start_s = time.monotonic()
-    assert run_killed(["pack", "--help"], 300)
-    least_s = time.monotonic() - start_s  # what it takes to begin
-    killed = 0
+    calls = int(counted.read_text())  # of a clean run
     for _ in range(kills):
-        if run_killed(command, least_s * draw.uniform(0.8, 2.5)):
-            break
-        killed += 1
-        if is_published(storage, folders):  # it was on its way out
+        run_killed(command, after_calls=draw.randrange(calls // 8, calls // 2), counted=counted)
+        if is_published(storage, folders):  # what was left took fewer calls
             break
     else:
-        assert run_killed(command, 300)
+        assert run_killed(command, after_calls=0, counted=counted)
     assert is_published(storage, folders)
-    return killed
 
 
 @pytest.mark.slow
@@ -158,21 +174,24 @@ def test_killed_at_any_moment_the_same_command_ends_in_the_same_bytes(
     options: list[str], files: Path, tmp_path: Path
 ) -> None:
     limits = ["--max-samples", "15", "--shuffle", *options]
-    assert run_killed(["pack", str(files), str(tmp_path / "clean"), *limits], 300)
+    clean = ["pack", str(files), str(tmp_path / "clean"), *limits]
+    assert run_killed(clean, after_calls=0, counted=tmp_path / "calls")
     dest = str(tmp_path / "out")
     folders = [f"{dest}/a", f"{dest}/b"] if "--split" in options else [dest]
-    killed = pack_under_fire(["pack", str(files), dest, *limits], folders, seed=3, kills=5)
-    assert killed
+    again = ["pack", str(files), dest, *limits]
+    pack_under_fire(again, folders, tmp_path / "calls", seed=3, kills=5)
     assert contents(tmp_path / "out") == contents(tmp_path / "clean")
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("s3_env")
-def test_killed_at_any_moment_on_s3(bucket: str, s3: S3Server, files: Path) -> None:
+def test_killed_at_any_moment_on_s3(bucket: str, files: Path, tmp_path: Path) -> None:
     limits = ["--max-samples", "20"]
-    assert run_killed(["pack", str(files), f"{bucket}/clean", *limits], 300)
+    clean = ["pack", str(files), f"{bucket}/clean", *limits]
+    assert run_killed(clean, after_calls=0, counted=tmp_path / "calls")
     dest = f"{bucket}/out"
-    assert pack_under_fire(["pack", str(files), dest, *limits], [dest], seed=1, kills=4)
+    again = ["pack", str(files), dest, *limits]
+    pack_under_fire(again, [dest], tmp_path / "calls", seed=1, kills=4)
     assert remote_contents(dest) == remote_contents(f"{bucket}/clean")
 
 

@@ -20,14 +20,21 @@ from shardstream.testing import make_shards
 JOB = Path(__file__).with_name("job.py")
 
 
-def torchrun(ranks: int, out: Path, url: str, *options: str) -> subprocess.CompletedProcess[str]:
+TORCHRUN = ["-m", "torch.distributed.run", "--master-port", "0", "--rdzv-backend", "c10d"]
+
+
+def train(
+    ranks: int, out: Path, url: str, *options: str, by_torchrun: bool = False
+) -> subprocess.CompletedProcess[str]:
     out.mkdir(exist_ok=True)
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    command += ["--master-port", "0", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0"]
-    command += [str(JOB), "--url", url, "--out", str(out), *options]
+    command = [sys.executable, str(JOB), "--ranks", str(ranks)]
+    if by_torchrun:
+        command = [sys.executable, *TORCHRUN, "--rdzv-endpoint", "127.0.0.1:0"]
+        command += ["--nproc-per-node", str(ranks), str(JOB)]
+    command += ["--url", url, "--out", str(out), *options]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(JOB.parents[2])}
     return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=180, check=False
+        command, env=environment, capture_output=True, text=True, timeout=600, check=False
     )
 
 
@@ -50,7 +57,7 @@ def test_ranks_train_in_step_and_see_each_sample_once(
     tmp_path: Path, ranks: int, samples: int, options: list[str]
 ) -> None:
     url = make_shards(tmp_path / "data", samples=samples, per_shard=30)
-    done = torchrun(ranks, tmp_path / "out", url, *options)
+    done = train(ranks, tmp_path / "out", url, *options, by_torchrun=ranks == 2)
     assert done.returncode == 0, done.stderr[-3000:]
     steps = steps_of(tmp_path / "out", ranks)
     for at_once in zip_longest(*steps):
@@ -96,7 +103,7 @@ def test_ranks_stay_in_step_whatever_one_of_them_skips(
         samples[number]["cls"] = b"none"
     url = make_shards(tmp_path / "bad", samples=samples, per_shard=12)
     options = ["--batch-size", f"{batch_size}", "--workers", f"{workers}", "--on-error", "skip"]
-    done = torchrun(2, tmp_path / "out", url, *options)
+    done = train(2, tmp_path / "out", url, *options)
     assert done.returncode == 0, done.stderr[-3000:]
     steps = steps_of(tmp_path / "out", 2)
     assert len(steps[0]) == len(steps[1]) == 24 // batch_size
@@ -111,16 +118,14 @@ def test_a_killed_rank_is_made_good_on_another_number_of_ranks(tmp_path: Path) -
     url = make_shards(tmp_path / "data", samples=samples, per_shard=50)
     order = ["--microbatch", "4", "--lanes", "12"]
     out = tmp_path / "out"
-    killed = torchrun(
-        3, out, url, "--batch-size", "8", "--kill-rank", "1", "--kill-step", "5", *order
-    )
+    killed = train(3, out, url, "--batch-size", "8", "--kill-rank", "1", "--kill-step", "5", *order)
     assert killed.returncode != 0
     first = steps_of(out, 3)
     checkpoint = torch.load(out / "checkpoint.pt", weights_only=True)
     assert checkpoint["loader"]["consumed"] == 3 * 3 * 8, "the last checkpoint is of step 3"
     seen = [number for rank in first for step in rank[:3] for number in step["ids"]]
 
-    resumed = torchrun(2, out, url, "--batch-size", "12", "--workers", "1", *order)
+    resumed = train(2, out, url, "--batch-size", "12", "--workers", "1", *order)
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     second = [number for rank in steps_of(out, 2) for step in rank for number in step["ids"]]
     assert sorted(seen + second) == list(range(samples))
