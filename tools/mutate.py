@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import copy
 import difflib
 import os
 import random
@@ -40,6 +39,10 @@ OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
     ast.Mod: ast.FloorDiv, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd, ast.BitXor: ast.BitAnd,
     ast.LShift: ast.RShift, ast.RShift: ast.LShift, ast.Div: ast.Mult,
 }  # fmt: skip
+EDITED = (
+    ast.Compare, ast.BinOp, ast.AugAssign, ast.BoolOp, ast.Constant, ast.If, ast.While, ast.IfExp,
+    ast.Return, ast.Expr,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,22 +55,19 @@ class Mutant:
 
 
 def mutants(source: str) -> Iterator[Mutant]:
-    """Yield every mutant of a module, in the order of its lines."""
+    """Yield every mutant of a module, in the order in which `ast.walk` meets them."""
     tree = ast.parse(source)
-    count = sum(1 for _ in ast.walk(tree))
     skipped = _not_run(tree)
-    for number in range(count):
-        if number in skipped:
+    for number, node in enumerate(ast.walk(tree)):
+        if number in skipped or not isinstance(node, EDITED):
             continue
-        for choice in range(2):
-            changed = copy.deepcopy(tree)
-            nodes = list(ast.walk(changed))
-            edit = _edit(nodes[number], choice)
-            if edit:
-                line = getattr(nodes[number], "lineno", 0)
-                yield Mutant(
-                    line=line, edit=edit, source=ast.unparse(ast.fix_missing_locations(changed))
-                )
+        for edit in (_exchange, _remove):
+            changed = ast.parse(source)
+            edited = list(ast.walk(changed))[number]
+            said = edit(edited)
+            if said:
+                mutated = ast.unparse(ast.fix_missing_locations(changed))
+                yield Mutant(line=getattr(node, "lineno", 0), edit=said, source=mutated)
 
 
 def _not_run(tree: ast.Module) -> set[int]:
@@ -92,10 +92,8 @@ def _not_run(tree: ast.Module) -> set[int]:
     return {numbers[id(inner)] for root in roots for inner in ast.walk(root)}
 
 
-def _edit(node: ast.AST, choice: int) -> str:
-    """Edit a node in place; return what was done, or nothing where there is no such choice."""
-    if choice == 1:
-        return _second_edit(node)
+def _exchange(node: ast.AST) -> str:
+    """Exchange something in a node, in place; return what was done, if anything."""
     if isinstance(node, ast.Compare):
         old = node.ops[0]
         node.ops[0] = COMPARISONS[type(old)]()
@@ -108,7 +106,7 @@ def _edit(node: ast.AST, choice: int) -> str:
         node.op = ast.Or() if isinstance(node.op, ast.And) else ast.And()
         return "and <-> or"
     if isinstance(node, ast.Constant):
-        return _edit_constant(node)
+        return _exchange_constant(node)
     if isinstance(node, ast.If | ast.While | ast.IfExp):
         node.test = ast.UnaryOp(op=ast.Not(), operand=node.test)
         return "condition negated"
@@ -118,20 +116,18 @@ def _edit(node: ast.AST, choice: int) -> str:
     return ""
 
 
-def _second_edit(node: ast.AST) -> str:
-    """Remove the first removable statement... of a block, or a part of a condition."""
+def _remove(node: ast.AST) -> str:
+    """Remove a call that stands alone, or a block with a condition, in place; return what was done, if anything."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call | ast.Await):
         node.value = ast.Constant(None)
         return "call removed"
-    if isinstance(node, ast.Raise):
-        return ""
     if isinstance(node, ast.If):
         node.test = ast.Constant(False)
         return "condition never"
     return ""
 
 
-def _edit_constant(node: ast.Constant) -> str:
+def _exchange_constant(node: ast.Constant) -> str:
     value = node.value
     if isinstance(value, bool):
         node.value = not value
