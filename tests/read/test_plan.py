@@ -175,3 +175,20 @@ def test_default_windows_are_whole_batches(nsamples: int, total_bytes: int, batc
     window = default_window(nsamples, total_bytes, batch)
     assert window % batch == 0
     assert batch <= window <= max(16_384, batch)
+
+
+@pytest.mark.parametrize(
+    ("nsamples", "total_bytes", "batch", "window"),
+    [
+        (1_000_000, 100_000_000_000, 64, 640),
+        (1797, 2_000_000, 64, 16_384),
+        (50_000_000, 5_000_000_000, 32, 16_384),
+        (1000, 10_000_000_000, 8, 8),
+        (100, 0, 7, 16_380),
+    ],
+)
+def test_default_windows_are_pinned(
+    nsamples: int, total_bytes: int, batch: int, window: int
+) -> None:
+    """They are part of the order: a change would give every dataset another one."""
+    assert default_window(nsamples, total_bytes, batch) == window
