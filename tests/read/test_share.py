@@ -255,3 +255,10 @@ def test_a_rank_outside_the_world_has_no_share() -> None:
     order = Order(nsamples=20, batch=4, shuffle=False, seed=0, lanes=1, window=4, block=1)
     with pytest.raises(OptionError, match="rank 2 of world size 2"):
         Share(Plan(order, 0), Split(world_size=2), rank=Placement(2, 3).rank)
+
+
+@given(order=orders(), split=splits())
+def test_nothing_is_left_after_all_samples(order: Order, split: Split) -> None:
+    for share in shares(Plan(order, 0), split, consumed=order.nsamples):
+        assert share.num_steps == share.num_samples == 0
+        assert steps_of(share) == []
