@@ -90,6 +90,8 @@ def test_ranks_have_equal_steps_of_equal_size(
     assert all(0 < size <= split.microbatches * order.batch for size in sizes[0])
     assert len(sizes[0]) == ranks[0].num_steps
     assert {share.num_samples for share in ranks} == {sum(sizes[0])}
+    for share in ranks:
+        assert [share.step_size(step) for step in range(share.num_steps)] == sizes[0]
 
 
 @given(order=orders(), split=splits(st.just("keep")))
