@@ -264,3 +264,14 @@ def test_nothing_is_left_after_all_samples(order: Order, split: Split) -> None:
     for share in shares(Plan(order, 0), split, consumed=order.nsamples):
         assert share.num_steps == share.num_samples == 0
         assert steps_of(share) == []
+
+
+@given(order=orders(), split=splits(drop_last=st.booleans()), data=st.data())
+def test_the_short_step_has_what_full_steps_leave(
+    order: Order, split: Split, data: st.DataObject
+) -> None:
+    consumed = draw_consumed(data, order)
+    for share in shares(Plan(order, 0), split, consumed):
+        left = order.nsamples - consumed - share.full_steps * split.batches_per_step * order.batch
+        is_left_out = split.drop_last or split.remainder == "drop"
+        assert share.short_step_samples == (0 if is_left_out else left)
