@@ -78,7 +78,7 @@ def test_ranks_train_in_step_and_see_each_sample_once(
 @pytest.mark.slow
 def test_ranks_with_different_numbers_of_workers_refuse(tmp_path: Path) -> None:
     url = make_shards(tmp_path / "data", samples=60, per_shard=30)
-    done = torchrun(2, tmp_path / "out", url, "--batch-size", "4", "--workers-of-rank-1", "2")
+    done = train(2, tmp_path / "out", url, "--batch-size", "4", "--workers-of-rank-1", "2")
     assert done.returncode != 0
     for rank, workers in ((0, "lanes=2"), (1, "lanes=4")):
         assert f"rank {rank} has lanes=" in done.stderr, done.stderr[-3000:]

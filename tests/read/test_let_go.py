@@ -24,9 +24,10 @@ def test_a_batch_that_was_taken_is_held_by_nobody_else(many: bool, tmp_path: Pat
     url = make_shards(tmp_path, samples=200, per_shard=200 if many else 9)
     dataset = ss.ShardDataset(url, shuffle=True).map(Thing)
     loader = ss.ShardLoader(dataset, 20, num_workers=0, collate_fn=list)
-    packets = iter(loader._batches)
-    for _ in range(5):
-        packet = next(packets)
-        held = [weakref.ref(thing) for thing in packet.batch]
-        del packet
-        assert [one() for one in held] == [None] * 20
+    with loader._batches.serving():
+        packets = iter(loader._batches)
+        for _ in range(5):
+            packet = next(packets)
+            held = [weakref.ref(thing) for thing in packet.batch]
+            del packet
+            assert [one() for one in held] == [None] * 20

@@ -299,7 +299,7 @@ def test_from_s3_to_s3(bucket: str, photos: Path, tmp_path: Path) -> None:
     ]
     back = pack(f"{bucket}/out/", tmp_path / "back")
     assert back.samples == 9
-    with pytest.raises(StorageError, match="nothing is there"):
+    with pytest.raises(StorageError, match="the bucket '.*' does not exist; create it"):
         pack(photos, "s3://no-such-bucket-here/x", max_samples=5)
 
 

@@ -341,7 +341,7 @@ def test_on_s3(bucket: str, caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.usefixtures("s3_env")
 def test_a_missing_bucket_is_a_clear_error() -> None:
-    with pytest.raises(StorageError, match="nothing is there; check the URL"):
+    with pytest.raises(StorageError, match="the bucket '.*' does not exist; create it"):
         write_some("s3://no-such-bucket-here/train/")
 
 
