@@ -49,8 +49,13 @@ def steps_of(out: Path, ranks: int) -> list[list[dict[str, Any]]]:
     ("ranks", "samples", "options"),
     [
         (2, 203, ["--batch-size", "8", "--workers", "2", "--epochs", "2"]),
-        (3, 101, ["--batch-size", "7"]),
-        (4, 97, ["--batch-size", "5", "--microbatch", "5", "--lanes", "8", "--workers", "1"]),
+        pytest.param(3, 101, ["--batch-size", "7"], marks=pytest.mark.slow),
+        pytest.param(
+            4,
+            97,
+            ["--batch-size", "5", "--microbatch", "5", "--lanes", "8", "--workers", "1"],
+            marks=pytest.mark.slow,
+        ),  # fmt: skip
     ],
 )
 def test_ranks_train_in_step_and_see_each_sample_once(
@@ -113,6 +118,7 @@ def test_ranks_stay_in_step_whatever_one_of_them_skips(
     assert seen == set(range(48)) - bad
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_made_good_on_another_number_of_ranks(tmp_path: Path) -> None:
     samples = 240
     url = make_shards(tmp_path / "data", samples=samples, per_shard=50)

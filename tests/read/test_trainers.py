@@ -63,6 +63,7 @@ print(json.dumps([seen, whole]))
 """
 
 
+@pytest.mark.slow
 def test_lightning_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     folder = numbered(tmp_path / "set", 90, 20)
     program = SETUP + LIGHTNING

@@ -70,6 +70,7 @@ def test_a_data_set_opens_without_a_client(packed: str) -> None:
         assert done.stdout.split("\n")[:3] == ["12", "3", "12 True"], done.stderr
 
 
+@pytest.mark.slow
 def test_what_cannot_be_seen_at_a_glance_is_looked_for_by_a_client(packed: str) -> None:
     storage = Storage()
     remove(
@@ -260,12 +261,14 @@ def _signature(auth: S3SigV4Auth, request: Any, at: str) -> str:
     )
 
 
+@pytest.mark.slow
 def test_the_users_files_are_not_needed(tmp_path: Path, packed: str) -> None:
     """No profile, no home: the same."""
     done = look(packed, HOME=str(tmp_path))
     assert done.stdout.startswith("12\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_an_index_that_does_not_fit_is_told_when_it_is_read(packed: str) -> None:
     publish_bytes(Storage(), f"{packed}/000001.tar.idx", b"12345678" * 6)
     done = look(packed)

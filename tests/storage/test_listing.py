@@ -64,6 +64,7 @@ def test_a_prefix_is_a_folder_or_the_beginning_of_names(root: str) -> None:
         list_beginning(f"{root}/z", Storage())
 
 
+@pytest.mark.slow
 def test_odd_names_on_s3_are_found_and_markers_of_folders_are_not(
     bucket: str, s3_env: None
 ) -> None:

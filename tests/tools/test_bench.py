@@ -53,6 +53,7 @@ def run_bench(*arguments: object) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_a_row_of_our_own_is_measured_written_and_rendered(tmp_path: Path) -> None:
     out = tmp_path / "run.json"
     text = run_bench(
