@@ -55,7 +55,7 @@ def steps_of(out: Path, ranks: int) -> list[list[dict[str, Any]]]:
             97,
             ["--batch-size", "5", "--microbatch", "5", "--lanes", "8", "--workers", "1"],
             marks=pytest.mark.slow,
-        ),  # fmt: skip
+        ),
     ],
 )
 def test_ranks_train_in_step_and_see_each_sample_once(

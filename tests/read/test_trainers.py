@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from tests.read.sets import numbered
 
 # In a process of its own: it sets up process-wide state, and warns of its own affairs.
