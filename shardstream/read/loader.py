@@ -221,8 +221,7 @@ class ShardLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator around torch's iterator
         self._refuse_second_split()
         self._follow_dataset()
-        begin, self._begin = self._begin, Position(epoch=self._begin.epoch)
-        self._position = begin
+        begin = self._position = self._begin
         self._share = self._batches.share(begin)
         self._compare_ranks()
         self._skipped, self._taken, self._refilled = {}, {}, {}
@@ -246,12 +245,14 @@ class ShardLoader(DataLoader[Any]):
             packets = self._batches.receive(workers, self.num_workers, self.prefetch_factor or 1)
         if not self.persistent_workers:  # they take as much memory as was on its way at one time
             self._batches.rings = []
-        if self._serves_accelerate:
-            return self._serve_accelerate(packets, workers, begin)
-        return self._hand_out(packets, workers, begin, self._iteration)
+        hand_out = self._serve_accelerate if self._serves_accelerate else self._hand_out
+        handed_out = hand_out(packets, workers, begin, self._iteration)
+        # Last: after a refusal above, the next iteration begins where this one would have.
+        self._begin = Position(epoch=begin.epoch)
+        return handed_out
 
     def _serve_accelerate(
-        self, packets: Iterator[Packet], workers: Any, begin: Position
+        self, packets: Iterator[Packet], workers: Any, begin: Position, iteration: int
     ) -> Iterator[Any]:
         from shardstream.read.accelerate import PreparedEpoch, check_data_parallel  # noqa: PLC0415  (it imports Accelerate)
 
@@ -261,7 +262,7 @@ class ShardLoader(DataLoader[Any]):
             non_blocking=self.pin_memory,
         )
         packets = prepared.flag_end(packets)
-        return prepared.hand_out(self._hand_out(packets, workers, begin, self._iteration))
+        return prepared.hand_out(self._hand_out(packets, workers, begin, iteration))
 
     def _refuse_second_split(self) -> None:
         """Refuse to be read by a loader of Accelerate, which deals out what it reads over the ranks."""
@@ -276,7 +277,6 @@ class ShardLoader(DataLoader[Any]):
         """Compare once what fixes the order with the other ranks, where the placement is theirs."""
         if self._is_compared or self._batches.source_dataset.given_placement is not None:
             return
-        self._is_compared = True
         batches = self._batches
         if self._share is None:
             numbers = self._topology() | {"epoch": self._position.epoch}
@@ -288,6 +288,7 @@ class ShardLoader(DataLoader[Any]):
             numbers["refill"] = budget is not None and budget.refill
         fingerprint = batches.source_dataset.pipeline.fingerprint
         compare_ranks(fingerprint, numbers, batches.placement)
+        self._is_compared = True
 
     def _hand_out(
         self, packets: Iterator[Packet], workers: Any, begin: Position, iteration: int

@@ -651,3 +651,20 @@ def test_another_loader_around_its_dataset_is_refused(folder: str, num_workers: 
     with pytest.raises(ss.OptionError, match="only its ShardLoader reads this dataset"):
         list(other)
     assert len(list(own)) == len(own)
+
+
+def test_a_refused_iteration_changes_nothing(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> None:
+        raise OptionError("other ranks read in another order")
+
+    whole, left = labels(loader(folder)), loader(folder)
+    take(left, 3)
+    resumed = loader(folder)
+    resumed.load_state_dict(left.state_dict())
+    with monkeypatch.context() as patch:
+        patch.setattr("shardstream.read.loader.compare_ranks", refuse)
+        for _ in range(2):  # compared again: ranks that differ never read
+            with pytest.raises(OptionError, match="other ranks"):
+                iter(resumed)
+    assert resumed.state_dict() == left.state_dict()
+    assert labels(resumed) == whole[3:]
