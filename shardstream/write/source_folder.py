@@ -13,6 +13,7 @@ import numpy as np
 from shardstream.errors import OptionError, SourceError, plural
 from shardstream.format.classes import CLASSES_NAME, encode_classes
 from shardstream.format.names import canonical_field, split_member_name
+from shardstream.format.pictures import has_mask_word
 from shardstream.storage.classes import Classes
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.listing import Listed, list_files, sample_members
@@ -99,6 +100,26 @@ class ClassFolderSource:
         places = {name: place for place, name in enumerate(self.splits)}
         return np.array([places[_top_folder(file)] for file in self._images], dtype=np.int64)
 
+    def refuse_masks(self) -> None:
+        """Refuse photos in a folder beside one of their masks (``images/0001.jpg``, ``masks/0001.png``): these are no classes.
+
+        Raises:
+            SourceError: If half of the images in a folder named like masks have the stem of one in a folder named otherwise.
+        """
+        masked = [name for name in self.classes if has_mask_word(name)]
+        stems: dict[str, set[str]] = {name: set() for name in self.classes}
+        for file in self._images if masked else ():
+            stems[self._class(file)].add(_photo_stem(file))
+        for name in masked:
+            for other in sorted(stems.keys() - masked):
+                if 2 * len(stems[name] & stems[other]) >= len(stems[name]):
+                    raise SourceError(
+                        f"the folder {name} seems to hold the masks of the images in {other}, and each folder would become a class; "
+                        "name both alike in one folder (0001.jpg, 0001.seg.png) and pack them with kind='files' (--kind files), or, "
+                        "if the folders are classes, say kind='images' (--kind images)",
+                        shard=self._root,
+                    )
+
     def numbered(self, classes: Classes, where: str) -> ClassFolderSource:
         """Return the same images with the class numbers of a list of names.
 
@@ -158,6 +179,13 @@ class ClassFolderSource:
 
 def _top_folder(file: Listed) -> str:
     return file.path.partition("/")[0]
+
+
+def _photo_stem(file: Listed) -> str:
+    """Return the stem of an image, of ``0001_mask.png`` that of its photo."""
+    stem = file.path.rpartition("/")[2].partition(".")[0]
+    photo, _, last = stem.rpartition("_")
+    return photo if photo and has_mask_word(last) else stem
 
 
 def _no_folder(_: Listed) -> str:
@@ -270,7 +298,7 @@ def guess_folder(
     Class folders hold images alone; an image that has companions (``0001.jpg`` with ``0001.json``) is a loose sample.
 
     Raises:
-        SourceError: As the sources do.
+        SourceError: As the sources do; or if a folder seems to hold the masks of another.
     """
     images = {file.path for file in files if is_image_name(file.path)}
     nested = [path for path in images if "/" in path]
@@ -278,7 +306,9 @@ def guess_folder(
     companions = any(_stem(file.path) in stems for file in files if file.path not in images)
     if not nested or companions or len(nested) * 2 < len(images):
         return GroupedFilesSource(root, files, key=key)
-    return ClassFolderSource(root, files, key=key)
+    source = ClassFolderSource(root, files, key=key)
+    source.refuse_masks()
+    return source
 
 
 def _fingerprint(kind: str, files: Sequence[Listed]) -> str:

@@ -112,6 +112,32 @@ def test_dots_in_a_stem_become_underscores(tmp_path: Path) -> None:
     assert records(root, kind="images", key="{path}")[0].key == "v1.0/a_b"
 
 
+@pytest.mark.parametrize(
+    ("masks", "mask"),
+    [("masks", "{}.png"), ("train/seg_labels", "{}_mask.png"), ("depth", "{}.jpg")],
+)
+def test_a_folder_of_masks_beside_their_photos_is_no_class(
+    masks: str, mask: str, tmp_path: Path
+) -> None:
+    photos = masks.rpartition("/")[0] + "/images"
+    files = [f"{photos.lstrip('/')}/{n}.jpg" for n in range(3)]
+    files += [f"{masks}/{mask.format(n)}" for n in range(2)]
+    root = put(tmp_path / "seg", dict.fromkeys(files, b"1"))
+    with pytest.raises(
+        SourceError, match=r"seems to hold the masks of the images in images.*kind='images'"
+    ):
+        opened(root)
+    assert len(records(root, kind="images")) == 5
+
+
+@pytest.mark.parametrize(
+    "names", [("with_mask/0.jpg", "no_mask/0.jpg"), ("cat/0.jpg", "mask/1.jpg")]
+)
+def test_classes_that_are_about_masks_are_classes(names: tuple[str, ...], tmp_path: Path) -> None:
+    root = put(tmp_path / "faces", dict.fromkeys(names, b"1"))
+    assert {record.fields["cls"] for record in records(root)} == {0, 1}
+
+
 def test_a_key_that_comes_twice_names_both_files(tmp_path: Path) -> None:
     root = put(tmp_path, {"cat/1.png": b"", "dog/1.png": b""})
     with pytest.raises(
