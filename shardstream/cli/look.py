@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -49,7 +50,8 @@ def ls(
     """List the shards of a dataset: samples, sizes, fields.
 
     Reads index.json, or else the names and sizes of the files and one sample; never a whole shard. A "?" is what only
-    'shardstream index' would tell. Of a folder that holds the folders of several splits, all are listed.
+    'shardstream index' would tell. Of a folder that holds the folders of several splits, all are listed; the exit code is 1
+    where one is not finished.
 
     Examples:
       shardstream ls data/train/
@@ -67,13 +69,21 @@ def ls(
     else:
         splits = {"": listing}
     if as_json:
-        told = {name: _as_json(split) for name, split in splits.items()}
+        told = {name: split and _as_json(split) for name, split in splits.items()}
         typer.echo(json.dumps(told.get("", {"splits": told}), indent=1))
-        return
+    else:
+        _list_all(splits)
+    if None in splits.values():
+        raise typer.Exit(1)
+
+
+def _list_all(splits: Mapping[str, Listing | None]) -> None:
     for number, (name, split) in enumerate(splits.items()):
         if name:
-            typer.echo("\n" * (number > 0) + f"{printable(name)}/")
-        _list(split)
+            state = ": not finished" if split is None else ""
+            typer.echo("\n" * (number > 0) + f"{printable(name)}/{state}")
+        if split is not None:
+            _list(split)
 
 
 def _list(listing: Listing) -> None:

@@ -8,7 +8,13 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from shardstream.errors import MissingError, OptionError, ShardStreamError, plural
+from shardstream.errors import (
+    MissingError,
+    OptionError,
+    ShardStreamError,
+    UnfinishedError,
+    plural,
+)
 from shardstream.format.group import Group, Sample, iter_groups, iter_samples, read_sample
 from shardstream.format.manifest import MANIFEST_NAME, ShardInfo
 from shardstream.format.stream import StreamReader, decompressed
@@ -19,6 +25,7 @@ from shardstream.storage.filesystem import FileInfo, Storage, join_url, parent_u
 from shardstream.storage.locate import Located, Urls, is_compressed, is_tar, locate, read_manifest
 from shardstream.storage.maps import map_file
 from shardstream.storage.ranges import RangeStream
+from shardstream.storage.unfinished import is_journal
 from shardstream.write.passes import Meter, ProgressFunction
 
 _log = logging.getLogger(__name__)
@@ -100,7 +107,7 @@ def list_splits(
     *,
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
-) -> dict[str, Listing]:
+) -> dict[str, Listing | None]:
     """List the datasets in the folders right under one, which holds no shards itself: the splits of a pack.
 
     Args:
@@ -109,7 +116,8 @@ def list_splits(
         filesystem: An fsspec file system to use instead of looking one up.
 
     Returns:
-        Name of the folder -> its dataset, sorted; empty if the folder is missing or holds shards, or no folder in it does.
+        Name of the folder -> its dataset, None where that is not finished; sorted. Empty if the folder is missing or holds
+        shards, or no folder in it does.
 
     Raises:
         StorageError: If the folder is out of reach.
@@ -123,16 +131,22 @@ def list_splits(
     if _holds_shards(files) or len(folders) > _MOST_SPLITS:
         return {}
     inside = {name: join_url(folder, name) for name in folders if not name.startswith(".")}
-    return {
-        name: list_shards(url, storage_options=storage_options, filesystem=filesystem)
-        for name, url in inside.items()
-        if _holds_shards(storage.list_folder(url)[0])
-    }
+    splits: dict[str, Listing | None] = {}
+    for name, url in inside.items():
+        if _holds_shards(storage.list_folder(url)[0]):
+            try:
+                splits[name] = list_shards(
+                    url, storage_options=storage_options, filesystem=filesystem
+                )
+            except UnfinishedError:
+                splits[name] = None
+    return splits
 
 
 def _holds_shards(files: Sequence[FileInfo]) -> bool:
+    """Tell whether a dataset is in a folder, or has begun there."""
     names = [file.url.rsplit("/", 1)[-1] for file in files]
-    return MANIFEST_NAME in names or any(map(is_tar, names))
+    return any(name == MANIFEST_NAME or is_tar(name) or is_journal(name) for name in names)
 
 
 def class_name(sample: Sample, storage_options: Mapping[str, Any] | None = None) -> str | None:

@@ -11,6 +11,7 @@ import pytest
 from shardstream.cli import main
 from shardstream.cli.describe import describe
 from shardstream.storage.filesystem import Storage
+from shardstream.storage.unfinished import journal_name
 from shardstream.write.indexing import index
 from tests.write.tars import make_dataset, npy_bytes, png_bytes, samples, tar_bytes
 
@@ -61,6 +62,25 @@ def test_ls_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     listing = json.loads(capsys.readouterr().out)
     assert (listing["nsamples"], listing["fields"]) == (12, {"bin": 12, "cls": 12})
     assert [shard["indexed"] for shard in listing["shards"]] == [True] * 3
+
+
+@pytest.mark.parametrize("has_tar", [False, True])
+def test_ls_names_a_split_that_is_not_finished_and_lists_the_others(
+    has_tar: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    make_dataset(tmp_path / "train", shards=1, count=2)
+    index(str(tmp_path / "train"))
+    (tmp_path / "val").mkdir()
+    (tmp_path / "val" / journal_name(0)).write_text("{}")
+    if has_tar:
+        (tmp_path / "val" / "000000.tar").write_bytes(tar_bytes(samples(0, 1)))
+    assert main(["ls", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith("train/\n")
+    assert said.out.endswith("val/: not finished\n")
+    assert main(["ls", str(tmp_path), "--json"]) == 1
+    told = json.loads(capsys.readouterr().out)["splits"]
+    assert (told["train"]["nsamples"], told["val"]) == (2, None)
 
 
 def test_ls_of_a_damaged_first_shard_still_lists(
