@@ -326,7 +326,8 @@ class ShardLoader(DataLoader[Any]):
             if isinstance(error, Exception):
                 end_workers(workers, at_once=isinstance(error, WorkerError))
                 self._iterator = None
-            if (problem := self._quarantine.finish()) is not None:
+            waits = not isinstance(error, KeyboardInterrupt)
+            if (problem := self._quarantine.finish(waits=waits)) is not None:
                 error.add_note(str(problem))
                 if isinstance(error, GeneratorExit):  # a break: nobody sees it
                     warnings.warn(f"{problem}", ReportWarning, stacklevel=2)

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -147,23 +147,32 @@ class Quarantine:
                 tell(problem)
             self._begin()
 
-    def finish(self) -> Exception | None:
-        """Bring the report up to date; return what prevents that, for the caller to tell."""
-        problem = self._problem()
+    def finish(self, *, waits: bool = True) -> Exception | None:
+        """Bring the report up to date; return what prevents that, for the caller to tell.
+
+        Args:
+            waits: Return when it is written, or cannot be; else at once.
+        """
+        problem = self._problem() if waits else None
         if self._is_new:
+            is_late = self._writing is not None
             self._begin()
-            problem = self._problem()
+            if waits and not is_late:
+                problem = self._problem()
         return problem
 
     def _begin(self) -> None:
-        """Let a thread write what there is."""
+        """Let a thread write what there is, behind the one that is still writing: the newest report stays."""
         if self._url is None:
             return
         self._is_new, self._begun_at = False, time.monotonic()
-        self._writing = writing = Future[None]()
+        before, self._writing = self._writing, Future[None]()
+        writing = self._writing
         found = dict(self._found)
 
         def write() -> None:
+            if before is not None and not sys.is_finalizing():  # then no other thread goes on
+                wait([before])
             try:
                 self._write(str(self._url), found)
             except Exception as error:  # noqa: BLE001  (told by the thread that waits)
@@ -178,17 +187,16 @@ class Quarantine:
 
     def _problem(self) -> Exception | None:
         """Wait for the thread; return why it failed."""
-        writing, self._writing = self._writing, None
-        if writing is None:
+        if self._writing is None:
             return None
         try:
-            error = writing.exception(_WAIT_S)
+            error = self._writing.exception(_WAIT_S)
         except TimeoutError:
-            self._writing = writing
             return StorageError(
                 f"the report of bad samples is not written after {_WAIT_S:.0f} s; check the server, or write it to a local file",
                 shard=self._url,
             )
+        self._writing = None
         self._is_new |= error is not None  # it is tried again
         return _named(error, str(self._url))
 

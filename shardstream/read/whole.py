@@ -132,12 +132,17 @@ class WholeShardRun:
             end = None if compressed else self._size(info)
             notes = TarNotes()
             samples = iter_samples(read, start=start, end=end, shard=info.url, notes=notes)
+            checked = -1
             for group, sample in samples:
                 if passed:
                     passed -= 1
                     continue
                 self.number = derive_key(shard, self._taken)
-                self._source.files.check([shard])  # its bytes were read before
+                if (
+                    checked != read.position
+                ):  # bytes were read since: look after that, before they go out
+                    self._source.files.check([shard])
+                    checked = read.position
                 self._taken, self._offset = self._taken + 1, group.end
                 yield sample
         notes.warn(info.url)

@@ -128,7 +128,7 @@ class MappedSamples:
             ChangedError: If a shard was overwritten since the dataset was opened.
         """
         columns = self._found[taken]
-        self._catalog.check_unchanged(np.unique(self._shards[taken]).tolist())
+        self._catalog.check_unchanged(set(self._shards[taken].tolist()))
         return columns
 
 
@@ -152,7 +152,7 @@ class LocalFetcher:
             return []
         extents = self._catalog.extents(numbers)
         found = self._read(*extents)
-        self._catalog.check_unchanged(np.unique(extents.shards).tolist())
+        self._catalog.check_unchanged(set(extents.shards.tolist()))
         self._took(extents)
         return found
 

@@ -10,11 +10,7 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from shardstream.errors import ChangedError
-
-_MOST = (1 << 63) - 1  # inodes are unsigned
 
 
 class FileVersion(NamedTuple):
@@ -46,7 +42,7 @@ class FileVersions:
     def __init__(self, paths: Sequence[str | None]) -> None:
         self._paths = tuple(paths)
         # Of a file that is not there yet, or out of reach, nothing is known: to open it tells what is wrong.
-        self._known = np.array([_look(path) or (-1, 0, 0, 0) for path in paths], dtype=np.int64)
+        self._known = [_look(path) for path in paths]
 
     def check(self, shards: Iterable[int]) -> None:
         """Look whether shards are what they were; called after their bytes were read.
@@ -55,17 +51,23 @@ class FileVersions:
             ChangedError: If one is not. One that is gone is fine: what is mapped or open is whole.
         """
         for shard in shards:
-            path = self._paths[shard]
-            now = None if path is None else _look(path)
-            if now is None:
+            path, before = self._paths[shard], self._known[shard]
+            if path is None or before is None:
                 continue
-            before = FileVersion(*self._known[shard].tolist())
-            if before.size >= 0 and now.is_other(before):
-                raise ChangedError(
-                    "the file was overwritten after the dataset was opened "
-                    f"({_shown(before)} then, {_shown(now)} now); open the dataset again",
-                    shard=path,
-                )
+            try:
+                found = os.stat(path)
+            except OSError:
+                continue
+            # Called for each shard of each batch: no objects are built for a file that is what it was.
+            if (
+                found.st_mtime_ns == before[1]
+                and found.st_size == before[0]
+                and found.st_ctime_ns == before[3]
+            ):
+                continue
+            now = _version(found)
+            if now.is_other(before):
+                raise ChangedError(_difference(before, now), shard=path)
 
 
 def _look(path: str | None) -> FileVersion | None:
@@ -75,9 +77,31 @@ def _look(path: str | None) -> FileVersion | None:
         found = os.stat(path)
     except OSError:
         return None
-    return FileVersion(found.st_size, found.st_mtime_ns, found.st_ino & _MOST, found.st_ctime_ns)
+    return _version(found)
+
+
+def _version(found: os.stat_result) -> FileVersion:
+    return FileVersion(found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns)
+
+
+def _difference(before: FileVersion, now: FileVersion) -> str:
+    """Say what a file is now and was before; a time alone may be of the same bytes, copied again or touched."""
+    if (now.size, now.inode) == (before.size, before.inode):
+        return (
+            "the file may have been overwritten after the dataset was opened: "
+            f"it was changed at {_time(before)} then, at {_time(now)} now; "
+            "open the dataset again, and if the bytes are the same, start the epoch again or load the state"
+        )
+    return (
+        "the file was overwritten after the dataset was opened "
+        f"({_shown(before)} then, {_shown(now)} now); open the dataset again"
+    )
 
 
 def _shown(version: FileVersion) -> str:
+    return f"{version.size} bytes, changed at {_time(version)}, inode {version.inode}"
+
+
+def _time(version: FileVersion) -> str:
     seconds, rest = divmod(version.mtime_ns, 10**9)
-    return f"{version.size} bytes, changed at {seconds}.{rest:09d}, inode {version.inode}"
+    return f"{seconds}.{rest:09d}"

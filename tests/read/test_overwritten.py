@@ -14,6 +14,7 @@ import pytest
 
 import shardstream as ss
 from shardstream.errors import ChangedError
+from shardstream.storage.file_versions import FileVersions
 from shardstream.testing import make_shards
 from tests.read.sets import FEW_CORES
 
@@ -90,7 +91,7 @@ def test_an_epoch_is_of_one_version(
     batches, found = iter(ss.ShardLoader(dataset, batch_size=5)), list[int]()
     read(batches, found, 6)
     overwrite(way, pair, folder)
-    with pytest.raises(ChangedError, match=r"overwritten after the dataset was opened .*\.tar"):
+    with pytest.raises(ChangedError, match=r"overwritten after the dataset was opened.*\.tar"):
         read(batches, found)
     assert max(found) < 1000 + NEW
 
@@ -179,3 +180,16 @@ def test_what_is_deleted_while_it_is_mapped_is_read_to_its_end(folder: Path) -> 
     found: list[int] = []
     read(iter(loader), found)
     assert found == list(range(1000, 1000 + NSAMPLES))
+
+
+def test_whole_shards_are_looked_at_by_the_chunk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[list[int]] = []
+    monkeypatch.setattr(FileVersions, "check", lambda _, shards: looks.append(list(shards)))
+    found: list[int] = []
+    read(iter(ss.ShardLoader(ss.ShardDataset(folder, index="ignore").decode(), 5)), found)
+    assert len(found) == NSAMPLES
+    shards = len(list(folder.glob("*.tar")))
+    assert {shard for look in looks for shard in look} == set(range(shards))
+    assert len(looks) <= 3 * shards  # when bytes were read, and at the end; not for each sample

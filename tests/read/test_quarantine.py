@@ -15,6 +15,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstream as ss
 from shardstream.errors import OptionError, SkipBudgetError
+from shardstream.placement import Placement
+from shardstream.read.quarantine import BadSample, Quarantine
 from shardstream.storage.filesystem import Storage
 from shardstream.testing import make_shards
 from tests.read.sets import FEW_CORES, labels
@@ -272,3 +274,25 @@ def test_no_batch_waits_for_the_report_and_it_has_the_storage_options_of_the_dat
     Slow.may_answer.set()
     assert sum(1 for _ in batches) == 1
     assert len(Storage(options).read("slowmemory://logs/report.jsonl").splitlines()) == 1
+
+
+@pytest.mark.usefixtures("_slow")
+def test_the_newest_report_stays_and_an_interrupted_run_waits_for_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    storage = Storage({"access": "sesame"})
+    report = Quarantine("slowmemory://logs/report-newest.jsonl", Placement(), storage)
+    first, second = (BadSample(error="E", message="", key=key) for key in "ab")
+    report.add([first], epoch=0, worker=0)
+    assert Slow.asked.wait(300)  # the first is being written
+    report.add([second], epoch=0, worker=0)
+    monkeypatch.setattr("shardstream.read.quarantine._WAIT_S", 0.01)
+    assert "is not written after" in str(report.finish())
+    assert report.finish(waits=False) is None
+    names = [thread.name for thread in threading.enumerate()]
+    assert names.count("shardstream-report") == 2  # one writes, the other waits for it
+    Slow.may_answer.set()
+    monkeypatch.setattr("shardstream.read.quarantine._WAIT_S", 300.0)
+    assert report.finish() is None
+    written = storage.read("slowmemory://logs/report-newest.jsonl").splitlines()
+    assert [json.loads(line)["key"] for line in written] == ["a", "b"]

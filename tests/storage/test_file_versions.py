@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from pathlib import Path
 
@@ -45,3 +46,16 @@ def test_files_are_compared_with_what_they_were(tmp_path: Path) -> None:
         assert told.value.shard == str(files[1])
     files[1].unlink()
     versions.check([2])
+
+
+def test_a_file_that_was_touched_may_be_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "a"
+    file.write_bytes(b"1234")
+    os.utime(file, ns=(0, 5 * 10**9))
+    versions = FileVersions([str(file)])
+    os.utime(file, ns=(0, 6 * 10**9))
+    with pytest.raises(
+        ChangedError,
+        match=r"may have been overwritten .* at 5\.0* then, at 6\.0* now; open .*state",
+    ):
+        versions.check([0])
