@@ -137,6 +137,23 @@ def check_warned(url: str, message: str, caplog: pytest.LogCaptureFixture) -> No
     assert any(re.search(message, problem.what) for problem in ss.verify(url).problems)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "is_error"),
+    [
+        ("d/v1.0", SYMBOLIC, False),
+        ("d/v1.bin", SYMBOLIC, True),  # others have this field
+        ("0002.depth", SYMBOLIC, True),  # there is such a sample
+        ("d/v1.0", HARD, True),
+    ],
+)
+def test_a_link_that_is_of_no_sample_is_no_error(
+    name: str, kind: bytes, is_error: bool, place: Callable[[str, bytes], str]
+) -> None:
+    report = ss.verify(place(".tar", linked((name, kind, "d"))))
+    assert len([one for one in report.problems if name in one.what]) == 1
+    assert bool(report.errors) is is_error
+
+
 def test_a_plain_tar_cut_between_samples_is_read_with_a_warning(
     place: Callable[[str, bytes], str], caplog: pytest.LogCaptureFixture
 ) -> None:

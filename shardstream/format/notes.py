@@ -7,7 +7,8 @@ links, and all of them report those that would have been fields.
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from shardstream.errors import ShardWarning, redact, shown
@@ -16,6 +17,7 @@ from shardstream.format.names import is_meta_name, split_member_name
 _HARD_LINK, _SYMBOLIC_LINK = b"1", b"2"
 _NO_DATA = frozenset((b"5", b"g", b"D", b"N", b"V"))
 """Directories, global headers, and GNU's lists of directories, old long names and volume labels."""
+_MOST_NAMES = 100  # of symbolic links; a stream holds no more
 
 
 class Finding(NamedTuple):
@@ -49,6 +51,8 @@ class TarNotes:
     """Samples that these would have been fields of."""
     _first: tuple[str, int] = ("", 0)
     _key: str | None = None
+    _names: list[tuple[str, str]] = field(default_factory=list)
+    """Key and field of the first symbolic links."""
 
     def omit(self, kind: bytes, name: str, offset: int) -> None:
         """Count an entry without bytes of its own, if its name is that of a field.
@@ -70,8 +74,24 @@ class TarNotes:
             self.hard_links += 1
         elif kind == _SYMBOLIC_LINK:
             self.symbolic_links += 1
+            if len(self._names) < _MOST_NAMES:
+                self._names.append(parts)
         else:
             self.others += 1
+
+    def has_links_of_samples(self, keys: Collection[str], fields: Collection[str]) -> bool:
+        """Tell whether what was left out belongs to samples: not where all is a few links such as ``releases/v1.0 -> v1.0.3``.
+
+        Args:
+            keys: Of the samples of the tar.
+            fields: That these have.
+        """
+        if self.samples and not keys:
+            return True
+        if self.hard_links or self.others or self.symbolic_links > len(self._names):
+            return True
+        known = frozenset(keys) if self._names else ()
+        return any(key in known or name in fields for key, name in self._names)
 
     def findings(self) -> list[Finding]:
         """Return what a user should know, the gravest first."""

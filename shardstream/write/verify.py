@@ -111,7 +111,7 @@ def _verify_shard(
         with ShardPass(storage, info.url, size, meter) as shard:
             try:
                 scan = shard.scan()
-                problems += _check_notes(shard)
+                problems += _check_notes(shard, scan)
             except StorageError:
                 raise
             except ShardStreamError as error:
@@ -127,14 +127,15 @@ def _verify_shard(
     return _Verified(problems=tuple(problems), keys=keys, nbytes=nbytes)
 
 
-def _check_notes(shard: ShardPass) -> Iterator[Problem]:
+def _check_notes(shard: ShardPass, scan: ShardScan) -> Iterator[Problem]:
+    is_loss = shard.notes.has_links_of_samples(scan.keys, scan.fields)
     for finding in shard.notes.findings():
         yield Problem(
             shard=shard.url,
             what=finding.what,
             remedy=finding.remedy,
             offset=finding.offset,
-            severity="error" if finding.is_loss else "warning",
+            severity="error" if finding.is_loss and is_loss else "warning",
         )
 
 
