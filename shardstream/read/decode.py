@@ -188,14 +188,16 @@ class Decode(ItemStage):
         handlers: Asked first, in order.
         only: Fields to decode; None means all. What is no bytes any more stays as it is.
         threads: As in `ItemStage`.
+        given: What the user said of both tables, for states to compare: tables by default may be others in the next version.
     """
 
-    table: Table
-    mask_table: Table | None = None
+    table: Table = field(compare=False)
+    mask_table: Table | None = field(default=None, compare=False)
     masks: frozenset[str] | None = None
     handlers: tuple[Handler, ...] = ()
     only: frozenset[str] | None = None
     threads: int = 0
+    given: Mapping[str, Any] | None = None
     _chosen: dict[tuple[str, ...], Mapping[str, Decoder | None]] = field(
         default_factory=dict, compare=False, repr=False
     )

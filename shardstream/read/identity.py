@@ -13,7 +13,7 @@ from types import CodeType, MethodType
 from typing import Any
 
 _NOT_COMPARED = ("threads", "purpose")  # they change neither items nor their order
-_OURS = (__name__.partition(".")[0], "builtins")
+_OURS = __name__.partition(".")[0]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _LONGEST = 200  # characters of one value
 
@@ -21,24 +21,29 @@ _LONGEST = 200  # characters of one value
 def describe(step: object) -> str:
     """Return the name of a step (a dataclass) with those of its options that are not as by default.
 
-    A field ``name`` stands for the name of the first function.
+    A field ``name`` stands for the name of the first function. Fields with ``compare=False`` are left out.
 
     >>> from shardstream.read.stream import Shuffle
     >>> describe(Shuffle(window=50))
     'Shuffle(window=50)'
     """
+    try:
+        return _described(step)
+    except RecursionError:  # it holds itself
+        return _type_name(type(step))
+
+
+def _described(step: object) -> str:
     options = {
-        field.name: getattr(step, field.name)
+        field.name: value
         for field in fields(step)  # type: ignore[arg-type]  # a dataclass
-        if field.name not in _NOT_COMPARED
+        # A field may be set at the first call only.
+        if (value := getattr(step, field.name, field.default)) is not field.default
+        and field.compare
+        and field.name not in _NOT_COMPARED
         and not field.name.startswith("_")
-        and not _is_default(getattr(step, field.name), field.default)
+        and not _is_default(value, field.default)
     }
-    for name in [name for name in options if name.endswith("table")]:
-        # Of decoders: this package's own may be others in its next version.
-        decoders = options.pop(name) or {}
-        given = {field: one for field, one in decoders.items() if _module_root(one) not in _OURS}
-        options |= {name: given} if given else {}
     own_name, version = options.pop("name", None), options.pop("version", None)
     first = next((name for name, value in options.items() if callable(value)), None)
     shown = [
@@ -52,8 +57,8 @@ def describe(step: object) -> str:
 def function_name(function: object) -> str:
     """Return the module and qualified name of a function, method, class or callable object.
 
-    The code of a lambda is a part of its name, as are plain arguments of a `functools.partial` and plain fields of a dataclass.
-    What a function closes over is not: it may differ from run to run.
+    The code of a lambda is a part of its name, as are plain arguments of a `functools.partial`, plain default arguments and plain
+    fields of a dataclass. What a function closes over is not: it may differ from run to run.
 
     >>> function_name(len), function_name(partial(round, ndigits=2))
     ('builtins.len', 'partial(builtins.round, ndigits=2)')
@@ -66,15 +71,30 @@ def function_name(function: object) -> str:
         return repr(function)
     if isinstance(function, MethodType):
         owner = function.__self__
-        return f"{function_name(owner)}.{function.__name__}"
+        return f"{function_name(owner)}.{function.__name__}{_defaults(function)}"
     name = getattr(function, "__qualname__", None)
     if name is None:
-        return describe(function) if is_dataclass(function) else _type_name(type(function))
+        return _described(function) if is_dataclass(function) else _type_name(type(function))
     qualified = _qualified(getattr(function, "__module__", None), name)
-    code = getattr(inspect.unwrap(function), "__code__", None)  # type: ignore[arg-type]  # is callable
+    inner = inspect.unwrap(function)  # type: ignore[arg-type]  # is callable
+    code = getattr(inner, "__code__", None)
     if name.endswith("<lambda>") and isinstance(code, CodeType):
-        return f"{qualified}#{_digest(code)}"
-    return qualified
+        qualified += f"#{_digest(code)}"
+    return qualified + _defaults(inner)
+
+
+def _defaults(function: object) -> str:
+    """Return the default arguments of a function, if it has any; of this package's own none: its next version may have others."""
+    code = getattr(function, "__code__", None)
+    if not isinstance(code, CodeType) or _is_ours(getattr(function, "__module__", None)):
+        return ""
+    values = getattr(function, "__defaults__", None) or ()
+    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+    defaults = dict(zip(names, values, strict=True)) | (
+        getattr(function, "__kwdefaults__", None) or {}
+    )
+    shown = ", ".join(f"{name}={_shown(value)}" for name, value in defaults.items())
+    return f"({shown})" if shown else ""
 
 
 def _is_default(value: object, default: object) -> bool:
@@ -84,19 +104,19 @@ def _is_default(value: object, default: object) -> bool:
     )
 
 
-def _module_root(function: object) -> str:
-    return (getattr(function, "__module__", None) or "").partition(".")[0]
-
-
 def _type_name(kind: type) -> str:
     return _qualified(kind.__module__, kind.__qualname__)
 
 
 def _qualified(module: str | None, name: str) -> str:
     """Return a qualified name that does not depend on the process or on where this package keeps its own modules."""
-    if module is None or module.partition(".")[0] == _OURS[0]:
+    if module is None or _is_ours(module):
         return name
     return f"{'__main__' if module == '__mp_main__' else module}.{name}"  # of a spawned worker
+
+
+def _is_ours(module: str | None) -> bool:
+    return module is not None and module.partition(".")[0] == _OURS
 
 
 def _shown(value: Any) -> str:
@@ -116,7 +136,7 @@ def _text(value: Any) -> str:
         return "{" + ", ".join(sorted(map(_shown, value))) + "}"
     if isinstance(value, Sequence):
         return "(" + ", ".join(map(_shown, value)) + ")"
-    return describe(value) if is_dataclass(value) else _type_name(type(value))
+    return _described(value) if is_dataclass(value) else _type_name(type(value))
 
 
 def _digest(code: CodeType) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -45,8 +45,11 @@ class Recipe:
     weights: Weights | None
     stop: Stop
     samples: int | None
+    _schedule: State = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
+        if callable(self.weights):  # described before it runs, as steps are
+            self._schedule["schedule"] = function_name(self.weights)
         if not self.parts:
             raise OptionError("a mix needs at least one dataset")
         if self.stop not in ("first_exhausted", "all_exhausted"):
@@ -67,15 +70,12 @@ class Recipe:
     def describe(self, *, steps: bool) -> State:
         """Return what a state must agree with."""
         weights = self.weights_of(0)
-        described: State = {
+        return {
             "weights": weights and dict(zip(self.parts, weights, strict=True)),
             "stop": self.stop,
             "samples": self.samples,
             "parts": {name: part.describe(steps=steps) for name, part in self.parts.items()},
-        }
-        return described | (
-            {"schedule": function_name(self.weights)} if callable(self.weights) else {}
-        )
+        } | self._schedule
 
     def weights_of(self, epoch: int) -> list[float] | None:
         """Return the weights of an epoch in the order of the parts.

@@ -35,11 +35,17 @@ class Pipeline:
         source: Raw samples.
         stages: In order.
         on_error: What becomes of bad samples.
+        steps: What a state says of the stages: described before they run, for functions may count in fields of their own.
     """
 
     source: PlannedSource | StreamSource
     stages: tuple[Stage, ...] = ()
     on_error: OnError = "raise"
+    steps: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        new = map(describe, self.stages[len(self.steps) :])
+        object.__setattr__(self, "steps", (*self.steps, *new))
 
     def then(self, stage: Stage) -> Pipeline:
         """Return the pipeline with one more stage."""
@@ -103,11 +109,6 @@ class Pipeline:
             else self.source.catalog.checksums
         )
 
-    @property
-    def steps(self) -> list[str]:
-        """What a state says of the stages."""
-        return [describe(stage) for stage in self.stages]
-
     def identity(self, reader: Reader, epoch: int) -> State:
         """Return what the state of a stream must agree with to be continued."""
         identity: State = {
@@ -115,7 +116,7 @@ class Pipeline:
             "checksums": self.checksums,
             "seed": self.seed,
             "shuffle": self.shuffle,
-            "stages": self.steps,
+            "stages": list(self.steps),
             "rank": reader.placement.rank,
             "world_size": reader.placement.world_size,
             "num_workers": reader.num_workers,
@@ -138,7 +139,7 @@ class Pipeline:
             steps: With its stages, on which positions depend where some step changes counts.
         """
         described: State = {"seed": self.seed, "shuffle": self.shuffle}
-        described |= {"stages": self.steps} if steps else {}
+        described |= {"stages": list(self.steps)} if steps else {}
         if not isinstance(self.source, StreamSource):
             options = self.source.options
             described |= {"window": options.window, "block": options.block}

@@ -84,6 +84,7 @@ class ItemSteps:
         }
         for function in functions:
             _check_callable(function)
+        given = {"images": names, "max_side": max_side, "upright": upright, "fields": fields}
         stage = Decode(
             table=table | single,
             mask_table=mask_table | single,
@@ -91,6 +92,7 @@ class ItemSteps:
             handlers=functions,
             only=None if only is None else frozenset(_listed(only)),
             threads=threads,
+            given={name: value for name, value in given.items() if value} or None,
         )
         return self._then(stage)
 

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from operator import itemgetter, methodcaller
 from pathlib import Path
@@ -94,11 +94,39 @@ def open_loader(folder: str, build: Build) -> ss.ShardLoader:
     return ss.ShardLoader(build(ss.ShardDataset(folder, seed=3).decode()), 4)
 
 
+def over(limit: int) -> Callable[[Sample], bool]:
+    def is_over(sample: Sample, *, limit: int = limit) -> bool:
+        return bool(sample["cls"] > limit)
+
+    return is_over
+
+
 DIFFERENT: dict[str, tuple[Build, Build]] = {
     "select": (lambda ds: ds.select(is_even), lambda ds: ds.select(is_odd)),
     "lambda": (
         lambda ds: ds.select(lambda sample: sample["cls"] < 5),
         lambda ds: ds.select(lambda sample: sample["cls"] < 7),
+    ),
+    "default of a lambda": (
+        lambda ds: ds.select(lambda sample, limit=5: sample["cls"] < limit),  # type: ignore[misc]
+        lambda ds: ds.select(lambda sample, limit=7: sample["cls"] < limit),  # type: ignore[misc]
+    ),
+    "default of a function": (lambda ds: ds.select(over(5)), lambda ds: ds.select(over(7))),
+    "image name": (
+        lambda ds: ds.decode("rgb8").select(bool),
+        lambda ds: ds.decode("l8").select(bool),
+    ),
+    "max_side": (
+        lambda ds: ds.decode("rgb8", max_side=32).select(bool),
+        lambda ds: ds.decode("rgb8", max_side=64).select(bool),
+    ),
+    "upright": (
+        lambda ds: ds.decode("rgb8").select(bool),
+        lambda ds: ds.decode("rgb8", upright=True).select(bool),
+    ),
+    "builtin decoder of a field": (
+        lambda ds: ds.decode(fields={"cls": int}).select(bool),
+        lambda ds: ds.decode(fields={"cls": bytes}).select(bool),
     ),
     "lambda that calls another": (
         lambda ds: ds.select(lambda sample: not is_even(sample)),
@@ -290,3 +318,45 @@ def test_names_of_this_package_do_not_say_where_a_module_is() -> None:
     assert function_name(collate) == "collate"
     assert function_name(methodcaller("get", "a")) == "operator.methodcaller('get', 'a')"
     assert function_name(lru_cache(is_even)).endswith("test_identity.is_even")
+
+
+@dataclass
+class Counting:
+    seen: int = 0
+    table: dict[int, int] = field(default_factory=dict)
+    cache: dict[int, bool] = field(default_factory=dict, compare=False)
+    first: int = field(init=False)
+
+    def __call__(self, sample: Sample) -> bool:
+        self.seen += 1
+        self.first = self.table[self.seen] = sample["cls"]
+        return True
+
+
+def test_a_state_of_a_function_that_counts_in_its_fields_is_loaded(folder: str) -> None:
+    left = open_loader(folder, lambda ds: ds.select(Counting()))
+    whole = labels(open_loader(folder, lambda ds: ds.select(Counting())))
+    again = open_loader(folder, lambda ds: ds.select(Counting()))
+    first = labels(take(left, 2))
+    again.load_state_dict(json.loads(json.dumps(left.state_dict())))
+    assert first + labels(again) == whole
+
+
+def test_fields_that_a_dataclass_does_not_compare_are_not_named() -> None:
+    assert function_name(Counting(cache={1: True})) == function_name(Counting())
+    assert function_name(Counting(seen=1)) != function_name(Counting())
+
+
+def test_functions_are_described_once_for_all_states(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loader = open_loader(folder, lambda ds: ds.select(Under(50)))
+    state = loader.state_dict()
+    monkeypatch.setattr("shardstream.read.pipeline.describe", None)
+    assert loader.state_dict() == state
+
+
+def test_a_function_that_holds_itself_can_be_used(folder: str) -> None:
+    function = Counting()
+    function.table[0] = function  # type: ignore[assignment]
+    assert open_loader(folder, lambda ds: ds.select(function)).state_dict()
