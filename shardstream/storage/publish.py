@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import tempfile
 import uuid
 from abc import ABC, abstractmethod
@@ -20,7 +21,7 @@ from shardstream.storage.s3_upload import S3Upload, put_if, takes_parts
 
 # Where a PUT is one act: the object is there whole or not at all.
 _ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "memory", "hf"})
-_PART_MARK = ".part-"
+_PART = re.compile(r"\.part-[0-9a-f]{12}\Z")  # what `_part_of` appends, and nothing else
 
 
 class Pending(ABC):
@@ -154,18 +155,26 @@ def _read_or_none(storage: Storage, url: str) -> bytes | None:
 
 
 def is_part(name: str) -> bool:
-    """Tell whether a file is what a killed writer left behind."""
-    return _PART_MARK in name
+    """Tell whether a file is what a killed writer left behind.
+
+    >>> [is_part(name) for name in ("a.tar.part-0123456789ab", "a.tar.part-aa", "a.part-1.jpg")]
+    [True, False, False]
+    """
+    return _PART.search(name) is not None
+
+
+def _part_of(name: str) -> str:
+    """Return a new name to write a file under until it is whole."""
+    return f"{name}.part-{uuid.uuid4().hex[:12]}"
 
 
 def final_name(name: str) -> str | None:
     """Return what a half-written file was to become; None if it is no such file.
 
-    >>> final_name("000001.tar.part-x3_1b"), final_name("000001.tar")
+    >>> final_name("000001.tar.part-0123456789ab"), final_name("000001.tar")
     ('000001.tar', None)
     """
-    name, mark, _ = name.partition(_PART_MARK)
-    return name if mark else None
+    return _PART.sub("", name) if is_part(name) else None
 
 
 def remove(storage: Storage, url: str) -> None:
@@ -184,7 +193,7 @@ def remove(storage: Storage, url: str) -> None:
 class _LocalFile(Pending):
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._part = path.with_name(f"{path.name}{_PART_MARK}{uuid.uuid4().hex[:12]}")
+        self._part = path.with_name(_part_of(path.name))
         with explained(str(path)):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
@@ -277,7 +286,7 @@ def _send(filesystem: Any, source: Path, path: str) -> None:
     if atomic:
         filesystem.put_file(str(source), path)
         return
-    part = f"{path}{_PART_MARK}{os.getpid()}"
+    part = _part_of(path)
     try:
         if "/" in path:
             filesystem.makedirs(parent_url(path), exist_ok=True)

@@ -49,7 +49,8 @@ def check_finished(folder: str, names: Collection[str]) -> None:
     if journal is not None:
         raise UnfinishedError(
             f"the dataset is not finished: a pack or ShardWriter is writing here or was stopped ({journal} without {MANIFEST_NAME}), "
-            "so shards may be missing; wait for it or run it again, or name the tars to read one by one",
+            "so shards may be missing; wait for it or run the same command again (a ShardWriter with overwrite=True), or, if all shards "
+            f"are there, delete {journal} and run 'shardstream index', or name the tars to read one by one",
             shard=folder,
         )
     part = min(filter(_is_half_a_tar, names), default=None)

@@ -47,22 +47,29 @@ class Claim:
     @property
     def is_free(self) -> bool:
         """Whether nothing of a dataset is there, finished or not; other files may be."""
-        return not (self.stale or self.journal_files or MANIFEST_NAME in self.files)
+        return not (self.stale or self.journal_files or self.has_manifest)
 
     @property
     def replaces(self) -> bool:
         """Whether shards of these names may be there."""
         return any(self.names.is_ours(name.removesuffix(INDEX_SUFFIX)) for name in self.files)
 
-    def take(self) -> None:
-        """Unpublish what is there, and delete what killed writers left half-written."""
-        if MANIFEST_NAME in self.files:
-            remove(self.storage, self.names.url(MANIFEST_NAME))
-            if CLASSES_NAME in self.files and CLASSES_NAME not in self.extras:
-                _log.warning(
-                    "%s is of the dataset that is replaced, and stays; delete it if its names are not those of the new class numbers",
-                    self.names.url(CLASSES_NAME),
-                )
+    @property
+    def has_manifest(self) -> bool:
+        """Whether a dataset is published there."""
+        return MANIFEST_NAME in self.files
+
+    def unpublish(self) -> None:
+        """Delete the manifest that is there; its shards are deleted or replaced later."""
+        remove(self.storage, self.names.url(MANIFEST_NAME))
+        if CLASSES_NAME in self.files and CLASSES_NAME not in self.extras:
+            _log.warning(
+                "%s is of the dataset that is replaced, and stays; delete it if its names are not those of the new class numbers",
+                self.names.url(CLASSES_NAME),
+            )
+
+    def remove_parts(self) -> None:
+        """Delete what killed writers left half-written."""
         for name in self.files:
             final = final_name(name)
             if final is not None and self._is_written(final):

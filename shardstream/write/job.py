@@ -218,10 +218,7 @@ class _Job:
     def run(self, encoder: RecordEncoder, *, processes: int) -> PackReport:
         start_s = time.monotonic()
         with ExitStack() as stack:
-            writers: list[PackWriter] = []
-            for name in self.plan.splits:
-                writers.append(self._open_writer(name))
-                stack.callback(writers[-1].abort)
+            writers = self._open_writers(stack)
             self._go_on(writers)
             todo = itertools.tee(self._todo(writers))
             records = (record for _, _, record in todo[0])
@@ -252,6 +249,21 @@ class _Job:
         if data is not None:
             folders = [_folder_of(self.names, split) for split in self.plan.splits]
             warn_of_siblings(decode_classes(data, url=CLASSES_NAME), folders, storage)
+
+    def _open_writers(self, stack: ExitStack) -> list[PackWriter]:
+        """Open the writers of all splits, or none; if one is refused, those of published splits delete forgotten journals as they end."""
+        writers: list[PackWriter] = []
+        refusals: list[OptionError] = []
+        for name in self.plan.splits:
+            try:
+                writers.append(self._open_writer(name))
+            except OptionError as error:
+                refusals.append(error)
+                continue
+            stack.callback(writers[-1].abort)
+        if refusals:
+            raise refusals[0]
+        return writers
 
     def _open_writer(self, split: str) -> PackWriter:
         folder = _folder_of(self.names, split)

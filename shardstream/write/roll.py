@@ -38,7 +38,7 @@ class ShardWriter:
     A shard is begun when the next sample would pass a limit; a sample larger than ``max_bytes`` gets a shard of its own.
     Finished shards are sent in the background. When the block ends well, ``index.json`` is written, last; when it ends with
     an error there is none, so the dataset is not published: the shard at hand is dropped, finished ones stay, and so does a small
-    file by which readers refuse the folder (``.shardstream-pack-000000.json``). So it is when the process is killed; run again with
+    file by which readers refuse the folder (``.shardstream-pack-000000.json``); before the first shard, the place stays as it was. So it is when the process is killed; run again with
     ``overwrite=True``, the writer replaces what is left. (`pack` goes on instead.) Of two writers, or packs, at one place one fails.
 
         with ShardWriter("s3://bucket/train/{shard:06d}.tar") as writer:
@@ -50,7 +50,7 @@ class ShardWriter:
         max_samples: Samples of a shard.
         name: Of the dataset, for people.
         overwrite: Replace a dataset that is there, or shards of these names that a killed writer left. Its ``index.json`` is
-            removed first, its shards that were not written again last.
+            removed before the first shard is there, its shards that were not written again last.
         storage_options: What fsspec takes, e.g. ``{"endpoint_url": …}``.
         filesystem: An fsspec file system to use instead of looking one up.
 
@@ -90,20 +90,19 @@ class ShardWriter:
         """Bytes of the tars so far, without their ends."""
         self._lock = FolderLock(self._storage, self.folder)
         try:
-            taken = self._take(overwrite=overwrite)
+            self._taken = self._take(overwrite=overwrite)
         except BaseException:
             self._lock.close()
             raise
-        self._stale = taken.stale
         self._sender = ShardSender(
             self._storage,
             self._names,
-            replaces=taken.replaces,
-            check_owner=self._journal.check_owner,
+            replaces=self._taken.replaces,
+            check_owner=self._begin_change,
         )
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="shardstream-hash")
         keep_freed_memory()
-        self._keep(taken.finished)
+        self._keep(self._taken.finished)
 
     @property
     def folder(self) -> str:
@@ -196,9 +195,9 @@ class ShardWriter:
             self._pending = self._shard = None
         self._hashing.shutdown(wait=True, cancel_futures=True)
         self._sender.stop()
-        if is_first and self._was_free and not self._has_sent:  # the place is as it was
+        if is_first and not self._is_changed:
             with suppress(StorageError):  # what went wrong before is what matters
-                self._journal.remove()
+                self._give_back()
         self._lock.close()
 
     def __enter__(self) -> Self:
@@ -220,10 +219,9 @@ class ShardWriter:
         return WRITER_TASK, claim(self._storage, self._names, overwrite=overwrite)
 
     def _take(self, *, overwrite: bool) -> Claim:
-        """Take the place: from here on, it is marked as unfinished."""
+        """Take the place: from here on, it is marked, and without a manifest unfinished."""
         task, taken = self._claim(overwrite=overwrite)
-        self._was_free = taken.is_free
-        self._has_sent = False
+        self._is_changed = False
         self._journal = Journal(
             storage=self._storage,
             folder=self.folder,
@@ -233,8 +231,25 @@ class ShardWriter:
             head=taken.journal_head,
         )
         self._journal.begin(taken.journal_files)
-        taken.take()
+        taken.remove_parts()
         return taken
+
+    def _begin_change(self) -> None:
+        """Make sure that the place is still ours; before the first shard appears, unpublish what it replaces."""
+        self._journal.check_owner()
+        if self._is_changed:
+            return
+        self._is_changed = True
+        if self._taken.has_manifest:
+            self._taken.unpublish()
+            self._journal.check_owner()  # who has taken the place meanwhile may have counted on it
+
+    def _give_back(self) -> None:
+        """Delete the journal, where the place is as it was before: free, or with the manifest of its dataset."""
+        if self._taken.has_manifest:
+            self._storage.read(self._names.url(MANIFEST_NAME))  # raises if another run removed it
+        if self._taken.has_manifest or self._taken.is_free:
+            self._journal.remove()
 
     def _when_sent(self, info: ShardInfo, fields: Mapping[str, int]) -> Callable[[], None] | None:  # noqa: ARG002
         """Return what the sending thread is to do when the shard at hand is there."""
@@ -275,7 +290,6 @@ class ShardWriter:
         shard, pending = self._shard, self._pending
         if shard is None or pending is None:
             return
-        self._has_sent = True
         info = shard.finish()
         pending.end()
         self._count_fields(shard.fields)
@@ -290,9 +304,9 @@ class ShardWriter:
         """Send what is left, and make sure that all shards are there; stale ones are deleted."""
         self._send_shard()
         self._sender.drain()
-        self._journal.check_owner()
+        self._begin_change()
         self._sender.check_in_place()
-        for name in sorted(self._stale - {info.url for info in self._sender.sent}):
+        for name in sorted(self._taken.stale - {info.url for info in self._sender.sent}):
             remove(self._storage, self._names.url(name))
             remove(self._storage, self._names.url(name + INDEX_SUFFIX))
 

@@ -23,7 +23,7 @@ from shardstream.storage.listing import (
 from shardstream.storage.publish import publish_bytes
 
 NAMES = ("a/b/c.jpg", "a/d.txt", "b.c/e", "top.json")
-HIDDEN = (".git/x.txt", "a/.DS_Store", "a/d.txt.part-x12")
+HIDDEN = (".git/x.txt", "a/.DS_Store", "a/d.txt.part-0123456789ab")
 
 
 def write(root: str, *names: str) -> None:
@@ -108,3 +108,12 @@ def test_the_common_folder_is_a_folder_of_all(names: list[str]) -> None:
     if files:
         root, found = list_all(files, Storage())
         assert {f"{root}/{file.path}" for file in found} == {*files}
+
+
+def test_names_that_only_look_half_written_are_listed(root: str) -> None:
+    write(root, "z/imgs.tar.part-aa", "z/lecture.part-1.jpg", "z/notes.part-1")
+    assert [file.path for file in list_files(f"{root}/z", Storage())] == [
+        "imgs.tar.part-aa",
+        "lecture.part-1.jpg",
+        "notes.part-1",
+    ]

@@ -185,12 +185,22 @@ def test_a_file_that_is_no_tar_is_told(tmp_path: Path) -> None:
 
 
 def test_what_a_killed_writer_left_is_no_shard(tmp_path: Path) -> None:
-    put(str(tmp_path), {"00.tar": b"", "01.tar.part-x1y2": b"", "00.tar.idx.part-1": b""})
+    put(
+        str(tmp_path),
+        {
+            "00.tar": b"",
+            "02.tar.part-aa": b"",
+            "01.tar.part-0123456789ab": b"",
+            "00.tar.idx.part-0123456789ab": b"",
+        },
+    )
     assert names(locate(f"{tmp_path}/00.tar", Storage())) == ["00.tar"]
     for url in (str(tmp_path), f"{tmp_path}/*"):
-        with pytest.raises(UnfinishedError, match=r"01\.tar\.part-x1y2 is a half-written tar"):
+        with pytest.raises(
+            UnfinishedError, match=r"01\.tar\.part-0123456789ab is a half-written tar"
+        ):
             locate(url, Storage())
-    (tmp_path / "01.tar.part-x1y2").unlink()  # that of an index says nothing of the tars
+    (tmp_path / "01.tar.part-0123456789ab").unlink()  # that of an index says nothing of the tars
     assert names(locate(str(tmp_path), Storage())) == ["00.tar"]
 
 

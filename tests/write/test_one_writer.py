@@ -6,6 +6,7 @@ import gc
 import hashlib
 import json
 import multiprocessing
+import os
 import uuid
 from collections.abc import Callable, Iterator
 from multiprocessing.queues import Queue
@@ -19,6 +20,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstream as ss
 from shardstream.storage.filesystem import Storage
+from shardstream.storage.folder_lock import FolderLock
 from shardstream.storage.publish import publish_bytes_over
 from shardstream.storage.unfinished import journal_name
 from shardstream.write.verify import verify
@@ -112,9 +114,9 @@ def test_a_folder_of_this_machine_has_one_writer(tmp_path: Path) -> None:
     with ss.ShardWriter(tmp_path, max_samples=10) as first:
         write(first, "a")
         for overwrite in (False, True):
-            with pytest.raises(ss.StorageError, match=ANOTHER):
+            with pytest.raises(ss.StorageError, match="of this process has this folder open"):
                 ss.ShardWriter(tmp_path, overwrite=overwrite)
-            with pytest.raises(ss.StorageError, match=ANOTHER):
+            with pytest.raises(ss.StorageError, match="of this process has this folder open"):
                 ss.pack([{"txt": "b"}], tmp_path, overwrite=overwrite)
     assert verify(tmp_path).problems == ()
     assert len(ss.ShardDataset(str(tmp_path))) == 25
@@ -309,3 +311,31 @@ def test_servers_that_know_no_conditions_or_other_etags_take_it_all_the_same(
     publish_bytes_over(storage, url, b"1", old=None)
     publish_bytes_over(storage, url, b"2", old=b"1")
     assert storage.read(url) == b"2"
+
+
+def test_a_second_writer_of_this_process_is_told_to_close_the_first(tmp_path: Path) -> None:
+    writer = ss.ShardWriter(tmp_path)
+    with pytest.raises(ss.StorageError, match=r"of this process has this folder open; call"):
+        ss.ShardWriter(tmp_path, overwrite=True)
+    writer.abort()
+    ss.ShardWriter(tmp_path).abort()
+
+
+def test_a_forked_child_keeps_no_lock_and_cannot_give_one_back(tmp_path: Path) -> None:
+    lock = FolderLock(Storage(), str(tmp_path))
+    done, child_waits = os.pipe()
+    child = os.fork()
+    if child == 0:  # it waits for the parent, which closes the lock meanwhile
+        os.close(child_waits)
+        lock.close()
+        os.read(done, 1)
+        os._exit(0)
+    try:
+        os.close(done)
+        with pytest.raises(ss.StorageError, match="has this folder open"):
+            FolderLock(Storage(), str(tmp_path))
+        lock.close()
+        FolderLock(Storage(), str(tmp_path)).close()
+    finally:
+        os.close(child_waits)
+        os.waitpid(child, 0)

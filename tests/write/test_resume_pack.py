@@ -447,7 +447,7 @@ def test_a_replacement_that_was_stopped_at_once_leaves_the_old_dataset(
         raise StoppedError
 
     with monkeypatch.context() as patched:
-        patched.setattr(Claim, "take", stop)
+        patched.setattr(Claim, "unpublish", stop)
         with pytest.raises(StoppedError):
             pack(files, tmp_path / "out", max_samples=50, overwrite=True)
     before = contents(tmp_path / "out")
@@ -599,7 +599,7 @@ with ShardWriter(sys.argv[1], max_samples=10) as writer:
 
 def test_a_writer_run_again_replaces_what_a_killed_one_left(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, tmp_path / "out"], check=False, cwd=ROOT)
-    (tmp_path / "out" / "other.tar.part-1").write_bytes(b"another writer's")
+    (tmp_path / "out" / "000000.tar.part-aa").write_bytes(b"made by split -b")
     assert any(".part-" in name for name in contents(tmp_path / "out"))
     with pytest.raises(OptionError, match="left by a run that failed"):
         ShardWriter(tmp_path / "out")
@@ -607,5 +607,5 @@ def test_a_writer_run_again_replaces_what_a_killed_one_left(tmp_path: Path) -> N
         with ShardWriter(tmp_path / folder, max_samples=10, overwrite=True) as writer:
             for i in range(25):
                 writer.write({"cls": i})
-    (tmp_path / "out" / "other.tar.part-1").unlink()
+    (tmp_path / "out" / "000000.tar.part-aa").unlink()
     assert contents(tmp_path / "out") == contents(tmp_path / "clean")

@@ -140,12 +140,48 @@ def test_a_pack_at_work_is_not_finished_and_then_it_is(tmp_path: Path) -> None:
 
 def test_while_a_dataset_is_replaced_it_is_not_finished(tmp_path: Path) -> None:
     ss.pack(NUMBERS, tmp_path, max_samples=10)
-    writer = ss.ShardWriter(tmp_path, overwrite=True)
+    writer = ss.ShardWriter(tmp_path, overwrite=True, max_samples=10)
+    assert len(ss.ShardDataset(str(tmp_path))) == 50
+    for sample in NUMBERS[:11]:
+        writer.write(sample)
+    writer._sender.drain()
+    with pytest.raises(ss.UnfinishedError, match=r"run the same command again .* delete \.shard"):
+        ss.ShardDataset(str(tmp_path))
+    writer.abort()
     with pytest.raises(ss.UnfinishedError):
         ss.ShardDataset(str(tmp_path))
-    writer.abort()  # the old index.json is gone, though nothing was written
+
+
+def test_a_replacement_that_fails_at_once_leaves_the_old_dataset(tmp_path: Path) -> None:
+    ss.pack(NUMBERS, tmp_path, max_samples=10)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ss.ShardStreamError, match="whole number"):
+        ss.pack([{"cls": "no number"}], tmp_path, overwrite=True)
+    ss.ShardWriter(tmp_path, overwrite=True).abort()
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_replacement_that_lost_its_place_leaves_the_mark_of_the_other() -> None:
+    url = f"memory://{uuid.uuid4().hex}"
+    ss.pack(NUMBERS, url, max_samples=10)
+    late = ss.ShardWriter(url, overwrite=True)
+    Storage().resolve(url)[0].rm_file(Storage().resolve(f"{url}/index.json")[1])  # by the other
+    late.abort()
     with pytest.raises(ss.UnfinishedError):
-        ss.ShardDataset(str(tmp_path))
+        ss.ShardDataset(url)
+
+
+def test_splits_killed_between_two_journals_keep_no_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"split": {"train": 0.5, "val": 0.5}, "max_samples": 10}
+    with monkeypatch.context() as patched:
+        patched.setattr("shardstream.write.roll.Journal.remove", lambda _: None)
+        ss.pack(NUMBERS, tmp_path, **options)
+    (tmp_path / "train" / journal_name(0)).unlink()
+    with pytest.raises(ss.OptionError, match="a dataset is published here"):
+        ss.pack(NUMBERS, tmp_path, **options)
+    assert not list(tmp_path.glob("*/.shard*"))
 
 
 def test_a_writer_that_wrote_nothing_leaves_the_place_as_it_was(tmp_path: Path) -> None:
