@@ -10,6 +10,7 @@ import os
 import sys
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 from shardstream.errors import OptionError
 
@@ -37,7 +38,7 @@ class Placement:
     def detect(cls) -> Placement:
         """Ask an initialised ``torch.distributed``, else Ray Train, else ``RANK`` and ``WORLD_SIZE`` (torchrun), else 0 of 1.
 
-        Also 0 of 1 inside a loader of Hugging Face Accelerate, which splits the samples over the ranks itself.
+        Also 0 of 1 inside a loader of Hugging Face Accelerate that splits the samples over the ranks itself.
 
         Raises:
             OptionError: If only one of the two variables is set, or they are no numbers.
@@ -76,11 +77,8 @@ class Reader:
         return self.placement.world_size * self.num_workers
 
 
-_ACCELERATE_LOADERS = ("DataLoaderShard", "DataLoaderDispatcher", "IterableDatasetShard")
-
-
 def accelerate_loader() -> str | None:
-    """Return the class of the Accelerate loader that is asking; None if none is.
+    """Return the class of the Accelerate loader that is asking and deals out samples over the ranks; None if none is.
 
     Accelerate (and with it the Hugging Face Trainer) deals out an ``IterableDataset`` over the ranks itself and tells the
     dataset nothing about it: a dataset that splits as well would lose all but one of its parts. Only the call stack shows who
@@ -91,14 +89,37 @@ def accelerate_loader() -> str | None:
         return None
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        name = frame.f_code.co_qualname.partition(".")[0]
-        if (
-            name in _ACCELERATE_LOADERS
-            and frame.f_globals.get("__name__") == "accelerate.data_loader"
-        ):
-            return name
+        if frame.f_globals.get("__name__") == "accelerate.data_loader":
+            loader = frame.f_locals.get("self")
+            if _deals_out(loader):
+                return type(loader).__name__
         frame = frame.f_back
     return None
+
+
+def is_called_by_accelerate() -> bool:
+    """Return whether a module of Accelerate has called the caller of this function."""
+    name: str = sys._getframe(2).f_globals.get("__name__", "")
+    return name.startswith("accelerate.")
+
+
+def _deals_out(loader: Any) -> bool:
+    """Return whether an object of ``accelerate.data_loader`` decides which samples a rank gets."""
+    accelerate = sys.modules["accelerate.data_loader"]
+    if isinstance(loader, accelerate.IterableDatasetShard):
+        return True
+    # type(): loaders of Accelerate pretend to be of torch's class
+    if issubclass(type(loader), accelerate.DataLoaderDispatcher):
+        return bool(accelerate.PartialState().num_processes > 1)
+    if not issubclass(type(loader), accelerate.DataLoaderAdapter):
+        return False
+    # Where spawned workers are started only the loader is on the stack. One that was made for a single process deals out
+    # nothing, unless all ranks share a model (tensor or context parallelism) and so are given the same samples.
+    state = sys.modules["accelerate.state"].AcceleratorState
+    config = state._shared_state.get("parallelism_config")
+    shares_samples = config is not None and config.non_data_parallel_size > 1
+    dataset = getattr(loader, "dataset", None)
+    return shares_samples or isinstance(dataset, accelerate.IterableDatasetShard)
 
 
 def is_one_of_several() -> bool:

@@ -54,8 +54,18 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
 
     @property
     def placement(self) -> Placement:
-        """Rank and world size: as given, or as the process says now."""
-        return self.given_placement or Placement.detect()
+        """Rank and world size: as given, or as the process says now.
+
+        Raises:
+            OptionError: If one of several ranks was given, but a loader of Accelerate asks, which splits over the ranks itself.
+        """
+        given = self.given_placement
+        if given is not None and given.world_size > 1 and accelerate_loader() is not None:
+            raise OptionError(
+                f"this dataset was given placement=Placement({given.rank}, {given.world_size}), but a loader of Accelerate reads it "
+                "and would split that part again; leave placement= out, or pass a ShardLoader to accelerator.prepare()"
+            )
+        return given or Placement.detect()
 
     @property
     def has_given_length(self) -> bool:

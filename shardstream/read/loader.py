@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from shardstream.errors import OptionError, ReportWarning, StateError, WorkerError
 from shardstream.memory import keep_freed_memory
-from shardstream.placement import Placement, Reader, accelerate_loader
+from shardstream.placement import Placement, Reader, accelerate_loader, is_called_by_accelerate
 from shardstream.read.agreement import compare_ranks
 from shardstream.read.batches import Batches, Packet
 from shardstream.read.dataset import StreamDataset
@@ -119,9 +119,9 @@ class ShardLoader(DataLoader[Any]):
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """True: ``accelerator.prepare`` leaves a loader alone that says so. Only ``prepare`` asks, so Accelerate is served from now on."""
-        self._serves_accelerate = True
-        return True
+        """True for ``accelerator.prepare``, which then leaves the loader as it is: Accelerate is served from now on."""
+        self._serves_accelerate = self._serves_accelerate or is_called_by_accelerate()
+        return self._serves_accelerate
 
     @_is_accelerate_prepared.setter
     def _is_accelerate_prepared(self, prepared: bool) -> None:
@@ -129,17 +129,18 @@ class ShardLoader(DataLoader[Any]):
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """True: ``accelerator.save_state`` and ``load_state`` hold the state of this loader once it is prepared.
+        """Whether ``accelerator.save_state`` and ``load_state`` hold the state of this loader once it is prepared.
 
         Raises:
-            StateError: If each rank has a position of its own: Accelerate keeps one for all.
+            StateError: If Accelerate asks, but each rank has a position of its own: Accelerate keeps one for all.
         """
-        if self._batches.planned is None and self._batches.placement.world_size > 1:
+        is_same = self._batches.planned is not None or self._batches.placement.world_size == 1
+        if not is_same and is_called_by_accelerate():
             raise StateError(
                 "Accelerate saves one loader state for all ranks, but the steps of this pipeline change counts, so each rank has "
                 "its own: save loader.state_dict() to a file of each rank and leave the loader out of accelerator.prepare()"
             )
-        return True
+        return is_same
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -266,8 +267,7 @@ class ShardLoader(DataLoader[Any]):
 
     def _refuse_second_split(self) -> None:
         """Refuse to be read by a loader of Accelerate, which deals out what it reads over the ranks."""
-        given = self._batches.source_dataset.given_placement
-        if given is None and self.placement.world_size > 1 and accelerate_loader() is not None:
+        if self.placement.world_size > 1 and accelerate_loader() is not None:
             raise OptionError(
                 f"this ShardLoader gives rank {self.placement.rank} its part of the samples, but a loader of Accelerate reads it and "
                 "would split that part again; pass the ShardLoader itself to accelerator.prepare(), or a ShardDataset in a DataLoader"
