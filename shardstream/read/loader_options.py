@@ -12,6 +12,7 @@ from shardstream.read.batches import Batches
 from shardstream.read.dataset import StreamDataset
 from shardstream.read.planned import Options
 from shardstream.read.share import fitting_lanes
+from shardstream.read.skip import Skips
 
 _MUCH_BYTES = 4_000_000_000  # of windows in one worker
 
@@ -52,6 +53,17 @@ def check_options(
     if batch_size is not None and batch_size < 1:
         raise OptionError(f"batch_size must be at least 1, not {batch_size}")
     source = dataset.pipeline.planned
+    budget = Skips(dataset.pipeline.on_error).budget
+    if budget is not None and budget.refill and (source is None or batch_size is None):
+        why = (
+            "with batch_size=None"
+            if batch_size is None
+            else "after steps that change counts, or without an index"
+        )
+        raise OptionError(
+            f"SkipBudget(refill=True) has no effect {why}; say refill=False, or give a batch_size, an index and only steps that hand out "
+            "one item for each"
+        )
     microbatch = None if source is None else source.options.microbatch
     if batch_size is not None and microbatch is not None and batch_size % microbatch:
         raise OptionError(

@@ -35,7 +35,8 @@ class SkipBudget:
             `ReportWarning` says so and training goes on.
         refill: A `ShardLoader` puts other good samples of the epoch in the places of bad ones, so that all batches keep their size on
             all ranks, as losses over gathered batches need. Those come twice in the epoch; `ShardLoader.refilled` counts them.
-            Without it, batches get smaller by what is bad, and ranks may differ at a step.
+            Without it, batches get smaller by what is bad, and ranks may differ at a step. A `ShardLoader` refuses it with
+            batch_size=None and after steps that change counts; a dataset that is read without a `ShardLoader` refills nothing.
     """
 
     samples: int = 100

@@ -252,6 +252,15 @@ def test_a_resume_draws_the_same_samples_again(num_workers: int, tmp_path: Path)
     assert labels(resumed) != full  # another epoch, other samples
 
 
+def test_a_refill_that_would_do_nothing_is_refused(tmp_path: Path) -> None:
+    budget = ss.SkipBudget(refill=True)
+    dataset = ss.ShardDataset(bad_every_fifth(tmp_path, 10), on_error=budget).decode("rgb8")
+    with pytest.raises(ss.OptionError, match="no effect with batch_size=None"):
+        ss.ShardLoader(dataset, None)
+    with pytest.raises(ss.OptionError, match="no effect after steps that change"):
+        ss.ShardLoader(dataset.select(bool), 4)
+
+
 def test_a_batch_that_only_its_own_samples_can_fill_repeats_them(tmp_path: Path) -> None:
     samples = [{"__key__": f"{i}", "png": b"bad" if i else picture(), "cls": i} for i in range(4)]
     budget = ss.SkipBudget(refill=True)
