@@ -209,12 +209,12 @@ def restart_nginx(proxy: ShapedS3) -> None:
     """Start a proxy that was killed again, at the same ports; what it was told by `control` it has forgotten."""
     _stop(proxy.workdir)  # of what is left
     port = proxy.plain.endpoint.rpartition(":")[2]
-    _run("start_nginx.sh", proxy.workdir, str(proxy.workdir / "upstream"), port)
+    _run_again("start_nginx.sh", proxy.workdir, str(proxy.workdir / "upstream"), port)
 
 
 def restart_rgw(workdir: Path) -> None:
     """Start the gateway of a Ceph that was killed again, with the data it had."""
-    _run("restart_rgw.sh", workdir)
+    _run_again("restart_rgw.sh", workdir)
 
 
 @contextmanager
@@ -249,6 +249,15 @@ def _run(script: str, workdir: Path, *arguments: str) -> None:
     done = _script(script, workdir, *arguments)
     if done.returncode:
         raise ServerError(f"{script} failed, see {workdir}: {done.stderr.strip()}")
+
+
+def _run_again(script: str, workdir: Path, *arguments: str) -> None:
+    """Run a script that starts a server where one has just died: its port may not be free for a moment."""
+    for _ in range(_ATTEMPTS):
+        if _script(script, workdir, *arguments).returncode == 0:
+            return
+        time.sleep(1)
+    _run(script, workdir, *arguments)
 
 
 def _script(script: str, workdir: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
