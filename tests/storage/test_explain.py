@@ -9,6 +9,7 @@ from typing import Any
 
 import botocore.exceptions
 import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 from shardstream.errors import MissingError, OptionError, RefusedError, StorageError
 from shardstream.storage.explain import explained, judge
@@ -103,16 +104,13 @@ def test_a_read_only_disk_is_told() -> None:
     ],
 )
 def test_no_client_raises_an_error_of_its_own(url: str, options: dict[str, Any]) -> None:
-    if url.startswith("hf"):
-        pytest.importorskip("huggingface_hub")
     message = "the server cannot be reached; check the URL and the network"
     with pytest.raises(StorageError, match=message):
         Storage({"patience_s": 0.2, **options}).read(url, 0, 10)
 
 
 def test_a_machine_that_is_told_to_stay_offline_says_so() -> None:
-    errors = pytest.importorskip("huggingface_hub.errors")
-    verdict = judge(errors.OfflineModeIsEnabled("offline mode is enabled"), "hf://datasets/a/b")
+    verdict = judge(OfflineModeIsEnabled("offline mode is enabled"), "hf://datasets/a/b")
     assert "unset HF_HUB_OFFLINE" in str(verdict.error)
     assert not verdict.again
 
