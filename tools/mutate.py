@@ -110,7 +110,7 @@ def _exchange(node: ast.AST) -> str:
     if isinstance(node, ast.If | ast.While | ast.IfExp):
         node.test = ast.UnaryOp(op=ast.Not(), operand=node.test)
         return "condition negated"
-    if isinstance(node, ast.Return) and node.value is not None:
+    if isinstance(node, ast.Return) and ast.unparse(node) not in ("return", "return None"):
         node.value = ast.Constant(None)
         return "return None"
     return ""
@@ -193,6 +193,8 @@ class Bench:
             "-W",
             "ignore::pytest.PytestAssertRewriteWarning",
             "--hypothesis-seed=0",
+            "-m",
+            "slow or not slow",
         ]
         code = pytest.main([*options, *self._tests])
         sys.stdout.flush()
@@ -222,12 +224,13 @@ def main() -> None:
         "--sample", type=int, help="as many mutants, drawn by --seed; all by default"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--line", type=int, nargs="+", help="only mutants of these lines")
     arguments = parser.parse_args()
     source = (ROOT / arguments.module).read_text(encoding="utf-8")
     found = list(mutants(source))
-    chosen = found
-    if arguments.sample is not None and arguments.sample < len(found):
-        chosen = random.Random(arguments.seed).sample(found, arguments.sample)
+    chosen = [one for one in found if arguments.line is None or one.line in arguments.line]
+    if arguments.sample is not None and arguments.sample < len(chosen):
+        chosen = random.Random(arguments.seed).sample(chosen, arguments.sample)
         chosen.sort(key=lambda one: one.line)
     for name in WARM:
         __import__(name)

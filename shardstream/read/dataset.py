@@ -251,7 +251,7 @@ class ShardDataset(StreamDataset):
                 raise _lacking_index(unindexed, index)
             if index == "auto":
                 _warn_no_index(unindexed)
-            source = whole_shards(located.shards, storage, shuffle=shuffle, seed=seed)
+            source = whole_shards(located, storage, shuffle=shuffle, seed=seed)
             stages = (Shuffle(window=window or _WHOLE_SHARD_WINDOW),) if shuffle else ()
         super().__init__(Pipeline(source=source, stages=stages, on_error=on_error), placement)
         if len(self._class_names.folders) > 1:  # one alone is read when it is asked for

@@ -120,8 +120,6 @@ class Share:
 
     def tail(self) -> Ints:
         """Return the samples of the last, short step; none if there is no such step."""
-        if self._tail_size == 0:
-            return np.empty(0, dtype=np.int64)
         rest = self.plan.rest(self._tail_batch)
         return rest[(self._tail_start + np.arange(self._tail_size)) % len(rest)]
 

@@ -190,6 +190,7 @@ class PlannedRun:
                 chunk[0], within = chunk[0][within:], 0
                 for some in _together(chunk, int(_FOUND_BYTES / mean_bytes)):
                     yield from _read(fetcher, some, int(_COPIED_BYTES / mean_bytes))
+        catalog.check_manifests()
 
     def _read_samples(self) -> Generator[tuple[int, Sample], None, None]:
         for numbers, found in self._open():

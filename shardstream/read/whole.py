@@ -21,7 +21,8 @@ from shardstream.read.stage import Context, Run, State
 from shardstream.read.streamed import StreamSource
 from shardstream.storage.file_versions import FileVersions
 from shardstream.storage.filesystem import Storage
-from shardstream.storage.locate import is_compressed
+from shardstream.storage.locate import Located, is_compressed
+from shardstream.storage.manifest_versions import ManifestVersions
 from shardstream.storage.ranges import RangeStream
 
 _SHARD_ORDER = 4
@@ -36,12 +37,14 @@ class WholeShards(StreamSource):
         shards: In the order of the dataset.
         storage: Where they are.
         files: What those on this machine were when the dataset was opened.
+        manifests: What remote manifests said of them.
         shuffle: Permute the shards; samples are shuffled by a stage behind.
     """
 
     shards: tuple[ShardInfo, ...]
     storage: Storage
     files: FileVersions
+    manifests: ManifestVersions
 
     @property
     def fingerprint(self) -> str:
@@ -65,12 +68,17 @@ class WholeShards(StreamSource):
         return WholeShardRun(self, order[reader.number :: reader.total].tolist(), context.skips)
 
 
-def whole_shards(
-    shards: tuple[ShardInfo, ...], storage: Storage, *, shuffle: bool, seed: int
-) -> WholeShards:
+def whole_shards(located: Located, storage: Storage, *, shuffle: bool, seed: int) -> WholeShards:
     """Return a source of shards as they are now."""
-    files = FileVersions([storage.local_path(shard.url) for shard in shards])
-    return WholeShards(shards=shards, storage=storage, files=files, shuffle=shuffle, seed=seed)
+    files = FileVersions([storage.local_path(shard.url) for shard in located.shards])
+    return WholeShards(
+        shards=located.shards,
+        storage=storage,
+        files=files,
+        manifests=ManifestVersions(located, storage),
+        shuffle=shuffle,
+        seed=seed,
+    )
 
 
 class WholeShardRun:
@@ -123,6 +131,7 @@ class WholeShardRun:
             if error is not None:
                 self._skips.take(error)
             self._place, self._taken, self._offset = self._place + 1, 0, 0
+        self._source.manifests.check(self._source.shards)
 
     def _read_shard(self, shard: int, info: ShardInfo) -> Generator[Sample, None, None]:
         compressed = is_compressed(info.url)

@@ -30,6 +30,7 @@ from shardstream.storage.file_versions import FileVersions
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.inherited import new_lock
 from shardstream.storage.locate import Located, is_compressed
+from shardstream.storage.manifest_versions import ManifestVersions
 from shardstream.storage.maps import Maps, map_file
 from shardstream.storage.pace import Pace, asking
 from shardstream.storage.retry import fetch, fetch_view
@@ -79,6 +80,7 @@ class Catalog:
     def __init__(self, located: Located, storage: Storage, verify: Verify | None = None) -> None:
         self.storage = storage
         self._files = FileVersions([storage.local_path(shard.url) for shard in located.shards])
+        self._manifests = ManifestVersions(located, storage)
         self._scanned: dict[int, Offsets] = {}
         self.shards = tuple(
             self._count(number, shard, located) for number, shard in enumerate(located.shards)
@@ -167,6 +169,14 @@ class Catalog:
             return
         for shard in shards:
             self.map_shard(shard)
+
+    def check_manifests(self) -> None:
+        """Look whether remote manifests still name these shards; called at the end of an epoch.
+
+        Raises:
+            ChangedError: If the dataset was replaced.
+        """
+        self._manifests.check(self.shards)
 
     def fetch(
         self, shard: int, start: int, end: int, pace: Pace | None = None

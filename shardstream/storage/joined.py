@@ -114,6 +114,11 @@ class JoinedCatalog:
             part, within = self._within(shard)
             part.check_unchanged([within])
 
+    def check_manifests(self) -> None:
+        """Look whether remote manifests still name their shards, as `Catalog.check_manifests`."""
+        for part in self.parts:
+            part.check_manifests()
+
     def fetch(
         self, shard: int, start: int, end: int, pace: Pace | None = None
     ) -> bytes | memoryview:

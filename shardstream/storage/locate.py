@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -45,12 +46,14 @@ class Located:
     Args:
         shards: With absolute URLs; counts and sizes where a manifest, an index or a listing gave them.
         manifest_url: The manifest that told, if one did.
+        manifests: URL of each manifest that was read -> its SHA-256, in hex digits.
         indexed: URLs of the shards that have an ``.idx`` beside them.
         indexes: URL of an ``.idx`` -> its bytes, where they have been read on the way.
     """
 
     shards: tuple[ShardInfo, ...]
     manifest_url: str | None = None
+    manifests: Mapping[str, str] = field(default_factory=dict)
     indexed: frozenset[str] = frozenset()
     indexes: Mapping[str, bytes] = field(default_factory=dict)
 
@@ -117,12 +120,13 @@ def locate(urls: Urls, storage: Storage) -> Located:
         return located[0]
     return Located(
         shards=tuple(shard for one in located for shard in one.shards),
+        manifests={url: digest for one in located for url, digest in one.manifests.items()},
         indexed=frozenset().union(*(one.indexed for one in located)),
     )
 
 
-def read_manifest(file: FileInfo, storage: Storage) -> Manifest:
-    """Read an ``index.json`` that was listed or looked up.
+def read_manifest(file: FileInfo, storage: Storage) -> tuple[Manifest, str]:
+    """Read an ``index.json`` that was listed or looked up; return it and the SHA-256 of its bytes.
 
     Raises:
         ManifestError: If it cannot be understood, or names what lies elsewhere (see `check_names`).
@@ -133,9 +137,13 @@ def read_manifest(file: FileInfo, storage: Storage) -> Manifest:
     data = storage.read(url, most=_MANIFEST_LIMIT_BYTES + 1)
     if len(data) > _MANIFEST_LIMIT_BYTES:
         raise _too_large(f"over {_MANIFEST_LIMIT_BYTES}", url)
+    return _decoded(data, url)
+
+
+def _decoded(data: bytes, url: str) -> tuple[Manifest, str]:
     manifest = decode_manifest(data, url=url)
     check_names(url, [shard.url for shard in manifest.shards])
-    return manifest
+    return manifest, hashlib.sha256(data).hexdigest()
 
 
 def _too_large(size: str, url: str) -> ManifestError:
@@ -182,7 +190,8 @@ def _globbed(pattern: str, storage: Storage) -> list[str]:
 
 def _from_manifest(file: FileInfo, storage: Storage, here: list[FileInfo] | None = None) -> Located:
     """Take the shards that a manifest names; ``here`` is what is in its folder, if that has been listed."""
-    manifest, url = read_manifest(file, storage), file.url
+    url = file.url
+    manifest, digest = read_manifest(file, storage)
     folder = parent_url(url)
     if not manifest.shards:
         raise StorageError(
@@ -203,7 +212,9 @@ def _from_manifest(file: FileInfo, storage: Storage, here: list[FileInfo] | None
         listed = storage.list_folder(one)[0] if here is None or one != folder else here
         there = {file.url.rsplit("/", 1)[-1] for file in listed}
         indexed.update(tar for tar in mine if tar.rsplit("/", 1)[-1] + INDEX_SUFFIX in there)
-    return Located(shards=shards, manifest_url=url, indexed=frozenset(indexed))
+    return Located(
+        shards=shards, manifest_url=url, manifests={url: digest}, indexed=frozenset(indexed)
+    )
 
 
 def _glanced(folder: str, storage: Storage) -> Located | None:
@@ -212,8 +223,7 @@ def _glanced(folder: str, storage: Storage) -> Located | None:
     (data,) = storage.glance([url], most=_GLANCED_MANIFEST_BYTES)
     if data is None:
         return None
-    manifest = decode_manifest(data, url=url)
-    check_names(url, [shard.url for shard in manifest.shards])
+    manifest, digest = _decoded(data, url)
     shards = tuple(replace(one, url=join_url(folder, one.url)) for one in manifest.shards)
     if {parent_url(one.url) for one in shards} != {folder.rstrip("/")}:
         return None
@@ -228,6 +238,7 @@ def _glanced(folder: str, storage: Storage) -> Located | None:
     return Located(
         shards=shards,
         manifest_url=url,
+        manifests={url: digest},
         indexed=frozenset(one.url for one in shards),
         indexes={one: data for one, data in zip(wanted, indexes, strict=True) if data is not None},
     )
@@ -277,6 +288,7 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
     """
     found: dict[str, ShardInfo] = {}
     indexed: set[str] = set()
+    manifests: dict[str, str] = {}
     for folder, inside in _by_folder(urls).items():
         names = {url.rsplit("/", 1)[-1]: url for url in inside}
         by_name = _look_up(names, folder, storage)
@@ -292,12 +304,15 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
         found |= {shard.url: shard for shard in listed.shards}
         indexed |= listed.indexed
         if MANIFEST_NAME in by_name:
-            manifest = read_manifest(by_name[MANIFEST_NAME], storage)
+            file = by_name[MANIFEST_NAME]
+            manifest, manifests[file.url] = read_manifest(file, storage)
             known = {shard.url.rsplit("/", 1)[-1]: shard for shard in manifest.shards}
             found |= {
                 url: replace(known[name], url=url) for name, url in names.items() if name in known
             }
-    return Located(shards=tuple(found[url] for url in urls), indexed=frozenset(indexed))
+    return Located(
+        shards=tuple(found[url] for url in urls), manifests=manifests, indexed=frozenset(indexed)
+    )
 
 
 def _look_up(names: dict[str, str], folder: str, storage: Storage) -> dict[str, FileInfo]:

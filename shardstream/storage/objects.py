@@ -174,6 +174,9 @@ class ObjectCatalog:
     def check_unchanged(self, shards: Iterable[int]) -> None:
         """Do nothing: no file is mapped; `fetch` compares lengths."""
 
+    def check_manifests(self) -> None:
+        """Do nothing: there is none."""
+
     def fetch(self, shard: int, start: int, end: int, pace: Pace | None = None) -> bytes:
         """Read the files of a sample, and return them as a tar.
 

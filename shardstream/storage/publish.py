@@ -10,7 +10,7 @@ import tempfile
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -271,10 +271,10 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _close_unsaved(stream: BinaryIO) -> None:
-    try:
+    with suppress(
+        OSError
+    ):  # the disk is full: what is buffered cannot be flushed, and is not wanted
         stream.close()
-    except OSError:  # the disk is full: what is buffered cannot be flushed, and is not wanted
-        cast("Any", stream).raw.close()
 
 
 def _send(filesystem: Any, source: Path, path: str) -> None:

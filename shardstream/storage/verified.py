@@ -49,7 +49,7 @@ class Checks:
     A wrong answer is asked for again, and thrown out of the cache, if it came from there.
 
     Args:
-        shards: Each with its sha256 and its length.
+        shards: At least one, each with its sha256 and its length, which is not 0.
         storage: Where they are.
 
     Raises:
@@ -57,6 +57,7 @@ class Checks:
     """
 
     def __init__(self, shards: Sequence[ShardInfo], storage: Storage) -> None:
+        sizes: list[int] = []
         for shard in shards:
             if shard.sha256 is None or shard.filesize is None:
                 raise OptionError(
@@ -67,9 +68,9 @@ class Checks:
                     ),
                     shard=shard.url,
                 )
-        self._shards, self._storage = tuple(shards), storage
-        counts = [max(1, _chunks(shard.filesize or 0)) for shard in shards]
-        self._firsts = [0, *np.cumsum(counts).tolist()]
+            sizes.append(shard.filesize)
+        self._shards, self._storage, self._sizes = tuple(shards), storage, sizes
+        self._firsts = [0, *np.cumsum([_chunks(size) for size in sizes]).tolist()]
         self._open_table()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -82,8 +83,8 @@ class Checks:
 
     def _open_table(self) -> None:
         # Anonymous and shared: a forked process writes to the same pages, and only those that are written to take memory.
-        self._state = mmap.mmap(-1, max(1, len(self._shards)))
-        self._digests = mmap.mmap(-1, max(1, self._firsts[-1]) * _DIGEST_BYTES)
+        self._state = mmap.mmap(-1, len(self._shards))
+        self._digests = mmap.mmap(-1, self._firsts[-1] * _DIGEST_BYTES)
         # By process, too: what a parent was at when it forked goes on there, not here.
         self._under_way: dict[tuple[int, int], _Check] = {}
 
@@ -162,7 +163,7 @@ class Checks:
         self, shard: int, start: int, end: int, pace: Pace | None
     ) -> tuple[str, bytes, bytes]:
         """Read a shard once; return its sha256, the digests of its chunks and the wanted bytes."""
-        size = self._shards[shard].filesize or 0
+        size = self._sizes[shard]
         sha256, digests, wanted = hashlib.sha256(), bytearray(), bytearray()
         for low in range(0, size, _PIECE_BYTES):
             begin = time.monotonic()
@@ -215,12 +216,11 @@ class Checks:
         )
 
     def _fetch(self, shard: int, low: int, high: int, pace: Pace | None) -> bytes:
-        info = self._shards[shard]
-        told = asking(pace) | {"size": info.filesize}
-        return fetch(self._storage, info.url, low, high, **told)
+        told = asking(pace) | {"size": self._sizes[shard]}
+        return fetch(self._storage, self._shards[shard].url, low, high, **told)
 
     def _bounds(self, shard: int, first: int, last: int) -> tuple[int, int]:
-        size = self._shards[shard].filesize or 0
+        size = self._sizes[shard]
         return first * CHUNK_BYTES, min(last * CHUNK_BYTES, size)
 
     def _known(self, shard: int, number: int) -> bytes:

@@ -186,7 +186,7 @@ def _name_before(url: str, storage: Storage) -> str:
     if not storage.exists(url):
         return ""
     try:
-        return read_manifest(storage.info(url), storage).name
+        return read_manifest(storage.info(url), storage)[0].name
     except ManifestError:
         return ""
 

@@ -90,7 +90,7 @@ def list_shards(
     located = locate(urls, storage)
     name, fields = "", dict[str, int | None]()
     if located.manifest_url is not None:
-        manifest = read_manifest(storage.info(located.manifest_url), storage)
+        manifest, _ = read_manifest(storage.info(located.manifest_url), storage)
         name, fields = manifest.name, dict(manifest.fields)
     return Listing(
         shards=located.shards,

@@ -98,6 +98,7 @@ def test_the_order_of_seed_0_is_pinned() -> None:
         *(13, 3, 12, 9, 17, 8, 0, 2, 1, 18, 16, 19),
         *(6, 15, 5, 20, 11, 10, 4, 14, 7, 21, 22),
     ]
+    assert Plan(order, 0).passes == 1  # numbers the samples that a mix takes again
 
 
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 1), (1, 0), (-1, 0), (1 << 63, 0), (0, 1 << 40)])
@@ -185,6 +186,7 @@ def test_default_windows_are_whole_batches(nsamples: int, total_bytes: int, batc
         (50_000_000, 5_000_000_000, 32, 16_384),
         (1000, 10_000_000_000, 8, 8),
         (100, 0, 7, 16_380),
+        (1000, 1000 << 20, 1, 64),
     ],
 )
 def test_default_windows_are_pinned(

@@ -275,3 +275,15 @@ def test_the_short_step_has_what_full_steps_leave(
         left = order.nsamples - consumed - share.full_steps * split.batches_per_step * order.batch
         is_left_out = split.drop_last or split.remainder == "drop"
         assert share.short_step_samples == (0 if is_left_out else left)
+
+
+@pytest.mark.parametrize("remainder", ["pad", "drop", "keep"])
+def test_a_share_that_begins_at_the_end_of_an_epoch_has_consumed_all(remainder: Remainder) -> None:
+    order = Order(nsamples=13, batch=4, shuffle=True, seed=0, lanes=1, window=4, block=1)
+    for share in shares(Plan(order, 0), Split(world_size=2, remainder=remainder), consumed=13):
+        assert (share.num_steps, share.consumed_after(0)) == (0, 13)
+        assert share.tail().tolist() == []
+
+
+def test_a_split_is_by_default_that_of_one_rank() -> None:
+    assert Split() == Split(world_size=1, microbatches=1, remainder="pad", drop_last=False)

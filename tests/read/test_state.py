@@ -12,7 +12,7 @@ import shardstream as ss
 from shardstream.errors import OptionError, StateError
 from shardstream.read.plan import Order
 from shardstream.read.stage import Position
-from shardstream.read.state import VERSION, check_state, part_state, plan_state
+from shardstream.read.state import VERSION, check_state, part_state, plan_state, sealed
 from shardstream.testing import make_shards
 from tests.read.sets import labels, loader, numbered, take
 
@@ -253,3 +253,49 @@ def test_a_state_without_its_parts_is_refused(parts: Any, folder: str) -> None:
     state = broken(parts=parts)(ss.ShardLoader(dataset, 4).state_dict())
     with pytest.raises(StateError, match="this state is damaged: parts is"):
         ss.ShardLoader(dataset, 4).load_state_dict(state)
+
+
+def test_the_checksum_of_a_state_is_pinned_and_knows_no_order_of_names() -> None:
+    """Else a state of today would be refused tomorrow."""
+    state = plan_state(ORDER, data={"fingerprint": "ab12"}, epoch=2, consumed=40)
+    assert state["state_checksum"] == "d3b534f353301a05"
+    check_state(dict(reversed(state.items())), mine={})
+
+
+def test_an_epoch_of_one_sample_ends_with_it() -> None:
+    order = Order(nsamples=1, batch=1, shuffle=False, seed=0, lanes=1, window=1, block=1)
+    assert plan_state(order, data={}, epoch=0, consumed=1)["epoch"] == 1
+
+
+@pytest.mark.parametrize("checksums", [None, "aa", ["aa", "bb"], []])
+def test_checksums_that_no_state_has_are_refused(checksums: Any) -> None:
+    state = plan_state(ORDER, data={"checksums": checksums}, epoch=2, consumed=40)
+    check_state(state, mine={})
+    with pytest.raises(StateError, match="this state is damaged: checksums is"):
+        check_state(state, mine={"checksums": ["aa"]})
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("fingerprint", "name the same dataset"),
+        ("num_workers", "resume on the same topology alone"),
+        ("world_size", "resume on the same topology alone"),
+        ("seed", "use the same value, or start anew"),
+    ],
+)
+def test_a_difference_comes_with_its_remedy(name: str, remedy: str) -> None:
+    state = plan_state(ORDER, data={name: 3}, epoch=2, consumed=40)
+    with pytest.raises(StateError, match=remedy):
+        check_state(state, mine={name: 4})
+
+
+@pytest.mark.parametrize(("name", "limit"), [("lanes", 1 << 24), ("window", 1 << 62)])
+def test_numbers_have_a_limit(name: str, limit: int) -> None:
+    for value, is_fine in ((limit - 1, True), (limit, False)):
+        state = sealed({**plan_state(ORDER, data={}, epoch=2, consumed=40), name: value})
+        if is_fine:
+            check_state(state, mine={})
+        else:
+            with pytest.raises(StateError, match=f"this state is damaged: {name} is {value}"):
+                check_state(state, mine={})

@@ -31,6 +31,7 @@ from shardstream.storage.cache import Cache, open_cache, version_of
 from shardstream.storage.chunk import CHUNK_BYTES, HEADER_BYTES
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.retry import fetch
+from shardstream.storage.tally import load
 
 MIB = 1 << 20
 DATA = random.Random(0).randbytes(5 * MIB + 12_345)
@@ -139,6 +140,38 @@ def test_any_range_of_a_small_file_is_right(spans: list[tuple[int, int]]) -> Non
             end = min(start + size, 50)
             assert source.through(cached(Path(folder)), start, end) == DATA[start:end]
     assert len(source.reads) == bool(spans)
+
+
+def counted_bytes(folder: Path) -> int:
+    (path,) = folder.glob("*/total")
+    with path.open("rb") as file:
+        found = load(file.fileno())
+    assert found is not None
+    return found.total
+
+
+@pytest.mark.parametrize(
+    ("forgotten", "read_again"),
+    [
+        ((), (0, len(DATA))),
+        ((MIB - 1, 2 * MIB + 1), (0, 3 * MIB)),
+        ((MIB, 2 * MIB), (MIB, 2 * MIB)),
+        ((5 * MIB + 7,), (5 * MIB, len(DATA))),
+    ],
+)
+def test_what_is_forgotten_is_read_again_and_the_rest_is_not(
+    forgotten: tuple[int, ...], read_again: tuple[int, int], folder: Path
+) -> None:
+    source, cache = Source(), cached(folder)
+    cache.forget(URL)  # nothing is known of it
+    source.through(cache)
+    before = counted_bytes(folder)
+    cache.forget(URL, *forgotten)
+    assert counted_bytes(folder) == used_bytes(folder) < before
+    source.reads.clear()
+    assert source.through(cache) == DATA
+    assert source.reads == [read_again]
+    assert counted_bytes(folder) == used_bytes(folder) == before
 
 
 def test_a_range_past_the_end_is_left_to_the_source(folder: Path) -> None:
@@ -283,6 +316,17 @@ def test_a_read_larger_than_the_cache_fills_what_there_is(folder: Path) -> None:
     assert source.through(cache, 5, len(DATA) - 5) == DATA[5:-5]
     assert source.through(cache, 5, len(DATA) - 5) == DATA[5:-5]
     assert source.reads == [(0, len(DATA) - 5), (3 * MIB, len(DATA) - 5)]
+
+
+@pytest.mark.parametrize("last", [8192 - HEADER_BYTES, MIB, 4096 - HEADER_BYTES + 1])
+def test_a_read_that_just_fits_is_kept_whole(last: int, folder: Path) -> None:
+    whole, rest = (-(-(HEADER_BYTES + size) // 4096) * 4096 for size in (MIB, last))
+    source = Source(random.Random(1).randbytes(2 * MIB + last))
+    source.through(cached(folder, 2 * whole + rest))
+    assert len(chunks(folder)) == 3
+    source.url = "s3://bucket/b.tar"
+    source.through(cached(folder / "smaller", 2 * whole + rest - 4096))
+    assert len(chunks(folder / "smaller")) == 2
 
 
 def test_a_run_drops_what_runs_before_it_kept(folder: Path) -> None:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import threading
@@ -328,3 +330,89 @@ def test_a_killed_writer_leaves_nothing_under_the_final_name(before: bytes, tmp_
     named = [f"{tmp_path}/{name}" for name in sorted(found)]
     shards = [shard.url for shard in locate(named, Storage()).shards]
     assert shards == sorted(str(tmp_path / name) for name in found)
+
+
+def test_a_published_file_can_be_read_by_all_whatever_the_umask(tmp_path: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        publish_bytes(Storage(), str(tmp_path / "deep" / "er" / "a.tar"), b"1")
+    finally:
+        os.umask(before)
+    assert (tmp_path / "deep" / "er" / "a.tar").stat().st_mode & 0o777 == 0o644
+
+
+def open_files(folder: Path) -> list[str]:
+    found = (Path("/proc/self/fd", one) for one in os.listdir("/proc/self/fd"))
+    names = (os.readlink(one) for one in found if one.is_symlink())  # not that of the listing
+    return [name for name in names if name.startswith(str(folder)) or name == "/dev/full"]
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_no_file_stays_open(ends_well: bool, tmp_path: Path) -> None:
+    for number in range(3):
+        pending = open_pending(Storage(), str(tmp_path / f"{number}.tar"))
+        pending.write(b"1")
+        if ends_well:
+            pending.commit()
+        else:  # the disk is full: the last bytes cannot be flushed
+            full = os.open("/dev/full", os.O_WRONLY)
+            os.dup2(full, pending.stream.fileno())
+            os.close(full)
+            pending.discard()
+        assert pending.stream.closed or not ends_well
+    assert open_files(tmp_path) == []
+    assert len(os.listdir(tmp_path)) == (3 if ends_well else 0)
+
+
+@pytest.mark.parametrize(
+    ("fault", "is_fine"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)]
+)
+def test_only_a_mount_that_cannot_sync_folders_is_excused(
+    fault: int, is_fine: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_sync = os.fsync
+
+    def sync(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(fault, os.strerror(fault))
+        really_sync(handle)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    if is_fine:
+        publish_bytes(Storage(), str(tmp_path / "a.tar"), b"1")
+    else:
+        with pytest.raises(StorageError, match="Input/output error"):
+            publish_bytes(Storage(), str(tmp_path / "a.tar"), b"1")
+    assert [name for name in os.listdir(tmp_path) if is_part(name)] == []
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_signal_while_a_file_is_created_leaves_nothing(
+    exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(path: Path, _: str) -> None:
+        if exists:
+            path.touch()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "open", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        open_pending(Storage(), str(tmp_path / "a.tar"))
+    assert os.listdir(tmp_path) == []
+
+
+class BucketFileSystem(MemoryFileSystem):  # type: ignore[misc]
+    """A store whose PUT is one act, as those of Google and Azure."""
+
+    protocol = ("gs", "gcs")
+
+    def mv(self, *_: Any, **__: Any) -> None:
+        raise AssertionError("a store copies what it moves")
+
+
+def test_a_store_whose_put_is_one_act_gets_one() -> None:
+    folder = f"/bucket-{uuid.uuid4().hex}"
+    storage = Storage(filesystem=BucketFileSystem())
+    publish_bytes(storage, f"{folder}/a.tar", b"1")
+    assert storage.read(f"{folder}/a.tar") == b"1"
+    assert files_in(storage, folder) == ["a.tar"]

@@ -481,3 +481,19 @@ def test_an_index_that_comes_damaged_is_read_again(
         b"%d" % number for number in range(24)
     ]
     assert left == []
+
+
+def test_a_local_file_that_was_found_right_is_not_hashed_again(tmp_path: Path) -> None:
+    other = shard_of(b"other")
+    path = str(tmp_path / "a.tar")
+    Path(path).write_bytes(DATA)
+    checks = Checks([other, shard_of(), other], Storage())
+    assert not checks.knows_file(1, path)
+    checks.check_file(1, path, memoryview(DATA))
+    assert checks.knows_file(1, path)
+    assert not checks.knows_file(0, path)
+    checks.check_file(1, path, memoryview(b"what is not looked at"))
+    Path(path).write_bytes(DATA[:-1])
+    assert not checks.knows_file(1, path)
+    with pytest.raises(IndexMismatchError, match="its sha256 is"):
+        checks.check_file(1, path, memoryview(DATA[:-1]))

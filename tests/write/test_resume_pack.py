@@ -13,10 +13,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import fsspec
 import numpy as np
 import pytest
 from PIL import Image
 
+import shardstream as ss
 from shardstream.errors import OptionError, SourceError
 from shardstream.storage.filesystem import Storage
 from shardstream.storage.unfinished import is_journal
@@ -517,6 +519,7 @@ INFO = {"url": "000000.tar", "nsamples": 1, "filesize": float("inf"), "sha256": 
         "{",
         "[]",
         '{"version": 99}',
+        json.dumps(HEAD | {"version": 1}),
         json.dumps(HEAD | {"finished": [{"info": 3}]}),
         json.dumps(HEAD | {"finished": [{"info": INFO}]}),
         json.dumps(HEAD | {"options": ["a"]}),
@@ -533,6 +536,19 @@ def test_notes_that_cannot_be_read_are_an_error_unless_replaced(
     pack(files, tmp_path / "out", max_samples=50, overwrite=True)
     pack(files, tmp_path / "clean", max_samples=50)
     assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_notes_on_s3_that_cannot_be_read_are_replaced(
+    files: Path, bucket: str, s3: S3Server
+) -> None:
+    options = s3.storage_options
+    filesystem = fsspec.filesystem("s3", **options)
+    filesystem.pipe_file(f"{bucket}/out/.shardstream-pack-000000.json", b"{")
+    with pytest.raises(OptionError, match="notes of an unfinished pack cannot be read"):
+        pack(files, f"{bucket}/out", storage_options=options)
+    report = pack(files, f"{bucket}/out", storage_options=options, overwrite=True)
+    assert len(ss.ShardMapDataset(f"{bucket}/out", storage_options=options)) == report.samples
+    assert not filesystem.exists(f"{bucket}/out/.shardstream-pack-000000.json")
 
 
 def test_notes_cannot_make_us_delete_elsewhere(files: Path, tmp_path: Path) -> None:
