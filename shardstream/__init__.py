@@ -1,7 +1,8 @@
 """Pack samples into WebDataset tar shards on S3 or any fsspec file system, and stream them into PyTorch.
 
-The way of a sample: `write` turns sources into shards (source, encode, writer, roll, job); `format` says what the bytes mean;
-`storage` finds and fetches them; `read` turns them into batches (plan, share, source, decode, transform, batch, loader).
+The rooms, lowest first: `format` says what the bytes mean, `order` which sample comes when; `storage` reads bytes by URL,
+`catalog` knows the shard and byte range of each sample, `fetch` reads samples ahead of their use; `pipeline` turns them into
+batches, `loader` runs that in torch's workers. `packing` turns sources into shards; `cli` is the command line.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from shardstream.distributed import Placement
 from shardstream.errors import (
     CacheWarning,
     ChangedError,
@@ -33,23 +35,22 @@ from shardstream.errors import (
     UnfinishedError,
     WorkerError,
 )
-from shardstream.memory import importing
-from shardstream.placement import Placement
+from shardstream.process_memory import importing
 
 if TYPE_CHECKING:
-    from shardstream.read.by_number import ShardMapDataset
-    from shardstream.read.checkpoint import load_checkpoint, save_checkpoint
-    from shardstream.read.dataset import ShardDataset
-    from shardstream.read.loader import ShardLoader
-    from shardstream.read.mixed import mix
-    from shardstream.read.objects import ObjectDataset, ObjectMapDataset
-    from shardstream.read.quarantine import BadSample
-    from shardstream.read.skip import SkipBudget
-    from shardstream.read.tensors import collate
-    from shardstream.write.indexing import index
-    from shardstream.write.job import pack
-    from shardstream.write.roll import ShardWriter
-    from shardstream.write.verify import verify
+    from shardstream.loader.checkpoint import load_checkpoint, save_checkpoint
+    from shardstream.loader.collation import collate
+    from shardstream.loader.dataset import ShardDataset
+    from shardstream.loader.loader import ShardLoader
+    from shardstream.loader.map_dataset import ShardMapDataset
+    from shardstream.loader.mix_dataset import mix
+    from shardstream.loader.object_dataset import ObjectDataset, ObjectMapDataset
+    from shardstream.packing.indexing import index
+    from shardstream.packing.job import pack
+    from shardstream.packing.shard_writer import ShardWriter
+    from shardstream.packing.verification import verify
+    from shardstream.pipeline.bad_sample_report import BadSample
+    from shardstream.pipeline.bad_samples import SkipBudget
 
 __all__ = [
     "BadSample",
@@ -94,21 +95,21 @@ __all__ = [
 
 # Looked up when first used: torch takes over a second to import, and the command line does without.
 _LAZY = {
-    "BadSample": "read.quarantine",
-    "ObjectDataset": "read.objects",
-    "ObjectMapDataset": "read.objects",
-    "ShardDataset": "read.dataset",
-    "ShardLoader": "read.loader",
-    "ShardMapDataset": "read.by_number",
-    "SkipBudget": "read.skip",
-    "ShardWriter": "write.roll",
-    "collate": "read.tensors",
-    "index": "write.indexing",
-    "load_checkpoint": "read.checkpoint",
-    "mix": "read.mixed",
-    "pack": "write.job",
-    "save_checkpoint": "read.checkpoint",
-    "verify": "write.verify",
+    "BadSample": "pipeline.bad_sample_report",
+    "ObjectDataset": "loader.object_dataset",
+    "ObjectMapDataset": "loader.object_dataset",
+    "ShardDataset": "loader.dataset",
+    "ShardLoader": "loader.loader",
+    "ShardMapDataset": "loader.map_dataset",
+    "SkipBudget": "pipeline.bad_samples",
+    "ShardWriter": "packing.shard_writer",
+    "collate": "loader.collation",
+    "index": "packing.indexing",
+    "load_checkpoint": "loader.checkpoint",
+    "mix": "loader.mix_dataset",
+    "pack": "packing.job",
+    "save_checkpoint": "loader.checkpoint",
+    "verify": "packing.verification",
 }
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.read.stage import Run, State
-from shardstream.write.roll import ShardWriter
+from shardstream.packing.shard_writer import ShardWriter
+from shardstream.pipeline.stage import Run, State
 
 
 def make_shards(

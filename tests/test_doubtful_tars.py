@@ -14,9 +14,9 @@ import pytest
 import zstandard
 
 import shardstream as ss
-from shardstream.format.tar_encode import END_OF_ARCHIVE
+from shardstream.format.tar_writer import END_OF_ARCHIVE
+from tests.small_tars import samples, tar_bytes
 from tests.strategies import make_header, octal, padded
-from tests.write.tars import samples, tar_bytes
 
 WHOLE = tar_bytes(samples(0, 3))
 END = len(WHOLE) - len(END_OF_ARCHIVE)

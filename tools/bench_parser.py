@@ -16,10 +16,10 @@ import tarfile
 import time
 from collections.abc import Callable
 
-from shardstream.format.group import iter_samples, read_sample
 from shardstream.format.index import scan_shard
-from shardstream.format.tar import iter_members
-from shardstream.format.tar_encode import END_OF_ARCHIVE, encode_member
+from shardstream.format.samples import iter_samples, read_sample
+from shardstream.format.tar_reader import iter_members
+from shardstream.format.tar_writer import END_OF_ARCHIVE, encode_member
 
 _ROUNDS = 5
 

@@ -28,13 +28,13 @@ import numpy as np
 from tar_mutations import LONGEST_BYTES, mutate, seeds
 
 from shardstream.errors import ShardStreamError, ShardWarning
-from shardstream.format.group import Sample, iter_samples, read_sample
+from shardstream.format.columnar import Stretch, read_one, read_samples
+from shardstream.format.forward_reader import StreamReader
 from shardstream.format.index import decode_index, encode_index, scan_shard
 from shardstream.format.manifest import decode_manifest
-from shardstream.format.many import Stretch, read_one, read_samples
-from shardstream.format.notes import TarNotes
-from shardstream.format.stream import StreamReader
-from shardstream.format.tar import BLOCK_BYTES, ReadAt, iter_members
+from shardstream.format.samples import Sample, iter_samples, read_sample
+from shardstream.format.tar_diagnostics import TarNotes
+from shardstream.format.tar_reader import BLOCK_BYTES, ReadAt, iter_members
 
 _SHARD = "a.tar"
 _PLACES = 64  # where samples are looked for, more than are read one by one anyway

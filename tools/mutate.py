@@ -1,6 +1,6 @@
 """Change one module in small ways and see which changes no test notices.
 
-    python tools/mutate.py shardstream/read/plan.py tests/read/test_plan.py tests/read/test_share.py --sample 40
+    python tools/mutate.py shardstream/order/epoch_plan.py tests/order/test_epoch_plan.py tests/order/test_partition.py --sample 40
 
 Each mutant is one edit of the syntax tree: a comparison, operator, constant or condition is exchanged, a statement is removed. The
 tests run on a copy of the working tree, in a process forked from one that has torch and the clients imported already, and stop at

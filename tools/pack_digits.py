@@ -15,7 +15,7 @@ from sklearn.datasets import load_digits
 
 from shardstream.cli.pack import parse_split
 from shardstream.errors import ShardStreamError
-from shardstream.write.job import pack
+from shardstream.packing.job import pack
 
 
 def main() -> int:

@@ -1,4 +1,13 @@
-"""The command line: ``shardstream pack|index|verify|ls|cat``."""
+"""The command line: ``shardstream pack|index|verify|ls|cat``.
+
+app                    all commands, messages and exit codes
+options                arguments that several commands share; the progress bar
+pack, pack_progress    ``shardstream pack``
+index_verify           ``shardstream index`` and ``shardstream verify``
+ls_cat                 ``shardstream ls`` and ``shardstream cat``
+field_preview          one field of a sample in a few words
+terminal_text          sizes and tables as text; escape control characters
+"""
 
 from shardstream.cli.app import main
 

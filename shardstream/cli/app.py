@@ -15,9 +15,9 @@ from typing import Annotated
 
 import typer
 
-from shardstream.cli import check, look, pack
+from shardstream.cli import index_verify, ls_cat, pack
 from shardstream.cli.options import help_of
-from shardstream.cli.text import printable
+from shardstream.cli.terminal_text import printable
 from shardstream.errors import ShardStreamError
 
 EXIT_INTERRUPTED = 130
@@ -32,7 +32,7 @@ app = typer.Typer(
     # Markup off: URLs and keys hold brackets.
     rich_markup_mode=None,
 )
-for command in (pack.pack, check.index, check.verify, look.ls, look.cat):
+for command in (pack.pack, index_verify.index, index_verify.verify, ls_cat.ls, ls_cat.cat):
     app.command(help=help_of(command.__doc__))(command)
 
 

@@ -8,11 +8,11 @@ import typer
 
 from shardstream.cli.options import StorageOption, parse_options
 from shardstream.cli.pack_progress import farewell, packing_bar
-from shardstream.cli.text import aligned, human_bytes, printable
+from shardstream.cli.terminal_text import aligned, human_bytes, printable
 from shardstream.errors import plural
 
 if TYPE_CHECKING:
-    from shardstream.write.report import PackReport
+    from shardstream.packing.report import PackReport
 
 _SKIPS_SHOWN, _FIELDS_SHOWN = 10, 12
 
@@ -198,7 +198,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
       shardstream pack captions.csv packed/ --map jpg=path --map txt=caption
       shardstream pack "old/{000000..000099}.tar" new/ --max-bytes 1GB
     """
-    from shardstream.write import job  # noqa: PLC0415  (numpy, pillow and fsspec take 300 ms)
+    from shardstream.packing import job  # noqa: PLC0415  (numpy, pillow and fsspec take 300 ms)
 
     with farewell(), packing_bar() as progress:
         report = job.pack(

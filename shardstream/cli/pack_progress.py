@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from shardstream.cli.text import human_bytes
+from shardstream.cli.terminal_text import human_bytes
 from shardstream.errors import plural
 
 if TYPE_CHECKING:
-    from shardstream.write.report import Progress
+    from shardstream.packing.report import Progress
 
 
 @contextmanager

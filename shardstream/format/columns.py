@@ -9,8 +9,8 @@ from typing import Any, overload
 
 import numpy as np
 
-from shardstream.format.group import Sample
-from shardstream.format.tar import Buffer
+from shardstream.format.samples import Sample
+from shardstream.format.tar_reader import Buffer
 
 Column = np.ndarray[Any, np.dtype[Any]]
 

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import IndexMismatchError, plural
-from shardstream.format.group import iter_groups
-from shardstream.format.notes import TarNotes
-from shardstream.format.tar import Member, ReadAt, iter_whole
+from shardstream.format.samples import iter_groups
+from shardstream.format.tar_diagnostics import TarNotes
+from shardstream.format.tar_reader import Member, ReadAt, iter_whole
 
 Offsets = npt.NDArray[np.int64]
 """Shape (n + 1,): sample i of n is the bytes ``offsets[i]`` to ``offsets[i + 1]``."""

@@ -14,8 +14,8 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from shardstream.errors import OptionError, StateError
-from shardstream.read.accelerate import check_data_parallel
-from shardstream.read.loader import ShardLoader
+from shardstream.loader.accelerate import check_data_parallel
+from shardstream.loader.loader import ShardLoader
 
 
 class TrainerLoader(DataLoader[Any]):

@@ -17,15 +17,15 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from shardstream.errors import CacheWarning, OptionError, redact
-from shardstream.storage.chunk import (
+from shardstream.storage.byte_sizes import parse_bytes
+from shardstream.storage.cache_chunk import (
     CHUNK_BYTES,
     HEADER_BYTES,
     ChunkError,
     encode_header,
     read_chunk,
 )
-from shardstream.storage.sizes import parse_bytes
-from shardstream.storage.space import Space, on_disk
+from shardstream.storage.cache_space import Space, on_disk
 
 _log = logging.getLogger(__name__)
 

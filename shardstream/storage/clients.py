@@ -17,18 +17,18 @@ from typing import TYPE_CHECKING, Any, cast
 from fsspec.core import url_to_fs
 
 from shardstream.errors import OptionError
-from shardstream.memory import importing
-from shardstream.storage import inherited
-from shardstream.storage.environment import aws_variables
-from shardstream.storage.explain import explained, scrub, tellable
-from shardstream.storage.glance import glance
-from shardstream.storage.piece import Piece, Reader
-from shardstream.storage.read_any import FilesystemReader
-from shardstream.storage.read_http import HttpReader
-from shardstream.storage.s3_settings import S3Settings, for_s3fs, understand
+from shardstream.process_memory import importing
+from shardstream.storage import fork_safety
+from shardstream.storage.aws_environment import aws_variables
+from shardstream.storage.error_messages import explained, scrub, tellable
+from shardstream.storage.fsspec_reader import FilesystemReader
+from shardstream.storage.http_reader import HttpReader
+from shardstream.storage.read_small_files import glance
+from shardstream.storage.response import Piece, Reader
+from shardstream.storage.s3_config import S3Settings, for_s3fs, understand
 
 if TYPE_CHECKING:
-    from shardstream.storage.read_obstore import ObstoreReader
+    from shardstream.storage.s3_obstore import ObstoreReader
 
 _log = logging.getLogger(__name__)
 S3 = ("s3", "s3a")
@@ -57,7 +57,7 @@ _SECRET_NAMES = (
     "key", "secret", "token", "password", "credential", "sas", "passphrase", "connection_string", "authorization",
 )  # fmt: skip
 _LEAST_SECRET = 4  # characters: less would be found in any message
-_deciding = inherited.new_lock()  # one thread at a time, whether obstore reads
+_deciding = fork_safety.new_lock()  # one thread at a time, whether obstore reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,7 +175,7 @@ class Clients:
         filesystem, path = self.filesystem(url, reading=True)
         s3fs = sys.modules.get("s3fs")
         if s3fs is not None and isinstance(filesystem, s3fs.S3FileSystem):
-            from shardstream.storage.read_s3fs import S3fsReader  # noqa: PLC0415
+            from shardstream.storage.s3_s3fs import S3fsReader  # noqa: PLC0415
 
             return S3fsReader(filesystem, self.limits.stall_s), path
         if _is_http(filesystem):
@@ -199,7 +199,7 @@ class Clients:
 
     def glance(self, urls: Sequence[str], most: int) -> list[bytes | None]:
         """Return files of ``most`` bytes of one server, if this process has set up no client yet and can do without; None says nothing."""
-        is_first = "s3fs" not in sys.modules and not inherited.has_threads()
+        is_first = "s3fs" not in sys.modules and not fork_safety.has_threads()
         settings = None
         if is_first and self._s3_client is None and all(map(self.is_s3, urls)):
             settings = self._settings()
@@ -225,7 +225,7 @@ class Clients:
             if self._pid == os.getpid():  # another thread was first
                 return
             # forked: connections and threads stayed with the parent
-            inherited.keep_inherited(self._opened, self._obstore, self._filesystem)
+            fork_safety.keep_inherited(self._opened, self._obstore, self._filesystem)
             self._opened, self._obstore = {}, None
             if getattr(self._filesystem, "async_impl", False):
                 self._filesystem = copy.deepcopy(self._filesystem)  # opens it anew
@@ -239,12 +239,12 @@ class Clients:
         forced = self._s3_client == "obstore" or not _is_installed("s3fs")
         if not forced and self._only_looks_around(whole=whole):
             return None
-        from shardstream.storage.read_obstore import ObstoreReader, can_name  # noqa: PLC0415
+        from shardstream.storage.s3_obstore import ObstoreReader, can_name  # noqa: PLC0415
 
         found = self._obstore  # in a forked child another thread may just be taking it away
         if found is None:
             settings = self._settings()
-            if inherited.has_dead_threads():
+            if fork_safety.has_dead_threads():
                 _log.info("reading S3 with s3fs: %s", _FORKED)
                 found = _FORKED
             else:
@@ -274,7 +274,7 @@ class Clients:
         """Tell whether this may be a process that reads little and then forks workers, for whom obstore's threads would be lost."""
         if multiprocessing.parent_process() is not None:
             return False
-        return whole or not (inherited.has_threads() or self._read_bytes >= _LOOK_BYTES)
+        return whole or not (fork_safety.has_threads() or self._read_bytes >= _LOOK_BYTES)
 
     def _settings(self) -> S3Settings | None:
         with explained("s3://", lambda: self.secrets):
@@ -330,14 +330,14 @@ class Clients:
 
     def _open_obstore(self, *, reading: bool) -> Any:
         from shardstream.storage.obstore_filesystem import ObstoreFilesystem  # noqa: PLC0415
-        from shardstream.storage.read_obstore import store_arguments  # noqa: PLC0415
+        from shardstream.storage.s3_obstore import store_arguments  # noqa: PLC0415
 
-        if inherited.has_dead_threads():
+        if fork_safety.has_dead_threads():
             raise OptionError(f"{_FORKED}; {self._remedy(_FORKED)}")
         settings = self._settings()
         if settings is None:
             raise OptionError(f"{_UNKNOWN_OPTION}; {self._remedy(_UNKNOWN_OPTION)}")
-        inherited.note_threads_started()
+        fork_safety.note_threads_started()
         return ObstoreFilesystem(store_arguments(settings, retries=not reading))
 
 

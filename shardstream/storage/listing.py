@@ -14,10 +14,10 @@ from shardstream.errors import MissingError, OptionError, SourceError, plural
 from shardstream.format.index import INDEX_SUFFIX
 from shardstream.format.manifest import MANIFEST_NAME
 from shardstream.format.names import canonical_field, is_meta_name, split_member_name
-from shardstream.storage.filesystem import FileInfo, Storage, join_url, parent_url
-from shardstream.storage.locate import is_tar
-from shardstream.storage.publish import is_part
-from shardstream.storage.unfinished import check_finished, is_journal
+from shardstream.storage.atomic_write import is_part
+from shardstream.storage.discover import is_tar
+from shardstream.storage.journal_marker import check_finished, is_journal
+from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
 
 _log = logging.getLogger(__name__)
 

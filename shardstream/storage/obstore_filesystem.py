@@ -9,7 +9,7 @@ from obstore.store import S3Store
 
 
 class ObstoreFilesystem(FsspecStore):
-    """obstore's own file system, whose buckets are opened with the arguments that `read_obstore.ObstoreReader` has.
+    """obstore's own file system, whose buckets are opened with the arguments that `s3_obstore.ObstoreReader` has.
 
     Its way to open them, ``from_url``, does not take all of these.
 

@@ -10,11 +10,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 from shardstream.errors import ChangedError
-from shardstream.storage.explain import Verdict, is_answer, judge, no_ranges, tellable
+from shardstream.storage.error_messages import Verdict, is_answer, judge, no_ranges, tellable
 
 if TYPE_CHECKING:
-    from shardstream.storage.filesystem import Storage
-    from shardstream.storage.piece import Piece
+    from shardstream.storage.response import Piece
+    from shardstream.storage.store import Storage
 
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ import pytest
 from shardstream.cli import app as app_module
 from shardstream.cli import main
 from shardstream.errors import ShardError
-from tests.write.tars import make_dataset
+from tests.small_tars import make_dataset
 
 COMMANDS = ("pack", "index", "verify", "ls", "cat")
 
@@ -75,7 +75,7 @@ def test_exit_codes_of_what_a_command_raises(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("shardstream.write.inspect.list_shards", fail)
+    monkeypatch.setattr("shardstream.packing.inspect.list_shards", fail)
     assert app_module.main(["ls", "x"]) == code
 
 

@@ -10,10 +10,10 @@ import pytest
 import shardstream as ss
 from shardstream.cli import main
 from shardstream.errors import SampleError, ShardError
+from shardstream.packing.tar_shard import sample_pieces
 from shardstream.testing import make_shards
-from shardstream.write.writer import sample_pieces
+from tests.small_tars import tar_bytes
 from tests.strategies import make_header, octal
-from tests.write.tars import tar_bytes
 
 TRICKS = {
     "colour": "a\x1b[31mb",

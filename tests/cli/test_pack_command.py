@@ -13,8 +13,8 @@ import pytest
 from PIL import Image
 
 from shardstream.cli import main
-from shardstream.storage.filesystem import Storage
-from shardstream.storage.locate import locate
+from shardstream.storage.discover import locate
+from shardstream.storage.store import Storage
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState, PartialState
 from torch.utils.data import DataLoader, IterableDataset
 
 import shardstream as ss
-from tests.read.sets import numbered
+from tests.small_datasets import numbered
 
 SAMPLES = 40
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.read.sets import numbered
+from tests.small_datasets import numbered
 
 JOB = Path(__file__).with_name("trainers_job.py")
 SAMPLES = 102

@@ -16,13 +16,14 @@ import pytest
 import zstandard
 
 from shardstream.errors import IndexMismatchError, ManifestError, SampleError, ShardError
-from shardstream.format import group, stream
-from shardstream.format.group import iter_groups, iter_samples, read_sample
+from shardstream.format import forward_reader
+from shardstream.format import samples as group
+from shardstream.format.forward_reader import StreamReader, decompressed
 from shardstream.format.index import check_extent, decode_index
 from shardstream.format.manifest import decode_manifest
-from shardstream.format.stream import StreamReader, decompressed
-from shardstream.format.tar import iter_members
-from shardstream.format.tar_encode import END_OF_ARCHIVE, encode_member
+from shardstream.format.samples import iter_groups, iter_samples, read_sample
+from shardstream.format.tar_reader import iter_members
+from shardstream.format.tar_writer import END_OF_ARCHIVE, encode_member
 from tests.attack import survived
 from tests.strategies import base_256, make_header, octal, padded
 
@@ -179,8 +180,8 @@ def test_fields_of_one_sample_count_together(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("suffix", [".tar.gz", ".tar.zst"])
 def test_a_bomb_of_empty_samples_ends(suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "_FREE_BYTES", 1 * MiB)
-    monkeypatch.setattr(stream, "_RATIO_LIMIT", 20)
+    monkeypatch.setattr(forward_reader, "_FREE_BYTES", 1 * MiB)
+    monkeypatch.setattr(forward_reader, "_RATIO_LIMIT", 20)
     tar = b"".join(bytes(p) for n in range(20_000) for p in encode_member(f"{n}.x", b""))
     packed = gzip.compress(tar) if suffix == ".tar.gz" else zstandard.compress(tar)
     with pytest.raises(ShardError, match=r"a decompression bomb\?"):

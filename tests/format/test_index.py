@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardstream.errors import IndexMismatchError, SampleError, ShardError
-from shardstream.format.group import iter_samples
 from shardstream.format.index import (
     check_extent,
     decode_index,
@@ -18,8 +17,9 @@ from shardstream.format.index import (
     scan_shard,
 )
 from shardstream.format.names import member_name
-from shardstream.format.tar import ReadAt
-from shardstream.format.tar_encode import END_OF_ARCHIVE, encode_member
+from shardstream.format.samples import iter_samples
+from shardstream.format.tar_reader import ReadAt
+from shardstream.format.tar_writer import END_OF_ARCHIVE, encode_member
 from tests.strategies import Archive, archives, raw_samples
 
 URL = "s3://b/train-0007.tar.idx"

@@ -26,12 +26,12 @@ from hypothesis import strategies as st
 
 import shardstream as ss
 from shardstream.errors import CacheWarning, MissingError, OptionError
-from shardstream.storage import space
+from shardstream.storage import cache_space
 from shardstream.storage.cache import Cache, open_cache, version_of
-from shardstream.storage.chunk import CHUNK_BYTES, HEADER_BYTES
-from shardstream.storage.filesystem import Storage
+from shardstream.storage.cache_chunk import CHUNK_BYTES, HEADER_BYTES
+from shardstream.storage.cache_usage import load
 from shardstream.storage.retry import fetch
-from shardstream.storage.tally import load
+from shardstream.storage.store import Storage
 
 MIB = 1 << 20
 DATA = random.Random(0).randbytes(5 * MIB + 12_345)
@@ -393,7 +393,7 @@ def test_files_that_others_delete_are_noticed(
         path.unlink()
     assert source.through(cache, 0, 9) == DATA[:9]
     assert chunks(folder) == []  # by its count it is full
-    monkeypatch.setattr(space, "_SURVEY_NS", 0)
+    monkeypatch.setattr(cache_space, "_SURVEY_NS", 0)
     source.through(cache, 0, 9)
     assert len(chunks(folder)) == 1
 
@@ -600,7 +600,7 @@ def test_a_full_disk_is_tried_again_later(folder: Path, monkeypatch: pytest.Monk
     source.through(cache, 0, 5)
     assert chunks(folder) == []
     later = time.monotonic() + 61
-    monkeypatch.setattr("shardstream.storage.space.time.monotonic", lambda: later)
+    monkeypatch.setattr("shardstream.storage.cache_space.time.monotonic", lambda: later)
     source.through(cache, 0, 5)
     assert len(chunks(folder)) == 1
 

@@ -21,13 +21,13 @@ import pytest
 
 import shardstream as ss
 from shardstream.errors import ChangedError, MissingError, OptionError, RefusedError, StorageError
-from shardstream.storage import read_obstore
+from shardstream.storage import s3_obstore
+from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.clients import Clients
-from shardstream.storage.filesystem import Storage
-from shardstream.storage.publish import publish_bytes
 from shardstream.storage.retry import fetch
-from tests.read.sets import numbered
+from shardstream.storage.store import Storage
 from tests.servers import S3Server, ShapedS3, nginx_or_skip
+from tests.small_datasets import numbered
 
 BODY = bytes(range(256)) * (3 << 12)  # 3 MiB
 CLIENTS = ("s3fs", "obstore")
@@ -259,9 +259,9 @@ def test_threads_of_a_forked_child_do_not_take_each_others_readers_away(
         clients._leave_inherited()
         return True
 
-    monkeypatch.setattr(read_obstore, "can_name", can_name)
+    monkeypatch.setattr(s3_obstore, "can_name", can_name)
     reader, path = clients.reader("s3://b/k", whole=False)
-    assert (type(reader), path) == (read_obstore.ObstoreReader, "b/k")
+    assert (type(reader), path) == (s3_obstore.ObstoreReader, "b/k")
 
 
 def test_an_endpoint_out_of_reach_is_told(client: str, s3: S3Server) -> None:

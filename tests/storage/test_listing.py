@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from shardstream.errors import MissingError
 from shardstream.storage import listing
-from shardstream.storage.filesystem import Storage
+from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.listing import (
     Listed,
     list_all,
@@ -20,7 +20,7 @@ from shardstream.storage.listing import (
     list_files,
     sample_members,
 )
-from shardstream.storage.publish import publish_bytes
+from shardstream.storage.store import Storage
 
 NAMES = ("a/b/c.jpg", "a/d.txt", "b.c/e", "top.json")
 HIDDEN = (".git/x.txt", "a/.DS_Store", "a/d.txt.part-0123456789ab")

@@ -12,10 +12,10 @@ import s3fs
 
 import shardstream as ss
 from shardstream.errors import OptionError, StorageError
-from shardstream.storage.filesystem import Storage
-from shardstream.storage.publish import publish_bytes
-from tests.read.sets import numbered
+from shardstream.storage.atomic_write import publish_bytes
+from shardstream.storage.store import Storage
 from tests.servers import S3Server, ServerMissingError, in_ci, start_tls
+from tests.small_datasets import numbered
 
 SELF_SIGNED = "certificate has signed itself, which obstore does not take; read with s3fs"
 

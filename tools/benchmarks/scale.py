@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.case import Case, Result
-from shardstream.read.plan import Order, Plan, default_block, default_window
-from shardstream.read.share import Share, Split
+from shardstream.order.epoch_plan import Order, Plan, default_block, default_window
+from shardstream.order.partition import Share, Split
 
 _BATCH = 64
 _SAMPLE_BYTES = 100_000

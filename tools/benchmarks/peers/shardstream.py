@@ -21,11 +21,11 @@ def make_loader(case: Case) -> Any:
 
 def _decoded(dataset: Any, decoder: str, threads: int) -> Any:
     from benchmarks import images  # noqa: PLC0415  (imports torch, which the other rows do when they need it)
-    from shardstream.read import fast  # noqa: PLC0415
+    from shardstream.pipeline import fast_decode  # noqa: PLC0415
 
     name, crop = ("rgb8", images.crop_pixels) if decoder == "fast" else ("pil", images.crop)
     if decoder != "fast":
-        fast.simplejpeg = None  # as if the extra were not installed: Pillow, as the peers
+        fast_decode.simplejpeg = None  # as if the extra were not installed: Pillow, as the peers
 
     def cropped(sample: dict[str, Any]) -> dict[str, Any]:
         return sample | {"jpg": crop(sample["jpg"])}

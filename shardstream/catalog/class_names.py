@@ -1,0 +1,143 @@
+"""Class names of datasets that are stored: the ``classes.json`` beside their shards."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+
+from shardstream.errors import (
+    ClassesWarning,
+    ManifestError,
+    MissingError,
+    RefusedError,
+    StorageError,
+    redact,
+    shown,
+)
+from shardstream.format.classes_json import CLASSES_NAME, decode_classes
+from shardstream.storage.discover import Located
+from shardstream.storage.store import Storage, join_url, parent_url
+
+_log = logging.getLogger(__name__)
+
+_THREADS = 16
+_LIMIT_BYTES = 64 << 20  # a million names
+
+Classes = tuple[str, ...]
+
+
+def read_classes(folder: str, storage: Storage) -> Classes | None:
+    """Return the class names of a dataset, in the order of their numbers; None if its folder has no ``classes.json``.
+
+    Raises:
+        ManifestError: If the file is not a list of names.
+        StorageError: If the folder is out of reach.
+    """
+    url = join_url(folder, CLASSES_NAME)
+    try:
+        size = storage.info(url).told_size
+        if size is not None and size > _LIMIT_BYTES:
+            raise ManifestError(
+                f"{size} bytes of class names, the limit is {_LIMIT_BYTES}; write a shorter list",
+                shard=url,
+            )
+        return decode_classes(storage.read(url), url=url)
+    except MissingError:
+        return None
+    except StorageError as error:
+        if isinstance(error.__cause__, NotADirectoryError):  # a file, not a folder
+            return None
+        raise
+
+
+def classes_in(folders: Sequence[str], storage: Storage) -> dict[str, Classes]:
+    """Return folder -> class names of the folders that have a ``classes.json``; a file of another kind is passed over, with a warning.
+
+    Raises:
+        StorageError: If a folder is out of reach.
+    """
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-look") as pool:
+        found = pool.map(lambda folder: _read_leniently(folder, storage), folders)
+        return {
+            folder: names for folder, names in zip(folders, found, strict=True) if names is not None
+        }
+
+
+def _read_leniently(folder: str, storage: Storage) -> Classes | None:
+    try:
+        return read_classes(folder, storage)
+    except RefusedError:  # S3 refuses a missing file to those who may not list
+        return None
+    except ManifestError as error:
+        _log.warning("the class names are unknown: %s", error)
+        return None
+
+
+def difference(found: Mapping[str, Classes]) -> str | None:
+    """Say which two datasets number a class differently; None if one list of names fits all.
+
+    >>> difference({"train/": ("a", "b", "c"), "val/": ("a", "c")})
+    "'b' is class 1 in train/, where val/ has 'c'"
+    >>> difference({"train/": ("a", "b", "c"), "val/": ("a", "b")}) is None
+    True
+    """
+    longest = max(found, key=lambda place: len(found[place]), default="")
+    for place, names in found.items():
+        for number, (expected, name) in enumerate(zip(found[longest], names, strict=False)):
+            if name != expected:
+                return f"{expected!r} is class {number} in {longest}, where {place} has {name!r}"
+    return None
+
+
+def agreed(found: Mapping[str, Classes]) -> Classes | None:
+    """Return the class names of datasets; None if there are none, or they differ."""
+    if not found or difference(found) is not None:
+        return None
+    return max(found.values(), key=len)
+
+
+def warn_of_difference(found: Mapping[str, Classes]) -> None:
+    """Warn where datasets that are read together number their classes differently."""
+    differs = difference(found)
+    if differs is not None:
+        warnings.warn(
+            f"class numbers differ: {shown(redact(differs))}. One value of 'cls' means several classes; "
+            "pack again with one list of names (shardstream pack --classes), or silence this if your steps renumber them",
+            ClassesWarning,
+            stacklevel=3,
+        )
+
+
+class ClassNames:
+    """The class names of shards, read when they are first asked for.
+
+    Args:
+        located: The shards.
+        storage: Where they are.
+    """
+
+    def __init__(self, located: Located, storage: Storage) -> None:
+        self._storage = storage
+        self._manifest_url = located.manifest_url
+        self.folders = tuple(dict.fromkeys(parent_url(shard.url) for shard in located.shards))
+        """Folders of the shards."""
+
+    @cached_property
+    def found(self) -> dict[str, Classes]:
+        """Folder -> class names: of the manifest's folder, or else of each folder of shards that has some.
+
+        Raises:
+            StorageError: If a folder is out of reach.
+        """
+        first = () if self._manifest_url is None else (parent_url(self._manifest_url),)
+        found = classes_in(first, self._storage)
+        rest = [folder for folder in self.folders if folder not in first]
+        return found or classes_in(rest, self._storage)
+
+    @property
+    def names(self) -> Classes | None:
+        """Class names in the order of their numbers; None if there are none, or datasets differ."""
+        return agreed(self.found)

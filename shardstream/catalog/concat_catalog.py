@@ -1,0 +1,141 @@
+"""Several catalogs as one: the samples of a mix by number."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+
+import numpy as np
+
+from shardstream.catalog.object_catalog import ObjectCatalog
+from shardstream.catalog.shard_catalog import Catalog, Extents, Numbers
+from shardstream.errors import plural
+from shardstream.format.index import Offsets
+from shardstream.format.tar_reader import Buffer
+from shardstream.storage.concurrency import Pace
+
+
+class JoinedCatalog:
+    """Sample numbers of several datasets, one after the other; numbers past the end start again (a later pass).
+
+    Args:
+        parts: At least one.
+    """
+
+    def __init__(self, parts: Sequence[AnyCatalog]) -> None:
+        self.parts = tuple(parts)
+        self.firsts: Numbers = np.concatenate(([0], np.cumsum([len(part) for part in parts])))
+        self._first_shards = np.concatenate(
+            ([0], np.cumsum([part.num_shards for part in parts]))
+        ).tolist()
+        self.joins: bool = all(part.joins for part in parts)
+        self.threads: int = max(part.threads for part in parts)
+        self.most_ahead: int = max(part.most_ahead for part in parts)
+
+    def __len__(self) -> int:
+        return int(self.firsts[-1])
+
+    @property
+    def num_shards(self) -> int:
+        """How many shards there are."""
+        return int(self._first_shards[-1])
+
+    @property
+    def contents(self) -> str:
+        """How much it is, for people."""
+        return f"{plural(self.num_shards, 'shard')}, {plural(len(self), 'sample')}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all shards lie on this machine."""
+        return all(part.is_local for part in self.parts)
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of all tars."""
+        return sum(part.total_bytes for part in self.parts)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with any of the datasets."""
+        return hashlib.sha256(
+            " ".join(part.fingerprint for part in self.parts).encode()
+        ).hexdigest()[:16]
+
+    @property
+    def checksums(self) -> list[str | None]:
+        """Those of each dataset."""
+        return [one for part in self.parts for one in part.checksums]
+
+    def part_of(self, numbers: Numbers) -> Numbers:
+        """Return which dataset each sample is of."""
+        return np.searchsorted(self.firsts, numbers % len(self), side="right") - 1
+
+    def extents(self, numbers: Numbers) -> Extents:
+        """Return where samples are, in the order given."""
+        within = numbers % len(self)
+        parts = self.part_of(numbers)
+        columns = Extents(*(np.empty_like(within) for _ in range(3)))
+        for part in np.unique(parts).tolist():
+            mine = parts == part
+            shards, starts, ends = self.parts[part].extents(within[mine] - self.firsts[part])
+            columns.shards[mine] = shards + self._first_shards[part]
+            columns.starts[mine], columns.ends[mine] = starts, ends
+        return columns
+
+    def shards_of(self, numbers: Numbers) -> list[int]:
+        """Return which shards some samples are in, each once."""
+        within, parts = numbers % len(self), self.part_of(numbers)
+        return [
+            shard + self._first_shards[part]
+            for part in np.unique(parts).tolist()
+            for shard in self.parts[part].shards_of(within[parts == part] - self.firsts[part])
+        ]
+
+    def offsets(self, shard: int) -> Offsets:
+        """Return the index of a shard, shape (n + 1,)."""
+        part, within = self._within(shard)
+        return part.offsets(within)
+
+    def url_of(self, shard: int) -> str:
+        """Return the URL of a shard."""
+        part, within = self._within(shard)
+        return part.url_of(within)
+
+    def map_shard(self, shard: int) -> Buffer:
+        """Map a shard on this machine to memory, as `Catalog.map_shard`."""
+        part, within = self._within(shard)
+        return part.map_shard(within)
+
+    def check_unchanged(self, shards: Iterable[int]) -> None:
+        """Look whether local shards are what they were, as `Catalog.check_unchanged`."""
+        for shard in shards:
+            part, within = self._within(shard)
+            part.check_unchanged([within])
+
+    def check_manifests(self) -> None:
+        """Look whether remote manifests still name their shards, as `Catalog.check_manifests`."""
+        for part in self.parts:
+            part.check_manifests()
+
+    def fetch(
+        self, shard: int, start: int, end: int, pace: Pace | None = None
+    ) -> bytes | memoryview:
+        """Read some bytes of a shard, as `Catalog.fetch`."""
+        part, within = self._within(shard)
+        return part.fetch(within, start, end, pace)
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds within which `fetch` ends, unless bytes come."""
+        return max(part.limit_s for part in self.parts)
+
+    def _within(self, shard: int) -> tuple[AnyCatalog, int]:
+        """Return the part that a shard is of, and its number there."""
+        part = int(np.searchsorted(self._first_shards, shard, side="right")) - 1
+        return self.parts[part], shard - self._first_shards[part]
+
+
+AnyCatalog = Catalog | ObjectCatalog | JoinedCatalog
+"""Samples by number, of any kind."""

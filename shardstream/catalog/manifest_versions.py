@@ -1,0 +1,86 @@
+"""Remote datasets that are replaced while they are read: noticed by their manifests at the end of each epoch.
+
+A store tells the version of a file with each answer, so a process notices a shard that changes between two of its reads. It cannot
+notice a shard that it reads for the first time after another dataset was written over this one: a process that reads in order would
+hand out old samples and then new ones.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+
+from shardstream.errors import ChangedError, MissingError, StorageError, plural
+from shardstream.format.manifest import Manifest, ShardInfo
+from shardstream.storage.discover import Located, read_manifest
+from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
+
+
+class ManifestVersions:
+    """The remote manifests of a dataset as they were when it was opened; picklable, so workers compare with the same.
+
+    Args:
+        located: The shards, with the manifests that named them.
+        storage: Where they are.
+    """
+
+    def __init__(self, located: Located, storage: Storage) -> None:
+        self._digests = {
+            url: digest
+            for url, digest in located.manifests.items()
+            if storage.local_path(url) is None
+        }
+        self._storage = storage.uncached()
+
+    def check(self, shards: Iterable[ShardInfo]) -> None:
+        """Compare the manifests with what they are now; a warning where a server does not answer.
+
+        Shards that were added to a manifest do not matter.
+
+        Args:
+            shards: Of the dataset, as they were when it was opened.
+
+        Raises:
+            ChangedError: If a manifest is gone, or does not name one of the shards as it was.
+        """
+        for url, before in self._digests.items():
+            try:
+                manifest, digest = read_manifest(FileInfo(url=url, told_size=None), self._storage)
+            except MissingError as error:
+                raise _replaced("its manifest is gone", url) from error
+            except StorageError as error:
+                warnings.warn(
+                    f"whether the dataset was replaced during this epoch is not known: {error}",
+                    UserWarning,
+                    stacklevel=2,
+                )
+                continue
+            if digest != before:
+                others = _others(shards, manifest, parent_url(url))
+                if others:
+                    how = f"{plural(len(others), 'shard')} changed in its manifest, such as {others[0]}"
+                    raise _replaced(how, url)
+
+
+def _others(shards: Iterable[ShardInfo], manifest: Manifest, folder: str) -> list[str]:
+    """Return the URLs of shards under a folder that a manifest does not name as they were."""
+    named = {join_url(folder, shard.url): shard for shard in manifest.shards}
+    return [
+        shard.url
+        for shard in shards
+        if parent_url(shard.url).startswith(folder) and _is_other(shard, named.get(shard.url))
+    ]
+
+
+def _is_other(before: ShardInfo, now: ShardInfo | None) -> bool:
+    if now is None or (before.nsamples, before.filesize) != (now.nsamples, now.filesize):
+        return True
+    return None not in (before.sha256, now.sha256) and before.sha256 != now.sha256
+
+
+def _replaced(how: str, url: str) -> ChangedError:
+    return ChangedError(
+        f"the dataset was replaced during this epoch, so the samples read may be of both datasets: {how}",
+        remedy="open the dataset again and start the epoch again; write a new dataset to a folder of its own",
+        shard=url,
+    )

@@ -1,0 +1,291 @@
+"""The samples of a folder of loose files by number, each in the shape of the tar that would be packed of it."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardstream.catalog.shard_catalog import Extents, Numbers
+from shardstream.errors import ChangedError, OptionError, plural
+from shardstream.format.index import Offsets
+from shardstream.format.names import canonical_field, split_member_name
+from shardstream.format.tar_reader import Buffer
+from shardstream.format.tar_writer import encode_member, member_bytes
+from shardstream.storage.concurrency import Pace, asking
+from shardstream.storage.listing import Listed, sample_members
+from shardstream.storage.retry import AnswerCutError, fetch, patiently
+from shardstream.storage.store import Storage
+
+_Unsigned = npt.NDArray[np.unsignedinteger[Any]]
+
+_MD5 = re.compile(r'ETag "?([0-9a-f]{32})"?')  # as `version_of` says it
+
+Label = Callable[[str], Any]
+"""A file's path under the prefix -> its class: a name, or a number."""
+
+
+class ObjectCatalog:
+    """Sample numbers of loose files (0 to n - 1, sorted by key) -> their bytes.
+
+    Files that share a key (``a.jpg`` and ``a.json``) are one sample. Each sample is handed out as a tar of its own, as `shardstream
+    pack` would write it: readers need not know the difference. So there are as many "shards" as samples.
+
+    Names are held as one text, sizes as numbers: about 50 bytes a file. Picklable; safe among threads.
+
+    Args:
+        root: URL of their folder.
+        files: What is under it; at least one.
+        storage: Where they are.
+
+    Raises:
+        SourceError: If none of the files has an extension, or two would be the same field of a sample.
+        OptionError: If the files are tar shards.
+    """
+
+    joins = False
+    # Read ahead on this machine too: to open a small file may take as long as a request.
+    is_local = False
+    threads = 32
+    most_ahead = 1024
+
+    def __init__(self, root: str, files: Sequence[Listed], storage: Storage) -> None:
+        self.storage = storage
+        self._root = files[0].url.removesuffix(files[0].path)
+        if any(file.url != self._root + file.path for file in files):
+            raise OptionError("the files of this folder have no URLs of their own", shard=root)
+        members = sample_members(root, files)
+        names = [file.path.encode("utf-8", "surrogateescape") for _, _, file in members]
+        self._names = b"".join(names)
+        self._name_ends = _compact([0, *np.cumsum([len(name) for name in names]).tolist()])
+        self._sizes = _compact([file.size for _, _, file in members])
+        keys = [key for key, _, _ in members]
+        starts = [0] + [i for i, (one, other) in enumerate(pairwise(keys), 1) if one != other]
+        self._firsts = _compact([*starts, len(members)])
+        self.checksums: list[str | None] = [_checksum(members)]
+        """16 hex digits that change with the bytes of the files, where the store tells an MD5 of each; else None."""
+        self._labels: npt.NDArray[np.int64] | None = None
+        self.classes: tuple[str, ...] | None = None
+        """Names of the classes, in the order of their labels; None if labels are numbers, or there are none."""
+
+    def __len__(self) -> int:
+        return len(self._firsts) - 1
+
+    @property
+    def num_shards(self) -> int:
+        """As many as samples."""
+        return len(self)
+
+    @property
+    def contents(self) -> str:
+        """How much it is, for people."""
+        return f"{plural(len(self._sizes), 'file')}, {plural(len(self), 'sample')}"
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files."""
+        return int(self._sizes.sum(dtype=np.int64))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the names under the folder and with the sizes.
+
+        And with the labels. The folder stays out: a copy elsewhere continues the states of its original.
+        """
+        digest = hashlib.sha256(self._names)
+        for column in (self._name_ends, self._sizes, self._firsts):
+            digest.update(column.astype("<u8").tobytes())
+        if self._labels is not None:
+            digest.update(self._labels.astype("<i8").tobytes())
+        return digest.hexdigest()[:16]
+
+    def set_labels(self, label: Label, classes: Sequence[str] | None = None) -> None:
+        """Give each sample a field ``cls``: what a function says of the path of its first file.
+
+        Names become numbers, in the order of ``classes``, by default sorted (see `classes`).
+
+        Raises:
+            OptionError: If it returns something else, or a name that is not among the classes, or samples have this field already.
+        """
+        labels = []
+        for number in range(len(self)):
+            path, fields = self._path(int(self._firsts[number])), self._fields(number)
+            if "cls" in fields:
+                raise OptionError(
+                    "this sample has a file for 'cls' already; leave label= out",
+                    key=self._key(number),
+                )
+            try:
+                labels.append(label(path))
+            except Exception as error:
+                error.add_note(f"in label= on {path!r} in {self._root}")
+                raise
+        if all(isinstance(one, str) for one in labels):
+            self.classes = tuple(sorted(set(labels)) if classes is None else classes)
+            places = {name: place for place, name in enumerate(self.classes)}
+            unknown = next((name for name in labels if name not in places), None)
+            if unknown is not None or len(places) < len(self.classes):
+                fault = "has a name twice" if unknown is None else f"lacks {unknown!r}"
+                raise OptionError(f"classes {fault}; give each name once", shard=self._root)
+            labels = [places[name] for name in labels]
+        elif not all(isinstance(one, int | np.integer) for one in labels):
+            kinds = sorted({type(one).__name__ for one in labels})
+            raise OptionError(f"label= returns names or numbers, not {', '.join(kinds)}")
+        elif classes is not None:
+            raise OptionError("label= returns numbers, and classes is for names; leave it out")
+        self._labels = np.array(labels, dtype=np.int64)
+
+    def url_of(self, shard: int) -> str:
+        """Return the URL of a sample's first file."""
+        return self._root + self._path(int(self._firsts[shard]))
+
+    def map_shard(self, shard: int) -> Buffer:
+        """Return a sample's tar, which is made in memory."""
+        return self.fetch(shard, 0, self._tar_bytes(shard))
+
+    def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
+        """Return where samples are: each is the whole of its shard.
+
+        Raises:
+            IndexError: If there is no such sample.
+        """
+        wanted = np.asarray(numbers, dtype=np.int64)
+        if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
+            raise IndexError(
+                f"sample numbers go from 0 to {len(self) - 1}, asked for {wanted.min()} to {wanted.max()}"
+            )
+        ends = [self._tar_bytes(number) for number in wanted.tolist()]
+        return Extents(wanted, np.zeros_like(wanted), np.array(ends, dtype=np.int64))
+
+    def shards_of(self, numbers: Numbers) -> list[int]:  # noqa: ARG002
+        """Return the shards whose index must be read first: none has one."""
+        return []
+
+    def offsets(self, shard: int) -> Offsets:
+        """Return where the one sample of a shard is."""
+        return np.array([0, self._tar_bytes(shard)], dtype=np.int64)
+
+    def check_unchanged(self, shards: Iterable[int]) -> None:
+        """Do nothing: no file is mapped; `fetch` compares lengths."""
+
+    def check_manifests(self) -> None:
+        """Do nothing: there is none."""
+
+    def fetch(self, shard: int, start: int, end: int, pace: Pace | None = None) -> bytes:
+        """Read the files of a sample, and return them as a tar.
+
+        Raises:
+            MissingError: If a file is gone.
+            ChangedError: If one has another length than it was listed with.
+            StorageError: If one is out of reach.
+        """
+        pieces: list[bytes | memoryview] = []
+        for name, member in self._members(shard):
+            data = self._label(shard)
+            if member is not None:
+                url, size = self._root + self._path(member), int(self._sizes[member])
+                data = self._read(url, size, pace)
+            pieces += encode_member(name, data)
+        return b"".join(pieces)[start:end]
+
+    def _read(self, url: str, size: int, pace: Pace | None) -> bytes:
+        """Read a file that must have the length it was listed with."""
+        # S3 tells the length with a range; elsewhere only the whole file shows that it has grown.
+        end = size if self.storage.is_s3(url) else None
+
+        def ask() -> bytes:
+            try:
+                data = fetch(self.storage, url, 0, end, **(asking(pace) | {"size": size}))
+            except ChangedError as error:
+                raise _changed(url) from error
+            if len(data) != size:
+                if self.storage.info(url).size != size:
+                    raise _changed(url)
+                raise AnswerCutError(f"got {len(data)} of {size} bytes")
+            return data
+
+        return patiently(self.storage, url, ask)
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds within which `fetch` ends, unless bytes come."""
+        return self.storage.limits.limit_s
+
+    def _members(self, number: int) -> list[tuple[str, int | None]]:
+        """Return names in the tar, in the order of their fields, with the number of the file; None stands for the label."""
+        key = self._key(number)
+        found: dict[str, int | None] = dict(self._fields(number))
+        if self._labels is not None:
+            found["cls"] = None
+        return [(f"{key}.{field}", found[field]) for field in sorted(found)]
+
+    def _fields(self, number: int) -> dict[str, int]:
+        """Return field -> number of the file."""
+        members = range(int(self._firsts[number]), int(self._firsts[number + 1]))
+        return {_key_and_field(self._path(member))[1]: member for member in members}
+
+    def _tar_bytes(self, number: int) -> int:
+        return sum(
+            member_bytes(
+                name, len(self._label(number)) if member is None else int(self._sizes[member])
+            )
+            for name, member in self._members(number)
+        )
+
+    def _label(self, number: int) -> bytes:
+        return b"" if self._labels is None else b"%d" % self._labels[number]
+
+    def _key(self, number: int) -> str:
+        return _key_and_field(self._path(int(self._firsts[number])))[0]
+
+    def _path(self, member: int) -> str:
+        start, end = int(self._name_ends[member]), int(self._name_ends[member + 1])
+        return self._names[start:end].decode("utf-8", "surrogateescape")
+
+
+def folder_label(path: str) -> str:
+    """Return the folder right under the prefix: the class, in a folder for each class.
+
+    Raises:
+        OptionError: If the file lies in none.
+    """
+    folder, slash, _ = path.partition("/")
+    if not slash:
+        raise OptionError(
+            f"{path} lies in no folder of a class (CLASS/{path}); give label= a function of the path"
+        )
+    return folder
+
+
+def _checksum(members: Sequence[tuple[str, str, Listed]]) -> str | None:
+    digest = hashlib.sha256()
+    for _, _, file in members:
+        match = _MD5.fullmatch(file.version or "")
+        if match is None:  # of an upload in parts, or a time: a copy would have another
+            return None
+        digest.update(match[1].encode())
+    return digest.hexdigest()[:16]
+
+
+def _key_and_field(path: str) -> tuple[str, str]:
+    parts = split_member_name(path)
+    assert parts is not None  # noqa: S101  (others were left out)
+    return parts[0], canonical_field(parts[1])
+
+
+def _changed(url: str) -> ChangedError:
+    return ChangedError(
+        "the file was changed after it was listed; open the dataset anew", shard=url
+    )
+
+
+def _compact(numbers: Sequence[int]) -> _Unsigned:
+    """Return numbers in as few bytes as the largest needs."""
+    column = np.array(numbers, dtype=np.uint64)
+    return column.astype(np.min_scalar_type(int(column.max(initial=0))))

@@ -1,0 +1,355 @@
+"""The samples of a dataset by number: which bytes of which shard each one is."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from shardstream.catalog.file_versions import FileVersions
+from shardstream.catalog.integrity import Verify, open_checks
+from shardstream.catalog.manifest_versions import ManifestVersions
+from shardstream.catalog.mmap_pool import Maps, map_file
+from shardstream.errors import IndexMismatchError, OptionError, plural
+from shardstream.format.index import (
+    INDEX_SUFFIX,
+    OFFSET_BYTES,
+    Offsets,
+    check_extent,
+    decode_index,
+    scan_shard,
+)
+from shardstream.format.manifest import ShardInfo, checksum, fingerprint
+from shardstream.format.samples import Sample, read_sample
+from shardstream.format.tar_diagnostics import TarNotes
+from shardstream.format.tar_reader import BLOCK_BYTES, Buffer, empty_tar
+from shardstream.storage.concurrency import Pace, asking
+from shardstream.storage.discover import Located, is_compressed
+from shardstream.storage.fork_safety import new_lock
+from shardstream.storage.retry import fetch, fetch_view
+from shardstream.storage.store import Storage
+
+Numbers = npt.NDArray[np.int64]
+_OFFSETS_KEPT_BYTES = 64 << 20
+_OFFSETS_SENT_BYTES = 1 << 20  # to a spawned worker
+_INDEX_TRIES = 4
+_lock = new_lock()  # of what catalogs keep
+
+
+class Extents(NamedTuple):
+    """Where some samples are: arrays of equal length, int64."""
+
+    shards: Numbers
+    """Number of the shard, from 0."""
+    starts: Numbers
+    """Offset of the sample's first header in its tar."""
+    ends: Numbers
+    """Offset behind the sample."""
+
+
+class Catalog:
+    """Sample numbers of a dataset (0 to n - 1, in the order of its shards) -> shards and byte ranges.
+
+    Counts are known at once; the offsets of a shard are read when first asked for, and the least used forgotten.
+    Picklable; safe among threads.
+
+    Args:
+        shards: Each with its count and size, or a local tar without index, which is scanned now.
+        storage: Where they are.
+        verify: "sha256" compares what is read with the manifest's checksums (see `Checks`).
+
+    Raises:
+        OptionError: If a shard cannot be read by number (see `lacks_index`), or has no checksum to be compared with.
+        ShardError: If a local tar that is scanned is damaged.
+    """
+
+    joins = True
+    """Whether samples with neighbouring numbers are read together."""
+    threads = 24
+    """Requests in flight."""
+    most_ahead = sys.maxsize
+    """Samples that are asked for ahead of use, at most."""
+
+    def __init__(self, located: Located, storage: Storage, verify: Verify | None = None) -> None:
+        self.storage = storage
+        self._files = FileVersions([storage.local_path(shard.url) for shard in located.shards])
+        self._manifests = ManifestVersions(located, storage)
+        self._scanned: dict[int, Offsets] = {}
+        self.shards = tuple(
+            self._count(number, shard, located) for number, shard in enumerate(located.shards)
+        )
+        self._checks = open_checks(verify, self.shards, storage)
+        counts = np.array([shard.nsamples for shard in self.shards], dtype=np.int64)
+        self._firsts = np.concatenate(([0], np.cumsum(counts)))
+        self._kept: OrderedDict[int, Offsets] = OrderedDict()
+        self._kept_bytes = 0
+        self._maps = Maps()
+        self._keep_read(located.indexes)
+
+    def __getstate__(self) -> dict[str, Any]:
+        with _lock:  # another thread may be reading
+            kept, nbytes = self._kept.copy(), self._kept_bytes
+        if nbytes > _OFFSETS_SENT_BYTES:
+            kept, nbytes = OrderedDict(), 0
+        return self.__dict__ | {"_kept": kept, "_kept_bytes": nbytes}
+
+    def __len__(self) -> int:
+        return int(self._firsts[-1])
+
+    @property
+    def num_shards(self) -> int:
+        """How many shards there are."""
+        return len(self.shards)
+
+    @property
+    def contents(self) -> str:
+        """How much it is, for people."""
+        return f"{plural(len(self.shards), 'shard')}, {plural(len(self), 'sample')}"
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all shards lie on this machine."""
+        return all(self.storage.local_path(shard.url) for shard in self.shards)
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of all tars."""
+        return sum(shard.filesize or 0 for shard in self.shards)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the dataset."""
+        return fingerprint(self.shards)
+
+    @cached_property
+    def checksums(self) -> list[str | None]:
+        """16 hex digits that change with the bytes of the shards, by the manifest's sha256; None where one lacks it."""
+        return [checksum(self.shards)]
+
+    def url_of(self, shard: int) -> str:
+        """Return the URL of a shard."""
+        return self.shards[shard].url
+
+    def map_shard(self, shard: int) -> Buffer:
+        """Return a shard on this machine, mapped to memory.
+
+        Raises:
+            StorageError: If it cannot be opened.
+            ShardError: If it is empty, or not that of the manifest.
+        """
+        kept = self._maps.get(shard)
+        if kept is not None and self._checks is None:
+            return kept
+        url = self.shards[shard].url
+        path = self.storage.local_path(url) or url
+        if kept is not None and self._checks is not None and self._checks.knows_file(shard, path):
+            return kept
+        tar = map_file(path, url)  # not what is kept: that may be of a file that was there before
+        if self._checks is not None:
+            self._checks.check_file(shard, path, tar)
+        self._maps.keep(shard, tar)
+        return tar
+
+    def check_unchanged(self, shards: Iterable[int]) -> None:
+        """Look whether local shards are what they were when the dataset was opened; called after their bytes were copied.
+
+        Raises:
+            ChangedError: If one was overwritten.
+            IndexMismatchError: If it is compared with a checksum, and does not fit any more.
+        """
+        if self._checks is None:
+            self._files.check(shards)
+            return
+        for shard in shards:
+            self.map_shard(shard)
+
+    def check_manifests(self) -> None:
+        """Look whether remote manifests still name these shards; called at the end of an epoch.
+
+        Raises:
+            ChangedError: If the dataset was replaced.
+        """
+        self._manifests.check(self.shards)
+
+    def fetch(
+        self, shard: int, start: int, end: int, pace: Pace | None = None
+    ) -> bytes | memoryview:
+        """Read some bytes of a shard, trying again where that can help.
+
+        Raises:
+            StorageError: If they are out of reach, or of another file than the manifest's.
+            IndexMismatchError: If they are compared with a checksum, and do not fit.
+        """
+        if self._checks is not None:
+            return self._checks.read(shard, start, end, pace)
+        info = self.shards[shard]
+        told = asking(pace) | {"size": info.filesize}
+        data = fetch_view(self.storage, info.url, start, end, **told)
+        self._files.check([shard])
+        return data
+
+    @property
+    def limit_s(self) -> float:
+        """Seconds within which `fetch` ends, unless bytes come."""
+        return self.storage.limits.limit_s
+
+    def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
+        """Return where samples are, in the order given.
+
+        Raises:
+            IndexError: If there is no such sample.
+            IndexMismatchError: If the index of a shard does not fit it.
+        """
+        wanted = np.asarray(numbers, dtype=np.int64)
+        if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
+            raise IndexError(
+                f"sample numbers go from 0 to {len(self) - 1}, asked for {wanted.min()} to {wanted.max()}"
+            )
+        shards = np.searchsorted(self._firsts, wanted, side="right") - 1
+        within = wanted - self._firsts[shards]
+        starts, ends = np.empty_like(wanted), np.empty_like(wanted)
+        by_shard = np.argsort(shards, kind="stable")
+        sorted_shards, within = shards[by_shard], within[by_shard]
+        runs = np.flatnonzero(np.diff(sorted_shards, prepend=-1)).tolist()
+        for first, last in itertools.pairwise([*runs, len(wanted)]):
+            offsets, mine = self.offsets(int(sorted_shards[first])), within[first:last]
+            places = by_shard[first:last]
+            starts[places], ends[places] = offsets[mine], offsets[mine + 1]
+        return Extents(shards, starts, ends)
+
+    def shards_of(self, numbers: Numbers) -> list[int]:
+        """Return which shards some samples are in, each once."""
+        return sorted(set((np.searchsorted(self._firsts, numbers, side="right") - 1).tolist()))
+
+    def offsets(self, shard: int) -> Offsets:
+        """Return the index of a shard, shape (n + 1,).
+
+        Raises:
+            IndexMismatchError: If it does not fit the shard.
+        """
+        if shard in self._scanned:
+            return self._scanned[shard]
+        with _lock:
+            if shard in self._kept:
+                self._kept.move_to_end(shard)
+                return self._kept[shard]
+        offsets = self._read_index(self.shards[shard])
+        self._keep(shard, offsets)
+        return offsets
+
+    def read_sample(self, number: int) -> Sample:
+        """Read one sample, by a range read of its bytes alone.
+
+        Raises:
+            ShardError: If its bytes are damaged, or the index does not fit.
+            StorageError: If they are out of reach.
+        """
+        shard, start, end = (int(column[0]) for column in self.extents([number]))
+        return read_sample(self.fetch(shard, start, end), start, start, end, self.shards[shard].url)
+
+    def _keep(self, shard: int, offsets: Offsets) -> None:
+        with _lock:
+            if shard not in self._kept:
+                self._kept[shard] = offsets
+                self._kept_bytes += offsets.nbytes
+            while self._kept_bytes > _OFFSETS_KEPT_BYTES and len(self._kept) > 1:
+                self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
+
+    def _keep_read(self, indexes: Mapping[str, bytes]) -> None:
+        """Take the indexes that are at hand; one that does not fit is read again when it is needed."""
+        for number, shard in enumerate(self.shards if indexes else ()):
+            data = indexes.get(shard.url + INDEX_SUFFIX)
+            if data is not None:
+                with suppress(IndexMismatchError):
+                    self._keep(number, _checked(data, shard))
+
+    def _read_index(self, shard: ShardInfo) -> Offsets:
+        """Read an index; one that does not fit is read again: it may have been damaged on its way."""
+        for _ in range(_INDEX_TRIES - 1):
+            try:
+                return self._read_index_once(shard)
+            except IndexMismatchError:
+                self.storage.forget(shard.url + INDEX_SUFFIX)
+        return self._read_index_once(shard)
+
+    def _read_index_once(self, shard: ShardInfo) -> Offsets:
+        url, nsamples = shard.url + INDEX_SUFFIX, shard.nsamples or 0
+        most = OFFSET_BYTES * (
+            nsamples + 2
+        )  # one more than it should be: `_checked` says what is wrong
+        data = fetch(self.storage, url, most=most + 1)
+        if len(data) > most:
+            raise IndexMismatchError(
+                f"the index has more than the {plural(nsamples, 'sample')} that the manifest, or its size in a listing, says; "
+                "run 'shardstream index' again",
+                shard=url,
+            )
+        return _checked(data, shard)
+
+    def _count(self, number: int, shard: ShardInfo, located: Located) -> ShardInfo:
+        """Complete what is known of a shard; scan a local tar that has no index."""
+        if shard.filesize == 0:
+            raise empty_tar(shard.url)
+        if shard.url in located.indexed and shard.nsamples is not None:
+            _check_count(shard)
+            return shard
+        path = None if is_compressed(shard.url) else self.storage.local_path(shard.url)
+        if path is None:
+            raise OptionError(
+                "no index: run 'shardstream index' on it first, then it is read by number",
+                shard=shard.url,
+            )
+        tar = map_file(path, shard.url)
+        notes = TarNotes()
+        scan = scan_shard(
+            lambda at, size: tar[at : at + size], end=len(tar), shard=shard.url, notes=notes
+        )
+        notes.warn(shard.url)
+        nsamples, filesize = len(scan.keys), len(tar)
+        if shard.nsamples not in (None, nsamples):
+            raise IndexMismatchError(
+                f"the tar holds {plural(nsamples, 'sample')}, the manifest says {shard.nsamples}; run 'shardstream index' again",
+                shard=shard.url,
+            )
+        self._scanned[number] = scan.offsets
+        return ShardInfo(url=shard.url, nsamples=nsamples, filesize=filesize, sha256=shard.sha256)
+
+
+def _check_count(shard: ShardInfo) -> None:
+    """Refuse more samples than a tar has room for, before an index of that size is read.
+
+    Raises:
+        IndexMismatchError: If a sample would have less than the 512 bytes of a header.
+    """
+    nsamples, filesize = shard.nsamples or 0, shard.filesize
+    if filesize is not None and nsamples > filesize // BLOCK_BYTES:
+        raise IndexMismatchError(
+            f"{nsamples} samples, as its index or the manifest says, have no room in a tar of {filesize} bytes; "
+            "run 'shardstream index' again",
+            shard=shard.url,
+        )
+
+
+def _checked(data: bytes, shard: ShardInfo) -> Offsets:
+    url = shard.url + INDEX_SUFFIX
+    offsets = decode_index(data, url=url)
+    filesize = shard.filesize or int(offsets[-1])
+    check_extent(offsets, filesize=filesize, nsamples=shard.nsamples, url=url)
+    return offsets
+
+
+def lacks_index(located: Located, storage: Storage) -> str | None:
+    """Return the first shard that can only be read from its start to its end; None if all can be read by number."""
+    for shard in located.shards:
+        if is_compressed(shard.url):
+            return shard.url
+        if shard.url not in located.indexed and storage.local_path(shard.url) is None:
+            return shard.url
+    return None

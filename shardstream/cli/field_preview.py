@@ -1,0 +1,91 @@
+"""One field of a sample in a few words, without running or unpacking what is in it."""
+
+from __future__ import annotations
+
+import io
+import re
+import warnings
+
+from shardstream.cli.terminal_text import printable, shortened
+
+_TEXT = frozenset(
+    ["txt", "text", "transcript", "caption", "cls", "cls2", "id", "index", "inx", "json", "jsonl"]
+) | {"csv", "tsv", "md", "html", "xml", "yaml", "yml", "srt", "vtt", "log"}
+_IMAGES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp", "ppm", "pgm", "tif", "tiff"])
+_PICKLES = frozenset(["pyd", "pickle", "pkl", "pth", "pt"])
+_BREAKS = re.compile(r"([\n\t])")
+_PREVIEW_CHARACTERS = 100
+_PREVIEW_BYTES = 16
+
+
+def describe(field: str, data: bytes, *, limit: int | None = _PREVIEW_CHARACTERS) -> str:
+    r"""Say what is in a field: text as it is, images and arrays by their headers, the rest as the first bytes.
+
+    >>> describe("cls", b"7"), describe("bin", b"\x00\xff"), describe("txt", b"\x1b[31mred")
+    ('7', 'bytes 00 ff', '\\x1b[31mred')
+
+    Args:
+        field: Its name; the last part tells the kind.
+        data: Its bytes.
+        limit: Characters of text to show; None for all, with its line breaks.
+    """
+    kind = field.rsplit(".", 1)[-1].lower()
+    if not data:
+        return "(empty)"
+    told = None
+    if kind in _TEXT:
+        told = _text(data, limit)
+    elif kind in _IMAGES:
+        told = _image(data)
+    elif kind == "npy":
+        told = _array(data)
+    if told is None:
+        told = _preview(data)
+        if kind in _PICKLES:
+            told += " (may hold a pickle: not opened)"
+    return told
+
+
+def _text(data: bytes, limit: int | None) -> str | None:
+    cut = data if limit is None else data[: 4 * limit + 4]
+    try:
+        # A character cut in two at the end is no mistake of the text.
+        text = cut.decode("utf-8", "strict" if len(cut) == len(data) else "ignore")
+    except UnicodeDecodeError:
+        return None
+    if limit is None:
+        return "".join(part if part in "\n\t" else printable(part) for part in _BREAKS.split(text))
+    return shortened(printable(text), limit)
+
+
+def _image(data: bytes) -> str | None:
+    from PIL import Image  # noqa: PLC0415  (only where there is an image)
+
+    from shardstream.format.image_formats import PILLOW_FORMATS  # noqa: PLC0415
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # a huge image is only measured here
+            with Image.open(io.BytesIO(data), formats=PILLOW_FORMATS) as image:
+                return f"{image.format} {image.width}x{image.height} {image.mode}"
+    except Exception:  # noqa: BLE001  (Pillow raises what it likes on damaged headers; the bytes are shown then)
+        return None
+
+
+def _array(data: bytes) -> str | None:
+    from numpy.lib import format as npy  # noqa: PLC0415
+
+    stream = io.BytesIO(data)
+    try:
+        version = npy.read_magic(stream)
+        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        shape, _, dtype = read(stream)
+    except Exception:  # noqa: BLE001  (numpy hands the header to Python's tokenizer and parser, which raise what they like)
+        return None
+    kind = "Python objects: not opened" if dtype.hasobject else str(dtype)
+    return f"array {kind} {'x'.join(map(str, shape)) or 'scalar'}"
+
+
+def _preview(data: bytes) -> str:
+    more = " …" if len(data) > _PREVIEW_BYTES else ""
+    return f"bytes {data[:_PREVIEW_BYTES].hex(' ')}{more}"

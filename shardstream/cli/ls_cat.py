@@ -1,0 +1,236 @@
+"""``shardstream ls`` and ``shardstream cat``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from shardstream.cli.options import StorageOption, Urls, parse_options, progress_bar
+from shardstream.cli.terminal_text import aligned, human_bytes, printable, shortened
+from shardstream.errors import OptionError, StorageError, plural
+
+if TYPE_CHECKING:
+    from shardstream.packing.inspect import Listing
+
+_HEADINGS = ("shard", "samples", "size", "index")
+_RIGHT = frozenset({1, 2})
+_CLASSES_CHARACTERS = 100
+
+_Number = Annotated[
+    int | None,
+    typer.Option(min=0, metavar="N", help="Number of the sample, from 0, which is the default."),
+]
+_Key = Annotated[
+    str | None,
+    typer.Option(metavar="KEY", help="Key of the sample; searches shard by shard."),
+]
+_Field = Annotated[
+    str | None, typer.Option(metavar="FIELD", help="Show this field alone, text in full.")
+]
+_Output = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="With --field: write its bytes to this file, replacing it; - is standard output.",
+    ),
+]
+
+
+def ls(
+    urls: Urls,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")] = False,
+    option: StorageOption = None,
+) -> None:
+    """List the shards of a dataset: samples, sizes, fields.
+
+    Reads index.json, or else the names and sizes of the files and one sample; never a whole shard. A "?" is what only
+    'shardstream index' would tell. Of a folder that holds the folders of several splits, all are listed; the exit code is 1
+    where one is not finished.
+
+    Examples:
+      shardstream ls data/train/
+      shardstream ls s3://bucket/train/ --json
+    """
+    from shardstream.packing import inspect  # noqa: PLC0415  (numpy and fsspec take 300 ms)
+
+    options = parse_options(option)
+    try:
+        listing = inspect.list_shards(urls, storage_options=options)
+    except StorageError:
+        splits = {} if len(urls) > 1 else inspect.list_splits(urls[0], storage_options=options)
+        if not splits:
+            raise
+    else:
+        splits = {"": listing}
+    if as_json:
+        told = {name: split and _as_json(split) for name, split in splits.items()}
+        typer.echo(json.dumps(told.get("", {"splits": told}), indent=1))
+    else:
+        _list_all(splits)
+    if None in splits.values():
+        raise typer.Exit(1)
+
+
+def _list_all(splits: Mapping[str, Listing | None]) -> None:
+    for number, (name, split) in enumerate(splits.items()):
+        if name:
+            state = ": not finished" if split is None else ""
+            typer.echo("\n" * (number > 0) + f"{printable(name)}/{state}")
+        if split is not None:
+            _list(split)
+
+
+def _list(listing: Listing) -> None:
+    rows = _rows(listing)
+    if sys.stdout.isatty():
+        _print_table(rows)
+    else:
+        for line in aligned([_HEADINGS, *rows], right=_RIGHT):
+            typer.echo(line)
+    for line in _summary(listing):
+        typer.echo(line)
+
+
+def cat(
+    urls: Urls,
+    *,
+    number: _Number = None,
+    key: _Key = None,
+    field: _Field = None,
+    output: _Output = None,
+    option: StorageOption = None,
+) -> None:
+    """Show one sample, or extract one of its fields.
+
+    Examples:
+      shardstream cat data/train/ --number 5
+      shardstream cat data/train/ --key 0001
+      shardstream cat s3://bucket/train/ --number 5 --field png --output 5.png
+    """
+    if number is not None and key is not None:
+        raise typer.BadParameter("give --number or --key, not both")
+    if output is not None and field is None:
+        raise typer.BadParameter("--output needs --field: one file holds one field")
+    from shardstream.packing import inspect  # noqa: PLC0415
+
+    number = 0 if number is None and key is None else number
+    with progress_bar("searching") as progress:
+        sample = inspect.read_one(
+            urls,
+            number=number,
+            key=key,
+            storage_options=parse_options(option),
+            progress=progress,
+        )
+    fields = [name for name in sample if not name.startswith("__")]
+    if field is not None and field not in fields:
+        raise OptionError(
+            f"the sample has no field {field!r}, it has {', '.join(fields)}", key=sample["__key__"]
+        )
+    if field is None or output is None:
+        _show(
+            sample,
+            field,
+            inspect.class_name(sample, parse_options(option)) if field is None else None,
+        )
+    else:
+        _extract(sample[field], output)
+
+
+def _extract(data: bytes, output: str) -> None:
+    if output == "-":
+        sys.stdout.buffer.write(data)
+    else:
+        Path(output).write_bytes(data)
+
+
+def _show(sample: dict[str, Any], field: str | None, class_name: str | None) -> None:
+    from shardstream.cli.field_preview import describe  # noqa: PLC0415  (Pillow, numpy)
+
+    if field is not None:
+        typer.echo(describe(field, sample[field], limit=None))
+        return
+    typer.echo(f"key    {printable(sample['__key__'])}")
+    typer.echo(f"shard  {printable(sample['__url__'])}")
+    rows = [
+        (
+            printable(name),
+            human_bytes(len(data)),
+            describe(name, data)
+            + (f" ({printable(class_name)})" if name == "cls" and class_name else ""),
+        )
+        for name, data in sample.items()
+        if not name.startswith("__")
+    ]
+    for line in aligned([("field", "size", "content"), *rows], right=frozenset({1})):
+        typer.echo(line)
+
+
+def _rows(listing: Listing) -> list[tuple[str, ...]]:
+    return [
+        (
+            printable(shard.url),
+            "?" if shard.nsamples is None else f"{shard.nsamples:,}",
+            "?" if shard.filesize is None else human_bytes(shard.filesize),
+            "yes" if shard.url in listing.indexed else "no",
+        )
+        for shard in listing.shards
+    ]
+
+
+def _summary(listing: Listing) -> list[str]:
+    samples = "? samples" if listing.nsamples is None else plural(listing.nsamples, "sample")
+    size = "? bytes" if listing.total_bytes is None else human_bytes(listing.total_bytes)
+    total = f"total: {plural(len(listing.shards), 'shard')}, {samples}, {size}"
+    if listing.name:
+        total += f" ({printable(listing.name)})"
+    fields = ", ".join(
+        printable(name) if count in (None, listing.nsamples) else f"{printable(name)} ({count:,})"
+        for name, count in listing.fields.items()
+    )
+    lines = [total, f"fields: {fields or 'none'}"]
+    if listing.classes:
+        names = shortened(", ".join(map(printable, listing.classes)), _CLASSES_CHARACTERS)
+        lines.append(f"classes: {len(listing.classes):,} ({names})")
+    return lines
+
+
+def _as_json(listing: Listing) -> dict[str, Any]:
+    return {
+        "name": listing.name,
+        "manifest": listing.manifest_url,
+        "nsamples": listing.nsamples,
+        "total_bytes": listing.total_bytes,
+        "fields": dict(listing.fields),
+        "classes": listing.classes,
+        "shards": [
+            {
+                "url": shard.url,
+                "nsamples": shard.nsamples,
+                "filesize": shard.filesize,
+                "sha256": shard.sha256,
+                "indexed": shard.url in listing.indexed,
+            }
+            for shard in listing.shards
+        ],
+    }
+
+
+def _print_table(rows: list[tuple[str, ...]]) -> None:
+    from rich.box import SIMPLE_HEAD  # noqa: PLC0415  (50 ms that not every command needs)
+    from rich.console import Console  # noqa: PLC0415
+    from rich.table import Table  # noqa: PLC0415
+    from rich.text import Text  # noqa: PLC0415
+
+    table = Table(box=SIMPLE_HEAD)
+    for number, heading in enumerate(_HEADINGS):
+        table.add_column(heading, justify="right" if number in _RIGHT else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(cell) for cell in row))
+    Console().print(table)

@@ -1,0 +1,206 @@
+"""The samples that are wanted now, wherever their bytes are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+
+from shardstream.catalog.concat_catalog import AnyCatalog
+from shardstream.catalog.shard_catalog import Extents, Numbers
+from shardstream.fetch.coalesce import coalesce
+from shardstream.fetch.in_flight import Asking
+from shardstream.fetch.readahead import PagesAhead
+from shardstream.fetch.remote import RangeFetcher
+from shardstream.format.columnar import Stretch, are_many, find_samples, read_one, read_samples
+from shardstream.format.columns import Columns, Found, Samples, as_rows, from_rows, in_place
+
+# Of samples from which on it pays to look at many before any is copied; and so few that they say nothing about the next.
+_LARGE_BYTES, _FEW = 16 << 10, 256
+
+
+class Fetcher(Protocol):
+    """Hands out samples, waiting for their bytes if need be."""
+
+    def samples(self, numbers: Numbers) -> Samples:
+        """Return for each number its sample, or what is wrong with it."""
+
+    def find(self, numbers: Numbers) -> MappedSamples | None:
+        """Return samples whose bytes are there to be copied when they are wanted; None where `samples` does better."""
+
+    def stats(self) -> dict[str, float]:
+        """Return what it has cost so far: ``read_bytes``, ``requests``, ``throttled`` and ``wait_s``."""
+
+    def close(self) -> None:
+        """Give back threads, maps and bytes."""
+
+
+def open_fetcher(
+    catalog: AnyCatalog,
+    upcoming: Iterable[Numbers],
+    *,
+    prefetch_bytes: int,
+    hedge: bool = False,
+) -> Fetcher:
+    """Open what fits the data: memory maps if all of it is on this machine, else range reads ahead.
+
+    Args:
+        catalog: The dataset.
+        upcoming: Sample numbers that will be asked for, in groups that are read together, in order of first need.
+        prefetch_bytes: How much to hold, or have asked for, before it is used.
+        hedge: Ask a second time where an answer is late.
+    """
+    if catalog.is_local:
+        return LocalFetcher(catalog, PagesAhead(catalog, iter(upcoming), prefetch_bytes))
+    return RangeFetcher(catalog, iter(upcoming), prefetch_bytes=prefetch_bytes, hedges=hedge)
+
+
+def open_batch_fetcher(catalog: AnyCatalog) -> Fetcher:
+    """Open a reader of batches that nobody announces, safe among threads.
+
+    Args:
+        catalog: The dataset.
+    """
+    if catalog.is_local:
+        return LocalFetcher(catalog, PagesAhead(catalog, iter(()), 0))
+    return BatchFetcher(catalog)
+
+
+class BatchFetcher:
+    """Reads batches of remote samples by range requests, and nothing ahead; safe among threads.
+
+    Args:
+        catalog: The dataset.
+    """
+
+    def __init__(self, catalog: AnyCatalog) -> None:
+        self._catalog = catalog
+        self._asking = Asking(catalog, hedges=False)
+
+    def samples(self, numbers: Numbers) -> Samples:
+        """Return for each number its sample, or what is wrong with it.
+
+        Raises:
+            StorageError: If bytes are out of reach.
+            IndexMismatchError: If they are not those of the manifest.
+        """
+        extents = self._catalog.extents(numbers)
+        rows: dict[int, object] = {}
+        for asked in [self._asking.ask(span) for span in coalesce(extents)]:
+            span, data = asked.span, self._asking.answer(asked)
+            starts, ends = extents.starts[span.places], extents.ends[span.places]
+            url = self._catalog.url_of(span.shard)
+            stretch = Stretch(span.shard, url, data, span.start, starts, ends)
+            found = as_rows(read_samples([stretch]))
+            rows.update(zip(span.places.tolist(), found, strict=True))
+        return from_rows([rows[place] for place in range(len(numbers))])
+
+    def find(self, numbers: Numbers) -> None:
+        """Return nothing: `samples` copies no more than was asked for."""
+
+    def stats(self) -> dict[str, float]:
+        """Return what it has cost so far."""
+        return self._asking.stats()
+
+    def close(self) -> None:
+        """Send no more requests; those in flight end by themselves."""
+        self._asking.close()
+
+
+class MappedSamples:
+    """Samples found in mapped shards, copied when they are taken.
+
+    Args:
+        catalog: The dataset.
+        shards: Of each sample, shape (n,).
+        found: The samples.
+    """
+
+    def __init__(self, catalog: AnyCatalog, shards: Numbers, found: Found) -> None:
+        self._catalog, self._shards, self._found = catalog, shards, found
+
+    def __getitem__(self, taken: slice) -> Columns:
+        """Copy some of them.
+
+        Raises:
+            ChangedError: If a shard was overwritten since the dataset was opened.
+        """
+        columns = self._found[taken]
+        self._catalog.check_unchanged(set(self._shards[taken].tolist()))
+        return columns
+
+
+class LocalFetcher:
+    """Local tars, mapped to memory.
+
+    Args:
+        catalog: The dataset.
+        ahead: Has pages read before they are needed.
+    """
+
+    def __init__(self, catalog: AnyCatalog, ahead: PagesAhead) -> None:
+        self._catalog, self._ahead = catalog, ahead
+        self._read_bytes = 0
+        mean_bytes = catalog.total_bytes / max(1, len(catalog))
+        self._finds = mean_bytes >= _LARGE_BYTES
+
+    def samples(self, numbers: Numbers) -> Samples:
+        """Return for each number its sample, or what is wrong with it."""
+        if not len(numbers):
+            return []
+        extents = self._catalog.extents(numbers)
+        found = self._read(*extents)
+        self._catalog.check_unchanged(set(extents.shards.tolist()))
+        self._took(extents)
+        return found
+
+    def find(self, numbers: Numbers) -> MappedSamples | None:
+        """Return samples whose bytes are there to be copied when they are wanted; None where `samples` does better.
+
+        Photos are looked at by the window: in a batch there are too few of each shard to be read side by side.
+        """
+        if not self._finds or not len(numbers):
+            return None
+        extents = self._catalog.extents(numbers)
+        by_shard = np.argsort(extents.shards, kind="stable")
+        found = find_samples(self._stretches(extents, by_shard))
+        if found is None:  # the next ones will hardly be other ones
+            self._finds = len(numbers) < _FEW
+            return None
+        self._took(extents)
+        return MappedSamples(self._catalog, extents.shards, found.in_place(by_shard))
+
+    def _took(self, extents: Extents) -> None:
+        nbytes = int((extents.ends - extents.starts).sum())
+        self._read_bytes += nbytes
+        self._ahead.took(nbytes)
+
+    def _read(self, shards: Numbers, starts: Numbers, ends: Numbers) -> Samples:
+        if not are_many(len(shards), len(set(shards.tolist()))):
+            places = zip(shards.tolist(), starts.tolist(), ends.tolist(), strict=True)
+            return [
+                read_one(self._catalog.map_shard(n), 0, a, b, self._catalog.url_of(n))
+                for n, a, b in places
+            ]
+        by_shard = np.argsort(shards, kind="stable")
+        stretches = self._stretches(Extents(shards, starts, ends), by_shard)
+        return in_place(read_samples(stretches), by_shard)
+
+    def _stretches(self, extents: Extents, by_shard: Numbers) -> list[Stretch]:
+        shards, starts, ends = (column[by_shard] for column in extents)
+        runs = np.flatnonzero(np.diff(shards, prepend=-1)).tolist()
+        stretches = []
+        for first, last in itertools.pairwise([*runs, len(shards)]):
+            shard = int(shards[first])
+            url, tar = self._catalog.url_of(shard), self._catalog.map_shard(shard)
+            stretches.append(Stretch(shard, url, tar, 0, starts[first:last], ends[first:last]))
+        return stretches
+
+    def stats(self) -> dict[str, float]:
+        """Return what it has cost so far."""
+        return {"read_bytes": self._read_bytes}
+
+    def close(self) -> None:
+        """Nothing is to be given back: maps are the catalog's."""

@@ -1,0 +1,214 @@
+"""Remote samples ahead of their use: few large range reads, several in flight, within a budget of bytes."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from itertools import repeat
+
+import numpy as np
+
+from shardstream.catalog.concat_catalog import AnyCatalog
+from shardstream.catalog.shard_catalog import Numbers
+from shardstream.errors import IndexMismatchError, StorageError
+from shardstream.fetch.coalesce import Range, coalesce
+from shardstream.fetch.in_flight import Asked, Asking
+from shardstream.format.columnar import Stretch, read_samples
+from shardstream.format.columns import Samples, as_rows, from_rows
+from shardstream.process_memory import give_back_freed_memory
+
+_AHEAD = 0.2  # of a group, when it is begun; the more of it is used, the more
+
+
+class _Group:
+    """Samples that are read together, a window mostly."""
+
+    def __init__(self) -> None:
+        self.left_bytes = 0.0
+
+
+class _Part:
+    """The samples of a group that one request brings."""
+
+    __slots__ = ("asked", "bytes_each", "group", "is_read", "numbers", "span")
+
+    def __init__(self, group: _Group, span: Range, numbers: Numbers) -> None:
+        self.group, self.span = group, span
+        self.numbers = numbers  # of its samples, in the order of the tar
+        self.bytes_each = span.size / len(numbers)
+        self.asked: Asked | None = None
+        self.is_read = False
+
+
+class RangeFetcher:
+    """Samples of remote tars, by range reads ahead of use; for one thread.
+
+    What has come is taken apart at once, and each sample's memory is free again when it is used: a shuffled window shrinks while
+    the next one comes in, where its ranges would be held to its end.
+
+    Args:
+        catalog: The dataset.
+        upcoming: Sample numbers that will be asked for, in groups that are read together, in order of first need.
+        prefetch_bytes: How much to hold, or have asked for, before it is used; but what is left of groups that have been begun, and a
+            fifth of the last of them beside, may be more.
+        hedges: Send a second request where an answer takes three times as long as usual, and take what comes first.
+    """
+
+    def __init__(
+        self,
+        catalog: AnyCatalog,
+        upcoming: Iterator[Numbers],
+        *,
+        prefetch_bytes: int,
+        hedges: bool = False,
+    ) -> None:
+        self._catalog = catalog
+        self._upcoming = upcoming
+        self._asking = Asking(catalog, hedges=hedges)
+        self._budget = self._limit = float(prefetch_bytes)
+        self._bytes = 0.0  # asked for, and not used yet
+        self._parts: dict[int, _Part] = {}  # by number, until that is used
+        self._rows: dict[int, object] = {}  # by number: what has come, and is not used yet
+        self._queue: deque[_Part] = deque()  # of opened groups, in order of need
+        self._on_way: list[_Part] = []
+        self._begun: set[_Group] = set()
+        self._next: tuple[Numbers, dict[int, Future[object]]] | None = None
+        self._announced_at = 0.0
+
+    def samples(self, numbers: Numbers) -> Samples:
+        """Return for each number its sample, once its bytes have come, or what is wrong with it."""
+        if not len(numbers):
+            return []
+        wanted = numbers.tolist()
+        parts = self._parts_of(dict.fromkeys(wanted))
+        for part in parts:
+            self._ask(part)
+        self._begin({part.group for part in parts})
+        self._ask_ahead()
+        failed = self._read(parts)
+        self._read_what_has_come()
+        found = from_rows([self._rows.get(number, failed) for number in wanted])
+        self._let_go(self._rows.keys() & wanted)
+        return found
+
+    def find(self, numbers: Numbers) -> None:
+        """Return nothing: `samples` copies no more than was asked for."""
+
+    def stats(self) -> dict[str, float]:
+        """Return what it has cost so far."""
+        return self._asking.stats()
+
+    def close(self) -> None:
+        """Drop what is held; requests in flight end by themselves, and no more are sent."""
+        self._parts.clear()
+        self._rows.clear()
+        self._queue.clear()
+        self._asking.close()
+        give_back_freed_memory()
+
+    def _parts_of(self, wanted: dict[int, None]) -> list[_Part]:
+        """Return what brings these samples, in order of need."""
+        while not self._parts.keys() >= wanted.keys() and self._open_next():
+            pass
+        missing = [number for number in wanted if number not in self._parts]
+        if missing:
+            self._open(np.array(missing, dtype=np.int64))
+        return list(dict.fromkeys(map(self._parts.__getitem__, wanted)))
+
+    def _begin(self, groups: set[_Group]) -> None:
+        """Hear that something is taken of these groups."""
+        for group in groups - self._begun:
+            self._begun.add(group)
+            begun_bytes = sum(one.left_bytes for one in self._begun)
+            self._limit = max(self._budget, begun_bytes + _AHEAD * group.left_bytes)
+
+    def _ask_ahead(self) -> None:
+        """Ask for what will be needed next, within the limit."""
+        while self._bytes < self._limit:
+            if not self._queue:
+                if len(self._parts) >= self._catalog.most_ahead or not self._open_next():
+                    return
+            elif self._queue[0].asked is not None:
+                self._queue.popleft()
+            elif self._bytes + self._queue[0].span.size <= self._limit or not self._bytes:
+                self._ask(self._queue.popleft())
+            else:
+                return
+
+    def _ask(self, part: _Part) -> None:
+        if part.asked is None:
+            part.asked = self._asking.ask(part.span)
+            self._on_way.append(part)
+            self._bytes += part.span.size
+
+    def _open_next(self) -> bool:
+        """Plan the requests of the next group; the indexes of the one after it are on their way meanwhile."""
+        numbers, indexes = self._next or self._announce()
+        if not len(numbers):
+            return False
+        for shard, index in indexes.items():
+            self._asking.await_index(shard, index, self._announced_at)
+        fresh = [n for n in dict.fromkeys(numbers.tolist()) if n not in self._parts]  # in a tail
+        self._open(numbers if len(fresh) == len(numbers) else np.array(fresh, dtype=np.int64))
+        self._next = self._announce()
+        return True
+
+    def _announce(self) -> tuple[Numbers, dict[int, Future[object]]]:
+        numbers = next(self._upcoming, np.empty(0, dtype=np.int64))
+        shards = self._catalog.shards_of(numbers) if len(numbers) else []
+        self._announced_at = time.monotonic()
+        return numbers, {shard: self._asking.ask_index(shard) for shard in shards}
+
+    def _open(self, numbers: Numbers) -> None:
+        group = _Group()
+        for span in coalesce(self._catalog.extents(numbers)):
+            part = _Part(group, span, numbers[span.places])
+            group.left_bytes += span.size
+            self._queue.append(part)
+            self._parts.update(zip(part.numbers.tolist(), repeat(part)))
+
+    def _read(self, parts: Iterable[_Part]) -> StorageError | IndexMismatchError | None:
+        """Take parts apart, in order of need; a store that fails, or lies, is the end of all that is not there yet."""
+        for part in parts:
+            if part.is_read:
+                continue
+            assert part.asked is not None  # noqa: S101  (by the caller)
+            try:
+                self._take_apart(part, part.asked)
+            except (StorageError, IndexMismatchError) as error:
+                self._forget(part)
+                return error
+        return None
+
+    def _read_what_has_come(self) -> None:
+        """Take apart what is not needed yet: its memory is that of samples just used, where whole answers need new."""
+        for part in self._on_way:
+            if not part.is_read and part.asked is not None and part.asked.has_come:
+                self._take_apart(part, part.asked)
+        self._on_way = [part for part in self._on_way if not part.is_read]
+
+    def _take_apart(self, part: _Part, asked: Asked) -> None:
+        data = self._asking.answer(asked)
+        _, starts, ends = self._catalog.extents(part.numbers)
+        url = self._catalog.url_of(part.span.shard)
+        stretch = Stretch(part.span.shard, url, data, part.span.start, starts, ends)
+        rows = as_rows(read_samples([stretch]))
+        self._rows.update(zip(part.numbers.tolist(), rows, strict=True))
+        part.is_read = True
+        asked.first = asked.second = None  # who hold the answer
+
+    def _let_go(self, used: set[int]) -> None:
+        deque(map(self._rows.__delitem__, used), maxlen=0)
+        for part, count in Counter(map(self._parts.pop, used)).items():
+            self._bytes -= count * part.bytes_each
+            part.group.left_bytes -= count * part.bytes_each
+        self._begun = {group for group in self._begun if group.left_bytes > 0.5}
+
+    def _forget(self, part: _Part) -> None:
+        """Let what a failed request was for be asked for again."""
+        part.is_read = True
+        self._bytes -= part.span.size
+        part.group.left_bytes -= part.span.size
+        self._parts = {number: held for number, held in self._parts.items() if held is not part}

@@ -1,0 +1,280 @@
+"""Many samples at once: what `samples.read_sample` reads one by one, with headers checked side by side by NumPy."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardstream.format.columns import Column, Columns, Found, Samples
+from shardstream.format.samples import Sample, read_sample
+from shardstream.format.tar_reader import BLOCK_BYTES, Buffer
+
+# With fewer, and fewer in a stretch, NumPy's calls cost more than they save.
+_FEW, _FEW_IN_ONE = 40, 6
+_SMALL_BYTES = 4096  # larger bodies are copied one by one: NumPy copies twice
+_POWERS_OF_8 = 8 ** np.arange(
+    10, -1, -1, dtype=np.int64
+)  # whole numbers: floats would wake the threads of BLAS
+_BLOCK = np.dtype(f"V{BLOCK_BYTES}")
+_DOT, _SLASH, _UNDERSCORE, _FLAG_FILE = b"./_0"
+_UNUSUAL_IN_KEYS = (b".", b"/", b"__", b"\0")
+# The size's digits, bytes 124 to 134, as parts of two words: what makes 0 to 7 of them, and what must be zero then.
+_DIGITS = np.frombuffer(b"\0" * 4 + b"0" * 11 + b"\0", dtype="<u8")
+_NO_DIGITS = np.frombuffer(b"\0" * 4 + b"\xf8" * 11 + b"\0", dtype="<u8")
+
+
+class Stretch(NamedTuple):
+    """Samples of one shard whose bytes are at hand."""
+
+    shard: int
+    """Number of the shard in its dataset."""
+    url: str
+    """Of the shard, for ``__url__`` and messages."""
+    buffer: Buffer
+    """A stretch of the tar, such as a memory map or a fetched range."""
+    base: int
+    """Offset in the tar of the buffer's first byte."""
+    starts: Column
+    """Offsets in the tar of each sample's first header, shape (n,), int64."""
+    ends: Column
+    """Offsets behind each sample's last member, shape (n,), int64."""
+
+
+def are_many(samples: int, stretches: int) -> bool:
+    """Tell whether it pays to read samples together."""
+    return samples >= max(_FEW, _FEW_IN_ONE * stretches)
+
+
+def read_samples(stretches: Sequence[Stretch]) -> Samples:
+    """Read the samples that the index says are at ``starts`` to ``ends`` of some stretches, one stretch after the other.
+
+    Samples that look like the first one (same fields, names of one length, plain headers) are read together: 1.3 us for one
+    of two members where `read_sample` takes 3.6 us. Any other goes through `read_sample`.
+
+    Returns:
+        For each the sample, or the error that `read_sample` raises for it; columns where all look like the first.
+    """
+    if not stretches:
+        return []
+    starts = np.concatenate([stretch.starts - stretch.base for stretch in stretches])
+    if not are_many(len(starts), len(stretches)):
+        return [sample for stretch in stretches for sample in _read_each(stretch)]
+    return _Read(stretches, starts).samples()
+
+
+def find_samples(stretches: Sequence[Stretch]) -> Found | None:
+    """Read samples as `read_samples`, all but their fields' bytes; None unless all look like the first."""
+    starts = np.concatenate([stretch.starts - stretch.base for stretch in stretches])
+    many = len(starts) > 1 and are_many(len(starts), len(stretches))
+    return _Read(stretches, starts).found() if many else None
+
+
+def _read_each(stretch: Stretch) -> list[Sample | Exception]:
+    pairs = zip(stretch.starts.tolist(), stretch.ends.tolist(), strict=True)
+    return [read_one(stretch.buffer, stretch.base, a, b, stretch.url) for a, b in pairs]
+
+
+def read_one(buffer: Buffer, base: int, start: int, end: int, url: str) -> Sample | Exception:
+    """Return the sample that `read_sample` reads, or the error that it raises."""
+    try:
+        return read_sample(buffer, base, start, end, url)
+    except Exception as error:  # noqa: BLE001  (handed on: the caller says what becomes of it)
+        return error
+
+
+class _Read:
+    """Samples under way.
+
+    Args:
+        stretches: Where they are.
+        starts: Offsets of their first headers, each in its buffer, shape (n,).
+    """
+
+    def __init__(self, stretches: Sequence[Stretch], starts: Column) -> None:
+        self._stretches = stretches
+        self._at = starts
+        self._counts = [len(stretch.starts) for stretch in stretches]
+        self._blocks = [_blocks(stretch.buffer) for stretch in stretches]
+        self._last_block = np.repeat([len(blocks) - 1 for blocks in self._blocks], self._counts)
+        self._sound = (starts >= 0) & (starts % BLOCK_BYTES == 0)
+        self._buffers = [each.buffer for each in stretches for _ in range(len(each.starts))]
+        self._ends = np.concatenate([each.ends - each.base for each in stretches])
+        self._limits = np.repeat([len(each.buffer) for each in stretches], self._counts)
+        self._has_views = any(isinstance(each.buffer, memoryview) for each in stretches)
+        self._columns: dict[str, list[Any]] = {}
+
+    def samples(self) -> Samples:
+        has_fields = self._go_through(self._copy)
+        return (
+            self._mended()
+            if has_fields
+            else [s for each in self._stretches for s in _read_each(each)]
+        )
+
+    def found(self) -> Found | None:
+        places: dict[str, tuple[Column, Column]] = {}
+        has_fields = self._go_through(places.__setitem__)
+        if not has_fields or not self._are_sound().all():
+            return None
+        return Found(self._columns, self._buffers, places)
+
+    def _go_through(self, take: Callable[[str, tuple[Column, Column]], None]) -> bool:
+        """Hand on the places of each field; False if the first sample has none."""
+        stretch = self._stretches[0]
+        first = read_one(
+            stretch.buffer, stretch.base, int(stretch.starts[0]), int(stretch.ends[0]), stretch.url
+        )
+        fields = list(first)[2:] if isinstance(first, dict) else []
+        key: Column = np.empty(0)
+        for field in fields:
+            headers = _Headers(self._headers())
+            suffix = np.frombuffer(
+                b"." + field.encode("utf-8", "surrogateescape") + b"\0", np.uint8
+            )
+            if not self._columns:
+                key = headers.name[:, : headers.name_bytes + 1 - len(suffix)]
+                self._begin(key)
+            self._sound &= headers.sound & headers.are_named(key, suffix)
+            take(field, self._places(headers.size))
+        return bool(fields)
+
+    def _headers(self) -> Column:
+        """Return the header of each sample's next member, shape (n, 512); any other block where that is not in the buffer."""
+        taken = np.empty(len(self._at), dtype=_BLOCK)
+        block = np.minimum(np.maximum(self._at // BLOCK_BYTES, 0), self._last_block)
+        first = 0
+        for blocks, count in zip(self._blocks, self._counts, strict=True):
+            taken[first : first + count] = blocks[block[first : first + count]]
+            first += count
+        return taken.view(np.uint8).reshape(len(taken), BLOCK_BYTES)
+
+    def _begin(self, key: Column) -> None:
+        """Note the keys, shape (n, k)."""
+        raw, size = key.tobytes(), key.shape[1]
+        if not raw.isascii() or any(mark in raw for mark in _UNUSUAL_IN_KEYS):
+            # A key ends before the first dot, names a file, and is none of those that are passed over.
+            self._sound &= ~(key == _DOT).any(axis=1) & (key[:, -1:] != _SLASH).all(axis=1)
+            self._sound &= ~(key[:, :2] == _UNDERSCORE).all(axis=1)
+            self._sound &= ((key > 0) & (key < 128)).all(axis=1)
+        text = raw.decode("latin-1")
+        keys = [text[at : at + size] for at in range(0, len(text), max(1, size))]
+        keys = keys or [""] * len(key)
+        urls = [
+            url
+            for stretch in self._stretches
+            for url in itertools.repeat(stretch.url, len(stretch.starts))
+        ]
+        self._columns = {"__key__": keys, "__url__": urls}
+
+    def _places(self, sizes: Column) -> tuple[Column, Column]:
+        """Return where each sample's bytes of a member start and end, and go on to the next."""
+        bodies = self._at + BLOCK_BYTES
+        ends = np.where(
+            self._sound, bodies + sizes, bodies
+        )  # nothing is copied on the word of a bad header
+        self._at = bodies + (sizes + 511 & -512)
+        return bodies, ends
+
+    def _copy(self, field: str, places: tuple[Column, Column]) -> None:
+        bodies, ends = places
+        sizes = ends - bodies
+        size = int(sizes[0])  # 0 where a sample is not sound
+        if 0 < size <= _SMALL_BYTES and ((sizes == size) & (ends <= self._limits)).all():
+            self._columns[field] = self._copied_alike(bodies // BLOCK_BYTES, size)
+            return
+        whole = zip(self._buffers, bodies.tolist(), ends.tolist(), strict=True)
+        if self._has_views:
+            self._columns[field] = [bytes(buffer[body:end]) for buffer, body, end in whole]
+        else:
+            self._columns[field] = [buffer[body:end] for buffer, body, end in whole]
+
+    def _copied_alike(self, blocks: Column, size: int) -> list[bytes]:
+        """Return so many bytes from each of these blocks on: a call a stretch, 250 ns a sample instead of 470."""
+        copied: list[bytes] = []
+        first = 0
+        for stretch, count in zip(self._stretches, self._counts, strict=True):
+            starts = (len(stretch.buffer) - size) // BLOCK_BYTES + 1
+            bodies: Column = np.ndarray(
+                starts, f"V{size}", buffer=stretch.buffer, strides=(BLOCK_BYTES,)
+            )
+            copied += bodies[blocks[first : first + count]].tolist()
+            first += count
+        return copied
+
+    def _are_sound(self) -> Column:
+        """Tell which samples are as they should be to their ends, shape (n,)."""
+        sound: Column = self._sound & (self._at == self._ends) & (self._at <= self._limits)
+        return sound
+
+    def _mended(self) -> Samples:
+        """Return the samples, those that do not look like the first read anew."""
+        columns = Columns(self._columns)
+        unsound = np.flatnonzero(~self._are_sound())
+        if not len(unsound):
+            return columns
+        samples: list[Sample | Exception] = [*columns]
+        firsts = np.cumsum([0, *self._counts])
+        for place in unsound.tolist():
+            number = int(np.searchsorted(firsts, place, side="right")) - 1
+            stretch, within = self._stretches[number], place - int(firsts[number])
+            start, end = int(stretch.starts[within]), int(stretch.ends[within])
+            samples[place] = read_one(stretch.buffer, stretch.base, start, end, stretch.url)
+        return samples
+
+
+def _blocks(buffer: Buffer) -> Column:
+    """Return a stretch as blocks, shape (n,), at least one: of zeros, which are no header, where there is none."""
+    count = len(buffer) // BLOCK_BYTES
+    return np.frombuffer(buffer, _BLOCK, count) if count else np.zeros(1, _BLOCK)
+
+
+class _Headers:
+    """One header of each of some samples.
+
+    Args:
+        header: Their bytes, shape (n, 512).
+    """
+
+    def __init__(self, header: Column) -> None:
+        self._header = header
+        self.name = header[:, :100]
+        self._size_digits = header[:, 124:135] ^ np.uint8(48)
+
+    @property
+    def name_bytes(self) -> int:
+        """Length of the first one's name; 0 if it fills its field, too."""
+        return int((self.name[0] == 0).argmax())
+
+    @property
+    def size(self) -> Column:
+        """Bytes of the members, shape (n,); right where `sound`."""
+        return self._size_digits.astype(np.int64) @ _POWERS_OF_8
+
+    @property
+    def sound(self) -> Column:
+        """Where `tar_reader.is_plain_header` holds, with eleven octal digits of a size and six of a checksum; shape (n,)."""
+        header = self._header
+        field = header[:, 148:156]
+        stored = (field[:, :6] ^ np.uint8(48)).astype(np.int64) @ _POWERS_OF_8[-6:]
+        # The checksum's own field counts as eight blanks.
+        total = header.sum(axis=1, dtype=np.uint32) + 8 * 32 - field.sum(axis=1, dtype=np.uint32)
+        sound: Column = total == stored
+        sound &= header[:, 154] == 0
+        sound &= (header[:, 156] == _FLAG_FILE) & (header[:, 345] == 0) & (header[:, 135] <= 32)
+        words = header.view("<u8")[:, 15:17]
+        high, low = ((words[:, n] ^ _DIGITS[n]) & _NO_DIGITS[n] for n in (0, 1))
+        sound &= (high | low) == 0
+        return sound
+
+    def are_named(self, key: Column, suffix: Column) -> Column:
+        """Tell where a name is the key and the suffix, shape (n,); key: (n, k), suffix: (s,)."""
+        end = key.shape[1] + len(suffix)
+        if end > self.name.shape[1] or not key.shape[1]:
+            return np.zeros(len(self.name), dtype=bool)
+        named: Column = (self.name[:, key.shape[1] : end] == suffix).all(axis=1)
+        if key.base is not self.name.base:  # else it is the name that the key is taken from
+            named &= (self.name[:, : key.shape[1]] == key).all(axis=1)
+        return named

@@ -1,0 +1,73 @@
+"""What Hugging Face Accelerate expects of a loader that its ``prepare`` returns.
+
+Accelerate's own loaders move batches to the device, say before the last batch of an epoch that it is the last one
+(gradients that have been accumulated are applied then), and count its samples for ``gather_for_metrics``. Imported for
+prepared loaders only: Accelerate is not among the dependencies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from accelerate.state import AcceleratorState, GradientState, PartialState
+from accelerate.utils import send_to_device
+
+from shardstream.distributed import Placement
+from shardstream.errors import OptionError
+from shardstream.loader.worker import Packet
+
+
+class PreparedEpoch:
+    """One epoch of a prepared loader.
+
+    Args:
+        remainder: Samples of the last step of all ranks if that step is short, repeats not counted; else 0.
+        non_blocking: Whether batches are pinned, so that copies to the device need not be waited for.
+    """
+
+    def __init__(self, *, remainder: int, non_blocking: bool) -> None:
+        self.end_of_dataloader = False  # both names are Accelerate's
+        self.remainder = remainder
+        self._non_blocking = non_blocking
+
+    def flag_end(self, packets: Iterator[Packet]) -> Iterator[Packet]:
+        """Yield packets; read one batch ahead and set ``end_of_dataloader`` before the last batch."""
+        held: list[Packet] = []
+        for packet in packets:
+            if held and not packet.empty:
+                yield from held
+                held = []
+            held.append(packet)
+        self.end_of_dataloader = True
+        yield from held
+
+    def hand_out(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches on the device, while Accelerate's gradient state knows this epoch."""
+        gradient_state, device = GradientState(), PartialState().device
+        gradient_state._add_dataloader(self)
+        try:
+            for batch in batches:
+                yield send_to_device(batch, device, non_blocking=self._non_blocking)
+        finally:
+            gradient_state._remove_dataloader(self)
+
+
+def check_data_parallel(placement: Placement) -> None:
+    """Refuse a split over ranks that must read the same samples.
+
+    Args:
+        placement: What the loader splits by.
+
+    Raises:
+        OptionError: If Accelerate runs tensor, context or sequence parallelism and the placement counts those ranks.
+    """
+    config = AcceleratorState._shared_state.get("parallelism_config")
+    if config is None or config.non_data_parallel_size == 1:
+        return
+    if placement.world_size != config.data_parallel_size:
+        raise OptionError(
+            f"the dataset is split over {placement.world_size} ranks, but only {config.data_parallel_size} of them are data "
+            "parallel here (the others share a model and need the same samples); "
+            "pass placement=ss.Placement(data_parallel_rank, data_parallel_size) to the dataset"
+        )

@@ -1,0 +1,175 @@
+"""numpy -> torch: collate, and the decoders that need torch."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import get_worker_info
+
+from shardstream.errors import SampleError
+from shardstream.format.columns import Columns
+from shardstream.loader.serialize import MOST_BYTES
+from shardstream.pipeline.map import like_tuple
+
+_REPEATED_LIMIT_BYTES = 1 << 30
+_BYTEARRAY = b"\nbytearray\n"  # as pickles name it; `weights_only` lets 300 bytes make one of 8 GiB
+
+
+def to_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Wrap an array as a tensor of the same memory."""
+    return torch.from_numpy(array)
+
+
+def load_tensors(data: bytes) -> Any:
+    """Decode what ``torch.save`` wrote, tensors and plain containers only (``weights_only``), to the CPU.
+
+    Raises:
+        ValueError: If it says to hold more than it does: packed entries, or tensors over 1 GiB that repeat their memory; or
+            if it holds a ``bytearray``.
+        pickle.UnpicklingError: If it holds anything but tensors and plain values.
+    """
+    if zipfile.is_zipfile(io.BytesIO(data)):
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            size = sum(entry.file_size for entry in archive.infolist())
+        if size > len(data):  # torch packs nothing
+            raise ValueError(f"{len(data)} bytes say that they hold {size}")
+    if _BYTEARRAY in data:
+        raise ValueError(
+            "a bytearray, which could ask for any amount of memory; store a tensor or bytes"
+        )
+    loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    _check_extent(loaded)
+    return loaded
+
+
+def _check_extent(loaded: Any) -> None:
+    """Refuse tensors that would take far more memory once they are stacked to a batch."""
+    waiting, seen = [loaded], set[int]()
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            size = value.numel() * value.element_size()
+            if value.layout == torch.strided and size > max(
+                _REPEATED_LIMIT_BYTES, value.untyped_storage().nbytes()
+            ):
+                raise ValueError(f"a tensor of shape {tuple(value.shape)} repeats its memory")
+        elif isinstance(value, dict | list | tuple) and id(value) not in seen:
+            seen.add(id(value))
+            waiting += value.values() if isinstance(value, dict) else value
+
+
+def collate(items: Sequence[Any]) -> Any:
+    """Make a batch of samples (dicts), tuples (named ones stay so) or values.
+
+    Arrays and tensors of one shape are stacked, shape (B, …), same dtype; numbers become a tensor of shape (B,): whole
+    ones int64, floats float64 (as in torch's own collate), truth values bool. All else (text, bytes, PIL images, nested JSON, ``None``) becomes a list.
+
+    Raises:
+        SampleError: If arrays of one field differ in shape or dtype, or samples in their fields.
+    """
+    first = items[0]
+    if isinstance(first, Mapping):
+        columns = items.columns if isinstance(items, Columns) else _columns(first, items)
+        return {name: _column(values, name, items) for name, values in columns.items()}
+    if isinstance(first, tuple):
+        sizes = {len(item) for item in items}
+        if len(sizes) > 1:
+            raise SampleError(f"tuples of different lengths, {sorted(sizes)}, cannot be one batch")
+        return like_tuple(
+            first,
+            [
+                _column(list(column), f"element {place}", items)
+                for place, column in enumerate(zip(*items, strict=True))
+            ],
+        )
+    return _column(list(items), "items", items)
+
+
+def _columns(first: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    try:
+        # Equally many names and all of the first one's: the same names, and 10 times faster than to compare them.
+        if list(map(len, items)).count(len(first)) == len(items):
+            return {name: [item[name] for item in items] for name in first}
+    except KeyError:
+        pass
+    names, other = first.keys(), next(item for item in items if item.keys() != first.keys())
+    raise SampleError(
+        f"samples with different fields cannot be one batch: {sorted(other.keys() ^ names)} of {first.get('__key__')!r} and "
+        f"{other.get('__key__')!r}; choose fields that all have, with to_tuple or rename(..., keep=False)"
+    )
+
+
+def _column(values: list[Any], name: str, items: Sequence[Any]) -> Any:
+    kind = type(values[0])
+    if kind is str or kind is bytes or not all(type(value) is kind for value in values):
+        return values
+    if issubclass(kind, torch.Tensor):
+        return _stack(values, name, items)
+    if issubclass(kind, np.ndarray):
+        if values[0].dtype.kind not in "biufc":
+            return values
+        return _stack_arrays(values, name, items)
+    if issubclass(kind, np.generic):
+        column = np.array(values)
+        return torch.as_tensor(column) if column.dtype.kind in "biufc" else values
+    if kind is float:
+        return torch.tensor(values, dtype=torch.float64)
+    if kind is int or kind is bool:
+        return torch.tensor(values) if max(map(abs, values)) < 1 << 63 else values
+    return values
+
+
+def _stack(values: list[torch.Tensor], name: str, items: Sequence[Any]) -> torch.Tensor:
+    _check_alike(values, name, items)
+    if get_worker_info() is None:
+        return torch.stack(values)
+    return torch.stack(values, out=_new_batch(values[0], len(values)))
+
+
+def _stack_arrays(
+    values: list[np.ndarray[Any, Any]], name: str, items: Sequence[Any]
+) -> torch.Tensor:
+    first = torch.from_numpy(np.empty_like(values[0], dtype=values[0].dtype.newbyteorder("=")))
+    _check_alike(values, name, items)
+    batch = _new_batch(first, len(values))
+    # Not by torch: it would wake its threads for what is a few copies, and wait for them where the cores are busy.
+    rows = batch.numpy()
+    for place, value in enumerate(values):
+        rows[place] = value
+    return batch
+
+
+def _check_alike(values: Sequence[Any], name: str, items: Sequence[Any]) -> None:
+    shape, dtype = values[0].shape, values[0].dtype
+    for item, value in zip(items, values, strict=True):
+        if value.shape != shape or value.dtype != dtype:
+            key = f" (sample {item.get('__key__')!r})" if isinstance(item, Mapping) else ""
+            raise SampleError(
+                f"{name}: {tuple(shape)} {dtype} and {tuple(value.shape)} {value.dtype}{key} cannot be stacked to one batch; "
+                "make them alike in a map (crop, resize, pad), or pass collate_fn",
+                field=name,
+            )
+
+
+def _new_batch(like: torch.Tensor, count: int) -> torch.Tensor:
+    """Return a batch to be filled, shape (count, …); in a worker where torch, not a ring, can send it without a copy."""
+    worker = get_worker_info()
+    has_ring = worker is not None and getattr(worker.dataset, "rings", None)
+    if worker is None or (has_ring and count * like.nbytes <= MOST_BYTES):
+        return like.new_empty((count, *like.shape))
+    typed: Any = like._typed_storage()  # type: ignore[no-untyped-call]
+    storage = typed._new_shared(
+        count * like.numel(), device=like.device
+    )  # as torch's default_collate
+    return like.new(storage).resize_(count, *like.shape)
+
+
+def shared_numbers(*values: int) -> torch.Tensor:
+    """Return whole numbers in memory that forked and spawned workers share, shape (n,), int64."""
+    numbers: torch.Tensor = torch.tensor(values, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+    return numbers

@@ -1,0 +1,304 @@
+"""ShardDataset: a pipeline as a torch ``IterableDataset``."""
+
+from __future__ import annotations
+
+import copy
+import os
+import warnings
+from multiprocessing.context import get_spawning_popen
+from typing import Any, Literal, Self
+
+from torch.utils.data import IterableDataset, get_worker_info
+
+from shardstream.catalog.class_names import ClassNames, warn_of_difference
+from shardstream.catalog.integrity import Verify
+from shardstream.catalog.shard_catalog import Catalog, lacks_index
+from shardstream.distributed import Placement, Reader, accelerate_loader
+from shardstream.errors import MissingError, NoIndexWarning, OptionError, redact, shown
+from shardstream.loader.collation import shared_numbers
+from shardstream.loader.iterator import DatasetIterator
+from shardstream.loader.steps import StreamSteps
+from shardstream.order.partition import Remainder, Split
+from shardstream.pipeline.bad_samples import OnError, Skips
+from shardstream.pipeline.indexed_source import Options, PlannedSamples, PlannedSource, plain_share
+from shardstream.pipeline.pipeline import Pipeline
+from shardstream.pipeline.sequential_source import WholeShards, whole_shards
+from shardstream.pipeline.stage import Stage, at_least, check_epoch
+from shardstream.pipeline.stream_ops import Shuffle
+from shardstream.storage.cache import open_cache
+from shardstream.storage.discover import Urls, locate
+from shardstream.storage.store import Storage
+
+_SAY_MICROBATCH = (
+    "each worker ends with a batch of its own that may be short, so there may be more batches than len(loader) says, and the "
+    "Hugging Face Trainer leaves the last ones out; say microbatch=N in ShardDataset(...), N being the batch size of all ranks "
+    "together, or use a ShardLoader"
+)
+_WHOLE_SHARD_WINDOW = 1000  # samples shuffled together where there is no index
+
+
+class StreamDataset(StreamSteps, IterableDataset[Any]):
+    """Samples in the order of a pipeline, split over ranks and workers.
+
+    Args:
+        pipeline: Where samples come from and what is done to them.
+        placement: Rank and world size; None asks the process when it is iterated.
+    """
+
+    def __init__(self, pipeline: Pipeline, placement: Placement | None) -> None:
+        self.pipeline = pipeline
+        self.given_placement = placement
+        self._length: int | None = None
+        # How often `set_epoch` was called, too; seen by persistent workers.
+        self._epoch = shared_numbers(0, 0)
+
+    @property
+    def placement(self) -> Placement:
+        """Rank and world size: as given, or as the process says now.
+
+        Raises:
+            OptionError: If one of several ranks was given, but a loader of Accelerate asks, which splits over the ranks itself.
+        """
+        given = self.given_placement
+        if given is not None and given.world_size > 1 and accelerate_loader() is not None:
+            raise OptionError(
+                f"this dataset was given placement=Placement({given.rank}, {given.world_size}), but a loader of Accelerate reads it "
+                "and would split that part again; leave placement= out, or pass a ShardLoader to accelerator.prepare()"
+            )
+        return given or Placement.detect()
+
+    @property
+    def has_given_length(self) -> bool:
+        """Whether ``len`` was said with `with_length`."""
+        return self._length is not None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that the next iteration reads."""
+        return int(self._epoch[0])
+
+    @property
+    def epoch_calls(self) -> int:
+        """How often `set_epoch` was called."""
+        return int(self._epoch[1])
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration, in loader workers too, persistent ones included; a `ShardLoader` follows.
+
+        Raises:
+            OptionError: If it is no whole number from 0 to 2**31 - 1.
+        """
+        self._epoch[0] = check_epoch(epoch)
+        self._epoch[1] += 1
+
+    def __iter__(self) -> DatasetIterator:
+        reader, source = current_reader(self.placement), self.pipeline.planned
+        unsaid = source is not None and source.options.microbatch is None
+        if unsaid and reader.num_workers > 1 and reader.worker == 0 and accelerate_loader():
+            warnings.warn(_SAY_MICROBATCH, stacklevel=2)
+        return DatasetIterator(self.pipeline, reader, self.epoch)
+
+    def __len__(self) -> int:
+        if self._length is not None:
+            return self._length
+        source = self.pipeline.planned
+        if source is None:
+            raise TypeError("the length is not known in advance: say it with .with_length(n)")
+        return plain_share(source, Reader(self.placement), self.epoch).num_samples
+
+    def __getitem__(self, number: object) -> Any:
+        """Refuse to read by number."""
+        raise OptionError(
+            f"a {type(self).__name__} is read in the order of its epoch, not by number {number!r}; "
+            "use ShardMapDataset (or ObjectMapDataset) for that"
+        )
+
+    def __repr__(self) -> str:
+        catalog = getattr(self.pipeline.source, "catalog", None)
+        held = "streams" if catalog is None else catalog.contents
+        steps = "".join(f" > {step.partition('(')[0]}" for step in self.pipeline.steps)
+        return f"{type(self).__name__}({held}){steps}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = self.__dict__.copy()
+        if (
+            get_spawning_popen() is not None
+        ):  # on the way to a spawned worker, which could not find out its rank
+            state["given_placement"] = self.placement
+        return state
+
+    def with_length(self, length: int) -> Self:
+        """Let ``len`` say so, where it cannot be known: of items, also to a `ShardLoader`. How many come stays as it is.
+
+        Raises:
+            OptionError: If it is no whole number from 0 on.
+        """
+        at_least(0, length=length)
+        changed = self._copy()
+        changed._length = length
+        return changed
+
+    @property
+    def _num_stages(self) -> int:
+        return len(self.pipeline.stages)
+
+    def _then(self, stage: Stage) -> Self:
+        changed = self._copy()
+        changed.pipeline = self.pipeline.then(stage)
+        changed._length = None
+        return changed
+
+    def _copy(self) -> Self:
+        changed = copy.copy(self)
+        changed._epoch = shared_numbers(self.epoch, 0)
+        return changed
+
+
+class ShardDataset(StreamDataset):
+    """Samples of tar shards, split exactly over ranks and workers, as plain dicts: ``__key__``, ``__url__``, fields.
+
+    Each method returns a new dataset with one more step, under the name that WebDataset users know. Iterate it with a
+    `ShardLoader`, with a plain ``torch.utils.data.DataLoader`` or by itself.
+
+    Args:
+        urls: A folder or prefix (``s3://bucket/train/``), a pattern (``…/{000000..000099}.tar``), a glob, ``a.tar::b.tar``,
+            an ``index.json``, or a list of these. A folder or glob in which a pack or `ShardWriter` is at work, or was stopped,
+            is refused; tars that are named one by one are read as they are.
+        shuffle: Another order each epoch, the same for the same seed. False reads in the order of the shards.
+        seed: Any whole number.
+        lanes: Canonical streams an epoch is cut into; the same number gives the same global batches on every topology.
+            By default the number of readers (ranks x workers x microbatches a step), so every rank needs the same
+            ``num_workers`` and ``batch_size``.
+        microbatch: Samples that always stay together; by default the loader's batch size.
+        window: Samples shuffled together, a multiple of the microbatch; by default 64 MiB of them.
+        block: Consecutive samples that are fetched together; by default 2 MiB of them.
+        remainder: "pad", "drop" or "keep" the samples that do not fill a last step of all ranks (see `Split`).
+        index: "auto" reads by number where an index is and by whole shards else; "require" refuses the latter; "ignore"
+            reads whole shards.
+        storage_options: For fsspec, e.g. ``{"endpoint_url": "http://127.0.0.1:9000"}``.
+        filesystem: An fsspec file system to use instead.
+        cache_dir: A folder on a local disk that keeps what is read from afar, for later epochs and other processes.
+        cache_bytes: How much it may keep, e.g. "200GB"; by default what leaves a tenth of the disk free.
+        on_error: "raise" at the first bad sample; "warn" or "skip" pass over up to 100 a worker; or a `SkipBudget`.
+        prefetch_bytes: Bytes that each worker holds, or has asked for, before they are used, when it reads from afar; more for stores
+            with a long latency. What is left of the windows it is in, one for each of its lanes, and a fifth of one beside, may
+            be held whatever this says: with many lanes a worker, choose a smaller window.
+        hedge: Send a request again whose answer takes three times as long as usual (0.2 s or more), and take what comes first: for
+            stores that now and then stall. The second one is read and paid for, too. A mix hedges if one of its parts does.
+        verify: "sha256" compares all that is read with the manifest's checksums, as `pack` and `index` write them: bits that flipped in
+            the store, or on the way, are noticed. A wrong answer is asked for again; if it stays wrong, the shard is damaged and the
+            epoch ends with an `IndexMismatchError`, whatever ``on_error`` says: which of its samples are sound nobody knows.
+            At its first use a shard is read whole, so the first epoch reads everything once more, in windows of whole MiB. Forked
+            workers share what they have found, and later epochs know it; spawned ones begin anew each time. ``cache_dir``
+            keeps those bytes near. Local shards are read once when they are opened.
+        placement: Rank and world size; by default those of torch.distributed, Ray Train or RANK/WORLD_SIZE.
+
+    Raises:
+        OptionError: If an argument makes no sense.
+        UnfinishedError: If the dataset is being written, or its writer was stopped.
+        StorageError: If nothing is there, or it is out of reach.
+        ManifestError: If the manifest cannot be understood.
+    """
+
+    def __init__(  # noqa: PLR0913  (the public door: its options are its documentation)
+        self,
+        urls: Urls,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        lanes: int | None = None,
+        microbatch: int | None = None,
+        window: int | None = None,
+        block: int | None = None,
+        remainder: Remainder = "pad",
+        index: Literal["auto", "require", "ignore"] = "auto",
+        storage_options: dict[str, Any] | None = None,
+        filesystem: Any = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | str | None = None,
+        on_error: OnError = "raise",
+        prefetch_bytes: int = 64 << 20,
+        hedge: bool = False,
+        verify: Verify | None = None,
+        placement: Placement | None = None,
+    ) -> None:
+        if index not in ("auto", "require", "ignore"):
+            raise OptionError(f"index is 'auto', 'require' or 'ignore', not {index!r}")
+        Skips(on_error)  # refuses nonsense now
+        storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
+        located = locate(urls, storage)
+        self._class_names = ClassNames(located, storage)
+        unindexed = located.shards[0].url if index == "ignore" else lacks_index(located, storage)
+        source: PlannedSource | WholeShards
+        stages: tuple[Stage, ...] = ()
+        if unindexed is None:
+            options = Options(
+                shuffle=shuffle,
+                seed=seed,
+                lanes=lanes,
+                microbatch=microbatch,
+                window=window,
+                block=block,
+                remainder=remainder,
+                prefetch_bytes=prefetch_bytes,
+                hedge=hedge,
+            )
+            source = PlannedSamples(catalog=Catalog(located, storage, verify), options=options)
+            source.order(batch=microbatch or 1, lanes=1, epoch=0)  # refuses nonsense now
+            Split(remainder=remainder)
+        else:
+            if verify is not None or index == "require":
+                raise _lacking_index(unindexed, index)
+            if index == "auto":
+                _warn_no_index(unindexed)
+            source = whole_shards(located, storage, shuffle=shuffle, seed=seed)
+            stages = (Shuffle(window=window or _WHOLE_SHARD_WINDOW),) if shuffle else ()
+        super().__init__(Pipeline(source=source, stages=stages, on_error=on_error), placement)
+        if len(self._class_names.folders) > 1:  # one alone is read when it is asked for
+            warn_of_difference(self._class_names.found)
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names of the classes, in the order of the numbers in ``cls``, from the ``classes.json`` that `pack` writes.
+
+        None if there is none, or if folders that are read together number their classes differently.
+
+        Raises:
+            StorageError: If the folder is out of reach.
+        """
+        return self._class_names.names
+
+    @classmethod
+    def from_prefix(cls, prefix: str, **options: Any) -> ShardDataset:
+        """Take all shards under a prefix, as the S3 connector does: a folder, or the beginning of their names."""
+        if prefix.endswith("/"):
+            return cls(prefix, **options)
+        try:
+            return cls(prefix, **options)
+        except MissingError:
+            return cls(f"{prefix}*", **options)
+
+
+def current_reader(placement: Placement) -> Reader:
+    """Return which reader of the job this process is; the only look at torch's worker number."""
+    worker = get_worker_info()
+    return Reader(placement) if worker is None else Reader(placement, worker.id, worker.num_workers)
+
+
+def _lacking_index(url: str, index: str) -> OptionError:
+    text = "this shard has no index; run 'shardstream index' on its folder"
+    if index == "ignore":
+        text = "verify is for shards that are read by number: leave out index='ignore'"
+    return OptionError(text, shard=url)
+
+
+def _warn_no_index(url: str) -> None:
+    url = shown(redact(url))
+    folder = url.rpartition("/")[0]
+    warnings.warn(
+        f"{url} has no index: it is read from start to end, split by whole shards, and steps may differ among ranks. "
+        f"Run once: shardstream index {folder or url}  (compressed shards cannot be indexed: pack them again without). "
+        "index='ignore' silences this.",
+        NoIndexWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,95 @@
+"""What iterating a dataset returns: an iterator with a state, as torchdata's ``StatefulDataLoader`` keeps it for each worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from shardstream.distributed import Reader, accelerate_loader, is_one_of_several
+from shardstream.errors import StateError
+from shardstream.loader.state import check_state, sealed
+from shardstream.pipeline.bad_sample_report import BadSample
+from shardstream.pipeline.pipeline import Pipeline
+from shardstream.pipeline.stage import Run, State
+
+
+class DatasetIterator:
+    """Items of one reader in one epoch.
+
+    Args:
+        pipeline: Where they come from.
+        reader: Which loader worker this is.
+        epoch: From 0.
+    """
+
+    def __init__(self, pipeline: Pipeline, reader: Reader, epoch: int) -> None:
+        self._pipeline, self._reader = pipeline, reader
+        self._bad: list[BadSample] = []
+        self._run = self._open(epoch)
+
+    def __iter__(self) -> DatasetIterator:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._run)
+
+    @property
+    def quarantine(self) -> list[BadSample]:
+        """The bad samples passed over so far."""
+        self._bad += (
+            replace(
+                one, epoch=self._epoch, rank=self._reader.placement.rank, worker=self._reader.worker
+            )
+            for one in self._context.skips.drain()
+        )
+        return list(self._bad)
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """How many bad samples were passed over, by kind of error."""
+        return dict(self._context.skips.counts)
+
+    def close(self) -> None:
+        """Give back files and threads; an iterator that is dropped does so by itself."""
+        self._run.close()
+
+    def __del__(self) -> None:
+        run = getattr(self, "_run", None)
+        if run is not None:
+            run.close()
+
+    def state_dict(self) -> State:
+        """Return where this reader is; JSON values.
+
+        Raises:
+            StateError: If rank 0 of several reads for all: Accelerate would keep the state of another rank.
+        """
+        if accelerate_loader() == "DataLoaderDispatcher" and is_one_of_several():
+            raise StateError(
+                "with dispatch_batches rank 0 reads for all ranks, but Accelerate's save_state keeps the state of any of them, so a "
+                "resume would begin the epoch again; say dispatch_batches=False beside use_stateful_dataloader=True, or prepare a "
+                "ShardLoader"
+            )
+        return sealed({**self._identity(), "epoch": self._epoch, "run": self._run.state_dict()})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state of the same reader was taken, in its epoch.
+
+        Raises:
+            StateError: If it is of other data, steps, order or another reader.
+        """
+        check_state(state, mine=self._identity())
+        self._run.close()
+        self._run = self._open(state["epoch"])
+        self._run.load_state_dict(state["run"])
+
+    def _open(self, epoch: int) -> Run:
+        self._epoch = epoch
+        self._context = self._pipeline.context(self._reader, epoch)
+        return self._pipeline.open(self._reader, self._context)
+
+    def _identity(self) -> State:
+        """Return what a state must agree with."""
+        identity = self._pipeline.identity(self._reader, self._epoch)
+        return {"kind": "reader", **identity, "worker": self._reader.worker}

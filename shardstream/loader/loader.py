@@ -1,0 +1,441 @@
+"""ShardLoader: a torch ``DataLoader`` with a memory."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from shardstream.distributed import Placement, Reader, accelerate_loader, is_called_by_accelerate
+from shardstream.errors import OptionError, ReportWarning, StateError, WorkerError
+from shardstream.loader.collation import collate
+from shardstream.loader.dataset import StreamDataset
+from shardstream.loader.option_checks import check_options, warn_of_lanes
+from shardstream.loader.rank_consistency import compare_ranks
+from shardstream.loader.state import check_state, part_state, plan_state
+from shardstream.loader.stats import LoaderStats, Stopwatch
+from shardstream.loader.worker import Batches, Packet
+from shardstream.loader.worker_errors import WorkerWatch, end_workers, living
+from shardstream.order.partition import Share, Split
+from shardstream.order.permutation import derive_key
+from shardstream.pipeline.bad_sample_report import BadSample, Quarantine, tell
+from shardstream.pipeline.bad_samples import Skips
+from shardstream.pipeline.indexed_source import Options, PlannedSource, plain_share
+from shardstream.pipeline.stage import Position, State, check_epoch, whole
+from shardstream.process_memory import keep_freed_memory
+
+
+class ShardLoader(DataLoader[Any]):
+    """Batches of a `ShardDataset`, with an exact length and a state of a few numbers.
+
+    Takes the arguments of ``torch.utils.data.DataLoader``. Every epoch is read in another order by itself if the dataset
+    shuffles; `set_epoch` chooses one.
+
+    Args:
+        dataset: What to read; its placement says for which rank.
+        batch_size: Samples of a batch of this rank; None hands out single items (those of ``batched``, say).
+        shuffle: For drop-in use; must agree with the dataset's, where the order belongs.
+        num_workers: Loader processes; 0 reads in this one.
+        collate_fn: Makes a batch of a list of items; by default arrays are stacked to tensors, the rest is listed.
+        drop_last: Leave out a last batch of less than full size.
+        options: As ``DataLoader`` takes them: pin_memory, timeout, prefetch_factor, persistent_workers, … Where cores are
+            shared, ``prefetch_factor=4`` instead of 2 lets a worker that is fast now be further ahead of a slow one: a twentieth
+            more photos a second, for two batches a worker more of memory. Up to 16 batches that are made within 2 ms count as one for it.
+
+    Raises:
+        OptionError: If an argument makes no sense here.
+    """
+
+    def __init__(
+        self,
+        dataset: StreamDataset,
+        batch_size: int | None = 1,
+        shuffle: bool | None = None,
+        *,
+        num_workers: int = 0,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        drop_last: bool = False,
+        **options: Any,
+    ) -> None:
+        batch_size = None if batch_size is None else whole("batch_size", batch_size)
+        check_options(dataset, batch_size, shuffle, options | {"drop_last": drop_last})
+        self._begin = self._position = Position(epoch=dataset.epoch)
+        self._share: Share | None = None
+        self._skipped: dict[int, dict[str, int]] = {}
+        self._taken: dict[int, dict[str, int]] = {}
+        self._refilled: dict[int, int] = {}
+        self._iteration = 0
+        self._epoch_calls = dataset.epoch_calls
+        self._is_compared = False
+        self._stopwatch = Stopwatch(epoch=dataset.epoch, workers=num_workers)
+        source = dataset.pipeline.planned
+        self._given = Options() if source is None else source.options
+        split = Split(drop_last=drop_last)
+        if source is not None and batch_size is not None:
+            split = Split(
+                world_size=dataset.placement.world_size,
+                microbatches=batch_size // (source.options.microbatch or batch_size),
+                remainder=source.options.remainder,
+                drop_last=drop_last,
+            )
+        lanes = split.batches_per_step * max(1, num_workers)
+        self._batches = Batches(
+            dataset,
+            batch_size=batch_size,
+            collate_fn=collate_fn or collate,
+            split=split,
+            lanes=lanes,
+            num_workers=num_workers,
+        )
+        report = Skips(dataset.pipeline.on_error).report
+        storage = dataset.pipeline.storage_for(report or "")
+        self._quarantine = Quarantine(report, dataset.placement, storage)
+        warn_of_lanes(self._batches, max(1, num_workers))
+        self._serves_accelerate = False
+        # torch would draw the workers' seeds from the global generator
+        self._seeds_workers = options.get("generator") is None
+        options["generator"] = options.get("generator") or torch.Generator()
+        super().__init__(
+            self._batches, batch_size=None, num_workers=num_workers, collate_fn=_as_is, **options
+        )
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is being read, or will be next; from 0."""
+        self._follow_dataset()
+        return self._position.epoch
+
+    @property
+    def placement(self) -> Placement:
+        """The rank that the batches are for, and the number of ranks."""
+        return self._batches.placement
+
+    @property
+    def _is_accelerate_prepared(self) -> bool:
+        """True for ``accelerator.prepare``, which then leaves the loader as it is: Accelerate is served from now on."""
+        self._serves_accelerate = self._serves_accelerate or is_called_by_accelerate()
+        return self._serves_accelerate
+
+    @_is_accelerate_prepared.setter
+    def _is_accelerate_prepared(self, prepared: bool) -> None:
+        self._serves_accelerate = prepared
+
+    @property
+    def use_stateful_dataloader(self) -> bool:
+        """Whether ``accelerator.save_state`` and ``load_state`` hold the state of this loader once it is prepared.
+
+        Raises:
+            StateError: If Accelerate asks, but each rank has a position of its own: Accelerate keeps one for all.
+        """
+        is_same = self._batches.planned is not None or self._batches.placement.world_size == 1
+        if not is_same and is_called_by_accelerate():
+            raise StateError(
+                "Accelerate saves one loader state for all ranks, but the steps of this pipeline change counts, so each rank has "
+                "its own: save loader.state_dict() to a file of each rank and leave the loader out of accelerator.prepare()"
+            )
+        return is_same
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Bad samples passed over in this epoch, by kind of error."""
+        return dict(sum((Counter(counts) for counts in self._skipped.values()), Counter()))
+
+    @property
+    def refilled(self) -> int:
+        """Samples of this iteration that stood in for bad ones, and came twice for that (see `SkipBudget`)."""
+        return sum(self._refilled.values())
+
+    @property
+    def quarantine(self) -> list[BadSample]:
+        """The bad samples passed over by this loader so far, in all epochs, each once; up to 10,000 a worker and epoch."""
+        return self._quarantine.samples
+
+    @property
+    def taken(self) -> dict[str, int]:
+        """Samples of each dataset of a mix that this iteration has taken for this rank; of nested mixes too."""
+        return dict(sum((Counter(counts) for counts in self._taken.values()), Counter()))
+
+    def stats(self) -> LoaderStats:
+        """Return where the time of the epoch under way, or of the last one, has gone; ``print`` it, or log its `as_dict`."""
+        return self._stopwatch.stats()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Read this epoch next.
+
+        From its start, unless a state in the middle of it has just been loaded: that goes on. After a ``break`` the epoch
+        begins anew.
+        """
+        epoch = check_epoch(epoch)
+        if epoch != self._position.epoch:
+            self._begin = self._position = Position(epoch=epoch)
+            self._share = None
+            self._iteration += 1  # an iteration that is still open counts no more
+
+    def _follow_dataset(self) -> None:
+        """Take the epoch that was chosen by the dataset's `set_epoch` since the last look."""
+        dataset = self._batches.source_dataset
+        calls, self._epoch_calls = self._epoch_calls, dataset.epoch_calls
+        if calls != self._epoch_calls:
+            self.set_epoch(dataset.epoch)
+
+    @property
+    def batches_left(self) -> int:
+        """Batches behind the position that `state_dict` reports: what is left of the iteration under way, or after a resume.
+
+        Raises:
+            OptionError: If that cannot be known, because steps change counts.
+        """
+        self._follow_dataset()
+        share = self._batches.share(self._position)
+        if share is None:
+            raise OptionError("how many batches are left is not known where steps change counts")
+        return share.num_steps
+
+    def __repr__(self) -> str:
+        batches = self._batches
+        return (
+            f"{type(self).__name__}({batches.source_dataset!r}, batch_size={batches.batch_size}, "
+            f"num_workers={self.num_workers}, rank {batches.placement.rank} of {batches.placement.world_size})"
+        )
+
+    def __len__(self) -> int:
+        # Of a whole epoch, also when one goes on in its middle: trainers count batches from the epoch's start.
+        dataset, size = self._batches.source_dataset, self._batches.batch_size or 1
+        if not dataset.has_given_length:
+            share = self._batches.share(Position(epoch=self.epoch))
+            if share is not None:
+                return share.num_steps
+            source = dataset.pipeline.planned
+            if source is not None:
+                reader = Reader(dataset.placement, 0, max(1, self.num_workers))
+                return plain_share(source, reader, self.epoch).num_samples
+        length = len(dataset)
+        return length // size if self._batches.split.drop_last else -(-length // size)
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator around torch's iterator
+        self._refuse_second_split()
+        self._follow_dataset()
+        begin = self._position = self._begin
+        self._share = self._batches.share(begin)
+        self._compare_ranks()
+        self._skipped, self._taken, self._refilled = {}, {}, {}
+        self._iteration += 1
+        self._stopwatch = Stopwatch(epoch=begin.epoch, workers=self.num_workers)
+        self._batches.begin(begin)
+        seed = self._batches.source_dataset.pipeline.seed
+        if self._seeds_workers:
+            self.generator.manual_seed(derive_key(seed, begin.epoch) >> 1)
+        self._iterator = living(self._iterator)
+        if self._iterator is None:  # workers will be started
+            can_pin = getattr(torch, "accelerator", torch.cuda).is_available()  # cuda: torch < 2.6
+            self._batches.open_ways(self.num_workers, pins=self.pin_memory and can_pin)
+        keep_freed_memory()
+        self._batches.rounds.begin()
+        # In this process torch's iterator adds nothing but 11 us a batch.
+        here = self.num_workers == 0 and not self.pin_memory
+        with self._batches.serving():
+            packets = workers = iter(self._batches) if here else super().__iter__()
+        if self.num_workers:
+            packets = self._batches.receive(workers, self.num_workers, self.prefetch_factor or 1)
+        if not self.persistent_workers:  # they take as much memory as was on its way at one time
+            self._batches.rings = []
+        hand_out = self._serve_accelerate if self._serves_accelerate else self._hand_out
+        handed_out = hand_out(packets, workers, begin, self._iteration)
+        # Last: after a refusal above, the next iteration begins where this one would have.
+        self._begin = Position(epoch=begin.epoch)
+        return handed_out
+
+    def _serve_accelerate(
+        self, packets: Iterator[Packet], workers: Any, begin: Position, iteration: int
+    ) -> Iterator[Any]:
+        from shardstream.loader.accelerate import PreparedEpoch, check_data_parallel  # noqa: PLC0415  (it imports Accelerate)
+
+        check_data_parallel(self.placement)
+        prepared = PreparedEpoch(
+            remainder=0 if self._share is None else self._share.short_step_samples,
+            non_blocking=self.pin_memory,
+        )
+        packets = prepared.flag_end(packets)
+        return prepared.hand_out(self._hand_out(packets, workers, begin, iteration))
+
+    def _refuse_second_split(self) -> None:
+        """Refuse to be read by a loader of Accelerate, which deals out what it reads over the ranks."""
+        if self.placement.world_size > 1 and accelerate_loader() is not None:
+            raise OptionError(
+                f"this ShardLoader gives rank {self.placement.rank} its part of the samples, but a loader of Accelerate reads it and "
+                "would split that part again; pass the ShardLoader itself to accelerator.prepare(), or a ShardDataset in a DataLoader"
+            )
+
+    def _compare_ranks(self) -> None:
+        """Compare once what fixes the order with the other ranks, where the placement is theirs."""
+        if self._is_compared or self._batches.source_dataset.given_placement is not None:
+            return
+        batches = self._batches
+        if self._share is None:
+            numbers = self._topology() | {"epoch": self._position.epoch}
+            del numbers["rank"]
+        else:
+            numbers = self.state_dict() | asdict(batches.split)
+            del numbers["state_checksum"]
+            budget = Skips(batches.source_dataset.pipeline.on_error).budget
+            numbers["refill"] = budget is not None and budget.refill
+        fingerprint = batches.source_dataset.pipeline.fingerprint
+        compare_ranks(fingerprint, numbers, batches.placement)
+        self._is_compared = True
+
+    def _hand_out(
+        self, packets: Iterator[Packet], workers: Any, begin: Position, iteration: int
+    ) -> Iterator[Any]:
+        parts = dict(begin.parts)
+        batches = self._batches
+        catalog = None if batches.planned is None else batches.planned.catalog
+        watch = WorkerWatch(workers, batches.begun, self._share, catalog)
+        stopwatch, asked = self._stopwatch, time.perf_counter()
+        with self._ending_workers_on_error(workers), watch:
+            for steps, packet in enumerate(packets, start=1):
+                stopwatch.took(packet.part, packet.spent, waited_s=time.perf_counter() - asked)
+                self._quarantine.add(packet.bad, epoch=begin.epoch, worker=packet.part)
+                if packet.error is not None:
+                    raise packet.error
+                if iteration == self._iteration:
+                    self._skipped[packet.part] = packet.skipped
+                    self._taken[packet.part] = packet.taken
+                    self._refilled[packet.part] = packet.refilled
+                    self._position = self._position_after(packet, steps, begin.epoch, parts)
+                if not packet.empty:
+                    yield packet.batch
+                asked = time.perf_counter()
+        stopwatch.stop()
+        if iteration == self._iteration:
+            self._begin = self._position = Position(epoch=begin.epoch + 1)
+            self._share = None
+
+    @contextmanager
+    def _ending_workers_on_error(self, workers: Any) -> Iterator[None]:
+        """End the workers at once if one raises: torch leaves them to a garbage collection, which waits 5 s for each."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Exception):
+                end_workers(workers, at_once=isinstance(error, WorkerError))
+                self._iterator = None
+            waits = not isinstance(error, KeyboardInterrupt)
+            if (problem := self._quarantine.finish(waits=waits)) is not None:
+                error.add_note(str(problem))
+                if isinstance(error, GeneratorExit):  # a break: nobody sees it
+                    warnings.warn(f"{problem}", ReportWarning, stacklevel=2)
+            raise
+        if (problem := self._quarantine.finish()) is not None:
+            tell(problem)
+
+    def _position_after(
+        self, packet: Packet, steps: int, epoch: int, parts: dict[int, State]
+    ) -> Position:
+        if self._share is not None:
+            return Position(epoch=epoch, consumed=self._share.consumed_after(steps))
+        if packet.state is not None:
+            parts[packet.part] = packet.state
+        return Position(
+            epoch=epoch, parts=dict(parts), next_part=(packet.part + 1) % max(1, self.num_workers)
+        )
+
+    def state_dict(self) -> State:
+        """Return where this loader is: behind the batch handed out last, whatever its workers have read ahead.
+
+        JSON values. Where every step of the pipeline hands out one item for each, it is the same on every rank and is
+        continued on any number of ranks and workers; else it holds a position for each worker of this rank.
+        """
+        self._follow_dataset()
+        batches, position = self._batches, self._position
+        if batches.planned is not None:
+            return plan_state(
+                batches.order(position.epoch),
+                data=self._data(batches.planned),
+                epoch=position.epoch,
+                consumed=position.consumed,
+            )
+        return part_state(self._topology(), position)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken; nothing is read before the next iteration.
+
+        Raises:
+            StateError: If that cannot be done exactly: other data, seed or steps; for pipelines that change counts also
+                another number of ranks or workers.
+        """
+        if self._batches.planned is None:
+            check_state(state, mine=self._topology())
+            parts = {int(part): value for part, value in state["parts"].items()}
+            position = Position(epoch=state["epoch"], parts=parts, next_part=state["next_part"])
+        else:
+            self._adopt(state)
+            position = Position(epoch=state["epoch"], consumed=state["consumed"])
+            nsamples = self._batches.order(position.epoch).nsamples
+            if position.consumed > nsamples:
+                raise StateError(
+                    f"this state is damaged: {position.consumed} of {nsamples} samples are consumed"
+                )
+        self._begin = self._position = position
+        self._share = None
+        self._iteration += 1  # an iteration that is still open counts no more
+        self._iterator = None  # persistent workers know nothing of this
+        self._is_compared = False
+        self._epoch_calls = (
+            self._batches.source_dataset.epoch_calls
+        )  # what was chosen before is over
+
+    def _adopt(self, state: Mapping[str, Any]) -> None:
+        """Take the order of samples from a state."""
+        batches = self._batches
+        source = batches.planned
+        assert source is not None  # noqa: S101  (asked by load_state_dict)
+        options = self._given
+        mine = {name: getattr(options, name) for name in ("seed", "shuffle", "microbatch", "lanes")}
+        if options.shuffle:  # in order, these two say nothing about the sequence
+            mine |= {"window": options.window, "block": options.block}
+        check_state(state, mine={"kind": "plan"} | mine | self._data(source))
+        batch_size, microbatch = batches.batch_size or 1, state["microbatch"]
+        if batch_size % microbatch:
+            raise StateError(
+                f"microbatch: the state says {microbatch}, which does not divide batch_size={batch_size} here; "
+                "use a multiple of it, or start anew"
+            )
+        batches.adopt(
+            {
+                name: state[name]
+                for name in (
+                    "microbatch",
+                    "lanes",
+                    *(("window", "block") if options.shuffle else ()),
+                )
+            }
+        )
+        batches.split = replace(batches.split, microbatches=batch_size // microbatch)
+        warn_of_lanes(self._batches, max(1, self.num_workers))
+
+    @staticmethod
+    def _data(source: PlannedSource) -> State:
+        """Return what a state must agree with of the data."""
+        mixed = source.describe(steps=False)
+        catalog = source.catalog
+        return {"fingerprint": catalog.fingerprint, "checksums": catalog.checksums} | (
+            {"mix": mixed} if mixed else {}
+        )
+
+    def _topology(self) -> State:
+        """Return what a state with a position for each worker must agree with."""
+        batches = self._batches
+        reader = Reader(batches.placement, 0, max(1, self.num_workers))
+        identity = batches.source_dataset.pipeline.identity(reader, self._position.epoch)
+        return {"kind": "parts", **identity, "batch_size": batches.batch_size}
+
+
+def _as_is(packet: Any) -> Any:
+    return packet

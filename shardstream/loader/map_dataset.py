@@ -1,0 +1,203 @@
+"""ShardMapDataset: the same shards by number, for samplers, subsets and splits."""
+
+from __future__ import annotations
+
+import operator
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self, overload
+
+import numpy as np
+from torch.utils.data import Dataset
+
+from shardstream.catalog.class_names import ClassNames, warn_of_difference
+from shardstream.catalog.integrity import Verify
+from shardstream.catalog.object_catalog import ObjectCatalog
+from shardstream.catalog.shard_catalog import Catalog, Numbers
+from shardstream.errors import OptionError
+from shardstream.fetch.fetcher import Fetcher, open_batch_fetcher
+from shardstream.format.samples import Sample
+from shardstream.loader.steps import ItemSteps
+from shardstream.pipeline.bad_samples import Skips
+from shardstream.pipeline.indexed_source import Options, PlannedSamples
+from shardstream.pipeline.pipeline import ItemChain, Pipeline
+from shardstream.pipeline.stage import ItemStage, Stage, check_epoch
+from shardstream.storage.cache import open_cache
+from shardstream.storage.discover import Urls, locate
+from shardstream.storage.fork_safety import new_lock
+from shardstream.storage.store import Storage
+
+_opening = new_lock()
+
+
+class _Opened(NamedTuple):
+    """What a dataset reads with in one process and epoch."""
+
+    pid: int
+    epoch: int
+    fetcher: Fetcher
+    chain: ItemChain
+
+
+class NumberedDataset(ItemSteps, Dataset[Any]):
+    """Samples by number, of shards or of loose files; safe among threads, if the user's functions are.
+
+    Args:
+        catalog: The samples.
+        seed: For ``map(rng=True)``.
+    """
+
+    def __init__(self, catalog: Catalog | ObjectCatalog, *, seed: int) -> None:
+        self._catalog = catalog
+        self._numbers: Numbers | range = range(len(catalog))
+        self._pipeline = Pipeline(
+            source=PlannedSamples(catalog=catalog, options=Options(seed=seed))
+        )
+        self._opened: _Opened | None = None
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __repr__(self) -> str:
+        chosen = "" if len(self) == len(self._catalog) else f", {len(self):,} chosen"
+        steps = "".join(f" > {step.partition('(')[0]}" for step in self._pipeline.steps)
+        return f"{type(self).__name__}({self._catalog.contents}{chosen}){steps}"
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> Self: ...
+
+    def __getitem__(self, index: int | slice) -> Any:
+        """Return a sample; for a slice a dataset of its samples, nothing of which is read yet.
+
+        Raises:
+            IndexError: If there is no such sample.
+        """
+        if isinstance(index, slice):
+            part = self._copy()
+            part._numbers = self._numbers[index]
+            return part
+        return self.__getitems__([operator.index(index)])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[Any]:
+        """Return samples in the order asked; torch's ``DataLoader`` asks for a batch at a time."""
+        size = len(self)
+        for index in indices:
+            if not -size <= index < size:
+                raise IndexError(f"sample numbers go from {-size} to {size - 1}, asked for {index}")
+        numbers = np.array([self._numbers[index] for index in indices], dtype=np.int64)
+        unique, back = np.unique(numbers, return_inverse=True)
+        opened = self._open()
+        raw = [_sound(sample) for sample in opened.fetcher.samples(unique)]
+        items, _ = opened.chain(
+            [raw[place] if unique.size == numbers.size else dict(raw[place]) for place in back],
+            numbers.tolist(),
+        )
+        return list(items)
+
+    def _open(self) -> _Opened:
+        """Return what reads in this process and epoch; threads share it."""
+        pid, epoch, opened = os.getpid(), self.epoch, self._opened
+        if opened is not None and (opened.pid, opened.epoch) == (pid, epoch):
+            return opened
+        with _opening:
+            opened = self._opened
+            if (
+                opened is None or opened.pid != pid
+            ):  # a forked worker has none of its parent's threads
+                fetcher = open_batch_fetcher(self._catalog)
+            elif opened.epoch == epoch:  # another thread was first
+                return opened
+            else:
+                fetcher = opened.fetcher
+            # Steps with threads keep them: to start four takes three times as long as to decode a small image.
+            opened = _Opened(pid, epoch, fetcher, self._pipeline.chain(epoch, Skips()))
+            self._opened = opened
+            return opened
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self[number] for number in range(len(self)))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that ``map(rng=True)`` draws for; call it before the loader starts its workers."""
+        self.epoch = check_epoch(epoch)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_opened": None}
+
+    @property
+    def _num_stages(self) -> int:
+        return len(self._pipeline.stages)
+
+    def _then(self, stage: Stage) -> Self:
+        if not isinstance(stage, ItemStage):
+            raise OptionError(
+                f"a dataset by number has no {type(stage).__name__}: it would change what the numbers mean"
+            )
+        changed = self._copy()
+        changed._pipeline = self._pipeline.then(stage)
+        return changed
+
+    def _copy(self) -> Self:
+        changed = object.__new__(type(self))
+        changed.__dict__.update(self.__getstate__())
+        return changed
+
+
+class ShardMapDataset(NumberedDataset):
+    """Samples of tar shards by number: ``ds[i]``, ``ds[-1]``, ``ds[10:20]``, ``len(ds)``.
+
+    For torch's ``DataLoader`` with a sampler (``DistributedSampler``, ``WeightedRandomSampler``), ``Subset`` and
+    ``random_split``. A batch is fetched with few range reads of neighbouring samples. `ShardDataset` reads faster where a
+    sampler is not needed: it knows what comes next. It may be read from several threads at a time.
+
+    Args:
+        urls: As in `ShardDataset`; every shard needs an index, or lies on this machine.
+        seed: For ``map(rng=True)``.
+        storage_options: For fsspec.
+        filesystem: An fsspec file system to use instead.
+        cache_dir: A folder on a local disk that keeps what is read from afar, for later epochs and other processes.
+        cache_bytes: How much it may keep, e.g. "200GB"; by default what leaves a tenth of the disk free.
+        verify: As in `ShardDataset`.
+
+    Raises:
+        OptionError: If a shard has no index and is not local.
+        UnfinishedError: If the dataset is being written, or its writer was stopped.
+        StorageError: If nothing is there, or it is out of reach.
+    """
+
+    def __init__(  # noqa: PLR0913  (the public door)
+        self,
+        urls: Urls,
+        *,
+        seed: int = 0,
+        storage_options: Mapping[str, Any] | None = None,
+        filesystem: Any = None,
+        cache_dir: str | os.PathLike[str] | None = None,
+        cache_bytes: int | str | None = None,
+        verify: Verify | None = None,
+    ) -> None:
+        storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
+        located = locate(urls, storage)
+        super().__init__(Catalog(located, storage, verify), seed=seed)
+        self._class_names = ClassNames(located, storage)
+        if len(self._class_names.folders) > 1:  # one alone is read when it is asked for
+            warn_of_difference(self._class_names.found)
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names of the classes, as `ShardDataset.classes`.
+
+        Raises:
+            StorageError: If the folder is out of reach.
+        """
+        return self._class_names.names
+
+
+def _sound(sample: Sample | Exception) -> Sample:
+    if isinstance(sample, Exception):
+        raise sample
+    return sample

@@ -1,0 +1,183 @@
+"""Several small batches in one message from a worker to the main process.
+
+A message through torch's queues costs a third of a millisecond, whatever it holds. Batches that are made faster than that are sent
+several at a time: as many as are made in two milliseconds. The main process says how many, and from which round of messages on, so
+that all workers send equally many, and batches can be handed out in turn while few of them wait; but no message is waited for over 50 ms
+for the sake of its size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from itertools import count
+from statistics import median
+from time import perf_counter
+from typing import Any, NamedTuple, TypeVar
+
+from shardstream.errors import OptionError
+from shardstream.loader.collation import shared_numbers
+from shardstream.loader.worker_errors import wrapped
+
+_T = TypeVar("_T")
+_MOST = 16
+_WORTH_S, _LATE_S = 0.002, 0.05
+_LARGE_BYTES = 1 << 20
+_JUDGED = 5
+
+
+class Bundle(NamedTuple):
+    """What is sent at once."""
+
+    worker: int
+    packed: list[Any]
+    made_s: float
+    """Seconds that it took to make."""
+    nbytes: float
+    """What it takes of memory that is shared; infinite if it goes through torch's own, or the pipe."""
+    ended: bool
+    """There will be no more of this worker."""
+    error: Any = None
+    """Why, if it failed (torch's ``ExceptionWrapper``)."""
+
+
+class Rounds:
+    """How many packets a worker sends in each round of messages; in memory that workers and the main process share."""
+
+    def __init__(self) -> None:
+        # From which round on, how many before, how many then: one number, so that all of it is read at once.
+        self._told = shared_numbers(0)
+        self.begin()
+
+    def begin(self) -> None:
+        """Send one at a time, from round 0 on."""
+        self._tell(0, 1, 1)
+
+    def size(self, number: int) -> int:
+        """Return how many packets are sent in round ``number``."""
+        start, before, then = self._read()
+        return then if number >= start else before
+
+    def change(self, number: int, size: int) -> None:
+        """Let ``size`` packets be sent from a round on that no worker has begun."""
+        self._tell(number, self._read()[2], size)
+
+    def is_changing(self, number: int) -> bool:
+        """Tell whether a change is still to come in round ``number``."""
+        return number < self._read()[0]
+
+    def _read(self) -> tuple[int, int, int]:
+        told = int(self._told.numpy()[0])
+        return told >> 16, told >> 8 & 0xFF, told & 0xFF
+
+    def _tell(self, number: int, before: int, then: int) -> None:
+        self._told.numpy()[0] = number << 16 | before << 8 | then
+
+
+def bundled(
+    packets: Generator[_T], worker: int, rounds: Rounds, pack: Callable[[_T], tuple[Any, float]]
+) -> Generator[Bundle]:
+    """In a worker: send what it makes in bundles. An error comes behind what was made before it.
+
+    Args:
+        packets: What it makes.
+        worker: Its number.
+        rounds: How many are sent at once.
+        pack: Returns what is sent for a packet, and its bytes as in `Bundle`. Called as soon as it is made.
+    """
+    owed = 0  # what was late is sent with later rounds, so that all workers have sent equally many again
+    with closing(packets):
+        for number in count():
+            begun, size = perf_counter(), owed + rounds.size(number)
+            made, end = _take(packets, size, pack, until=begun + _LATE_S)
+            owed = size - len(made)
+            error = wrapped(end, worker) if end and not isinstance(end, StopIteration) else None
+            packed, nbytes = [one for one, _ in made], sum(nbytes for _, nbytes in made)
+            made_s = perf_counter() - begun
+            bundles = [Bundle(worker, packed, made_s, nbytes, end is not None, error)]
+            del made, packed
+            yield bundles.pop()  # while the next are made, only who has taken it holds what is in it
+            if end is not None:
+                return
+
+
+def unbundled(
+    bundles: Iterator[Bundle],
+    workers: int,
+    rounds: Rounds,
+    unpack: Callable[[Any], _T],
+    *,
+    ahead: int,
+) -> Generator[_T]:
+    """In the main process: hand out packets, one of each worker in turn, as if they came one by one.
+
+    Args:
+        bundles: Of worker 0, 1, … in turn; a worker that has ended is passed over.
+        workers: How many there are.
+        rounds: How many packets they send at once; changed here by what comes.
+        unpack: Returns the packet of what was sent for it.
+        ahead: For how many bundles each worker is asked before the first is taken.
+
+    Raises:
+        OptionError: If another iteration has taken them.
+        Exception: That of a worker, when it is its turn.
+    """
+    waiting: list[deque[Any]] = [deque() for _ in range(workers)]
+    ended, failed, number, turn = set[int](), dict[int, Any](), 0, 0
+    worth: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=_JUDGED))
+    while len(ended) < workers or any(waiting) or failed:
+        while not waiting[turn] and turn not in ended:
+            if (bundle := next(bundles, None)) is None:
+                raise OptionError(
+                    "another iteration of this loader has begun, and taken its persistent workers: finish one "
+                    "before the next begins, or use two loaders"
+                )
+            waiting[bundle.worker] += bundle.packed
+            if bundle.error is not None:
+                failed[bundle.worker] = bundle.error
+            if bundle.ended:
+                ended.add(bundle.worker)
+                continue
+            worth[bundle.worker].append(_worth(bundle))
+            # Once one has ended, the others are asked more often.
+            if bundle.worker == workers - 1 and not ended:
+                crowded = max(map(len, waiting)) > 2 * _MOST
+                size = 1 if crowded else int(min(median(judged) for judged in worth.values()))
+                _adapt(rounds, number, size, ahead)
+                number += 1
+        if waiting[turn]:
+            yield unpack(waiting[turn].popleft())
+        elif turn in failed:
+            failed[turn].reraise()
+        turn = (turn + 1) % workers
+    next(bundles, None)  # lets torch end the workers
+
+
+def _adapt(rounds: Rounds, number: int, size: int, ahead: int) -> None:
+    """Let so many packets be sent at once, now that round ``number`` has come from all."""
+    now = rounds.size(number)
+    if not rounds.is_changing(number) and not now / 2 < size < now * 2:
+        # Those rounds behind this one that have been asked for are done as they were.
+        rounds.change(number + ahead + 1, size)
+
+
+def _worth(bundle: Bundle) -> int:
+    """Return how many packets like these are worth a message."""
+    size = max(1, len(bundle.packed))
+    by_time = _WORTH_S * size / max(bundle.made_s, 1e-6)
+    by_bytes = _LARGE_BYTES * size / max(bundle.nbytes, 1)
+    return int(max(1, min(_MOST, by_time, by_bytes)))
+
+
+def _take(
+    packets: Iterator[_T], size: int, pack: Callable[[_T], tuple[Any, float]], until: float
+) -> tuple[list[tuple[Any, float]], Exception | None]:
+    """Take and pack some packets, fewer if it gets late; with what ended that."""
+    made: list[tuple[Any, float]] = []
+    try:
+        while not made or (len(made) < size and perf_counter() < until):
+            made.append(pack(next(packets)))
+    except Exception as end:  # noqa: BLE001  (told to the caller)
+        return made, end
+    return made, None

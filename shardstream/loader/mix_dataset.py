@@ -1,0 +1,145 @@
+"""``ss.mix``: several datasets as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from shardstream.catalog.class_names import Classes, agreed, warn_of_difference
+from shardstream.catalog.concat_catalog import JoinedCatalog
+from shardstream.distributed import Reader
+from shardstream.errors import OptionError, plural
+from shardstream.loader.dataset import StreamDataset
+from shardstream.order.partition import Remainder
+from shardstream.pipeline.indexed_source import Options
+from shardstream.pipeline.mix import MixedSamples, Recipe, Stop, Weights
+from shardstream.pipeline.mix_streams import MixedStreams
+from shardstream.pipeline.pipeline import Pipeline
+
+_ASKED_AT_ONCE = 16
+
+
+def mix(  # noqa: PLR0913  (the public door)
+    datasets: Mapping[str, StreamDataset] | Sequence[StreamDataset],
+    weights: Weights | Sequence[float] | None = None,
+    *,
+    stop: Stop = "first_exhausted",
+    samples: int | None = None,
+    seed: int = 0,
+    lanes: int | None = None,
+    microbatch: int | None = None,
+    window: int | None = None,
+    remainder: Remainder = "pad",
+    prefetch_bytes: int = 64 << 20,
+) -> MixedDataset:
+    """Mix datasets, each with its own decode and steps; a mix is a dataset, and may be mixed again.
+
+    Datasets that number their classes differently are a `ClassesWarning`.
+
+    Where every step of every dataset hands out one item for each, the mix is as exact as a single dataset: the same global
+    batches on every topology, and a state of a few numbers. Else each worker mixes its own streams, and resumes on the same
+    topology.
+
+    Args:
+        datasets: By name, or in order.
+        weights: Share of each dataset, by name or in order; or a function of the epoch that returns them by name. None takes
+            every sample of all of them once an epoch.
+        stop: With weights: an epoch ends before a sample comes twice ("first_exhausted"), or when all have come
+            ("all_exhausted"; smaller datasets go round again).
+        samples: With weights: an epoch has so many samples instead.
+        seed: Of the mix; each dataset keeps its own.
+        lanes: As in `ShardDataset`, like the next four. Each lane is mixed by itself, in patterns of 32 samples that have
+            their shares: with many lanes a small epoch ends some samples early.
+        microbatch: An epoch of a mix with weights is whole batches.
+        window: See there.
+        remainder: See there.
+        prefetch_bytes: See there.
+
+    Raises:
+        OptionError: If names, weights and datasets do not fit each other.
+    """
+    named = (
+        dict(datasets)
+        if isinstance(datasets, Mapping)
+        else {str(n): one for n, one in enumerate(datasets)}
+    )
+    if weights is not None and not isinstance(weights, Mapping) and not callable(weights):
+        if len(weights) != len(named):
+            raise OptionError(
+                f"{plural(len(weights), 'weight')} for {plural(len(named), 'dataset')}"
+            )
+        weights = dict(zip(named, weights, strict=True))
+    parts = {name: dataset.pipeline for name, dataset in named.items()}
+    recipe = Recipe(parts=parts, weights=weights, stop=stop, samples=samples)
+    options = Options(
+        shuffle=True,
+        seed=seed,
+        lanes=lanes,
+        microbatch=microbatch,
+        window=window,
+        remainder=remainder,
+        prefetch_bytes=prefetch_bytes,
+        hedge=any(
+            part.planned is not None and part.planned.options.hedge for part in parts.values()
+        ),
+    )
+    policies = [part.on_error for part in parts.values()]
+    if any(policy != policies[0] for policy in policies):
+        raise OptionError(
+            f"the datasets of a mix differ in on_error: {policies}; give all the same"
+        )
+    placements = {dataset.given_placement for dataset in named.values()}
+    if len(placements) > 1:
+        raise OptionError(
+            f"the datasets of a mix differ in placement: {placements}; give all the same"
+        )
+    pipeline = Pipeline(source=_source(recipe, options), on_error=policies[0])
+    mixed = MixedDataset(pipeline, placements.pop())
+    found = _classes(named)
+    warn_of_difference(found)
+    mixed.classes = agreed(found)
+    return mixed
+
+
+def _classes(named: Mapping[str, StreamDataset]) -> dict[str, Classes]:
+    """Return name -> class names of the datasets that have some."""
+    with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="shardstream-look") as pool:
+        asked = pool.map(lambda dataset: getattr(dataset, "classes", None), named.values())
+        return {
+            f"dataset {name!r}": names
+            for name, names in zip(named, asked, strict=True)
+            if names is not None
+        }
+
+
+def _source(recipe: Recipe, options: Options) -> MixedSamples | MixedStreams:
+    sources = [part.planned for part in recipe.parts.values()]
+    planned = tuple(source for source in sources if source is not None)
+    if len(planned) < len(sources):
+        return MixedStreams(recipe=recipe, shuffle=True, seed=options.seed)
+    catalog = JoinedCatalog([source.catalog for source in planned])
+    return MixedSamples(recipe=recipe, sources=planned, catalog=catalog, options=options)
+
+
+class MixedDataset(StreamDataset):
+    """What `mix` returns."""
+
+    classes: tuple[str, ...] | None = None
+    """Names of the classes, as `ShardDataset.classes`; None if no dataset has some, or they number them differently."""
+
+    def counts(self, epoch: int = 0, *, batch_size: int | None = None) -> dict[str, int]:
+        """Return how many samples of each dataset an epoch has, over all ranks.
+
+        Args:
+            epoch: From 0.
+            batch_size: The loader's; whole batches make an epoch of a mix with weights.
+
+        Raises:
+            OptionError: If that is not known in advance, because steps change counts.
+        """
+        source = self.pipeline.source
+        if not isinstance(source, MixedSamples):
+            raise OptionError("counts of a mix are not known in advance where steps change counts")
+        reader = Reader(self.placement)
+        batch = source.options.microbatch or batch_size or 1
+        return source.counts(source.order(batch=batch, lanes=reader.total, epoch=epoch), epoch)

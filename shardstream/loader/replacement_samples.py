@@ -1,0 +1,98 @@
+"""Samples that stand in for bad ones, so that a rank stays in step with the others, or keeps its batches full."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from shardstream.catalog.concat_catalog import AnyCatalog
+from shardstream.errors import SampleError
+from shardstream.format.samples import read_sample
+from shardstream.order.partition import Share
+from shardstream.order.permutation import derive_key
+from shardstream.pipeline.bad_samples import Skips
+from shardstream.pipeline.indexed_source import Chain
+
+_log = logging.getLogger(__name__)
+_ATTEMPTS = 16  # for each sample
+_SUBSTITUTE = 5
+
+
+def refilled(
+    catalog: AnyCatalog,
+    chain: Chain,
+    share: Share,
+    step: int,
+    done: tuple[Sequence[Any], list[int]],
+    skips: Skips,
+) -> Sequence[Any]:
+    """Return the items of a step with others in place of bad ones: of all with ``refill``, else of one where all are bad.
+
+    The others are drawn from all samples of the epoch by the seed, the epoch, the rank and the place in the epoch alone, so a resume
+    draws the same. Samples of the batch are drawn again only where no others are found.
+
+    Args:
+        catalog: The dataset.
+        chain: The steps that a sample goes through.
+        share: The rank's steps.
+        step: Which of them.
+        done: Its good items, and their sample numbers.
+        skips: Counts what is bad on the way, too, and those that stand in.
+
+    Raises:
+        SampleError: If too few good ones were found.
+    """
+    items, present = done
+    if skips.budget is not None and skips.budget.refill:
+        count = share.step_size(step) - len(items)
+    else:
+        count = int(len(items) == 0 and share.split.world_size > 1)
+    if count == 0:
+        return items
+    planned = share.samples(np.array([step], dtype=np.int64))[0].tolist()
+    taken, bad, found = set(present), set(planned) - set(present), list[Any]()
+    for attempt in range(_ATTEMPTS * count):
+        number = _draw(share, step, attempt)
+        if number in bad or (number in taken and attempt < _ATTEMPTS * count // 2):
+            continue
+        try:
+            sample = _read(catalog, number)
+        except Exception as error:  # noqa: BLE001  (the skip policy decides)
+            skips.take(error, number=number)
+            bad.add(number)
+            continue
+        good, _ = chain([sample], [number])
+        if not good:
+            bad.add(number)
+            continue
+        taken.add(number)
+        found += good
+        if len(found) == count:
+            skips.refilled += count
+            _log.warning("step %s: %s samples stand in for bad ones", step, count)
+            return [*items, *found]
+    raise SampleError(
+        f"{count} samples of a batch are bad, and of {_ATTEMPTS * count} others only {len(found)} could stand in for them: this rank "
+        "would fall out of step with the others; mend the data"
+    )
+
+
+def _draw(share: Share, step: int, attempt: int) -> int:
+    """Return the number of a sample of the epoch: of a mix, by its weights."""
+    plan, order = share.plan, share.plan.order
+    place = share.consumed_after(step)
+    key = derive_key(order.seed, plan.epoch, share.rank, place, attempt, _SUBSTITUTE)
+    if order.num_batches == 0:
+        return int(plan.rest(0)[key % order.nsamples])
+    batch, slot = divmod(key % (order.num_batches * order.batch), order.batch)
+    return int(plan.batches(np.array([batch], dtype=np.int64))[0, slot])
+
+
+def _read(catalog: AnyCatalog, number: int) -> dict[str, Any]:
+    shards, starts, ends = catalog.extents(np.array([number], dtype=np.int64))
+    shard, start, end = int(shards[0]), int(starts[0]), int(ends[0])
+    data = bytes(catalog.fetch(shard, start, end))
+    return read_sample(data, start, start, end, catalog.url_of(shard))

@@ -1,0 +1,180 @@
+"""What a loader's state holds, and the checks before it is continued."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import reprlib
+import warnings
+from collections.abc import Mapping, Sequence
+from itertools import zip_longest
+from typing import Any
+
+from shardstream.errors import StateError
+from shardstream.order.epoch_plan import Order
+from shardstream.pipeline.stage import EPOCHS, Position, State
+
+VERSION = 2
+
+
+def sealed(state: State) -> State:
+    """Return a state with its version and a checksum, so that an edited or damaged one is noticed."""
+    state = {"version": VERSION, **state}
+    return {**state, "state_checksum": _checksum(state)}
+
+
+def _checksum(state: Mapping[str, Any]) -> str:
+    text = json.dumps({**state, "state_checksum": None}, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def plan_state(order: Order, *, data: State, epoch: int, consumed: int) -> State:
+    """Return the state of an exact loader: a few numbers, the same on every rank.
+
+    Args:
+        order: What the batches are made of.
+        data: What the dataset must agree with: its fingerprint, checksums, and recipe if it is a mix.
+        epoch: From 0.
+        consumed: Samples of the epoch that all ranks together have seen; all of them means the start of the next epoch.
+    """
+    if consumed >= order.nsamples > 0:
+        epoch, consumed = epoch + 1, 0
+    return sealed(
+        {
+            "kind": "plan",
+            **data,
+            "seed": order.seed,
+            "shuffle": order.shuffle,
+            "epoch": epoch,
+            "consumed": consumed,
+            "microbatch": order.batch,
+            "lanes": order.lanes,
+            "window": order.window,
+            "block": order.block,
+        }
+    )
+
+
+def part_state(topology: State, position: Position) -> State:
+    """Return the state of a loader whose workers each have a position of their own.
+
+    Args:
+        topology: What it must agree with when it is continued.
+        position: Where it is.
+    """
+    parts = {str(part): value for part, value in position.parts.items()}
+    return sealed(
+        {
+            **topology,
+            "epoch": position.epoch,
+            "next_part": position.next_part,
+            "parts": parts,
+        }
+    )
+
+
+def check_state(state: Any, *, mine: Mapping[str, Any]) -> None:
+    """Refuse a state that cannot be continued exactly here.
+
+    Args:
+        state: What was saved.
+        mine: What it must agree with, by name; a value of None agrees with anything.
+
+    Raises:
+        StateError: Naming the first difference, with both values.
+    """
+    if not isinstance(state, Mapping) or "version" not in state or "kind" not in state:
+        raise StateError(f"no state of a ShardLoader: {str(state)[:80]}")
+    if state["version"] != VERSION:
+        raise StateError(
+            f"a state of version {state['version']!r}; this shardstream continues version {VERSION}: finish the epoch with "
+            "the shardstream that saved it, or start it again with set_epoch"
+        )
+    for name, value in mine.items():
+        if name in ("checksums", "stages"):
+            continue
+        if value is not None and state.get(name) != value:
+            raise StateError(
+                f"{_WHAT.get(name, name)}: the state says {state.get(name)!r}, here it is {value!r}; {_remedy(name)}"
+            )
+    _check_steps(state.get("stages", []), mine.get("stages", []))
+    _check_checksums(state.get("checksums"), mine.get("checksums"))
+    _check_position(state)
+    if state.get("state_checksum") != _checksum(state):
+        raise StateError(
+            "this state is damaged or was edited: its checksum is wrong; use the one that was saved"
+        )
+
+
+def _check_steps(theirs: Any, mine: Sequence[str]) -> None:
+    """Refuse other steps than those of the state, and name the first."""
+    pairs = zip_longest(theirs if isinstance(theirs, list) else [], mine)
+    for place, (saved, here) in enumerate(pairs, start=1):
+        if saved != here:
+            raise StateError(
+                f"step {place} of the pipeline: the state says {saved or 'nothing'}, here it is {here or 'nothing'}; use the same "
+                "steps (name='…' gives a function that was only renamed its old name), or start the epoch again"
+            )
+
+
+def _check_checksums(theirs: Any, mine: Sequence[str | None] | None) -> None:
+    """Refuse other bytes than those of the state, where the checksums of both are known; warn where only the state's are."""
+    if mine is None:
+        return
+    if not isinstance(theirs, list) or len(theirs) != len(mine):
+        raise StateError(f"this state is damaged: checksums is {str(theirs)[:80]!r}")
+    for saved, here in zip(theirs, mine, strict=True):
+        if saved is not None and here is not None and saved != here:
+            raise StateError(
+                f"checksums of the dataset: the state says {saved!r}, here it is {here!r}; {_remedy('fingerprint')}"
+            )
+    if any(saved is not None and here is None for saved, here in zip(theirs, mine, strict=True)):
+        warnings.warn(
+            "the state holds checksums of its data, but here none are known: names, counts and sizes agree, the bytes were not "
+            "compared. Write a manifest (shardstream index) to have them compared.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def _check_position(state: Mapping[str, Any]) -> None:
+    """Refuse a position that no state has."""
+    for name in _NUMBERS.get(state["kind"], ()):
+        value, limit = state.get(name), _LIMITS.get(name, _MOST)
+        if not isinstance(value, int) or not (name in _ORDER) <= value < limit:
+            raise StateError(f"this state is damaged: {name} is {reprlib.repr(value)}")
+    for name in _POSITIONS.get(state["kind"], ()):
+        if not isinstance(state.get(name), Mapping):
+            raise StateError(f"this state is damaged: {name} is {str(state.get(name))[:80]!r}")
+    if state["kind"] == "plan" and state["consumed"] % state["microbatch"]:
+        raise StateError(
+            f"this state is damaged: consumed is {state['consumed']}, microbatch {state['microbatch']}"
+        )
+
+
+_ORDER = ("microbatch", "lanes", "window", "block")
+_MOST = 1 << 62
+_LIMITS = {"epoch": EPOCHS, "lanes": 1 << 24}
+_NUMBERS = {
+    "plan": ("epoch", "consumed", *_ORDER),
+    "parts": ("epoch", "next_part"),
+    "reader": ("epoch",),
+}
+_POSITIONS = {"parts": ("parts",), "reader": ("run",)}
+_WHAT = {
+    "kind": "kind of pipeline",
+    "fingerprint": "fingerprint of the dataset",
+    "num_workers": "number of workers",
+    "world_size": "number of ranks",
+}
+
+
+def _remedy(name: str) -> str:
+    if name == "fingerprint":
+        return "it was taken on other data (shards, counts, sizes or checksums differ); name the same dataset, or start anew"
+    if name in ("num_workers", "world_size", "rank", "batch_size"):
+        return (
+            "steps that change counts (select, shuffle, batched, …) resume on the same topology alone; "
+            "use the same one, or move them before packing"
+        )
+    return "use the same value, or start anew"

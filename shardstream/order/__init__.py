@@ -1,0 +1,9 @@
+"""Which sample comes when: pure arithmetic on sizes, seed and epoch.
+
+No file of this room does I/O or keeps a state. The order of an epoch is computed in these steps:
+
+    permutation    permute 0 to n - 1 for any n, without memory
+    epoch_plan     batch number -> sample numbers of one epoch
+    mix_schedule   place in a mix -> dataset that fills it
+    partition      steps of an epoch -> steps of each rank and worker
+"""

@@ -1,0 +1,187 @@
+"""The order of an epoch: a pure function from a batch number to sample numbers.
+
+Nobody coordinates and nothing is remembered: whoever knows the sizes, the seed and the epoch computes the same sequence of
+batches, whatever the number of ranks and workers. ``partition.py`` says who reads which of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from shardstream.errors import OptionError
+from shardstream.order.permutation import Ints, derive_key, derive_keys, permute
+
+_BLOCK_BYTES = 2 << 20
+_WINDOW_BYTES = 64 << 20
+_BLOCKS_PER_EPOCH = 128  # at least, where there are so many samples
+_WINDOW_SAMPLES = 16_384
+_FEW_BLOCKS = 4096  # their order is computed once an epoch: for small data sets a call costs more than what it computes
+_BLOCK_ORDER, _SHORT_BLOCK, _WINDOW_ORDER = 1, 2, 3  # what a random key is for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Order:
+    """What fixes the sequence of batches of every epoch.
+
+    Args:
+        nsamples: Samples of the dataset, N.
+        batch: Samples of a batch (the microbatch), b.
+        shuffle: False reads the samples as they are stored; the numbers below then count only for reading.
+        seed: Any whole number.
+        lanes: Canonical streams that an epoch is cut into, L.
+        window: Samples of one lane that are shuffled together, w; a multiple of `batch`.
+        block: Consecutive samples that stay together until a window shuffles them, k.
+    """
+
+    nsamples: int
+    batch: int
+    shuffle: bool
+    seed: int
+    lanes: int
+    window: int
+    block: int
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "lanes", "window", "block"):
+            if getattr(self, name) < 1:
+                raise OptionError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.nsamples < 0:
+            raise OptionError(f"a dataset of {self.nsamples} samples makes no sense")
+        if self.window % self.batch:
+            raise OptionError(
+                f"window={self.window} must be a multiple of the microbatch, {self.batch}; use "
+                f"{-(-self.window // self.batch) * self.batch}"
+            )
+
+    @property
+    def num_batches(self) -> int:
+        """Full batches of an epoch, T."""
+        return self.nsamples // self.batch
+
+
+def default_block(nsamples: int, total_bytes: int) -> int:
+    """Return k: 2 MiB of samples, but never so many that an epoch has under 128 blocks to shuffle.
+
+    >>> default_block(1_000_000, 100_000_000_000), default_block(1797, 2_000_000)
+    (20, 14)
+    """
+    if nsamples == 0 or total_bytes == 0:
+        return 1
+    by_bytes = _BLOCK_BYTES * nsamples // total_bytes
+    return max(1, min(by_bytes, nsamples // _BLOCKS_PER_EPOCH))
+
+
+def default_window(nsamples: int, total_bytes: int, batch: int) -> int:
+    """Return w: 64 MiB of samples, at most 16,384 of them, at least a batch; a multiple of the batch."""
+    by_bytes = _WINDOW_BYTES * nsamples // total_bytes if total_bytes else _WINDOW_SAMPLES
+    return max(1, min(by_bytes, _WINDOW_SAMPLES) // batch) * batch
+
+
+class Plan:
+    """The batches of one epoch.
+
+    Args:
+        order: What they are made of.
+        epoch: From 0.
+    """
+
+    def __init__(self, order: Order, epoch: int) -> None:
+        self.order = order
+        self.epoch = epoch
+        self.passes = 1  # a mix goes through its parts several times, and numbers samples on from pass to pass
+        self._blocks, self._short = divmod(order.nsamples, order.block)
+        key = derive_key(order.seed, epoch)
+        self._block_key = derive_key(key, _BLOCK_ORDER)
+        self._window_key = derive_key(key, _WINDOW_ORDER)
+        # The short block goes to a random place, else its samples would be the tail of every epoch.
+        self._short_start = derive_key(key, _SHORT_BLOCK) % (self._blocks + 1) * order.block
+
+    def batches(self, numbers: Ints) -> Ints:
+        """Return the samples of some batches.
+
+        Args:
+            numbers: Shape (n,), each from 0 to ``order.num_batches - 1``.
+
+        Returns:
+            Sample numbers, shape (n, b).
+        """
+        order = self.order
+        slots = np.arange(order.batch, dtype=np.int64)
+        if not order.shuffle:
+            return numbers[:, None] * order.batch + slots
+        first, window, offset, size = self._windows(numbers)
+        shape = (len(numbers), order.batch)
+        keys = derive_keys(self._window_key, numbers % order.lanes, window)
+        within = permute(
+            (offset[:, None] + slots).ravel(),
+            np.repeat(size, order.batch),
+            np.repeat(keys, order.batch),
+        ).reshape(shape)
+        return self._line((first[:, None] + within).ravel()).reshape(shape)
+
+    def rest(self, start: int) -> Ints:
+        """Return the samples of the batches from ``start`` on and of those under a full batch, in order, shape (n,)."""
+        order = self.order
+        full = self.batches(np.arange(start, order.num_batches, dtype=np.int64)).ravel()
+        left = np.arange(order.num_batches * order.batch, order.nsamples, dtype=np.int64)
+        return np.concatenate((full, self._line(left) if order.shuffle else left))
+
+    def windows(self, numbers: Ints) -> Ints:
+        """Return a number for the window that each batch is a part of, shape (n,): batches of one window share their reads."""
+        if not self.order.shuffle:
+            return numbers // (self.order.window // self.order.batch)
+        return self._windows(numbers)[1] * self.order.lanes + numbers % self.order.lanes
+
+    def batches_of_window(self, window: int) -> Ints:
+        """Return the numbers of the batches of one window, in order: the inverse of `windows`."""
+        order = self.order
+        batches = order.window // order.batch
+        if not order.shuffle:
+            return np.arange(
+                window * batches, min((window + 1) * batches, order.num_batches), dtype=np.int64
+            )
+        round_, lane = divmod(window, order.lanes)
+        numbers = (
+            np.arange(round_ * batches, (round_ + 1) * batches, dtype=np.int64)
+        ) * order.lanes + lane
+        return numbers[numbers < order.num_batches]
+
+    def _windows(self, numbers: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Return for each batch its window's first place in the line, number in the lane, the batch's offset in it, its size."""
+        order = self.order
+        lane, turn = numbers % order.lanes, numbers // order.lanes
+        each, more = divmod(order.num_batches, order.lanes)
+        lane_first = (lane * each + np.minimum(lane, more)) * order.batch
+        lane_size = (each + (lane < more)) * order.batch
+        window, offset = np.divmod(turn * order.batch, order.window)
+        size = np.minimum(order.window, lane_size - window * order.window)
+        return lane_first + window * order.window, window, offset, size
+
+    def _permuted(self, blocks: Ints) -> Ints:
+        """Return where blocks come from, shape (n,); each is computed once if they are near each other, as those of a window are."""
+        first, last = (int(blocks.min()), int(blocks.max())) if blocks.size else (0, 0)
+        if self._blocks <= _FEW_BLOCKS:
+            return self._block_order[blocks]
+        if last - first >= blocks.size:
+            return permute(blocks, self._blocks, self._block_key)
+        near = np.arange(first, last + 1, dtype=np.int64)
+        return permute(near, self._blocks, self._block_key)[blocks - first]
+
+    @cached_property
+    def _block_order(self) -> Ints:
+        return permute(np.arange(self._blocks, dtype=np.int64), self._blocks, self._block_key)
+
+    def _line(self, places: Ints) -> Ints:
+        """Return the samples at places of the permuted line of blocks."""
+        short = (places >= self._short_start) & (places < self._short_start + self._short)
+        shifted = np.where(places < self._short_start, places, places - self._short)
+        if self._blocks == 0:
+            return places
+        block, within = np.divmod(np.where(short, 0, shifted), self.order.block)
+        samples = self._permuted(block) * self.order.block + within
+        return np.where(
+            short, self._blocks * self.order.block + places - self._short_start, samples
+        )

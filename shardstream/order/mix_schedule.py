@@ -1,0 +1,90 @@
+"""Which source each place of a mix takes: arithmetic, so that a mix needs no memory of what was drawn.
+
+A stream is cut into patterns of equal length. In each, a source has its share of places, rounded so that the rounding errors
+never add up, and the places are permuted: evenly mixed at any scale, and how often a source was taken before any place is a
+formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from shardstream.errors import OptionError
+from shardstream.order.permutation import Ints, derive_keys, permute
+
+_FRACTION_BITS = 20
+
+
+class Stratified:
+    """Sources by weight along a stream.
+
+    Args:
+        weights: One for each source, 0 for one that never comes; only their ratios count.
+        key: Of the permutations.
+
+    Raises:
+        OptionError: If a weight is negative, or all are 0.
+    """
+
+    def __init__(self, weights: Sequence[float], key: int) -> None:
+        shares = np.asarray(weights, dtype=np.float64)
+        if not np.isfinite(shares).all() or (shares < 0).any() or not (shares > 0).any():
+            raise OptionError(
+                f"weights must be numbers from 0 up, and one of them above: {list(weights)}"
+            )
+        self.length = max(32, len(shares) ** 2)
+        self._key = key
+        self._largest = int(shares.argmax())
+        self._rates = np.rint(shares / shares.sum() * self.length * (1 << _FRACTION_BITS)).astype(
+            np.int64
+        )
+        if ((self._rates == 0) & (shares > 0)).any():
+            raise OptionError(
+                f"weights differ too much to be kept: {list(weights)}; leave out what hardly ever comes"
+            )
+
+    def take(self, places: Ints, streams: Ints) -> tuple[Ints, Ints]:
+        """Return for each place of a stream its source, and how often that source was taken before.
+
+        Args:
+            places: Shape (n,), from 0.
+            streams: Which stream each is of, shape (n,): every stream has patterns of its own.
+        """
+        pattern, slot = np.divmod(places, self.length)
+        pairs, row = np.unique(np.stack((streams, pattern)), axis=1, return_inverse=True)
+        sources, ranks = self._patterns(pairs[0], pairs[1])
+        source: Ints = sources[row, slot]
+        before: Ints = self._before(pairs[1])[row, source] + ranks[row, slot]
+        return source, before
+
+    def counts(self, lengths: Ints, streams: Ints) -> Ints:
+        """Return how often each source is taken in the first places of some streams, shape (n, sources)."""
+        pattern, rest = np.divmod(lengths, self.length)
+        sources, _ = self._patterns(streams, pattern)
+        inside = np.arange(self.length) < rest[:, None]
+        counts = self._before(pattern)
+        for kind in range(len(self._rates)):
+            counts[:, kind] += ((sources == kind) & inside).sum(axis=1)
+        return counts
+
+    def _patterns(self, streams: Ints, pattern: Ints) -> tuple[Ints, Ints]:
+        """Return the source of every place of some patterns, and how often it came before in its pattern: (n, length) each."""
+        slots = np.tile(np.arange(self.length, dtype=np.int64), len(pattern))
+        keys = np.repeat(derive_keys(self._key, streams, pattern), self.length)
+        drawn = permute(slots, self.length, keys).reshape(len(pattern), self.length)
+        ends = np.cumsum(self._before(pattern + 1) - self._before(pattern), axis=1)
+        sources = (drawn[:, :, None] >= ends[:, None, :]).sum(axis=2)
+        ranks = np.empty_like(sources)
+        for kind in range(len(self._rates)):
+            mine = sources == kind
+            ranks[mine] = (np.cumsum(mine, axis=1) - 1)[mine]
+        return sources, ranks
+
+    def _before(self, pattern: Ints) -> Ints:
+        """Return how often each source is taken before a pattern begins, shape (n, sources)."""
+        counts: Ints = (pattern[:, None] * self._rates) >> _FRACTION_BITS
+        counts[:, self._largest] = 0
+        counts[:, self._largest] = pattern * self.length - counts.sum(axis=1)
+        return counts

@@ -1,0 +1,151 @@
+"""Who reads what: the steps of a rank, and which of them a worker takes.
+
+Rank r of W takes at step s the batches ``t0 + (s W + r) m + i`` for i < m; worker j of K takes the steps that are j modulo K.
+What is left under W m full batches is one last step, split evenly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from shardstream.distributed import Placement
+from shardstream.errors import OptionError
+from shardstream.order.epoch_plan import Plan
+from shardstream.order.permutation import Ints
+
+Remainder = Literal["pad", "drop", "keep"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """How the batches of an epoch are dealt out.
+
+    Args:
+        world_size: Ranks, W.
+        microbatches: Batches that a rank takes at a step, m.
+        remainder: What becomes of the samples that do not fill a last step of all ranks: "pad" deals them out evenly and
+            repeats at most W - 1 of them, "drop" leaves at most W - 1 out, "keep" shows each once, so that ranks may
+            differ by one sample.
+        drop_last: True leaves out a last step of less than full size.
+    """
+
+    world_size: int = 1
+    microbatches: int = 1
+    remainder: Remainder = "pad"
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.remainder not in ("pad", "drop", "keep"):
+            raise OptionError(f"remainder is 'pad', 'drop' or 'keep', not {self.remainder!r}")
+        if self.microbatches < 1:
+            raise OptionError(f"a step needs at least one microbatch, not {self.microbatches}")
+
+    @property
+    def batches_per_step(self) -> int:
+        """Batches that all ranks together take at a step."""
+        return self.world_size * self.microbatches
+
+
+class Share:
+    """The steps that one rank takes through what is left of an epoch.
+
+    Args:
+        plan: The epoch.
+        split: How it is dealt out.
+        rank: Whose share, from 0.
+        consumed: Samples of the epoch that have been seen before; a multiple of the batch, or all.
+    """
+
+    def __init__(self, plan: Plan, split: Split, *, rank: int, consumed: int = 0) -> None:
+        order = plan.order
+        if consumed % order.batch and consumed != order.nsamples:
+            raise OptionError(
+                f"{consumed} samples are no whole number of microbatches of {order.batch}"
+            )
+        self.plan = plan
+        self.split = split
+        self.rank = Placement(rank, split.world_size).rank
+        done = consumed >= order.nsamples
+        self._first = order.num_batches if done else consumed // order.batch
+        self.full_steps = (order.num_batches - self._first) // split.batches_per_step
+        tail_batch = self._first + self.full_steps * split.batches_per_step
+        left = 0 if done else order.nsamples - tail_batch * order.batch
+        self._tail_batch, self._left = tail_batch, left
+        self._tail_start, self._tail_size = (0, 0) if split.drop_last else _cut(left, split, rank)
+        # Kept samples that are too few for this rank: other ranks have one more step.
+        self._is_short = split.remainder == "keep" and not split.drop_last and 0 < left <= rank
+
+    @property
+    def num_steps(self) -> int:
+        """Steps of this rank; the same for all ranks unless the remainder is kept."""
+        return self.full_steps + (self._tail_size > 0)
+
+    @property
+    def short_step_samples(self) -> int:
+        """Samples of the last step of all ranks if that step is short, repeats not counted; else 0."""
+        return 0 if self.split.drop_last or self.split.remainder == "drop" else self._left
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of this rank, repeats counted."""
+        return self.full_steps * self.split.microbatches * self.plan.order.batch + self._tail_size
+
+    def step_size(self, step: int) -> int:
+        """Return how many samples a step has."""
+        if step < self.full_steps:
+            return self.split.microbatches * self.plan.order.batch
+        return self._tail_size
+
+    def consumed_after(self, steps: int) -> int:
+        """Return how many samples of the epoch all ranks together have seen after that many of these steps."""
+        if steps >= self.num_steps and not self._is_short:
+            return self.plan.order.nsamples
+        return (self._first + steps * self.split.batches_per_step) * self.plan.order.batch
+
+    def batches(self, steps: Ints) -> Ints:
+        """Return the batch numbers of some full steps, shape (n, m)."""
+        split = self.split
+        first = self._first + (steps * split.world_size + self.rank) * split.microbatches
+        return first[:, None] + np.arange(split.microbatches, dtype=np.int64)
+
+    def samples(self, steps: Ints) -> list[Ints]:
+        """Return the sample numbers of some steps, an array a step."""
+        full = steps[steps < self.full_steps]
+        width = self.split.microbatches * self.plan.order.batch
+        rows = self.plan.batches(self.batches(full).ravel()).reshape(len(full), width)
+        return [*rows, *([self.tail()] if len(full) < len(steps) else [])]
+
+    def tail(self) -> Ints:
+        """Return the samples of the last, short step; none if there is no such step."""
+        rest = self.plan.rest(self._tail_batch)
+        return rest[(self._tail_start + np.arange(self._tail_size)) % len(rest)]
+
+    def steps_of_window(self, window: int) -> Ints:
+        """Return those of this rank's steps that take a batch of the window, shape (n,)."""
+        turns = (self.plan.batches_of_window(window) - self._first) // self.split.microbatches
+        mine = turns[(turns >= 0) & (turns % self.split.world_size == self.rank)]
+        steps = mine // self.split.world_size  # in order, as the batches are
+        first: Ints = steps[np.diff(steps, prepend=-1) != 0]
+        return first
+
+
+def _cut(left: int, split: Split, rank: int) -> tuple[int, int]:
+    """Return start and size of a rank's part of the samples that are left."""
+    each, more = divmod(left, split.world_size)
+    if split.remainder == "keep":
+        return rank * each + min(rank, more), each + (rank < more)
+    size = each + (split.remainder == "pad" and more > 0)
+    return rank * size, size
+
+
+def fitting_lanes(split: Split, num_workers: int, lanes: int) -> tuple[int, int]:
+    """Return the next lane counts down and up that these readers divide: each reader then reads each byte once.
+
+    >>> fitting_lanes(Split(world_size=2), 3, 8)
+    (6, 12)
+    """
+    unit = split.batches_per_step * num_workers
+    return max(unit, lanes // unit * unit), -(-lanes // unit) * unit

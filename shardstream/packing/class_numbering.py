@@ -1,0 +1,192 @@
+"""Which number each class gets: the list that the user names, else that of a split packed before, else by sorted names."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+from shardstream.catalog.class_names import Classes, agreed, classes_in, difference, read_classes
+from shardstream.errors import OptionError, StorageError
+from shardstream.format.classes_json import CLASSES_NAME, decode_classes
+from shardstream.format.manifest import MANIFEST_NAME
+from shardstream.packing.source import Source
+from shardstream.storage.store import Storage, join_url, parent_url
+
+_log = logging.getLogger(__name__)
+
+SPLIT_NAMES = (
+    *("train", "val", "test", "dev", "eval", "holdout"),
+    *("training", "valid", "validation", "testing", "evaluation"),
+)
+"""Names of folders that hold parts of one dataset."""
+
+# "train2017" and "imagenet-val" count, "trainer" does not.
+_SPLIT = re.compile(rf"(?<![a-z])(?:{'|'.join(SPLIT_NAMES)})(?![a-z])", re.IGNORECASE)
+
+AnyClasses = str | os.PathLike[str] | Sequence[str]
+"""Names in the order of their numbers, or where they are: a ``classes.json``, or the folder of a packed dataset."""
+
+
+@runtime_checkable
+class ClassSource(Protocol):
+    """A source that numbers its classes."""
+
+    classes: Classes | None
+    """Names of its classes in the order of their numbers; None while it has none."""
+
+    def numbered(self, classes: Classes, where: str) -> Source:
+        """Return the source with these numbers; ``where`` says for messages what they are from.
+
+        Raises:
+            SourceError: If it has a class that is not among them.
+        """
+
+
+def is_split(name: str) -> bool:
+    """Tell whether a folder is a part of a dataset, by its name.
+
+    >>> is_split("Train"), is_split("trains")
+    (True, False)
+    """
+    return name.lower() in SPLIT_NAMES
+
+
+def named_classes(classes: AnyClasses, storage: Storage) -> tuple[Classes, str]:
+    """Return the names that the user gives, and for messages where they are from.
+
+    Raises:
+        OptionError: If they are no names, or a folder has none.
+        ManifestError: If a ``classes.json`` is not a list of names.
+        StorageError: If it is missing or out of reach.
+    """
+    if not isinstance(classes, str | os.PathLike):
+        names = tuple(classes)
+        if not names or len(set(names)) < len(names) or not all(isinstance(n, str) for n in names):
+            raise OptionError(f"classes are names that differ, not {names[:5]!r}")
+        return names, "classes"
+    url = os.fspath(classes)
+    folder = parent_url(url) if url.rpartition("/")[2] == MANIFEST_NAME else url
+    if folder.endswith(".json"):
+        found: Classes | None = decode_classes(storage.read(folder), url=folder)
+    else:
+        found = read_classes(folder, storage)
+    if not found:
+        raise OptionError(
+            f"no class names are here; name a {CLASSES_NAME}, or the folder of a packed dataset that has one",
+            shard=url,
+        )
+    return found, url
+
+
+def number_classes(
+    source: Source, classes: AnyClasses | None, folders: Sequence[str], storage: Storage
+) -> Source:
+    """Return a source whose classes have the numbers that the user gives, or those of a split that is packed already.
+
+    Names that are replaced at the destination by others are a warning.
+
+    Args:
+        source: What is packed.
+        classes: As the user says; None: as a split beside the destination has them, if there is one.
+        folders: Where the source goes to, a folder for each split.
+        storage: Where these are, and ``classes``.
+
+    Raises:
+        OptionError: If the source numbers no classes, or splits that are there contradict each other.
+        SourceError: If the source has a class that is not among the names.
+        StorageError: If a place is out of reach.
+    """
+    numbered = _numbered(source, classes, folders, storage)
+    if isinstance(numbered, ClassSource) and numbered.classes is not None:
+        before = difference({"this pack": numbered.classes} | classes_in(folders, storage))
+        if before is not None:
+            _log.warning(
+                "class numbers change: %s; --classes with the old %s keeps them",
+                before,
+                CLASSES_NAME,
+            )
+    return numbered
+
+
+def _numbered(
+    source: Source, classes: AnyClasses | None, folders: Sequence[str], storage: Storage
+) -> Source:
+    if classes is not None:
+        if not isinstance(source, ClassSource):
+            raise OptionError(
+                "classes (--classes) numbers the folders of images, or the column of a table that becomes 'cls'; "
+                f"the numbers in {source.name} stay as they are"
+            )
+        return source.numbered(*named_classes(classes, storage))
+    if not isinstance(source, ClassSource) or source.classes is None:
+        return source
+    found = sibling_classes(folders, storage)
+    differs = difference(found)
+    if differs is not None:
+        raise OptionError(
+            f"the splits that are packed already number their classes differently: {differs}; choose with classes= (--classes)",
+            shard=folders[0],
+        )
+    names = agreed(found)
+    if names is None or names == source.classes:
+        return source
+    place = max(found, key=lambda folder: len(found[folder]))
+    numbered = source.numbered(names, place)
+    _log.warning(
+        "%s: classes are numbered as in %s, which is packed already",
+        folders[0],
+        join_url(place, CLASSES_NAME),
+    )
+    return numbered
+
+
+def warn_of_siblings(names: Classes, folders: Sequence[str], storage: Storage) -> None:
+    """Warn where a split of the same dataset numbers its classes differently: packed at the same time, say."""
+    try:
+        found = sibling_classes(folders, storage)
+    except StorageError as error:
+        _log.warning("%s: class numbers of other splits are unknown: %s", folders[0], error)
+        return
+    differs = difference({folders[0]: names} | found)
+    if differs is not None:
+        _log.warning(
+            "class numbers differ among splits: %s; pack one of them again with --classes", differs
+        )
+
+
+def sibling_classes(folders: Sequence[str], storage: Storage) -> dict[str, Classes]:
+    """Return folder -> class names of the packed splits that belong to the same dataset as some folders."""
+    siblings = dict.fromkeys(one for folder in folders for one in sibling_folders(folder))
+    return classes_in([one for one in siblings if one not in folders], storage)
+
+
+def sibling_folders(folder: str) -> list[str]:
+    """Return where other splits of a dataset would be: the folder with another split's name in its last part.
+
+    Nothing is listed: the parent may be a bucket of a million names.
+
+    >>> sibling_folders("s3://b/out/train2017")[:2]
+    ['s3://b/out/val2017', 's3://b/out/test2017']
+    >>> sibling_folders("out/cats")
+    []
+    """
+    if folder.rpartition("/")[2] in (".", ".."):
+        folder = os.path.abspath(folder)
+    scheme, separator, path = folder.rpartition("://")
+    parent, slash, last = path.rpartition("/")
+    found = list(_SPLIT.finditer(last))
+    if not found or (separator and not slash):  # a bucket's name is none of a split
+        return []
+    word = found[-1].group()
+    before = f"{scheme}{separator}{parent}{slash}{last[: found[-1].start()]}"
+    others = (name for name in SPLIT_NAMES if name != word.lower())
+    return [before + _cased(other, word) + last[found[-1].end() :] for other in others]
+
+
+def _cased(name: str, like: str) -> str:
+    if like.isupper():
+        return name.upper()
+    return name.capitalize() if like[:1].isupper() else name

@@ -1,0 +1,193 @@
+"""Values -> field bytes, by the last part of the field's name: the mirror of decoding."""
+
+from __future__ import annotations
+
+import datetime
+import io
+import json
+import operator
+import reprlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from shardstream.errors import SampleError
+from shardstream.packing.image_encode import IMAGE_FORMATS, encode_image
+
+TEXT_FIELDS = frozenset(
+    {"txt", "text", "transcript", "md", "html", "htm", "xml", "yaml", "yml"}
+    | {"csv", "tsv", "jsonl", "srt", "vtt"}
+)
+"""Fields that take text, as UTF-8."""
+INT_FIELDS = frozenset({"cls", "cls2", "class", "count", "index", "inx", "id"})
+"""Fields that take one whole number, as ASCII digits."""
+JSON_FIELDS = frozenset({"json", "jsn"})
+"""Fields that take what JSON can say."""
+
+_PLAIN = (str, bytes, int, float, bool, type(None))
+
+
+def encode_field(field: str, value: object) -> bytes:
+    """Return the bytes of one field; equal values give equal bytes.
+
+    Bytes pass unchanged whatever the field. Else the last part of the name decides: text to UTF-8, ``cls`` and its like to
+    digits, ``json``, ``npy`` and ``npz`` (arrays or tensors; no objects), ``pt`` and ``pth`` (tensors, or plain lists and
+    dicts of them), images (see `encode_image`). Nothing is pickled but what ``torch.load(weights_only=True)`` reads.
+
+    >>> encode_field("cls", 7), encode_field("meta.json", {"a": [1, None]})
+    (b'7', b'{"a":[1,null]}')
+
+    Raises:
+        SampleError: If the value does not fit the field.
+    """
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, bytearray | memoryview):
+        return bytes(value)
+    encoder = _ENCODERS.get(field.rpartition(".")[2].lower())
+    if encoder is None:
+        advice = (
+            "encode it first"
+            if not isinstance(value, str)
+            else "use value.encode(), or a field ending in 'txt'"
+        )
+        raise SampleError(
+            f"this field takes bytes, not {type(value).__name__}; {advice}", field=field
+        )
+    return encoder(field, value)
+
+
+def encode_sample(sample: Mapping[str, object]) -> dict[str, bytes]:
+    """Return the fields of a sample as bytes, in its order; ``__key__`` and other names like ``__this__`` are left out.
+
+    Raises:
+        SampleError: If a value does not fit its field.
+    """
+    return {
+        field: encode_field(field, value)
+        for field, value in sample.items()
+        if not (field.startswith("__") and field.endswith("__"))
+    }
+
+
+def _encode_text(field: str, value: object) -> bytes:
+    if not isinstance(value, str):
+        raise _unfit(field, value, "text or bytes")
+    try:
+        return value.encode()
+    except UnicodeEncodeError as error:
+        raise SampleError(f"the text is no valid Unicode: {error}", field=field) from error
+
+
+def _encode_int(field: str, value: object) -> bytes:
+    try:
+        return b"%d" % operator.index(value)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise _unfit(field, value, "a whole number or bytes") from error
+
+
+def _encode_json(field: str, value: object) -> bytes:
+    try:
+        text = json.dumps(
+            value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_to_json
+        )
+        return text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise SampleError(
+            f"JSON cannot hold this value: {error}; give numbers, text, lists and dicts, None for a missing number",
+            field=field,
+        ) from error
+
+
+def _to_json(value: object) -> object:
+    if isinstance(value, np.generic | np.ndarray):
+        return value.tolist()
+    if isinstance(value, datetime.date | datetime.time):
+        return value.isoformat()
+    raise TypeError(f"{type(value).__name__} is no JSON")
+
+
+def _encode_npy(field: str, value: object) -> bytes:
+    out = io.BytesIO()
+    np.lib.format.write_array(out, _to_array(field, value), allow_pickle=False)
+    return out.getvalue()
+
+
+def _encode_npz(field: str, value: object) -> bytes:
+    if not isinstance(value, Mapping):
+        raise _unfit(field, value, "a dict of arrays or bytes")
+    arrays = {str(name): _to_array(field, array) for name, array in value.items()}
+    out = io.BytesIO()
+    # numpy gives each part of the zip the date 1980-01-01, so equal arrays give equal bytes.
+    np.savez(out, allow_pickle=False, **arrays)
+    return out.getvalue()
+
+
+def _to_array(field: str, value: object) -> np.ndarray[Any, Any]:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        try:
+            value = value.detach().cpu().numpy()
+        except TypeError as error:
+            raise SampleError(f"{error}; convert it, or use the field 'pt'", field=field) from error
+    if isinstance(value, list | tuple | int | float):
+        try:
+            value = np.asarray(value)
+        except ValueError as error:
+            raise SampleError(
+                f"the rows of this list differ in length: {error}", field=field
+            ) from error
+    if not isinstance(value, np.ndarray | np.generic):
+        raise _unfit(field, value, "an array, a tensor, a list of numbers or bytes")
+    array = np.asarray(value)
+    if array.dtype.hasobject:
+        raise SampleError(
+            "an array of objects can only be pickled, and pickles run code when read; "
+            "give it a plain dtype (numbers, fixed text), or use the field 'json'",
+            field=field,
+        )
+    return array
+
+
+def _encode_torch(field: str, value: object) -> bytes:
+    torch = sys.modules.get("torch")
+    if torch is None:  # then the value holds no tensor
+        raise _unfit(field, value, "a tensor, plain lists and dicts of tensors, or bytes")
+    out = io.BytesIO()
+    torch.save(_to_plain(field, value, torch), out)
+    return out.getvalue()
+
+
+def _to_plain(field: str, value: object, torch: Any) -> object:
+    """Check that only tensors and plain values are there; a copy of a view leaves the rest of its storage behind."""
+    if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
+        return value.detach().cpu().clone()  # type: ignore[attr-defined]
+    if type(value) in (list, tuple):
+        items = [_to_plain(field, item, torch) for item in value]  # type: ignore[attr-defined]
+        return items if type(value) is list else tuple(items)
+    if type(value) is dict:
+        return {_to_plain(field, k, torch): _to_plain(field, v, torch) for k, v in value.items()}
+    if type(value) in _PLAIN:
+        return value
+    raise _unfit(field, value, "tensors, numbers and text, in plain lists and dicts, or bytes")
+
+
+def _unfit(field: str, value: object, accepted: str) -> SampleError:
+    return SampleError(
+        f"this field takes {accepted}, not {type(value).__name__} ({reprlib.repr(value)}); "
+        "convert it, or choose another field",
+        field=field,
+    )
+
+
+_ENCODERS: dict[str, Callable[[str, object], bytes]] = {
+    **dict.fromkeys(TEXT_FIELDS, _encode_text),
+    **dict.fromkeys(INT_FIELDS, _encode_int),
+    **dict.fromkeys(JSON_FIELDS, _encode_json),
+    **dict.fromkeys(("pt", "pth"), _encode_torch),
+    **dict.fromkeys(IMAGE_FORMATS, encode_image),
+    "npy": _encode_npy,
+    "npz": _encode_npz,
+}

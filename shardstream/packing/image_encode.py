@@ -1,0 +1,360 @@
+"""Images: pixels -> the bytes of an image file, and image files made smaller on the way in."""
+
+from __future__ import annotations
+
+import io
+import sys
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import PIL
+from PIL import Image, UnidentifiedImageError
+
+from shardstream.errors import OptionError, SampleError, SourceError
+from shardstream.format.bit_depth import Depth, is_rendered, stored_depth
+from shardstream.format.image_formats import (
+    PILLOW_FORMATS,
+    has_mask_word,
+    is_plain_jpeg,
+    mask_fields,
+)
+
+IMAGE_FORMATS = {
+    "jpg": "JPEG",
+    "jpeg": "JPEG",
+    "png": "PNG",
+    "webp": "WEBP",
+    "bmp": "BMP",
+    "tif": "TIFF",
+    "tiff": "TIFF",
+    "gif": "GIF",
+    "ppm": "PPM",
+    "pgm": "PPM",
+    "pbm": "PPM",
+    "pnm": "PPM",
+    **({"avif": "AVIF"} if "AVIF" in PILLOW_FORMATS else {}),
+}
+"""Last part of a field -> the name that Pillow has for the format."""
+
+REENCODED = ("jpg", "png", "webp")
+"""Formats that images are turned into."""
+
+DEFAULT_QUALITY = 90
+_LOSSY = ("JPEG", "WEBP", "AVIF")
+_ORIENTATION = 0x0112  # the EXIF tag: 1 is upright
+_AVERAGED = ("L", "LA", "RGB", "RGBA", "CMYK", "YCbCr")  # modes of photos; all others hold numbers
+_MASK_SHADES = 32  # a grey image of no more shades may be a mask
+_ACCEPTED = (
+    "a PIL image, a uint8 array (height, width[, 1, 3 or 4]), a uint16 array (height, width) for png or tif, "
+    "a uint8 tensor (channels, height, width), or the bytes of an image file"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageOptions:
+    """How images that come as files are changed on the way in; by default not at all.
+
+    Args:
+        max_side: Longest side in pixels; larger images are made smaller, keeping their aspect. None: any size.
+        quality: 1 to 100, of JPEG and WebP that are written anew.
+        format: Field that all images but masks become: "jpg", "png" or "webp". None: each stays what it is.
+        masks: Fields that hold numbers, not shades: they keep their format, and are made smaller by taking the nearest pixel.
+            None: by their names, see `mask_fields`.
+
+    Raises:
+        OptionError: If one makes no sense.
+    """
+
+    max_side: int | None = None
+    quality: int = DEFAULT_QUALITY
+    format: str | None = None
+    masks: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_side is not None and self.max_side < 1:
+            raise OptionError(f"max_side must be 1 pixel or more, not {self.max_side}")
+        if not 1 <= self.quality <= 100:
+            raise OptionError(f"quality goes from 1 to 100, not {self.quality}")
+        for name in self.masks or ():
+            if name in ("", "none"):
+                raise OptionError(
+                    f"masks are names of fields, not {name!r}; if no field is a mask, say masks=[] (--masks none)"
+                )
+        if self.format is not None and self.format not in REENCODED:
+            raise OptionError(
+                f"images are turned into {', '.join(REENCODED)}, not into {self.format!r}"
+            )
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Tell whether every image stays as it is."""
+        return self.max_side is None and self.format is None
+
+    def masks_among(self, fields: Iterable[str]) -> frozenset[str]:
+        """Return the fields of a sample that are masks."""
+        return mask_fields(fields) if self.masks is None else frozenset(self.masks)
+
+    def decisive(self) -> dict[str, Any]:
+        """Return what decides the bytes of images: for those written anew, the version of the encoder, too."""
+        if self.changes_nothing:
+            return {}
+        return {**asdict(self), "pillow": PIL.__version__}
+
+
+def is_image_field(field: str) -> bool:
+    """Tell whether a field holds an image file.
+
+    >>> is_image_field("seg.png"), is_image_field("json")
+    (True, False)
+    """
+    return field.rpartition(".")[2] in IMAGE_FORMATS
+
+
+def encode_image(field: str, value: object) -> bytes:
+    """Return the bytes of an image file; JPEG, AVIF and WebP at quality 90, masks as lossless WebP.
+
+    Args:
+        field: Its last part says the format.
+        value: A PIL image; a uint8 array of shape (height, width) or (height, width, 1, 3 or 4); a uint16 array of shape
+            (height, width), for png and tif; a uint8 tensor of shape (height, width) or (channels, height, width).
+
+    Raises:
+        SampleError: If the value is anything else, or the format cannot hold it.
+    """
+    image = value if isinstance(value, Image.Image) else _from_pixels(field, value)
+    form = IMAGE_FORMATS[field.rpartition(".")[2]]
+    is_mask = has_mask_word(field)
+    if is_mask and form == "JPEG" and image.mode not in _AVERAGED[1:]:
+        raise SampleError(
+            "a JPEG does not keep the numbers of a mask; use a field that ends in png", field=field
+        )
+    if not _holds(form, image):
+        raise SampleError(
+            f"{form} cannot hold the numbers of an image of mode {image.mode}; use the field 'png', 'tif' or 'npy'",
+            field=field,
+        )
+    if getattr(image, "is_animated", False) and image.format != "MPO":
+        raise SampleError(
+            "an animation, or several pages, would keep one frame; give the bytes of its file",
+            field=field,
+        )
+    try:
+        return _save(image, form, DEFAULT_QUALITY, is_mask=is_mask, orientation=_orientation(image))
+    except (OSError, ValueError, KeyError) as error:
+        raise SampleError(
+            f"{form} cannot hold an image of mode {image.mode} ({error}); convert it first, e.g. image.convert('RGB')",
+            field=field,
+        ) from error
+
+
+def reencode(
+    data: bytes, field: str, options: ImageOptions, *, where: str, is_mask: bool = False
+) -> tuple[str, bytes]:
+    """Make an image file smaller, or another format, where the options ask for it; else return its bytes as they are.
+
+    The header is looked at in any case: what is no image shall not be found out in training.
+
+    Pixels stay in the order that is stored, and the EXIF orientation stays with them; other EXIF goes, colour profiles stay.
+    Transparency becomes white where the format has none. Palettes, single bits and deep numbers are never averaged.
+
+    Args:
+        data: The image file.
+        field: Where it goes; its last part changes with the format.
+        options: What is asked for.
+        where: The file or row it comes from, for messages.
+        is_mask: It keeps its format, and no pixel is averaged.
+
+    Returns:
+        Field and bytes.
+
+    Raises:
+        SourceError: If the file is no image that can be read, or would lose frames or numbers.
+    """
+    if options.changes_nothing and is_plain_jpeg(data, Image.MAX_IMAGE_PIXELS):
+        return field, data
+    old = field.rpartition(".")[2]
+    new = old if is_mask else options.format or old
+    try:
+        with _bombs_refused(), Image.open(io.BytesIO(data), formats=PILLOW_FORMATS) as image:
+            if options.changes_nothing:
+                return field, data
+            fits = options.max_side is None or max(image.size) <= options.max_side
+            if fits and IMAGE_FORMATS[new] == IMAGE_FORMATS[old]:
+                return field, data
+            encoded = _write_again(image, data, field, IMAGE_FORMATS[new], options, is_mask=is_mask)
+    except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
+        detail = "unknown format" if isinstance(error, UnidentifiedImageError) else str(error)
+        raise SourceError(
+            f"no image that can be read ({detail}); mend it, or leave such files out with on_error='skip' (--skip-errors)",
+            shard=where,
+        ) from error
+    except Image.DecompressionBombWarning as error:
+        raise SourceError(f"the image is suspiciously large: {error}", shard=where) from error
+    except _LossError as error:
+        raise SourceError(str(error), shard=where) from error
+    return field[: len(field) - len(old)] + new, encoded
+
+
+class _LossError(Exception):
+    """An image would lose something that nobody asked it to lose."""
+
+
+def _write_again(
+    image: Image.Image, data: bytes, field: str, form: str, options: ImageOptions, *, is_mask: bool
+) -> bytes:
+    """Return the bytes of an image in a format and size; the field is that of the source, for messages."""
+    depth = stored_depth(image, data)
+    _check_loss(image, depth, form, is_mask=is_mask)
+    turn = _orientation(image)
+    by_choice = is_mask or image.mode not in _AVERAGED
+    shrinks = options.max_side is not None and max(image.size) > options.max_side
+    if not by_choice and options.masks is None and (shrinks or form in _LOSSY):
+        _check_shades(image, field, "max_side" if shrinks else "image_format")
+    smaller = _fit(image, options.max_side, by_choice=by_choice)
+    fitting = _for_format(smaller, form)
+    if not _holds(form, fitting):
+        raise _LossError(f"{form} cannot hold {depth}; leave image_format (--image-format) out")
+    return _save(fitting, form, options.quality, is_mask=is_mask, orientation=turn)
+
+
+def _check_loss(image: Image.Image, depth: Depth, form: str, *, is_mask: bool) -> None:
+    """Refuse what would lose frames or bits that the format could hold."""
+    frames = getattr(image, "n_frames", 1)
+    if frames > 1 and image.format != "MPO":  # a photo, with views of it that cameras add
+        raise _LossError(
+            f"an animation of {frames} frames would keep the first alone; "
+            "pack it without image options, or leave it out"
+        )
+    if not depth.fits_8_bits and image.mode in _AVERAGED and form not in _LOSSY:
+        raise _LossError(
+            f"{depth} of {image.format} {image.mode} would be cut to 8 bits; pack it without image options, or turn "
+            "images into jpg or webp with image_format (--image-format)"
+        )
+    if is_mask and form == "JPEG":
+        raise _LossError(
+            "a JPEG does not keep the numbers of a mask when it is written again; pack it without max_side (--max-side), "
+            "or say which fields are masks with masks (--masks)"
+        )
+    if is_mask and is_rendered(image, depth):
+        raise _LossError(
+            f"a mask of {depth} would be stretched to 8 bits; pack it without max_side (--max-side)"
+        )
+
+
+def _check_shades(image: Image.Image, field: str, option: str) -> None:
+    """Refuse a grey image that looks like a mask, and whose shades an option would mix."""
+    if image.format == "JPEG" or image.mode != "L":
+        return
+    shades = image.getcolors(_MASK_SHADES)
+    if shades is not None and len(shades) > 1:
+        raise _LossError(
+            f"it has {len(shades)} shades of grey, as a mask has, and {option} would mix them; say which fields are masks, "
+            f"masks=[{field!r}] (--masks {field}), or that none are, masks=[] (--masks none). A stopped pack with finished "
+            "shards has to begin anew then, with overwrite=True (--overwrite)"
+        )
+
+
+@contextmanager
+def _bombs_refused() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        yield
+
+
+def _orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation of an image; Pillow itself turns a TIFF, when it loads it."""
+    return 1 if image.format == "TIFF" else image.getexif().get(_ORIENTATION, 1)
+
+
+def _fit(image: Image.Image, max_side: int | None, *, by_choice: bool) -> Image.Image:
+    if max_side is not None and max(image.size) > max_side:
+        # Sizes are Pillow's in both cases, so that a mask still fits its photo.
+        if by_choice:
+            image.thumbnail((max_side, max_side), Image.Resampling.NEAREST, reducing_gap=None)
+        else:
+            # Lets JPEG decode at a fraction of its size, then reduces by boxes, then by Lanczos.
+            image.thumbnail((max_side, max_side), Image.Resampling.LANCZOS, reducing_gap=3.0)
+    image.load()
+    return image
+
+
+def _for_format(image: Image.Image, form: str) -> Image.Image:
+    """Give an image a mode that the format has."""
+    clear = image.mode == "P" and "transparency" in image.info
+    if form in ("JPEG", "PPM", "BMP") and (
+        clear or image.mode in ("RGBA", "LA", "PA", "La", "RGBa")
+    ):
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, "white")
+        return Image.alpha_composite(white, image).convert("RGB")
+    if form not in ("JPEG", "TIFF") and image.mode in ("CMYK", "YCbCr", "LAB", "HSV"):
+        return image.convert("RGB")
+    if image.mode == "PA" and form != "TIFF":
+        return image.convert("RGBA")
+    if image.mode == "P" and form in ("JPEG", "PPM"):
+        return image.convert("RGB")
+    return image
+
+
+def _holds(form: str, image: Image.Image) -> bool:
+    """Tell whether a format keeps the numbers of an image of more than 8 bits; Pillow clips them in some, and says nothing."""
+    if image.mode == "F":
+        return form == "TIFF"
+    if image.mode.startswith("I;16"):
+        return form in ("PNG", "TIFF", "PPM")
+    if image.mode == "I" and form in ("PNG", "PPM"):
+        low, high = image.getextrema()
+        return low >= 0 and high <= 65535  # type: ignore[operator]
+    return image.mode != "I" or form == "TIFF"
+
+
+def _save(
+    image: Image.Image, form: str, quality: int, *, is_mask: bool, orientation: int = 1
+) -> bytes:
+    options: dict[str, Any] = {"quality": quality} if form in _LOSSY else {}
+    if is_mask and form == "WEBP":
+        options = {"lossless": True, "exact": True}
+    if form == "GIF":
+        options["optimize"] = False  # would number the palette anew
+    if image.info.get("icc_profile") and form in ("JPEG", "PNG", "WEBP", "TIFF", "AVIF"):
+        options["icc_profile"] = image.info["icc_profile"]
+    if 2 <= orientation <= 8:
+        options["exif"] = Image.Exif()
+        options["exif"][_ORIENTATION] = orientation
+    out = io.BytesIO()
+    image.save(out, form, **options)
+    return out.getvalue()
+
+
+def _from_pixels(field: str, value: object) -> Image.Image:
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        pixels = value.detach().cpu().numpy()
+        if pixels.ndim == 3:
+            pixels = pixels.transpose(1, 2, 0)
+    elif isinstance(value, np.ndarray):
+        pixels = value
+    else:
+        raise SampleError(f"{type(value).__name__} is no image; give {_ACCEPTED}", field=field)
+    if pixels.ndim == 3 and pixels.shape[2] == 1:
+        pixels = pixels[:, :, 0]
+    deep = pixels.dtype == np.uint16 and pixels.ndim == 2
+    if pixels.dtype != np.uint8 and not deep:
+        advice = (
+            "multiply values from 0 to 1 by 255, round, and convert them to uint8"
+            if pixels.dtype.kind == "f"
+            else "convert them to uint8, or keep them as 'npy'"
+        )
+        raise SampleError(f"pixels are uint8, these are {pixels.dtype}; {advice}", field=field)
+    if (
+        not (pixels.ndim == 2 or (pixels.ndim == 3 and pixels.shape[2] in (3, 4)))
+        or not pixels.size
+    ):
+        raise SampleError(
+            f"pixels of shape {tuple(value.shape)} are no image; give {_ACCEPTED}", field=field
+        )
+    return Image.fromarray(np.ascontiguousarray(pixels))

@@ -1,0 +1,204 @@
+"""Tars made by others -> a dataset: ``NAME.tar.idx`` beside each, and ``index.json`` at last. No tar is touched."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from typing import Any
+
+from shardstream.errors import ManifestError, OptionError, StorageError
+from shardstream.format.dali_index import WDS2IDX_SUFFIX, encode_wds2idx
+from shardstream.format.index import INDEX_SUFFIX, encode_index
+from shardstream.format.manifest import MANIFEST_NAME, Manifest, ShardInfo, encode_manifest
+from shardstream.packing.shard_scan import Meter, ProgressFunction, ShardPass, run_all
+from shardstream.storage.atomic_write import publish_bytes
+from shardstream.storage.discover import (
+    TAR_SUFFIXES,
+    Urls,
+    expand_urls,
+    is_compressed,
+    is_tar,
+    read_manifest,
+)
+from shardstream.storage.journal_marker import check_finished
+from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexReport:
+    """What `index` wrote.
+
+    Args:
+        manifest_url: The ``index.json``.
+        manifest: What is in it.
+        warnings: What a person should look at, though every shard can be read; empty if nothing.
+    """
+
+    manifest_url: str
+    manifest: Manifest
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Indexed:
+    info: ShardInfo
+    fields: Mapping[str, int]
+    warnings: tuple[str, ...]
+
+
+def index(  # noqa: PLR0913  (the public door)
+    urls: Urls,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+    threads: int = 4,
+    name: str = "",
+    wds2idx: bool = False,
+    progress: ProgressFunction | None = None,
+) -> IndexReport:
+    """Make tars readable by number: write an index beside each and one manifest for all.
+
+    Every tar is read once, from its start to its end, in pieces of 8 MiB. Indexes and manifest that are there already are
+    replaced. If a tar is bad, ``index.json`` is not written.
+
+    Args:
+        urls: A folder or prefix (all tars right in it, sorted by name), a pattern, a tar, or a list; all in one folder.
+        storage_options: What fsspec takes.
+        filesystem: An fsspec file system to use instead of looking one up.
+        threads: Tars to read at a time; each takes about 32 MiB of memory.
+        name: Name of the dataset; by default the one in a manifest that is there already.
+        wds2idx: Also write ``NAME.idx``, the text index of NVIDIA DALI.
+        progress: Told bytes done and bytes in all, from the threads that read, one at a time.
+
+    Raises:
+        OptionError: If the tars are compressed, in several folders or named twice.
+        ShardError: If a tar is damaged, cut or not a tar.
+        SampleError: If a key comes back, a field is there twice, or a name does not fit ``wds2idx``.
+        UnfinishedError: If a pack or `ShardWriter` is at work in that folder, or was stopped there.
+        StorageError: If a place cannot be listed, read or written.
+    """
+    storage = Storage(storage_options, filesystem)
+    folder, tars, others = _find_tars(urls, storage)
+    meter = Meter(sum(tar.size for tar in tars), progress)
+    work = partial(_index_shard, storage=storage, meter=meter, wds2idx=wds2idx)
+    done = run_all(work, tars, threads=threads, meter=meter)
+    url = join_url(folder, MANIFEST_NAME)
+    manifest = _manifest_of(done, name=name or _name_before(url, storage))
+    publish_bytes(storage, url, encode_manifest(manifest))
+    warnings = (*chain.from_iterable(one.warnings for one in done), *_left_out(others, url))
+    return IndexReport(manifest_url=url, manifest=manifest, warnings=warnings)
+
+
+def _manifest_of(done: Sequence[_Indexed], *, name: str) -> Manifest:
+    fields: Counter[str] = Counter()
+    for one in done:
+        fields.update(one.fields)
+    return Manifest(shards=tuple(one.info for one in done), name=name, fields=dict(fields))
+
+
+def _find_tars(urls: Urls, storage: Storage) -> tuple[str, list[FileInfo], list[str]]:
+    """Find what to index; a manifest that is there does not count, as it may be what is to be mended.
+
+    Returns:
+        The folder, the tars in order, and the names of other tars in that folder.
+    """
+    expanded = [_folder_of_manifest(url) for url in expand_urls(urls)]
+    if not expanded:
+        raise OptionError("no shards: the list of URLs is empty")
+    listed: dict[str, dict[str, FileInfo]] = {}
+    found = [tar for url in expanded for tar in _tars_of(url, storage, listed)]
+    _refuse_what_has_no_manifest(found, storage)
+    folder = parent_url(found[0].url)
+    names = {_name(tar.url) for tar in found}
+    present = [_name(file.url) for file in storage.list_folder(folder)[0]]
+    check_finished(folder, present)  # however the tars are named: a manifest would publish them
+    return folder, found, [name for name in present if is_tar(name) and name not in names]
+
+
+def _refuse_what_has_no_manifest(tars: Sequence[FileInfo], storage: Storage) -> None:
+    folders = dict.fromkeys(parent_url(storage.resolve(tar.url)[1]) for tar in tars)
+    if len(folders) > 1:
+        raise OptionError(
+            f"shards in {len(folders)} folders ({', '.join(list(folders)[:3])}): a manifest is about one folder; "
+            "index each by itself, then read them as a list"
+        )
+    for tar, count in Counter(tar.url for tar in tars).items():
+        if count > 1:
+            raise OptionError("a shard is named twice; name each once", shard=tar)
+        if is_compressed(tar):
+            raise OptionError(
+                "a compressed tar can only be streamed from its start, an index is of no use; "
+                "pack it again as a plain .tar to read it by number",
+                shard=tar,
+            )
+
+
+def _folder_of_manifest(url: str) -> str:
+    return parent_url(url) if _name(url) == MANIFEST_NAME else url
+
+
+def _tars_of(url: str, storage: Storage, listed: dict[str, dict[str, FileInfo]]) -> list[FileInfo]:
+    """Find the tars that one URL means.
+
+    Args:
+        url: A folder, a pattern or a tar.
+        storage: Where it is.
+        listed: The files of folders listed before, by name: one listing instead of a question for each of 10,000 tars.
+    """
+    is_pattern = any(sign in url for sign in "*?[")
+    if is_tar(url) and not is_pattern:
+        folder = parent_url(url)
+        if folder not in listed:
+            listed[folder] = {_name(file.url): file for file in storage.list_folder(folder)[0]}
+        return [listed[folder].get(_name(url)) or storage.info(url)]
+    files, folders = (storage.glob(url), []) if is_pattern else storage.list_folder(url)
+    tars = [file for file in files if is_tar(file.url)]
+    if tars:
+        return tars
+    inside = [f"{folder}/" for folder in folders] + [_name(file.url) for file in files]
+    raise StorageError(
+        f"no .tar here (found: {', '.join(inside[:8]) or 'nothing'}); "
+        "name the tars, or the folder that they are right in",
+        shard=url,
+    )
+
+
+def _index_shard(tar: FileInfo, *, storage: Storage, meter: Meter, wds2idx: bool) -> _Indexed:
+    with ShardPass(storage, tar.url, tar.size, meter) as shard:
+        scan = shard.scan(keep_members=wds2idx)
+        sha256, nbytes = shard.finish()
+    text = encode_wds2idx(shard.members, shard=tar.url) if wds2idx and scan.keys else None
+    publish_bytes(storage, tar.url + INDEX_SUFFIX, encode_index(scan.offsets))
+    if text is not None:
+        publish_bytes(storage, tar.url[: -len(TAR_SUFFIXES[0])] + WDS2IDX_SUFFIX, text)
+    warnings = [f"{tar.url}: {finding}" for finding in shard.notes.findings()]
+    if not scan.keys:
+        warnings.append(f"{tar.url}: no samples in it (members need a name like KEY.FIELD)")
+    info = ShardInfo(url=_name(tar.url), nsamples=len(scan.keys), filesize=nbytes, sha256=sha256)
+    return _Indexed(info=info, fields=scan.fields, warnings=tuple(warnings))
+
+
+def _name_before(url: str, storage: Storage) -> str:
+    """Return the dataset's name in a manifest that is about to be replaced; none if it cannot be read."""
+    if not storage.exists(url):
+        return ""
+    try:
+        return read_manifest(storage.info(url), storage)[0].name
+    except ManifestError:
+        return ""
+
+
+def _name(url: str) -> str:
+    return url.rsplit("/", 1)[-1]
+
+
+def _left_out(names: Sequence[str], url: str) -> Iterator[str]:
+    if names:
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        yield (
+            f"{url}: {', '.join(names[:3])}{more} in the same folder left out, so who reads the folder does not see "
+            f"{'them' if len(names) > 1 else 'it'}; index the folder itself to have all"
+        )

@@ -1,0 +1,310 @@
+"""Looking into a dataset without reading it: its shards and fields, or one sample."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from shardstream.catalog.class_names import ClassNames, classes_in
+from shardstream.catalog.mmap_pool import map_file
+from shardstream.catalog.shard_catalog import Catalog, lacks_index
+from shardstream.errors import (
+    MissingError,
+    OptionError,
+    ShardStreamError,
+    UnfinishedError,
+    plural,
+)
+from shardstream.format.forward_reader import StreamReader, decompressed
+from shardstream.format.manifest import MANIFEST_NAME, ShardInfo
+from shardstream.format.samples import Group, Sample, iter_groups, iter_samples, read_sample
+from shardstream.format.tar_reader import ReadAt, iter_members
+from shardstream.packing.shard_scan import Meter, ProgressFunction
+from shardstream.storage.discover import Located, Urls, is_compressed, is_tar, locate, read_manifest
+from shardstream.storage.journal_marker import is_journal
+from shardstream.storage.range_file import RangeStream
+from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
+
+_log = logging.getLogger(__name__)
+_MOST_DIGITS = 18  # of a class number
+_MOST_SPLITS = 100  # each folder is listed
+_HEADERS_CHUNK_BYTES = 256 << 10  # searching remote headers: larger bodies are jumped over
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """What is known of a dataset without reading its tars.
+
+    Args:
+        shards: With absolute URLs; counts and sizes are None where nothing tells them.
+        fields: Field -> how many samples have it, or None where only the first sample of the first shard was looked at.
+        indexed: URLs of the shards that have an index.
+        name: Name of the dataset, if it has a manifest.
+        manifest_url: The manifest, if there is one.
+        classes: Names of the classes, if there are some.
+    """
+
+    shards: tuple[ShardInfo, ...]
+    fields: Mapping[str, int | None]
+    indexed: frozenset[str]
+    name: str = ""
+    manifest_url: str | None = None
+    classes: tuple[str, ...] | None = None
+
+    @property
+    def nsamples(self) -> int | None:
+        """Samples of all shards; None if that of one is unknown."""
+        return _total([shard.nsamples for shard in self.shards])
+
+    @property
+    def total_bytes(self) -> int | None:
+        """Bytes of all shards; None if that of one is unknown."""
+        return _total([shard.filesize for shard in self.shards])
+
+
+def list_shards(
+    urls: Urls,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+) -> Listing:
+    """List the shards of a dataset from its manifest, or from the names and sizes of its files.
+
+    Where no manifest tells the fields, they are those of the first sample of the first shard.
+
+    Args:
+        urls: A folder, a manifest, a pattern, a tar or a list.
+        storage_options: What fsspec takes.
+        filesystem: An fsspec file system to use instead of looking one up.
+
+    Raises:
+        OptionError: If there is nothing to look for.
+        UnfinishedError: If the dataset is being written, or its writer was stopped.
+        StorageError: If nothing is there, or the place is out of reach.
+        ManifestError: If the manifest cannot be understood.
+    """
+    storage = Storage(storage_options, filesystem)
+    located = locate(urls, storage)
+    name, fields = "", dict[str, int | None]()
+    if located.manifest_url is not None:
+        manifest, _ = read_manifest(storage.info(located.manifest_url), storage)
+        name, fields = manifest.name, dict(manifest.fields)
+    return Listing(
+        shards=located.shards,
+        fields=fields or _first_fields(located.shards[0], storage),
+        indexed=located.indexed,
+        name=name,
+        manifest_url=located.manifest_url,
+        classes=ClassNames(located, storage).names,
+    )
+
+
+def list_splits(
+    folder: str,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+) -> dict[str, Listing | None]:
+    """List the datasets in the folders right under one, which holds no shards itself: the splits of a pack.
+
+    Args:
+        folder: URL of the folder.
+        storage_options: What fsspec takes.
+        filesystem: An fsspec file system to use instead of looking one up.
+
+    Returns:
+        Name of the folder -> its dataset, None where that is not finished; sorted. Empty if the folder is missing or holds
+        shards, or no folder in it does.
+
+    Raises:
+        StorageError: If the folder is out of reach.
+        ManifestError: If a manifest cannot be understood.
+    """
+    storage = Storage(storage_options, filesystem)
+    try:
+        files, folders = storage.list_folder(folder)
+    except MissingError:
+        return {}
+    if _holds_shards(files) or len(folders) > _MOST_SPLITS:
+        return {}
+    inside = {name: join_url(folder, name) for name in folders if not name.startswith(".")}
+    splits: dict[str, Listing | None] = {}
+    for name, url in inside.items():
+        if _holds_shards(storage.list_folder(url)[0]):
+            try:
+                splits[name] = list_shards(
+                    url, storage_options=storage_options, filesystem=filesystem
+                )
+            except UnfinishedError:
+                splits[name] = None
+    return splits
+
+
+def _holds_shards(files: Sequence[FileInfo]) -> bool:
+    """Tell whether a dataset is in a folder, or has begun there."""
+    names = [file.url.rsplit("/", 1)[-1] for file in files]
+    return any(name == MANIFEST_NAME or is_tar(name) or is_journal(name) for name in names)
+
+
+def class_name(sample: Sample, storage_options: Mapping[str, Any] | None = None) -> str | None:
+    """Return the name of a sample's class, by its field ``cls`` and the ``classes.json`` beside its shard; None if unknown."""
+    number = sample.get("cls", b"")
+    if not number.isdigit() or len(number) > _MOST_DIGITS:
+        return None
+    folder = parent_url(sample["__url__"])
+    names = classes_in([folder], Storage(storage_options)).get(folder, ())
+    return names[int(number)] if int(number) < len(names) else None
+
+
+def read_one(
+    urls: Urls,
+    *,
+    number: int | None = None,
+    key: str | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    filesystem: Any = None,
+    progress: ProgressFunction | None = None,
+) -> Sample:
+    """Read one sample, by its number in the dataset or by its key.
+
+    By number, shards with an index and local ones cost one range read; others are streamed up to it. By key, shards are
+    searched one after another, as an index has no keys: of plain tars only the headers are read (remote bodies over 256
+    KiB are jumped over), compressed ones are streamed.
+
+    Args:
+        urls: A folder, a manifest, a pattern, a tar or a list.
+        number: From 0.
+        key: As in ``__key__``; the first sample that has it.
+        storage_options: What fsspec takes.
+        filesystem: An fsspec file system to use instead of looking one up.
+        progress: Told bytes done and bytes in all of a search by key, after each shard.
+
+    Raises:
+        OptionError: If there is no such sample, or not exactly one of number and key is given.
+        ShardError: If a shard is damaged.
+        UnfinishedError: If the dataset is being written, or its writer was stopped.
+        StorageError: If nothing is there, or the place is out of reach.
+    """
+    if (number is None) == (key is None):
+        raise OptionError("give the number of a sample or its key, one of them")
+    storage = Storage(storage_options, filesystem)
+    located = locate(urls, storage)
+    if number is not None:
+        return _read_number(number, located, storage)
+    return _search(key or "", located, storage, progress)
+
+
+def _read_number(number: int, located: Located, storage: Storage) -> Sample:
+    if number < 0:
+        raise OptionError(f"samples are numbered from 0, asked for {number}")
+    if lacks_index(located, storage) is not None:
+        return _stream_to(number, located, storage)
+    catalog = Catalog(located, storage)
+    if number >= len(catalog):
+        raise _too_far(number, len(catalog))
+    return catalog.read_sample(number)
+
+
+def _search(
+    key: str, located: Located, storage: Storage, progress: ProgressFunction | None
+) -> Sample:
+    meter = Meter(sum(shard.filesize or 0 for shard in located.shards), progress)
+    for shard in located.shards:
+        if is_compressed(shard.url):
+            with closing(_stream(shard, storage)) as samples:
+                found = next((sample for sample in samples if sample["__key__"] == key), None)
+        else:
+            found = _find(key, shard, storage)
+        if found is not None:
+            return found
+        meter.add(shard.filesize or 0)
+    raise OptionError(
+        f"no sample has the key {key!r} in {plural(len(located.shards), 'shard')}; "
+        "a key is a member's name up to the first dot after its last slash"
+    )
+
+
+def _find(key: str, shard: ShardInfo, storage: Storage) -> Sample | None:
+    """Look for a key among the headers of a plain tar."""
+    with _open_headers(shard, storage) as (read, end):
+        for group in _groups(read, end, shard):
+            if group.key == key:
+                return _read_group(group, shard.url, storage)
+    return None
+
+
+def _read_group(group: Group, url: str, storage: Storage) -> Sample:
+    start, end = group.start, group.end
+    data = storage.read(url, start, end)
+    return read_sample(data, start, start, end, url)
+
+
+def _stream_to(number: int, located: Located, storage: Storage) -> Sample:
+    """Count samples from the start, passing over shards whose count is known."""
+    first = 0
+    for shard in located.shards:
+        if shard.nsamples is not None and number >= first + shard.nsamples:
+            first += shard.nsamples
+            continue
+        with closing(_stream(shard, storage)) as samples:
+            for sample in samples:
+                if first == number:
+                    return sample
+                first += 1
+    raise _too_far(number, first)
+
+
+def _stream(shard: ShardInfo, storage: Storage) -> Generator[Sample]:
+    with (
+        storage.open(shard.url) as raw,
+        decompressed(raw, shard=shard.url) as stream,
+    ):
+        end = None if is_compressed(shard.url) else storage.info(shard.url).size
+        for _, sample in iter_samples(StreamReader(stream), end=end, shard=shard.url):
+            yield sample
+
+
+def _first_fields(shard: ShardInfo, storage: Storage) -> dict[str, int | None]:
+    try:
+        if is_compressed(shard.url):
+            with closing(_stream(shard, storage)) as samples:
+                names = [name for name in next(samples, {}) if not name.startswith("__")]
+        else:
+            with _open_headers(shard, storage) as (read, end):
+                first = next(_groups(read, end, shard), None)
+                names = [] if first is None else list(first.fields)
+    except ShardStreamError as error:
+        _log.warning("the fields are unknown: %s", error)
+        names = []
+    return dict.fromkeys(names)
+
+
+def _groups(read: ReadAt, end: int, shard: ShardInfo) -> Iterator[Group]:
+    return iter_groups(iter_members(read, end=end, shard=shard.url), shard=shard.url)
+
+
+@contextmanager
+def _open_headers(shard: ShardInfo, storage: Storage) -> Iterator[tuple[ReadAt, int]]:
+    """Open a plain tar to read its headers; yields its bytes by growing offsets, and its length."""
+    path = storage.local_path(shard.url)
+    if path is not None:
+        tar = map_file(path, shard.url)
+        yield lambda at, size: tar[at : at + size], len(tar)
+        return
+    size = storage.info(shard.url).size
+    yield (
+        StreamReader(RangeStream(storage, shard.url, size), chunk_bytes=_HEADERS_CHUNK_BYTES),
+        size,
+    )
+
+
+def _total(numbers: Sequence[int | None]) -> int | None:
+    known = [number for number in numbers if number is not None]
+    return sum(known) if len(known) == len(numbers) else None
+
+
+def _too_far(number: int, count: int) -> OptionError:
+    return OptionError(f"there is no sample {number}: they are numbered from 0 to {count - 1}")

@@ -1,0 +1,366 @@
+"""A whole packing job: source -> records -> encoded samples -> shards, one or several data sets at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shardstream.errors import OptionError, SampleError, SourceError, StorageError, plural
+from shardstream.format.classes_json import CLASSES_NAME, decode_classes
+from shardstream.packing.class_numbering import AnyClasses, number_classes, warn_of_siblings
+from shardstream.packing.image_encode import DEFAULT_QUALITY, ImageOptions
+from shardstream.packing.journal import NumberedSkip, Task
+from shardstream.packing.parallel_encode import Encoded, RecordEncoder, encode_in_order, named
+from shardstream.packing.report import PackReport, Progress, Skip, SplitReport
+from shardstream.packing.resume import PackWriter
+from shardstream.packing.shard_names import ShardNames
+from shardstream.packing.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES
+from shardstream.packing.source import Record, Source, SplitSource, records_from
+from shardstream.packing.source_detection import AnySource, SourceOptions, open_source
+from shardstream.packing.split import Numbers, assign_splits, shuffled_order
+from shardstream.storage.atomic_write import publish_bytes
+from shardstream.storage.byte_sizes import parse_bytes
+from shardstream.storage.store import Storage, join_url
+
+_log = logging.getLogger(__name__)
+
+_PROGRESS_EVERY_S = 0.1
+
+
+def pack(  # noqa: PLR0913  (public door)
+    source: AnySource,
+    dest: str | os.PathLike[str],
+    *,
+    kind: str | None = None,
+    name: str = "",
+    max_samples: int = DEFAULT_MAX_SAMPLES,
+    max_bytes: int | str = DEFAULT_MAX_BYTES,
+    key: str | None = None,
+    shuffle: bool | None = None,
+    seed: int = 0,
+    split: Mapping[str, float] | None = None,
+    fields: Mapping[str, str] | None = None,
+    root: str | None = None,
+    classes: AnyClasses | None = None,
+    max_side: int | None = None,
+    quality: int = DEFAULT_QUALITY,
+    image_format: str | None = None,
+    masks: Sequence[str] | None = None,
+    processes: int = 1,
+    overwrite: bool = False,
+    on_error: Literal["raise", "skip"] = "raise",
+    progress: Callable[[Progress], object] | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    source_options: Mapping[str, Any] | None = None,
+) -> PackReport:
+    """Pack a source into shards, and publish them as a dataset; equal input gives equal bytes, whatever ``processes`` is.
+
+    A job that was stopped or killed goes on when it is called again with the same source and options: finished shards are kept.
+    Samples that are made in Python are packed anew, unless their source says by a ``fingerprint`` that they are the same.
+
+    Args:
+        source: A folder of class folders with images (or of splits that hold class folders), a folder of loose files, a table (CSV, TSV, JSON lines, Parquet), tars;
+            local or on any fsspec file system; or an iterable of samples as `ShardWriter.write` takes them.
+        dest: Folder, or pattern with ``{shard}``.
+        kind: "images", "files", "table" or "tars"; by default guessed.
+        name: Of the dataset, for people.
+        max_samples: Samples of a shard.
+        max_bytes: Size of a shard, e.g. "256MB".
+        key: Template of the keys, e.g. "{index:08d}", "{class}/{stem}"; of a table also the name of a column. By default an image is
+            named by its stem, or by its path without extension where another image of the dataset has the stem (docs/formats.md), loose
+            files by their path up to the first dot, rows and samples by their number; tars keep their keys.
+        shuffle: Pack in a random order: by default a folder of classes alone, which would be sorted by class otherwise.
+        seed: Of the order and the splits.
+        split: Name -> part, e.g. {"train": 0.9, "val": 0.1}: a dataset each, in a folder of that name under ``dest``. A source with
+            folders train, val, … that hold the folders of classes has these splits.
+        fields: Of a table: field -> column, e.g. {"jpg": "path", "cls": "label"}; by default all columns go to ``json``.
+        root: Of a table: the folder that its paths are relative to; by default its own.
+        classes: Which number each class gets: the names in order, or where they are, a ``classes.json`` or the folder of a packed
+            dataset. By default the numbers of a split beside the destination that is packed already (``out/train`` for ``out/val``), else
+            those of the sorted names. Of a table: the column of the field ``cls`` holds these names.
+        max_side: Make larger images smaller: the longest side in pixels.
+        quality: Of JPEG and WebP that are written anew, 1 to 100.
+        image_format: Turn all images but masks into "jpg", "png" or "webp".
+        masks: Fields whose pixels are numbers, which are never averaged: the nearest pixel is taken. By default those with a word
+            such as mask, seg, label or depth before their last part, and a png beside a jpg of the same name.
+        processes: That read and encode, where there is something to encode or files are far away; local files that are packed as
+            they are do not gain by them.
+        overwrite: Replace a dataset that is there, or what another job has left unfinished.
+        on_error: At a file or row that cannot be packed: "raise", or "skip" it and report it.
+        progress: Called about ten times a second.
+        storage_options: What fsspec takes, of the destination.
+        source_options: The same, of the source; by default the destination's.
+
+    Raises:
+        OptionError: If an argument makes no sense, or a dataset is there already.
+        SourceError: If a file or row cannot be packed, or there is nothing to pack.
+        ShardError: If a tar that is packed again is damaged.
+        StorageError: If a place is out of reach or full, or another pack writes there; then nothing is published, of several
+            splits none. If a split was published and cannot be taken back, a note of the error names it.
+    """
+    if processes < 1:
+        raise OptionError(f"processes must be 1 or more, not {processes}")
+    if on_error not in ("raise", "skip"):
+        raise OptionError(f"on_error is 'raise' or 'skip', not {on_error!r}")
+    images = ImageOptions(
+        max_side=max_side,
+        quality=quality,
+        format=image_format,
+        masks=None if masks is None else tuple([masks] if isinstance(masks, str) else masks),
+    )
+    reading = Storage(storage_options if source_options is None else source_options)
+    opened = open_source(
+        source, reading, SourceOptions(kind=kind, key=key, fields=fields or {}, root=root)
+    )
+    names = ShardNames.parse(dest)
+    limits: dict[str, Any] = {
+        "max_samples": max_samples,
+        "max_bytes": parse_bytes(max_bytes),
+        "name": name,
+    }
+    _check_apart(opened, names.folder, reading)
+    folders = [_folder_of(names, one) for one in _split_names(opened, split or {})]
+    opened = number_classes(opened, classes, folders, Storage(storage_options))
+    plan = _plan(opened, shuffle=shuffle, seed=seed, split=split or {})
+    asked: dict[str, Any] = {"kind": kind, "key": key, "fields": fields, "root": root, "seed": seed}
+    asked |= {"shuffle": shuffle, "split": list((split or {}).items()), "template": names.template}
+    asked |= {"class_numbers": _digest(opened.extras.get(CLASSES_NAME))}
+    task = Task(source=opened.fingerprint, options=limits | asked | images.decisive())
+    limits |= {"overwrite": overwrite, "storage_options": storage_options}
+    limits |= {"task": task, "extras": opened.extras}
+    job = _Job(plan=plan, names=names, limits=limits, skips=on_error == "skip", progress=progress)
+    return job.run(RecordEncoder(storage=reading, images=images), processes=processes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Plan:
+    """Which records, in which order, to which split."""
+
+    source: Source
+    records: Iterable[Record]
+    total: int | None
+    splits: tuple[str, ...]
+    assigned: Numbers | None
+
+
+def _split_names(source: Source, split: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the names of the datasets to write; one without a name if there are no splits."""
+    own = source.splits if isinstance(source, SplitSource) else ()
+    if own and split:
+        raise OptionError(
+            f"the source has splits already: {', '.join(own)}; leave split (--split) out, or pack one of these folders",
+            shard=source.name,
+        )
+    return own or tuple(split) or ("",)
+
+
+def _folder_of(names: ShardNames, split: str) -> str:
+    return join_url(names.folder, split) if split else names.folder
+
+
+def _digest(data: bytes | None) -> str | None:
+    return None if data is None else hashlib.sha256(data).hexdigest()[:16]
+
+
+def _plan(source: Source, *, shuffle: bool | None, seed: int, split: Mapping[str, float]) -> _Plan:
+    records: Iterable[Record] = source
+    total = source.length
+    splits = _split_names(source, split)
+    assigned = source.assigned() if isinstance(source, SplitSource) and source.splits else None
+    if source.shuffled if shuffle is None else shuffle:
+        if source.folders:
+            raise OptionError(
+                "tars are packed again in their own order (all of them would have to be in memory); "
+                "leave shuffle out: training shuffles when it reads"
+            )
+        found = list(source)
+        order = shuffled_order(len(found), seed=seed, purpose="order")
+        records = [found[i] for i in order]
+        assigned = None if assigned is None else assigned[order]
+        total = len(found)
+    if split:
+        if total is None:  # may be a generator: it is gone once counted
+            found = list(records)
+            records, total = found, len(found)
+        assigned = assign_splits(total, split, seed=seed)
+    return _Plan(source=source, records=records, total=total, splits=splits, assigned=assigned)
+
+
+def _check_apart(source: Source, folder: str, storage: Storage) -> None:
+    place = storage.resolve(folder)[1].rstrip("/")
+    for taken in source.folders:
+        if storage.resolve(taken)[1].rstrip("/") == place:
+            raise OptionError(
+                "the tars would be written over while they are read; write elsewhere", shard=folder
+            )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Job:
+    """One run; counts what it does."""
+
+    plan: _Plan
+    names: ShardNames
+    limits: Mapping[str, Any]
+    skips: bool
+    progress: Callable[[Progress], object] | None
+    skipped: list[NumberedSkip] = field(default_factory=list)
+    told_s: float = 0.0
+
+    def run(self, encoder: RecordEncoder, *, processes: int) -> PackReport:
+        start_s = time.monotonic()
+        with ExitStack() as stack:
+            writers = self._open_writers(stack)
+            self._go_on(writers)
+            todo = itertools.tee(self._todo(writers))
+            records = (record for _, _, record in todo[0])
+            encoded = stack.enter_context(
+                closing(encode_in_order(records, encoder, processes=processes))
+            )
+            for sample, (number, writer, _) in zip(encoded, todo[1], strict=False):
+                self._write(writer, number, sample)
+                self._tell(writers)
+            self._tell(writers, last=True)
+            self._check_some(writers)
+            self._publish(writers)
+        return PackReport(
+            source=self.plan.source.name,
+            splits=tuple(
+                _report(name, writer)
+                for name, writer in zip(self.plan.splits, writers, strict=True)
+            ),
+            seconds=time.monotonic() - start_s,
+            skipped=tuple(Skip(one.where, one.reason) for one in sorted(self.skipped)),
+            files=getattr(self.plan.source, "num_files", None),
+            fields=dict(sum((Counter(one.manifest.fields) for one in writers), Counter())),
+        )
+
+    def _check_classes(self, storage: Storage) -> None:
+        """Look again at other splits: one that was packed meanwhile may number its classes differently."""
+        data = self.plan.source.extras.get(CLASSES_NAME)
+        if data is not None:
+            folders = [_folder_of(self.names, split) for split in self.plan.splits]
+            warn_of_siblings(decode_classes(data, url=CLASSES_NAME), folders, storage)
+
+    def _open_writers(self, stack: ExitStack) -> list[PackWriter]:
+        """Open the writers of all splits, or none; if one is refused, those of published splits delete forgotten journals as they end."""
+        writers: list[PackWriter] = []
+        refusals: list[OptionError] = []
+        for name in self.plan.splits:
+            try:
+                writers.append(self._open_writer(name))
+            except OptionError as error:
+                refusals.append(error)
+                continue
+            stack.callback(writers[-1].abort)
+        if refusals:
+            raise refusals[0]
+        return writers
+
+    def _open_writer(self, split: str) -> PackWriter:
+        folder = _folder_of(self.names, split)
+        return PackWriter(join_url(folder, self.names.template), **self.limits)
+
+    def _publish(self, writers: list[PackWriter]) -> None:
+        """Publish all data sets, or none: their manifests come last, and go again if one of them fails."""
+        for writer in writers:
+            writer.finish()
+        storage = Storage(self.limits["storage_options"])
+        self._check_classes(storage)
+        for writer in writers:
+            for name, data in self.plan.source.extras.items():
+                publish_bytes(storage, join_url(writer.folder, name), data)
+        try:
+            for writer in writers:
+                writer.publish()
+        except BaseException as error:
+            for writer in writers:
+                try:
+                    writer.unpublish()
+                except StorageError:
+                    error.add_note(
+                        f"{writer.folder} is published already and stays so; run the same pack again to publish the other splits"
+                    )
+            raise
+        for writer in writers:
+            writer.remove_journal()
+
+    def _go_on(self, writers: list[PackWriter]) -> None:
+        """Take over what an earlier run has done."""
+        for writer in writers:
+            if writer.kept:
+                _log.info(
+                    "%s: going on after %s",
+                    writer.folder,
+                    plural(len(writer.kept), "finished shard"),
+                )
+            self.skipped += [skip for shard in writer.kept for skip in shard.skipped]
+        if self.skipped and not self.skips:
+            raise OptionError(
+                f"the run that was stopped had left out {plural(len(self.skipped), 'record')}, the first: {self.skipped[0].reason}; "
+                "go on with on_error='skip' (--skip-errors), or start anew with overwrite=True (--overwrite)",
+                shard=writers[0].folder,
+            )
+
+    def _todo(self, writers: list[PackWriter]) -> Iterator[tuple[int, PackWriter, Record]]:
+        """Yield the records that are in no finished shard, with their numbers and where they go."""
+        starts = [writer.position for writer in writers]
+        first, assigned = min(starts), self.plan.assigned
+        for number, record in enumerate(records_from(self.plan.records, first), start=first):
+            split = 0 if assigned is None else int(assigned[number])
+            if number >= starts[split]:
+                yield number, writers[split], record
+
+    def _write(self, writer: PackWriter, number: int, sample: Encoded) -> None:
+        error = sample.error
+        if error is None:
+            try:
+                writer.write_numbered(number, sample.key, sample.fields)
+            except SampleError as unfit:
+                error = named(unfit, sample.where)
+        if error is not None:
+            if not self.skips:
+                raise error
+            self.skipped.append(NumberedSkip(number, sample.where, str(error)))
+            writer.skip(self.skipped[-1])
+
+    def _tell(self, writers: list[PackWriter], *, last: bool = False) -> None:
+        now_s = time.monotonic()
+        if self.progress is None or (now_s - self.told_s < _PROGRESS_EVERY_S and not last):
+            return
+        self.told_s = now_s
+        samples = sum(writer.nsamples for writer in writers)
+        size_bytes = sum(writer.size_bytes for writer in writers)
+        kept = sum(shard.info.nsamples or 0 for writer in writers for shard in writer.kept)
+        self.progress(Progress(samples, len(self.skipped), size_bytes, self.plan.total, kept))
+
+    def _check_some(self, writers: list[PackWriter]) -> None:
+        for writer in writers:
+            if not writer.nsamples:
+                raise SourceError(
+                    f"no sample is left for {writer.folder}: {len(self.skipped)} were skipped, the first: "
+                    f"{self.skipped[0].reason}"
+                    if self.skipped
+                    else "there is nothing to pack: the source is empty",
+                    shard=self.plan.source.name,
+                )
+
+
+def _report(name: str, writer: PackWriter) -> SplitReport:
+    manifest = writer.manifest
+    return SplitReport(
+        name=name,
+        url=writer.folder,
+        samples=manifest.nsamples,
+        shards=len(manifest.shards),
+        total_bytes=manifest.total_bytes,
+        kept=len(writer.kept),
+    )

@@ -1,0 +1,281 @@
+"""The journal of an unfinished pack or `ShardWriter`: small JSON files beside its shards, from its start until all is published.
+
+Each file holds 256 records, one for each shard that is there with its index; the first also says what the pack was asked to do.
+Only the last file is written anew when a shard is finished, so that 100,000 shards cost no more for each than ten.
+All name the run that wrote them. The run that the first file names owns the place; one that finds another name there stops.
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+from shardstream.errors import ChangedError, MissingError, OptionError, StorageError
+from shardstream.format.manifest import ShardInfo
+from shardstream.storage.atomic_write import publish_bytes, publish_bytes_over, remove
+from shardstream.storage.journal_marker import is_journal, journal_name
+from shardstream.storage.retry import fetch
+from shardstream.storage.store import Storage, join_url
+
+VERSION = 2  # of the files, and of the bytes that a pack writes: with another, nothing goes on
+_RECORDS_A_FILE = 256
+# What is raised by reading JSON that has another shape than ours.
+_MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
+
+
+class NumberedSkip(NamedTuple):
+    """A record that was left out."""
+
+    number: int
+    """Of the record in the source."""
+    where: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """A shard that is there, with its index.
+
+    Args:
+        info: As the manifest will have it.
+        fields: How many samples have each field.
+        position: Number of the record of the source that comes next.
+        skipped: Records that were left out since the shard before.
+    """
+
+    info: ShardInfo
+    fields: Mapping[str, int]
+    position: int
+    skipped: tuple[NumberedSkip, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What decides the bytes that a pack writes.
+
+    Args:
+        source: Changes when the source does; None if nobody can tell.
+        options: As JSON can hold them.
+    """
+
+    source: str | None
+    options: Mapping[str, Any]
+
+    def differences(self, earlier: Task) -> list[str]:
+        """Say for people what is another thing than in an earlier task; nothing if that can go on as this."""
+        now, then = (json.loads(json.dumps(dict(task.options))) for task in (self, earlier))
+        found = [
+            f"{name} was {then.get(name)!r}, now {now.get(name)!r}"
+            for name in dict.fromkeys([*now, *then])
+            if now.get(name) != then.get(name)
+        ]
+        if self.source != earlier.source:
+            found.append("the source has changed")
+        return found
+
+
+WRITER_TASK = Task(source=None, options={"writer": "ShardWriter"})
+
+
+@dataclass(slots=True, kw_only=True)
+class Journal:
+    """The journal of one dataset; `read` one, or begin it.
+
+    Args:
+        storage: Where it is.
+        folder: URL of the dataset.
+        task: What the pack was asked to do.
+        stale: Names of shards that were there before; those not written again are to be deleted at last.
+        finished: The shards that are there, in order.
+        run: Names the run that writes it, unlike any other.
+        head: The first file as it is there now; None if it is not.
+    """
+
+    storage: Storage
+    folder: str
+    task: Task
+    stale: frozenset[str] = frozenset()
+    finished: list[Finished] = field(default_factory=list)
+    run: str = field(default_factory=lambda: uuid.uuid4().hex)
+    head: bytes | None = None
+
+    @property
+    def is_of_writer(self) -> bool:
+        """Whether it is the mark of a `ShardWriter`, which cannot go on."""
+        return self.task == WRITER_TASK
+
+    def begin(self, num_files: int) -> None:
+        """Take the place from the run whose ``head`` this is, and write this journal over its ``num_files`` files.
+
+        Raises:
+            StorageError: If another run has taken it meanwhile, or it cannot be written.
+        """
+        self._write(0)
+        for number in reversed(range(self._last + 1, num_files)):
+            self._remove(number)
+        for number in range(1, self._last + 1):
+            self._write(number)
+
+    def add(self, finished: Finished) -> None:
+        """Note that a shard is there.
+
+        Raises:
+            StorageError: If another run has taken the place, or it cannot be written.
+        """
+        self.finished.append(finished)
+        self._write(self._last)
+
+    def check_owner(self) -> None:
+        """Make sure that no other run has taken the place.
+
+        Raises:
+            StorageError: If one has, or the journal was deleted or cannot be read.
+        """
+        url = self._url(0)
+        try:
+            owner = json.loads(fetch(self.storage, url))["run"]
+        except (MissingError, *_MALFORMED):
+            owner = None
+        if owner is None:
+            raise StorageError(
+                "the journal of this pack or ShardWriter was deleted: another one has ended here meanwhile, or somebody removed it; "
+                "begin anew with overwrite=True (--overwrite)",
+                shard=url,
+            )
+        if owner != self.run:
+            raise self._taken()
+
+    def remove(self) -> None:
+        """Delete it; the beginning last.
+
+        Raises:
+            StorageError: If another run has taken the place, or it is out of reach.
+        """
+        self.check_owner()
+        for number in reversed(range(self._last + 1)):
+            self._remove(number)
+
+    @property
+    def _last(self) -> int:
+        return max(0, len(self.finished) - 1) // _RECORDS_A_FILE
+
+    def _write(self, number: int) -> None:
+        first = number * _RECORDS_A_FILE
+        document: dict[str, Any] = {"version": VERSION, "run": self.run}
+        if number == 0:
+            document |= {"source": self.task.source, "options": dict(self.task.options)}
+            document["stale"] = sorted(self.stale)
+        document["finished"] = [
+            asdict(one) for one in self.finished[first : first + _RECORDS_A_FILE]
+        ]
+        data = json.dumps(document).encode()
+        if number:
+            publish_bytes(self.storage, self._url(number), data)
+            return
+        try:
+            publish_bytes_over(self.storage, self._url(0), data, old=self.head)
+        except ChangedError as error:
+            raise self._taken() from error
+        self.head = data
+
+    def _remove(self, number: int) -> None:
+        remove(self.storage, self._url(number))
+
+    def _url(self, number: int) -> str:
+        return join_url(self.folder, journal_name(number))
+
+    def _taken(self) -> StorageError:
+        return StorageError(
+            "another pack or ShardWriter writes here, so this one stops and publishes nothing; wait until it ends, or write elsewhere",
+            shard=self.folder,
+        )
+
+
+def read_journal(storage: Storage, folder: str, names: Sequence[str]) -> Journal | None:
+    """Read what an earlier pack has left.
+
+    Args:
+        storage: Where it is.
+        folder: URL of the dataset.
+        names: Of the files there.
+
+    Returns:
+        The journal; None if there is none.
+
+    Raises:
+        OptionError: If there is one that cannot be understood.
+        StorageError: If it is out of reach.
+    """
+    if journal_name(0) not in names:
+        return None
+    journal = Journal(storage=storage, folder=folder, task=Task(source=None, options={}))
+    for number in range(sum(map(is_journal, names))):
+        name = journal_name(number)
+        if name not in names:
+            break
+        url = join_url(folder, name)
+        data = _fetch_listed(storage, url)
+        try:
+            document = json.loads(data)
+            if number and document["run"] != journal.run:
+                break  # left by an earlier run, which another one took the place of
+            _take(journal, document, number)
+            journal.head = data if number == 0 else journal.head
+        except _MALFORMED as error:
+            raise OptionError(
+                f"the notes of an unfinished pack cannot be read ({type(error).__name__}: {error}); "
+                "start anew with overwrite=True (--overwrite)",
+                shard=url,
+            ) from error
+    return journal
+
+
+def read_head(storage: Storage, folder: str) -> bytes:
+    """Return the first file of a journal that was listed, whatever is in it.
+
+    Raises:
+        StorageError: If it is gone, or out of reach.
+    """
+    return _fetch_listed(storage, join_url(folder, journal_name(0)))
+
+
+def _fetch_listed(storage: Storage, url: str) -> bytes:
+    try:
+        return fetch(storage, url)
+    except MissingError as error:
+        raise StorageError(
+            "another pack or ShardWriter has just ended here; look at what it made, then run this again",
+            shard=url,
+        ) from error
+
+
+def _take(journal: Journal, document: Any, number: int) -> None:
+    """Add to a journal what one of its files says."""
+    if document["version"] != VERSION:
+        raise ValueError(f"its version is {document['version']!r}")
+    if number == 0:
+        journal.run = str(document["run"])
+        journal.task = Task(source=document["source"], options=dict(document["options"]))
+        journal.stale = frozenset(map(str, document["stale"]))
+    journal.finished += map(_decode, document["finished"])
+
+
+def _decode(document: Any) -> Finished:
+    info = document["info"]
+    return Finished(
+        info=ShardInfo(
+            url=str(info["url"]),
+            nsamples=int(info["nsamples"]),
+            filesize=int(info["filesize"]),
+            sha256=str(info["sha256"]),
+        ),
+        fields={str(name): int(count) for name, count in document["fields"].items()},
+        position=int(document["position"]),
+        skipped=tuple(
+            NumberedSkip(int(number), str(where), str(reason))
+            for number, where, reason in document["skipped"]
+        ),
+    )

@@ -1,0 +1,247 @@
+"""Records -> encoded samples, in order: here, or in other processes with a bounded number of records on their way."""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import threading
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from typing import NamedTuple
+
+from shardstream.errors import MissingError, SampleError, ShardStreamError, SourceError
+from shardstream.packing.encode import encode_field
+from shardstream.packing.image_encode import ImageOptions, is_image_field, reencode
+from shardstream.packing.source import FileRef, Record
+from shardstream.storage.store import Storage
+
+_CHUNK_RECORDS = 32
+_CHUNK_BYTES = 16 << 20
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_READ_THREADS = 16  # for files behind a network, where each read waits
+
+
+class Encoded(NamedTuple):
+    """A sample whose fields are bytes, or why it is none; its error never stands for anything but this one record."""
+
+    key: str
+    fields: Mapping[str, bytes]
+    where: str
+    error: SourceError | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordEncoder:
+    """Opens files and encodes values; picklable.
+
+    Args:
+        storage: Where the files are.
+        images: How images are changed.
+    """
+
+    storage: Storage
+    images: ImageOptions
+
+    def encode(self, records: Sequence[Record]) -> list[Encoded]:
+        """Encode some records, in order; what is wrong with one of them is its `Encoded.error`.
+
+        Raises:
+            StorageError: If files are out of reach, for a reason that would meet others too.
+        """
+        ahead = self._read_ahead(records)
+        return [self._encode(record, ahead) for record in records]
+
+    def only_copies(self, records: Sequence[Record]) -> bool:
+        """Tell whether all there is to do is to read files of this machine: carried from process to process, they take longer."""
+        return self.images.changes_nothing and all(
+            self.storage.local_path(value.url) is not None
+            if isinstance(value, FileRef)
+            else isinstance(value, bytes | str | int)
+            for record in records
+            for value in record.fields.values()
+        )
+
+    def _encode(self, record: Record, ahead: Mapping[str, bytes | MissingError]) -> Encoded:
+        if record.error is not None:
+            return Encoded(record.key, {}, record.where, record.error)
+        try:
+            fields = self._encode_fields(record, ahead)
+        except (SampleError, SourceError, MissingError) as error:
+            return Encoded(record.key, {}, record.where, named(error, record.where))
+        return Encoded(record.key, fields, record.where)
+
+    def _encode_fields(
+        self, record: Record, ahead: Mapping[str, bytes | MissingError]
+    ) -> dict[str, bytes]:
+        fields: dict[str, bytes] = {}
+        masks = self.images.masks_among(record.fields)
+        for field, value in record.fields.items():
+            name, data = self._encode_field(
+                field, value, record.where, ahead, is_mask=field in masks
+            )
+            if name in fields:
+                raise SourceError(f"two images would both become the field {name!r}; leave one out")
+            fields[name] = data
+        return fields
+
+    def _encode_field(
+        self,
+        field: str,
+        value: object,
+        where: str,
+        ahead: Mapping[str, bytes | MissingError],
+        *,
+        is_mask: bool,
+    ) -> tuple[str, bytes]:
+        if isinstance(value, FileRef):
+            read = ahead.get(value.url)
+            if isinstance(read, MissingError):
+                raise read
+            where = value.url
+            value = self._read_local(where) if read is None else read
+        if not isinstance(value, bytes) or not is_image_field(field):
+            return field, encode_field(field, value)
+        if not value:
+            raise SourceError("the image is empty: it has no bytes", shard=where)
+        return reencode(value, field, self.images, where=where, is_mask=is_mask)
+
+    def _read_ahead(self, records: Sequence[Record]) -> dict[str, bytes | MissingError]:
+        """Read the files that are not on this machine, several at a time."""
+        urls = {
+            value.url: None
+            for record in records
+            for value in record.fields.values()
+            if isinstance(value, FileRef) and self.storage.local_path(value.url) is None
+        }
+        if not urls:
+            return {}
+        with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="shardstream-read") as pool:
+            return dict(zip(urls, pool.map(self._read, urls), strict=True))
+
+    def _read_local(self, url: str) -> bytes:
+        with (
+            self.storage.explained(url),
+            open(self.storage.local_path(url) or url, "rb", 0) as file,
+        ):
+            return file.read()
+
+    def _read(self, url: str) -> bytes | MissingError:
+        try:
+            return self.storage.read(url)
+        except MissingError as error:
+            return error
+
+
+def named(error: ShardStreamError, where: str) -> SourceError:
+    """Return an error that says which file or row it is about."""
+    text = str(error)
+    return SourceError(text) if where in text else SourceError(text, shard=where)
+
+
+def encode_in_order(
+    records: Iterable[Record], encoder: RecordEncoder, *, processes: int
+) -> Generator[Encoded, None, None]:
+    """Encode records, in their order whatever the number of processes; 1 is this one, and so is any if there is no work for them.
+
+    Close the generator to stop the processes early.
+
+    Raises:
+        SourceError: If a process dies.
+        StorageError: If files are out of reach.
+    """
+    chunks = _chunks(records)
+    first = next(chunks, [])
+    chunks = itertools.chain([first], chunks)
+    if processes == 1 or encoder.only_copies(first):
+        for chunk in chunks:
+            yield from encoder.encode(chunk)
+        return
+    # No fork: this process has threads (fsspec's, the sender's), and a child would inherit their locks. No fork server: it
+    # keeps the environment of its own start, and credentials may have been set since.
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(
+        processes, mp_context=context, initializer=_begin, initargs=(encoder,)
+    )
+    # Processes are started by a thread: a signal ends the main one, which would leave a process that was started halfway.
+    starter = ThreadPoolExecutor(
+        1, thread_name_prefix="shardstream-start", initializer=_hold_signals
+    )
+    under_way: deque[tuple[str, Future[list[Encoded]]]] = deque()
+    try:
+        for chunk in chunks:
+            future = starter.submit(pool.submit, _encode_here, chunk).result()
+            under_way.append((chunk[0].where, future))
+            if len(under_way) > 2 * processes:
+                yield from under_way.popleft()[1].result()
+        while under_way:
+            yield from under_way.popleft()[1].result()
+    except BrokenProcessPool as error:
+        raise SourceError(
+            "a process that encodes died: killed, out of memory, or the script that calls pack() lacks "
+            "'if __name__ == \"__main__\":'; try fewer processes"
+        ) from error
+    except (
+        BaseException
+    ):  # nobody wants their results, and some may be seconds into importing numpy
+        starter.shutdown(wait=True)
+        # Python 3.14 has kill_workers() for this.
+        for process in dict(getattr(pool, "_processes", None) or {}).values():
+            process.kill()
+        raise
+    finally:
+        starter.shutdown(wait=True)
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
+    chunk: list[Record] = []
+    size = 0
+    for record in records:
+        chunk.append(record)
+        size += sum(map(_weight, record.fields.values()))
+        if len(chunk) >= _CHUNK_RECORDS or size >= _CHUNK_BYTES:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
+
+
+def _weight(value: object) -> int:
+    if isinstance(value, FileRef):
+        return value.size
+    return len(value) if isinstance(value, bytes | str) else 0
+
+
+def _hold_signals() -> None:
+    """Let processes that this thread starts inherit that signals wait."""
+    resource_tracker.ensure_running()  # it would undo this if it was started later
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+_here: list[RecordEncoder] = []  # in a process of the pool: its one encoder
+
+
+def _begin(encoder: RecordEncoder) -> None:
+    # Ctrl-C, or the end of a whole group of processes, reaches all; the main process ends the rest.
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with_parent, name="shardstream-parent", daemon=True).start()
+    _here[:] = [encoder]
+
+
+def _end_with_parent() -> None:
+    """End this process when the main one was killed: the pool's queue would be waited on for ever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _encode_here(records: Sequence[Record]) -> list[Encoded]:
+    return _here[0].encode(records)

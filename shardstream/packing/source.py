@@ -1,0 +1,201 @@
+"""What is to be packed: a source yields light records; files are opened later, by whoever encodes them."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from shardstream.errors import OptionError, SampleError, SourceError
+from shardstream.packing.image_encode import is_image_field
+from shardstream.packing.split import Numbers
+
+_RUNNING = re.compile(r"\{index[:}]")
+PLACES_KEPT = 5_000_000
+"""Keys that a `KeyMaker` remembers, to tell where one was used before."""
+
+
+class FileRef(NamedTuple):
+    """A file whose bytes become a field."""
+
+    url: str
+    size: int = 0
+    """Bytes, where a listing told; else 0."""
+
+
+class Record(NamedTuple):
+    """One sample before it is encoded; picklable and light: what lies in files stays there."""
+
+    key: str
+    fields: Mapping[str, Any]
+    """Field -> value (see `encode_field`) or `FileRef`."""
+    where: str
+    """The file or row it comes from, for messages."""
+    error: SourceError | None = None
+    """What is wrong with it, if it cannot be packed."""
+
+
+class Source(Protocol):
+    """Yields the records of a dataset, the same ones in the same order each time."""
+
+    @property
+    def name(self) -> str:
+        """What it is and where, for people."""
+
+    @property
+    def length(self) -> int | None:
+        """How many records there are; None if only a pass over them would tell."""
+
+    @property
+    def extras(self) -> Mapping[str, bytes]:
+        """Small files that go beside the manifest: name -> bytes."""
+
+    @property
+    def folders(self) -> frozenset[str]:
+        """URLs of folders whose shards are read while packing: nothing must be written there."""
+
+    @property
+    def fingerprint(self) -> str | None:
+        """Text that changes when the records do; None if nobody can tell: then a pack that was stopped begins anew."""
+
+    @property
+    def shuffled(self) -> bool:
+        """Whether its order should be shuffled unless the user says otherwise: it is sorted by class."""
+
+    def __iter__(self) -> Iterator[Record]:
+        """Yield the records."""
+
+
+@runtime_checkable
+class SeekableSource(Protocol):
+    """A source that need not go through the records before one."""
+
+    def iter_from(self, first: int) -> Iterator[Record]:
+        """Yield the records from a number on."""
+
+
+@runtime_checkable
+class SplitSource(Protocol):
+    """A source whose records may be of several datasets."""
+
+    splits: tuple[str, ...]
+    """Names of the datasets; empty if all records are of one."""
+
+    def assigned(self) -> Numbers:
+        """Return the dataset of each record, as its number in `splits`; shape (n,)."""
+
+
+def records_from(records: Iterable[Record], first: int) -> Iterator[Record]:
+    """Yield the records from a number on."""
+    if first and isinstance(records, SeekableSource):
+        return records.iter_from(first)
+    return itertools.islice(records, first, None)
+
+
+def fingerprint_of(kind: str, *parts: object) -> str:
+    """Return a hash that changes with any of the parts; their text counts."""
+    digest = hashlib.sha256(kind.encode())
+    for part in parts:
+        digest.update(b"\0" + str(part).encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
+
+
+class KeyMaker:
+    """Makes the keys of one pass over a source, and finds those that come twice.
+
+    A dot would end a key, so in its last part each becomes "_".
+
+    >>> make = KeyMaker("{stem}", source="photos")
+    >>> make("photos/a.b.jpg", index=0, stem="a.b")
+    'a_b'
+
+    Args:
+        template: `str.format` text, e.g. ``"{index:08d}"``.
+        source: Name of the source, for messages.
+    """
+
+    def __init__(self, template: str, *, source: str) -> None:
+        self._template = template
+        self._source = source
+        self._places: dict[str, str] = {}
+        # Running numbers cannot come twice: they need no memory.
+        self._is_unique = _RUNNING.search(template) is not None
+
+    def __call__(self, where: str, /, **names: Any) -> str:
+        """Return the key of the record that comes from ``where``.
+
+        Raises:
+            OptionError: If the template names something unknown.
+            SourceError: If another record has this key.
+        """
+        try:
+            key = self._template.format_map(names)
+        except (LookupError, ValueError, AttributeError, TypeError) as error:
+            raise OptionError(
+                f"the key {self._template!r} cannot be filled in ({type(error).__name__}: {error}); "
+                f"known here: {', '.join(f'{{{name}}}' for name in names)}",
+                shard=self._source,
+            ) from error
+        folder, slash, last = key.rpartition("/")
+        key = folder + slash + last.replace(".", "_")
+        if not self._is_unique:
+            earlier = self._places.get(key)
+            if earlier is not None:
+                raise SourceError(
+                    f"the key {key!r} comes twice: from {earlier} and from {where}; "
+                    "choose another, e.g. key='{index:08d}' (--key)",
+                    shard=self._source,
+                )
+            if len(self._places) < PLACES_KEPT:
+                self._places[key] = where
+        return key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplesSource:
+    """Samples that are made in Python: a list of dicts, or anything else that can be gone through anew each time.
+
+    Args:
+        samples: Each a mapping as `ShardWriter.write` takes it; without ``__key__`` its number names it.
+        name: For messages.
+        extras: Small files that go beside the manifest.
+        shuffled: Whether to shuffle unless told otherwise.
+        fingerprint: Any text, to say that these are the same samples in the same order whenever they are gone through
+            under this text: then a pack that was stopped goes on.
+    """
+
+    samples: Iterable[Mapping[str, Any]]
+    name: str = "samples"
+    extras: Mapping[str, bytes] = field(default_factory=dict)
+    shuffled: bool = False
+    folders: frozenset[str] = frozenset()
+    fingerprint: str | None = None
+
+    @property
+    def length(self) -> int | None:
+        """How many there are, if the iterable knows."""
+        samples: Any = self.samples
+        return len(samples) if hasattr(samples, "__len__") else None
+
+    def __iter__(self) -> Iterator[Record]:
+        """Yield the records."""
+        for index, sample in enumerate(self.samples):
+            where = f"{self.name}, sample {index}"
+            key = sample.get("__key__", f"{index:08d}")
+            if not isinstance(key, str):
+                raise SampleError(f"__key__ of {where} is {key!r}, not text; use str(key)")
+            fields = {
+                name: value
+                for name, value in sample.items()
+                if not (name.startswith("__") and name.endswith("__"))
+            }
+            yield Record(key, fields, where)
+
+
+def is_image_name(name: str) -> bool:
+    """Tell whether a file is an image, by its name; hidden files are none."""
+    last = name.rpartition("/")[2]
+    return "." in last[1:] and last[0] != "." and is_image_field(last.lower())

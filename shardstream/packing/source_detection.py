@@ -1,0 +1,137 @@
+"""What the user names -> a source: by its kind if told, else by what it looks like."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from shardstream.errors import OptionError, SourceError, StorageError
+from shardstream.format.manifest import MANIFEST_NAME
+from shardstream.packing.folder_source import folder_source
+from shardstream.packing.source import SamplesSource, Source
+from shardstream.packing.table_source import TableSource
+from shardstream.packing.tables import TABLE_SUFFIXES, is_table
+from shardstream.packing.tar_source import TarSource
+from shardstream.storage.discover import is_tar
+from shardstream.storage.store import Storage
+
+KINDS = ("images", "files", "table", "tars")
+_GLOB_SIGNS = "*?["
+
+AnySource = str | os.PathLike[str] | Source | Iterable[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SourceOptions:
+    """How a source is read.
+
+    Args:
+        kind: One of `KINDS`; None: guessed.
+        key: Template of the keys; None: the default of the kind.
+        fields: Of a table: field -> column.
+        root: Of a table: URL of the folder that its paths are relative to.
+
+    Raises:
+        OptionError: If the kind is unknown.
+    """
+
+    kind: str | None = None
+    key: str | None = None
+    fields: Mapping[str, str] = field(default_factory=dict)
+    root: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind is not None and self.kind not in KINDS:
+            raise OptionError(f"kind {self.kind!r} is unknown; it is one of {', '.join(KINDS)}")
+
+
+def open_source(source: AnySource, storage: Storage, options: SourceOptions) -> Source:
+    """Find out what is to be packed.
+
+    A folder of class folders with images, a folder of loose files, tables, tars; or samples made in Python.
+
+    Raises:
+        OptionError: If an option does not go with the source.
+        SourceError: If there is nothing to pack, or it cannot be told how.
+        StorageError: If it is out of reach.
+    """
+    if not isinstance(source, str | os.PathLike):
+        return _python_source(source, options)
+    url = os.fspath(source)
+    kind = options.kind or _guess_kind(url, storage)
+    if kind != "table" and (options.fields or options.root):
+        raise OptionError(
+            f"fields and root (--map, --root) say how to read a table, and this is packed as {kind}",
+            shard=url,
+        )
+    if kind == "table":
+        return TableSource(
+            _tables(url, storage),
+            storage,
+            fields=options.fields,
+            key=options.key,
+            root=options.root,
+        )
+    if kind == "tars":
+        return TarSource(url, storage, key=options.key)
+    if not storage.exists(url):
+        raise SourceError("nothing is here; check the path", shard=url)
+    return folder_source(url, storage, kind=options.kind, key=options.key)
+
+
+def _python_source(source: Source | Iterable[Mapping[str, Any]], options: SourceOptions) -> Source:
+    if options != SourceOptions():
+        raise OptionError(
+            "kind, key, fields and root say how to read files; samples from Python carry their own"
+        )
+    if hasattr(source, "extras"):
+        return cast("Source", source)
+    return SamplesSource(samples=source)
+
+
+def _guess_kind(url: str, storage: Storage) -> str:
+    """Return one of `KINDS`, or "folder", of which the files must tell."""
+    if is_table(url):
+        return "table"
+    if is_tar(url) or url.endswith(".json") or "::" in url:
+        return "tars"
+    if "{" in url or any(sign in url for sign in _GLOB_SIGNS):
+        return "tars"
+    if not storage.exists(url):
+        raise SourceError("nothing is here; check the path", shard=url)
+    files, folders = storage.list_folder(url)
+    names = [file.url.rsplit("/", 1)[-1] for file in files]
+    if MANIFEST_NAME in names or any(is_tar(name) for name in names):
+        return "tars"
+    if names and all(is_table(name) for name in names):
+        return "table"
+    if not names and not folders and _is_file(url, storage):
+        raise SourceError(
+            f"a file that is no table ({', '.join(TABLE_SUFFIXES)}) and no tar; name its folder",
+            shard=url,
+        )
+    return "folder"
+
+
+def _is_file(url: str, storage: Storage) -> bool:
+    try:
+        storage.info(url)
+    except StorageError:
+        return False
+    return True
+
+
+def _tables(url: str, storage: Storage) -> Sequence[str]:
+    if any(sign in url for sign in _GLOB_SIGNS):
+        found = [file.url for file in storage.glob(url) if is_table(file.url)]
+    elif is_table(url):
+        found = [url] if storage.exists(url) else []
+    else:
+        found = [file.url for file in storage.list_folder(url)[0] if is_table(file.url)]
+    if not found:
+        raise SourceError(
+            f"no table is here ({', '.join(TABLE_SUFFIXES)}); check the path", shard=url
+        )
+    return found

@@ -1,0 +1,259 @@
+"""Sources that are tables: CSV, TSV, JSON lines or Parquet; a sample a row."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardstream.catalog.class_names import Classes
+from shardstream.errors import OptionError, SourceError, plural
+from shardstream.format.classes_json import CLASSES_NAME, encode_classes
+from shardstream.format.names import canonical_field
+from shardstream.packing.encode import INT_FIELDS, JSON_FIELDS, TEXT_FIELDS
+from shardstream.packing.source import FileRef, KeyMaker, Record, fingerprint_of, is_image_name
+from shardstream.packing.tables import Row, count_rows, iter_rows
+from shardstream.storage.store import Storage, join_url, parent_url
+
+_log = logging.getLogger(__name__)
+
+_RUNNING_KEY = "{index:08d}"
+_LABEL_FIELD = "cls"
+_BEGINNINGS = ((b"\xff\xd8", "jpg"), (b"\x89PNG", "png"), (b"GIF8", "gif"), (b"fLaC", "flac"))
+_NUMBERS = ("npy", "npz", "pt", "pth")
+
+
+class TableSource:
+    """The rows of one table, or of several with the same columns.
+
+    Text in a column that becomes an image, or any other field that is no text, number or JSON, is the path or URL of a file.
+    Bytes are taken as they are; so are the ``{"bytes": …, "path": …}`` of Hugging Face.
+
+    Args:
+        urls: The tables.
+        storage: Where they and the files that they name are.
+        fields: Field -> column; empty: all columns go into one field ``json``.
+        key: Template of the keys, from ``index`` and the columns, or the name of a column; by default the row's number.
+        root: URL of the folder that paths are relative to; by default the table's own.
+    """
+
+    shuffled = False
+    folders: frozenset[str] = frozenset()
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        storage: Storage,
+        *,
+        fields: Mapping[str, str] | None = None,
+        key: str | None = None,
+        root: str | None = None,
+    ) -> None:
+        self._urls = list(urls)
+        self._storage = storage
+        self._fields = dict(fields or {})
+        self._key_column = key if key is not None and "{" not in key else None
+        self._key = "{key}" if self._key_column is not None else key or _RUNNING_KEY
+        self._root = root
+        self.classes: Classes | None = None
+        """Names of the classes, if the column of ``cls`` holds names."""
+        self._labels: Mapping[str, int] = {}
+        for field in self._fields:
+            if field != field.lower() or not field or "/" in field:
+                raise OptionError(
+                    f"{field!r} is no field; fields are lower case, e.g. jpg=path", field=field
+                )
+
+    @property
+    def name(self) -> str:
+        """What it is and where."""
+        others = f" and {len(self._urls) - 1} more" if len(self._urls) > 1 else ""
+        return f"rows of {self._urls[0]}{others}"
+
+    @property
+    def length(self) -> int | None:
+        """How many rows there are, if the files say so: Parquet does."""
+        counts = [count_rows(url, self._storage) for url in self._urls]
+        return None if None in counts else sum(count or 0 for count in counts)
+
+    @property
+    def extras(self) -> Mapping[str, bytes]:
+        """``classes.json``, if the column of ``cls`` holds names."""
+        return {} if self.classes is None else {CLASSES_NAME: encode_classes(self.classes)}
+
+    def numbered(self, classes: Classes, where: str) -> TableSource:
+        """Return the same rows, with the names in the column of ``cls`` as numbers.
+
+        Raises:
+            OptionError: If no column becomes ``cls``.
+        """
+        if _LABEL_FIELD not in self._fields:
+            raise OptionError(
+                f"the names of {where} number the column that becomes 'cls'; name it: fields={{'cls': COLUMN}} (--map cls=COLUMN)",
+                shard=self._urls[0],
+            )
+        changed = copy.copy(self)
+        changed.classes = classes
+        changed._labels = {name: number for number, name in enumerate(classes)}
+        return changed
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the tables; the files that they name are not looked at."""
+        files = [self._storage.info(url) for url in self._urls]
+        return fingerprint_of(
+            "table", *(part for file in files for part in (file.told_size, file.version))
+        )
+
+    def __iter__(self) -> Iterator[Record]:
+        """Yield the records.
+
+        A row that lacks a column, or holds what does not fit its field, is a record with an error.
+
+        Raises:
+            SourceError: If the table is malformed, or a key comes twice.
+        """
+        make_key = KeyMaker(self._key, source=self._urls[0])
+        index = 0
+        for url in self._urls:
+            root = self._root or parent_url(url)
+            for row in iter_rows(url, self._storage, columns=self._columns()):
+                try:
+                    names = self._names(row, index)
+                    fields = self._mapped(row, root) or _unmapped(row, is_first=index == 0)
+                except SourceError as error:
+                    yield Record("", {}, row.where, error)
+                else:
+                    yield Record(make_key(row.where, **names), fields, row.where)
+                index += 1
+
+    def _mapped(self, row: Row, root: str) -> dict[str, Any]:
+        fields: dict[str, Any] = {}
+        for field, column in self._fields.items():
+            if field == _LABEL_FIELD and self.classes is not None:
+                fields[field] = self._label(row, column)
+            else:
+                fields[field] = _convert(field, row, column, root)
+        return fields
+
+    def _label(self, row: Row, column: str) -> int:
+        name = row.get(column)
+        if str(name) not in self._labels:
+            raise row.error(
+                f"column {column!r} holds {name!r}, which is not among the {plural(len(self._labels), 'class')}; "
+                "add it to classes (--classes)"
+            )
+        return self._labels[str(name)]
+
+    def _names(self, row: Row, index: int) -> dict[str, Any]:
+        """Return what the template of the keys may name."""
+        if self._key_column is not None:
+            return {"key": row.get(self._key_column)}
+        return {"index": index} if self._key == _RUNNING_KEY else {**row.cells, "index": index}
+
+    def _columns(self) -> list[str] | None:
+        """Return the columns that are needed; None for all."""
+        if not self._fields or (self._key_column is None and self._key != _RUNNING_KEY):
+            return None
+        keys = [] if self._key_column is None else [self._key_column]
+        return list(dict.fromkeys([*self._fields.values(), *keys]))
+
+
+def _unmapped(row: Row, *, is_first: bool) -> dict[str, Any]:
+    """Return all columns as one field ``json``.
+
+    Raises:
+        SourceError: If one holds bytes, which JSON cannot hold.
+    """
+    for column, cell in row.cells.items():
+        value = _unwrapped(cell)
+        if isinstance(value, bytes):
+            field = _field_of(value)
+            raise row.error(
+                f"column {column!r} holds bytes, which the field 'json' cannot hold; say which field they become, "
+                f"e.g. fields={{{field!r}: {column!r}}} (--map {field}={column})"
+            )
+        if is_first and isinstance(value, str) and is_image_name(value):
+            _log.warning(
+                "%s: column %r names images, and is packed as text; --map %s=%s packs the images",
+                row.where,
+                column,
+                canonical_field(value.rpartition(".")[2]),
+                column,
+            )
+    return {"json": dict(row.cells)}
+
+
+def _field_of(data: bytes) -> str:
+    """Return the field that a file's first bytes suggest."""
+    if data[:4] == b"RIFF":
+        return {b"WEBP": "webp", b"WAVE": "wav"}.get(data[8:12], "bin")
+    return next((field for start, field in _BEGINNINGS if data.startswith(start)), "bin")
+
+
+def _convert(field: str, row: Row, column: str, root: str) -> object:
+    """Turn a cell into what the field takes.
+
+    Raises:
+        SourceError: If it does not fit.
+    """
+    value = _unwrapped(row.get(column))
+    if value is None:
+        raise row.error(f"column {column!r} is empty, but {field!r} needs a value")
+    last = field.rpartition(".")[2]
+    if not isinstance(value, bytes):
+        if last in TEXT_FIELDS:
+            value = str(value)
+        elif last in INT_FIELDS:
+            value = _whole(field, row, column, value)
+        elif last in JSON_FIELDS:
+            value = _parsed(value) if row.is_text else value
+        else:
+            value = _file_or_numbers(field, row, column, value)
+    return FileRef(join_url(root, value.url)) if isinstance(value, FileRef) else value
+
+
+def _unwrapped(value: object) -> object:
+    """Take the bytes or the path out of what Hugging Face writes for an image or a sound."""
+    if isinstance(value, Mapping) and "bytes" in value and value.keys() <= {"bytes", "path"}:
+        return value["bytes"] if value["bytes"] is not None else value.get("path")
+    return value
+
+
+def _file_or_numbers(field: str, row: Row, column: str, value: object) -> object:
+    if isinstance(value, str) and value.strip():
+        return FileRef(value)
+    if field.rpartition(".")[2] in _NUMBERS and isinstance(value, list | int | float):
+        return np.asarray(value)
+    found = "no text" if value == "" else type(value).__name__
+    raise row.error(
+        f"column {column!r} holds {found}, but {field!r} takes the path of a file, or bytes"
+    )
+
+
+def _whole(field: str, row: Row, column: str, value: object) -> int:
+    try:
+        number = float(value) if isinstance(value, str) and not value.strip().isdecimal() else value
+        whole = int(number)  # type: ignore[call-overload]
+        if whole == number or isinstance(number, str):
+            return int(whole)
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise row.error(
+        f"column {column!r} holds {value!r}, but {field!r} takes a whole number; "
+        f"number the names with classes= (--classes), or keep the text with txt={column}"
+    )
+
+
+def _parsed(value: object) -> object:
+    """Read JSON out of a text cell; text that is none stays text."""
+    if isinstance(value, str) and value[:1] in ("{", "["):
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value

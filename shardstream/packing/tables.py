@@ -1,0 +1,178 @@
+"""The rows of a table, one at a time: CSV, TSV, JSON lines, Parquet."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from shardstream.errors import OptionError, SourceError, plural
+from shardstream.storage.store import Storage
+
+TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
+_PARQUET_ROWS = 256  # at a time: rows may hold whole images
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One row.
+
+    Args:
+        cells: Column -> value.
+        where: Table and number of the row, the first being 1 (a header does not count).
+        is_text: Whether every cell is text, whatever it means.
+    """
+
+    cells: Mapping[str, Any]
+    where: str
+    is_text: bool
+
+    def get(self, column: str) -> Any:
+        """Return a cell.
+
+        Raises:
+            SourceError: If there is no such column.
+        """
+        try:
+            return self.cells[column]
+        except KeyError:
+            raise self.error(
+                f"no column {column!r}; there are: {', '.join(map(repr, self.cells)) or 'none'}"
+            ) from None
+
+    def error(self, message: str) -> SourceError:
+        """Make an error that names the row."""
+        return SourceError(message, shard=self.where)
+
+
+def is_table(name: str) -> bool:
+    """Tell whether a file is a table, by its name."""
+    return name.lower().endswith(TABLE_SUFFIXES)
+
+
+def iter_rows(url: str, storage: Storage, *, columns: Sequence[str] | None) -> Iterator[Row]:
+    """Yield the rows of a table, reading no more at a time than it must.
+
+    Args:
+        url: Its name tells the format.
+        storage: Where it is.
+        columns: Those that are needed; None for all.
+
+    Raises:
+        OptionError: If it is Parquet and pyarrow is not installed.
+        SourceError: If a row is malformed, or the table lacks a column.
+        StorageError: If it is out of reach.
+    """
+    name = url.lower()
+    if name.endswith(".parquet"):
+        yield from _iter_parquet(url, storage, columns)
+        return
+    with storage.open(url) as stream:
+        text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+        rows = (
+            _iter_json(text, url)
+            if name.endswith((".jsonl", ".ndjson"))
+            else _iter_separated(text, url, "\t" if name.endswith(".tsv") else ",")
+        )
+        number = 0
+        try:
+            for number, cells in enumerate(rows, start=1):
+                is_text = not name.endswith((".jsonl", ".ndjson"))
+                yield Row(cells=cells, where=f"{url}, row {number}", is_text=is_text)
+        except UnicodeDecodeError as error:
+            raise SourceError(
+                f"behind row {number} the text is no UTF-8 ({error.reason}); convert the table to UTF-8",
+                shard=url,
+            ) from error
+
+
+def count_rows(url: str, storage: Storage) -> int | None:
+    """Return the number of rows if the file says it, else None."""
+    if not url.lower().endswith(".parquet"):
+        return None
+    with storage.open(url) as stream, _parquet_file(stream, url, storage) as table:
+        return int(table.metadata.num_rows)
+
+
+def _iter_separated(text: io.TextIOWrapper, url: str, delimiter: str) -> Iterator[dict[str, str]]:
+    reader = csv.reader(text, delimiter=delimiter, strict=True)
+    try:
+        header = next(reader, None)
+        if not header:
+            raise SourceError("the table is empty; its first line names the columns", shard=url)
+        twice = next((name for name in header if header.count(name) > 1), None)
+        if twice is not None:
+            raise SourceError(f"two columns are named {twice!r}; rename one", shard=url)
+        number = 0
+        for cells in reader:
+            if not cells:  # a blank line
+                continue
+            number += 1
+            if len(cells) != len(header):
+                raise SourceError(
+                    f"the row has {plural(len(cells), 'cell')}, the header {len(header)} (line {reader.line_num}); "
+                    "quote cells that hold the separator",
+                    shard=f"{url}, row {number}",
+                )
+            yield dict(zip(header, cells, strict=True))
+    except csv.Error as error:
+        raise SourceError(f"line {reader.line_num}: {error}", shard=url) from error
+
+
+def _iter_json(text: io.TextIOWrapper, url: str) -> Iterator[dict[str, Any]]:
+    number = 0
+    for line in text:
+        if not line.strip():
+            continue
+        number += 1
+        try:
+            cells = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise SourceError(f"no JSON: {error}", shard=f"{url}, row {number}") from error
+        if not isinstance(cells, dict):
+            raise SourceError(
+                f"a row is a JSON object, not {type(cells).__name__}", shard=f"{url}, row {number}"
+            )
+        yield cells
+
+
+def _iter_parquet(url: str, storage: Storage, columns: Sequence[str] | None) -> Iterator[Row]:
+    with storage.open(url) as stream, _parquet_file(stream, url, storage) as table:
+        names = table.schema_arrow.names
+        missing = next((name for name in columns or () if name not in names), None)
+        if missing is not None:
+            raise SourceError(
+                f"no column {missing!r}; there are: {', '.join(map(repr, names))}",
+                shard=f"{url}, row 1",
+            )
+        number = 0
+        wanted = None if columns is None else list(columns)
+        batches = table.iter_batches(batch_size=_PARQUET_ROWS, columns=wanted)
+        while True:
+            with storage.explained(url):
+                batch = next(batches, None)
+            if batch is None:
+                return
+            for cells in batch.to_pylist():
+                number += 1
+                yield Row(cells=cells, where=f"{url}, row {number}", is_text=False)
+
+
+def _parquet_file(stream: Any, url: str, storage: Storage) -> Any:
+    parquet = _import_parquet(url)
+    with storage.explained(url):
+        return parquet.ParquetFile(stream)
+
+
+def _import_parquet(url: str) -> ModuleType:
+    try:
+        from pyarrow import parquet  # noqa: PLC0415  (an extra: needed for Parquet alone)
+    except ImportError as error:
+        raise OptionError(
+            "Parquet needs one more package: pip install 'shardstream[parquet]'", shard=url
+        ) from error
+    return parquet  # type: ignore[no-any-return]

@@ -1,0 +1,155 @@
+"""Samples -> one tar, by bytes alone: equal input gives equal bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import Executor, Future
+from typing import Protocol
+
+import numpy as np
+
+from shardstream.errors import SampleError
+from shardstream.format.index import Offsets
+from shardstream.format.manifest import ShardInfo
+from shardstream.format.names import member_name
+from shardstream.format.tar_writer import END_OF_ARCHIVE, encode_member
+
+_BUFFER_BYTES = 1 << 20
+_HASHED_BEHIND = 4  # buffers
+
+Pieces = list[bytes | memoryview]
+"""Headers, bodies and paddings of a sample, in the order of the tar."""
+
+
+class Writable(Protocol):
+    """Where the bytes of a tar go."""
+
+    def write(self, data: bytes | memoryview, /) -> object:
+        """Append bytes, all of them."""
+
+
+_plain_fields: set[str] = set()
+
+
+def sample_pieces(key: str, fields: Mapping[str, bytes | memoryview]) -> Pieces:
+    """Return the bytes of one sample: for each field, in the order given, header, body and padding.
+
+    >>> sum(map(len, sample_pieces("0001", {"cls": b"7"})))
+    1024
+
+    Raises:
+        SampleError: If the sample has no field, or would read back under another key or field.
+    """
+    if not fields:
+        raise SampleError("a sample without fields would be lost; give it one", key=key)
+    pieces: Pieces = []
+    first = True
+    for field, data in fields.items():
+        if first or field not in _plain_fields:
+            name = member_name(key, field)
+            # With a field that has no "__", whether the name is fine depends on the key alone:
+            # it is checked once a sample. A bound, because fields may come from a hostile source.
+            if "__" not in field and len(_plain_fields) < 1024:
+                _plain_fields.add(field)
+                first = False
+        else:
+            name = f"{key}.{field}"
+        pieces += encode_member(name, data)
+    return pieces
+
+
+class TarShard:
+    """One tar while it is written.
+
+    Args:
+        stream: Where it goes, from its current position.
+        url: Of the shard, for messages and for the manifest.
+        hashing: One thread that hashes beside the writing; None: it is done in between.
+    """
+
+    def __init__(self, stream: Writable, *, url: str, hashing: Executor | None = None) -> None:
+        self._stream = stream
+        self._url = url
+        self._digest = hashlib.sha256()
+        self._hashing = hashing
+        self._hashed: deque[Future[None]] = deque()
+        self._buffer: Pieces = []
+        self._buffered_bytes = 0
+        self._starts: list[int] = []
+        self._keys: set[str] = set()
+        self.fields: dict[str, int] = {}
+        """How many samples have each field."""
+        self.size_bytes = 0
+        """Bytes so far, without the end of the archive."""
+
+    @property
+    def nsamples(self) -> int:
+        """Samples so far."""
+        return len(self._starts)
+
+    @property
+    def offsets(self) -> Offsets:
+        """The index, shape (n + 1,)."""
+        return np.array([*self._starts, self.size_bytes], dtype=np.int64)
+
+    def add(self, key: str, fields: Mapping[str, bytes | memoryview]) -> None:
+        """Append one sample; its fields stay in the order given.
+
+        Raises:
+            SampleError: If it would not read back as it is, or its key is in the shard; then nothing of it is written.
+        """
+        self.add_pieces(key, fields, sample_pieces(key, fields))
+
+    def add_pieces(self, key: str, fields: Mapping[str, object], pieces: Pieces) -> None:
+        """Append one sample whose bytes are made already (see `sample_pieces`).
+
+        Raises:
+            SampleError: If its key is in the shard; then nothing of it is written.
+        """
+        if key in self._keys:
+            raise SampleError(
+                "this key is in the shard already; give each sample its own",
+                shard=self._url,
+                key=key,
+            )
+        self._keys.add(key)
+        self._starts.append(self.size_bytes)
+        for field in fields:
+            self.fields[field] = self.fields.get(field, 0) + 1
+        size = sum(map(len, pieces))
+        self.size_bytes += size
+        self._buffered_bytes += size
+        self._buffer += pieces
+        if self._buffered_bytes >= _BUFFER_BYTES:
+            self._flush()
+
+    def finish(self) -> ShardInfo:
+        """Write the end of the archive, and return what is known of the shard."""
+        self._buffer.append(END_OF_ARCHIVE)
+        self._buffered_bytes += len(END_OF_ARCHIVE)
+        self._flush()
+        self._wait_for_hashes(0)
+        return ShardInfo(
+            url=self._url,
+            nsamples=self.nsamples,
+            filesize=self.size_bytes + len(END_OF_ARCHIVE),
+            sha256=self._digest.hexdigest(),
+        )
+
+    def _flush(self) -> None:
+        # One piece: the hashing thread then needs Python's lock once a buffer, which is worth more than the copy costs.
+        data = b"".join(self._buffer)
+        self._buffer, self._buffered_bytes = [], 0
+        if self._hashing is None:
+            self._digest.update(data)
+        else:
+            self._wait_for_hashes(_HASHED_BEHIND - 1)
+            self._hashed.append(self._hashing.submit(self._digest.update, data))
+        self._stream.write(data)
+
+    def _wait_for_hashes(self, most: int) -> None:
+        """Wait until so many are left at most."""
+        while len(self._hashed) > most:
+            self._hashed.popleft().result()

@@ -1,0 +1,148 @@
+"""Sources that are tars already: packed again, with other sizes, order or images."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import BinaryIO, cast
+
+from shardstream.catalog.class_names import ClassNames, difference
+from shardstream.errors import IndexMismatchError, SourceError, plural, redact, shown
+from shardstream.format.classes_json import CLASSES_NAME, encode_classes
+from shardstream.format.forward_reader import StreamReader, decompressed
+from shardstream.format.manifest import ShardInfo
+from shardstream.format.samples import Sample, iter_samples
+from shardstream.format.tar_diagnostics import TarNotes
+from shardstream.packing.source import KeyMaker, Record, fingerprint_of
+from shardstream.storage.discover import is_compressed, locate
+from shardstream.storage.range_file import RangeStream
+from shardstream.storage.store import Storage, parent_url
+
+_log = logging.getLogger(__name__)
+
+_CHUNK_BYTES = 8 << 20  # of one range read
+_ASKED_AT_ONCE = 16
+
+
+class TarSource:
+    """The samples of existing shards, in their order; compressed tars too.
+
+    Args:
+        urls: A tar, a pattern, a folder or its ``index.json``, or a list of these.
+        storage: Where they are.
+        key: Template of the keys, from ``index``, ``key`` and ``stem`` (its last part); by default the key stays.
+
+    Raises:
+        StorageError: If no tar is there.
+    """
+
+    shuffled = False
+
+    def __init__(
+        self, urls: str | Sequence[str], storage: Storage, *, key: str | None = None
+    ) -> None:
+        self._storage = storage
+        self._key = key or "{key}"
+        located = locate(urls, storage)
+        self._shards = located.shards
+        self._class_names = ClassNames(located, storage)
+        self._urls = urls if isinstance(urls, str) else ", ".join(urls[:3])
+
+    @property
+    def name(self) -> str:
+        """What it is and where."""
+        return f"{plural(len(self._shards), 'tar')} of {self._urls}"
+
+    @property
+    def length(self) -> int | None:
+        """How many samples there are, if manifests or indexes tell."""
+        counts = [shard.nsamples for shard in self._shards]
+        return None if None in counts else sum(count or 0 for count in counts)
+
+    @property
+    def extras(self) -> Mapping[str, bytes]:
+        """``classes.json``, if the tars have one: their class numbers stay.
+
+        Raises:
+            SourceError: If the tars of several folders number their classes differently.
+        """
+        differs = difference(self._class_names.found)
+        if differs is not None:
+            raise SourceError(
+                f"class numbers differ among these tars: {differs}; pack each folder by itself",
+                shard=self._urls,
+            )
+        names = self._class_names.names
+        return {} if names is None else {CLASSES_NAME: encode_classes(names)}
+
+    @property
+    def folders(self) -> frozenset[str]:
+        """Where the tars are."""
+        return frozenset(parent_url(shard.url) for shard in self._shards)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with names, sizes, counts, and sha256 if a manifest tells, else times or ETags."""
+        with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="shardstream-look") as pool:
+            stamps = list(pool.map(self._stamp, self._shards))
+        names = [shard.url.rsplit("/", 1)[-1] for shard in self._shards]
+        counts = [shard.nsamples for shard in self._shards]
+        return fingerprint_of("tars", *itertools.chain(*zip(names, counts, stamps, strict=True)))
+
+    def _stamp(self, shard: ShardInfo) -> str:
+        if shard.sha256 is not None:
+            return shard.sha256
+        file = self._storage.info(shard.url)
+        return f"{file.size} {file.version}"
+
+    def __iter__(self) -> Iterator[Record]:
+        """Yield the records.
+
+        Raises:
+            ShardError: If a tar is damaged.
+            SourceError: If a key comes twice.
+        """
+        return self.iter_from(0)
+
+    def iter_from(self, first: int) -> Iterator[Record]:
+        """Yield the records from a number on; tars before it whose samples are counted are not read.
+
+        Raises:
+            ShardError: If a tar is damaged.
+            SourceError: If a key comes twice among those that are read.
+        """
+        make_key = KeyMaker(self._key, source=self._urls)
+        index = 0
+        for shard in self._shards:
+            if shard.nsamples is not None and index + shard.nsamples <= first:
+                index += shard.nsamples
+                continue
+            begin = index
+            for sample in self._samples(shard):
+                key = str(sample.pop("__key__"))
+                where = f"sample {key} of {sample.pop('__url__')}"
+                made = make_key(where, index=index, key=key, stem=key.rpartition("/")[2])
+                if index >= first:
+                    yield Record(made, sample, where)
+                index += 1
+            if shard.nsamples not in (None, index - begin):
+                raise IndexMismatchError(
+                    f"the tar holds {plural(index - begin, 'sample')}, its index or manifest says {shard.nsamples}; "
+                    "fetch or write the shard again, or run 'shardstream index'",
+                    shard=shard.url,
+                )
+
+    def _samples(self, shard: ShardInfo) -> Iterator[Sample]:
+        url = shard.url
+        size = shard.filesize or self._storage.info(url).size
+        stream = cast("BinaryIO", RangeStream(self._storage, url, size))
+        end = None if is_compressed(url) else size
+        with decompressed(stream, shard=url) as tar:
+            read = StreamReader(tar, chunk_bytes=_CHUNK_BYTES)
+            notes = TarNotes()
+            for _, sample in iter_samples(read, end=end, shard=url, notes=notes):
+                yield sample
+        for finding in notes.findings():
+            _log.warning("%s", shown(f"{redact(url)}: {finding}"))

@@ -1,0 +1,136 @@
+"""Items that wait in bins until a bin goes out as a batch: groups of alike samples, sequences packed to one length.
+
+The position is where the oldest waiting item begins and which items behind it wait too: a resume reads those again and puts
+them in the same bins.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from shardstream.pipeline.bad_samples import Skips
+from shardstream.pipeline.stage import Run, SourceRun, State
+
+
+@dataclass(slots=True)
+class _Waiting:
+    item: Any
+    place: int  # in the stream of this reader
+    before: State  # position of the run before, in front of this item
+
+
+class CollectRun(SourceRun, ABC):
+    """Reads items to bins; what a bin is, and when it goes out, is said below."""
+
+    def __init__(self, source: Run, skips: Skips) -> None:
+        super().__init__(source)
+        self._skips = skips
+        self._bins: dict[Hashable, list[_Waiting]] = {}
+        self._read = 0  # items read so far
+        self._ended = False
+        self._resume: State | None = None
+
+    @abstractmethod
+    def choose(self, item: Any) -> Hashable | None:
+        """Return the bin of an item: one that is open, or a new one; None drops it. Must depend on waiting items alone."""
+
+    @abstractmethod
+    def is_full(self, name: Hashable) -> bool:
+        """Tell whether a bin goes out now."""
+
+    @abstractmethod
+    def overflow(self) -> Hashable | None:
+        """Return the bin that must go out because too much is waiting; None if nothing must."""
+
+    @abstractmethod
+    def leftover(self) -> bool:
+        """Tell whether bins that are not full go out at the end."""
+
+    @abstractmethod
+    def batch(self, items: list[Any]) -> Any:
+        """Return what goes out for the items of a bin."""
+
+    def forget(self, name: Hashable) -> None:
+        """Hear that a bin has gone out."""
+
+    def clear(self) -> None:
+        """Hear that all bins are empty again."""
+
+    def __next__(self) -> Any:
+        self._refill()
+        while not self._ended:
+            name = self._read_item()
+            if name is not None and self.is_full(name):
+                return self._hand_out(name)
+            crowded = self.overflow()
+            if crowded is not None:
+                return self._hand_out(crowded)
+        if not self.leftover() or not self._bins:
+            raise StopIteration
+        return self._hand_out(next(iter(self._bins)))
+
+    def sizes(self) -> dict[Hashable, int]:
+        """Return how many items wait in each bin, in the order of the bins' making."""
+        return {name: len(waiting) for name, waiting in self._bins.items()}
+
+    def _read_item(self, wanted: frozenset[int] | None = None) -> Hashable | None:
+        """Read an item to its bin, if its place is wanted; return the bin, or None if there was nothing to keep."""
+        before = self.source.state_dict()
+        item = next(self.source, self)
+        if item is self:
+            self._ended = True
+            return None
+        place = self._read
+        self._read += 1
+        if wanted is not None and place not in wanted:
+            return None
+        try:
+            name = self.choose(item)
+        except Exception as error:  # noqa: BLE001  (the skip policy decides)
+            self._skips.take(error, item)
+            return None
+        if name is not None:
+            self._bins.setdefault(name, []).append(_Waiting(item, place, before))
+        return name
+
+    def _hand_out(self, name: Hashable) -> Any:
+        waiting = self._bins.pop(name)
+        self.forget(name)
+        return self.batch([one.item for one in waiting])
+
+    def _oldest(self) -> _Waiting | None:
+        return min(
+            (waiting[0] for waiting in self._bins.values()), key=lambda one: one.place, default=None
+        )
+
+    def _refill(self) -> None:
+        """Read what was waiting when the state was taken."""
+        if self._resume is None:
+            return
+        state, self._resume = self._resume, None
+        self._read, wanted = state["first"], frozenset(state["waiting"])
+        while self._read < state["read"] and not self._ended:
+            self._read_item(wanted)
+
+    def state_dict(self) -> State:
+        """Return the position in front of the oldest waiting item, and the places of all that wait."""
+        if self._resume is not None:
+            return self._resume
+        oldest = self._oldest()
+        return {
+            "source": self.source.state_dict() if oldest is None else oldest.before,
+            "first": self._read if oldest is None else oldest.place,
+            "read": self._read,
+            "waiting": sorted(one.place for waiting in self._bins.values() for one in waiting),
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Go back to the oldest waiting item."""
+        self._bins.clear()
+        self.clear()
+        self._ended = False
+        self._resume = state
+        self.source.load_state_dict(state["source"])

@@ -1,0 +1,262 @@
+"""Field bytes -> values, by field name, through a closed table: nothing here can run code that the data brings."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import math
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.lib import format as npy_format
+
+from shardstream.errors import DecodeError, OptionError, redact
+from shardstream.format.image_formats import mask_fields
+from shardstream.format.samples import FIELDS_LIMIT, Sample
+from shardstream.pipeline.fast_decode import parse_json
+from shardstream.pipeline.raw_image_decode import LossError
+from shardstream.pipeline.stage import Context, ItemFunction, ItemStage
+
+Decoder = Callable[[bytes], Any]
+"""Bytes of a field -> its value."""
+
+Handler = Callable[[str, bytes], Any]
+"""WebDataset's kind of decoder: ``handler(".jpg", data)`` returns a value, or None to leave the field to the next."""
+
+Table = Mapping[str, Decoder]
+"""Last part of a field (``png`` of ``seg.png``) or a whole field -> decoder."""
+
+_TEXT = ("txt", "text", "transcript")
+_WHOLE_NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
+_INFLATED_LIMIT_BYTES = 1 << 30
+_PIECE_BYTES = 1 << 18
+_LAYOUTS_KEPT = 1000
+_REMEDY = "repack this sample, or pass over it with on_error"
+_CHOICES_KEPT = 1000
+_JSON_VALUES_LIMIT = 10_000_000  # 1 GB: an empty list of 3 bytes takes 100 in memory
+_JSON_DEPTH_LIMIT = 200  # lists in lists; what is deeper cannot be pickled on its way from a worker
+_PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the ways of numpy
+
+
+class _Layout(NamedTuple):
+    """What the header of a ``.npy`` file says."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    order: Literal["C", "F"]
+    size: int
+
+
+_layouts: dict[bytes, _Layout] = {}
+"""Headers seen before: to parse one takes 20 times as long as all the rest."""
+
+
+def decode_npy(data: bytes) -> np.ndarray[Any, Any]:
+    """Decode a ``.npy`` file: an array of its own shape and dtype; object arrays (pickles) are refused.
+
+    Format: NumPy enhancement proposal 1.
+    """
+    end = 10 + int.from_bytes(data[8:10], "little")
+    layout = _layouts.get(data[:end])
+    if layout is None:
+        layout, end = _read_layout(data)
+    if layout.size * layout.dtype.itemsize > len(data) - end:
+        raise ValueError(
+            f"an array of shape {layout.shape}, {layout.dtype}, cannot be in {len(data) - end} bytes"
+        )
+    flat = np.ndarray(layout.size, layout.dtype, data, end)
+    return flat.reshape(layout.shape, order=layout.order).copy(order="K")
+
+
+def _read_layout(data: bytes) -> tuple[_Layout, int]:
+    """Parse a header; return what it says and where it ends."""
+    stream = io.BytesIO(data)
+    version = npy_format.read_magic(stream)
+    is_first = version == (1, 0)
+    read = npy_format.read_array_header_1_0 if is_first else npy_format.read_array_header_2_0
+    try:
+        shape, is_fortran, dtype = read(stream)
+    except (MemoryError, RecursionError) as error:  # Python's parser gave up, not the machine
+        raise ValueError("the header of the array is nested too deeply") from error
+    if dtype.hasobject:
+        raise ValueError("an array of objects is a pickle, which could run code")
+    if min(shape, default=0) < 0:
+        raise ValueError(f"an array of shape {shape} cannot be")
+    layout = _Layout(shape, dtype, "F" if is_fortran else "C", math.prod(shape))
+    if layout.size and not dtype.itemsize:
+        # No bytes bound how many there are: 128 bytes could ask for work without end.
+        raise ValueError(f"an array of shape {shape} with items of 0 bytes ({dtype})")
+    end = stream.tell()
+    if is_first and len(_layouts) < _LAYOUTS_KEPT:
+        _layouts[data[:end]] = layout
+    return layout, end
+
+
+def decode_npz(data: bytes) -> dict[str, np.ndarray[Any, Any]]:
+    """Decode a ``.npz`` file to its arrays by name; pickles, contents over 1 GiB and over 65,536 arrays are refused."""
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
+        entries = archive.infolist()
+        if len(entries) > FIELDS_LIMIT:
+            raise ValueError(f"{len(entries)} arrays, the limit is {FIELDS_LIMIT}")
+        _check_inflated(sum(entry.file_size for entry in entries))
+        return {
+            entry.filename.removesuffix(".npy"): decode_npy(_read_entry(archive, entry))
+            for entry in entries
+        }
+
+
+def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
+    """Read no more of an entry than it says to hold; ``archive.read`` would inflate all there is first."""
+    if entry.compress_type not in _PACKED:
+        raise ValueError(f"{entry.filename!r} is packed in a way that numpy does not use")
+    with archive.open(entry) as stream:
+        return stream.read(entry.file_size)
+
+
+def decode_gzip(data: bytes) -> bytes:
+    """Inflate a ``.gz`` field; contents over 1 GiB are refused."""
+    pieces: list[bytes] = []
+    size = 0
+    with gzip.GzipFile(fileobj=io.BytesIO(data)) as stream:
+        while piece := stream.read(_PIECE_BYTES):
+            pieces.append(piece)
+            size += len(piece)
+            _check_inflated(size)
+    return b"".join(pieces)
+
+
+def _check_inflated(size: int) -> None:
+    if size > _INFLATED_LIMIT_BYTES:
+        raise ValueError(
+            f"it unpacks to {size} bytes or more, the limit is {_INFLATED_LIMIT_BYTES}"
+        )
+
+
+def decode_json(data: bytes) -> Any:
+    """Decode JSON; nesting over 200 levels is refused, and over 10 million values (commas and brackets in text count)."""
+    if len(data) > _JSON_VALUES_LIMIT:
+        values = sum(map(data.count, (b",", b"[", b"{")))
+        if values > _JSON_VALUES_LIMIT:
+            raise ValueError(
+                f"JSON of {values} values, the limit is {_JSON_VALUES_LIMIT}; store large lists as npy"
+            )
+    value = parse_json(data)
+    if data.count(b"[") + data.count(b"{") > _JSON_DEPTH_LIMIT:
+        _check_depth(value)
+    return value
+
+
+def _check_depth(value: Any) -> None:
+    level = [value]
+    for _ in range(_JSON_DEPTH_LIMIT + 1):
+        if not level:
+            return
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    raise ValueError(f"JSON nested over {_JSON_DEPTH_LIMIT} levels")
+
+
+def _decode_text(data: bytes) -> str:
+    return data.decode("utf-8")
+
+
+BASIC: dict[str, Decoder] = {
+    **dict.fromkeys(_TEXT, _decode_text),
+    **dict.fromkeys(_WHOLE_NUMBERS, int),
+    **dict.fromkeys(("json", "jsn"), decode_json),
+    "npy": decode_npy,
+    "npz": decode_npz,
+}
+"""What needs nothing but numpy; ``collation.py`` adds ``pt`` and ``pth``, ``image_decode.py`` the image formats."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decode(ItemStage):
+    """Decode the fields of each sample.
+
+    Args:
+        table: Decoders by field, or by its last part.
+        mask_table: The same, for fields that are masks; None: as ``table``.
+        masks: Fields that are masks; None: by their names, see `mask_fields`.
+        handlers: Asked first, in order.
+        only: Fields to decode; None means all. What is no bytes any more stays as it is.
+        threads: As in `ItemStage`.
+        given: What the user said of both tables, for states to compare: tables by default may be others in the next version.
+    """
+
+    table: Table = field(compare=False)
+    mask_table: Table | None = field(default=None, compare=False)
+    masks: frozenset[str] | None = None
+    handlers: tuple[Handler, ...] = ()
+    only: frozenset[str] | None = None
+    threads: int = 0
+    given: Mapping[str, Any] | None = None
+    _chosen: dict[tuple[str, ...], Mapping[str, Decoder | None]] = field(
+        default_factory=dict, compare=False, repr=False
+    )
+
+    def bind(self, context: Context) -> ItemFunction:  # noqa: ARG002  (decoding depends on nothing but bytes)
+        """Return the function that decodes a sample."""
+        return self._decode
+
+    def _decode(self, sample: Sample, number: int) -> Sample:  # noqa: ARG002
+        if not isinstance(sample, dict):
+            raise OptionError(
+                f"decode works on samples, not on {type(sample).__name__}: put it before to_tuple and batched"
+            )
+        names = tuple(sample)
+        decoders = self._chosen.get(names) or self._choose(names)
+        decoded: Sample = {}
+        for name, value in sample.items():
+            if (
+                name.startswith("__")
+                or not isinstance(value, bytes)
+                or (self.only is not None and name not in self.only)
+            ):
+                decoded[name] = value
+                continue
+            try:
+                decoded[name] = self._decode_field(name, value, decoders[name])
+            except MemoryError as error:
+                error.add_note(
+                    f"while decoding field {name!r} of sample {sample.get('__key__')!r} in {redact(str(sample.get('__url__')))}"
+                )
+                raise
+            except Exception as error:
+                raise DecodeError(
+                    f"cannot be decoded: {type(error).__name__}: {error}",
+                    remedy="" if isinstance(error, LossError) else _REMEDY,
+                    shard=sample.get("__url__"),
+                    key=sample.get("__key__"),
+                    field=name,
+                ) from error
+        return decoded
+
+    def _decode_field(self, name: str, data: bytes, decoder: Decoder | None) -> Any:
+        if name.endswith(".gz"):
+            name, data = name[:-3], decode_gzip(data)
+        for handler in self.handlers:
+            value = handler(f".{name}", data)
+            if value is not None:
+                return value
+        return data if decoder is None else decoder(data)
+
+    def _choose(self, names: tuple[str, ...]) -> Mapping[str, Decoder | None]:
+        """Choose the decoders of samples with these fields, and remember the choice for the next of them."""
+        plain = {name: name.removesuffix(".gz") for name in names}
+        masks = mask_fields(plain.values()) if self.masks is None else self.masks
+        chosen: dict[str, Decoder | None] = {}
+        for name, field_name in plain.items():
+            table = self.mask_table if field_name in masks and self.mask_table else self.table
+            chosen[name] = table.get(field_name) or table.get(field_name.rsplit(".", 1)[-1])
+        if len(self._chosen) >= _CHOICES_KEPT:  # names that never come back, e.g. files with dots
+            self._chosen.clear()
+        self._chosen[names] = chosen
+        return chosen

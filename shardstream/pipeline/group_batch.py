@@ -1,0 +1,80 @@
+"""Batches whose samples share a group: similar shapes, lengths, languages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from shardstream.errors import OptionError
+from shardstream.pipeline.batch import Collate, collated
+from shardstream.pipeline.binning import CollectRun
+from shardstream.pipeline.map import add_place, name_of
+from shardstream.pipeline.stage import Context, Run
+
+Leftover = Literal["keep", "drop"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupBatched:
+    """Collate ``size`` items of one group to a batch.
+
+    Args:
+        group: ``group(item)`` returns what items of a batch have in common; hashable.
+        size: Items of a batch.
+        buffer: Items that may wait for their group to fill; past that the largest group goes out as it is.
+        collate: Makes a batch of a list of items.
+        leftover: What becomes of groups that are not full at the end: "keep" hands out smaller batches, "drop" drops them.
+        name: As in `Map`.
+        version: As in `Map`.
+    """
+
+    group: Callable[[Any], Any]
+    size: int
+    buffer: int
+    collate: Collate
+    leftover: Leftover = "keep"
+    name: str | None = None
+    version: int | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.size < 1 or self.buffer < self.size:
+            raise OptionError(
+                f"a buffer of {self.buffer} items cannot fill batches of {self.size}; use buffer >= batch_size >= 1"
+            )
+        if self.leftover not in ("keep", "drop"):
+            raise OptionError(f"leftover is 'keep' or 'drop', not {self.leftover!r}")
+
+    def open(self, source: Run, context: Context) -> Run:
+        """Start it on a stream."""
+        return _GroupBatchedRun(source, self, context)
+
+
+class _GroupBatchedRun(CollectRun):
+    def __init__(self, source: Run, stage: GroupBatched, context: Context) -> None:
+        super().__init__(source, context.skips)
+        self._stage = stage
+
+    def choose(self, item: Any) -> Hashable:
+        try:
+            group: Hashable = self._stage.group(item)
+            hash(group)
+        except Exception as error:
+            add_place(error, f"group_batched({name_of(self._stage.group)})", item)
+            raise
+        return (group,)  # a group may be None
+
+    def is_full(self, name: Hashable) -> bool:
+        return self.sizes()[name] >= self._stage.size
+
+    def overflow(self) -> Hashable | None:
+        sizes = self.sizes()
+        return (
+            max(sizes, key=sizes.__getitem__) if sum(sizes.values()) > self._stage.buffer else None
+        )
+
+    def leftover(self) -> bool:
+        return self._stage.leftover == "keep"
+
+    def batch(self, items: list[Any]) -> Any:
+        return collated(self._stage.collate, items)

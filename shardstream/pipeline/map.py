@@ -1,0 +1,224 @@
+"""Steps on single samples: map, map_dict, map_tuple, rename, to_tuple, select."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardstream.errors import OptionError, SampleError, plural, redact
+from shardstream.format.samples import Sample
+from shardstream.order.permutation import derive_key
+from shardstream.pipeline.stage import Context, ItemFunction, ItemStage, Run, SourceRun
+
+
+def name_of(function: object) -> str:
+    """Return what a function is called in messages."""
+    return getattr(function, "__qualname__", None) or type(function).__qualname__
+
+
+def add_place(error: Exception, step: str, item: object) -> None:
+    """Note on a user's own error which step and sample it was."""
+    where = f"in {step}"
+    if isinstance(item, dict) and "__key__" in item:
+        where += f" on sample {item['__key__']!r} of {redact(str(item.get('__url__')))}"
+    error.add_note(where)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Map(ItemStage):
+    """Apply a function to each item.
+
+    Args:
+        function: ``function(item)``, or ``function(item, generator)`` with ``rng``.
+        rng: Pass a `numpy.random.Generator` keyed by (seed, epoch, sample number).
+        purpose: Tells the generators of several steps of one chain apart.
+        threads: As in `ItemStage`.
+        name: Instead of the function's own name in states.
+        version: Another one makes states of the function before be refused.
+    """
+
+    function: Callable[..., Any]
+    rng: bool = False
+    purpose: int = 0
+    threads: int = 0
+    name: str | None = None
+    version: int | str | None = None
+
+    def bind(self, context: Context) -> ItemFunction:
+        """Return the function for one epoch."""
+        function, purpose, rng = self.function, derive_key(self.purpose), self.rng
+        step = f"map({name_of(function)})"
+
+        def apply(item: Any, number: int) -> Any:
+            try:
+                return function(item, context.generator(number, purpose)) if rng else function(item)
+            except Exception as error:
+                add_place(error, step, item)
+                raise
+
+        return apply
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapDict(ItemStage):
+    """Apply functions to single fields."""
+
+    functions: Mapping[str, Callable[[Any], Any]]
+
+    def bind(self, context: Context) -> ItemFunction:  # noqa: ARG002
+        """Return the function for one epoch."""
+        return self._apply
+
+    def _apply(self, sample: Sample, number: int) -> Sample:  # noqa: ARG002
+        if not isinstance(sample, dict):
+            raise _no_field("", sample, "map_dict")
+        changed = dict(sample)
+        for name, function in self.functions.items():
+            if name not in changed:
+                raise _no_field(name, sample, "map_dict")
+            try:
+                changed[name] = function(sample[name])
+            except Exception as error:
+                add_place(error, f"map_dict({name}={name_of(function)})", sample)
+                raise
+        return changed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MapTuple(ItemStage):
+    """Apply the first function to the first element, and so on; more elements than functions stay as they are."""
+
+    functions: tuple[Callable[[Any], Any] | None, ...]
+
+    def bind(self, context: Context) -> ItemFunction:  # noqa: ARG002
+        """Return the function for one epoch."""
+        return self._apply
+
+    def _apply(self, item: Any, number: int) -> tuple[Any, ...]:  # noqa: ARG002
+        if not isinstance(item, tuple) or len(item) < len(self.functions):
+            raise OptionError(
+                f"map_tuple with {plural(len(self.functions), 'function')} got {type(item).__name__}; put to_tuple before it"
+            )
+        changed = list(item)
+        for place, function in enumerate(self.functions):
+            if function is None:
+                continue
+            try:
+                changed[place] = function(item[place])
+            except Exception as error:
+                add_place(error, f"map_tuple({name_of(function)}), element {place}", item)
+                raise
+        return like_tuple(item, changed)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rename(ItemStage):
+    """Give fields new names; the first old name of ``"jpg;png"`` that is there counts.
+
+    Args:
+        names: New name -> old name, or several joined with ``;``.
+        keep: Keep the fields that are not named.
+    """
+
+    names: Mapping[str, str]
+    keep: bool = True
+
+    def bind(self, context: Context) -> ItemFunction:  # noqa: ARG002
+        """Return the function for one epoch."""
+        return self._apply
+
+    def _apply(self, sample: Sample, number: int) -> Sample:  # noqa: ARG002
+        if not isinstance(sample, dict):
+            raise _no_field("", sample, "rename")
+        taken = {new: find_field(old, sample, "rename") for new, old in self.names.items()}
+        used = set(taken.values())
+        kept = {
+            name: value
+            for name, value in sample.items()
+            if name.startswith("__") or (self.keep and name not in used)
+        }
+        return kept | {new: sample[old] for new, old in taken.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToTuple(ItemStage):
+    """Take some fields of each sample, in order; ``"jpg;png"`` takes the first that is there."""
+
+    names: tuple[str, ...]
+
+    def bind(self, context: Context) -> ItemFunction:  # noqa: ARG002
+        """Return the function for one epoch."""
+        return self._apply
+
+    def _apply(self, sample: Sample, number: int) -> tuple[Any, ...]:  # noqa: ARG002
+        if not isinstance(sample, dict):
+            raise _no_field("", sample, "to_tuple")
+        return tuple(
+            [
+                sample[name] if name in sample else sample[find_field(name, sample, "to_tuple")]
+                for name in self.names
+            ]
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Select:
+    """Keep the items that a function says yes to; name and version as in `Map`."""
+
+    predicate: Callable[[Any], bool]
+    name: str | None = None
+    version: int | str | None = None
+
+    def open(self, source: Run, context: Context) -> Run:
+        """Start it on a stream."""
+        return _SelectRun(source, self.predicate, context)
+
+
+class _SelectRun(SourceRun):
+    def __init__(self, source: Run, predicate: Callable[[Any], bool], context: Context) -> None:
+        super().__init__(source)
+        self._predicate = predicate
+        self._skips = context.skips
+
+    def __next__(self) -> Any:
+        for item in self.source:
+            try:
+                if self._predicate(item):
+                    return item
+            except Exception as error:  # noqa: BLE001  (the skip policy decides)
+                add_place(error, f"select({name_of(self._predicate)})", item)
+                self._skips.take(error, item)
+        raise StopIteration
+
+
+def like_tuple(model: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
+    """Return values as a tuple, named if the model is."""
+    make = getattr(type(model), "_make", tuple)
+    made: tuple[Any, ...] = make(values)
+    return made
+
+
+def find_field(names: str, sample: Any, step: str) -> str:
+    """Return the first of ``"jpg;png"`` that a sample has.
+
+    Raises:
+        SampleError: If it has none.
+    """
+    for name in names.split(";") if isinstance(sample, dict) else ():
+        if name in sample:
+            return name
+    raise _no_field(names, sample, step)
+
+
+def _no_field(names: str, sample: Any, step: str) -> SampleError:
+    if not isinstance(sample, dict):
+        return SampleError(
+            f"{step} works on samples, not on {type(sample).__name__}: put it before to_tuple and batched"
+        )
+    there = ", ".join(name for name in sample if not name.startswith("__"))
+    return SampleError(
+        f"{step}: no field {names!r}; the sample has: {there}",
+        shard=sample.get("__url__"),
+        key=sample.get("__key__"),
+    )

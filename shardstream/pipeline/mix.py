@@ -1,0 +1,307 @@
+"""Several datasets as one, lane by lane, with counters that are functions of the place: its state is a number like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from shardstream.catalog.concat_catalog import JoinedCatalog
+from shardstream.errors import OptionError
+from shardstream.order.epoch_plan import Order, Plan, default_window
+from shardstream.order.mix_schedule import Stratified
+from shardstream.order.permutation import Ints, derive_key
+from shardstream.pipeline.bad_samples import Skips
+from shardstream.pipeline.indexed_source import Chain, Options, PlannedSource
+from shardstream.pipeline.pipeline import ItemChain, Pipeline
+from shardstream.pipeline.stage import State
+from shardstream.pipeline.step_signatures import function_name
+
+Stop = Literal["first_exhausted", "all_exhausted"]
+Weights = Mapping[str, float] | Callable[[int], Mapping[str, float]]
+
+PASS = 1 << 32
+"""Pass p of a part in epoch e of its mix is epoch ``e + p * PASS`` of its own."""
+
+_MIX = 5  # what a random key is for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recipe:
+    """What is mixed, and how.
+
+    Args:
+        parts: Each with decode and steps of its own, by name.
+        weights: Share of each part by name, or a function of the epoch that returns them; None takes every sample of all
+            parts once an epoch.
+        stop: An epoch ends in front of the first sample that would repeat one ("first_exhausted"), or when each sample of
+            each part has come ("all_exhausted": smaller parts go round again).
+        samples: An epoch has so many samples instead.
+    """
+
+    parts: Mapping[str, Pipeline]
+    weights: Weights | None
+    stop: Stop
+    samples: int | None
+    _schedule: State = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if callable(self.weights):  # described before it runs, as steps are
+            self._schedule["schedule"] = function_name(self.weights)
+        if not self.parts:
+            raise OptionError("a mix needs at least one dataset")
+        if self.stop not in ("first_exhausted", "all_exhausted"):
+            raise OptionError(f"stop is 'first_exhausted' or 'all_exhausted', not {self.stop!r}")
+        if self.samples is not None and (self.samples < 1 or self.weights is None):
+            raise OptionError("samples must be at least 1, and needs weights")
+        self.weights_of(0)
+        nested = [
+            name
+            for name, part in self.parts.items()
+            if part.source.describe(steps=False).get("weights")
+        ]
+        if self.weights is None and nested:
+            raise OptionError(
+                f"{nested[0]!r} is a mix with weights, in a mix without: say weights for both, or mix all datasets at once"
+            )
+
+    def describe(self, *, steps: bool) -> State:
+        """Return what a state must agree with."""
+        weights = self.weights_of(0)
+        return {
+            "weights": weights and dict(zip(self.parts, weights, strict=True)),
+            "stop": self.stop,
+            "samples": self.samples,
+            "parts": {name: part.describe(steps=steps) for name, part in self.parts.items()},
+        } | self._schedule
+
+    def weights_of(self, epoch: int) -> list[float] | None:
+        """Return the weights of an epoch in the order of the parts.
+
+        Raises:
+            OptionError: If they do not name just the parts.
+        """
+        if self.weights is None:
+            return None
+        weights = self.weights(epoch % PASS) if callable(self.weights) else self.weights
+        if set(weights) != set(self.parts):
+            raise OptionError(
+                f"weights are for {sorted(weights)}, the datasets are {sorted(self.parts)}"
+            )
+        return [float(weights[name]) for name in self.parts]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedSamples:
+    """A mix of datasets that are all read by number.
+
+    Args:
+        recipe: What is mixed.
+        sources: The sources of its parts, in order.
+        catalog: All their samples.
+        options: About the order of the mix.
+    """
+
+    recipe: Recipe
+    sources: tuple[PlannedSource, ...]
+    catalog: JoinedCatalog
+    options: Options
+
+    def order(self, *, batch: int, lanes: int, epoch: int) -> Order:
+        """Return the order of an epoch for a microbatch, with that many lanes unless the user said otherwise."""
+        options, total, total_bytes = self.options, len(self.catalog), self.catalog.total_bytes
+        order = Order(
+            nsamples=total,
+            batch=batch,
+            shuffle=True,
+            seed=options.seed,
+            lanes=options.lanes or lanes,
+            window=options.window or default_window(total, total_bytes, batch),
+            block=1,
+        )
+        if self.recipe.weights is None:
+            return order
+        return replace(order, nsamples=_length(self._lanes(order, epoch), self.recipe, batch))
+
+    def plan(self, order: Order, epoch: int) -> Plan:
+        """Return the batches of an epoch."""
+        return (
+            Plan(order, epoch)
+            if self.recipe.weights is None
+            else MixedPlan(order, epoch, self._lanes(order, epoch))
+        )
+
+    def with_options(self, **changes: Any) -> MixedSamples:
+        """Return the same mix with other options."""
+        return replace(self, options=replace(self.options, **changes))
+
+    def chain(self, epoch: int, skips: Skips) -> Chain | None:
+        """Return the steps of the parts, each applied to its own samples."""
+        chains = {name: part.chain(epoch, skips) for name, part in self.recipe.parts.items()}
+        return _PartChains(self.catalog, chains, skips)
+
+    def describe(self, *, steps: bool) -> State:
+        """Return what a state must agree with beside the data and the order."""
+        return self.recipe.describe(steps=steps)
+
+    def counts(self, order: Order, epoch: int) -> dict[str, int]:
+        """Return how many samples of each part an epoch has."""
+        if self.recipe.weights is None:
+            return {
+                name: len(part)
+                for name, part in zip(self.recipe.parts, self.catalog.parts, strict=True)
+            }
+        lanes = self._lanes(order, epoch)
+        counts = lanes.counts(_lane_lengths(order.num_batches, order.lanes) * order.batch).sum(
+            axis=0
+        )
+        return dict(zip(self.recipe.parts, counts.tolist(), strict=True))
+
+    def _lanes(self, order: Order, epoch: int) -> _Lanes:
+        weights = self.recipe.weights_of(epoch)
+        assert weights is not None  # noqa: S101  (asked by the callers)
+        return _Lanes(self, weights, order, epoch)
+
+
+class _PartChains:
+    """The steps of each part, applied to its own samples."""
+
+    def __init__(
+        self, catalog: JoinedCatalog, chains: Mapping[str, ItemChain], skips: Skips
+    ) -> None:
+        self._catalog = catalog
+        self._names, self._chains = list(chains), list(chains.values())
+        self._skips = skips
+
+    def __call__(self, items: list[Any], numbers: list[int], /) -> tuple[list[Any], list[int]]:
+        catalog = self._catalog
+        joined = np.array(numbers, dtype=np.int64)
+        parts = catalog.part_of(joined)
+        turns, within = np.divmod(joined, len(catalog))
+        done: dict[int, Any] = {}
+        for part in np.unique(parts).tolist():
+            places = np.flatnonzero(parts == part).tolist()
+            own = within[places] - catalog.firsts[part] + turns[places] * len(catalog.parts[part])
+            out, kept = self._chains[part]([items[place] for place in places], own.tolist())
+            self._skips.taken[self._names[part]] += len(places)
+            where = dict(zip(own.tolist(), places, strict=True))
+            done.update((where[number], item) for item, number in zip(out, kept, strict=True))
+        order = sorted(done)
+        return [done[place] for place in order], [numbers[place] for place in order]
+
+    def close(self) -> None:
+        for chain in self._chains:
+            chain.close()
+
+
+class _Lanes:
+    """Lane l of a mix is made of the lanes l of its parts: which sample is at each place."""
+
+    def __init__(self, mix: MixedSamples, weights: list[float], order: Order, epoch: int) -> None:
+        self._mix = mix
+        self._lanes = order.lanes
+        self._epoch = epoch
+        self._windows = [max(1, round(order.window * weight / sum(weights))) for weight in weights]
+        self._plans: dict[tuple[int, int], Plan] = {}
+        self._stratified = Stratified(weights, derive_key(order.seed, epoch, _MIX))
+        numbers = np.arange(order.lanes, dtype=np.int64)
+        each = [self._plan(part, 0).order.nsamples for part in range(len(weights))]
+        self.sizes = np.stack([-((numbers - size) // order.lanes) for size in each], axis=1)
+        self.wanted = np.array(weights) > 0
+        small = (self.sizes == 0).any(axis=0) & self.wanted
+        if small.any():
+            name = list(mix.recipe.parts)[int(np.flatnonzero(small)[0])]
+            raise OptionError(
+                f"dataset {name!r} has fewer samples than the mix has lanes, {order.lanes}; use fewer lanes"
+            )
+
+    def counts(self, lengths: Ints) -> Ints:
+        """Return how many samples of each part the first places of every lane have, shape (L, parts)."""
+        return self._stratified.counts(lengths, np.arange(self._lanes, dtype=np.int64))
+
+    def samples(self, lanes: Ints, places: Ints) -> Ints:
+        """Return the sample numbers, in the joined catalog, at places of lanes; shape (n,) each."""
+        part, turn = self._stratified.take(places, lanes)
+        passes, turn = np.divmod(turn, self.sizes[lanes, part])
+        numbers = np.empty_like(places)
+        catalog = self._mix.catalog
+        for kind in np.unique(part).tolist():
+            for again in np.unique(passes[part == kind]).tolist():
+                mine = (part == kind) & (passes == again)
+                batches = turn[mine] * self._lanes + lanes[mine]
+                plan = self._plan(kind, again)
+                inner_pass, inner = np.divmod(plan.batches(batches)[:, 0], len(catalog.parts[kind]))
+                # A sample that comes again is another item: it is fetched again, and its random augmentation differs.
+                turns = inner_pass + again * self._plan(kind, 0).passes
+                numbers[mine] = catalog.firsts[kind] + inner + turns * len(catalog)
+        return numbers
+
+    def passes(self, order: Order) -> int:
+        """Return a number above that of every pass of a part in an epoch, so that numbers of passes do not meet."""
+        counts = self.counts(_lane_lengths(order.num_batches, order.lanes) * order.batch)
+        turns = int((counts / np.maximum(self.sizes, 1)).max()) + 1
+        inner = max(self._plan(part, 0).passes for part in range(counts.shape[1]))
+        # Twice, for nested mixes whose weights differ from pass to pass.
+        return 2 * turns * inner
+
+    def _plan(self, part: int, again: int) -> Plan:
+        plan = self._plans.get((part, again))
+        if plan is None:
+            source = self._mix.sources[part]
+            epoch = self._epoch + again * PASS
+            order = source.order(batch=1, lanes=self._lanes, epoch=epoch)
+            order = replace(
+                order, lanes=self._lanes, window=source.options.window or self._windows[part]
+            )
+            plan = self._plans[part, again] = source.plan(order, epoch)
+        return plan
+
+
+class MixedPlan(Plan):
+    """The batches of one epoch of a mix."""
+
+    def __init__(self, order: Order, epoch: int, lanes: _Lanes) -> None:
+        super().__init__(order, epoch)
+        self._lanes = lanes
+        self.passes = lanes.passes(order)
+
+    def batches(self, numbers: Ints) -> Ints:
+        """Return the samples of some batches, shape (n, b)."""
+        order = self.order
+        slots = np.arange(order.batch, dtype=np.int64)
+        places = (numbers // order.lanes * order.batch)[:, None] + slots
+        lanes = np.repeat(numbers % order.lanes, order.batch)
+        return self._lanes.samples(lanes, places.ravel()).reshape(places.shape)
+
+    def rest(self, start: int) -> Ints:
+        """Return the samples of the batches from ``start`` on; a mix ends with a full batch."""
+        return self.batches(np.arange(start, self.order.num_batches, dtype=np.int64)).ravel()
+
+
+def _lane_lengths(batches: int, lanes: int) -> Ints:
+    """Return how many of the batches each lane has."""
+    return -((np.arange(lanes, dtype=np.int64) - batches) // lanes)
+
+
+def _length(lanes: _Lanes, recipe: Recipe, batch: int) -> int:
+    """Return the samples of an epoch: whole batches, found by bisection, as counts grow with the length."""
+    if recipe.samples is not None:
+        return recipe.samples // batch * batch
+    number = len(lanes.sizes)
+
+    def goes(batches: int) -> bool:
+        counts = lanes.counts(_lane_lengths(batches, number) * batch)
+        # first: nothing has come twice yet; all: something has not come yet
+        if recipe.stop == "first_exhausted":
+            return bool((counts <= lanes.sizes).all())
+        return bool(((counts < lanes.sizes) & lanes.wanted).any())
+
+    low, high = 0, 1
+    while goes(high):
+        low, high = high, high * 2
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if goes(middle) else (low, middle)
+    return (low if recipe.stop == "first_exhausted" else high) * batch

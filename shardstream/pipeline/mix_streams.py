@@ -1,0 +1,163 @@
+"""A mix of datasets of which some change counts: each reader mixes its own streams, and keeps a position in each."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from shardstream.distributed import Reader
+from shardstream.order.mix_schedule import Stratified
+from shardstream.order.permutation import derive_key
+from shardstream.pipeline.mix import PASS, Recipe
+from shardstream.pipeline.stage import Context, Run, State
+from shardstream.pipeline.stream_source import StreamSource
+from shardstream.storage.store import Storage
+
+_MIX_STREAM = 6  # what a random key is for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MixedStreams(StreamSource):
+    """A mix whose parts are streams.
+
+    Args:
+        recipe: What is mixed.
+    """
+
+    recipe: Recipe
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with any of the datasets."""
+        parts = "\n".join(f"{name}\0{part.fingerprint}" for name, part in self.recipe.parts.items())
+        return hashlib.sha256(parts.encode()).hexdigest()[:16]
+
+    @property
+    def checksums(self) -> list[str | None]:
+        """16 hex digits for each dataset that change with its bytes; None where no checksums are known."""
+        return [one for part in self.recipe.parts.values() for one in part.checksums]
+
+    def describe(self, *, steps: bool) -> State:
+        """Return what a state must agree with beside the data."""
+        return self.recipe.describe(steps=steps)
+
+    def place(self) -> tuple[Storage, str]:
+        """Return the storage of the first part's first shard, and the URL of that."""
+        return next(iter(self.recipe.parts.values())).place
+
+    def open(self, reader: Reader, context: Context) -> Run:
+        """Start the stream of one loader worker."""
+        return MixRun(self.recipe, reader, context)
+
+
+class MixRun:
+    """Items of several runs, by weight."""
+
+    def __init__(self, recipe: Recipe, reader: Reader, context: Context) -> None:
+        self.number = -1
+        self._recipe, self._reader, self._context = recipe, reader, context
+        weights = recipe.weights_of(context.epoch)
+        self._every = weights is None  # each part once, whatever its length
+        key = derive_key(context.seed, context.epoch, _MIX_STREAM)
+        self._stratified = Stratified(weights or [1.0] * len(recipe.parts), key)
+        self._limit = None
+        if recipe.samples is not None:
+            each, more = divmod(recipe.samples, reader.total)
+            self._limit = each + (reader.number < more)
+        self._names = list(recipe.parts)
+        self._place = 0  # in the patterns
+        self._taken = 0
+        self._passes = [0] * len(recipe.parts)
+        self._ended = [False] * len(recipe.parts)
+        self._got = [0] * len(recipe.parts)  # items in this pass
+        self._empty = [False] * len(
+            recipe.parts
+        )  # nothing at all comes: its places are passed over
+        self._runs = [self._open(part) for part in range(len(recipe.parts))]
+        self._pattern: tuple[int, list[int]] = (-1, [])
+
+    def __iter__(self) -> MixRun:
+        return self
+
+    def __next__(self) -> Any:
+        if self._limit is not None and self._taken >= self._limit:
+            raise StopIteration
+        while not self._is_over():
+            part = self._part_at(self._place)
+            if self._empty[part] or (self._every and self._ended[part]):
+                self._place += 1
+                continue
+            for item in self._runs[part]:
+                self.number = derive_key(part, self._passes[part], self._runs[part].number)
+                self._place, self._taken = self._place + 1, self._taken + 1
+                self._got[part] += 1
+                self._context.skips.taken[self._names[part]] += 1
+                return item
+            self._end(part)
+        raise StopIteration
+
+    def _is_over(self) -> bool:
+        ended = [ended for ended, empty in zip(self._ended, self._empty, strict=True) if not empty]
+        if self._limit is not None:
+            return not ended
+        return (
+            any(ended)
+            if ended and self._recipe.stop == "first_exhausted" and not self._every
+            else all(ended)
+        )
+
+    def _end(self, part: int) -> None:
+        """Note that a part is through, and let it go round again where others are not."""
+        self._ended[part] = True
+        self._empty[part] = self._got[part] == 0
+        if not self._every and not self._empty[part] and not self._is_over():
+            self._runs[part].close()
+            self._passes[part] += 1
+            self._got[part] = 0
+            self._runs[part] = self._open(part)
+
+    def _part_at(self, place: int) -> int:
+        pattern, slot = divmod(place, self._stratified.length)
+        if self._pattern[0] != pattern:
+            places = pattern * self._stratified.length + np.arange(
+                self._stratified.length, dtype=np.int64
+            )
+            sources, _ = self._stratified.take(places, np.full_like(places, self._reader.number))
+            self._pattern = pattern, sources.tolist()
+        return self._pattern[1][slot]
+
+    def _open(self, part: int) -> Run:
+        pipeline = list(self._recipe.parts.values())[part]
+        epoch, again = self._context.epoch, self._passes[part]
+        context = replace(self._context, seed=pipeline.seed, epoch=epoch + again * PASS)
+        return pipeline.open(self._reader, context)
+
+    def state_dict(self) -> State:
+        """Return the place in the mix and the position of each part."""
+        return {
+            "place": self._place,
+            "taken": self._taken,
+            "passes": list(self._passes),
+            "got": list(self._got),
+            "ended": list(self._ended),
+            "empty": list(self._empty),
+            "parts": [run.state_dict() for run in self._runs],
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        """Go to a place, and each part to its position."""
+        self.close()
+        self._place, self._taken = state["place"], state["taken"]
+        self._passes, self._got = list(state["passes"]), list(state["got"])
+        self._ended, self._empty = list(state["ended"]), list(state["empty"])
+        self._runs = [self._open(part) for part in range(len(self._runs))]
+        for run, position in zip(self._runs, state["parts"], strict=True):
+            run.load_state_dict(position)
+
+    def close(self) -> None:
+        """Close all parts."""
+        for run in self._runs:
+            run.close()

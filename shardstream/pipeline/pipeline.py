@@ -1,0 +1,269 @@
+"""Source + stages: the only module that composes the steps of a sample's way. Knows nothing of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardstream.catalog.concat_catalog import JoinedCatalog
+from shardstream.distributed import Reader
+from shardstream.pipeline.bad_samples import OnError, Skips
+from shardstream.pipeline.indexed_source import Chain, PlannedSource, open_plain, plain_share
+from shardstream.pipeline.stage import (
+    Context,
+    ItemFunction,
+    ItemStage,
+    Run,
+    SourceRun,
+    Stage,
+    State,
+)
+from shardstream.pipeline.step_signatures import describe
+from shardstream.pipeline.stream_source import StreamSource
+from shardstream.storage.clients import protocol_of
+from shardstream.storage.store import Storage
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """Where samples come from and what is done to them; picklable.
+
+    Args:
+        source: Raw samples.
+        stages: In order.
+        on_error: What becomes of bad samples.
+        steps: What a state says of the stages: described before they run, for functions may count in fields of their own.
+    """
+
+    source: PlannedSource | StreamSource
+    stages: tuple[Stage, ...] = ()
+    on_error: OnError = "raise"
+    steps: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        new = map(describe, self.stages[len(self.steps) :])
+        object.__setattr__(self, "steps", (*self.steps, *new))
+
+    def then(self, stage: Stage) -> Pipeline:
+        """Return the pipeline with one more stage."""
+        return replace(self, stages=(*self.stages, stage))
+
+    @property
+    def planned(self) -> PlannedSource | None:
+        """The source, if each sample of its plan comes out as one item, so that positions are a matter of arithmetic."""
+        if isinstance(self.source, StreamSource) or not all(
+            isinstance(stage, ItemStage) for stage in self.stages
+        ):
+            return None
+        return self.source
+
+    @property
+    def place(self) -> tuple[Storage, str]:
+        """The storage of the dataset, or of the first one of a mix, and the URL of a shard there."""
+        if isinstance(self.source, StreamSource):
+            return self.source.place()
+        catalog = self.source.catalog
+        while isinstance(catalog, JoinedCatalog):
+            catalog = catalog.parts[0]
+        return catalog.storage, catalog.url_of(0) if catalog.num_shards else ""
+
+    def storage_for(self, url: str) -> Storage:
+        """Return the storage for another file: with the options of the data's, if the protocol is theirs."""
+        storage, shard = self.place
+        return storage.uncached() if protocol_of(url) == protocol_of(shard) else Storage()
+
+    @property
+    def seed(self) -> int:
+        """Seed of the dataset."""
+        return (
+            self.source.seed if isinstance(self.source, StreamSource) else self.source.options.seed
+        )
+
+    @property
+    def shuffle(self) -> bool:
+        """Whether every epoch has another order."""
+        return (
+            self.source.shuffle
+            if isinstance(self.source, StreamSource)
+            else self.source.options.shuffle
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the dataset."""
+        return (
+            self.source.fingerprint
+            if isinstance(self.source, StreamSource)
+            else self.source.catalog.fingerprint
+        )
+
+    @property
+    def checksums(self) -> list[str | None]:
+        """16 hex digits for each dataset that change with its bytes; None where no checksums are known."""
+        return (
+            self.source.checksums
+            if isinstance(self.source, StreamSource)
+            else self.source.catalog.checksums
+        )
+
+    def identity(self, reader: Reader, epoch: int) -> State:
+        """Return what the state of a stream must agree with to be continued."""
+        identity: State = {
+            "fingerprint": self.fingerprint,
+            "checksums": self.checksums,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "stages": list(self.steps),
+            "rank": reader.placement.rank,
+            "world_size": reader.placement.world_size,
+            "num_workers": reader.num_workers,
+        }
+        described = self.source.describe(steps=True)
+        if described:
+            identity["mix"] = described
+        if not isinstance(self.source, StreamSource):
+            share = plain_share(self.source, reader, epoch)
+            order = share.plan.order
+            identity |= {"microbatch": order.batch, "lanes": order.lanes, "block": order.block}
+            identity |= {"remainder": share.split.remainder}
+            identity |= {"window": order.window} if order.shuffle else {}
+        return identity
+
+    def describe(self, *, steps: bool) -> State:
+        """Return what a part of a mix is, for the mix's state.
+
+        Args:
+            steps: With its stages, on which positions depend where some step changes counts.
+        """
+        described: State = {"seed": self.seed, "shuffle": self.shuffle}
+        described |= {"stages": list(self.steps)} if steps else {}
+        if not isinstance(self.source, StreamSource):
+            options = self.source.options
+            described |= {"window": options.window, "block": options.block}
+        mixed = self.source.describe(steps=steps)
+        return described | ({"mix": mixed} if mixed else {})
+
+    def context(self, reader: Reader, epoch: int) -> Context:
+        """Return what the stages of one loader worker share."""
+        return Context(
+            seed=self.seed, epoch=epoch, reader=reader.number, skips=Skips(self.on_error)
+        )
+
+    def open(self, reader: Reader, context: Context) -> Run:
+        """Start the whole chain for one loader worker, item by item."""
+        if isinstance(self.source, StreamSource):
+            run = self.source.open(reader, context)
+        else:
+            run = open_plain(self.source, reader, context)
+            chain = self.source.chain(context.epoch, context.skips)
+            run = run if chain is None else ChainRun(run, chain)
+        for stage in self.stages:
+            run = stage.open(run, context)
+        return run
+
+    def chain(self, epoch: int, skips: Skips) -> ItemChain:
+        """Return all steps of an exact pipeline as one function on the samples of a step."""
+        assert self.planned is not None  # noqa: S101  (asked by the callers)
+        context = Context(seed=self.seed, epoch=epoch, skips=skips)
+        return ItemChain(self.planned.chain(epoch, skips), self.stages, context)
+
+
+class ChainRun(SourceRun):
+    """A chain on single items, for a pipeline that is read item by item."""
+
+    def __init__(self, source: Run, chain: Chain) -> None:
+        super().__init__(source)
+        self._chain = chain
+
+    def __next__(self) -> Any:
+        for item in self.source:
+            items, _ = self._chain([item], [self.source.number])
+            if items:
+                return items[0]
+        raise StopIteration
+
+    def close(self) -> None:
+        """Join the chain's threads, and close the run before."""
+        self._chain.close()
+        super().close()
+
+
+class ItemChain:
+    """All stages of an exact pipeline as one function on the samples of a step.
+
+    Args:
+        first: Done before the stages, if anything: the parts of a mix have steps of their own.
+        stages: Each hands out one item for each.
+        context: What they share.
+    """
+
+    def __init__(self, first: Chain | None, stages: tuple[Stage, ...], context: Context) -> None:
+        self._first = first
+        self._skips = context.skips
+        self._exit = ExitStack()
+        self._functions: list[tuple[ItemFunction, ThreadPoolExecutor | None]] = []
+        for stage in stages:
+            assert isinstance(stage, ItemStage)  # noqa: S101  (Pipeline.is_exact)
+            pool = None
+            if stage.threads:
+                pool = self._exit.enter_context(
+                    ThreadPoolExecutor(stage.threads, thread_name_prefix="shardstream-map")
+                )
+            self._functions.append((stage.bind(context), pool))
+
+    def __call__(self, items: Sequence[Any], numbers: list[int]) -> tuple[Sequence[Any], list[int]]:
+        """Return the items after all stages, and their numbers; bad ones are left out."""
+        if self._first is None and not self._functions:
+            return items, numbers  # columns stay columns
+        items = list(items)
+        if self._first is not None:
+            items, numbers = self._first(items, numbers)
+        for function, pool in self._functions:
+            if (pool is None or len(items) == 1) and self._skips.budget is None:
+                try:
+                    items = [
+                        function(item, number) for item, number in zip(items, numbers, strict=True)
+                    ]
+                except StopIteration as error:  # outside of a generator it would end the epoch
+                    self._skips.take(error)
+            else:
+                items, numbers = self._guarded(function, pool, items, numbers)
+        return items, numbers
+
+    def close(self) -> None:
+        """Join the threads."""
+        self._exit.close()
+        if self._first is not None:
+            self._first.close()
+
+    def _guarded(
+        self,
+        function: ItemFunction,
+        pool: ThreadPoolExecutor | None,
+        items: Sequence[Any],
+        numbers: list[int],
+    ) -> tuple[list[Any], list[int]]:
+        calls: list[Callable[[], Any]]
+        if pool is None:
+            calls = [
+                _call(function, item, number) for item, number in zip(items, numbers, strict=True)
+            ]
+        else:
+            calls = [
+                pool.submit(function, item, number).result
+                for item, number in zip(items, numbers, strict=True)
+            ]
+        kept: list[tuple[Any, int]] = []
+        for call, item, number in zip(calls, items, numbers, strict=True):
+            try:
+                kept.append((call(), number))
+            except Exception as error:  # noqa: BLE001  (the skip policy decides)
+                self._skips.take(error, item, number)
+        return [item for item, _ in kept], [number for _, number in kept]
+
+
+def _call(function: ItemFunction, item: Any, number: int) -> Callable[[], Any]:
+    return lambda: function(item, number)

@@ -1,0 +1,181 @@
+"""Image bytes -> the numbers that the file stores, in their own depth: ``decode("raw")`` and ``decode("mask")``."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from typing import Any
+
+import numpy as np
+import PIL.Image
+
+from shardstream.format.bit_depth import Depth, is_inverted, stored_depth, stored_maximum
+from shardstream.format.image_formats import PILLOW_FORMATS
+
+Pixels = np.ndarray[Any, np.dtype[Any]]
+
+_TIFF_PLANAR = 284
+_SIXTEEN_BITS = re.compile(r"(?:RGB|RGBA|RGBX|CMYK);16([LBN])")
+_OTHER_ORDER = {"L": "B", "B": "L", "N": "B" if sys.byteorder == "little" else "L"}
+_CHANGED_BY_PILLOW = re.compile(r"LAB|RGBa.*|.*;1[56]")  # raw modes that it computes with
+
+
+class LossError(ValueError):
+    """The numbers of an image file would change; the message says what to do instead."""
+
+
+def read_stored(data: bytes) -> Pixels:
+    """Decode an image file to its stored numbers; palette entries stay indices, nothing is scaled, clipped or turned to colours.
+
+    Returns:
+        Shape (H, W) or (H, W, C): bool for 1 bit, uint8 for 2 to 8, uint16, int16, uint32, int32 or float32.
+
+    Raises:
+        OSError: If the bytes are no image that Pillow decodes, or cut.
+        LossError: If Pillow would change the numbers, or there is more than one frame.
+    """
+    with _opened(data) as image:
+        if getattr(image, "is_animated", False) and image.format != "MPO":
+            raise LossError(
+                "an animation, or several pages, has no one array; store its frames apart"
+            )
+        depth = stored_depth(image, data)
+        if image.format == "PNG":
+            return _read_png(image, data, depth)
+        if image.format == "TIFF":
+            return _read_tiff(image, data, depth)
+        if image.format == "PPM":
+            return _read_ppm(image, depth)
+        if image.format == "JPEG2000" and depth.bits != (16 if image.mode == "I;16" else 8):
+            raise _changes(image, depth)
+        fits = depth.fits_8_bits or image.mode == "I;16"
+        if not fits or _CHANGED_BY_PILLOW.fullmatch(_rawmode(image)):
+            raise _changes(image, depth)
+        return _native(image)
+
+
+def read_mask(data: bytes) -> Pixels:
+    """Decode an image file to one whole number for each pixel: shape (H, W), uint8 for up to 8 bits, else as stored.
+
+    Raises:
+        OSError: If the bytes are no image that Pillow decodes, or cut.
+        LossError: If there are several channels, or fractions, or the file is a JPEG, which keeps no numbers.
+    """
+    if data[:2] == b"\xff\xd8":
+        raise LossError("a JPEG does not keep the numbers of a mask; store masks as PNG")
+    pixels = read_stored(data)
+    if pixels.ndim != 2 or pixels.dtype.kind not in "bui":
+        raise LossError(
+            f"a mask has one whole number for each pixel, this is {pixels.dtype} of shape {pixels.shape}; "
+            "decode it with 'raw'"
+        )
+    return pixels.astype(np.uint8) if pixels.dtype == bool else pixels
+
+
+def shrink_by_choice(pixels: Pixels, size: tuple[int, int]) -> Pixels:
+    """Return the nearest pixels of an array for a smaller size (width, height); no number is mixed with another."""
+    height, width = pixels.shape[:2]
+    columns = ((np.arange(size[0]) + 0.5) * width / size[0]).astype(np.intp)
+    rows = ((np.arange(size[1]) + 0.5) * height / size[1]).astype(np.intp)
+    return np.ascontiguousarray(pixels[rows[:, None], columns])
+
+
+def _opened(data: bytes) -> PIL.Image.Image:
+    return PIL.Image.open(io.BytesIO(data), formats=PILLOW_FORMATS)
+
+
+def _native(image: PIL.Image.Image) -> Pixels:
+    """Return the pixels as Pillow holds them, in this machine's byte order, writable."""
+    image.load()  # numpy would hide an AttributeError of the codec
+    pixels = np.asarray(image)
+    return np.array(pixels, pixels.dtype.newbyteorder("="))
+
+
+def _rawmode(image: Any) -> str:
+    """Return Pillow's name for how pixels are laid out in the file, or "" where the codec has none."""
+    options = image.tile[0][3] if image.tile else ""
+    name = options[0] if isinstance(options, tuple) and options else options
+    return name if isinstance(name, str) else ""
+
+
+def _changes(image: PIL.Image.Image, depth: Depth) -> LossError:
+    return LossError(
+        f"Pillow changes {depth} of {image.format}, {_rawmode(image) or image.mode}, when it reads them; "
+        "give decode a function of your own for this field: fields={name: function}"
+    )
+
+
+def _read_png(image: PIL.Image.Image, data: bytes, depth: Depth) -> Pixels:
+    if depth.bits < 8 and image.mode == "L":
+        return _unscaled(_native(image), 255, (1 << depth.bits) - 1)
+    if depth.bits <= 8:
+        return _native(image)
+    if _rawmode(image) == "LA;16B":  # four bytes a pixel, which an image of four channels holds
+        _lay_out(image, "RGBA")
+        return _native(image).view(">u2").astype(np.uint16)
+    if image.mode in ("RGB", "RGBA"):
+        return _read_sixteen_bits(image, data, depth)
+    return _native(image).astype(np.uint16)
+
+
+def _read_tiff(image: Any, data: bytes, depth: Depth) -> Pixels:
+    if image.mode == "P":
+        return _native(image)
+    if depth.bits > 8 and image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
+        if image.tag_v2.get(_TIFF_PLANAR, 1) != 1:
+            raise _changes(image, depth)
+        return _read_sixteen_bits(image, data, depth)
+    if depth.bits <= 8 and _CHANGED_BY_PILLOW.fullmatch(_rawmode(image)):
+        raise _changes(image, depth)
+    inverted = is_inverted(image)
+    pixels = _native(image)
+    if inverted:
+        pixels = ~pixels
+    if image.mode == "L" and depth.bits < 8:
+        pixels = _unscaled(pixels, 255, (1 << depth.bits) - 1)
+    if depth.kind == "float" or image.mode == "1":
+        return pixels
+    stored = {"unsigned": "u", "signed": "i"}[depth.kind]
+    size = 1 if depth.bits <= 8 else 2 if depth.bits <= 16 else 4
+    return pixels.astype(
+        f"{stored}{size}"
+    )  # same bits: Pillow holds all in types as large or larger
+
+
+def _read_ppm(image: PIL.Image.Image, depth: Depth) -> Pixels:
+    if image.mode in ("1", "F"):
+        return _native(image)
+    if depth.bits > 8 and image.mode != "I":
+        raise _changes(image, depth)
+    maximum, top = stored_maximum(image), 65535 if image.mode == "I" else 255
+    pixels = _native(image)
+    pixels = pixels if maximum == top else _unscaled(pixels, top, maximum)
+    return pixels.astype(np.uint16) if image.mode == "I" else pixels
+
+
+def _unscaled(pixels: Pixels, top: int, maximum: int) -> Pixels:
+    """Undo Pillow's scaling of 0…maximum to 0…top, which is exact as maximum is the smaller."""
+    return ((pixels.astype(np.int64) * maximum + top // 2) // top).astype(pixels.dtype)
+
+
+def _read_sixteen_bits(image: PIL.Image.Image, data: bytes, depth: Depth) -> Pixels:
+    """Read several channels of 16 bits, of which Pillow keeps the high bytes: once these, once, in the other byte order, the low."""
+    found = _SIXTEEN_BITS.fullmatch(_rawmode(image))
+    if found is None:
+        raise _changes(image, depth)
+    name = found[0]
+    with _opened(data) as again:
+        _lay_out(again, name[:-1] + _OTHER_ORDER[found[1]])
+        low = _native(again)
+    return _native(image).astype(np.uint16) << 8 | low
+
+
+def _lay_out(image: Any, rawmode: str) -> None:
+    """Let Pillow take the file's pixels for another layout of as many bytes."""
+    tiles = []
+    for tile in image.tile:
+        options = (rawmode, *tile[3][1:]) if isinstance(tile[3], tuple) else rawmode
+        make = getattr(type(tile), "_make", tuple)  # a named tuple since Pillow 10.4
+        tiles.append(make((*tile[:3], options)))
+    image.tile = tiles

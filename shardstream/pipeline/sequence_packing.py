@@ -1,0 +1,194 @@
+"""Token sequences of many lengths -> rows of one length, for training without padding."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from shardstream.errors import OptionError, SampleError
+from shardstream.format.samples import Sample
+from shardstream.pipeline.binning import CollectRun
+from shardstream.pipeline.map import find_field
+from shardstream.pipeline.stage import Context, Run, SourceRun, State
+
+Packing = Literal["concat", "first_fit"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackSequences:
+    """Pack one-dimensional fields to rows of ``length`` tokens.
+
+    "concat" joins all sequences and cuts the line to rows; a sequence may go on in the next row. "first_fit" puts each
+    sequence whole into the first open row it fits (Johnson, 1973); rows are filled up with ``pad``.
+
+    A row is a dict: the field, shape (length,), its dtype; ``segments``, shape (length,), int32: 1, 2, … for the sequences of
+    the row, 0 for padding; ``positions``, shape (length,), int32: place of each token in its sequence, 0 for padding.
+
+    Args:
+        field: What to pack.
+        length: Tokens of a row.
+        packing: As above.
+        pad: Token that fills up rows.
+        open_rows: For "first_fit": rows that are kept open; past that the fullest goes out.
+        drop_last: For "concat": leave out a last row that is not full, instead of padding it.
+    """
+
+    field: str
+    length: int
+    packing: Packing = "concat"
+    pad: int = 0
+    open_rows: int = 64
+    drop_last: bool = False
+
+    def __post_init__(self) -> None:
+        if self.length < 1 or self.open_rows < 1:
+            raise OptionError(
+                f"length={self.length} and open_rows={self.open_rows} must be at least 1"
+            )
+        if self.packing not in ("concat", "first_fit"):
+            raise OptionError(f"packing is 'concat' or 'first_fit', not {self.packing!r}")
+
+    def open(self, source: Run, context: Context) -> Run:
+        """Start it on a stream."""
+        return (
+            _ConcatRun(source, self, context)
+            if self.packing == "concat"
+            else _FirstFitRun(source, self, context)
+        )
+
+
+class _ConcatRun(SourceRun):
+    """Its state is the position in front of the sequence being cut, and how much of it has gone out."""
+
+    def __init__(self, source: Run, stage: PackSequences, context: Context) -> None:
+        super().__init__(source)
+        self._stage, self._skips = stage, context.skips
+        self._before = source.state_dict()
+        self._used = 0
+        self._tokens: np.ndarray[Any, Any] | None = None
+
+    def __next__(self) -> Sample:
+        pieces: list[tuple[np.ndarray[Any, Any], int]] = []
+        missing = self._stage.length
+        while missing:
+            if self._tokens is None or self._used >= len(self._tokens):
+                if not self._next_sequence():
+                    break
+                continue
+            piece = self._tokens[self._used : self._used + missing]
+            pieces.append((piece, self._used))
+            self._used += len(piece)
+            missing -= len(piece)
+        if not pieces or (missing and self._stage.drop_last):
+            raise StopIteration
+        return _row(pieces, self._stage)
+
+    def _next_sequence(self) -> bool:
+        used = self._used if self._tokens is None else 0  # a resume goes on inside its sequence
+        while True:
+            before = self.source.state_dict()
+            try:
+                item = next(self.source)
+            except StopIteration:
+                return False
+            try:
+                self._tokens = _tokens(item, self._stage)
+            except Exception as error:  # noqa: BLE001  (the skip policy decides)
+                self._skips.take(error, item)
+                continue
+            self._before, self._used = before, used
+            return True
+
+    def state_dict(self) -> State:
+        if self._tokens is not None and self._used >= len(self._tokens):
+            return {"source": self.source.state_dict(), "used": 0}
+        return {"source": self._before, "used": self._used}
+
+    def load_state_dict(self, state: State) -> None:
+        self._before, self._used, self._tokens = state["source"], state["used"], None
+        self.source.load_state_dict(self._before)
+
+
+class _FirstFitRun(CollectRun):
+    def __init__(self, source: Run, stage: PackSequences, context: Context) -> None:
+        super().__init__(source, context.skips)
+        self._stage = stage
+        self._filled: dict[Hashable, int] = {}  # tokens of each open row
+        self._made = 0
+
+    def choose(self, item: Any) -> Hashable | None:
+        size = len(_tokens(item, self._stage))
+        if size == 0:
+            return None
+        if size > self._stage.length:
+            raise SampleError(
+                f"a sequence of {size} tokens does not fit a row of {self._stage.length}; cut it in a map, or use packing='concat'",
+                shard=item.get("__url__"),
+                key=item.get("__key__"),
+                field=self._stage.field,
+            )
+        fitting = (
+            row for row, filled in self._filled.items() if filled + size <= self._stage.length
+        )
+        row = next(fitting, None)
+        if row is None:
+            self._made += 1
+            row = self._made
+        self._filled[row] = self._filled.get(row, 0) + size
+        return row
+
+    def is_full(self, name: Hashable) -> bool:
+        return self._filled[name] == self._stage.length
+
+    def overflow(self) -> Hashable | None:
+        return (
+            max(self._filled, key=self._filled.__getitem__)
+            if len(self._filled) > self._stage.open_rows
+            else None
+        )
+
+    def leftover(self) -> bool:
+        return True
+
+    def forget(self, name: Hashable) -> None:
+        del self._filled[name]
+
+    def clear(self) -> None:
+        self._filled.clear()
+
+    def batch(self, items: list[Any]) -> Sample:
+        return _row([(_tokens(item, self._stage), 0) for item in items], self._stage)
+
+
+def _tokens(item: Any, stage: PackSequences) -> np.ndarray[Any, Any]:
+    tokens = np.asarray(item[find_field(stage.field, item, "pack_sequences")])
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
+        raise SampleError(
+            f"pack_sequences wants whole numbers of shape (n,), not {tokens.dtype} of shape {tokens.shape}; decode them first",
+            shard=item.get("__url__"),
+            key=item.get("__key__"),
+            field=stage.field,
+        )
+    return tokens
+
+
+def _row(pieces: list[tuple[np.ndarray[Any, Any], int]], stage: PackSequences) -> Sample:
+    dtype = np.result_type(*(piece for piece, _ in pieces))
+    if dtype.kind not in "iu":
+        kinds = sorted({str(piece.dtype) for piece, _ in pieces})
+        raise SampleError(
+            f"sequences of {kinds} share no whole-number type; convert them in a map",
+            field=stage.field,
+        )
+    row = np.full(stage.length, stage.pad, dtype=dtype)
+    segments, positions = np.zeros(stage.length, np.int32), np.zeros(stage.length, np.int32)
+    at = 0
+    for number, (piece, start) in enumerate(pieces, start=1):
+        end = at + len(piece)
+        row[at:end], segments[at:end] = piece, number
+        positions[at:end] = np.arange(start, start + len(piece))
+        at = end
+    return {stage.field: row, "segments": segments, "positions": positions}

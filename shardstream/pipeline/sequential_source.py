@@ -1,0 +1,175 @@
+"""Where a chain begins without an index: whole shards, each read from its start to its end."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardstream.catalog.file_versions import FileVersions
+from shardstream.catalog.manifest_versions import ManifestVersions
+from shardstream.distributed import Reader
+from shardstream.errors import ChangedError
+from shardstream.format.forward_reader import StreamReader, decompressed
+from shardstream.format.manifest import ShardInfo, checksum, fingerprint
+from shardstream.format.samples import Sample, iter_samples
+from shardstream.format.tar_diagnostics import TarNotes
+from shardstream.order.permutation import derive_key, permute
+from shardstream.pipeline.bad_samples import Skips
+from shardstream.pipeline.stage import Context, Run, State
+from shardstream.pipeline.stream_source import StreamSource
+from shardstream.storage.discover import Located, is_compressed
+from shardstream.storage.range_file import RangeStream
+from shardstream.storage.store import Storage
+
+_SHARD_ORDER = 4
+_CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeShards(StreamSource):
+    """A dataset that can only be split by whole shards.
+
+    Args:
+        shards: In the order of the dataset.
+        storage: Where they are.
+        files: What those on this machine were when the dataset was opened.
+        manifests: What remote manifests said of them.
+        shuffle: Permute the shards; samples are shuffled by a stage behind.
+    """
+
+    shards: tuple[ShardInfo, ...]
+    storage: Storage
+    files: FileVersions
+    manifests: ManifestVersions
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the dataset."""
+        return fingerprint(self.shards)
+
+    @property
+    def checksums(self) -> list[str | None]:
+        """16 hex digits that change with the bytes of the shards; None without checksums."""
+        return [checksum(self.shards)]
+
+    def place(self) -> tuple[Storage, str]:
+        """Return the storage, and the URL of the first shard."""
+        return self.storage, self.shards[0].url if self.shards else ""
+
+    def open(self, reader: Reader, context: Context) -> Run:
+        """Start reading the shards of one loader worker."""
+        order = np.arange(len(self.shards))
+        if self.shuffle and len(order):
+            order = permute(order, len(order), derive_key(self.seed, context.epoch, _SHARD_ORDER))
+        return WholeShardRun(self, order[reader.number :: reader.total].tolist(), context.skips)
+
+
+def whole_shards(located: Located, storage: Storage, *, shuffle: bool, seed: int) -> WholeShards:
+    """Return a source of shards as they are now."""
+    files = FileVersions([storage.local_path(shard.url) for shard in located.shards])
+    return WholeShards(
+        shards=located.shards,
+        storage=storage,
+        files=files,
+        manifests=ManifestVersions(located, storage),
+        shuffle=shuffle,
+        seed=seed,
+    )
+
+
+class WholeShardRun:
+    """Raw samples of some shards, one shard after the other."""
+
+    def __init__(self, source: WholeShards, shards: list[int], skips: Skips) -> None:
+        self.number = -1
+        self._source = source
+        self._shards = shards
+        self._skips = skips
+        self._place = 0  # in the list of shards
+        self._taken = 0  # samples of that shard
+        self._offset = 0  # behind the last of them
+        self._samples: Generator[Sample, None, None] | None = None
+
+    def __iter__(self) -> WholeShardRun:
+        return self
+
+    def __next__(self) -> Sample:
+        if self._samples is None:
+            self._samples = self._read()
+        return next(self._samples)
+
+    def state_dict(self) -> State:
+        """Return shard, samples taken of it and the byte offset behind them."""
+        return {"shard": self._place, "taken": self._taken, "offset": self._offset}
+
+    def load_state_dict(self, state: State) -> None:
+        """Go to a shard and an offset in it."""
+        self.close()
+        self._place, self._taken, self._offset = state["shard"], state["taken"], state["offset"]
+
+    def close(self) -> None:
+        """Close the shard that is open."""
+        if self._samples is not None:
+            self._samples.close()
+        self._samples = None
+
+    def _read(self) -> Generator[Sample, None, None]:
+        while self._place < len(self._shards):
+            shard = self._shards[self._place]
+            info = self._source.shards[shard]
+            error: Exception | None = None
+            try:
+                yield from self._read_shard(shard, info)
+            except Exception as caught:  # noqa: BLE001  (the skip policy decides: the rest of the shard is lost)
+                error = caught
+            # A file that is being written over looks damaged, or ends early.
+            self._source.files.check([shard])
+            if error is not None:
+                self._skips.take(error)
+            self._place, self._taken, self._offset = self._place + 1, 0, 0
+        self._source.manifests.check(self._source.shards)
+
+    def _read_shard(self, shard: int, info: ShardInfo) -> Generator[Sample, None, None]:
+        compressed = is_compressed(info.url)
+        start, passed = (0, self._taken) if compressed else (self._offset, 0)
+        with self._open(info) as raw, decompressed(raw, shard=info.url) as stream:
+            read = StreamReader(stream, chunk_bytes=_CHUNK_BYTES)
+            end = None if compressed else self._size(info)
+            notes = TarNotes()
+            samples = iter_samples(read, start=start, end=end, shard=info.url, notes=notes)
+            checked = -1
+            for group, sample in samples:
+                if passed:
+                    passed -= 1
+                    continue
+                self.number = derive_key(shard, self._taken)
+                if (
+                    checked != read.position
+                ):  # bytes were read since: look after that, before they go out
+                    self._source.files.check([shard])
+                    checked = read.position
+                self._taken, self._offset = self._taken + 1, group.end
+                yield sample
+        notes.warn(info.url)
+        if passed:
+            raise ChangedError(
+                f"{passed} of the {self._taken} samples that were read before are gone; begin the epoch again",
+                shard=info.url,
+            )
+
+    @contextmanager
+    def _open(self, info: ShardInfo) -> Iterator[Any]:
+        """Open a local file; of a remote one every piece is checked for its length, and asked for again if need be."""
+        storage = self._source.storage
+        if storage.local_path(info.url) is not None:
+            with storage.open(info.url) as stream:
+                yield stream
+        else:
+            yield RangeStream(storage, info.url, self._size(info), least_bytes=_CHUNK_BYTES)
+
+    def _size(self, info: ShardInfo) -> int:
+        return self._source.storage.info(info.url).size if info.filesize is None else info.filesize

@@ -1,0 +1,248 @@
+"""Steps that change how many items there are or their order: shuffle, slice, repeat, with_epoch, compose.
+
+Each keeps a position, never items: after a resume a buffer is filled again from where it began.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from shardstream.errors import StateError
+from shardstream.order.permutation import derive_key, permute
+from shardstream.pipeline.map import name_of
+from shardstream.pipeline.stage import Context, Run, SourceRun, State, at_least
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shuffle:
+    """Shuffle runs of ``window`` items; place it before decode, where samples are small."""
+
+    window: int
+    purpose: int = 0
+
+    def __post_init__(self) -> None:
+        at_least(1, window=self.window)
+
+    def open(self, source: Run, context: Context) -> Run:
+        """Start it on a stream."""
+        return _ShuffleRun(
+            source, self.window, derive_key(context.seed, context.epoch, self.purpose, 1)
+        )
+
+
+class _ShuffleRun(SourceRun):
+    def __init__(self, source: Run, window: int, key: int) -> None:
+        super().__init__(source)
+        self._window = window
+        self._key = key
+        self._items: list[tuple[Any, int]] | None = None
+        self._order: list[int] = []
+        self._start = source.state_dict()
+        self._turn = 0
+        self._taken = 0
+        self._number = 0
+
+    @property
+    def number(self) -> int:
+        return self._number
+
+    def __next__(self) -> Any:
+        if self._items is None:
+            self._items = self._fill()
+        if self._items and self._taken == len(self._items):
+            self._turn, self._taken, self._start = self._turn + 1, 0, self.source.state_dict()
+            self._items = self._fill()
+        if not self._items:
+            raise StopIteration
+        item, self._number = self._items[self._order[self._taken]]
+        self._taken += 1
+        return item
+
+    def _fill(self) -> list[tuple[Any, int]]:
+        items = [(item, self.source.number) for item in islice(self.source, self._window)]
+        if items:
+            self._order = permute(
+                np.arange(len(items)), len(items), derive_key(self._key, self._turn)
+            ).tolist()
+        return items
+
+    def state_dict(self) -> State:
+        return {"source": self._start, "turn": self._turn, "taken": self._taken}
+
+    def load_state_dict(self, state: State) -> None:
+        self._start, self._turn, self._taken = state["source"], state["turn"], state["taken"]
+        self._items = None
+        self.source.load_state_dict(self._start)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slice:
+    """Hand out items ``start``, ``start + step``, … below ``stop`` of each reader."""
+
+    start: int
+    stop: int | None
+    step: int
+
+    def open(self, source: Run, context: Context) -> Run:  # noqa: ARG002
+        """Start it on a stream."""
+        return _SliceRun(source, self)
+
+
+class _SliceRun(SourceRun):
+    def __init__(self, source: Run, cut: Slice) -> None:
+        super().__init__(source)
+        self._cut = cut
+        self._taken = 0
+
+    def __next__(self) -> Any:
+        cut = self._cut
+        while cut.stop is None or self._taken < cut.stop:
+            item = next(self.source)
+            place = self._taken - cut.start
+            self._taken += 1
+            if place >= 0 and place % cut.step == 0:
+                return item
+        raise StopIteration
+
+    def state_dict(self) -> State:
+        return {"source": self.source.state_dict(), "taken": self._taken}
+
+    def load_state_dict(self, state: State) -> None:
+        self._taken = state["taken"]
+        self.source.load_state_dict(state["source"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeat:
+    """Go through the epoch several times, or until ``items`` have been handed out.
+
+    Args:
+        times: How often; None means for ever.
+        items: Stop each reader after so many; None means no such stop.
+    """
+
+    times: int | None = None
+    items: int | None = None
+
+    def __post_init__(self) -> None:
+        at_least(0, times=self.times, items=self.items)
+
+    def open(self, source: Run, context: Context) -> Run:  # noqa: ARG002
+        """Start it on a stream."""
+        return _RepeatRun(source, self)
+
+
+class _RepeatRun(SourceRun):
+    def __init__(self, source: Run, repeat: Repeat) -> None:
+        super().__init__(source)
+        self._repeat = repeat
+        self._begin = source.state_dict()
+        self._round = 0
+        self._taken = 0
+        self._in_round = 0
+
+    @property
+    def number(self) -> int:
+        """Number of the item; of the same sample another one in each round, so that augmentation differs."""
+        return derive_key(self.source.number, self._round) if self._round else self.source.number
+
+    def __next__(self) -> Any:
+        times, items = self._repeat.times, self._repeat.items
+        if items is not None and self._taken >= items:
+            raise StopIteration
+        while times is None or self._round < times:
+            for item in self.source:
+                self._taken += 1
+                self._in_round += 1
+                return item
+            if self._in_round == 0:  # nothing at all comes: repeating it would never end
+                break
+            self._round, self._in_round = self._round + 1, 0
+            self.source.load_state_dict(self._begin)
+        raise StopIteration
+
+    def state_dict(self) -> State:
+        source = self.source.state_dict()
+        return {
+            "source": source,
+            "round": self._round,
+            "taken": self._taken,
+            "in_round": self._in_round,
+        }
+
+    def load_state_dict(self, state: State) -> None:
+        self._round, self._taken, self._in_round = state["round"], state["taken"], state["in_round"]
+        self.source.load_state_dict(state["source"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compose:
+    """Put the stream through a function of the user's: iterator in, iterator out.
+
+    What the function remembers is unknown, so a resume runs it from the epoch's start and passes over what was handed out. Name and
+    version are as in `Map`.
+    """
+
+    function: Callable[[Iterator[Any]], Iterable[Any]]
+    name: str | None = None
+    version: int | str | None = None
+
+    def open(self, source: Run, context: Context) -> Run:
+        """Start it on a stream."""
+        return _ComposeRun(source, self.function, context.reader)
+
+
+class _ComposeRun(SourceRun):
+    def __init__(
+        self, source: Run, function: Callable[[Iterator[Any]], Iterable[Any]], reader: int
+    ) -> None:
+        super().__init__(source)
+        self._function = function
+        self._reader = reader
+        self._begin = source.state_dict()
+        self._taken = 0
+        self._items: Iterator[Any] | None = None
+
+    def __next__(self) -> Any:
+        if self._items is None:
+            self._items = self._start()
+        item = next(self._items)
+        self._taken += 1
+        return item
+
+    def _start(self) -> Iterator[Any]:
+        """Call the function, and pass over what was handed out before a resume."""
+        try:
+            items = iter(self._function(iter(self.source)))
+        except StopIteration as error:  # raised on, it would end the epoch in silence
+            text = f"compose({name_of(self._function)}) raised StopIteration"
+            raise RuntimeError(text) from error
+        passed = sum(1 for _ in islice(items, self._taken))
+        if passed < self._taken:
+            raise StateError(
+                f"compose({name_of(self._function)}) handed out {passed} items, the state says {self._taken}; "
+                "use a function that repeats what it did, or start the epoch again"
+            )
+        return items
+
+    @property
+    def number(self) -> int:
+        # Items in and out need not match: the place in this reader's stream is what a resume repeats.
+        return derive_key(self._reader, self._taken)
+
+    def state_dict(self) -> State:
+        return {"taken": self._taken}
+
+    def load_state_dict(self, state: State) -> None:
+        self._taken = state["taken"]
+        self._items = None
+        self.source.load_state_dict(self._begin)
+
+    def close(self) -> None:
+        self._items = None
+        super().close()

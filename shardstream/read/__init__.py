@@ -1,1 +1,0 @@
-"""From shards to batches."""

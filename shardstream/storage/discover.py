@@ -1,0 +1,343 @@
+"""URL, brace pattern, ``::`` join, glob, list, folder or manifest -> the shards, with what is known of each."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+
+from shardstream.errors import ManifestError, MissingError, OptionError, StorageError
+from shardstream.format.index import INDEX_SUFFIX, OFFSET_BYTES, num_samples
+from shardstream.format.manifest import MANIFEST_NAME, Manifest, ShardInfo, decode_manifest
+from shardstream.storage.check_manifest_urls import check_names
+from shardstream.storage.journal_marker import check_finished, journal_name
+from shardstream.storage.store import (
+    FileInfo,
+    Storage,
+    is_known_protocol,
+    join_url,
+    parent_url,
+)
+from shardstream.storage.url_patterns import expand_braces
+
+TAR_SUFFIXES = (".tar",)
+COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
+_HTTP = ("http://", "https://")
+# Of indexes that are read with the manifest, at most; workers read what they need of more, or larger ones.
+_INDEXES, _INDEXES_BYTES = 48, 1 << 20
+_GLANCED_INDEX_BYTES = 1 << 23  # of a million samples
+_MANIFEST_LIMIT_BYTES = 256 << 20  # over a million shards
+_GLANCED_MANIFEST_BYTES = 64 << 20
+_FOLDERS_LIMIT = 10_000  # each is listed once
+_GLOB = re.compile(r"[*?\[]")
+
+
+Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
+"""What names a dataset: a URL or path of any kind below, or several."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Located:
+    """The shards of a dataset.
+
+    Args:
+        shards: With absolute URLs; counts and sizes where a manifest, an index or a listing gave them.
+        manifest_url: The manifest that told, if one did.
+        manifests: URL of each manifest that was read -> its SHA-256, in hex digits.
+        indexed: URLs of the shards that have an ``.idx`` beside them.
+        indexes: URL of an ``.idx`` -> its bytes, where they have been read on the way.
+    """
+
+    shards: tuple[ShardInfo, ...]
+    manifest_url: str | None = None
+    manifests: Mapping[str, str] = field(default_factory=dict)
+    indexed: frozenset[str] = frozenset()
+    indexes: Mapping[str, bytes] = field(default_factory=dict)
+
+
+def is_tar(name: str) -> bool:
+    """Tell whether a file name is that of a shard."""
+    return _without_query(name).lower().endswith(TAR_SUFFIXES + COMPRESSED_SUFFIXES)
+
+
+def is_compressed(name: str) -> bool:
+    """Tell whether a shard can only be read from its start to its end."""
+    return _without_query(name).lower().endswith(COMPRESSED_SUFFIXES)
+
+
+def expand_urls(urls: Urls) -> list[str]:
+    """Expand ``::`` joins and brace patterns, in order; an fsspec chain (``simplecache::s3://…``) stays one URL.
+
+    >>> expand_urls("a-{00..02}.tar::b.tar")
+    ['a-00.tar', 'a-01.tar', 'a-02.tar', 'b.tar']
+
+    Raises:
+        OptionError: If a brace is not closed, or too many URLs are meant (see `url_patterns`).
+    """
+    parts = [urls] if isinstance(urls, str | os.PathLike) else list(urls)
+    return [url for part in parts for url in expand_braces(*_split_join(os.fspath(part)))]
+
+
+def locate(urls: Urls, storage: Storage) -> Located:
+    """Find the shards of a dataset.
+
+    A folder or prefix is read through its ``index.json`` if it has one, else it is all tars in it, sorted by name. Without
+    ``index.json``, a folder or glob whose dataset is not finished is refused; tars that are named one by one are not.
+
+    Raises:
+        OptionError: If there is nothing to look for, a brace is not closed, or a URL starts a command.
+        UnfinishedError: If a dataset is being written there, or its writer was stopped.
+        StorageError: If nothing is there, or it is out of reach.
+        ManifestError: If a manifest cannot be understood.
+    """
+    expanded = expand_urls(urls)
+    if not expanded:
+        raise OptionError("no shards: the list of URLs is empty")
+    located: list[Located] = []
+    tars: list[str] = []
+    globbed: set[str] = set()
+    for url in expanded:
+        if url.startswith("pipe:"):
+            storage.resolve(url)  # says why not
+        elif _GLOB.search(_without_query(url)):
+            found = _globbed(url, storage)
+            globbed.update(map(parent_url, found))
+            tars += found
+        elif is_tar(url):
+            tars.append(url)
+        else:
+            located.append(
+                _from_manifest(storage.info(url), storage)
+                if url.endswith(".json")
+                else _from_folder(url, storage)
+            )
+    if tars:
+        located.append(_from_tars(tars, storage, globbed))
+    if len(located) == 1:
+        return located[0]
+    return Located(
+        shards=tuple(shard for one in located for shard in one.shards),
+        manifests={url: digest for one in located for url, digest in one.manifests.items()},
+        indexed=frozenset().union(*(one.indexed for one in located)),
+    )
+
+
+def read_manifest(file: FileInfo, storage: Storage) -> tuple[Manifest, str]:
+    """Read an ``index.json`` that was listed or looked up; return it and the SHA-256 of its bytes.
+
+    Raises:
+        ManifestError: If it cannot be understood, or names what lies elsewhere (see `check_names`).
+    """
+    url = file.url
+    if (file.told_size or 0) > _MANIFEST_LIMIT_BYTES:  # a web server may not tell
+        raise _too_large(str(file.size), url)
+    data = storage.read(url, most=_MANIFEST_LIMIT_BYTES + 1)
+    if len(data) > _MANIFEST_LIMIT_BYTES:
+        raise _too_large(f"over {_MANIFEST_LIMIT_BYTES}", url)
+    return _decoded(data, url)
+
+
+def _decoded(data: bytes, url: str) -> tuple[Manifest, str]:
+    manifest = decode_manifest(data, url=url)
+    check_names(url, [shard.url for shard in manifest.shards])
+    return manifest, hashlib.sha256(data).hexdigest()
+
+
+def _too_large(size: str, url: str) -> ManifestError:
+    return ManifestError(
+        f"a manifest of {size} bytes is over the limit of {_MANIFEST_LIMIT_BYTES}; split the dataset",
+        shard=url,
+    )
+
+
+def _by_folder(urls: Iterable[str]) -> dict[str, list[str]]:
+    """Group URLs by their folders, in order."""
+    found: dict[str, list[str]] = {}
+    for url in urls:
+        found.setdefault(parent_url(url), []).append(url)
+    return found
+
+
+def _split_join(text: str) -> Iterable[str]:
+    chain = ""
+    *heads, last = text.split("::")
+    for part in heads:
+        if part.isalnum() and is_known_protocol(part):
+            chain += f"{part}::"  # the head of an fsspec chain, no file of its own
+        else:
+            yield chain + part
+            chain = ""
+    yield chain + last  # whatever its name: a folder may well be called "data"
+
+
+def _without_query(url: str) -> str:
+    """Cut the query off a URL over HTTP: its '?' is no glob, and its path tells what it is."""
+    return url.partition("?")[0] if url.startswith(_HTTP) else url
+
+
+def _globbed(pattern: str, storage: Storage) -> list[str]:
+    tars = [file.url for file in storage.glob(pattern) if is_tar(file.url)]
+    if not tars:
+        raise MissingError(
+            "no shard matches this pattern; check it, and that the shards end in .tar",
+            shard=pattern,
+        )
+    return tars
+
+
+def _from_manifest(file: FileInfo, storage: Storage, here: list[FileInfo] | None = None) -> Located:
+    """Take the shards that a manifest names; ``here`` is what is in its folder, if that has been listed."""
+    url = file.url
+    manifest, digest = read_manifest(file, storage)
+    folder = parent_url(url)
+    if not manifest.shards:
+        raise StorageError(
+            "the manifest names no shards: the dataset is empty; pack it again", shard=url
+        )
+    shards = tuple(replace(shard, url=join_url(folder, shard.url)) for shard in manifest.shards)
+    indexed: set[str] = set()
+    folders = _by_folder(shard.url for shard in shards)
+    if len(folders) > _FOLDERS_LIMIT:
+        raise ManifestError(
+            f"shards in {len(folders)} folders, the limit is {_FOLDERS_LIMIT}; move them together",
+            shard=url,
+        )
+    for one, mine in folders.items():
+        if one.startswith(_HTTP):  # cannot be listed: one index stands for all
+            indexed.update(mine if storage.exists(mine[0] + INDEX_SUFFIX) else ())
+            continue
+        listed = storage.list_folder(one)[0] if here is None or one != folder else here
+        there = {file.url.rsplit("/", 1)[-1] for file in listed}
+        indexed.update(tar for tar in mine if tar.rsplit("/", 1)[-1] + INDEX_SUFFIX in there)
+    return Located(
+        shards=shards, manifest_url=url, manifests={url: digest}, indexed=frozenset(indexed)
+    )
+
+
+def _glanced(folder: str, storage: Storage) -> Located | None:
+    """Take the shards of a folder's manifest by few small reads, where that is as good as a listing; else None."""
+    url = join_url(folder, MANIFEST_NAME)
+    (data,) = storage.glance([url], most=_GLANCED_MANIFEST_BYTES)
+    if data is None:
+        return None
+    manifest, digest = _decoded(data, url)
+    shards = tuple(replace(one, url=join_url(folder, one.url)) for one in manifest.shards)
+    if {parent_url(one.url) for one in shards} != {folder.rstrip("/")}:
+        return None
+    # The last stands for all: a run that wrote them in order may have been stopped. Few small ones are read all at once.
+    wanted = [one.url + INDEX_SUFFIX for one in shards]
+    size = OFFSET_BYTES * sum(one.nsamples or 0 for one in shards)
+    if len(wanted) > _INDEXES or size > _INDEXES_BYTES:
+        wanted = wanted[-1:]
+    indexes = storage.glance(wanted, most=_GLANCED_INDEX_BYTES)
+    if indexes[-1] is None:
+        return None
+    return Located(
+        shards=shards,
+        manifest_url=url,
+        manifests={url: digest},
+        indexed=frozenset(one.url for one in shards),
+        indexes={one: data for one, data in zip(wanted, indexes, strict=True) if data is not None},
+    )
+
+
+def _from_folder(url: str, storage: Storage) -> Located:
+    glanced = _glanced(url, storage)
+    if glanced is not None:
+        return glanced
+    files, folders = storage.list_folder(url)
+    by_name = {file.url.rsplit("/", 1)[-1]: file for file in files}
+    if MANIFEST_NAME in by_name:
+        return _from_manifest(by_name[MANIFEST_NAME], storage, files)
+    _check_finished(url, by_name, storage)
+    tars = [file for file in files if is_tar(file.url)]
+    if tars:
+        return _with_indexes(tars, by_name)
+    path = storage.local_path(url)
+    if path is not None and os.path.isfile(path):
+        raise StorageError(
+            "not a shard: its name does not end in .tar (.tar.gz, .tgz, .tar.zst)", shard=url
+        )
+    inside = ", ".join([f"{folder}/" for folder in folders[:5]] + list(by_name)[:5]) or "nothing"
+    raise StorageError(
+        f"no index.json and no .tar here (found: {inside}); name the folder that holds the shards, "
+        "or pack them with 'shardstream pack'",
+        shard=url,
+    )
+
+
+def _check_finished(folder: str, names: Collection[str], storage: Storage) -> None:
+    check_finished(folder, names)
+    if folder.startswith(_HTTP):  # web servers list no hidden files
+        with suppress(StorageError):  # or refuse to say
+            if storage.exists(join_url(folder, journal_name(0))):
+                names = [*names, journal_name(0)]
+        check_finished(folder, names)
+
+
+def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> Located:
+    """Take named tars with what the manifest in their folder, or their indexes, say of them.
+
+    Args:
+        urls: The tars.
+        storage: Where they are.
+        globbed: Folders in which a pattern took whatever is there.
+    """
+    found: dict[str, ShardInfo] = {}
+    indexed: set[str] = set()
+    manifests: dict[str, str] = {}
+    for folder, inside in _by_folder(urls).items():
+        names = {url.rsplit("/", 1)[-1]: url for url in inside}
+        by_name = _look_up(names, folder, storage)
+        if folder in globbed:
+            _check_finished(folder, by_name, storage)
+        missing = next((name for name in names if name not in by_name), None)
+        if missing is not None:
+            raise MissingError(
+                "the shard is missing; check the URL or the pattern's range", shard=names[missing]
+            )
+        tars = [FileInfo(url=url, told_size=by_name[name].size) for name, url in names.items()]
+        listed = _with_indexes(tars, by_name)
+        found |= {shard.url: shard for shard in listed.shards}
+        indexed |= listed.indexed
+        if MANIFEST_NAME in by_name:
+            file = by_name[MANIFEST_NAME]
+            manifest, manifests[file.url] = read_manifest(file, storage)
+            known = {shard.url.rsplit("/", 1)[-1]: shard for shard in manifest.shards}
+            found |= {
+                url: replace(known[name], url=url) for name, url in names.items() if name in known
+            }
+    return Located(
+        shards=tuple(found[url] for url in urls), manifests=manifests, indexed=frozenset(indexed)
+    )
+
+
+def _look_up(names: dict[str, str], folder: str, storage: Storage) -> dict[str, FileInfo]:
+    """List the folder of some tars; where folders cannot be listed (http), ask for each file."""
+    if not folder.startswith(_HTTP):
+        return {file.url.rsplit("/", 1)[-1]: file for file in storage.list_folder(folder)[0]}
+    # A query (a signature, say) is about one file: there is no telling what its neighbours' would be.
+    plain = [url for url in names.values() if "?" not in url]
+    wanted = [*names.values(), *(url + INDEX_SUFFIX for url in plain)]
+    wanted += [join_url(folder, MANIFEST_NAME)] if plain else []
+    return {url.rsplit("/", 1)[-1]: storage.info(url) for url in wanted if storage.exists(url)}
+
+
+def _with_indexes(tars: list[FileInfo], by_name: dict[str, FileInfo]) -> Located:
+    """Count samples by the sizes of the index files: one listing, nothing read."""
+    shards, indexed = [], set()
+    for tar in tars:
+        index = by_name.get(tar.url.rsplit("/", 1)[-1] + INDEX_SUFFIX)
+        if index is not None:
+            indexed.add(tar.url)
+        shards.append(
+            ShardInfo(
+                url=tar.url,
+                filesize=tar.size,
+                nsamples=None if index is None else num_samples(index.size),
+            )
+        )
+    return Located(shards=tuple(shards), indexed=frozenset(indexed))

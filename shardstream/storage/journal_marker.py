@@ -1,0 +1,66 @@
+"""The journal that marks a folder while a dataset is written to it, and the check that readers make for it.
+
+A pack or `ShardWriter` creates the journal before it changes anything else, and deletes it after ``index.json`` is published.
+A folder with a journal and without ``index.json`` may lack shards, whatever tars are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from shardstream.errors import UnfinishedError
+from shardstream.format.manifest import MANIFEST_NAME
+from shardstream.storage.atomic_write import final_name
+
+_START, _END = ".shardstream-pack-", ".json"
+
+
+def journal_name(number: int) -> str:
+    """Return the name of a file of the journal.
+
+    >>> journal_name(0)
+    '.shardstream-pack-000000.json'
+    """
+    return f"{_START}{number:06d}{_END}"
+
+
+def is_journal(name: str) -> bool:
+    """Tell whether a file is part of a journal, by its name.
+
+    >>> is_journal(".shardstream-pack-000000.json")
+    True
+    """
+    return name.startswith(_START) and name.endswith(_END)
+
+
+def check_finished(folder: str, names: Collection[str]) -> None:
+    """Refuse a folder in which a dataset is being written, or whose writer was stopped.
+
+    Args:
+        folder: Its URL.
+        names: The files that are right in it.
+
+    Raises:
+        UnfinishedError: If there is no ``index.json``, but a journal or a half-written tar.
+    """
+    if MANIFEST_NAME in names:
+        return
+    journal = min(filter(is_journal, names), default=None)
+    if journal is not None:
+        raise UnfinishedError(
+            f"the dataset is not finished: a pack or ShardWriter is writing here or was stopped ({journal} without {MANIFEST_NAME}), "
+            "so shards may be missing; wait for it or run the same command again (a ShardWriter with overwrite=True), or, if all shards "
+            f"are there, delete {journal} and run 'shardstream index', or name the tars to read one by one",
+            shard=folder,
+        )
+    part = min(filter(_is_half_a_tar, names), default=None)
+    if part is not None:
+        raise UnfinishedError(
+            f"the dataset is not finished: {part} is a half-written tar and there is no {MANIFEST_NAME}, so shards may be missing; "
+            "wait for its writer or run it again, or name the tars to read one by one",
+            shard=folder,
+        )
+
+
+def _is_half_a_tar(name: str) -> bool:
+    return (final_name(name) or "").lower().endswith(".tar")

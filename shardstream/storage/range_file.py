@@ -1,0 +1,92 @@
+"""A remote file as a stream of length-checked range reads."""
+
+from __future__ import annotations
+
+import io
+import os
+from typing import TYPE_CHECKING
+
+from shardstream.storage.retry import fetch
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+    from shardstream.storage.store import Storage
+
+_BUFFER_BYTES = 8 << 20  # of a file that is read by whoever asks for a line at a time
+
+
+class RangeStream:
+    """Reads a file from its start on, each piece by one range read.
+
+    A file object of fsspec would do as well, but for two things: clients hand out bodies that were cut without a word
+    (`fetch` checks the length), and a file object reads ahead what a seek then throws away.
+
+    Args:
+        storage: Where the file is.
+        url: Its URL.
+        size: Its length in bytes.
+        least_bytes: Of one range read; what is asked for in smaller pieces (decompressors ask for 8 KiB) is kept for them.
+    """
+
+    def __init__(self, storage: Storage, url: str, size: int, *, least_bytes: int = 0) -> None:
+        self._storage = storage
+        self._least_bytes = least_bytes
+        self._kept, self._kept_start = b"", 0
+        self._url = url
+        self._size = size
+        self._position = 0
+
+    def read(self, size: int, /) -> bytes:
+        """Return up to ``size`` bytes; none only at the end.
+
+        Raises:
+            StorageError: If the file is shorter than it was said to be, or out of reach.
+        """
+        start, end = self._position, min(self._position + size, self._size)
+        if end <= start:
+            return b""
+        at = start - self._kept_start
+        if not 0 <= at < len(self._kept):
+            far = min(max(end, start + self._least_bytes), self._size)
+            self._kept = fetch(self._storage, self._url, start, far, size=self._size)
+            self._kept_start, at = start, 0
+        data = self._kept[at : at + end - start]
+        self._position = start + len(data)
+        return data
+
+    def seek(self, offset: int, /) -> int:
+        """Go on reading at an offset."""
+        self._position = offset
+        return offset
+
+    def seekable(self) -> bool:
+        """Say that `seek` works."""
+        return True
+
+
+def open_ranges(storage: Storage, url: str, size: int) -> io.BufferedReader:
+    """Open a remote file as any reader of files wants it; it is read 8 MiB at a time."""
+    return io.BufferedReader(_RawRanges(RangeStream(storage, url, size), size), _BUFFER_BYTES)
+
+
+class _RawRanges(io.RawIOBase):
+    def __init__(self, stream: RangeStream, size: int) -> None:
+        self._stream, self._size, self._position = stream, size, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
+        self._position = self._stream.seek(base + offset)
+        return self._position
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        data = self._stream.read(len(view := memoryview(buffer)))
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)

@@ -1,0 +1,307 @@
+"""Any fsspec file system, opened in the process that uses it, with errors that say what to do."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, BinaryIO, cast
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from shardstream.errors import MissingError, RefusedError, StorageError
+from shardstream.storage.cache import Cache, version_of
+from shardstream.storage.clients import Clients, Limits
+from shardstream.storage.error_messages import explained
+from shardstream.storage.fork_safety import new_lock
+from shardstream.storage.range_file import open_ranges
+from shardstream.storage.response import Piece
+from shardstream.storage.retry import fetch, patiently
+from shardstream.storage.url_patterns import simplify_glob
+
+_VERSIONS_KEPT = 1 << 16
+_pinning = new_lock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileInfo:
+    """A file as a listing shows it.
+
+    Args:
+        url: With its protocol, as `Storage` takes it back.
+        told_size: Bytes; None where a web server does not tell.
+        version: Changes with the bytes, as far as the file system tells.
+    """
+
+    url: str
+    told_size: int | None
+    version: str | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes.
+
+        Raises:
+            StorageError: If the server does not tell.
+        """
+        if self.told_size is None:
+            raise StorageError(
+                "the server does not tell how long the file is (it sends no Content-Length)",
+                remedy="serve it by one that does, such as nginx, Caddy or an S3 server",
+                shard=self.url,
+            )
+        return self.told_size
+
+
+class Storage:
+    """Reads and lists files by URL; picklable, opens its clients anew in each process.
+
+    What is read is asked for again where that can help (see `retry.fetch`).
+
+    Args:
+        options: What fsspec takes as ``storage_options``, e.g. ``{"key": …, "secret": …, "endpoint_url": …}``, and beside
+            them ``s3_client`` ("s3fs" or "obstore"; by default obstore where it is installed and knows all options),
+            ``stall_s`` (limit of the time without a byte, 20) and ``patience_s`` (how long a server that fails is asked
+            again, 60).
+        filesystem: An fsspec file system to use for every URL instead of looking one up by protocol.
+        cache: Where `retry.fetch` keeps what it reads from afar.
+
+    Raises:
+        OptionError: If one of those three makes no sense.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any] | None = None,
+        filesystem: Any = None,
+        cache: Cache | None = None,
+    ) -> None:
+        self.cache = cache
+        self._clients = Clients(options or {}, filesystem)
+        self._versions: OrderedDict[str, str] = OrderedDict()
+        self.reached = False
+        """Whether a server has answered, with bytes or an HTTP error; one that never did is not waited for that long."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_versions": OrderedDict()}
+
+    def uncached(self) -> Storage:
+        """Return a storage with the same options, and no cache: for what is written, too."""
+        other = copy.copy(self)
+        other.cache = None
+        return other
+
+    @property
+    def limits(self) -> Limits:
+        """How long a server is waited for."""
+        return self._clients.limits
+
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """Values that no message may show."""
+        return self._clients.secrets
+
+    def explained(self, url: str) -> AbstractContextManager[None]:
+        """Turn what a client raises into a `StorageError` that says what to do, and shows no secret of this storage."""
+        return explained(url, lambda: self.secrets)
+
+    def resolve(self, url: str) -> tuple[Any, str]:
+        """Return the file system of a URL and the path on it, for writing: it retries by itself.
+
+        What was known of the file's version is forgotten.
+
+        Raises:
+            OptionError: If the URL starts a command, or its protocol is unknown or not installed.
+        """
+        self._versions.pop(url, None)
+        return self._clients.filesystem(url, reading=False)
+
+    def read_once(
+        self,
+        url: str,
+        start: int = 0,
+        end: int | None = None,
+        *,
+        piecemeal: bool = False,
+        most: int | None = None,
+    ) -> Piece:
+        """Ask a client once, and raise what it raises: for `retry.fetch`, which has the words and the pauses."""
+        return self._clients.read(url, start, end, piecemeal=piecemeal, most=most)
+
+    def pin(self, url: str, version: str) -> str:
+        """Remember the version of a file that is read by ranges; returns the one that was first seen."""
+        with _pinning:
+            first = self._versions.setdefault(url, version)
+            if len(self._versions) > _VERSIONS_KEPT:
+                self._versions.popitem(last=False)
+        return first
+
+    def is_s3(self, url: str) -> bool:
+        """Tell whether a URL is read by an S3 client, which tells lengths and versions with each range."""
+        return self._clients.is_s3(url)
+
+    def local_path(self, url: str) -> str | None:
+        """Return the path of a file on this machine, None for anything else."""
+        if self._clients.is_plain_path(url):
+            return url
+        if self._clients.is_s3(url):  # not opened to find that out
+            return None
+        filesystem, path = self._clients.filesystem(url, reading=True)
+        return path if isinstance(filesystem, LocalFileSystem) else None
+
+    def info(self, url: str) -> FileInfo:
+        """Look up one file.
+
+        Raises:
+            StorageError: If it is missing or out of reach.
+        """
+        found = self._ask(url, "info")
+        if found["type"] == "directory":
+            raise StorageError("a folder where a file is expected", shard=url)
+        return self._file(url, found)
+
+    def exists(self, url: str) -> bool:
+        """Tell whether there is a file or folder."""
+        try:
+            self._ask(url, "info")  # exists() of some file systems takes every failure for a no
+        except MissingError:
+            return False
+        return True
+
+    def list_folder(self, url: str) -> tuple[list[FileInfo], list[str]]:
+        """Return the files, sorted by name, and the names of the folders, right under a folder or prefix.
+
+        On S3 the name of a folder may be empty: that of ``a//b`` under ``a``.
+
+        Raises:
+            StorageError: If it is missing, empty or out of reach.
+        """
+        _, path = self._clients.filesystem(url, reading=True)
+        entries = self._ask(url, "ls", detail=True)
+        nameless = any(e["type"] == "directory" and e["name"] == f"{path}/" for e in entries)
+        entries = [entry for entry in entries if entry["name"].rstrip("/") != path.rstrip("/")]
+        files = self._files(url, [entry for entry in entries if entry["type"] == "file"])
+        folders = [
+            entry["name"].rstrip("/").rsplit("/", 1)[-1]
+            for entry in entries
+            if entry["type"] == "directory"
+        ]
+        return files, sorted(folders + [""] * nameless)
+
+    def find(self, url: str) -> list[FileInfo]:
+        """Return all files under a folder or prefix, however deep, sorted by name."""
+        return self._files(url, self._ask(url, "find", detail=True).values())
+
+    def glob(self, pattern: str) -> list[FileInfo]:
+        """Return the files that match a pattern, sorted by name.
+
+        Raises:
+            OptionError: If it would take too long (see `simplify_glob`).
+        """
+        pattern = simplify_glob(pattern)
+        found = self._ask(pattern, "glob", detail=True).values()
+        return self._files(pattern, [entry for entry in found if entry["type"] == "file"])
+
+    def read(
+        self, url: str, start: int = 0, end: int | None = None, *, most: int | None = None
+    ) -> bytes:
+        """Read a whole file (``most`` bytes of it, if given), or the bytes ``start`` to ``end``: `retry.fetch`.
+
+        Raises:
+            StorageError: If it is missing, out of reach, or shorter than asked for.
+        """
+        return fetch(self, url, start, end, most=most)
+
+    def glance(self, urls: Sequence[str], *, most: int) -> list[bytes | None]:
+        """Return files of ``most`` bytes that can be had without setting up a client; None says nothing about a file."""
+        # A cache must learn the versions of the files, which a listing tells.
+        return [None] * len(urls) if self.cache is not None else self._clients.glance(urls, most)
+
+    def forget(self, url: str, start: int = 0, end: int | None = None) -> None:
+        """Take what a cache has of a file, or of these bytes of it, for damaged: it is read from its source again."""
+        if self.cache is not None:
+            self.cache.forget(url, start, end)
+
+    def _ask(self, url: str, method: str, **arguments: Any) -> Any:
+        """Call what lists or looks up, on what is there now."""
+        filesystem, path = self._clients.filesystem(url, reading=True)
+
+        def ask() -> Any:
+            filesystem.invalidate_cache()
+            return getattr(filesystem, method)(path, **arguments)
+
+        try:
+            return patiently(self, url, ask)
+        except RefusedError:
+            if method == "info" and self.is_s3(url):
+                self.read(
+                    url, 0, 1
+                )  # the answer to a HEAD has no room for the server's code of why
+            raise
+
+    @contextmanager
+    def open(self, url: str) -> Iterator[BinaryIO]:
+        """Open a file for reading; a remote one by range reads like those of `read`, if its length is known.
+
+        Raises:
+            StorageError: If it is missing or out of reach; of a remote file also while it is read.
+        """
+        size = self._ask(url, "info")["size"] if self.local_path(url) is None else None
+        if size is not None:
+            with open_ranges(self, url, size) as stream:
+                yield stream
+            return
+        filesystem, path = self._clients.filesystem(url, reading=False)
+        with self.explained(url):
+            stream = filesystem.open(path, "rb")
+        with stream:
+            yield cast("BinaryIO", stream)
+
+    def _files(self, asked: str, entries: Iterable[Mapping[str, Any]]) -> list[FileInfo]:
+        files = [self._file(self._url(asked, entry["name"]), entry) for entry in entries]
+        return sorted(files, key=lambda file: file.url)
+
+    def _file(self, url: str, entry: Mapping[str, Any]) -> FileInfo:
+        file = FileInfo(url=url, told_size=entry["size"], version=version_of(entry))
+        if self.cache is not None and file.told_size is not None:
+            self.cache.learn(file.url, file.told_size, file.version)
+        return file
+
+    @staticmethod
+    def _url(asked: str, name: str) -> str:
+        """Give a listed name the protocol that its folder was asked with, so it can be opened again."""
+        if "::" in asked:
+            chain, last = asked.rsplit("::", 1)
+            return f"{chain}::{Storage._url(last, name)}"
+        if "://" not in asked or "://" in name:
+            return name
+        return f"{asked.split('://', 1)[0]}://{name.lstrip('/') if not asked.startswith('file:') else name}"
+
+
+def join_url(folder: str, name: str) -> str:
+    """Append a relative name to the URL of a folder; an absolute name stays as it is.
+
+    >>> join_url("s3://b/train/", "a.tar"), join_url("x", "s3://b/a.tar")
+    ('s3://b/train/a.tar', 's3://b/a.tar')
+    """
+    if "://" in name or name.startswith("/"):
+        return name
+    return f"{folder.rstrip('/')}/{name}"
+
+
+def parent_url(url: str) -> str:
+    """Return the URL of the folder that a file is in.
+
+    >>> parent_url("s3://b/train/a.tar"), parent_url("a.tar")
+    ('s3://b/train', '.')
+    """
+    folder, slash, _ = url.rpartition("/")
+    return folder if slash else "."
+
+
+def is_known_protocol(name: str) -> bool:
+    """Tell whether fsspec has a file system of that name."""
+    return name in fsspec.available_protocols()

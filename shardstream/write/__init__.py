@@ -1,1 +1,0 @@
-"""From sources to shards."""

@@ -1,0 +1,499 @@
+"""Bytes that are compared with checksums: what was flipped, anywhere, is mended from the source or told, never handed out."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import os
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardstream as ss
+from shardstream.catalog.integrity import Checks
+from shardstream.catalog.shard_catalog import Catalog
+from shardstream.errors import IndexMismatchError, OptionError, StorageError
+from shardstream.fetch.remote import RangeFetcher
+from shardstream.format.manifest import ShardInfo
+from shardstream.storage.atomic_write import publish_bytes
+from shardstream.storage.cache import open_cache
+from shardstream.storage.concurrency import Pace
+from shardstream.storage.discover import locate
+from shardstream.storage.response import Piece
+from shardstream.storage.retry import fetch
+from shardstream.storage.store import Storage
+from shardstream.testing import make_shards
+from tests.small_datasets import FEW_CORES, flat, labels
+
+pytestmark = pytest.mark.filterwarnings(FEW_CORES)
+
+MIB = 1 << 20
+DATA = random.Random(0).randbytes(9 * MIB + 12_345)
+
+
+def flipped(data: bytes, at: int) -> bytes:
+    return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
+
+
+class Wire:
+    """What is asked of the store, and which answers are spoiled on their way."""
+
+    def __init__(self) -> None:
+        self.reads: list[tuple[int, int]] = []
+        self.spoil: Callable[[int, int], int | None] = lambda _start, _end: None
+        """Told the range; says which byte of the answer is flipped."""
+        self.before: Callable[[], None] = lambda: None
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    made = Wire()
+    really_read = Storage.read_once
+
+    def read_once(
+        self: Storage, url: str, start: int = 0, end: int | None = None, **_: Any
+    ) -> Piece:
+        piece = really_read(self, url, start, end)
+        if not url.endswith(".tar"):
+            return piece
+        made.before()
+        made.reads.append((start, start + len(piece.data)))
+        at = made.spoil(start, start + len(piece.data))
+        return piece if at is None else Piece(data=flipped(bytes(piece.data), at))
+
+    monkeypatch.setattr(Storage, "read_once", read_once)
+    return made
+
+
+def shard_of(data: bytes = DATA) -> ShardInfo:
+    url = f"memory://verified-{uuid.uuid4().hex}/a.tar"
+    publish_bytes(Storage(), url, data)
+    return ShardInfo(
+        url=url, nsamples=1, filesize=len(data), sha256=hashlib.sha256(data).hexdigest().upper()
+    )
+
+
+def damage(shard: ShardInfo, at: int) -> None:
+    publish_bytes(Storage(), shard.url, flipped(DATA, at))
+
+
+# --- what is read
+
+
+@pytest.mark.parametrize(
+    ("start", "end"),
+    [(0, 1), (MIB - 1, MIB + 1), (MIB, 2 * MIB), (5, len(DATA)), (len(DATA) - 3, len(DATA))],
+)
+def test_a_range_has_the_bytes_of_the_file_at_first_and_later(start: int, end: int) -> None:
+    checks = Checks([shard_of()], Storage())
+    for _ in range(2):
+        assert checks.read(0, start, end) == DATA[start:end]
+
+
+def test_a_shard_is_read_whole_once_and_then_by_whole_chunks(wire: Wire) -> None:
+    checks = Checks([shard_of()], Storage())
+    checks.read(0, 3 * MIB + 5, 4 * MIB + 5)  # comes along
+    assert wire.reads == [(0, 4 * MIB), (4 * MIB, 8 * MIB), (8 * MIB, len(DATA))]
+    wire.reads.clear()
+    checks.read(0, 3 * MIB + 5, 4 * MIB + 5)
+    checks.read(0, len(DATA) - 1, len(DATA))
+    assert wire.reads == [(3 * MIB, 5 * MIB), (9 * MIB, len(DATA))]
+
+
+def test_what_comes_meanwhile_is_told_so_that_nobody_takes_it_for_a_stall() -> None:
+    now = [0.0]
+    pace = Pace(8, 32, lambda: now[0])
+    now[0] = 50.0
+    Checks([shard_of()], Storage()).read(0, 0, 1, pace)
+    assert pace.arrived_at == 50.0
+
+
+def test_threads_that_want_a_shard_at_once_wait_for_one_that_checks_it(wire: Wire) -> None:
+    checks = Checks([shard_of()], Storage())
+    barrier = threading.Barrier(8)
+
+    def read(number: int) -> bytes:
+        barrier.wait(30)
+        return checks.read(0, number * 1000, number * 1000 + 500)
+
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(read, range(8)))
+    assert found == [DATA[n * 1000 : n * 1000 + 500] for n in range(8)]
+    assert len([read for read in wire.reads if read == (4 * MIB, 8 * MIB)]) == 1
+
+
+def test_a_check_that_failed_is_told_to_those_who_wait_and_made_anew_later(wire: Wire) -> None:
+    shard = shard_of()
+    storage = Storage({"patience_s": 0.01})
+    checks = Checks([shard], storage)
+    asked, go_on = threading.Event(), threading.Event()
+
+    def fail() -> None:
+        asked.set()
+        go_on.wait(30)
+        raise OSError("503 SlowDown")
+
+    wire.before = fail
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(checks.read, 0, 0, 10)
+        assert asked.wait(30)
+        second = pool.submit(checks.read, 0, 0, 10)
+        go_on.set()
+        for request in (first, second):
+            with pytest.raises(StorageError, match="SlowDown"):
+                request.result(30)
+    wire.before = lambda: None
+    assert checks.read(0, 0, 10) == DATA[:10]
+
+
+# --- what was flipped
+
+
+def once(at: int) -> Callable[[int, int], int | None]:
+    """Flip one byte of the file, the first time that it is read."""
+    left = [at]
+
+    def spoil(start: int, end: int) -> int | None:
+        return left.pop() - start if left and start <= left[0] < end else None
+
+    return spoil
+
+
+def test_a_check_that_nobody_waits_for_any_more_is_made_by_who_does(wire: Wire) -> None:
+    # As when an epoch is left in the middle of a fault, and the next begins at once.
+    checks = Checks([shard_of()], Storage())
+    left, failing = Pace(), threading.Event()
+    waits = threading.Event()
+
+    def fail() -> None:
+        if threading.current_thread() is not here:
+            failing.set()
+            waits.wait(30)
+            raise OSError("connection lost")
+
+    here, wire.before = threading.current_thread(), fail
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(checks.read, 0, 0, 10, left)
+        assert failing.wait(30)
+        left.close()
+        threading.Timer(0.2, waits.set).start()  # by when this thread waits
+        assert checks.read(0, 5, 20, Pace()) == DATA[5:20]
+        with pytest.raises(StorageError, match="connection lost"):
+            first.result(30)
+
+
+def test_a_bit_flipped_on_the_way_of_the_first_read_is_mended(wire: Wire) -> None:
+    checks = Checks([shard_of()], Storage())
+    wire.spoil = once(5 * MIB)
+    assert checks.read(0, 5 * MIB, 5 * MIB + 9) == DATA[5 * MIB : 5 * MIB + 9]
+    assert len(wire.reads) == 6
+
+
+@pytest.mark.parametrize("at", [2 * MIB, 3 * MIB - 1, 3 * MIB, len(DATA) - 1])
+def test_a_bit_flipped_on_the_way_later_costs_one_read_of_its_chunk(at: int, wire: Wire) -> None:
+    checks = Checks([shard_of()], Storage())
+    checks.read(0, 0, 1)
+    wire.reads.clear()
+    wire.spoil = once(at)
+    assert checks.read(0, 2 * MIB + 1, len(DATA)) == DATA[2 * MIB + 1 :]
+    low = at // MIB * MIB
+    assert wire.reads == [(2 * MIB, len(DATA)), (low, min(low + MIB, len(DATA)))]
+
+
+def test_a_flipped_bit_in_the_cache_is_replaced_there(wire: Wire, tmp_path: Path) -> None:
+    shard = shard_of()
+
+    def storage() -> Storage:
+        return Storage(cache=open_cache(tmp_path, "100MB"))
+
+    wire.spoil = once(5 * MIB)
+    damaged = storage()
+    assert fetch(damaged, shard.url, 0, len(DATA)) == flipped(DATA, 5 * MIB)  # it is in the cache
+    assert Checks([shard], storage()).read(0, 5 * MIB, 6 * MIB) == DATA[5 * MIB : 6 * MIB]
+    wire.reads.clear()
+    assert fetch(storage(), shard.url, 0, len(DATA)) == DATA
+    assert wire.reads == []
+
+
+def test_a_flipped_chunk_that_came_into_the_cache_later_is_replaced(
+    wire: Wire, tmp_path: Path
+) -> None:
+    shard = shard_of()
+    storage = Storage(cache=open_cache(tmp_path, "100MB"))
+    checks = Checks([shard], storage)
+    checks.read(0, 0, 1)
+    storage.forget(shard.url, 4 * MIB, 6 * MIB)
+    wire.spoil = once(5 * MIB)
+    wire.reads.clear()
+    for _ in range(2):
+        assert checks.read(0, 4 * MIB, 6 * MIB) == DATA[4 * MIB : 6 * MIB]
+    assert wire.reads == [(4 * MIB, 6 * MIB), (5 * MIB, 6 * MIB)]
+
+
+def test_a_shard_that_is_damaged_in_the_store_is_told_with_both_digests(wire: Wire) -> None:
+    shard = shard_of()
+    damage(shard, 77)
+    checks = Checks([shard], Storage())
+    with pytest.raises(IndexMismatchError) as raised:
+        checks.read(0, 5 * MIB, 6 * MIB)  # of the part that is sound
+    assert (shard.sha256 or "").lower() in str(raised.value)
+    assert raised.value.shard == shard.url
+    assert len(wire.reads) == 6  # the same twice: it is not the way
+
+
+def test_a_way_that_always_flips_ends_with_an_error(wire: Wire) -> None:
+    noise = random.Random(1)
+    wire.spoil = lambda start, end: noise.randrange(end - start)
+    with pytest.raises(IndexMismatchError, match="its sha256 is"):
+        Checks([shard_of()], Storage()).read(0, 0, 1)
+    assert len(wire.reads) == 12
+
+
+def test_damage_after_the_check_is_told_with_its_place(wire: Wire) -> None:
+    shard = shard_of()
+    checks = Checks([shard], Storage())
+    checks.read(0, 0, 1)
+    damage(shard, 5 * MIB + 3)
+    wire.reads.clear()
+    assert checks.read(0, 4 * MIB, 5 * MIB) == DATA[4 * MIB : 5 * MIB]
+    with pytest.raises(IndexMismatchError, match=f"at byte {5 * MIB}") as raised:
+        checks.read(0, 4 * MIB, 6 * MIB)
+    assert (raised.value.shard, raised.value.offset) == (shard.url, 5 * MIB)
+    assert len(wire.reads) == 5
+
+
+# --- among processes
+
+
+def in_fork(function: Callable[[], Any]) -> Any:
+    """Return what a forked process makes of a function."""
+    context = multiprocessing.get_context("fork")
+    mine, theirs = context.Pipe()
+    child = context.Process(target=lambda: theirs.send(function()))
+    child.start()
+    assert mine.poll(60)
+    found = mine.recv()
+    child.join(60)
+    return found
+
+
+def test_forked_processes_know_what_others_have_checked(wire: Wire) -> None:
+    shards = [shard_of(), shard_of()]
+    checks = Checks(shards, Storage())
+    checks.read(0, 0, 1)
+    wire.reads.clear()
+
+    def read() -> tuple[bool, int]:
+        right = all(checks.read(shard, 10, 20) == DATA[10:20] for shard in (0, 1))
+        return right, len(wire.reads)
+
+    assert in_fork(read) == (True, 1 + 3)  # the second is new to it
+    assert checks.read(1, 30, 40) == DATA[30:40]
+    assert wire.reads == [(0, MIB)]  # and known here now
+
+
+def test_a_process_forked_in_mid_check_waits_for_nobody(wire: Wire) -> None:
+    checks = Checks([shard_of()], Storage())
+    parent, asked, go_on = os.getpid(), threading.Event(), threading.Event()
+
+    def stall() -> None:
+        if os.getpid() == parent:
+            asked.set()
+            go_on.wait(60)
+
+    wire.before = stall
+    thread = threading.Thread(target=checks.read, args=(0, 0, 1))
+    thread.start()
+    assert asked.wait(30)
+    assert in_fork(lambda: checks.read(0, 10, 20)) == DATA[10:20]
+    go_on.set()
+    thread.join(60)
+
+
+def test_a_copy_begins_anew(wire: Wire) -> None:
+    checks = Checks([shard_of()], Storage())
+    checks.read(0, 0, 1)
+    copied = ForkingPickler.loads(ForkingPickler.dumps(checks))
+    wire.reads.clear()
+    assert copied.read(0, 0, 9) == DATA[:9]
+    assert len(wire.reads) == 3
+
+
+# --- in datasets
+
+
+def arrays(folder: Path | str, nsamples: int = 24, per_shard: int = 8, **options: Any) -> str:
+    rng = np.random.default_rng(0)
+    samples = ({"__key__": f"{i:06d}", "cls": i, "bin": rng.bytes(50_000)} for i in range(nsamples))
+    return make_shards(folder, samples=samples, per_shard=per_shard, **options)
+
+
+def spoil_file(path: Path, at: int) -> None:
+    path.write_bytes(flipped(path.read_bytes(), at))
+
+
+BODY = 200_000  # in the body of a sample: no header is damaged
+
+
+def test_without_verify_a_flipped_bit_goes_unnoticed_and_with_it_the_epoch_ends(
+    tmp_path: Path,
+) -> None:
+    folder = Path(arrays(tmp_path))
+    spoil_file(sorted(folder.glob("*.tar"))[1], BODY)
+    assert len(list(ss.ShardDataset(str(folder)))) == 24
+    for dataset in (
+        ss.ShardDataset(str(folder), verify="sha256", on_error="skip"),
+        ss.ShardMapDataset(str(folder), verify="sha256"),
+        ss.mix([ss.ShardDataset(str(folder), verify="sha256")]),
+    ):
+        with pytest.raises(IndexMismatchError, match="the manifest says"):
+            list(dataset)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_remote_shard_that_is_damaged_ends_the_epoch_at_its_place(num_workers: int) -> None:
+    url = arrays(f"memory://verified-{uuid.uuid4().hex}")
+    storage = Storage()
+    tar = sorted(file.url for file in storage.find(url) if file.url.endswith(".tar"))[1]
+    publish_bytes(storage, tar, flipped(storage.read(tar), BODY))
+    dataset = ss.ShardDataset(url, verify="sha256", on_error="skip")
+    loader = ss.ShardLoader(dataset.decode().to_tuple("cls"), 4, num_workers=num_workers)
+    seen: list[int] = []
+    with pytest.raises(IndexMismatchError, match="the manifest says"):
+        seen.extend(label for (batch,) in loader for label in batch.tolist())
+    assert seen == list(range(len(seen)))
+    assert loader.skipped == {}
+
+
+def test_who_waits_for_anothers_check_waits_as_long_as_bytes_come(wire: Wire) -> None:
+    """Two iterators over one data set, and a shard that takes longer to read than a read without bytes may take."""
+    url = f"memory://verified-{uuid.uuid4().hex}"
+    with ss.ShardWriter(url) as writer:
+        for number in range(20):  # five pieces
+            writer.write({"__key__": str(number), "bin": DATA[:MIB]})
+    storage = Storage({"stall_s": 0.1, "patience_s": 1.0})
+    catalog = Catalog(locate(url, storage), storage, "sha256")
+    begun = threading.Event()
+
+    def be_slow() -> None:
+        begun.set()
+        time.sleep(0.4)
+
+    wire.before = be_slow
+    fetchers = [RangeFetcher(catalog, iter(()), prefetch_bytes=0) for _ in range(2)]
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(fetchers[0].samples, np.array([0]))
+        begun.wait(10)
+        second = fetchers[1].samples(np.array([1]))
+    assert [type(sample) for sample in (*first.result(), *second)] == [dict, dict], second
+    for fetcher in fetchers:
+        fetcher.close()
+
+
+def test_local_shards_are_read_once_for_all_epochs_unless_they_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = arrays(tmp_path)
+    hashed: list[int] = []
+    really_hash = hashlib.sha256
+
+    def sha256(data: Any = b"") -> Any:
+        hashed.append(len(data))
+        return really_hash(data)
+
+    dataset = ss.ShardDataset(folder, verify="sha256").decode()
+    monkeypatch.setattr("shardstream.catalog.integrity.hashlib.sha256", sha256)
+    for _ in range(2):
+        assert [sample["cls"] for sample in dataset] == list(range(24))
+    assert len(hashed) == 3
+    spoil_file(sorted(tmp_path.glob("*.tar"))[2], BODY)
+    with pytest.raises(IndexMismatchError, match="the manifest says"):
+        list(dataset)
+
+
+def test_an_epoch_over_a_way_that_flips_is_right(wire: Wire) -> None:
+    url = arrays(f"memory://verified-{uuid.uuid4().hex}", 60, 20)
+    noise = random.Random(2)
+    dataset = ss.ShardDataset(url, shuffle=True, verify="sha256", window=8, block=2)
+    wanted = {sample["__key__"]: sample["bin"] for sample in ss.ShardDataset(url)}
+    wire.spoil = lambda start, end: noise.randrange(end - start) if noise.random() < 0.2 else None
+    assert {sample["__key__"]: sample["bin"] for sample in dataset} == wanted
+
+
+def test_a_mix_checks_its_parts_by_number_of_the_mix(tmp_path: Path) -> None:
+    remote = arrays(f"memory://verified-{uuid.uuid4().hex}")
+    local = arrays(tmp_path)
+    mixed = ss.mix([ss.ShardDataset(url, verify="sha256").decode() for url in (remote, local)])
+    assert sorted(flat(labels(ss.ShardLoader(mixed, 4)))) == sorted([*range(24)] * 2)
+    spoil_file(sorted(tmp_path.glob("*.tar"))[2], BODY)
+    parts = [ss.ShardDataset(url, verify="sha256").decode() for url in (remote, local)]
+    with pytest.raises(IndexMismatchError, match=str(tmp_path)):
+        list(ss.ShardLoader(ss.mix(parts), 4))
+
+
+def test_shards_without_checksums_are_refused_until_they_are_indexed(tmp_path: Path) -> None:
+    folder = arrays(tmp_path)
+    (tmp_path / "index.json").unlink()
+    with pytest.raises(OptionError, match="run 'shardstream index' on the folder"):
+        ss.ShardDataset(folder, verify="sha256")
+    ss.index(folder)
+    assert len(list(ss.ShardDataset(folder, verify="sha256"))) == 24
+
+
+def test_what_cannot_be_checked_is_refused(tmp_path: Path) -> None:
+    folder = arrays(tmp_path)
+    with pytest.raises(OptionError, match="leave out index='ignore'"):
+        ss.ShardDataset(folder, verify="sha256", index="ignore")
+    with pytest.raises(OptionError, match="verify is 'sha256' or None, not 'md5'"):
+        ss.ShardDataset(folder, verify="md5")  # type: ignore[arg-type]
+
+
+# --- indexes
+
+
+def test_an_index_that_comes_damaged_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    url = arrays(f"memory://verified-{uuid.uuid4().hex}")
+    really_read = Storage.read_once
+    left = [1, 2, 3]
+
+    def read_once(self: Storage, at: str, *arguments: Any, **options: Any) -> Piece:
+        piece = really_read(self, at, *arguments, **options)
+        if at.endswith("1.tar.idx") and left:
+            left.pop()
+            return Piece(data=flipped(bytes(piece.data), 8))
+        return piece
+
+    monkeypatch.setattr(Storage, "read_once", read_once)
+    storage = Storage(cache=open_cache(tmp_path, "100MB"))
+    catalog = Catalog(locate(url, storage), storage)
+    assert [catalog.read_sample(number)["cls"] for number in range(24)] == [
+        b"%d" % number for number in range(24)
+    ]
+    assert left == []
+
+
+def test_a_local_file_that_was_found_right_is_not_hashed_again(tmp_path: Path) -> None:
+    other = shard_of(b"other")
+    path = str(tmp_path / "a.tar")
+    Path(path).write_bytes(DATA)
+    checks = Checks([other, shard_of(), other], Storage())
+    assert not checks.knows_file(1, path)
+    checks.check_file(1, path, memoryview(DATA))
+    assert checks.knows_file(1, path)
+    assert not checks.knows_file(0, path)
+    checks.check_file(1, path, memoryview(b"what is not looked at"))
+    Path(path).write_bytes(DATA[:-1])
+    assert not checks.knows_file(1, path)
+    with pytest.raises(IndexMismatchError, match="its sha256 is"):
+        checks.check_file(1, path, memoryview(DATA[:-1]))

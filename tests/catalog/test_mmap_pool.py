@@ -1,0 +1,133 @@
+"""Maps of local shards that outlive an epoch: never of a file that is gone where bytes are checked, safe among threads and forks."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import shardstream as ss
+from shardstream.catalog import mmap_pool as module
+from shardstream.catalog import shard_catalog as catalog_module
+from shardstream.catalog.mmap_pool import Maps
+from shardstream.catalog.shard_catalog import Catalog
+from shardstream.errors import IndexMismatchError, MissingError
+from shardstream.storage.discover import locate
+from shardstream.storage.store import Storage
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Two shards of two samples."""
+    with ss.ShardWriter(tmp_path, max_samples=2) as writer:
+        for number in range(4):
+            writer.write({"__key__": str(number), "txt": "good"})
+    return tmp_path
+
+
+def checked(folder: Path) -> Catalog:
+    storage = Storage()
+    return Catalog(locate(str(folder), storage), storage, "sha256")
+
+
+def test_a_map_does_not_vouch_for_a_file_that_took_its_place(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MOST", 1)
+    catalog, tar = checked(folder), folder / "000000.tar"
+    assert catalog.map_shard(0) is catalog.map_shard(0)
+    whole = tar.read_bytes()
+    (folder / "other").write_bytes(whole.replace(b"good", b"evil"))
+    (folder / "other").replace(tar)
+    for _ in range(2):
+        with pytest.raises(IndexMismatchError, match="the manifest says"):
+            catalog.map_shard(0)
+    catalog.map_shard(1)  # only one is kept
+    with pytest.raises(IndexMismatchError, match="the manifest says"):
+        catalog.map_shard(0)
+    (folder / "other").write_bytes(whole)
+    (folder / "other").replace(tar)
+    assert catalog.map_shard(0)[:] == whole
+    tar.unlink()
+    with pytest.raises(MissingError, match=r"000000\.tar"):
+        catalog.map_shard(0)
+
+
+@pytest.mark.parametrize(("files", "kept"), [(resource.RLIM_INFINITY, 3), (1, 1)])
+def test_any_limit_of_files_will_do(files: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_all", weakref.WeakSet())  # not those of other tests
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    maps = Maps()
+    for number in range(3):
+        maps.keep(number, b"tar")
+    assert [maps.get(number) is not None for number in range(3)].count(True) == kept
+
+
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Threads take turns as often as can be."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("switching")
+def test_data_sets_are_opened_while_others_are_read() -> None:
+    others = [Maps() for _ in range(100)]
+    opened: deque[Maps] = deque(maxlen=100)
+
+    def open_more() -> None:
+        for _ in range(1000):
+            opened.append(Maps())
+
+    opener = threading.Thread(target=open_more)
+    opener.start()
+    try:
+        while opener.is_alive():
+            others[0].keep(0, b"tar")
+    finally:
+        opener.join()
+
+
+def use_maps(_: Catalog) -> None:
+    Maps().keep(0, b"tar")
+
+
+def use_indexes(catalog: Catalog) -> None:
+    catalog.offsets(0)
+
+
+@pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("lock", "use"), [(module._lock, use_maps), (catalog_module._lock, use_indexes)]
+)
+def test_a_child_that_is_forked_meanwhile_does_not_wait_for_ever(
+    lock: threading.Lock, use: Callable[[Catalog], None], folder: Path
+) -> None:
+    catalog, held = checked(folder), threading.Event()
+
+    def hold() -> None:
+        with lock:
+            held.set()
+            time.sleep(0.1)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    held.wait(10)
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # ends what hangs
+        use(catalog)
+        os._exit(0)
+    holder.join()
+    assert os.waitpid(child, 0)[1] == 0

@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import struct
+import threading
+import uuid
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardstream.catalog import shard_catalog as catalog_module
+from shardstream.catalog.mmap_pool import map_file
+from shardstream.catalog.shard_catalog import Catalog, lacks_index
+from shardstream.errors import IndexMismatchError, OptionError, ShardError, StorageError
+from shardstream.format.manifest import Manifest, ShardInfo, encode_manifest
+from shardstream.storage.atomic_write import publish_bytes
+from shardstream.storage.discover import locate
+from shardstream.storage.response import Piece
+from shardstream.storage.store import Storage
+from tests.servers import S3Server
+from tests.strategies import make_index, make_shard
+
+UNEQUAL = (3, 0, 1, 0, 0, 5, 2, 0)
+
+
+def new_folder() -> str:
+    return f"memory://test-{uuid.uuid4().hex}"
+
+
+def write_dataset(folder: str, counts: tuple[int, ...], *, storage: Storage | None = None) -> None:
+    """Write shards with running keys, each with its index."""
+    first = 0
+    for number, count in enumerate(counts):
+        tar = make_shard(count, first=first, body_bytes=number * 300)
+        publish_bytes(storage or Storage(), f"{folder}/{number:03d}.tar", tar)
+        publish_bytes(storage or Storage(), f"{folder}/{number:03d}.tar.idx", make_index(tar))
+        first += count
+
+
+def open_catalog(folder: str, *, storage: Storage | None = None) -> Catalog:
+    storage = storage or Storage()
+    return Catalog(locate(folder, storage), storage)
+
+
+def read_keys(catalog: Catalog) -> list[str]:
+    return [catalog.read_sample(number)["__key__"] for number in range(len(catalog))]
+
+
+# --- numbers -> bytes
+
+
+@settings(max_examples=20)
+@given(counts=st.lists(st.integers(0, 4), min_size=1, max_size=6).map(tuple))
+def test_numbers_run_through_unequal_and_empty_shards(counts: tuple[int, ...]) -> None:
+    folder = new_folder()
+    write_dataset(folder, counts)
+    catalog = open_catalog(folder)
+    assert len(catalog) == sum(counts)
+    assert read_keys(catalog) == [f"{number:04d}" for number in range(sum(counts))]
+
+
+def test_extents_come_in_the_order_asked() -> None:
+    folder = new_folder()
+    write_dataset(folder, UNEQUAL)
+    catalog = open_catalog(folder)
+    asked = [10, 0, 3, 3, 8, 4]
+    shards, starts, ends = catalog.extents(asked)
+    assert shards.tolist() == [6, 0, 2, 2, 5, 5]
+    for number, shard, start, end in zip(asked, shards, starts, ends, strict=True):
+        info = catalog.shards[shard]
+        assert catalog.storage.read(info.url, start, end)[:4] == b"%04d" % number
+    assert [len(column) for column in catalog.extents([])] == [0, 0, 0]
+    assert [column.dtype.name for column in catalog.extents([])] == ["int64"] * 3
+
+
+@pytest.mark.parametrize("numbers", [[-1], [11], [0, 11], [1 << 62]])
+def test_there_are_no_other_samples(numbers: list[int]) -> None:
+    folder = new_folder()
+    write_dataset(folder, UNEQUAL)
+    with pytest.raises(IndexError, match="sample numbers go from 0 to 10, asked for"):
+        open_catalog(folder).extents(numbers)
+
+
+def test_a_sample_is_a_plain_dict() -> None:
+    folder = new_folder()
+    write_dataset(folder, (2,))
+    sample = open_catalog(folder).read_sample(1)
+    assert sample == {"__key__": "0001", "__url__": f"{folder}/000.tar", "x": b"0001"}
+
+
+def test_totals_and_fingerprint_follow_the_dataset() -> None:
+    one, copy, other = new_folder(), new_folder(), new_folder()
+    for folder, counts in ((one, (2, 3)), (copy, (2, 3)), (other, (3, 2))):
+        write_dataset(folder, counts)
+    sizes = [shard.filesize for shard in open_catalog(one).shards]
+    assert open_catalog(one).total_bytes == sum(size or 0 for size in sizes)
+    assert open_catalog(one).fingerprint == open_catalog(copy).fingerprint
+    assert open_catalog(one).fingerprint != open_catalog(other).fingerprint
+
+
+# --- without an index
+
+
+def test_local_tars_without_an_index_are_scanned(tmp_path: Path) -> None:
+    write_dataset(str(tmp_path / "with"), UNEQUAL)
+    write_dataset(str(tmp_path / "without"), UNEQUAL)
+    for index in (tmp_path / "without").glob("*.idx"):
+        index.unlink()
+    with_index, without = (
+        open_catalog(str(tmp_path / "with")),
+        open_catalog(str(tmp_path / "without")),
+    )
+    assert read_keys(without) == read_keys(with_index)
+    assert without.fingerprint == with_index.fingerprint
+    assert [list(c) for c in without.extents([0, 10])] == [list(c) for c in with_index.extents([0, 10])]  # fmt: skip
+
+
+def test_a_scan_that_does_not_fit_the_manifest_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(make_shard(3))
+    manifest = Manifest(shards=(ShardInfo(url="a.tar", nsamples=4),))
+    (tmp_path / "index.json").write_bytes(encode_manifest(manifest))
+    with pytest.raises(IndexMismatchError, match=r"the tar holds 3 samples, the manifest says 4"):
+        open_catalog(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", r"the file is empty: no tar"),
+        (make_shard(3)[:700], r"is cut"),
+        (b"x" * 2048, r"no tar file"),
+    ],
+)
+def test_a_damaged_local_tar_is_refused(data: bytes, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(data)
+    with pytest.raises(ShardError, match=f"{message}.*a\\.tar, at byte 0"):
+        open_catalog(str(tmp_path))
+
+
+@pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "a.tgz", "a.tar.zst"])
+def test_what_has_no_index_cannot_be_read_by_number(name: str, tmp_path: Path) -> None:
+    folder = new_folder() if name == "a.tar" else str(tmp_path)
+    publish_bytes(Storage(), f"{folder}/{name}", make_shard(1))
+    located = locate(folder, Storage())
+    assert lacks_index(located, Storage()) == f"{folder}/{name}"
+    with pytest.raises(OptionError, match=rf"no index: run 'shardstream index'.*/{name}"):
+        Catalog(located, Storage())
+
+
+def test_indexed_and_local_tars_lack_no_index(tmp_path: Path) -> None:
+    write_dataset(str(tmp_path), (1, 2))
+    (tmp_path / "000.tar.idx").unlink()
+    assert lacks_index(locate(str(tmp_path), Storage()), Storage()) is None
+
+
+# --- indexes that do not fit
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (struct.pack("<3Q", 0, 1024, 99 * 512), "leads to byte 50688, but the tar ends at"),
+        (struct.pack("<3Q", 0, 512, 256), "growing multiples of 512"),
+        (bytes(17), "an index of 17 bytes is cut"),
+        (struct.pack("<3Q", 512, 1024, 2048), "no tar header|checksum"),
+        (struct.pack("<3Q", 0, 2048, 2560), "two samples, '0000' and '0001'"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(index: bytes, message: str) -> None:
+    folder = new_folder()
+    write_dataset(folder, (2, 1))
+    publish_bytes(Storage(), f"{folder}/000.tar.idx", index)
+    with pytest.raises(ShardError, match=message) as raised:
+        read_keys(open_catalog(folder))
+    assert (raised.value.shard or "").startswith(f"{folder}/000.tar")
+
+
+def test_an_index_that_counts_other_than_the_manifest_is_refused() -> None:
+    folder = new_folder()
+    write_dataset(folder, (2,))
+    manifest = Manifest(shards=(ShardInfo(url="000.tar", nsamples=3, filesize=9999),))
+    publish_bytes(Storage(), f"{folder}/index.json", encode_manifest(manifest))
+    with pytest.raises(
+        IndexMismatchError, match=r"has 2 samples, the manifest says 3.*000\.tar\.idx"
+    ):
+        open_catalog(folder).read_sample(0)
+
+
+def test_a_shard_cut_after_indexing_is_refused() -> None:
+    folder = new_folder()
+    write_dataset(folder, (3,))
+    catalog = open_catalog(folder)
+    whole = Storage().read(f"{folder}/000.tar")
+    publish_bytes(Storage(), f"{folder}/000.tar", whole[:1600])
+    with pytest.raises(StorageError, match=r"has 1600 bytes, the manifest.*index' again.*000\.tar"):
+        catalog.read_sample(2)
+
+
+# --- memory, threads and processes
+
+
+def test_indexes_are_read_once_and_the_least_used_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = new_folder()
+    write_dataset(folder, (1, 1, 1, 1))
+    monkeypatch.setattr(catalog_module, "_OFFSETS_KEPT_BYTES", 2 * 16)  # two indexes of one sample
+    catalog = open_catalog(folder)
+    reads: list[str] = []
+    original = catalog.storage.read_once
+
+    def read_once(url: str, *args: Any, **options: Any) -> Piece:
+        reads.append(url[-len("000.tar.idx") : -len(".tar.idx")])
+        return original(url, *args, **options)
+
+    monkeypatch.setattr(catalog.storage, "read_once", read_once)
+    for shard in (0, 1, 0, 1, 2, 1, 0, 0, 3, 0):
+        assert catalog.offsets(shard).tolist() == [0, 1024 if shard == 0 else 1024 + 512 * (shard > 1)] or shard  # fmt: skip
+    assert reads == ["000", "001", "002", "000", "003"]
+
+
+def test_an_index_over_the_bound_is_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = new_folder()
+    write_dataset(folder, (3, 3))
+    monkeypatch.setattr(catalog_module, "_OFFSETS_KEPT_BYTES", 1)
+    catalog = open_catalog(folder)
+    assert read_keys(catalog) == [f"{number:04d}" for number in range(6)]
+    assert vars(catalog)["_kept_bytes"] == 4 * 8
+
+
+def test_threads_share_a_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = new_folder()
+    write_dataset(folder, (4,) * 8)
+    monkeypatch.setattr(catalog_module, "_OFFSETS_KEPT_BYTES", 3 * 5 * 8)
+    catalog = open_catalog(folder)
+    barrier = threading.Barrier(4)
+
+    def read(offset: int) -> list[str]:
+        barrier.wait(timeout=10)
+        numbers = [(number * 7 + offset) % 32 for number in range(96)]
+        return [catalog.read_sample(number)["__key__"] for number in numbers if number % 32 == number]  # fmt: skip
+
+    with ThreadPoolExecutor(4) as pool:
+        for offset, keys in enumerate(pool.map(read, range(4))):
+            assert keys == [f"{(number * 7 + offset) % 32:04d}" for number in range(96)]
+    kept = vars(catalog)["_kept"]
+    assert vars(catalog)["_kept_bytes"] == sum(offsets.nbytes for offsets in kept.values()) <= 120
+
+
+def test_a_pickled_catalog_leaves_a_large_cache_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_dataset(str(tmp_path), (400, 1))
+    (tmp_path / "001.tar.idx").unlink()  # scanned: goes along
+    catalog = open_catalog(str(tmp_path))
+    before = len(pickle.dumps(catalog))
+    keys = read_keys(catalog)
+    assert len(pickle.dumps(catalog)) > before
+    monkeypatch.setattr(catalog_module, "_OFFSETS_SENT_BYTES", 0)
+    assert len(pickle.dumps(catalog)) == before < 4000
+    again = pickle.loads(pickle.dumps(catalog))  # noqa: S301  (our own bytes)
+    assert (read_keys(again), again.fingerprint) == (keys, catalog.fingerprint)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_catalog_on_s3_works_in_a_forked_child(s3: S3Server, bucket: str) -> None:
+    storage = Storage(s3.storage_options)
+    write_dataset(bucket, (2, 2), storage=storage)
+    catalog = open_catalog(bucket, storage=storage)
+    assert catalog.read_sample(0)["__key__"] == "0000"
+    context = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        assert pool.submit(catalog.read_sample, 3).result(timeout=30)["__key__"] == "0003"
+    assert catalog.read_sample(1)["__key__"] == "0001"
+
+
+# --- local files
+
+
+def test_a_mapped_file_holds_no_descriptor(tmp_path: Path) -> None:
+    path = tmp_path / "a.tar"
+    path.write_bytes(b"1234")
+    mapped = map_file(str(path), "a.tar")
+    path.unlink()
+    assert mapped[1:3] == b"23"
+
+
+def test_a_file_that_cannot_be_mapped_is_told(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"nothing is there.*in a\.tar"):
+        map_file(str(tmp_path / "none.tar"), "a.tar")
+
+
+def test_the_memory_filesystem_is_not_local() -> None:
+    assert Storage(filesystem=fsspec.filesystem("memory")).local_path("a.tar") is None

@@ -1,0 +1,110 @@
+"""Pages of local shards are asked for ahead of use once a disk had to be waited for, and not before."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+import shardstream as ss
+from shardstream.fetch import readahead
+from shardstream.testing import make_shards
+
+
+class Spy(mmap.mmap):
+    """A map that remembers what was asked for."""
+
+    asked: list[tuple[int, int]]
+
+    def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
+        assert option == mmap.MADV_WILLNEED
+        self.asked.append((start, length))
+        super().madvise(option, start, length)
+
+
+@pytest.fixture
+def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+    """Eight shards of about 1 MB, and what is asked of their maps."""
+    with ss.ShardWriter(tmp_path, max_samples=25) as writer:
+        for number in range(200):
+            writer.write({"__key__": f"{number}", "bin": bytes([number]) * 40_000})
+    found: list[tuple[int, int]] = []
+
+    def map_file(path: str, _: str) -> mmap.mmap:
+        handle = os.open(path, os.O_RDONLY)
+        tar = Spy(handle, 0, access=mmap.ACCESS_READ)
+        os.close(handle)
+        tar.asked = found
+        return tar
+
+    monkeypatch.setattr("shardstream.catalog.shard_catalog.map_file", map_file)
+    monkeypatch.setattr("shardstream.fetch.coalesce._GAP_BYTES", 0)  # nothing read on the way
+    return found
+
+
+def faults_from(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+    """Let the disk be waited for from a call on."""
+    calls = iter(range(10**6))
+    monkeypatch.setattr(readahead, "_faults", lambda: max(0, next(calls) - call))
+
+
+def epoch(folder: Path, **options: int) -> int:
+    dataset = ss.ShardDataset(folder, shuffle=True, **options)  # type: ignore[arg-type]
+    keys = [key for batch in ss.ShardLoader(dataset, batch_size=5) for key in batch["__key__"]]
+    assert sorted(map(int, keys)) == list(range(200))
+    return sum(file.stat().st_size for file in folder.glob("*.tar"))
+
+
+def test_nothing_is_asked_for_where_nobody_waits(
+    asked: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults_from(monkeypatch, 10**6)
+    epoch(tmp_path)
+    assert asked == []
+
+
+@pytest.mark.parametrize("window", [20, 200])
+def test_what_comes_next_is_asked_for_once_somebody_waited(
+    window: int,
+    asked: list[tuple[int, int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    faults_from(monkeypatch, 0)
+    total = epoch(tmp_path, window=window)
+    assert 0.8 * total < sum(length for _, length in asked) < 1.2 * total
+    assert all(start % mmap.PAGESIZE == 0 for start, _ in asked)
+
+
+def test_what_was_used_before_is_not_asked_for(
+    asked: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults_from(monkeypatch, 2)  # when the third chunk, of 16 of 40 batches, is looked up
+    total = epoch(tmp_path, window=20)
+    assert 0 < sum(length for _, length in asked) < 0.5 * total
+
+
+def test_no_more_is_asked_for_than_the_budget_and_a_window(
+    asked: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults_from(monkeypatch, 0)
+    dataset = ss.ShardDataset(tmp_path, shuffle=True, window=20, prefetch_bytes=2_000_000)
+    batches = iter(ss.ShardLoader(dataset, batch_size=5))
+    next(batches)
+    first = sum(length for _, length in asked)
+    assert 0 < first < 2_000_000 + 2 * (1 << 21) + 2 * 20 * 41_000
+    assert len(list(batches)) == 39
+
+
+@pytest.mark.parametrize("tells_threads", [True, False])
+def test_local_shards_are_read_where_the_system_counts_no_faults_by_thread(
+    tells_threads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on macOS, which has no RUSAGE_THREAD."""
+    monkeypatch.delattr("resource.RUSAGE_THREAD", raising=False)
+    if tells_threads:
+        monkeypatch.setattr("resource.RUSAGE_THREAD", 1, raising=False)
+    folder = make_shards(tmp_path, samples=20)
+    assert len(list(ss.ShardDataset(folder))) == 20

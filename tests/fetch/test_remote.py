@@ -1,0 +1,524 @@
+"""Range reads ahead of use: what is asked of a store, how much is held, and what happens when it fails."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardstream as ss
+from shardstream import process_memory
+from shardstream.catalog import mmap_pool
+from shardstream.catalog.shard_catalog import Catalog, Extents
+from shardstream.errors import ChangedError, MissingError, RefusedError, StorageError
+from shardstream.fetch.coalesce import coalesce
+from shardstream.fetch.fetcher import LocalFetcher, open_fetcher
+from shardstream.fetch.remote import RangeFetcher
+from shardstream.order.permutation import Ints
+from shardstream.pipeline import indexed_run
+from shardstream.storage.discover import locate
+from shardstream.storage.response import Piece
+from shardstream.storage.retry import fetch
+from shardstream.storage.store import Storage
+from tests.small_datasets import FEW_CORES, flat, labels, loader, numbered
+
+pytestmark = pytest.mark.filterwarnings(FEW_CORES)
+
+
+@dataclass
+class Wire:
+    """What was asked of the store, and what it is told to do next."""
+
+    reads: list[tuple[str, int, int]] = field(default_factory=list)
+    faults: list[Exception] = field(default_factory=list)
+    sleeps: list[float] = field(default_factory=list)
+
+    @property
+    def tar_bytes(self) -> int:
+        return sum(end - start for _, start, end in self.reads)
+
+
+@pytest.fixture
+def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
+    made = Wire()
+    really_read = Storage.read_once
+
+    def read_once(
+        self: Storage, url: str, start: int = 0, end: int | None = None, **options: Any
+    ) -> Piece:
+        if end is None or not url.endswith(".tar"):
+            return really_read(self, url, start, end, **options)
+        made.reads.append((url, start, end))
+        if made.faults:
+            raise made.faults.pop(0)
+        return really_read(self, url, start, end, **options)
+
+    monkeypatch.setattr(Storage, "read_once", read_once)
+    monkeypatch.setattr("shardstream.storage.retry.time.sleep", made.sleeps.append)
+    return made
+
+
+@pytest.fixture(scope="module")
+def url() -> str:
+    return numbered(f"memory://fetch-{random.getrandbits(64):x}", 100, 15)
+
+
+def catalog_of(url: str) -> Catalog:
+    storage = Storage()
+    return Catalog(locate(url, storage), storage)
+
+
+def groups(*numbers: range) -> Iterator[Ints]:
+    return iter([np.array(group, dtype=np.int64) for group in numbers])
+
+
+def keys(fetcher: Any, numbers: Sequence[int]) -> list[str]:
+    found = fetcher.samples(np.array(numbers, dtype=np.int64))
+    for sample in found:
+        if isinstance(sample, Exception):
+            raise sample
+    return [sample["__key__"] for sample in found]
+
+
+def names(numbers: Any) -> list[str]:
+    return [f"{number:06d}" for number in numbers]
+
+
+# -- joining -------------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 2),
+            st.integers(0, 1 << 12).map(lambda blocks: blocks * 512),
+            st.integers(1, 1 << 13).map(lambda blocks: blocks * 512),
+        ),
+        max_size=40,
+    ),
+    st.data(),
+)
+def test_samples_are_joined_to_ranges_that_cover_each_once(
+    gaps_and_sizes: list[tuple[int, int, int]], data: st.DataObject
+) -> None:
+    behind = [0, 0, 0]
+    samples = []
+    for shard, gap, size in gaps_and_sizes:
+        samples.append((shard, behind[shard] + gap, behind[shard] + gap + size))
+        behind[shard] = samples[-1][2]
+    if samples:  # in any order, some of them twice
+        samples = data.draw(st.lists(st.sampled_from(samples), max_size=60))
+    extents = Extents(*(np.array([s[i] for s in samples], dtype=np.int64) for i in range(3)))
+    ranges = coalesce(extents)
+    assert sorted(i for span in ranges for i in span.places.tolist()) == list(range(len(samples)))
+    for span in ranges:
+        members = span.places.tolist()
+        assert all(
+            (samples[i][0], span.start <= samples[i][1]) == (span.shard, True)
+            and samples[i][2] <= span.end
+            for i in members
+        )
+        assert span.end - span.start <= 4 << 20 or len({samples[i] for i in members}) == 1
+    needed = [int(span.places.min()) for span in ranges]
+    assert needed == sorted(needed)
+
+
+@pytest.mark.parametrize(
+    ("starts", "sizes", "ranges"),
+    [
+        ([0, 1024], [1024, 512], [(0, 1536)]),
+        ([1024, 0], [512, 1024], [(0, 1536)]),
+        ([0, 512 + (128 << 10)], [512, 512], [(0, 1024 + (128 << 10))]),
+        ([0, 1024 + (256 << 10)], [512, 512], [(0, 512), (263168, 263680)]),
+        ([0, 4 << 20], [4 << 20, 512], [(0, 4 << 20), (4 << 20, (4 << 20) + 512)]),
+        ([0, 9 << 20], [9 << 20, 512], [(0, 9 << 20), (9 << 20, (9 << 20) + 512)]),
+        ([512, 512], [512, 512], [(512, 1024)]),
+    ],
+)
+def test_near_samples_share_a_read(
+    starts: list[int], sizes: list[int], ranges: list[tuple[int, int]]
+) -> None:
+    begins = np.array(starts)
+    extents = Extents(np.zeros_like(begins), begins, begins + np.array(sizes))
+    assert sorted((span.start, span.end) for span in coalesce(extents)) == ranges
+
+
+# -- reading -------------------------------------------------------------------------------------------------------------------
+
+
+def test_samples_come_in_the_order_asked(url: str) -> None:
+    asked = [7, 3, 99, 14, 15, 3]
+    fetcher = RangeFetcher(catalog_of(url), groups(range(20)), prefetch_bytes=1 << 20)
+    assert keys(fetcher, asked) == names(asked)
+    fetcher.close()
+
+
+@pytest.mark.parametrize("ahead", [(), (range(10),), (range(90, 100), range(10))])
+def test_what_was_not_announced_is_read_all_the_same(ahead: tuple[range, ...], url: str) -> None:
+    fetcher = RangeFetcher(catalog_of(url), groups(*ahead), prefetch_bytes=1 << 20)
+    assert keys(fetcher, range(20)) == names(range(20))
+    fetcher.close()
+
+
+def test_what_lies_free_in_a_worker_is_given_back_at_the_end(
+    url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trimmed: list[int] = []
+    monkeypatch.setattr(process_memory, "_trim", [trimmed.append])  # as in a worker
+    fetcher = RangeFetcher(catalog_of(url), groups(range(20)), prefetch_bytes=1 << 20)
+    keys(fetcher, range(20))
+    assert not trimmed
+    fetcher.close()
+    assert trimmed == [0]
+
+
+def test_one_read_fetches_many_samples(url: str, wire: Wire) -> None:
+    fetcher = RangeFetcher(catalog_of(url), groups(range(30)), prefetch_bytes=1 << 20)
+    assert keys(fetcher, range(30)) == names(range(30))
+    fetcher.close()
+    assert len(wire.reads) == 2  # one a shard
+
+
+@pytest.mark.parametrize("prefetch_bytes", [0, 1, 30_000, 1 << 30])
+def test_no_more_is_asked_for_than_the_budget_or_a_group_and_a_fifth(
+    prefetch_bytes: int, url: str, wire: Wire
+) -> None:
+    parts = [range(start, start + 15) for start in range(0, 90, 15)]  # a shard each
+    fetcher = RangeFetcher(catalog_of(url), groups(*parts), prefetch_bytes=prefetch_bytes)
+    group_bytes = 15 * 2048
+    used = 0
+    for part in parts:
+        for first in range(part.start, part.stop, 5):
+            assert keys(fetcher, range(first, first + 5)) == names(range(first, first + 5))
+            asked = sum(end - start for _, start, end in wire.reads)
+            assert asked - used <= max(prefetch_bytes, group_bytes * 6 // 5)
+            used += 5 * 2048
+    fetcher.close()
+    assert (used, fetcher._bytes) == (90 * 2048, 0)
+
+
+def test_what_is_used_makes_room_for_what_comes_next(url: str) -> None:
+    """A window shrinks while the next one comes in: there is room for a fifth of it at first, for all in the end."""
+    parts = [range(45), range(45, 90)]  # three shards each, a request a shard
+    fetcher = RangeFetcher(catalog_of(url), groups(*parts), prefetch_bytes=0)
+    asked: set[int] = set()
+    counts = []
+    for first in range(0, 45, 5):
+        keys(fetcher, range(first, first + 5))
+        asked |= {part.span.shard for part in fetcher._parts.values() if part.asked}
+        counts.append(len(asked))
+    fetcher.close()
+    assert counts[0] == 3
+    assert counts == sorted(counts)
+    assert counts[-1] == 6
+
+
+def test_what_has_come_is_kept_as_samples_not_as_ranges(url: str) -> None:
+    fetcher = RangeFetcher(catalog_of(url), groups(range(30)), prefetch_bytes=1 << 20)
+    keys(fetcher, range(10))
+    asked = fetcher._parts[15].asked
+    deadline = time.monotonic() + 10
+    while asked and asked.requests and not asked.has_come and time.monotonic() < deadline:
+        time.sleep(0.01)
+    keys(fetcher, range(10, 15))
+    assert sorted(fetcher._rows) == list(range(15, 30))
+    assert {part.asked and len(part.asked.requests) for part in fetcher._parts.values()} == {0}
+    keys(fetcher, range(15, 30))
+    assert not fetcher._rows
+    assert not fetcher._parts
+    fetcher.close()
+
+
+@pytest.fixture
+def asked(url: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What is asked for, where the first answer from the sixth shard is late."""
+    asked: list[str] = []
+    late = catalog_of(url).shards[5].url
+    really_read = Storage.read_once
+
+    def read_once(self: Storage, url: str, *args: Any, **options: Any) -> Piece:
+        asked.append(url)
+        if url == late and asked.count(late) == 1:
+            time.sleep(0.8)
+        return really_read(self, url, *args, **options)
+
+    monkeypatch.setattr(Storage, "read_once", read_once)
+    return asked
+
+
+def test_what_has_been_used_is_not_asked_for_again_because_something_else_is_late(
+    url: str, asked: list[str]
+) -> None:
+    catalog = catalog_of(url)
+    parts = [range(start, start + 15) for start in range(0, 90, 15)]
+    fetcher = RangeFetcher(catalog, groups(*parts), prefetch_bytes=0, hedges=True)
+    for part in parts:
+        assert keys(fetcher, part) == names(part)
+        time.sleep(0.1)
+    fetcher.close()
+    counts = Counter(asked)
+    assert [counts[shard.url] for shard in catalog.shards[:6]] == [1, 1, 1, 1, 1, 2]
+
+
+def test_what_is_late_is_asked_for_again_while_an_index_is_waited_for(
+    url: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalog = catalog_of(url)
+    really_offsets = Catalog.offsets
+
+    def offsets(self: Catalog, shard: int) -> Any:
+        if shard == 6 and "aside" in threading.current_thread().name:
+            time.sleep(1)
+        return really_offsets(self, shard)
+
+    monkeypatch.setattr(Catalog, "offsets", offsets)
+    parts = [range(start, min(start + 15, 100)) for start in range(0, 100, 15)]
+    fetcher = RangeFetcher(catalog, groups(*parts), prefetch_bytes=0, hedges=True)
+    for part in parts:
+        assert keys(fetcher, part) == names(part)
+    fetcher.close()
+    assert asked.count(catalog.shards[5].url) == 2
+
+
+def test_a_group_may_name_a_sample_that_is_there_or_name_it_twice(url: str) -> None:
+    twice = [np.array([3, 3, 4]), np.array([4, 20, 21, 20])]
+    fetcher = RangeFetcher(catalog_of(url), iter(twice), prefetch_bytes=1 << 20)
+    assert keys(fetcher, [3, 4]) == names([3, 4])
+    assert keys(fetcher, [20, 21, 4]) == names([20, 21, 4])
+    assert (fetcher._bytes, len(fetcher._parts), len(fetcher._rows)) == (0, 0, 0)
+    fetcher.close()
+
+
+def test_a_state_behind_the_last_of_some_large_samples_has_none_left(tmp_path: Any) -> None:
+    with ss.ShardWriter(tmp_path, max_samples=50) as writer:
+        for number in range(103):
+            writer.write({"__key__": f"{number:06d}", "bin": bytes([number]) * 30_000})
+    samples = iter(ss.ShardDataset(tmp_path))
+    states = [samples.state_dict() for _ in samples]
+    for taken in (0, 95, 101, 102):
+        again = iter(ss.ShardDataset(tmp_path))
+        again.load_state_dict(states[taken])
+        assert len(list(again)) == 102 - taken
+
+
+def test_an_epoch_reads_each_byte_once(
+    url: str, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # shards this small are all gap
+    monkeypatch.setattr("shardstream.fetch.coalesce._GAP_BYTES", 0)
+    for _ in range(2):
+        wire.reads.clear()
+        one = loader(url, shuffle=True, window=8)
+        assert sorted(flat(labels(one))) == list(range(100))
+        total = one._batches.source_dataset.pipeline.source.catalog.total_bytes  # type: ignore[union-attr]
+        assert wire.tar_bytes <= total
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"shuffle": True, "lanes": 3, "window": 24, "block": 5},
+        {"shuffle": True, "lanes": 3, "window": 16, "block": 1, "batch_size": 24, "microbatch": 8},
+        {"batch_size": 24, "microbatch": 8, "window": 16},
+        {"remainder": "drop", "placement": ss.Placement(1, 3), "shuffle": True, "lanes": 3},
+    ],
+)
+def test_nothing_stays_behind_when_an_epoch_is_over(
+    options: dict[str, Any], url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[int] = []
+    really_close = RangeFetcher.close
+
+    def close(self: RangeFetcher) -> None:
+        left.append(len(self._rows) + len(self._parts) + len(self._begun))
+        really_close(self)
+
+    monkeypatch.setattr(RangeFetcher, "close", close)
+    list(loader(url, **options))
+    assert set(left) == {0}
+
+
+def fetch_threads() -> list[threading.Thread]:
+    return [t for t in threading.enumerate() if t.name.startswith("shardstream-fetch")]
+
+
+def test_a_loader_left_early_leaves_no_threads(url: str) -> None:
+    batches = iter(loader(url, shuffle=True))
+    next(batches)
+    assert fetch_threads()
+    del batches
+    deadline = time.monotonic() + 5
+    while fetch_threads() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert fetch_threads() == []
+
+
+def test_a_resume_reads_no_more_than_what_is_left(url: str, wire: Wire) -> None:
+    one = loader(url, shuffle=True, window=8, prefetch_bytes=1)
+    state = [one.state_dict() for _, _ in zip(range(11), one, strict=False)][-1]
+    other = loader(url, shuffle=True, window=8, prefetch_bytes=1)
+    wire.reads.clear()
+    other.load_state_dict(state)
+    assert wire.reads == []
+    assert len(flat(labels(other))) == 12
+    assert len(wire.reads) <= 12
+
+
+def test_local_shards_are_mapped_not_read(tmp_path: Any, wire: Wire) -> None:
+    catalog = catalog_of(numbered(tmp_path, 20, 7))
+    fetcher = open_fetcher(catalog, (), prefetch_bytes=0)
+    assert isinstance(fetcher, LocalFetcher)
+    assert keys(fetcher, range(20)) == names(range(20))
+    fetcher.close()
+    fetcher.close()
+    assert wire.reads == []
+
+
+@pytest.mark.parametrize("bad", [None, 3, 277])
+def test_large_samples_are_looked_at_by_the_window(
+    bad: int | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = bytes(20_000)
+    with ss.ShardWriter(tmp_path, max_samples=100) as writer:
+        for number in range(300):
+            writer.write({"__key__": f"{number:03d}", "bin": body + number.to_bytes(2, "big")})
+    if bad is not None:
+        tar = tmp_path / f"{bad // 100:06d}.tar"
+        data = bytearray(tar.read_bytes())
+        data[bad % 100 * (512 + 20480) + 10] ^= 1
+        tar.write_bytes(data)
+    copied: list[int] = []
+    really_read = LocalFetcher.samples
+
+    def samples(self: LocalFetcher, numbers: Ints) -> Any:
+        copied.append(len(numbers))
+        return really_read(self, numbers)
+
+    monkeypatch.setattr(LocalFetcher, "samples", samples)
+    monkeypatch.setattr(indexed_run, "_FOUND_BYTES", 2 << 20)  # 100 samples
+    dataset = ss.ShardDataset(tmp_path, shuffle=True, on_error="skip" if bad else "raise")
+    found = [sample for sample in dataset if sample["bin"][:-2] == body]
+    numbers = sorted(int.from_bytes(sample["bin"][-2:], "big") for sample in found)
+    assert numbers == [number for number in range(300) if number != bad]
+    assert sum(copied) < 150  # the first few, and those beside a bad one
+
+
+def test_few_maps_are_kept_open_over_all_data_sets(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mmap_pool, "_MOST", 3)
+    catalogs = [catalog_of(numbered(tmp_path / name, 10, 2)) for name in "ab"]
+    before = sum(len(one._kept) for one in mmap_pool._all)
+    for _ in range(2):
+        for catalog in catalogs:
+            assert keys(open_fetcher(catalog, (), prefetch_bytes=0), range(10)) == names(range(10))
+            assert sum(len(one._kept) for one in mmap_pool._all) <= max(3, before)
+
+
+def test_a_second_epoch_maps_nothing_anew(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = catalog_of(numbered(tmp_path, 10, 2))
+    assert keys(open_fetcher(catalog, (), prefetch_bytes=0), range(10)) == names(range(10))
+    monkeypatch.setattr("shardstream.catalog.shard_catalog.map_file", None)
+    assert keys(open_fetcher(catalog, (), prefetch_bytes=0), range(10)) == names(range(10))
+    again = pickle.loads(pickle.dumps(catalog))  # noqa: S301  (as a spawned worker gets it)
+    assert again._maps.get(0) is None
+
+
+# -- failing -------------------------------------------------------------------------------------------------------------------
+
+
+def first_range(url: str) -> tuple[Storage, str, int, int]:
+    catalog = catalog_of(url)
+    return catalog.storage, catalog.shards[0].url, 0, 1024
+
+
+@pytest.mark.parametrize("faults", [0, 1, 4])
+def test_a_read_is_tried_again_with_growing_pauses(faults: int, url: str, wire: Wire) -> None:
+    wire.faults += [OSError("503 SlowDown")] * faults
+    assert len(fetch(*first_range(url))) == 1024
+    assert len(wire.reads) == faults + 1
+    assert len(wire.sleeps) == faults
+    bounds = [(0.1, 0.2), (0.2, 0.4), (0.4, 0.8), (0.8, 1.6)]
+    assert all(low <= nap <= high for nap, (low, high) in zip(wire.sleeps, bounds, strict=False))
+
+
+def test_after_its_patience_the_error_is_the_users(url: str, wire: Wire) -> None:
+    wire.faults += [OSError(f"attempt {number}") for number in range(99)]
+    with pytest.raises(StorageError, match="attempt") as raised:
+        fetch(*first_range(url))
+    assert 52 < sum(wire.sleeps) <= 60
+    assert raised.value.__notes__ == [f"tried {len(wire.reads)} times in {sum(wire.sleeps):.0f} s"]
+
+
+def test_a_server_that_never_answered_is_waited_for_less(url: str, wire: Wire) -> None:
+    _, shard, start, end = first_range(url)
+    wire.faults += [OSError("no route")] * 99
+    with pytest.raises(StorageError, match="no route"):
+        fetch(Storage(), shard, start, end)
+    assert sum(wire.sleeps) <= 10
+
+
+def test_a_caller_hears_of_a_server_that_is_overloaded(url: str, wire: Wire) -> None:
+    heard: list[int] = []
+    wire.faults += [OSError("503 SlowDown"), OSError("reset"), OSError("429 Too Many Requests")]
+    fetch(*first_range(url), on_throttle=lambda: heard.append(len(wire.reads)))
+    assert heard == [1, 3]
+
+
+@pytest.mark.parametrize("fault", [MissingError("gone"), RefusedError("no"), KeyError("bug")])
+def test_what_trying_again_cannot_help_is_raised_at_once(
+    fault: Exception, url: str, wire: Wire
+) -> None:
+    wire.faults.append(fault)
+    with pytest.raises(type(fault)):
+        fetch(*first_range(url))
+    assert len(wire.reads) == 1
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize(
+    ("fault", "kind"),
+    [
+        (MissingError("nothing is there"), MissingError),
+        (ChangedError("the file changed"), ChangedError),
+        (OSError("503 SlowDown"), StorageError),
+        (ZeroDivisionError("a bug of a client"), ZeroDivisionError),
+    ],
+)
+def test_a_store_that_fails_stops_the_epoch(
+    fault: Exception, kind: type[Exception], num_workers: int, url: str, wire: Wire
+) -> None:
+    options = {"patience_s": 0.5}
+    one = loader(
+        url, num_workers=num_workers, shuffle=True, on_error="skip", storage_options=options
+    )
+    wire.faults += [fault] * 1000
+    with pytest.raises(kind, match=str(fault)):
+        list(one)
+    assert one.skipped == {}
+
+
+def test_a_store_that_stalls_is_an_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+
+    def stall(*_: Any, **__: Any) -> bytes:
+        released.wait(10)
+        return b""
+
+    monkeypatch.setattr(Catalog, "fetch", stall)
+    options = {"patience_s": 0.1, "stall_s": 0.05}
+    try:
+        with pytest.raises(StorageError, match=r"no answer for \d+ bytes in 0 s; check the server"):
+            list(loader(url, storage_options=options))
+    finally:
+        released.set()

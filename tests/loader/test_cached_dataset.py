@@ -1,0 +1,221 @@
+"""Datasets with a cache, from a real server: what later epochs and other processes ask of it."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import s3fs
+
+import shardstream as ss
+from shardstream.errors import CacheWarning, OptionError
+from shardstream.testing import make_shards
+from tests.servers import S3Server, ShapedS3, new_bucket, nginx_or_skip
+from tests.small_datasets import FEW_CORES, flat, labels, numbered
+
+pytestmark = pytest.mark.filterwarnings(FEW_CORES)
+
+SAMPLES, PER_SHARD = 60, 15
+SHARDS = SAMPLES // PER_SHARD
+ROOM: dict[str, Any] = {"cache_bytes": "100MB"}  # also where less than a tenth of the disk is free
+
+
+class Server:
+    """A bucket behind a proxy that counts requests."""
+
+    def __init__(self, proxy: ShapedS3, bucket: str) -> None:
+        self.options = proxy.chaos.storage_options
+        self.url = f"{bucket}/data"
+        self._proxy = proxy
+
+    def requests(self) -> dict[str, int]:
+        """Requests for shards and indexes since the last call: "GET .tar", "HEAD .idx", ..."""
+        seen: dict[str, int] = json.loads(self._proxy.control("/stats"))["chaos"].get("seen", {})
+        self._proxy.control("/clear")
+        return {what: n for what, n in seen.items() if what.endswith((".tar", ".idx"))}
+
+    def loader(self, cache_dir: Path | None, **options: Any) -> ss.ShardLoader:
+        num_workers = options.pop("num_workers", 0)
+        context = options.pop("multiprocessing_context", None)
+        if cache_dir is not None:
+            options = ROOM | options
+        dataset = ss.ShardDataset(
+            options.pop("url", self.url),
+            storage_options=self.options,
+            cache_dir=cache_dir,
+            **options,
+        )
+        return ss.ShardLoader(
+            dataset.decode(), 8, num_workers=num_workers, multiprocessing_context=context
+        )
+
+
+@pytest.fixture(scope="module")
+def proxy(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShapedS3]:
+    """One for all tests: no faults, it only counts."""
+    with nginx_or_skip(tmp_path_factory.mktemp("nginx"), s3) as started:
+        started.control("/set?profile=chaos&slow=0&reset=0&trunc=0&stall=0")
+        yield started
+
+
+@pytest.fixture(scope="module")
+def server(proxy: ShapedS3) -> Iterator[Server]:
+    """With a dataset that no test changes."""
+    with new_bucket(proxy.plain) as bucket:
+        one = Server(proxy, bucket)
+        numbered(one.url, SAMPLES, PER_SHARD, storage_options=one.options)
+        yield one
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.fixture(autouse=True)
+def nothing_asked_yet(server: Server) -> None:
+    server.requests()
+
+
+def epoch(loader: ss.ShardLoader) -> list[int]:
+    return sorted(flat(labels(loader)))
+
+
+EVERYTHING = list(range(SAMPLES))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_the_second_run_asks_for_no_bytes_and_no_versions(
+    num_workers: int, server: Server, tmp_path: Path
+) -> None:
+    options = {"num_workers": num_workers, "shuffle": True}
+    assert epoch(server.loader(tmp_path, **options)) == EVERYTHING
+    first = server.requests()
+    assert sorted(first) == ["GET .idx", "GET .tar"]  # no HEAD: the listing told
+    assert first["GET .tar"] >= SHARDS
+    assert epoch(server.loader(tmp_path, **options)) == EVERYTHING
+    assert server.requests() == {}
+
+
+def test_later_epochs_of_one_loader_ask_for_nothing(server: Server, tmp_path: Path) -> None:
+    loader = server.loader(tmp_path, shuffle=True, cache_bytes="10MB")
+    assert epoch(loader) == EVERYTHING
+    server.requests()
+    for _ in range(3):
+        assert epoch(loader) == EVERYTHING
+    assert server.requests() == {}
+
+
+@pytest.mark.parametrize("urls", ["/index.json", "/{000000..000003}.tar", "/*.tar", "/"])
+def test_one_cache_serves_the_same_shards_however_they_are_named(
+    urls: str, server: Server, tmp_path: Path
+) -> None:
+    epoch(server.loader(tmp_path))
+    server.requests()
+    assert epoch(server.loader(tmp_path, url=server.url + urls)) == EVERYTHING
+    assert server.requests() == {}
+
+
+@pytest.mark.slow
+def test_spawned_workers_find_the_cache(server: Server, tmp_path: Path) -> None:
+    epoch(server.loader(tmp_path))
+    server.requests()
+    options = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    assert epoch(server.loader(tmp_path, **options)) == EVERYTHING
+    assert server.requests() == {}
+
+
+def test_a_map_dataset_has_the_cache_too(server: Server, tmp_path: Path) -> None:
+    def open_one() -> Any:
+        return ss.ShardMapDataset(
+            server.url, storage_options=server.options, cache_dir=tmp_path, cache_bytes="1GB"
+        ).decode()
+
+    assert [sample["cls"] for sample in open_one().__getitems__(EVERYTHING)] == EVERYTHING
+    server.requests()
+    assert [sample["cls"] for sample in open_one()] == EVERYTHING
+    assert server.requests() == {}
+
+
+def test_a_mix_reads_through_the_caches_of_its_parts(server: Server, tmp_path: Path) -> None:
+    def mixed() -> ss.ShardLoader:
+        part = ss.ShardDataset(
+            server.url, storage_options=server.options, cache_dir=tmp_path, **ROOM
+        )
+        return ss.ShardLoader(ss.mix({"a": part.decode(), "b": part.decode()}), 8)
+
+    assert epoch(mixed()) == sorted(EVERYTHING * 2)
+    server.requests()
+    assert epoch(mixed()) == sorted(EVERYTHING * 2)
+    assert server.requests() == {}
+
+
+def test_whole_shards_are_kept_too(server: Server, tmp_path: Path) -> None:
+    for _ in range(2):
+        server.requests()
+        assert epoch(server.loader(tmp_path, index="ignore")) == EVERYTHING
+    assert server.requests() == {}
+
+
+def test_shards_that_were_replaced_are_read_anew(server: Server, tmp_path: Path) -> None:
+    url = f"{server.url}-2"
+    for first in (0, 1000):
+        samples = [{"__key__": f"{i:06d}", "cls": first + i} for i in range(SAMPLES)]
+        make_shards(url, samples=samples, storage_options=server.options, overwrite=True)
+        for _ in range(2):
+            assert epoch(server.loader(tmp_path, url=url)) == [first + i for i in range(SAMPLES)]
+
+
+def test_a_shard_replaced_behind_the_listing_is_an_error_and_not_kept(
+    server: Server, tmp_path: Path
+) -> None:
+    url = f"{server.url}-3"
+
+    def write(first: int) -> None:
+        samples = [{"__key__": f"{i:06d}", "cls": first + i} for i in range(SAMPLES)]
+        make_shards(url, samples=samples, storage_options=server.options, overwrite=True)
+
+    write(0)
+    listed = server.loader(tmp_path, url=url)
+    write(1000)
+    with pytest.raises(ss.ChangedError, match="the file changed while it was read"):
+        epoch(listed)
+    kept = [path.stat().st_size for path in tmp_path.glob("*/??/*")]
+    assert max(kept) < 5000  # indexes and manifest; no shard
+
+
+def test_workers_killed_while_they_fill_the_cache_harm_nobody(
+    server: Server, tmp_path: Path
+) -> None:
+    loader = server.loader(tmp_path, num_workers=2, shuffle=True)
+    batches = iter(loader)
+    next(batches)
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    # What torch says depends on whether a batch of theirs was on its way.
+    with pytest.raises((RuntimeError, OSError, EOFError)):
+        list(batches)
+    del batches
+    assert epoch(server.loader(tmp_path, num_workers=2, shuffle=True)) == EVERYTHING
+    assert epoch(server.loader(tmp_path)) == EVERYTHING
+
+
+def test_without_options_nothing_is_kept(server: Server, tmp_path: Path) -> None:
+    for _ in range(2):
+        assert epoch(server.loader(None)) == EVERYTHING
+        assert server.requests()["GET .tar"] >= SHARDS
+    with pytest.raises(OptionError, match="say cache_dir, too"):
+        server.loader(None, cache_bytes="1GB")
+
+
+def test_local_shards_are_not_copied(tmp_path: Path) -> None:
+    url = numbered(tmp_path / "data", 20, 10)
+    loader = ss.ShardLoader(ss.ShardDataset(url, cache_dir=tmp_path / "cache", **ROOM).decode(), 4)
+    assert epoch(loader) == list(range(20))
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+def test_a_disk_that_cannot_be_written_costs_a_warning(server: Server) -> None:
+    with pytest.warns(CacheWarning, match="reading goes on without"):
+        loader = server.loader(Path("/proc/no-such-place"))
+    assert epoch(loader) == EVERYTHING

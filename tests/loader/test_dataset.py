@@ -1,0 +1,308 @@
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import shardstream as ss
+from shardstream.errors import OptionError, StorageError
+from tests.small_datasets import FEW_CORES, flat, numbered
+
+pytestmark = pytest.mark.filterwarnings(FEW_CORES)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return numbered(tmp_path_factory.mktemp("numbered"), 50, 8)
+
+
+def found(dataset: ss.ShardDataset) -> list[int]:
+    return [int(sample["cls"]) for sample in dataset]
+
+
+def plain(dataset: ss.ShardDataset, batch_size: int, **options: Any) -> list[list[int]]:
+    """Batches of torch's own loader."""
+    loader: DataLoader[Any] = DataLoader(
+        dataset.decode().to_tuple("cls"), batch_size=batch_size, **options
+    )
+    return [batch[0].tolist() for batch in loader]
+
+
+# -- what is read --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda folder: folder,
+        lambda folder: f"{folder}/",
+        lambda folder: f"{folder}/index.json",
+        lambda folder: f"{folder}/" + "{000000..000006}.tar",
+        lambda folder: f"{folder}/*.tar",
+        lambda folder: [f"{folder}/00000{i}.tar" for i in range(7)],
+        lambda folder: "::".join(f"{folder}/00000{i}.tar" for i in range(7)),
+        lambda folder: f"file://{folder}",
+    ],
+)
+def test_a_dataset_is_named_in_many_ways(form: Any, folder: str) -> None:
+    dataset = ss.ShardDataset(form(folder))
+    assert len(dataset) == 50
+    assert found(dataset) == list(range(50))
+
+
+def test_a_part_of_the_shards_is_a_dataset_too(folder: str) -> None:
+    assert found(ss.ShardDataset(f"{folder}/00000[12].tar")) == list(range(8, 24))
+
+
+def test_all_shards_under_a_prefix_are_taken(folder: str) -> None:
+    for prefix in (folder, f"{folder}/", f"{folder}/0000"):
+        assert found(ss.ShardDataset.from_prefix(prefix)) == list(range(50))
+    with pytest.raises(StorageError, match="no shard matches this pattern"):
+        ss.ShardDataset.from_prefix(f"{folder}/none")
+
+
+def test_samples_are_bytes_until_they_are_decoded(folder: str) -> None:
+    sample = next(iter(ss.ShardDataset(folder)))
+    assert type(sample) is dict
+    assert sample["__key__"] == "000000"
+    assert sample["__url__"] == f"{folder}/000000.tar"
+    assert sample["cls"] == b"0"
+    assert type(sample["npy"]) is bytes
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lanes": 0}, "lanes must be at least 1, not 0"),
+        ({"window": 0}, "window must be at least 1, not 0"),
+        ({"block": -3}, "block must be at least 1, not -3"),
+        ({"microbatch": 0}, "microbatch must be at least 1, not 0"),
+        ({"microbatch": 4, "window": 6}, "window=6 must be a multiple of the microbatch, 4; use 8"),
+        ({"remainder": "wrap"}, "remainder is 'pad', 'drop' or 'keep'"),
+        ({"on_error": "ignore"}, "on_error is 'raise', 'warn', 'skip'"),
+        ({"on_error": "ignore", "index": "ignore"}, "on_error is 'raise', 'warn', 'skip'"),
+        ({"index": "always"}, "index is 'auto', 'require' or 'ignore', not 'always'"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused_at_once(
+    options: dict[str, Any], message: str, folder: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        ss.ShardDataset(folder, **options)
+
+
+def test_where_nothing_is_it_says_so(tmp_path: Path) -> None:
+    with pytest.raises(ss.StorageError, match=str(tmp_path)):
+        ss.ShardDataset(str(tmp_path / "none"))
+
+
+# -- order and epochs ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_epoch_is_the_same_until_another_is_chosen(folder: str) -> None:
+    dataset = ss.ShardDataset(folder, shuffle=True)
+    first = found(dataset)
+    assert found(dataset) == first
+    assert sorted(first) == list(range(50))
+    dataset.set_epoch(1)
+    assert dataset.epoch == 1
+    assert found(dataset) != first
+    dataset.set_epoch(0)
+    assert found(dataset) == first
+
+
+def test_ranks_share_a_dataset_that_is_iterated_by_itself(folder: str) -> None:
+    for shuffle in (True, False):
+        ranks = [
+            ss.ShardDataset(folder, shuffle=shuffle, microbatch=4, placement=ss.Placement(rank, 3))
+            for rank in range(3)
+        ]
+        seen = [found(dataset) for dataset in ranks]
+        assert [len(part) for part in seen] == [len(dataset) for dataset in ranks] == [17, 17, 17]
+        assert set(flat(seen)) == set(range(50))
+
+
+def test_rank_and_world_size_come_from_the_environment(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dataset = ss.ShardDataset(folder, microbatch=4)
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert dataset.placement == ss.Placement(2, 3)
+    assert len(found(dataset)) == 17
+    explicit = ss.ShardDataset(folder, microbatch=4, placement=ss.Placement())
+    assert len(found(explicit)) == 50
+
+
+# -- torch's own loader --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_a_plain_data_loader_reads_each_sample_once(
+    num_workers: int,
+    shuffle: bool,
+    folder: str,
+) -> None:
+    dataset = ss.ShardDataset(folder, shuffle=shuffle, microbatch=8)
+    batches = plain(dataset, 8, num_workers=num_workers)
+    assert sorted(flat(batches)) == list(range(50))
+    assert sorted(map(len, batches)) == [2, 8, 8, 8, 8, 8, 8]
+
+
+def test_a_plain_data_loader_gives_the_batches_of_a_shard_loader(folder: str) -> None:
+    dataset = ss.ShardDataset(folder, shuffle=True, microbatch=8, lanes=2)
+    ours = [batch["cls"].tolist() for batch in ss.ShardLoader(dataset.decode(), 8)]
+    for num_workers in (0, 2):
+        assert plain(dataset, 8, num_workers=num_workers) == ours
+
+
+def test_a_plain_data_loader_knows_its_length(folder: str) -> None:
+    loader: DataLoader[Any] = DataLoader(ss.ShardDataset(folder, microbatch=8), batch_size=8)
+    assert len(loader) == len(list(loader)) == 7
+
+
+def test_persistent_workers_of_a_plain_loader_follow_the_epoch(folder: str) -> None:
+    dataset = ss.ShardDataset(folder, shuffle=True, microbatch=8, lanes=2)
+    loader: DataLoader[Any] = DataLoader(
+        dataset, batch_size=8, num_workers=2, persistent_workers=True, collate_fn=len_and_keys
+    )
+    first = list(loader)
+    dataset.set_epoch(1)
+    second = list(loader)
+    dataset.set_epoch(0)
+    assert first != second
+    assert list(loader) == first
+
+
+def len_and_keys(samples: list[dict[str, Any]]) -> list[str]:
+    return [sample["__key__"] for sample in samples]
+
+
+def test_a_plain_loader_spawns_workers_that_know_their_rank(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    dataset = ss.ShardDataset(folder, shuffle=True, microbatch=5)
+    expected = plain(dataset, 5)
+    found = plain(dataset, 5, num_workers=1, multiprocessing_context="spawn")
+    assert found == expected
+    assert len(flat(found)) == 25
+
+
+# -- steps ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_a_step_returns_a_new_dataset(folder: str) -> None:
+    dataset = ss.ShardDataset(folder)
+    decoded = dataset.decode()
+    tuples = decoded.to_tuple("cls __key__")
+    assert next(iter(dataset))["cls"] == b"0"
+    assert next(iter(decoded))["cls"] == 0
+    assert next(iter(tuples)) == (0, "000000")
+    assert type(tuples) is ss.ShardDataset
+    decoded.set_epoch(3)
+    assert dataset.epoch == 0
+
+
+def odd(sample: Any) -> bool:
+    return bool(sample["cls"] % 2)
+
+
+def tens(samples: Iterator[Any]) -> Iterator[int]:
+    for sample in samples:
+        if sample["cls"] % 10 == 0:
+            yield sample["cls"]
+
+
+STEPS: list[tuple[Any, list[Any]]] = [
+    (lambda ds: ds.map(lambda s: s["cls"] * 2), [i * 2 for i in range(50)]),
+    (lambda ds: ds.map_dict(cls=str).map(lambda s: s["cls"]), [str(i) for i in range(50)]),
+    (
+        lambda ds: ds.to_tuple("cls", "cls").map_tuple(None, float),
+        [(i, float(i)) for i in range(50)],
+    ),
+    (lambda ds: ds.rename(label="cls").map(lambda s: s["label"]), list(range(50))),
+    (lambda ds: ds.rename(keep=False, x="cls").map(sorted), [["__key__", "__url__", "x"]] * 50),
+    (lambda ds: ds.select(odd).map(lambda s: s["cls"]), list(range(1, 50, 2))),
+    (lambda ds: ds.slice(3).map(lambda s: s["cls"]), [0, 1, 2]),
+    (lambda ds: ds.slice(10, 20, 5).map(lambda s: s["cls"]), [10, 15]),
+    (lambda ds: ds.repeat(2).slice(49, 52).map(lambda s: s["cls"]), [49, 0, 1]),
+    (lambda ds: ds.with_epoch(52).slice(49, None).map(lambda s: s["cls"]), [49, 0, 1]),
+    (lambda ds: ds.compose(tens), [0, 10, 20, 30, 40]),
+    (lambda ds: ds.compose(tens, lambda tens: [sum(tens)]), [100]),
+    (lambda ds: ds.batched(20).map(lambda b: b["cls"].shape[0]), [20, 20, 10]),
+    (lambda ds: ds.batched(20, partial=False).map(lambda b: len(b["__key__"])), [20, 20]),
+    (lambda ds: ds.batched(20, collate_fn=len), [20, 20, 10]),
+    (lambda ds: ds.batched(7).unbatched().map(lambda s: int(s["cls"])), list(range(50))),
+    (lambda ds: ds.map_batches(lambda b: [int(b["cls"].sum())], 25), [300, 925]),
+    (lambda ds: ds.group_batched(odd, 25).map(lambda b: int(b["cls"].sum())), [600, 625]),
+    (lambda ds: ds.group_batched("cls", 1, collate_fn=len), [1] * 50),
+]
+
+
+@pytest.mark.parametrize(("build", "expected"), STEPS)
+def test_steps_do_what_webdataset_users_expect(
+    build: Any, expected: list[Any], folder: str
+) -> None:
+    assert list(build(ss.ShardDataset(folder).decode())) == expected
+
+
+def test_shuffle_mixes_what_it_gets(folder: str) -> None:
+    shuffled = found(ss.ShardDataset(folder).shuffle(50))
+    assert shuffled != list(range(50))
+    assert sorted(shuffled) == list(range(50))
+
+
+@pytest.mark.parametrize("bounds", [(-1,), (0, 5, 0), (0, 5, -1), (0, -5)])
+def test_slices_of_a_stream_are_not_negative(bounds: tuple[int, ...], folder: str) -> None:
+    with pytest.raises(OptionError, match="makes no sense: bounds of a stream are not negative"):
+        ss.ShardDataset(folder).slice(*bounds)
+
+
+def test_a_length_that_cannot_be_known_must_be_said(folder: str) -> None:
+    dataset = ss.ShardDataset(folder).decode()
+    assert len(dataset.map(len)) == 50
+    with pytest.raises(TypeError, match=r"say it with \.with_length\(n\)"):
+        len(dataset.select(odd))
+    assert len(dataset.select(odd).with_length(25)) == 25
+    with pytest.raises(TypeError):
+        len(dataset.with_length(25).select(odd))
+
+
+# -- travelling ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("travel", [copy.copy, copy.deepcopy])
+def test_a_dataset_can_be_copied(travel: Any, folder: str) -> None:
+    dataset = ss.ShardDataset(folder, shuffle=True, seed=3).decode("rgb8").select(odd)
+    assert found(travel(dataset)) == found(dataset)
+
+
+def test_a_dataset_can_be_pickled(folder: str) -> None:
+    url = numbered(f"memory://dataset-{random.getrandbits(64):x}", 20, 6)
+    for source in (folder, url):
+        dataset = ss.ShardDataset(source, shuffle=True, seed=3).decode("rgb8").select(odd)
+        assert found(pickle.loads(pickle.dumps(dataset))) == found(dataset)  # noqa: S301
+
+
+def test_two_iterators_are_independent(folder: str) -> None:
+    dataset = ss.ShardDataset(folder, shuffle=True).decode()
+    for one, other in zip(dataset, dataset, strict=True):
+        assert one["__key__"] == other["__key__"]
+        assert not torch.is_tensor(one["cls"])
+
+
+def test_reading_by_number_is_sent_to_the_dataset_for_it(folder: str) -> None:
+    dataset = ss.ShardDataset(folder)
+    for one in (dataset, ss.mix([dataset, dataset], weights=[1, 1])):
+        with pytest.raises(OptionError, match=r"not by number 0; use ShardMapDataset"):
+            one[0]

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    Subset,
+    WeightedRandomSampler,
+    random_split,
+)
+
+import shardstream as ss
+from shardstream.errors import OptionError
+from shardstream.storage.response import Piece
+from shardstream.storage.store import Storage
+from tests.small_datasets import FEW_CORES, numbered
+
+pytestmark = pytest.mark.filterwarnings(FEW_CORES)
+
+
+def label(sample: Any) -> int:
+    return int(sample["cls"])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return numbered(tmp_path_factory.mktemp("numbers") / "set", 100, 15)
+
+
+@pytest.fixture
+def dataset(folder: str) -> ss.ShardMapDataset:
+    return ss.ShardMapDataset(folder).decode()
+
+
+def test_it_is_a_sequence(dataset: ss.ShardMapDataset) -> None:
+    assert len(dataset) == 100
+    assert [label(dataset[i]) for i in (0, 14, 15, 99, -1, -100)] == [0, 14, 15, 99, 99, 0]
+    assert [label(sample) for sample in dataset[10:30:7]] == [10, 17, 24]
+    assert [label(sample) for sample in dataset[::-1][:3]] == [99, 98, 97]
+    assert [label(sample) for sample in dataset.__getitems__([5, 3, 5])] == [5, 3, 5]
+    assert sum(1 for _ in dataset) == 100
+
+
+@pytest.mark.parametrize("index", [100, -101])
+def test_a_number_out_of_range_is_refused(dataset: ss.ShardMapDataset, index: int) -> None:
+    with pytest.raises(IndexError, match="-100 to 99"):
+        dataset[index]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_samplers_subsets_and_splits_of_torch_work(
+    dataset: ss.ShardMapDataset, workers: int
+) -> None:
+    numbers = dataset.map(label)
+
+    def read(data: Any, **options: Any) -> list[int]:
+        loader: DataLoader[Any] = DataLoader(data, batch_size=8, num_workers=workers, **options)
+        return [int(number) for batch in loader for number in batch]
+
+    assert read(numbers) == list(range(100))
+    assert sorted(read(numbers, shuffle=True, generator=torch.Generator().manual_seed(0))) == list(
+        range(100)
+    )
+    ranks = [read(numbers, sampler=DistributedSampler(numbers, 3, rank)) for rank in range(3)]
+    assert sorted({number for rank in ranks for number in rank}) == list(range(100))
+    weights = [1.0 if number < 10 else 0.0 for number in range(100)]
+    drawn = read(
+        numbers,
+        sampler=WeightedRandomSampler(weights, 50, generator=torch.Generator().manual_seed(0)),
+    )
+    assert len(drawn) == 50
+    assert max(drawn) < 10
+    parts = random_split(numbers, [70, 30], generator=torch.Generator().manual_seed(0))
+    assert sorted(read(parts[0]) + read(parts[1])) == list(range(100))
+    assert read(Subset(numbers, [3, 1, 4])) == [3, 1, 4]
+
+
+def test_a_batch_of_neighbours_is_few_range_reads(
+    bucket: str, s3_env: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbered(f"{bucket}/set", 100, 50)
+    dataset = ss.ShardMapDataset(f"{bucket}/set").decode()
+    asked: list[tuple[int, int | None]] = []
+    real = Storage.read_once
+
+    def counting(
+        self: Storage, url: str, start: int = 0, end: int | None = None, **options: Any
+    ) -> Piece:
+        if url.endswith(".tar"):
+            asked.append((start, end))
+        return real(self, url, start, end, **options)
+
+    monkeypatch.setattr(Storage, "read_once", counting)
+    batch = dataset.__getitems__([*range(10, 40), 60, 61])
+    assert [label(sample) for sample in batch] == [*range(10, 40), 60, 61]
+    assert len(asked) == 2, "one range for each shard"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_read_from_s3_after_the_main_process_has(
+    bucket: str, s3_env: None, workers: int
+) -> None:
+    numbered(f"{bucket}/set", 40, 15)
+    dataset = ss.ShardMapDataset(f"{bucket}/set").decode().map(label)
+    assert dataset[7] == 7  # opens connections and threads in this process
+    loader: DataLoader[Any] = DataLoader(
+        dataset, batch_size=8, num_workers=workers, timeout=30 if workers else 0
+    )
+    assert [int(number) for batch in loader for number in batch] == list(range(40))
+
+
+def test_random_augmentation_depends_on_epoch_and_number_alone(folder: str) -> None:
+    dataset = ss.ShardMapDataset(folder, seed=3).map(lambda _, rng: float(rng.random()), rng=True)
+    first: Sequence[float] = [dataset[i] for i in (4, 5, 6)]
+    assert first == [dataset[i] for i in (4, 5, 6)] == dataset.__getitems__([4, 5, 6])
+    dataset.set_epoch(1)
+    assert dataset[4] != first[0]
+
+
+def test_steps_that_change_counts_have_no_numbers(dataset: ss.ShardMapDataset) -> None:
+    assert not hasattr(dataset, "select")
+
+
+def test_a_remote_set_without_index_is_refused_with_the_command(tmp_path: Path) -> None:
+    folder = numbered(tmp_path / "set", 5)
+    for file in Path(folder).iterdir():
+        Storage().resolve("memory://")[0].pipe_file(f"/unindexed/{file.name}", file.read_bytes())
+        if file.suffix != ".tar":
+            Storage().resolve("memory://")[0].rm_file(f"/unindexed/{file.name}")
+    with pytest.raises(OptionError, match="shardstream index"):
+        ss.ShardMapDataset("memory://unindexed")

@@ -1,0 +1,375 @@
+"""Small batches are sent several at a time, and nobody notices but by the clock."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
+from itertools import count, cycle
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardstream as ss
+from shardstream.loader import message_batching as module
+from shardstream.loader import worker as batches
+from shardstream.loader.message_batching import Bundle, Rounds, bundled, unbundled
+from tests.small_datasets import FEW_CORES, numbered
+
+pytestmark = pytest.mark.filterwarnings(FEW_CORES)
+
+
+class BrokenError(Exception):
+    """Of a worker."""
+
+
+def worker(number: int, counts: list[int], broken: int | None) -> Generator[tuple[int, int]]:
+    """Make packets: who, and which of its own."""
+    for place in range(counts[number]):
+        if (number, place) == (0, broken):
+            raise BrokenError
+        yield number, place
+
+
+def in_turn(workers: list[Generator[Any]], ahead: int) -> Iterator[Any]:
+    """As torch does: ask each worker for so many ahead, hand out in the order of asking, pass over who has ended."""
+    asked: deque[tuple[int, Any]] = deque()
+    live, turn = set(range(len(workers))), 0
+
+    def ask() -> None:
+        nonlocal turn
+        while live:
+            number, turn = turn % len(workers), turn + 1
+            if number in live:
+                try:
+                    asked.append((number, next(workers[number], None)))
+                except BrokenError as error:
+                    asked.append((number, error))
+                return
+
+    for _ in range(ahead * len(workers)):
+        ask()
+    while asked:
+        number, came = asked.popleft()
+        if came is None:
+            live.discard(number)
+            ask()
+            continue
+        ask()
+        if isinstance(came, BrokenError):
+            raise came
+        yield came
+
+
+def handed_out(packets: Iterator[Any]) -> list[Any]:
+    """Return what comes, with the error that ends it."""
+    came = []
+    try:
+        for packet in packets:
+            came.append(packet)  # noqa: PERF402  (an error must not lose them)
+    except BrokenError as error:
+        came.append(type(error))
+    return came
+
+
+def as_it_is(packet: Any) -> tuple[Any, float]:
+    return packet, 0.0
+
+
+class Line:
+    """Workers, bundles, and the main process; in one process."""
+
+    def __init__(
+        self,
+        workers: list[Generator[Any]],
+        ahead: int,
+        sizes: list[int],
+        clock: Callable[[], float],
+    ) -> None:
+        self.rounds, self.waited = Rounds(), 0
+        self._sizes = cycle(sizes)
+        self._clock = clock
+        self.sent = [0] * len(workers)
+        senders = [
+            self._counted(number, bundled(one, number, self.rounds, as_it_is))
+            for number, one in enumerate(workers)
+        ]
+        self._bundles = in_turn(senders, ahead)
+        self._workers, self._ahead = len(workers), ahead
+
+    def _counted(self, number: int, bundles: Generator[Bundle]) -> Generator[Bundle]:
+        for bundle in bundles:
+            self.sent[number] += len(bundle.packed)
+            yield bundle
+
+    def __iter__(self) -> Iterator[Any]:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "_worth", lambda _: next(self._sizes))
+            patch.setattr(module, "_JUDGED", 1)
+            patch.setattr(module, "perf_counter", self._clock)
+            yield from unbundled(
+                self._bundles, self._workers, self.rounds, self._unpack, ahead=self._ahead
+            )
+
+    def _unpack(self, packet: Any) -> Any:
+        self.waited = max(self.waited, max(self.sent) - min(self.sent))
+        return packet
+
+
+@given(
+    counts=st.lists(st.integers(0, 60), min_size=1, max_size=4),
+    ahead=st.integers(1, 4),
+    broken=st.none() | st.integers(0, 60),
+    sizes=st.lists(st.integers(1, 16), min_size=1, max_size=20),
+    late=st.randoms(use_true_random=False),
+)
+def test_batches_come_in_the_order_in_which_they_would_come_alone(
+    counts: list[int], ahead: int, broken: int | None, sizes: list[int], late: Random
+) -> None:
+    def workers() -> list[Generator[Any]]:
+        return [worker(number, counts, broken) for number in range(len(counts))]
+
+    line = Line(workers(), ahead, sizes, lambda: late.choice([0.0, 0.0, 0.0, 1.0]))
+    assert handed_out(iter(line)) == handed_out(in_turn(workers(), ahead))
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+@pytest.mark.parametrize("sizes", [[16], [16, 1, 7, 3, 16, 2]])
+def test_no_worker_is_read_far_ahead_of_another(ahead: int, sizes: list[int]) -> None:
+    """Else what it sends would wait in the main process, and be more and more."""
+    seeded = Random(0)
+    line = Line(
+        [worker(number, [5000] * 3, None) for number in range(3)],
+        ahead,
+        sizes,
+        lambda: seeded.choice([0.0, 0.0, 0.0, 1.0]),
+    )
+    assert list(line) == [(number, place) for place in range(5000) for number in range(3)]
+    assert line.waited <= 16 * (ahead + 5)
+
+
+def test_a_worker_that_is_always_late_is_not_left_behind() -> None:
+    ticks = count()
+    line = Line(
+        [worker(number, [3000] * 2, None) for number in range(2)],
+        2,
+        [16],
+        lambda: next(ticks) * 0.04,
+    )
+    assert list(line) == [(number, place) for place in range(3000) for number in range(2)]
+    assert line.waited <= 100
+
+
+def test_what_takes_long_or_is_large_is_sent_alone() -> None:
+    def worth(made_s: float, nbytes: float, size: int = 1) -> int:
+        return module._worth(Bundle(0, [None] * size, made_s, nbytes, ended=False))
+
+    assert worth(0.0001, 0) == 16
+    assert worth(0.0005, 0) == 4
+    assert worth(0.004, 0, size=16) == 8
+    assert worth(0.1, 0) == worth(0.0001, 6 << 20) == worth(0.0001, math.inf) == 1
+    assert worth(0.0, 300_000) == 3
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return numbered(tmp_path_factory.mktemp("many") / "data", 4000, 500)
+
+
+def batches_of(loader: ss.ShardLoader) -> list[list[int]]:
+    return [batch["cls"].tolist() for batch in loader]
+
+
+@pytest.mark.parametrize(("context", "num_workers"), [("fork", 2), ("spawn", 1)])
+def test_small_batches_are_sent_together(
+    many: str, context: str, num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    really = module._worth
+
+    def worth(bundle: Bundle) -> int:
+        sizes.append(len(bundle.packed))
+        return really(bundle)
+
+    monkeypatch.setattr(module, "_worth", worth)
+    monkeypatch.setattr(module, "_WORTH_S", 100)  # also on the busiest machine
+    monkeypatch.setattr(module, "_LATE_S", 100)
+    dataset = ss.ShardDataset(many, shuffle=True).decode()
+    options: dict[str, Any] = {"num_workers": num_workers, "multiprocessing_context": context}
+    loader = ss.ShardLoader(dataset, 4, persistent_workers=True, **options)
+    for _ in range(3):
+        sizes.clear()
+        assert sorted(functools.reduce(operator.iadd, batches_of(loader), [])) == list(range(4000))
+        assert sizes[0] == 1
+        if context == "fork":  # spawned workers have not heard that nothing is late
+            assert max(sizes) == 16
+
+
+def test_without_rings_torch_sends_batches_one_at_a_time(
+    many: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each tensor has a descriptor then, and of these a process has few."""
+    sizes: list[int] = []
+    really = module._worth
+
+    def worth(bundle: Bundle) -> int:
+        sizes.append(len(bundle.packed))
+        return really(bundle)
+
+    monkeypatch.setattr(module, "_worth", worth)
+    monkeypatch.setattr(batches, "open_rings", lambda _: [])
+    loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=1)
+    assert all(batch["cls"].is_shared() for batch in loader)
+    assert sizes == [1] * 1000
+
+
+def test_what_torch_pins_does_not_go_through_rings(many: str) -> None:
+    loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=2)
+    for pins, num_rings in ((False, 2), (True, 0)):
+        loader._batches.open_ways(2, pins=pins)
+        assert len(loader._batches.rings) == num_rings
+
+
+def test_a_state_is_of_what_was_handed_out_whatever_is_waiting(many: str) -> None:
+    def loader() -> ss.ShardLoader:
+        return ss.ShardLoader(ss.ShardDataset(many, shuffle=True).decode(), 4, num_workers=2)
+
+    whole = batches_of(loader())
+    one = loader()
+    batches = iter(one)
+    for taken in range(1, 800):
+        assert next(batches)["cls"].tolist() == whole[taken - 1]
+        if taken % 263 == 0:
+            other = loader()
+            other.load_state_dict(one.state_dict())
+            assert batches_of(other) == whole[taken:]
+
+
+def test_so_is_the_state_of_a_stream(many: str) -> None:
+    """Where steps change counts, and one worker has more batches than the other."""
+
+    def loader() -> ss.ShardLoader:
+        dataset = ss.ShardDataset(many, shuffle=True).decode().select(not_every_third)
+        return ss.ShardLoader(dataset, 4, num_workers=3)
+
+    whole = batches_of(loader())
+    assert sorted(functools.reduce(operator.iadd, whole, [])) == [
+        number for number in range(4000) if number % 3
+    ]
+    one = loader()
+    for taken, _ in enumerate(one, start=1):
+        if taken % 307 == 0:
+            other = loader()
+            other.load_state_dict(one.state_dict())
+            assert batches_of(other) == whole[taken:]
+
+
+def not_every_third(sample: dict[str, Any]) -> bool:
+    return bool(sample["cls"] % 3)
+
+
+def test_batches_before_an_error_are_handed_out(many: str) -> None:
+    def broken(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["cls"] == 3001:
+            raise ValueError("this one is bad")
+        return sample
+
+    def came(num_workers: int) -> list[list[int]]:
+        dataset = ss.ShardDataset(many).decode().map(broken)
+        taken = []
+        with suppress(ValueError):
+            for batch in ss.ShardLoader(dataset, 4, num_workers=num_workers):
+                taken.append(batch["cls"].tolist())  # noqa: PERF401  (an error ends it)
+        return taken
+
+    assert came(1) == came(0)
+    assert len(came(1)) == 750
+
+
+def test_what_was_left_in_the_middle_begins_anew(many: str) -> None:
+    loader = ss.ShardLoader(
+        ss.ShardDataset(many).decode(), 4, num_workers=2, persistent_workers=True
+    )
+    whole = batches_of(loader)
+    for left in (1, 40, 400):
+        for taken, batch in enumerate(loader, start=1):
+            assert batch["cls"].tolist() == whole[taken - 1]
+            if taken == left:
+                break
+    assert batches_of(loader) == whole
+
+
+def test_iterations_at_once_keep_their_own_rounds(many: str) -> None:
+    loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=1)
+    both = [(a["cls"].tolist(), b["cls"].tolist()) for a, b in zip(loader, loader, strict=True)]
+    assert all(a == b for a, b in both)
+    assert len(both) == 1000
+
+
+def test_another_iteration_with_the_same_workers_ends_the_first_with_a_word(many: str) -> None:
+    loader = ss.ShardLoader(
+        ss.ShardDataset(many).decode(), 4, num_workers=1, persistent_workers=True
+    )
+    first = iter(loader)
+    next(first)
+    assert len(batches_of(loader)) == 1000
+    with pytest.raises(ss.OptionError, match="use two loaders"):
+        list(first)
+
+
+class Collated:
+    """A collate function with things of its own."""
+
+    def __init__(self) -> None:
+        self.config = {"seen": [0]}
+        self.buffer = torch.zeros(4, dtype=torch.int64)
+
+    def __call__(self, items: list[dict[str, Any]]) -> dict[str, Any]:
+        self.buffer[:] = torch.tensor([item["cls"] for item in items])
+        return {"cls": self.buffer, "config": self.config, "text": [item["cls"] for item in items]}
+
+
+def test_batches_of_one_bundle_are_strangers(many: str) -> None:
+    """Each is copied when it is made, also where what made it uses its memory again; and none is seen through another."""
+    loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=1, collate_fn=Collated())
+    for batch in loader:
+        assert batch["cls"].tolist() == batch["text"]
+        assert batch["config"] == {"seen": [0]}
+        batch["config"]["seen"].append(1)
+
+
+def test_what_cannot_be_sent_comes_behind_what_can(many: str) -> None:
+    def odd(sample: dict[str, Any]) -> dict[str, Any]:
+        return sample | {"x": (lambda: None) if sample["cls"] == 3001 else 0}
+
+    came = 0
+    with pytest.raises(ss.SampleError, match="cannot be sent"):  # noqa: PT012  (an error ends the loop)
+        for _ in ss.ShardLoader(ss.ShardDataset(many).decode().map(odd), 4, num_workers=1):
+            came += 1
+    assert came == 750
+
+
+def test_a_batch_is_made_in_the_mode_of_who_takes_it(many: str) -> None:
+    batches = iter(ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=1))
+    for _ in range(100):
+        with torch.inference_mode():
+            next(batches)
+        assert not next(batches)["cls"].is_inference()
+
+
+def test_a_step_that_becomes_slow_is_not_waited_for_by_the_bundle(many: str) -> None:
+    def slow(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["cls"] >= 3960:
+            time.sleep(0.1)  # 0.4 s a batch, 16 of which torch would not wait for
+        return sample
+
+    loader = ss.ShardLoader(ss.ShardDataset(many).decode().map(slow), 4, num_workers=1, timeout=4)
+    assert len(batches_of(loader)) == 1000

@@ -1,0 +1,195 @@
+"""Local datasets that are written over while they are read: an error that names the file, never old and new samples in one epoch."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardstream as ss
+from shardstream.catalog.file_versions import FileVersions
+from shardstream.errors import ChangedError
+from shardstream.testing import make_shards
+from tests.small_datasets import FEW_CORES
+
+pytestmark = pytest.mark.filterwarnings(FEW_CORES)
+NSAMPLES, NEW = 120, 1000
+
+
+def made(folder: Path, first: int, nbytes: int) -> Path:
+    samples = (
+        {"__key__": f"{n:06d}", "cls": first + n, "npy": np.full(nbytes, 7, np.uint8)}
+        for n in range(NSAMPLES)
+    )
+    # Many large ones of a shard are looked at together, and copied batch by batch.
+    return Path(make_shards(folder, samples=samples, per_shard=120 if nbytes > 1000 else 20))
+
+
+@pytest.fixture(scope="module", params=[100, 20_000], ids=["small", "large"])
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two datasets of equal names and lengths, whose labels are other thousands."""
+    folder = tmp_path_factory.mktemp("pair")
+    return [made(folder / name, 1000 + first, request.param) for name, first in (("a", 0), ("b", NEW))]  # fmt: skip
+
+
+@pytest.fixture
+def folder(pair: list[Path], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pair[0], tmp_path / "set"))
+
+
+def in_place(new: Path, old: Path) -> None:
+    old.write_bytes(new.read_bytes())
+
+
+def by_rename(new: Path, old: Path) -> None:
+    shutil.copyfile(new, beside := old.with_suffix(".other"))
+    beside.replace(old)
+
+
+def by_rename_with_the_old_time(new: Path, old: Path) -> None:
+    before = old.stat()
+    shutil.copyfile(new, beside := old.with_suffix(".other"))
+    os.utime(beside, ns=(before.st_atime_ns, before.st_mtime_ns))
+    beside.replace(old)
+
+
+def cut_short(_: Path, old: Path) -> None:
+    """The end-of-archive blocks of a tar with no samples: as a copy in place may be for a moment."""
+    old.write_bytes(bytes(1024))
+
+
+WAYS = [in_place, by_rename, by_rename_with_the_old_time]
+
+
+def overwrite(way: Callable[[Path, Path], None], pair: list[Path], folder: Path) -> None:
+    for new in sorted(pair[1].glob("*.tar")):
+        way(new, folder / new.name)
+
+
+def read(batches: Iterator[Any], found: list[int], count: int = NSAMPLES) -> None:
+    for _ in range(count):
+        if (batch := next(batches, None)) is None:
+            return
+        found += batch["cls"].tolist()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("index", ["require", "ignore"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_an_epoch_is_of_one_version(
+    way: Callable[[Path, Path], None], index: Any, shuffle: bool, folder: Path, pair: list[Path]
+) -> None:
+    dataset = ss.ShardDataset(
+        folder, index=index, shuffle=shuffle, window=10, on_error="skip"
+    ).decode()
+    batches, found = iter(ss.ShardLoader(dataset, batch_size=5)), list[int]()
+    read(batches, found, 6)
+    overwrite(way, pair, folder)
+    with pytest.raises(ChangedError, match=r"overwritten after the dataset was opened.*\.tar"):
+        read(batches, found)
+    assert max(found) < 1000 + NEW
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_workers_compare_with_what_the_main_process_opened(
+    method: str, folder: Path, pair: list[Path]
+) -> None:
+    dataset = ss.ShardDataset(folder, shuffle=True).decode()
+    loader = ss.ShardLoader(dataset, 5, num_workers=2, multiprocessing_context=method)
+    overwrite(by_rename, pair, folder)  # the workers have seen none of the old
+    with pytest.raises(ChangedError, match="overwritten after the dataset was opened"):
+        list(loader)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("has_index", [True, False])
+def test_a_dataset_by_number_is_of_one_version(
+    way: Callable[[Path, Path], None], has_index: bool, folder: Path, pair: list[Path]
+) -> None:
+    for file in () if has_index else [*folder.glob("*.idx"), folder / "index.json"]:
+        file.unlink()
+    dataset = ss.ShardMapDataset(folder).decode()
+    assert dataset[3]["cls"] == 1003
+    overwrite(way, pair, folder)
+    for number in (4, 33):  # of a shard that is mapped, and of one that is not
+        with pytest.raises(ChangedError, match="overwritten after the dataset was opened"):
+            dataset[number]
+    assert ss.ShardMapDataset(folder).decode()[3]["cls"] == 1003 + NEW
+
+
+def test_a_local_part_of_a_mix_with_a_remote_one_is_of_one_version(
+    folder: Path, pair: list[Path]
+) -> None:
+    remote = f"memory://overwritten-{uuid.uuid4().hex}"
+    make_shards(remote, samples=10)
+    parts = [
+        ss.ShardDataset(url).decode().rename(cls="cls", keep=False) for url in (str(folder), remote)
+    ]
+    loader = ss.ShardLoader(ss.mix(parts), batch_size=5)
+    overwrite(by_rename, pair, folder)
+    with pytest.raises(ChangedError, match="overwritten after the dataset was opened"):
+        list(loader)
+
+
+def test_a_shard_that_looks_short_for_a_moment_ends_no_epoch(
+    folder: Path, pair: list[Path]
+) -> None:
+    dataset = ss.ShardDataset(folder, index="ignore", on_error="skip").decode()
+    batches, found = iter(ss.ShardLoader(dataset, batch_size=5)), list[int]()
+    read(batches, found, 6)
+    overwrite(cut_short, pair, folder)
+    with pytest.raises(ChangedError, match="overwritten"):
+        read(batches, found)
+
+
+def test_a_checksum_that_still_fits_is_enough(folder: Path, pair: list[Path]) -> None:
+    dataset = ss.ShardMapDataset(folder, verify="sha256").decode()
+    assert dataset[3]["cls"] == 1003
+    for tar in folder.glob("*.tar"):
+        os.utime(tar)
+    assert dataset[3]["cls"] == 1003
+    overwrite(in_place, pair, folder)
+    with pytest.raises(ss.IndexMismatchError, match="its sha256 is"):
+        dataset[3]
+
+
+@pytest.mark.parametrize("index", ["require", "ignore"])
+def test_what_leaves_the_bytes_alone_is_no_change(index: Any, folder: Path) -> None:
+    dataset = ss.ShardDataset(folder, index=index).decode()
+    batches, found = iter(ss.ShardLoader(dataset, batch_size=5)), list[int]()
+    read(batches, found, 1)
+    for tar in sorted(folder.glob("*.tar")):
+        tar.chmod(0o600)  # and both below change the inode, not the file
+        os.link(tar, tar.with_suffix(".link"))
+        tar.rename(tar.with_suffix(".moved"))
+        tar.with_suffix(".moved").rename(tar)
+    read(batches, found)
+    assert found == list(range(1000, 1000 + NSAMPLES))
+
+
+def test_what_is_deleted_while_it_is_mapped_is_read_to_its_end(folder: Path) -> None:
+    loader = ss.ShardLoader(ss.ShardDataset(folder).decode(), batch_size=5)
+    assert len(list(loader)) == 24  # all are mapped now
+    shutil.rmtree(folder)
+    found: list[int] = []
+    read(iter(loader), found)
+    assert found == list(range(1000, 1000 + NSAMPLES))
+
+
+def test_whole_shards_are_looked_at_by_the_chunk(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[list[int]] = []
+    monkeypatch.setattr(FileVersions, "check", lambda _, shards: looks.append(list(shards)))
+    found: list[int] = []
+    read(iter(ss.ShardLoader(ss.ShardDataset(folder, index="ignore").decode(), 5)), found)
+    assert len(found) == NSAMPLES
+    shards = len(list(folder.glob("*.tar")))
+    assert {shard for look in looks for shard in look} == set(range(shards))
+    assert len(looks) <= 3 * shards  # when bytes were read, and at the end; not for each sample

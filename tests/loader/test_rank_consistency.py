@@ -1,0 +1,96 @@
+"""Ranks that would read in different orders refuse, wherever one of them is late or never comes."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from shardstream.distributed import Placement
+from shardstream.errors import OptionError
+from shardstream.loader.rank_consistency import compare_in_store
+
+LONG_S = 120.0
+
+
+def outcome(store: Any, rank: int, ranks: int, lanes: int, wait_s: float = LONG_S) -> str:
+    """What comes of a comparison: nothing, or the text of an error."""
+    try:
+        compare_in_store(store, "key", {"lanes": lanes, "epoch": 1}, Placement(rank, ranks), wait_s)
+    except OptionError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_ranks_that_agree_go_on(ranks: int) -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(ranks) as pool:
+        assert set(pool.map(lambda rank: outcome(store, rank, ranks, 4), range(ranks))) == {""}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+@pytest.mark.parametrize("odd", [0, 1])
+def test_all_ranks_refuse_where_one_differs(ranks: int, odd: int) -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(ranks) as pool:
+        found = list(
+            pool.map(lambda rank: outcome(store, rank, ranks, 2 + (rank == odd)), range(ranks))
+        )
+    assert all(found)
+    assert f"rank {odd} has lanes=3" in found[odd]
+    assert all("lanes=2" in text and "epoch" not in text for text in found)
+    assert "same num_workers, batch_size and state, or say lanes=" in found[0]
+
+
+@pytest.mark.parametrize("missing", [0, 1, 2])
+def test_a_rank_that_never_comes_costs_a_wait_and_a_warning(missing: int) -> None:
+    store = HashStore()
+    for rank in {0, 1, 2} - {missing}:
+        with pytest.warns(UserWarning, match=r"within 0.05 s: whether all ranks read in the same"):
+            assert outcome(store, rank, 3, 4, wait_s=0.05) == ""
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_a_rank_that_comes_late_is_compared(late: int) -> None:
+    store = HashStore()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for rank in {0, 1, 2} - {late}:
+            outcome(store, rank, 3, 4, wait_s=0.05)
+    assert "has lanes=5" in outcome(store, late, 3, 5)
+
+
+def test_a_late_rank_that_agrees_does_not_wait_for_those_that_went_on() -> None:
+    store = HashStore()
+    with pytest.warns(UserWarning, match="rank 1 did not begin to read this dataset"):
+        outcome(store, 0, 2, 4, wait_s=0.05)
+    begun = time.monotonic()
+    assert outcome(store, 1, 2, 4) == ""
+    assert time.monotonic() - begun < LONG_S / 2
+
+
+class BrokenStore:
+    """A store whose server has died."""
+
+    def set(self, *_: Any) -> None: ...
+
+    def wait(self, *_: Any) -> None:
+        raise RuntimeError("Broken pipe")
+
+
+def test_a_store_that_is_gone_does_not_hang_the_rank() -> None:
+    ended = threading.Event()
+
+    def run() -> None:
+        with pytest.warns(UserWarning, match="was not compared"):
+            outcome(BrokenStore(), 0, 2, 4, wait_s=0.2)
+        ended.set()
+
+    threading.Thread(target=run, daemon=True).start()
+    assert ended.wait(LONG_S)

@@ -1,0 +1,227 @@
+"""What once went wrong in corners between modules."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardstream as ss
+from shardstream.errors import OptionError, StateError, StorageError
+from shardstream.format.manifest import ShardInfo, fingerprint
+from shardstream.loader.state import sealed
+from shardstream.storage.response import Piece
+from shardstream.storage.retry import fetch
+from shardstream.storage.store import Storage
+from tests.small_datasets import FEW_CORES, flat, labels, loader, numbered, take
+
+pytestmark = pytest.mark.filterwarnings(FEW_CORES)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    return numbered(tmp_path / "set", 100, 15)
+
+
+def is_number(sample: dict[str, Any]) -> bool:
+    return "cls" in sample
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"window": 8}, "window: the state says 64, here it is 8"),
+        ({"block": 9}, "block: the state says 3, here it is 9"),
+        ({"microbatch": 2}, "microbatch: the state says 4, here it is 2"),
+        ({"remainder": "drop"}, "remainder: the state says 'pad', here it is 'drop'"),
+    ],
+)
+def test_a_stream_resumes_in_its_own_order_alone(
+    folder: str, changed: dict[str, Any], match: str
+) -> None:
+    def open_loader(**options: Any) -> ss.ShardLoader:
+        order = {"window": 64, "block": 3, "microbatch": 4, **options}
+        dataset = ss.ShardDataset(folder, shuffle=True, **order).decode().select(is_number)
+        return ss.ShardLoader(dataset, batch_size=4)
+
+    left = open_loader()
+    take(left, 3)
+    with pytest.raises(StateError, match=match):
+        open_loader(**changed).load_state_dict(left.state_dict())
+
+
+def test_set_epoch_in_the_middle_counts_for_the_next_iteration(folder: str) -> None:
+    one = loader(folder, shuffle=True)
+    batches = iter(one)
+    next(batches)
+    one.set_epoch(5)
+    next(batches)
+    assert (one.epoch, one.state_dict()["consumed"]) == (5, 0)
+    list(batches)
+    assert one.epoch == 5
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_iterator_begins_where_it_was_made(folder: str, workers: int) -> None:
+    one = loader(folder, num_workers=workers)
+    one.load_state_dict(sealed({**one.state_dict(), "consumed": 48}))
+    first, second = iter(one), iter(one)
+    assert next(first)["cls"][0] == 48
+    assert next(second)["cls"][0] == 0
+
+
+def test_a_loader_begins_with_its_datasets_epoch(folder: str) -> None:
+    dataset = ss.ShardDataset(folder, shuffle=True).decode()
+    dataset.set_epoch(3)
+    assert ss.ShardLoader(dataset, batch_size=8).epoch == 3
+
+
+def test_two_states_may_be_loaded_one_after_the_other(folder: str) -> None:
+    states = [loader(folder, shuffle=True, lanes=lanes).state_dict() for lanes in (2, 3)]
+    one = loader(folder, shuffle=True)
+    for state in states:
+        one.load_state_dict(state)
+        assert one.state_dict() == state
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda data: data.shuffle(-1),
+        lambda data: data.batched(0),
+        lambda data: data.repeat(-1),
+        lambda data: data.with_epoch(-1),
+        lambda data: data.decode(threads=-1),
+        lambda data: data.map(len, threads=-1),
+        lambda data: ss.ShardLoader(data, batch_size=None, drop_last=True),
+        lambda data: ss.ShardLoader(data).set_epoch(-1),
+        lambda data: ss.ShardLoader(data, lanes=4, seed=1),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused_at_once(folder: str, build: Any) -> None:
+    with pytest.raises(OptionError):
+        build(ss.ShardDataset(folder))
+
+
+def test_a_dataset_shows_what_it_holds_and_does(folder: str) -> None:
+    dataset = ss.ShardDataset(folder).decode().select(is_number)
+    assert repr(dataset) == "ShardDataset(7 shards, 100 samples) > Decode > Select"
+    assert repr(ss.ShardDataset(folder, index="ignore")) == "ShardDataset(streams)"
+
+
+def test_a_shuffle_of_nothing_is_none(folder: str) -> None:
+    assert len(list(ss.ShardDataset(folder).shuffle(0))) == 100
+
+
+def test_a_repeated_epoch_draws_other_augmentations(folder: str) -> None:
+    def draw(_: Any, rng: np.random.Generator) -> float:
+        return float(rng.random())
+
+    drawn = list(ss.ShardDataset(folder).repeat(2).map(draw, rng=True))
+    assert len(set(drawn)) == 200
+
+
+def test_more_samples_consumed_than_there_are_is_a_damaged_state(folder: str) -> None:
+    one = loader(folder)
+    with pytest.raises(StateError, match="4000 of 100 samples"):
+        one.load_state_dict(sealed({**one.state_dict(), "consumed": 4000}))
+
+
+def test_a_store_out_of_reach_is_no_bad_sample(
+    bucket: str, s3_env: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbered(f"{bucket}/set", 60, 20)
+    real = Storage.read_once
+
+    def broken(self: Storage, url: str, start: int = 0, end: int | None = None, **_: Any) -> Piece:
+        if start > 0:
+            raise ConnectionResetError("connection reset")
+        return real(self, url, start, end)
+
+    dataset = ss.ShardDataset(f"{bucket}/set", index="ignore", on_error="skip")
+    monkeypatch.setattr("shardstream.storage.retry.time.sleep", lambda _: None)
+    monkeypatch.setattr("shardstream.pipeline.sequential_source._CHUNK_BYTES", 2048)
+    monkeypatch.setattr(Storage, "read_once", broken)
+    with pytest.raises(StorageError, match="connection reset"):
+        list(dataset)
+
+
+def unreachable(*_: Any, **__: Any) -> Piece:
+    raise OSError("transient")
+
+
+def test_retries_leave_the_global_generators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shardstream.storage.retry.time.sleep", lambda _: None)
+    monkeypatch.setattr(Storage, "read_once", unreachable)
+    before = random.getstate()
+    with pytest.raises(StorageError, match="transient"):
+        fetch(Storage(), "memory://a.tar", 0, 1)
+    assert random.getstate() == before
+
+
+def test_what_failed_to_come_is_asked_for_again(
+    bucket: str, s3_env: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbered(f"{bucket}/set", 20, 20)
+    dataset = ss.ShardMapDataset(f"{bucket}/set", storage_options={"patience_s": 1}).decode()
+    dataset[19]  # reads the index
+    with monkeypatch.context() as patch:
+        patch.setattr("shardstream.storage.retry.time.sleep", lambda _: None)
+        patch.setattr(Storage, "read_once", unreachable)
+        with pytest.raises(StorageError, match="transient"):
+            dataset.__getitems__([0, 1, 2])
+    assert [sample["cls"] for sample in dataset.__getitems__([1, 2])] == [1, 2]
+
+
+def test_an_iteration_that_is_dropped_leaves_no_threads(bucket: str, s3_env: None) -> None:
+    dataset = ss.ShardDataset(numbered(f"{bucket}/set", 60, 20), shuffle=True)
+    next(iter(dataset))
+    gc.disable()
+    try:
+        before = threading.active_count()
+        for _ in range(5):
+            for _ in dataset:
+                break
+        assert threading.active_count() <= before + 8  # those of one pool may still be ending
+    finally:
+        gc.enable()
+
+
+def test_signed_urls_stay_out_of_notes_logs_and_fingerprints(
+    folder: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(sample: dict[str, Any]) -> None:
+        raise ValueError("bad")
+
+    def sign(sample: dict[str, Any]) -> dict[str, Any]:
+        return sample | {"__url__": "https://me:pw@host/a.tar?X-Amz-Signature=SECRET"}
+
+    with caplog.at_level(logging.INFO):
+        list(ss.ShardDataset(folder, on_error="skip").slice(3).map(sign).map(fail))
+    assert "https://host/a.tar" in caplog.text
+    assert "SECRET" not in caplog.text
+    assert "pw@" not in caplog.text
+    one, other = (
+        fingerprint([ShardInfo(url=f"https://h/a.tar?X-Amz-Date={day}")]) for day in (1, 2)
+    )
+    assert one == other
+
+
+def test_bad_samples_behind_the_last_batch_are_counted(tmp_path: Path) -> None:
+    folder = numbered(tmp_path / "set", 20, 20)
+
+    def fail_late(sample: dict[str, Any]) -> dict[str, Any]:
+        if sample["cls"] > 15:
+            raise ValueError("late")
+        return sample
+
+    dataset = ss.ShardDataset(folder, on_error="skip").decode().select(is_number).map(fail_late)
+    one = ss.ShardLoader(dataset, batch_size=8)
+    assert flat(labels(one)) == list(range(16))
+    assert one.skipped == {"ValueError": 4}

@@ -1,0 +1,105 @@
+"""Datasets on S3 that are replaced while they are read: an error, never old and new samples in one epoch."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+
+import shardstream as ss
+from shardstream.errors import ChangedError
+from tests.loader.test_overwritten_files import NEW, NSAMPLES, made, read
+from tests.servers import ShapedS3
+from tests.small_datasets import FEW_CORES
+
+pytestmark = pytest.mark.filterwarnings(FEW_CORES)
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two datasets of equal names and lengths, whose labels are other thousands."""
+    folder = tmp_path_factory.mktemp("pair")
+    return [made(folder / name, 1000 + first, 100) for name, first in (("a", 0), ("b", NEW))]
+
+
+def upload(folder: Path, url: str) -> None:
+    filesystem = fsspec.filesystem("s3")
+    names = [path.name for path in folder.iterdir() if path.suffix in (".tar", ".idx")]
+    for name in [*sorted(names), "index.json"]:
+        filesystem.put_file(str(folder / name), f"{url}/{name}")
+
+
+@pytest.fixture
+def remote(pair: list[Path], bucket: str, s3_env: None) -> str:
+    """The first dataset of the pair on S3."""
+    upload(pair[0], f"{bucket}/set")
+    return f"{bucket}/set"
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("index", ["require", "ignore"])
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_dataset_on_s3_that_is_replaced_ends_the_epoch(
+    workers: int, index: Any, shuffle: bool, remote: str, pair: list[Path]
+) -> None:
+    dataset = ss.ShardDataset(
+        remote, index=index, shuffle=shuffle, prefetch_bytes=1, window=10
+    ).decode()
+    batches, found = iter(ss.ShardLoader(dataset, 5, num_workers=workers)), list[int]()
+    read(batches, found, 1)
+    upload(pair[1], remote)  # shards of the same names and lengths
+    with pytest.raises(
+        ChangedError, match="the dataset was replaced during this epoch|the file changed while"
+    ):
+        read(batches, found)
+
+
+def test_the_second_epoch_of_a_dataset_on_s3_is_not_of_another(
+    remote: str, pair: list[Path]
+) -> None:
+    loader = ss.ShardLoader(ss.ShardDataset(remote).decode(), 5, num_workers=2)
+    read(iter(loader), [])
+    upload(pair[1], remote)
+    with pytest.raises(ChangedError, match=r"the dataset was replaced .*\n?.*index\.json"):
+        read(iter(loader), [])
+
+
+def test_a_dataset_on_s3_may_grow_and_its_manifest_be_written_again(
+    remote: str, pair: list[Path], tmp_path: Path
+) -> None:
+    loader = ss.ShardLoader(ss.ShardDataset(remote).decode(), 5)
+    batches, found = iter(loader), list[int]()
+    read(batches, found, 1)
+    more = Path(shutil.copytree(pair[0], tmp_path / "more"))
+    for suffix in (".tar", ".tar.idx"):
+        new = next(pair[1].glob(f"*{suffix}"))
+        shutil.copy(new, more / f"zz{suffix}")
+    ss.index(more)
+    upload(more, remote)
+    read(batches, found)
+    assert found == list(range(1000, 1000 + NSAMPLES))
+
+
+def test_a_manifest_on_s3_that_is_deleted_ends_the_epoch(remote: str) -> None:
+    batches = iter(ss.ShardLoader(ss.ShardDataset(remote).decode(), 5))
+    next(batches)
+    fsspec.filesystem("s3").rm_file(f"{remote}/index.json")
+    with pytest.raises(ChangedError, match="its manifest is gone"):
+        list(batches)
+
+
+def test_a_manifest_out_of_reach_at_the_end_of_an_epoch_is_a_warning(
+    remote: str, shaped_s3: ShapedS3
+) -> None:
+    shaped_s3.control("/set?profile=chaos&slow=0&reset=0&trunc=0&stall=0")
+    options = shaped_s3.chaos.storage_options | {"patience_s": 0.5}
+    dataset = ss.ShardDataset(remote, storage_options=options).decode()
+    batches, found = iter(ss.ShardLoader(dataset, 5)), list[int]()
+    read(batches, found, NSAMPLES // 5)  # all but the end
+    shaped_s3.control("/set?profile=chaos&slow=1")
+    with pytest.warns(UserWarning, match="whether the dataset was replaced during this epoch"):
+        assert list(batches) == []
+    assert len(found) == NSAMPLES

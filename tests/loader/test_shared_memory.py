@@ -1,0 +1,388 @@
+"""Batches go from workers to the main process through shared memory, and come out as they went in."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import functools
+import gc
+import operator
+import os
+import pickle
+import random
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardstream as ss
+from shardstream.loader import serialize
+from shardstream.loader import shared_memory as module
+from shardstream.loader.serialize import MOST_BYTES
+from shardstream.loader.shared_memory import Parcel, Ring, open_rings
+
+_LEAST = serialize._LEAST_BYTES
+
+batches = st.recursive(
+    st.one_of(
+        st.binary(max_size=20),
+        st.integers(),
+        st.text(max_size=5),
+        st.none(),
+        st.builds(
+            lambda size, fill: bytes([fill]) * size,
+            st.integers(_LEAST - 2, 3 * _LEAST),
+            st.integers(0, 255),
+        ),
+    ),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=6),
+        st.dictionaries(st.text(max_size=5), inner, max_size=4),
+        st.tuples(inner, inner),
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.lists(st.tuples(batches, st.integers(0, 3)), max_size=12))
+def test_what_is_packed_is_unpacked_in_turn(sent: list[tuple[Any, int]]) -> None:
+    ring = Ring()
+    room, module._RING_BYTES = module._RING_BYTES, 8 * _LEAST  # soon full
+    try:
+        on_way: deque[tuple[Any, Any]] = deque()
+        for batch, received in sent:
+            on_way.append((batch, ring.pack(batch, 0)))
+            for _ in range(min(received, len(on_way))):
+                came, packed = on_way.popleft()
+                assert ring.unpack(packed) == came
+        for came, packed in on_way:
+            assert ring.unpack(packed) == came
+    finally:
+        module._RING_BYTES = room
+
+
+def test_a_full_ring_sends_the_usual_way_and_goes_on_when_it_is_emptied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ring = Ring()
+    monkeypatch.setattr(module, "_RING_BYTES", 2 * _LEAST + 200)  # and what is pickled
+    monkeypatch.setattr(module, "_STEP_BYTES", 1)
+    batch = {"jpg": [b"x" * _LEAST]}
+    first, second, third = (ring.pack(batch, 0) for _ in range(3))
+    assert third.pieces is not None
+    for parcel in (third, first, second):
+        assert (parcel.pieces is None) == (parcel is not third)
+        assert ring.unpack(parcel) == batch
+    half, rest = [b"y" * (_LEAST + _LEAST // 2)], [b"z" * _LEAST]
+    packed = ring.pack(half, 0)
+    assert packed.pieces is None
+    assert ring.pack(rest, 0).pieces is not None
+    assert ring.unpack(packed) == half
+    assert ring.unpack(ring.pack([b"x" * 3 * _LEAST], 0)) == [b"x" * 3 * _LEAST]
+
+
+def test_parcels_of_nearly_one_size_use_the_same_places_again() -> None:
+    ring, rng = Ring(), random.Random(0)
+    on_way: deque[Any] = deque()
+    for _ in range(100):
+        parcel = ring.pack([b"x" * rng.randrange(5 << 19, 3 << 20)], 0)
+        on_way.append(parcel)
+        assert parcel.start + parcel.nbytes <= 3 * (3 << 20)
+        if len(on_way) == 3:
+            ring.unpack(on_way.popleft())
+
+
+def test_memory_is_given_back_where_that_is_asked_for() -> None:
+    ring = Ring()
+    batch = [b"x" * (1 << 20)]
+    parcel = ring.pack(batch, 0)
+    for give_back in (False, True):
+        ring.forget(give_back=give_back)
+        assert (os.fstat(ring._handle).st_blocks * 512 < len(batch[0])) == give_back
+    assert bytes(ring._memory[parcel.start + 4096 :][:99]) == bytes(99)  # which nobody waits for
+    assert ring.unpack(ring.pack(batch, 0)) == batch
+
+
+@pytest.mark.usefixtures("s3_env")
+@pytest.mark.parametrize("is_local", [True, False])
+def test_between_epochs_memory_is_given_back_if_the_data_come_from_afar(
+    is_local: bool, photos: str, bucket: str
+) -> None:
+    url = photos
+    if not is_local:
+        url = f"{bucket}/photos"
+        write_photos(url)
+    loader = ss.ShardLoader(
+        ss.ShardDataset(url), batch_size=8, num_workers=1, persistent_workers=True
+    )
+    assert sum(len(right(batch)) for batch in loader) == 64
+    [ring] = loader._batches.rings
+    ring._memory[-1] = 1  # as if it had been full once
+    assert sum(len(right(batch)) for batch in loader) == 64
+    assert loader._batches.rings == [ring]
+    assert ring._memory[-1] == is_local
+
+
+TENSORS = [
+    torch.arange(12, dtype=dtype).reshape(3, 4)
+    for dtype in (torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64)
+] + [
+    torch.tensor([True, False]),
+    torch.tensor([1 + 2j, 3 - 4j]),
+    torch.tensor(7),
+    torch.empty(0, 5),
+    torch.arange(12).reshape(3, 4).T,
+    torch.arange(12)[::3],
+    torch.arange(12)[3:5],
+    torch.zeros(3, 4).to_sparse(),
+    torch.tensor([1 + 2j]).conj(),
+    torch.ones(1).expand(5),
+    torch.arange(10).reshape(2, 5)[:1, 0],
+    torch.arange(24).reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+    torch.arange(24).reshape(2, 3, 4).permute(2, 0, 1),
+    torch.nn.Parameter(torch.ones(3)),
+    torch.ones(3, requires_grad=True),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("is_full", [False, True])
+@pytest.mark.parametrize("tensor", TENSORS, ids=lambda one: f"{one.dtype}-{tuple(one.shape)}")
+def test_tensors_come_out_as_they_went_in(
+    tensor: torch.Tensor, is_full: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_full:
+        monkeypatch.setattr(module, "_RING_BYTES", 0)
+    ring = Ring()
+    batch = {"odd": b"x" * (_LEAST + 1), "x": tensor, "again": [tensor]}
+    back = ring.unpack(pickle.loads(pickle.dumps(ring.pack(batch, 0))))  # noqa: S301  (our own)
+    assert (back["x"].dtype, back["x"].shape) == (tensor.dtype, tensor.shape)
+    assert back["x"].requires_grad == tensor.requires_grad
+    assert torch.equal(back["x"].to_dense(), tensor.to_dense())
+    assert back["again"][0] is back["x"]
+
+
+def test_tensors_are_in_memory_of_their_own_and_aligned() -> None:
+    ring = Ring()
+    parcels = [ring.pack([b"y" * (_LEAST + 1), torch.full((5,), n)], 0) for n in range(3)]
+    ones = [ring.unpack(parcel)[1] for parcel in parcels]
+    ring.pack([torch.full((5,), 9)], 0)
+    assert [one.tolist() for one in ones] == [[n] * 5 for n in range(3)]
+    assert all(one.data_ptr() % 64 == 0 and not one.is_shared() for one in ones)
+
+
+def test_a_very_large_tensor_is_left_to_torch() -> None:
+    ring = Ring()
+    parcel = ring.pack(torch.zeros(MOST_BYTES + 1, dtype=torch.uint8), 0)
+    assert isinstance(parcel, Parcel)
+    assert parcel.nbytes < 10_000
+    [left] = parcel.rest
+    assert ring.unpack(parcel) is left
+
+
+def test_a_tensor_lies_as_it_lay() -> None:
+    ring = Ring()
+    for tensor in (
+        torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        torch.zeros(2, 3, 4).permute(2, 0, 1),
+    ):
+        assert ring.unpack(ring.pack(tensor, 0)).stride() == tensor.stride()
+
+
+def test_numbers_of_numpy_can_be_written_as_when_torch_sends_them() -> None:
+    ring = Ring()
+    array = np.frombuffer(bytes(99), dtype=np.uint8)
+    ring.unpack(ring.pack(array, 0))[0] = 1
+
+
+def test_what_cannot_be_pickled_is_an_error_at_once() -> None:
+    with pytest.raises(ss.SampleError, match="cannot be sent to the main process"):
+        Ring().pack({"x": lambda: None}, 0)
+
+
+def test_packing_leaves_nothing_to_the_collector() -> None:
+    """Or batches of many megabytes would live until it comes by."""
+    ring, data = Ring(), [bytes([n]) * (2 * _LEAST) for n in range(3)]
+    tensor = torch.zeros(5000)
+    gc.disable()
+    try:
+        counts = [sys.getrefcount(one) for one in (*data, tensor)]
+        assert ring.unpack(ring.pack({"jpg": data, "x": tensor}, 0))["jpg"] == data
+        assert [sys.getrefcount(one) for one in (*data, tensor)] == counts
+    finally:
+        gc.enable()
+
+
+def test_rings_give_back_their_descriptors() -> None:
+    gc.collect()  # what other tests left
+    before = len(os.listdir("/proc/self/fd"))
+    rings = open_rings(3)
+    assert len(rings) == 3
+    del rings
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_ring_gives_its_descriptor_back_when_modules_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    ring = Ring()
+    with monkeypatch.context() as at_exit:
+        at_exit.setattr("shardstream.loader.shared_memory.os", None)
+        del ring
+        gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("photos"))
+    write_photos(folder)
+    return folder
+
+
+def write_photos(url: str) -> None:
+    """64 samples of 10 to 73 kB in four shards."""
+    with ss.ShardWriter(url, max_samples=16) as writer:
+        for number in range(64):
+            writer.write(
+                {"__key__": f"{number:03}", "jpg": bytes([number]) * (10_000 + 1000 * number)}
+            )
+
+
+def right(batch: dict[str, list[Any]]) -> list[int]:
+    for key, data in zip(batch["__key__"], batch["jpg"], strict=True):
+        assert data == bytes([int(key)]) * (10_000 + 1000 * int(key))
+    return [int(key) for key in batch["__key__"]]
+
+
+@pytest.mark.parametrize(("context", "num_workers"), [("fork", 2), ("spawn", 1)])
+def test_large_bytes_come_whole_from_every_kind_of_worker(
+    photos: str, context: str, num_workers: int
+) -> None:
+    dataset = ss.ShardDataset(photos, shuffle=True)
+    loader = ss.ShardLoader(
+        dataset,
+        batch_size=4,
+        num_workers=num_workers,
+        multiprocessing_context=context,
+        persistent_workers=True,
+    )
+    for _ in range(3):
+        assert sorted(functools.reduce(operator.iadd, map(right, loader), [])) == list(range(64))
+
+
+def test_a_batch_that_is_never_taken_costs_no_room_for_long(
+    photos: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_RING_BYTES", 600_000)  # of two or three batches
+    loader = ss.ShardLoader(
+        ss.ShardDataset(photos, shuffle=True), batch_size=4, num_workers=2, persistent_workers=True
+    )
+    for _ in range(5):
+        right(next(iter(loader)))
+    assert sorted(functools.reduce(operator.iadd, map(right, loader), [])) == list(range(64))
+
+
+def test_two_iterations_at_once_do_not_mix(photos: str) -> None:
+    loader = ss.ShardLoader(ss.ShardDataset(photos, shuffle=True), batch_size=4, num_workers=1)
+    both = [right(a) + right(b) for a, b in zip(loader, loader, strict=True)]
+    assert sorted(functools.reduce(operator.iadd, both, [])) == sorted([*range(64), *range(64)])
+
+
+@pytest.mark.parametrize("tensors", [False, True])
+def test_batches_do_not_go_through_the_pipe(
+    photos: str, tensors: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parcels: list[Parcel] = []
+    really = Ring.unpack
+
+    def unpack(self: Ring, parcel: Parcel) -> Any:
+        parcels.append(parcel)
+        return really(self, parcel)
+
+    monkeypatch.setattr(Ring, "unpack", unpack)
+    dataset = ss.ShardDataset(Path(photos).as_uri())
+    if tensors:
+        dataset = dataset.map(as_array)
+    loader = ss.ShardLoader(dataset, batch_size=8, num_workers=1)
+    batches = list(loader)
+    assert sum(len(batch["__key__"]) for batch in batches) == 64
+    assert [parcel.number for parcel in parcels] == list(range(1, len(parcels) + 1))
+    assert all(parcel.pieces is None for parcel in parcels)
+    if tensors:
+        assert batches[3]["jpg"].shape == (8, 10_000)
+        assert batches[3]["jpg"][0].eq(24).all()
+        assert not batches[3]["jpg"].is_shared()
+
+
+def as_array(sample: dict[str, Any]) -> dict[str, Any]:
+    return sample | {"jpg": np.frombuffer(sample["jpg"], dtype=np.uint8)[:10_000]}
+
+
+def test_a_system_that_refuses_the_memory_sends_the_usual_way(
+    photos: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: str) -> int:
+        raise OSError(errno.ENOSYS, "not in this sandbox")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    loader = ss.ShardLoader(ss.ShardDataset(photos), batch_size=8, num_workers=1)
+    assert sum(len(right(batch)) for batch in loader) == 64
+
+
+itself: list[Any] = []
+itself.append(itself)
+
+
+def holding_itself(items: list[Any]) -> dict[str, Any]:
+    return {"jpg": [item["jpg"] for item in items], "odd": itself}
+
+
+def test_a_batch_that_holds_itself_does_so_again(photos: str) -> None:
+    loader = ss.ShardLoader(
+        ss.ShardDataset(photos), batch_size=32, num_workers=1, collate_fn=holding_itself
+    )
+    first, _ = loader
+    assert first["odd"][0] is first["odd"]
+    assert len(first["jpg"]) == 32
+
+
+def memory_files() -> int:
+    """How many descriptors of rings this process has."""
+    links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum("memfd:shardstream" in str(link) for link in links)
+
+
+def test_the_memory_is_given_back_with_the_workers(photos: str) -> None:
+    gc.collect()  # what other tests left
+    before = memory_files()
+    loader = ss.ShardLoader(ss.ShardDataset(photos), batch_size=8, num_workers=2)
+    batches = iter(loader)
+    right(next(batches))
+    assert memory_files() > before
+    assert sum(len(right(batch)) for batch in batches) == 56
+    assert memory_files() == before
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_copy_of_a_loader_has_memory_of_its_own(photos: str, persistent: bool) -> None:
+    loader = ss.ShardLoader(
+        ss.ShardDataset(photos), batch_size=8, num_workers=1, persistent_workers=persistent
+    )
+    right(next(iter(loader)))
+    loader.load_state_dict(loader.state_dict())  # ends the workers
+    before = {*threading.enumerate()}
+    copies = [copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))]  # noqa: S301  (our own)
+    assert before.issuperset(threading.enumerate())  # none that hands out descriptors
+    for one in [loader, *copies]:
+        assert sum(len(right(batch)) for batch in one) == 56

@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import shardstream as ss
+from shardstream.errors import OptionError, StateError
+from shardstream.loader.state import VERSION, check_state, part_state, plan_state, sealed
+from shardstream.order.epoch_plan import Order
+from shardstream.pipeline.stage import Position
+from shardstream.testing import make_shards
+from tests.small_datasets import labels, loader, numbered, take
+
+ORDER = Order(nsamples=100, batch=4, shuffle=True, seed=-3, lanes=2, window=8, block=5)
+OPTIONS: dict[str, Any] = {"shuffle": True, "seed": 1, "lanes": 4, "microbatch": 4, "window": 8}
+OPTIONS["block"] = 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return numbered(tmp_path_factory.mktemp("numbered"), 60, 9)
+
+
+def test_a_state_is_a_few_numbers() -> None:
+    state = plan_state(ORDER, data={"fingerprint": "ab12"}, epoch=2, consumed=40)
+    assert state == {
+        "version": VERSION, "kind": "plan", "fingerprint": "ab12", "seed": -3, "shuffle": True,
+        "epoch": 2, "consumed": 40, "microbatch": 4, "lanes": 2, "window": 8, "block": 5,
+        "state_checksum": state["state_checksum"],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("consumed", "position"), [(0, (2, 0)), (96, (2, 96)), (100, (3, 0)), (101, (3, 0))]
+)
+def test_the_end_of_an_epoch_is_the_start_of_the_next(
+    consumed: int, position: tuple[int, int]
+) -> None:
+    state = plan_state(ORDER, data={}, epoch=2, consumed=consumed)
+    assert (state["epoch"], state["consumed"]) == position
+
+
+def test_positions_of_parts_survive_json() -> None:
+    position = Position(epoch=1, parts={0: {"taken": 3}, 2: {"taken": 1}}, next_part=1)
+    state = part_state({"kind": "parts", "num_workers": 3}, position)
+    assert json.loads(json.dumps(state)) == state
+    assert state["parts"] == {"0": {"taken": 3}, "2": {"taken": 1}}
+
+
+@pytest.mark.parametrize("state", [None, 3, [], {}, {"epoch": 1}, {"_snapshot": {}}])
+def test_what_is_no_state_is_refused(state: Any) -> None:
+    with pytest.raises(StateError, match="no state of a ShardLoader"):
+        check_state(state, mine={})
+
+
+@pytest.mark.parametrize("version", [1, 99])
+def test_a_state_of_another_version_is_refused(version: int) -> None:
+    match = f"a state of version {version}; this shardstream continues version 2: finish the epoch"
+    with pytest.raises(StateError, match=match):
+        check_state({"version": version, "kind": "plan"}, mine={})
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"seed": 2}, "seed: the state says 1, here it is 2"),
+        ({"shuffle": False}, "shuffle: the state says True, here it is False"),
+        ({"lanes": 8}, "lanes: the state says 4, here it is 8"),
+        ({"microbatch": 2}, "microbatch: the state says 4, here it is 2"),
+        ({"window": 16}, "window: the state says 8, here it is 16"),
+        ({"block": 4}, "block: the state says 3, here it is 4"),
+    ],
+)
+def test_a_state_of_another_order_is_refused_with_both_values(
+    changed: dict[str, Any], message: str, folder: str
+) -> None:
+    state = loader(folder, **OPTIONS).state_dict()
+    with pytest.raises(StateError, match=message):
+        loader(folder, **(OPTIONS | changed)).load_state_dict(state)
+
+
+def test_a_state_of_other_data_is_refused(folder: str, tmp_path: Path) -> None:
+    state = loader(folder).state_dict()
+    with pytest.raises(StateError, match=r"fingerprint of the dataset: .* it was taken on other d"):
+        loader(numbered(tmp_path, 61, 9)).load_state_dict(state)
+
+
+def reordered(folder: Path, seed: int) -> str:
+    """A data set of 40 samples whose order differs by the seed, but neither counts, nor names and sizes of shards."""
+    order = np.random.default_rng(seed).permutation(40).tolist()
+    samples = [{"__key__": f"{i:06d}", "cls": 10 + i} for i in order]
+    return make_shards(folder / f"{seed}", samples=samples, per_shard=9)
+
+
+def steps_for(kind: str, folder: str) -> ss.ShardLoader:
+    dataset = ss.ShardDataset(folder, shuffle=True)
+    if kind == "mix":
+        return ss.ShardLoader(ss.mix([dataset, dataset], [1, 1]), 4)
+    if kind == "mix of streams":
+        return ss.ShardLoader(ss.mix([dataset, dataset.shuffle(3)]), 4)
+    if kind == "whole shards":
+        return ss.ShardLoader(ss.ShardDataset(folder, index="ignore"), 4)
+    return ss.ShardLoader(dataset.shuffle(3) if kind == "stream" else dataset, 4)
+
+
+@pytest.mark.parametrize("kind", ["plan", "stream", "mix", "mix of streams", "whole shards"])
+def test_a_state_of_other_data_of_the_same_size_is_refused(kind: str, tmp_path: Path) -> None:
+    one, same, other = (
+        reordered(tmp_path / "a", 1),
+        reordered(tmp_path / "b", 1),
+        reordered(tmp_path, 2),
+    )
+    state = json.loads(json.dumps(steps_for(kind, one).state_dict()))
+    steps_for(kind, same).load_state_dict(state)
+    with pytest.raises(
+        StateError, match=r"checksums of the dataset: .* it was taken on other data"
+    ):
+        steps_for(kind, other).load_state_dict(state)
+    iterator, state = iter(ss.ShardDataset(other)), iter(ss.ShardDataset(one)).state_dict()
+    with pytest.raises(StateError, match="checksums of the dataset"):
+        iterator.load_state_dict(state)
+
+
+def test_without_checksums_here_the_user_is_told_that_bytes_were_not_compared(
+    tmp_path: Path,
+) -> None:
+    folder = reordered(tmp_path, 1)
+    known = steps_for("plan", folder).state_dict()
+    Path(folder, "index.json").unlink()
+    unknown = steps_for("plan", folder)
+    with pytest.warns(UserWarning, match="the bytes were not compared. Write a manifest"):
+        unknown.load_state_dict(known)
+    state = unknown.state_dict()
+    ss.index(folder)
+    steps_for("plan", folder).load_state_dict(state)
+
+
+@pytest.mark.parametrize("make", [lambda ds: ds, lambda ds: ds.shuffle(5)], ids=["plan", "parts"])
+def test_an_edited_state_is_refused(make: Any, folder: str) -> None:
+    def fresh() -> ss.ShardLoader:
+        return ss.ShardLoader(make(ss.ShardDataset(folder, shuffle=True, seed=1)), 4)
+
+    left = fresh()
+    take(left, 3)
+    state = json.loads(json.dumps(left.state_dict()))
+    fresh().load_state_dict(state)
+    for name, value in state.items():
+        changed = value + (4 if name == "consumed" else 8) if type(value) is int else "edited"
+        with pytest.raises(StateError):
+            fresh().load_state_dict(state | {name: changed})
+    with pytest.raises(StateError, match="this state is damaged or was edited: its checksum is wr"):
+        fresh().load_state_dict(state | {"epoch": 3})
+
+
+@pytest.mark.parametrize("name", ["epoch", "consumed", "microbatch", "lanes", "window", "block"])
+@pytest.mark.parametrize("value", [1 << 70, -(1 << 70), 1.5, float("nan"), "8", None])
+def test_absurd_numbers_are_refused(name: str, value: Any, folder: str) -> None:
+    state = loader(folder, shuffle=True).state_dict()
+    with pytest.raises(StateError, match=f"{name} is "):
+        loader(folder, shuffle=True).load_state_dict(state | {name: value})
+
+
+@pytest.mark.parametrize("epoch", [1.5, "1", None, -1, 1 << 31, 1 << 70])
+def test_an_epoch_is_a_whole_number(epoch: Any, folder: str) -> None:
+    fine: Any = np.int64(3)
+    for one in (loader(folder), ss.ShardDataset(folder), ss.ShardMapDataset(folder)):
+        with pytest.raises(OptionError, match="epoch must be"):
+            one.set_epoch(epoch)
+        one.set_epoch(fine)
+
+
+def open_as(folder: str, options: dict[str, Any]) -> ss.ShardLoader:
+    batch_size: Any = np.int64(8)
+    return ss.ShardLoader(ss.ShardDataset(folder, shuffle=True, **options), batch_size)
+
+
+@pytest.mark.parametrize("name", ["seed", "lanes", "microbatch", "window", "block"])
+def test_numbers_of_the_order_are_whole_and_plain(name: str, folder: str) -> None:
+    with pytest.raises(OptionError, match=f"{name} must be a whole number, not 8.0"):
+        open_as(folder, {name: 8.0})
+    state = open_as(folder, {name: np.int64(8)}).state_dict()
+    assert json.loads(json.dumps(state)) == state
+
+
+def test_the_same_data_elsewhere_is_the_same(folder: str, tmp_path: Path) -> None:
+    state = loader(folder).state_dict()
+    loader(numbered(tmp_path, 60, 9)).load_state_dict(state)
+
+
+def test_a_state_of_another_kind_of_pipeline_is_refused(folder: str) -> None:
+    exact = ss.ShardDataset(folder).decode()
+    one, other = ss.ShardLoader(exact, 4), ss.ShardLoader(exact.shuffle(3), 4)
+    for giver, taker in ((one, other), (other, one)):
+        with pytest.raises(StateError, match="kind of pipeline: the state says"):
+            taker.load_state_dict(giver.state_dict())
+
+
+def test_what_was_not_said_is_taken_from_the_state(folder: str) -> None:
+    explicit = loader(folder, 8, **OPTIONS)
+    full = labels(explicit)
+    explicit.set_epoch(0)
+    take(explicit, 3)
+    other = loader(folder, 8, shuffle=True, seed=1)
+    other.load_state_dict(explicit.state_dict())
+    assert labels(other) == full[3:]
+    assert labels(other) == labels(loader_at(folder, 1))
+
+
+def loader_at(folder: str, epoch: int) -> ss.ShardLoader:
+    one = loader(folder, 8, **OPTIONS)
+    one.set_epoch(epoch)
+    return one
+
+
+def test_a_batch_size_that_the_state_does_not_divide_is_refused(folder: str) -> None:
+    state = loader(folder, 8, shuffle=True).state_dict()
+    with pytest.raises(StateError, match="microbatch: the state says 8, .* batch_size=12 here"):
+        loader(folder, 12, shuffle=True).load_state_dict(state)
+
+
+def broken(**changed: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda state: {k: v for k, v in (state | changed).items() if v != "gone"}
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (broken(epoch="gone"), "epoch is None"),
+        (broken(epoch=-1), "epoch is -1"),
+        (broken(consumed="gone"), "consumed is None"),
+        (broken(consumed="12"), "consumed is '12'"),
+        (broken(consumed=13), "consumed is 13, microbatch 8"),
+        (broken(microbatch=0), "microbatch is 0"),
+        (broken(lanes=None), "lanes is None"),
+    ],
+)
+def test_a_damaged_state_is_refused_by_name(
+    damage: Callable[[dict[str, Any]], dict[str, Any]], message: str, folder: str
+) -> None:
+    state = loader(folder, shuffle=True).state_dict()
+    with pytest.raises(StateError, match=f"this state is damaged: {message}"):
+        loader(folder, shuffle=True).load_state_dict(damage(state))
+
+
+@pytest.mark.parametrize("parts", ["gone", [], 3])
+def test_a_state_without_its_parts_is_refused(parts: Any, folder: str) -> None:
+    dataset = ss.ShardDataset(folder).shuffle(3)
+    state = broken(parts=parts)(ss.ShardLoader(dataset, 4).state_dict())
+    with pytest.raises(StateError, match="this state is damaged: parts is"):
+        ss.ShardLoader(dataset, 4).load_state_dict(state)
+
+
+def test_the_checksum_of_a_state_is_pinned_and_knows_no_order_of_names() -> None:
+    """Else a state of today would be refused tomorrow."""
+    state = plan_state(ORDER, data={"fingerprint": "ab12"}, epoch=2, consumed=40)
+    assert state["state_checksum"] == "d3b534f353301a05"
+    check_state(dict(reversed(state.items())), mine={})
+
+
+def test_an_epoch_of_one_sample_ends_with_it() -> None:
+    order = Order(nsamples=1, batch=1, shuffle=False, seed=0, lanes=1, window=1, block=1)
+    assert plan_state(order, data={}, epoch=0, consumed=1)["epoch"] == 1
+
+
+@pytest.mark.parametrize("checksums", [None, "aa", ["aa", "bb"], []])
+def test_checksums_that_no_state_has_are_refused(checksums: Any) -> None:
+    state = plan_state(ORDER, data={"checksums": checksums}, epoch=2, consumed=40)
+    check_state(state, mine={})
+    with pytest.raises(StateError, match="this state is damaged: checksums is"):
+        check_state(state, mine={"checksums": ["aa"]})
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("fingerprint", "name the same dataset"),
+        ("num_workers", "resume on the same topology alone"),
+        ("world_size", "resume on the same topology alone"),
+        ("seed", "use the same value, or start anew"),
+    ],
+)
+def test_a_difference_comes_with_its_remedy(name: str, remedy: str) -> None:
+    state = plan_state(ORDER, data={name: 3}, epoch=2, consumed=40)
+    with pytest.raises(StateError, match=remedy):
+        check_state(state, mine={name: 4})
+
+
+@pytest.mark.parametrize(("name", "limit"), [("lanes", 1 << 24), ("window", 1 << 62)])
+def test_numbers_have_a_limit(name: str, limit: int) -> None:
+    for value, is_fine in ((limit - 1, True), (limit, False)):
+        state = sealed({**plan_state(ORDER, data={}, epoch=2, consumed=40), name: value})
+        if is_fine:
+            check_state(state, mine={})
+        else:
+            with pytest.raises(StateError, match=f"this state is damaged: {name} is {value}"):
+                check_state(state, mine={})

@@ -1,0 +1,89 @@
+"""Where the time goes, as a loader tells it."""
+
+from __future__ import annotations
+
+import random
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardstream as ss
+from tests.small_datasets import FEW_CORES, loader, numbered
+
+pytestmark = pytest.mark.filterwarnings(FEW_CORES)
+
+
+def slow(sample: dict[str, Any]) -> dict[str, Any]:
+    time.sleep(0.002)
+    return sample
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_whole_epoch_is_accounted_for(tmp_path: Path, workers: int) -> None:
+    url = numbered(tmp_path, 60, 20)
+    dataset = ss.ShardDataset(url).map(slow)
+    one = ss.ShardLoader(dataset, batch_size=7, num_workers=workers)
+    assert one.stats().batches == 0
+    for _ in one:
+        time.sleep(0.001)
+    stats = one.stats()
+    catalog = one._batches.source_dataset.pipeline.source.catalog  # type: ignore[union-attr]
+    assert (stats.epoch, stats.batches, stats.workers) == (0, 9, workers)
+    assert (stats.spent.samples, stats.spent.read_bytes) == (60, catalog.total_bytes - 3 * 1024)
+    assert stats.spent.steps_s >= 60 * 0.002
+    assert 0 < stats.loop_wait_s < stats.seconds
+    assert stats == one.stats()  # the clock has stopped
+
+
+def test_requests_are_counted_where_bytes_come_from_afar() -> None:
+    url = numbered(f"memory://stats-{random.getrandbits(64):x}", 100, 25)
+    one = loader(url, batch_size=10)  # no shorter batch at the end, which is read by itself
+    list(one)
+    spent = one.stats().spent
+    assert spent.requests == 4  # one a shard
+    assert 0 < spent.wait_s <= spent.read_s
+
+
+def test_each_epoch_begins_at_nothing(tmp_path: Path) -> None:
+    one = loader(numbered(tmp_path, 30, 10))
+    list(one)
+    list(one)
+    stats = one.stats()
+    assert (stats.epoch, stats.spent.samples) == (1, 30)
+
+
+def test_it_is_told_in_words_and_in_plain_numbers(tmp_path: Path) -> None:
+    one = loader(numbered(tmp_path, 30, 10), batch_size=10)
+    list(one)
+    text = str(one.stats())
+    assert text.startswith("epoch 0: 3 batches, 30 samples in ")
+    assert "the loop waited " in text
+    assert "no workers were busy for " in text
+    assert all(isinstance(value, int | float) for value in one.stats().as_dict().values())
+
+
+def test_steps_that_change_counts_are_accounted_for_too(tmp_path: Path) -> None:
+    dataset = ss.ShardDataset(numbered(tmp_path, 60, 20)).select(keep_all)
+    one = ss.ShardLoader(dataset, batch_size=7)
+    list(one)
+    assert one.stats().spent.samples == 60
+    assert one.stats().spent.read_s > 0
+
+
+def keep_all(sample: dict[str, Any]) -> bool:
+    return "__key__" in sample
+
+
+def test_a_worker_that_must_hold_very_much_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = numbered(f"memory://lanes-{random.getrandbits(64):x}", 100, 25)
+    monkeypatch.setattr("shardstream.loader.option_checks._MUCH_BYTES", 60_000)
+    with pytest.warns(
+        UserWarning, match=r"with lanes=20 each of 1 workers holds .* smaller window="
+    ):
+        loader(url, shuffle=True, lanes=20, window=8, batch_size=2, microbatch=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loader(url, shuffle=True, lanes=1, window=8, batch_size=2, microbatch=2)

@@ -1,0 +1,281 @@
+"""Workers that die, or cannot send what they made: an error at once that says what they were at. Never a hang."""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import queues
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shardstream as ss
+from shardstream.errors import SampleError, WorkerError
+from shardstream.loader.worker_errors import WorkerWatch
+from tests.small_datasets import FEW_CORES, numbered, take
+
+pytestmark = pytest.mark.filterwarnings(FEW_CORES)
+NEVER_S = 300.0  # a machine may be busy; nothing here depends on how fast it is
+_OUT_OF_MEMORY = r"killed by SIGKILL .*ran out of memory \(see dmesg\): use fewer workers"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return numbered(tmp_path_factory.mktemp("watch"), nsamples=80, per_shard=10)
+
+
+def dies(sample: dict[str, Any]) -> dict[str, Any]:
+    """Sample 26 kills its process, in the way its worker's parent says by ``DEATH``."""
+    if sample["cls"] == 26:
+        how = os.environ["SHARDSTREAM_TEST_DEATH"]
+        if how == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), getattr(signal, how))
+    return sample
+
+
+def crawls(sample: dict[str, Any]) -> dict[str, Any]:
+    time.sleep(0.02)
+    return sample
+
+
+def unsendable(sample: dict[str, Any]) -> dict[str, Any]:
+    return sample | {"function": lambda: sample}
+
+
+def loader(folder: str, *functions: Any, **options: Any) -> ss.ShardLoader:
+    dataset = ss.ShardDataset(folder).decode()
+    for function in functions:
+        dataset = dataset.map(function)
+    return ss.ShardLoader(dataset, batch_size=4, **({"num_workers": 2} | options))
+
+
+def children() -> set[int]:
+    return {child.pid or 0 for child in multiprocessing.active_children()}
+
+
+@pytest.fixture
+def _no_children_left() -> Iterator[None]:
+    before = children()
+    yield
+    waited = time.monotonic()
+    while children() - before and time.monotonic() - waited < NEVER_S:
+        time.sleep(0.05)
+    assert not children() - before
+
+
+@pytest.mark.usefixtures("_no_children_left")
+@pytest.mark.parametrize(
+    ("how", "method", "persistent", "told"),
+    [
+        ("SIGKILL", "fork", False, _OUT_OF_MEMORY),
+        ("SIGKILL", "fork", True, _OUT_OF_MEMORY),
+        pytest.param("SIGKILL", "spawn", True, _OUT_OF_MEMORY, marks=pytest.mark.slow),
+        ("SIGBUS", "fork", False, r"killed by SIGBUS .*/dev/shm is full"),
+        ("SIGSEGV", "fork", False, r"killed by SIGSEGV .*a library crashed"),
+        ("exit", "fork", False, r"ended by itself \(exit code 3\)"),
+    ],
+)
+def test_a_worker_that_dies_at_a_sample_is_told_with_its_shard(
+    how: str, told: str, method: str, persistent: bool, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:  # fmt: skip
+    monkeypatch.setenv("SHARDSTREAM_TEST_DEATH", how)
+    one = loader(
+        folder,
+        dies,
+        multiprocessing_context=method,
+        persistent_workers=persistent,
+        prefetch_factor=1,
+    )
+    with pytest.raises(WorkerError, match=told) as caught:
+        list(one)
+    # sample 26 is in batch 6, which is worker 0's
+    assert "loader worker 0 of 2" in str(caught.value)
+    assert "batch 6 of the rank: 4 samples of " in str(caught.value)
+    assert "000002.tar" in str(caught.value)
+    assert isinstance(caught.value, RuntimeError)  # as torch raises
+    assert one.state_dict()["consumed"] <= 24
+
+
+@pytest.mark.usefixtures("_no_children_left")
+@pytest.mark.parametrize("persistent", [False, True])
+def test_a_worker_killed_between_batches_is_told_where_the_training_is(
+    persistent: bool, folder: str
+) -> None:
+    before = children()
+    one = loader(folder, crawls, persistent_workers=persistent)
+    batches = iter(one)
+    next(batches)
+    victim = min(children() - before)
+
+    def train() -> None:
+        os.kill(victim, signal.SIGKILL)
+        waited = time.monotonic()
+        while time.monotonic() - waited < NEVER_S:  # a step of the training
+            time.sleep(0.01)
+
+    with pytest.raises(WorkerError, match=rf"pid {victim}\) was killed by SIGKILL .*\.tar"):
+        train()
+    del batches
+    # and the loader can be used again
+    again = iter(one)
+    assert len(take(again, 5)) == 5
+    del again, one
+
+
+@pytest.mark.usefixtures("_no_children_left")
+def test_a_worker_killed_between_epochs_is_made_good(folder: str) -> None:
+    before = children()
+    one = loader(folder, persistent_workers=True)
+    assert len(list(one)) == 20
+    with pytest.raises((WorkerError, RuntimeError), match="killed by"):
+        _kill_and_wait(min(children() - before))
+    assert len(list(one)) == 20
+    del one
+
+
+def _kill_and_wait(pid: int) -> None:
+    os.kill(pid, signal.SIGKILL)
+    waited = time.monotonic()
+    while time.monotonic() - waited < NEVER_S:
+        time.sleep(0.01)
+
+
+@pytest.mark.usefixtures("_no_children_left")
+def test_a_killed_worker_of_streams_is_told_too(folder: str) -> None:
+    before = children()
+    dataset = ss.ShardDataset(folder).decode().map(crawls).repeat()
+    batches = iter(ss.ShardLoader(dataset, 4, num_workers=2))
+    next(batches)
+    os.kill(max(children() - before), signal.SIGKILL)
+    with pytest.raises(WorkerError, match=r"worker \d of 2 .* batch \d+ of its own"):
+        take(batches, 1000)
+
+
+def test_a_worker_whose_connection_closes_before_it_is_dead_is_told() -> None:
+    worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(NEVER_S,))
+    worker.start()
+    watch = WorkerWatch(SimpleNamespace(_workers=[worker]), np.ones(1, np.int64), None, None)
+    threading.Timer(0.2, worker.kill).start()
+    with pytest.raises(WorkerError, match=r"worker 0 of 1 .* killed by SIGKILL"), watch:
+        raise ConnectionResetError
+    worker.join()
+
+
+@pytest.mark.usefixtures("_no_children_left")
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_batch_that_cannot_be_sent_is_an_error(method: str, folder: str) -> None:
+    # torch alone prints a traceback in the worker and waits for the batch for ever.
+    one = loader(folder, unsendable, multiprocessing_context=method, timeout=NEVER_S)
+    with pytest.raises(SampleError, match=r"cannot be sent to the main process .*lambda"):
+        list(one)
+
+
+def with_history(sample: dict[str, Any]) -> dict[str, Any]:
+    """A tensor that torch sends by itself, and refuses to: it is the result of others that want gradients."""
+    return sample | {"npy": torch.ones(3, requires_grad=True) * 2}
+
+
+def as_dicts(items: list[Any]) -> list[Any]:
+    return items
+
+
+@pytest.mark.usefixtures("_no_children_left")
+@pytest.mark.parametrize(
+    ("function", "has_rings", "told"),
+    [(with_history, True, "non-leaf"), (with_history, False, "non-leaf"), (unsendable, False, "lambda")],
+)  # fmt: skip
+def test_whatever_cannot_be_sent_is_an_error_at_its_batch(
+    function: Any, has_rings: bool, told: str, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_rings:  # as where torch pins memory, or a sandbox allows no ring
+        monkeypatch.setattr("shardstream.loader.worker.open_rings", lambda _: [])
+
+    def late(sample: dict[str, Any]) -> dict[str, Any]:
+        return function(sample) if sample["cls"] == 26 else sample
+
+    one = loader(folder, late, collate_fn=as_dicts, timeout=NEVER_S)
+    came = iter(one)
+    assert len(take(came, 6)) == 6
+    with pytest.raises(SampleError, match=rf"cannot be sent to the main process .*{told}"):
+        next(came)
+
+
+@pytest.mark.parametrize("has_rings", [True, False])
+def test_what_torch_sends_by_itself_arrives_after_its_worker_has_ended(
+    has_rings: bool, folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_rings:
+        monkeypatch.setattr("shardstream.loader.worker.open_rings", lambda _: [])
+
+    def leaf(sample: dict[str, Any]) -> Any:
+        if sample["cls"] % 8 < 4:
+            time.sleep(0.01)  # worker 1 is ready with all of its batches long before worker 0
+        return torch.full((3,), float(sample["cls"]), requires_grad=True)
+
+    one = loader(folder, leaf, collate_fn=as_dicts, prefetch_factor=20, timeout=NEVER_S)
+    found = [int(tensor[0]) for batch in one for tensor in batch]
+    assert found == list(range(80))
+
+
+def test_an_error_of_a_class_that_cannot_be_sent_comes_as_the_nearest_one_that_can(
+    folder: str,
+) -> None:
+    class PickyError(ValueError):
+        pass
+
+    def fails(sample: dict[str, Any]) -> dict[str, Any]:
+        raise PickyError("mine")
+
+    with pytest.raises(ValueError, match=r"(?s)PickyError: mine") as caught:
+        list(loader(folder, fails, timeout=NEVER_S))
+    assert type(caught.value) is ValueError
+
+
+def test_queues_of_the_users_are_left_alone(folder: str) -> None:
+    def look(sample: dict[str, Any]) -> str:
+        return queues.Queue._on_queue_feeder_error.__module__  # type: ignore[attr-defined,no-any-return]
+
+    found = [name for batch in loader(folder, look, collate_fn=as_dicts) for name in batch]
+    assert set(found) == {"multiprocessing.queues"}
+
+
+def test_a_connection_that_a_users_function_lost_is_no_dying_worker(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(sample: dict[str, Any]) -> dict[str, Any]:
+        raise ConnectionResetError("the database is gone")
+
+    def never(seconds: float) -> None:
+        raise AssertionError("it waits for a worker to die")
+
+    monkeypatch.setattr("shardstream.loader.worker_errors.time.sleep", never)
+    with pytest.raises(ConnectionResetError, match="the database is gone"):
+        list(loader(folder, fails))
+
+
+def test_errors_of_the_users_stay_what_they_are(folder: str) -> None:
+    def fails(sample: dict[str, Any]) -> dict[str, Any]:
+        raise RuntimeError("mine")
+
+    for num_workers in (0, 2):
+        with pytest.raises(RuntimeError, match="mine") as caught:
+            list(loader(folder, fails, num_workers=num_workers))
+        assert type(caught.value) is RuntimeError
+
+
+def test_a_worker_out_of_memory_says_so_by_an_error(tmp_path: Path, folder: str) -> None:
+    def hungry(sample: dict[str, Any]) -> dict[str, Any]:
+        return sample | {"npy": ctypes.create_string_buffer(1 << 60)}
+
+    with pytest.raises((MemoryError, OverflowError, ValueError)):
+        list(loader(folder, hungry))

@@ -1,0 +1,381 @@
+"""Whole jobs: order, splits, processes, skips, and what is published when one fails."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from shardstream.cli import main
+from shardstream.errors import OptionError, SourceError, StorageError, UnfinishedError
+from shardstream.format.samples import iter_samples
+from shardstream.packing import parallel_encode, shard_writer
+from shardstream.packing.job import pack
+from shardstream.packing.parallel_encode import RecordEncoder
+from shardstream.packing.report import Progress
+from shardstream.packing.source import FileRef, Record, SamplesSource
+from shardstream.packing.split import assign_splits, shuffled_order, split_counts
+from shardstream.storage.atomic_write import publish_bytes
+from shardstream.storage.discover import locate
+from shardstream.storage.store import Storage
+
+CLASSES = ("ant", "bee", "cat")
+
+
+@pytest.fixture
+def photos(tmp_path: Path) -> Path:
+    """90 JPEGs of 3 classes; the shade is the number in the name."""
+    root = tmp_path / "photos"
+    for label, name in enumerate(CLASSES):
+        (root / name).mkdir(parents=True)
+        for i in range(30):
+            shade = np.full((12, 16), label * 30 + i, np.uint8)
+            Image.fromarray(shade).save(root / name / f"{i:02d}.jpeg", quality=95)
+    return root
+
+
+def samples_of(folder: Path) -> list[dict[str, Any]]:
+    """All samples of a published dataset, in order."""
+    found = []
+    for shard in locate(str(folder), Storage()).shards:
+        data = Path(shard.url).read_bytes()
+        found += [s for _, s in iter_samples(lambda at, n, d=data: d[at : at + n], shard=shard.url)]  # type: ignore[misc]
+    return found
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def test_a_folder_of_classes(photos: Path, tmp_path: Path) -> None:
+    report = pack(photos, tmp_path / "out", max_samples=40, name="insects")
+    assert (report.samples, report.shards, report.skipped) == (90, 3, ())
+    assert report.total_bytes == sum(
+        path.stat().st_size for path in (tmp_path / "out").glob("*.tar")
+    )
+    assert report.seconds > 0
+    assert json.loads((tmp_path / "out" / "classes.json").read_bytes()) == list(CLASSES)
+    samples = samples_of(tmp_path / "out")
+    files = {path.read_bytes(): path.parent.name for path in photos.rglob("*.jpeg")}
+    assert all(files[sample["jpg"]] == CLASSES[int(sample["cls"])] for sample in samples)
+    assert len({sample["jpg"] for sample in samples}) == len(files) == 90
+    first_labels = {int(sample["cls"]) for sample in samples[:15]}
+    assert first_labels == {0, 1, 2}, "shuffled by default"
+    keys = [sample["__key__"] for sample in samples]
+    assert sorted(keys) == sorted(f"{name}/{i:02d}" for name in CLASSES for i in range(30))
+
+
+def test_relative_paths(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    pack("photos/", "out/", shuffle=False, key="{path}")
+    pack("./photos", "other/{shard}.tar", shuffle=False, key="{path}")
+    assert [s["__key__"] for s in samples_of(tmp_path / "out")][:2] == ["ant/00", "ant/01"]
+    assert (tmp_path / "out/000000.tar").read_bytes() == (tmp_path / "other/0.tar").read_bytes()
+    assert photos.exists()
+
+
+def test_the_order_of_the_source_can_be_kept(photos: Path, tmp_path: Path) -> None:
+    pack(photos, tmp_path / "out", shuffle=False, key="{class}/{stem}")
+    keys = [sample["__key__"] for sample in samples_of(tmp_path / "out")]
+    assert keys == sorted(keys)
+    assert keys[31] == "bee/01"
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_equal_input_gives_equal_bytes_whatever_the_processes(
+    processes: int, photos: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {
+        "max_samples": 20,
+        "split": {"train": 0.8, "val": 0.2},
+        "max_side": 8,
+        "image_format": "webp",
+    }
+    pack(photos, tmp_path / "a", **options)
+    pack(photos, tmp_path / "b", processes=processes, **options)
+    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert {*samples_of(tmp_path / "a" / "val")[0]} == {"__key__", "__url__", "webp", "cls"}
+
+
+def test_splits_are_exact_disjoint_and_complete(photos: Path, tmp_path: Path) -> None:
+    report = pack(
+        photos, tmp_path / "out-{shard:02d}.tar", split={"train": 0.75, "val": 0.15, "test": 0.1}
+    )
+    assert [(s.name, s.samples) for s in report.splits] == [("train", 68), ("val", 13), ("test", 9)]
+    assert [s.url for s in report.splits] == [
+        f"{tmp_path}/{name}" for name in ("train", "val", "test")
+    ]
+    assert (tmp_path / "val" / "out-00.tar").exists()
+    keys = [
+        {s["__key__"] for s in samples_of(tmp_path / name)} for name in ("train", "val", "test")
+    ]
+    assert sum(map(len, keys)) == len(set().union(*keys)) == 90
+    again = pack(
+        photos, tmp_path / "again", split={"train": 0.75, "val": 0.15, "test": 0.1}, seed=1
+    )
+    assert again.samples == 90
+    assert {s["__key__"] for s in samples_of(tmp_path / "again" / "val")} != keys[1]
+
+
+@given(st.integers(3, 500), st.lists(st.integers(1, 20), min_size=2, max_size=3), st.integers(0, 3))
+def test_every_record_goes_to_one_split(count: int, parts: list[int], seed: int) -> None:
+    fractions = {f"s{i}": part / sum(parts) for i, part in enumerate(parts)}
+    try:
+        counts = split_counts(count, fractions)
+    except OptionError as error:
+        assert "would be empty" in str(error)  # noqa: PT017
+        return
+    assigned = assign_splits(count, fractions, seed=seed)
+    assert np.bincount(assigned, minlength=len(parts)).tolist() == list(counts.values())
+    assert all(abs(counts[name] - fractions[name] * count) < 1 for name in fractions)
+
+
+@pytest.mark.parametrize(
+    ("split", "message"),
+    [
+        ({"train": 0.9, "val": 0.2}, r"add up to 1\.1, not 1"),
+        ({"train": 1.0, "val": 0.0}, "lies between 0 and 1"),
+        ({"../train": 0.5, "val": 0.5}, "letters and digits"),
+        ({"train": 0.999, "val": 0.001}, "'val' would be empty: the source has 90 samples"),
+    ],
+)
+def test_splits_that_make_no_sense(
+    split: Mapping[str, float], message: str, photos: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        pack(photos, tmp_path / "out", split=split)
+    assert not (tmp_path / "out").exists()
+
+
+def test_orders_are_promised() -> None:
+    assert shuffled_order(8, seed=0, purpose="order").tolist() == [7, 3, 1, 4, 6, 2, 0, 5]
+    assert sorted(shuffled_order(1000, seed=3, purpose="split").tolist()) == list(range(1000))
+
+
+def test_a_table_with_errors_raises_or_skips(photos: Path, tmp_path: Path) -> None:
+    rows = ["path,label", "ant/00.jpeg,1", "no/such.jpeg,2", "bee/00.jpeg,many", "bee/01.jpeg,3"]
+    (photos / "t.csv").write_text("\n".join(rows))
+    options: dict[str, Any] = {"fields": {"jpg": "path", "cls": "label"}}
+    with pytest.raises(SourceError, match=r"no/such\.jpeg.*t\.csv, row 2"):
+        pack(photos / "t.csv", tmp_path / "out", **options)
+    assert not (tmp_path / "out" / "index.json").exists()
+    report = pack(photos / "t.csv", tmp_path / "out", on_error="skip", **options)
+    assert report.samples == 2
+    assert [skip.where.rsplit("/", 1)[-1] for skip in report.skipped] == [
+        "t.csv, row 2",
+        "t.csv, row 3",
+    ]
+    assert "whole number" in report.skipped[1].reason
+    assert [sample["cls"] for sample in samples_of(tmp_path / "out")] == [b"1", b"3"]
+
+
+@pytest.mark.parametrize("options", [{}, {"max_side": 8}])
+def test_an_empty_image_is_an_error_that_names_it(
+    options: dict[str, Any], photos: Path, tmp_path: Path
+) -> None:
+    (photos / "bee" / "07.jpeg").write_bytes(b"")
+    with pytest.raises(SourceError, match=r"image is empty.*bee/07\.jpeg"):
+        pack(photos, tmp_path / "out", **options)
+
+
+def test_a_broken_image_names_its_file_when_images_are_changed(
+    photos: Path, tmp_path: Path
+) -> None:
+    (photos / "bee" / "07.jpeg").write_bytes(b"no image")
+    with pytest.raises(SourceError, match=r"no image that can be read.*bee/07\.jpeg"):
+        pack(photos, tmp_path / "out", max_side=8, processes=2)
+
+
+def test_everything_skipped_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(
+        SourceError, match=r"no sample is left.*2 were skipped, the first: .*whole number"
+    ):
+        pack([{"cls": "a"}, {"cls": "b"}], tmp_path / "out", on_error="skip")
+
+
+def test_an_empty_source_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match="the source is empty"):
+        pack([], tmp_path / "out")
+
+
+def test_samples_from_python(tmp_path: Path) -> None:
+    source = SamplesSource(samples=[{"txt": f"{i}"} for i in range(9)], extras={"about.txt": b"hi"})
+    pack(source, tmp_path / "out")
+    assert [sample["txt"] for sample in samples_of(tmp_path / "out")] == [
+        b"%d" % i for i in range(9)
+    ]
+    assert (tmp_path / "out" / "about.txt").read_bytes() == b"hi"
+
+
+def test_tars_are_packed_again(photos: Path, tmp_path: Path) -> None:
+    pack(photos, tmp_path / "a", max_samples=20)
+    report = pack(tmp_path / "a", tmp_path / "b", max_samples=50, split={"x": 0.5, "y": 0.5})
+    assert [split.samples for split in report.splits] == [45, 45]
+    before = {s["__key__"]: (s["jpg"], s["cls"]) for s in samples_of(tmp_path / "a")}
+    after = samples_of(tmp_path / "b" / "x") + samples_of(tmp_path / "b" / "y")
+    assert {s["__key__"]: (s["jpg"], s["cls"]) for s in after} == before
+    with pytest.raises(OptionError, match="written over while they are read"):
+        pack(tmp_path / "a", tmp_path / "a", overwrite=True)
+    with pytest.raises(OptionError, match="packed again in their own order"):
+        pack(tmp_path / "a", tmp_path / "c", shuffle=True)
+
+
+def test_progress_counts_up_to_the_end(photos: Path, tmp_path: Path) -> None:
+    told: list[Progress] = []
+    pack(photos, tmp_path / "out", progress=told.append)
+    assert told[-1][:2] == (90, 0)
+    assert {progress.total for progress in told} == {90}
+    assert [progress.samples for progress in told] == sorted(progress.samples for progress in told)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"processes": 0}, "processes must be 1"),
+        ({"on_error": "ignore"}, "'raise' or 'skip'"),
+        ({"quality": 0}, "quality"),
+    ],
+)
+def test_options_that_make_no_sense(
+    options: dict[str, Any], message: str, photos: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        pack(photos, tmp_path / "out", **options)
+
+
+class _Deadly(RecordEncoder):
+    def encode(self, records: Any) -> Any:
+        if any(record.key == "bee/10" for record in records):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().encode(records)
+
+
+def test_a_process_that_dies_is_an_error_and_no_hang(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardstream.packing.job.RecordEncoder", _Deadly)
+    with pytest.raises(SourceError, match="a process that encodes died"):
+        pack(photos, tmp_path / "out", processes=2, max_samples=5, max_side=64)
+    assert not (tmp_path / "out" / "index.json").exists()
+    assert not list((tmp_path / "out").glob("*.part-*"))
+
+
+def test_files_that_are_only_copied_are_not_carried_through_processes(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardstream.packing.parallel_encode.ProcessPoolExecutor", None)
+    assert pack(photos, tmp_path / "out", processes=2).samples > 0
+
+
+@pytest.mark.usefixtures("s3_env")
+def test_from_s3_to_s3(bucket: str, photos: Path, tmp_path: Path) -> None:
+    for path in photos.rglob("*1.jpeg"):
+        publish_bytes(Storage(), f"{bucket}/in/{path.relative_to(photos)}", path.read_bytes())
+    report = pack(f"{bucket}/in/", f"{bucket}/out/{{shard:03d}}.tar", max_samples=5, processes=2)
+    assert (report.samples, report.shards) == (9, 2)
+    names = [file.url.rsplit("/", 1)[-1] for file in Storage().find(f"{bucket}/out")]
+    assert names == [
+        "000.tar",
+        "000.tar.idx",
+        "001.tar",
+        "001.tar.idx",
+        "classes.json",
+        "index.json",
+    ]
+    back = pack(f"{bucket}/out/", tmp_path / "back")
+    assert back.samples == 9
+    with pytest.raises(StorageError, match="the bucket '.*' does not exist; create it"):
+        pack(photos, "s3://no-such-bucket-here/x", max_samples=5)
+
+
+FULL_DISK = """
+import resource, signal, sys
+from shardstream.packing.job import pack
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
+pack([{"bin": bytes(100_000 if i < 20 else 400_000)} for i in range(40)], sys.argv[1], max_samples=10)
+"""
+
+
+def test_where_one_split_cannot_be_published_none_is_and_the_same_pack_goes_on(
+    photos: Path, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"max_samples": 20, "split": {"a": 0.4, "b": 0.3, "c": 0.3}}
+    pack(photos, tmp_path / "clean", **options)
+    for split in ("a", "b", "c"):
+        dest = tmp_path / f"without-{split}"
+        stands_in_the_way = dest / split / "index.json" / "x"
+        stands_in_the_way.mkdir(parents=True)
+        with pytest.raises(StorageError, match=r"directory.*index\.json"):
+            pack(photos, dest, **options)
+        assert [path for path in dest.glob("*/index.json") if path.is_file()] == []
+        for folder in {"a", "b", "c"} - {split}:
+            with pytest.raises(UnfinishedError):
+                locate(str(dest / folder), Storage())
+        stands_in_the_way.rmdir()
+        stands_in_the_way.parent.rmdir()
+        assert pack(photos, dest, **options).kept == 6
+        assert contents(dest) == contents(tmp_path / "clean")
+
+
+def test_a_split_that_stays_published_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The place of one split fails when its manifest is there, and takes no orders any more."""
+    (tmp_path / "t.csv").write_text("n\n" + "1\n" * 10)
+    dest = tmp_path / "out"
+    (dest / "b" / "index.json" / "x").mkdir(parents=True)
+
+    def fail(_storage: Storage, url: str) -> None:
+        raise StorageError("out of reach", shard=url)
+
+    monkeypatch.setattr(shard_writer, "remove", fail)
+    command = ["pack", str(tmp_path / "t.csv"), str(dest), "--split", "a=0.5,b=0.5"]
+    assert main(command) == 1
+    said = capsys.readouterr().err
+    assert f"{dest}/a is published already" in said
+    assert "run the same pack again" in said
+    assert (dest / "a" / "index.json").is_file()
+    monkeypatch.undo()
+    (dest / "b" / "index.json" / "x").rmdir()
+    (dest / "b" / "index.json").rmdir()
+    assert main(command) == 0
+    assert sum(shard.nsamples or 0 for shard in locate([f"{dest}/a", f"{dest}/b"], Storage()).shards) == 10  # fmt: skip
+
+
+def test_a_full_disk_publishes_nothing(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", FULL_DISK, tmp_path / "out"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert "StorageError: the disk is full" in done.stderr
+    assert "index.json" not in contents(tmp_path / "out")
+    assert not [name for name in contents(tmp_path / "out") if ".part-" in name]
+
+
+def test_chunks_are_bounded_by_bytes_too() -> None:
+    records = [Record("a", {"bin": FileRef("x", 10 << 20)}, "x")] * 5
+    assert [len(chunk) for chunk in parallel_encode._chunks(records)] == [2, 2, 1]
+
+
+def test_packing_leaves_torch_out() -> None:
+    code = (
+        "import sys, shardstream.packing.job, shardstream.cli.pack; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

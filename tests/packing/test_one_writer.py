@@ -1,0 +1,341 @@
+"""Two packs or writers at one place: one of them fails and says why; what is published is of one alone."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import json
+import multiprocessing
+import os
+import uuid
+from collections.abc import Callable, Iterator
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Barrier
+from pathlib import Path
+from typing import Any
+
+import pytest
+from botocore.exceptions import ClientError
+from fsspec.implementations.memory import MemoryFileSystem
+
+import shardstream as ss
+from shardstream.packing.folder_lock import FolderLock
+from shardstream.packing.verification import verify
+from shardstream.storage.atomic_write import publish_bytes_over
+from shardstream.storage.journal_marker import journal_name
+from shardstream.storage.store import Storage
+
+ANOTHER = "another pack or ShardWriter writes here"
+
+
+def write(writer: ss.ShardWriter, text: str, count: int = 25) -> None:
+    for number in range(count):
+        writer.write({"txt": f"{text} {number}"})
+
+
+# --- started at the same moment, as processes
+
+
+def compete(me: int, base: str, rounds: int, barrier: Barrier, results: Queue[Any]) -> None:
+    """Write to one place after another, each at the same moment as the other process."""
+    for number in range(rounds):
+        samples = [{"txt": f"{'ab'[me]} {i}"} for i in range(40)]
+        url, is_pack, overwrite = f"{base}/{number}", number % 2 == 0, number % 4 > 1
+        barrier.wait(300)
+        try:
+            if is_pack:
+                ss.pack(samples, url, max_samples=10, overwrite=overwrite)
+            else:
+                with ss.ShardWriter(url, max_samples=10, overwrite=overwrite) as writer:
+                    write(writer, "ab"[me], 40)
+            results.put((number, me, None))
+        except ss.ShardStreamError as error:
+            results.put((number, me, str(error)))
+        barrier.wait(300)
+
+
+def run_two(base: str, rounds: int) -> dict[int, list[str | None]]:
+    """Return for each round what became of both; None is a success."""
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(2), context.Queue()
+    processes = [
+        context.Process(target=compete, args=(me, base, rounds, barrier, results)) for me in (0, 1)
+    ]
+    for process in processes:
+        process.start()
+    found: dict[int, list[str | None]] = {number: [None, None] for number in range(rounds)}
+    for _ in range(2 * rounds):
+        number, me, said = results.get(timeout=300)
+        found[number][me] = said
+    for process in processes:
+        process.join()
+    return found
+
+
+def check_one_won(url: str, said: list[str | None]) -> None:
+    storage = Storage()
+    names = [file.url.rsplit("/", 1)[-1] for file in storage.list_folder(url)[0]]
+    assert ("index.json" in names, journal_name(0) in names) == (True, False), names
+    winners = [me for me in (0, 1) if said[me] is None]
+    # With overwrite=True, one that begins when the other has ended replaces what that made.
+    assert winners, said
+    for text in filter(None, said):
+        assert "another pack or ShardWriter" in text or "a dataset is published here" in text
+    texts = set()
+    for shard in json.loads(storage.read(f"{url}/index.json"))["shardlist"]:
+        data = storage.read(f"{url}/{shard['url']}")
+        assert hashlib.sha256(data).hexdigest() == shard["sha256"]
+        texts.add("a" if b"a 1" in data or b"a 2" in data or b"a 3" in data else "b")
+    assert len(texts) == 1
+    if len(winners) == 1:
+        assert texts == {"ab"[winners[0]]}
+
+
+def test_of_two_that_start_at_once_one_wins(tmp_path: Path) -> None:
+    found = run_two(str(tmp_path), 12)
+    for number, said in found.items():
+        check_one_won(f"{tmp_path}/{number}", said)
+    assert sum(said.count(None) == 1 for said in found.values()) >= 6
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("s3_env")
+def test_of_two_that_start_at_once_on_s3_one_wins(bucket: str) -> None:
+    found = run_two(bucket, 8)
+    for number, said in found.items():
+        check_one_won(f"{bucket}/{number}", said)
+    assert sum(said.count(None) == 1 for said in found.values()) >= 4
+
+
+# --- one after the other has begun
+
+
+def test_a_folder_of_this_machine_has_one_writer(tmp_path: Path) -> None:
+    with ss.ShardWriter(tmp_path, max_samples=10) as first:
+        write(first, "a")
+        for overwrite in (False, True):
+            with pytest.raises(ss.StorageError, match="of this process has this folder open"):
+                ss.ShardWriter(tmp_path, overwrite=overwrite)
+            with pytest.raises(ss.StorageError, match="of this process has this folder open"):
+                ss.pack([{"txt": "b"}], tmp_path, overwrite=overwrite)
+    assert verify(tmp_path).problems == ()
+    assert len(ss.ShardDataset(str(tmp_path))) == 25
+
+
+@pytest.fixture(params=["memory", "s3"])
+def remote(request: pytest.FixtureRequest) -> Iterator[str]:
+    """A folder that knows no locks."""
+    if request.param == "memory":
+        yield f"memory://{uuid.uuid4().hex}/out"
+    else:
+        request.getfixturevalue("s3_env")
+        yield f"{request.getfixturevalue('bucket')}/out"
+
+
+def test_elsewhere_the_later_one_takes_the_place(remote: str) -> None:
+    first = ss.ShardWriter(remote, max_samples=10)
+    write(first, "a")
+    with ss.ShardWriter(remote, max_samples=10, overwrite=True) as second:
+        write(second, "b", 12)
+        with pytest.raises(ss.StorageError, match=ANOTHER), first:
+            write(first, "a")
+        write(second, "b", 13)
+    assert [problem.what for problem in verify(remote).problems] == []
+    texts = [sample["txt"] for sample in ss.ShardDataset(remote)]
+    assert texts == [b"b %d" % number for number in (*range(12), *range(13))]
+
+
+def test_one_that_comes_back_when_the_other_has_ended_publishes_nothing(remote: str) -> None:
+    first = ss.ShardWriter(remote, max_samples=10)
+    write(first, "a", 5)
+    with ss.ShardWriter(remote, overwrite=True) as second:
+        write(second, "b", 12)
+    with pytest.raises(ss.StorageError, match="journal of this pack or ShardWriter was deleted"):
+        first.close()
+    assert verify(remote).problems == ()
+    assert len(ss.ShardDataset(remote)) == 12
+
+
+def test_a_pack_that_lost_its_place_leaves_the_journal_of_the_other(remote: str) -> None:
+    first = ss.ShardWriter(remote)
+    second = ss.ShardWriter(remote)  # nothing has been written: it may
+    first.abort()
+    with pytest.raises(ss.UnfinishedError):
+        ss.ShardDataset(remote)
+    write(second, "b")
+    second.close()
+    assert len(ss.ShardDataset(remote)) == 25
+
+
+def test_a_shard_of_another_in_its_place_is_noticed(remote: str) -> None:
+    """Whoever was checked, and stalled, may still write over a shard: nothing is published then."""
+    storage = Storage()
+    filesystem, path = storage.resolve(f"{remote}/000000.tar")
+    writer = ss.ShardWriter(remote, max_samples=10)
+    write(writer, "a", 20)
+    writer._sender.drain()
+    if remote.startswith("s3"):
+        filesystem.pipe_file(path, bytes(storage.info(f"{remote}/000000.tar").size))
+    else:
+        filesystem.rm_file(path)
+    with pytest.raises(ss.StorageError, match=r"replaced or deleted.*000000\.tar"):
+        writer.close()
+    with pytest.raises(ss.UnfinishedError):
+        ss.ShardDataset(remote)
+
+
+class Hooked(MemoryFileSystem):  # type: ignore[misc]
+    """Calls a function before ``index.json`` is written."""
+
+    cachable = False
+    before_manifest: Callable[[], object] = staticmethod(lambda: None)
+
+    def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **options: Any) -> None:
+        if path.endswith("index.json"):
+            self.before_manifest()
+        super().pipe_file(path, value, mode, **options)
+
+
+def test_a_place_that_is_taken_while_the_manifest_is_written_is_not_published() -> None:
+    url, filesystem, later = f"memory://{uuid.uuid4().hex}", Hooked(), list[ss.ShardWriter]()
+    filesystem.before_manifest = lambda: later.append(ss.ShardWriter(url, overwrite=True))
+    with (
+        pytest.raises(ss.StorageError, match=ANOTHER),
+        ss.ShardWriter(url, filesystem=filesystem) as writer,
+    ):
+        write(writer, "a")
+    assert not Storage().exists(f"{url}/index.json")
+    write(later[0], "b", 3)
+    later[0].close()
+    assert len(ss.ShardDataset(url)) == 3
+
+
+def test_a_manifest_that_may_have_been_written_is_taken_back() -> None:
+    """As when the answer to the request is lost."""
+
+    class Losing(Hooked):
+        def pipe_file(
+            self, path: str, value: bytes, mode: str = "overwrite", **options: Any
+        ) -> None:
+            super().pipe_file(path, value, mode, **options)
+            if path.endswith("index.json"):
+                raise OSError("the connection broke off")
+
+    url = f"memory://{uuid.uuid4().hex}"
+    with (
+        pytest.raises(ss.StorageError, match="broke off"),
+        ss.ShardWriter(url, filesystem=Losing()) as writer,
+    ):
+        write(writer, "a")
+    assert not Storage().exists(f"{url}/index.json")
+
+
+def test_a_folder_is_free_again_after_an_end_of_any_kind(tmp_path: Path) -> None:
+    ss.ShardWriter(tmp_path).abort()
+    with pytest.raises(ss.SampleError), ss.ShardWriter(tmp_path) as writer:
+        writer.write({"cls": "no number"})
+    (tmp_path / "000000.tar").write_bytes(b"")
+    with pytest.raises(ss.OptionError, match=r"without an index\.json"):
+        ss.ShardWriter(tmp_path)
+    dropped: ss.ShardWriter | None = ss.ShardWriter(tmp_path, overwrite=True)
+    assert dropped is not None
+    dropped = None
+    gc.collect()
+    with ss.ShardWriter(tmp_path, overwrite=True) as writer:
+        write(writer, "a")
+    with ss.ShardWriter(tmp_path, overwrite=True) as writer:
+        write(writer, "b", 3)
+    assert len(ss.ShardDataset(str(tmp_path))) == 3
+
+
+def test_a_pack_does_not_go_on_where_a_writer_was_stopped_unless_it_replaces(
+    tmp_path: Path,
+) -> None:
+    writer = ss.ShardWriter(tmp_path / "a-{shard}.tar", max_samples=10)
+    write(writer, "a")
+    writer._sender.drain()
+    writer.abort()
+    before = sorted(path.name for path in tmp_path.iterdir())
+    assert "a-0.tar" in before
+    for begin in (ss.ShardWriter, lambda dest: ss.pack([{"cls": 1}], dest)):
+        with pytest.raises(ss.OptionError, match="writing here, or was stopped"):
+            begin(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+
+
+def test_what_another_pack_left_under_other_names_is_deleted_when_it_is_replaced(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "notes.tar").write_bytes(b"not of any pack")
+    with pytest.raises(ss.SourceError):
+        ss.pack([{"cls": value} for value in (1, 2, 3, 4, 5, "no number")], tmp_path / "a-{shard}.tar", max_samples=2)  # fmt: skip
+    ss.pack([{"cls": 1}], tmp_path, overwrite=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "000000.tar", "000000.tar.idx", "index.json", "notes.tar",
+    ]  # fmt: skip
+
+
+# --- conditions of an S3 server
+
+
+@pytest.mark.usefixtures("s3_env")
+def test_a_file_is_published_over_the_one_that_is_known(bucket: str) -> None:
+    storage, url = Storage(), f"{bucket}/x"
+    publish_bytes_over(storage, url, b"1", old=None)
+    for old in (None, b"0"):
+        with pytest.raises(ss.ChangedError, match="replaced meanwhile"):
+            publish_bytes_over(storage, url, b"2", old=old)
+    publish_bytes_over(storage, url, b"2", old=b"1")
+    publish_bytes_over(storage, url, b"2", old=b"1")  # as after an answer that was lost
+    storage.resolve(url)[0].rm_file(url)
+    with pytest.raises(ss.ChangedError, match="replaced meanwhile"):
+        publish_bytes_over(storage, url, b"3", old=b"2")
+
+
+@pytest.mark.usefixtures("s3_env")
+@pytest.mark.parametrize("code", ["NotImplemented", "PreconditionFailed"])
+def test_servers_that_know_no_conditions_or_other_etags_take_it_all_the_same(
+    code: str, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage, url = Storage(), f"{bucket}/x"
+    filesystem = storage.resolve(url)[0]
+    really_call = filesystem._call_s3
+
+    async def call(method: str, **arguments: Any) -> Any:
+        if "IfMatch" in arguments or ("IfNoneMatch" in arguments and code == "NotImplemented"):
+            error = ClientError({"Error": {"Code": code}}, "PutObject")
+            raise OSError(38, "no") from error
+        return await really_call(method, **arguments)
+
+    monkeypatch.setattr(filesystem, "_call_s3", call)
+    publish_bytes_over(storage, url, b"1", old=None)
+    publish_bytes_over(storage, url, b"2", old=b"1")
+    assert storage.read(url) == b"2"
+
+
+def test_a_second_writer_of_this_process_is_told_to_close_the_first(tmp_path: Path) -> None:
+    writer = ss.ShardWriter(tmp_path)
+    with pytest.raises(ss.StorageError, match=r"of this process has this folder open; call"):
+        ss.ShardWriter(tmp_path, overwrite=True)
+    writer.abort()
+    ss.ShardWriter(tmp_path).abort()
+
+
+def test_a_forked_child_keeps_no_lock_and_cannot_give_one_back(tmp_path: Path) -> None:
+    lock = FolderLock(Storage(), str(tmp_path))
+    done, child_waits = os.pipe()
+    child = os.fork()
+    if child == 0:  # it waits for the parent, which closes the lock meanwhile
+        os.close(child_waits)
+        lock.close()
+        os.read(done, 1)
+        os._exit(0)
+    try:
+        os.close(done)
+        with pytest.raises(ss.StorageError, match="has this folder open"):
+            FolderLock(Storage(), str(tmp_path))
+        lock.close()
+        FolderLock(Storage(), str(tmp_path)).close()
+    finally:
+        os.close(child_waits)
+        os.waitpid(child, 0)

@@ -1,0 +1,627 @@
+"""Packs that are killed: the same call again ends in the bytes of one clean run, and keeps finished shards."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+from PIL import Image
+
+import shardstream as ss
+from shardstream.errors import OptionError, SourceError
+from shardstream.packing import journal as journal_module
+from shardstream.packing.destination import Claim
+from shardstream.packing.job import pack
+from shardstream.packing.journal import Finished, Journal, Task, read_journal
+from shardstream.packing.parallel_encode import Encoded, RecordEncoder
+from shardstream.packing.report import PackReport
+from shardstream.packing.shard_writer import ShardWriter
+from shardstream.packing.source import Record, SamplesSource
+from shardstream.storage.journal_marker import is_journal
+from shardstream.storage.store import Storage
+from tests.servers import S3Server
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-c", "import sys; from shardstream.cli import main; sys.exit(main(sys.argv[1:]))"]  # fmt: skip
+
+# Killed at a call of our own code, not after some time: the same moment on every machine.
+KILLED_AT_A_CALL = """
+import os, pathlib, signal, sys, threading
+import shardstream.cli
+
+place, after_calls, calls = os.path.dirname(shardstream.__file__), int(sys.argv[1]), 0
+
+def count(frame, event, _):
+    global calls
+    if event == "call" and frame.f_code.co_filename.startswith(place):
+        calls += 1
+        if calls == after_calls:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+threading.setprofile(count)
+sys.setprofile(count)
+code = shardstream.cli.main(sys.argv[3:])
+sys.setprofile(None)
+pathlib.Path(sys.argv[2]).write_text(str(calls))
+sys.exit(code)
+"""
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of 300 loose samples: text of growing length, and a label."""
+    root = tmp_path_factory.mktemp("source")
+    for i in range(300):
+        (root / f"{i:04d}.txt").write_text(f"sample {i} " * (1 + i % 50))
+        (root / f"{i:04d}.cls").write_text(str(i % 7))
+    return root
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 images of 2 classes."""
+    root = tmp_path_factory.mktemp("photos")
+    for i in range(60):
+        (root / "ab"[i % 2]).mkdir(exist_ok=True)
+        Image.fromarray(np.full((8, 8), i, np.uint8)).save(root / "ab"[i % 2] / f"{i:02d}.png")
+    return root
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files there, hidden ones too."""
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def remote_contents(folder: str, options: dict[str, Any] | None = None) -> dict[str, bytes]:
+    storage = Storage(options)
+    start = len(folder.rstrip("/")) + 1
+    return {file.url[start:]: storage.read(file.url) for file in storage.find(folder)}
+
+
+class StoppedError(Exception):
+    """Raised by a test in the midst of a pack."""
+
+
+@pytest.fixture
+def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Make packs stop, by an exception, when they have noted so many shards; 0: no more."""
+    original = Journal.add
+    left = [0]
+
+    def add(self: Journal, finished: Finished) -> None:
+        original(self, finished)
+        left[0] -= 1
+        if left[0] == 0:
+            raise StoppedError
+
+    monkeypatch.setattr(Journal, "add", add)
+
+    def arm(count: int) -> None:
+        left[0] = count
+
+    return arm
+
+
+def pack_stopped(stop_after: Callable[[int], None], count: int, *args: Any, **kwargs: Any) -> None:
+    stop_after(count)
+    with pytest.raises(StoppedError):
+        pack(*args, **kwargs)
+    stop_after(0)
+
+
+# --- killed at any moment, as processes
+
+
+def run_killed(command: list[str], *, after_calls: int, counted: Path) -> bool:
+    """Run a command that kills itself at a call of our code; tell whether it ended by itself, well.
+
+    Args:
+        command: Arguments of the command line.
+        after_calls: The number of the call, from 1; 0: none.
+        counted: Gets the number of all calls, if the command ends by itself.
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED_AT_A_CALL, str(after_calls), str(counted), *command],
+        cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False, timeout=600,
+    )  # fmt: skip
+    assert done.returncode in (0, -signal.SIGKILL), done.stderr
+    return done.returncode == 0
+
+
+def is_published(storage: Storage, folders: list[str]) -> bool:
+    for folder in folders:
+        if not storage.exists(f"{folder}/index.json"):
+            return False
+        if any(is_journal(f.url.rsplit("/", 1)[-1]) for f in storage.list_folder(folder)[0]):
+            return False
+    return True
+
+
+def pack_under_fire(
+    command: list[str], folders: list[str], counted: Path, *, seed: int, kills: int
+) -> None:
+    """Give a command again and again, killed at random calls of our code, until all is published."""
+    draw = random.Random(seed)
+    storage = Storage()
+    calls = int(counted.read_text())  # of a clean run
+    for _ in range(kills):
+        run_killed(command, after_calls=draw.randrange(calls // 8, calls // 2), counted=counted)
+        if is_published(storage, folders):  # what was left took fewer calls
+            break
+    else:
+        assert run_killed(command, after_calls=0, counted=counted)
+    assert is_published(storage, folders)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options", [["--split", "a=0.7,b=0.3"], ["--processes", "2", "--max-side", "64"]]
+)
+def test_killed_at_any_moment_the_same_command_ends_in_the_same_bytes(
+    options: list[str], files: Path, tmp_path: Path
+) -> None:
+    limits = ["--max-samples", "15", "--shuffle", *options]
+    clean = ["pack", str(files), str(tmp_path / "clean"), *limits]
+    assert run_killed(clean, after_calls=0, counted=tmp_path / "calls")
+    dest = str(tmp_path / "out")
+    folders = [f"{dest}/a", f"{dest}/b"] if "--split" in options else [dest]
+    again = ["pack", str(files), dest, *limits]
+    pack_under_fire(again, folders, tmp_path / "calls", seed=3, kills=3)
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("s3_env")
+def test_killed_at_any_moment_on_s3(bucket: str, files: Path, tmp_path: Path) -> None:
+    limits = ["--max-samples", "20"]
+    clean = ["pack", str(files), f"{bucket}/clean", *limits]
+    assert run_killed(clean, after_calls=0, counted=tmp_path / "calls")
+    dest = f"{bucket}/out"
+    again = ["pack", str(files), dest, *limits]
+    pack_under_fire(again, [dest], tmp_path / "calls", seed=1, kills=2)
+    assert remote_contents(dest) == remote_contents(f"{bucket}/clean")
+
+
+def test_processes_that_encode_end_with_a_killed_pack(files: Path, tmp_path: Path) -> None:
+    options = ["--processes", "2", "--max-side", "64", "--max-samples", "1"]
+    command = ["pack", str(files), str(tmp_path / "out"), *options]
+    with subprocess.Popen([*COMMAND, *command], cwd=ROOT, stderr=subprocess.DEVNULL) as process:
+        deadline_s = time.monotonic() + 300
+        while not list((tmp_path / "out").glob("*.tar")):
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        children = children_of(process.pid)
+        process.kill()
+    assert len(children) >= 2
+    while any(is_running(child) for child in children):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_a_pack_that_is_terminated_leaves_no_process_behind(files: Path, tmp_path: Path) -> None:
+    options = ["--processes", "2", "--max-side", "64", "--max-samples", "1"]
+    command = ["pack", str(files), str(tmp_path / "out"), *options]
+    program = "import sys; from shardstream.cli import main; sys.exit(main())"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline_s = time.monotonic() + 300
+        while len(children := children_of(process.pid)) < 3:  # two that encode, and their tracker
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate()[1]
+        assert [child for child in children if is_running(child)] == []
+    assert "Traceback" not in said
+
+
+def children_of(pid: int) -> list[int]:
+    threads = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for thread in threads for child in thread.read_text().split()]
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"]
+)
+def test_a_signal_stops_with_a_message_and_the_same_command_goes_on(
+    number: signal.Signals, code: int, files: Path, tmp_path: Path
+) -> None:
+    command = ["pack", str(files), str(tmp_path / "out"), "--max-samples", "5"]
+    with subprocess.Popen(
+        [*COMMAND, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline_s = time.monotonic() + 300
+        while len(list((tmp_path / "out").glob("*.tar"))) < 3:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+        process.send_signal(number)
+        said = process.communicate()[1]
+    assert (process.returncode, "Traceback" in said) == (code, False), said
+    assert "the same command goes on" in said
+    assert not list((tmp_path / "out").glob("*.part-*"))
+    done = subprocess.run(
+        [*COMMAND, *command], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert "of an earlier run that was stopped" in done.stdout
+    pack(files, tmp_path / "clean", max_samples=5)
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+# --- what is kept, and what is not
+
+
+def test_finished_shards_are_neither_written_nor_encoded_again(
+    photos: Path,
+    tmp_path: Path,
+    stop_after: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options: dict[str, Any] = {"max_samples": 8, "max_side": 4}
+    clean = pack(photos, tmp_path / "clean", **options)
+    pack_stopped(stop_after, 4, photos, tmp_path / "out", **options)
+    before = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("00000[0-3].tar*")}
+    assert len(before) == 8
+    encoded: list[Record] = []
+    original = RecordEncoder.encode
+
+    def encode(self: RecordEncoder, records: Sequence[Record]) -> list[Encoded]:
+        encoded.extend(records)
+        return original(self, records)
+
+    monkeypatch.setattr(RecordEncoder, "encode", encode)
+    report = pack(photos, tmp_path / "out", **options)
+    assert (report.kept, clean.kept, report.shards) == (4, 0, clean.shards)
+    assert len(encoded) == 60 - 4 * 8
+    after = {p.name: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("00000[0-3].tar*")}
+    assert after == before
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_every_shard_may_be_the_last_before_a_stop(
+    files: Path, tmp_path: Path, stop_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_RECORDS_A_FILE", 3)  # several files, and their borders
+    options: dict[str, Any] = {"max_samples": 20, "shuffle": True, "split": {"x": 0.8, "y": 0.2}}
+    pack(files, tmp_path / "clean", **options)
+    clean = contents(tmp_path / "clean")
+    for count in range(1, 16):
+        dest = tmp_path / f"out{count}"
+        pack_stopped(stop_after, count, files, dest, **options)
+        # The other split's thread may finish some more before the pack stops.
+        assert pack(files, dest, **options).kept >= count
+        assert contents(dest) == clean
+
+
+def test_it_may_be_stopped_again_and_again(
+    files: Path, tmp_path: Path, stop_after: Callable[[int], None]
+) -> None:
+    pack(files, tmp_path / "clean", max_samples=20)
+    for _ in range(7):
+        pack_stopped(stop_after, 2, files, tmp_path / "out", max_samples=20)
+    assert pack(files, tmp_path / "out", max_samples=20).kept == 14
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_what_was_left_out_is_known_again(
+    tmp_path: Path, stop_after: Callable[[int], None]
+) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("n\n" + "".join(f"{i if i % 5 else 'x'}\n" for i in range(60)))
+    options: dict[str, Any] = {"fields": {"cls": "n"}, "max_samples": 10, "split": {"a": 0.5, "b": 0.5}}  # fmt: skip
+    clean = pack(table, tmp_path / "clean", on_error="skip", **options)
+    pack_stopped(stop_after, 3, table, tmp_path / "out", on_error="skip", **options)
+    with pytest.raises(OptionError, match=r"had left out \d+ records.*whole number.*--skip-errors"):
+        pack(table, tmp_path / "out", **options)
+    report = pack(table, tmp_path / "out", on_error="skip", **options)
+    assert report.kept >= 3
+    assert (report.skipped, len(report.skipped)) == (clean.skipped, 12)
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_a_pack_that_met_a_bad_row_goes_on_without_it(tmp_path: Path) -> None:
+    table = tmp_path / "t.csv"
+    table.write_text("n\n" + "".join(f"{i if i != 47 else 'x'}\n" for i in range(60)))
+    options: dict[str, Any] = {"fields": {"cls": "n"}, "max_samples": 10}
+    with pytest.raises(SourceError, match="row 48"):
+        pack(table, tmp_path / "out", **options)
+    report = pack(table, tmp_path / "out", on_error="skip", **options)
+    assert (report.kept >= 2, len(report.skipped), report.samples) == (True, 1, 59)
+    pack(table, tmp_path / "clean", on_error="skip", **options)
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_tars_before_the_last_finished_shard_are_not_read_again(
+    files: Path, tmp_path: Path, stop_after: Callable[[int], None]
+) -> None:
+    pack(files, tmp_path / "old", max_samples=30)
+    pack(tmp_path / "old", tmp_path / "clean", max_samples=25)
+    pack_stopped(stop_after, 8, tmp_path / "old", tmp_path / "out", max_samples=25)
+    # Of 200 samples all of the first 6 tars: whoever reads one of them now finds nothing.
+    for number in range(6):
+        path = tmp_path / "old" / f"{number:06d}.tar"
+        stat = path.stat()
+        path.write_bytes(bytes(stat.st_size))
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert pack(tmp_path / "old", tmp_path / "out", max_samples=25).kept == 8
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_a_shard_that_was_deleted_or_cut_meanwhile_is_written_again(
+    files: Path, tmp_path: Path, stop_after: Callable[[int], None]
+) -> None:
+    pack(files, tmp_path / "clean", max_samples=20)
+    for name, data in (("000002.tar", None), ("000002.tar", b"cut"), ("000002.tar.idx", None)):
+        pack_stopped(stop_after, 5, files, tmp_path / "out", max_samples=20, overwrite=True)
+        path = tmp_path / "out" / name
+        path.unlink() if data is None else path.write_bytes(data)
+        assert pack(files, tmp_path / "out", max_samples=20, overwrite=True).kept == 2
+        assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"max_samples": 30}, r"max_samples was 20, now 30"),
+        ({"seed": 1}, "seed was 0, now 1"),
+        ({"split": {"a": 0.5, "b": 0.5}}, None),
+        ({"source": "another"}, "the source has changed"),
+    ],
+)
+def test_another_pack_is_not_mixed_with_what_is_left(
+    change: dict[str, Any],
+    message: str | None,
+    files: Path,
+    tmp_path: Path,
+    stop_after: Callable[[int], None],
+) -> None:
+    options: dict[str, Any] = {"max_samples": 20}
+    pack_stopped(stop_after, 5, files, tmp_path / "out", **options)
+    source = files
+    if "source" in change:
+        source = tmp_path / "source"
+        source.mkdir()
+        (source / "a.txt").write_text("another")
+    options |= {name: value for name, value in change.items() if name != "source"}
+    before = contents(tmp_path / "out")
+    if message is None:  # other folders: nothing there stands in the way
+        assert pack(source, tmp_path / "out", **options).kept == 0
+        return
+    with pytest.raises(OptionError, match=rf"unfinished pack.*{message}.*--overwrite"):
+        pack(source, tmp_path / "out", **options)
+    assert contents(tmp_path / "out") == before
+    assert pack(source, tmp_path / "out", overwrite=True, **options).kept == 0
+    pack(source, tmp_path / "clean", **options)
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_a_file_of_the_source_that_was_written_again_is_noticed(
+    tmp_path: Path, stop_after: Callable[[int], None]
+) -> None:
+    for i in range(20):
+        (tmp_path / f"in/{i}").mkdir(parents=True)
+        (tmp_path / f"in/{i}/x.txt").write_text("same length")
+    pack_stopped(stop_after, 2, tmp_path / "in", tmp_path / "out", max_samples=5)
+    (tmp_path / "in/3/x.txt").write_text("length same")
+    with pytest.raises(OptionError, match="the source has changed"):
+        pack(tmp_path / "in", tmp_path / "out", max_samples=5)
+
+
+def test_an_interrupted_replacement_still_deletes_what_is_stale(
+    files: Path, tmp_path: Path, stop_after: Callable[[int], None]
+) -> None:
+    pack(files, tmp_path / "clean", max_samples=50)
+    pack(files, tmp_path / "out", max_samples=10)  # 30 shards, of which 6 are written again
+    options: dict[str, Any] = {"max_samples": 50, "overwrite": True}
+    pack_stopped(stop_after, 2, files, tmp_path / "out", **options)
+    assert not (tmp_path / "out" / "index.json").exists()
+    assert pack(files, tmp_path / "out", **options).kept == 2
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_a_replacement_that_was_stopped_at_once_leaves_the_old_dataset(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pack(files, tmp_path / "out", max_samples=10)
+
+    def stop(_: Claim) -> None:
+        raise StoppedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Claim, "unpublish", stop)
+        with pytest.raises(StoppedError):
+            pack(files, tmp_path / "out", max_samples=50, overwrite=True)
+    before = contents(tmp_path / "out")
+    for max_samples in (50, 10, 20):
+        with pytest.raises(OptionError, match="a dataset is published here"):
+            pack(files, tmp_path / "out", max_samples=max_samples)
+    assert contents(tmp_path / "out") == before
+    pack(files, tmp_path / "out", max_samples=50, overwrite=True)
+    pack(files, tmp_path / "clean", max_samples=50)
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_a_pack_stopped_between_its_manifest_and_its_end_ends_well(
+    files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(_: Journal) -> None:
+        raise StoppedError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Journal, "remove", stop)
+        with pytest.raises(StoppedError):
+            pack(files, tmp_path / "out", max_samples=50)
+    assert (tmp_path / "out" / "index.json").exists()
+    report = pack(files, tmp_path / "out", max_samples=50)
+    assert (report.kept, report.shards) == (6, 6)
+    pack(files, tmp_path / "clean", max_samples=50)
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_samples_from_python_begin_anew_unless_they_are_said_to_be_the_same(
+    tmp_path: Path, stop_after: Callable[[int], None]
+) -> None:
+    samples = [{"txt": f"{i}"} for i in range(60)]
+    report: list[PackReport] = []
+    for fingerprint, kept in ((None, 0), ("numbers to 60", 3)):
+        dest = tmp_path / str(fingerprint)
+        source = SamplesSource(samples=samples, fingerprint=fingerprint)
+        pack_stopped(stop_after, 3, source, dest, max_samples=10)
+        report.append(pack(source, dest, max_samples=10))
+        assert report[-1].kept == kept
+    pack(samples, tmp_path / "clean", max_samples=10)
+    assert contents(tmp_path / "None") == contents(tmp_path / "clean")
+    assert contents(tmp_path / "numbers to 60") == contents(tmp_path / "clean")
+
+
+def test_a_pack_that_fails_before_its_first_shard_leaves_no_file(tmp_path: Path) -> None:
+    with pytest.raises(SourceError):
+        pack([{"cls": "x"}], tmp_path / "out")
+    assert contents(tmp_path / "out") == {}
+
+
+HEAD: dict[str, object] = {
+    "version": 2,
+    "run": "1",
+    "source": None,
+    "options": {},
+    "stale": [],
+    "finished": [],
+}
+INFO = {"url": "000000.tar", "nsamples": 1, "filesize": float("inf"), "sha256": ""}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        '{"version": 99}',
+        json.dumps(HEAD | {"version": 1}),
+        json.dumps(HEAD | {"finished": [{"info": 3}]}),
+        json.dumps(HEAD | {"finished": [{"info": INFO}]}),
+        json.dumps(HEAD | {"options": ["a"]}),
+        json.dumps(HEAD | {"stale": 3}),
+    ],
+)
+def test_notes_that_cannot_be_read_are_an_error_unless_replaced(
+    text: str, files: Path, tmp_path: Path, stop_after: Callable[[int], None]
+) -> None:
+    pack_stopped(stop_after, 2, files, tmp_path / "out", max_samples=50)
+    (tmp_path / "out" / ".shardstream-pack-000000.json").write_text(text)
+    with pytest.raises(OptionError, match=r"notes of an unfinished pack cannot be read.*overwrite"):
+        pack(files, tmp_path / "out", max_samples=50)
+    pack(files, tmp_path / "out", max_samples=50, overwrite=True)
+    pack(files, tmp_path / "clean", max_samples=50)
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")
+
+
+def test_notes_on_s3_that_cannot_be_read_are_replaced(
+    files: Path, bucket: str, s3: S3Server
+) -> None:
+    options = s3.storage_options
+    filesystem = fsspec.filesystem("s3", **options)
+    filesystem.pipe_file(f"{bucket}/out/.shardstream-pack-000000.json", b"{")
+    with pytest.raises(OptionError, match="notes of an unfinished pack cannot be read"):
+        pack(files, f"{bucket}/out", storage_options=options)
+    report = pack(files, f"{bucket}/out", storage_options=options, overwrite=True)
+    assert len(ss.ShardMapDataset(f"{bucket}/out", storage_options=options)) == report.samples
+    assert not filesystem.exists(f"{bucket}/out/.shardstream-pack-000000.json")
+
+
+def test_notes_cannot_make_us_delete_elsewhere(files: Path, tmp_path: Path) -> None:
+    (tmp_path / "victim.tar").write_bytes(b"mine")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    stale = ["../victim.tar", "notes.txt", "..", str(tmp_path / "victim.tar"), "file::notes.tar"]
+    document = HEAD | {"source": "x", "stale": stale}
+    path = tmp_path / "out" / ".shardstream-pack-000000.json"
+    path.write_text(json.dumps(document | {"finished": []}))
+    pack(files, tmp_path / "out")
+    assert (tmp_path / "victim.tar").read_bytes() == b"mine"
+    assert (tmp_path / "out" / "notes.txt").exists()
+
+
+def test_a_journal_reads_back_as_it_was(tmp_path: Path) -> None:
+    task = Task(source="é\udc80", options={"split": [["a", 0.1]], "key": None})
+    storage = Storage()
+    journal = Journal(storage=storage, folder=str(tmp_path), task=task, stale=frozenset({"a.tar"}))
+    journal.begin(0)
+    back = read_journal(storage, str(tmp_path), os.listdir(tmp_path))
+    assert back is not None
+    assert (back.task.differences(task), back.stale, back.finished) == ([], journal.stale, [])
+    journal.remove()
+    assert os.listdir(tmp_path) == []
+    assert read_journal(storage, str(tmp_path), []) is None
+
+
+# --- on S3, and by a writer alone
+
+
+@pytest.mark.usefixtures("s3_env")
+def test_on_s3_finished_shards_stay(
+    bucket: str, s3: S3Server, files: Path, stop_after: Callable[[int], None]
+) -> None:
+    client = s3.client()
+    name = bucket.removeprefix("s3://")
+    pack(files, f"{bucket}/clean", max_samples=30)
+    pack_stopped(stop_after, 4, files, f"{bucket}/out", max_samples=30)
+
+    def times() -> dict[str, Any]:
+        listed = client.list_objects_v2(Bucket=name, Prefix="out/00000")["Contents"]
+        return {one["Key"]: one["LastModified"] for one in listed}
+
+    before = times()
+    report = pack(files, f"{bucket}/out", max_samples=30)
+    after = times()
+    client.close()
+    assert report.kept == 4
+    assert {key: after[key] for key in list(before)[:8]} == dict(list(before.items())[:8])
+    assert remote_contents(f"{bucket}/out") == remote_contents(f"{bucket}/clean")
+
+
+KILLED = """
+import os, signal, sys
+from shardstream.packing.shard_writer import ShardWriter
+with ShardWriter(sys.argv[1], max_samples=10) as writer:
+    for i in range(55):
+        writer.write({"bin": bytes(500_000)})
+    writer._sender.drain()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_writer_run_again_replaces_what_a_killed_one_left(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLED, tmp_path / "out"], check=False, cwd=ROOT)
+    (tmp_path / "out" / "000000.tar.part-aa").write_bytes(b"made by split -b")
+    assert any(".part-" in name for name in contents(tmp_path / "out"))
+    with pytest.raises(OptionError, match="left by a run that failed"):
+        ShardWriter(tmp_path / "out")
+    for folder in ("out", "clean"):
+        with ShardWriter(tmp_path / folder, max_samples=10, overwrite=True) as writer:
+            for i in range(25):
+                writer.write({"cls": i})
+    (tmp_path / "out" / "000000.tar.part-aa").unlink()
+    assert contents(tmp_path / "out") == contents(tmp_path / "clean")

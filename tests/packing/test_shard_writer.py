@@ -1,0 +1,358 @@
+"""The shards of a dataset: limits, publishing, replacing, and what is left when something goes wrong."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+import pytest
+
+from shardstream.catalog.shard_catalog import Catalog
+from shardstream.errors import OptionError, SampleError, StorageError
+from shardstream.format.samples import iter_samples
+from shardstream.packing import shard_upload
+from shardstream.packing.shard_names import ShardNames
+from shardstream.packing.shard_writer import ShardWriter
+from shardstream.storage.atomic_write import publish_bytes
+from shardstream.storage.byte_sizes import parse_bytes
+from shardstream.storage.discover import locate
+from shardstream.storage.journal_marker import journal_name
+from shardstream.storage.store import Storage
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def samples_of(path: Path) -> list[dict[str, Any]]:
+    data = path.read_bytes()
+    return [
+        sample for _, sample in iter_samples(lambda at, size: data[at : at + size], shard=str(path))
+    ]
+
+
+def write_some(url: str | Path, count: int = 25, **options: Any) -> ShardWriter:
+    with ShardWriter(url, **{"max_samples": 10} | options) as writer:
+        for i in range(count):
+            writer.write({"txt": f"text {i}", "cls": i})
+    return writer
+
+
+def test_shards_indexes_and_the_manifest_are_published(tmp_path: Path) -> None:
+    writer = write_some(tmp_path / "train-{shard:03d}.tar", name="texts")
+    assert names(tmp_path) == [
+        "index.json",
+        "train-000.tar", "train-000.tar.idx",
+        "train-001.tar", "train-001.tar.idx",
+        "train-002.tar", "train-002.tar.idx",
+    ]  # fmt: skip
+    document = json.loads((tmp_path / "index.json").read_bytes())
+    assert (document["name"], document["nsamples"], document["fields"]) == (
+        "texts",
+        25,
+        {"cls": 25, "txt": 25},
+    )
+    assert [shard["nsamples"] for shard in document["shardlist"]] == [10, 10, 5]
+    assert writer.manifest.total_bytes == sum(p.stat().st_size for p in tmp_path.glob("*.tar"))
+    storage = Storage()
+    catalog = Catalog(locate(str(tmp_path), storage), storage)
+    sample = catalog.read_sample(17)
+    assert {name: value for name, value in sample.items() if name != "__url__"} == {
+        "__key__": "00000017", "txt": b"text 17", "cls": b"17",
+    }  # fmt: skip
+
+
+def test_equal_input_gives_equal_bytes(tmp_path: Path) -> None:
+    for folder in ("a", "b"):
+        write_some(tmp_path / folder)
+    assert names(tmp_path / "a") == names(tmp_path / "b")
+    for path in (tmp_path / "a").iterdir():
+        assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
+
+
+def test_no_shard_is_larger_than_asked_but_for_one_large_sample(tmp_path: Path) -> None:
+    sizes = [100, 3000, 9000, 100, 3000, 3000, 100]
+    with ShardWriter(tmp_path, max_bytes=8192) as writer:
+        for i, size in enumerate(sizes):
+            writer.write({"__key__": f"{i}", "bin": bytes(size)})
+    found = [[len(s["bin"]) for s in samples_of(p)] for p in sorted(tmp_path.glob("*.tar"))]
+    assert found == [[100, 3000], [9000], [100, 3000], [3000, 100]]
+    for shard, path in zip(found, sorted(tmp_path.glob("*.tar")), strict=True):
+        assert path.stat().st_size <= 8192 or len(shard) == 1
+
+
+def test_a_sample_that_fits_exactly_fits(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path, max_bytes=2 * 1024 + 1024) as writer:
+        for i in range(4):
+            writer.write({"__key__": f"{i}", "bin": bytes(512)})
+    assert [path.stat().st_size for path in sorted(tmp_path.glob("*.tar"))] == [3072, 3072]
+
+
+def test_an_error_in_the_block_publishes_no_manifest(tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError), ShardWriter(tmp_path, max_samples=10) as writer:  # noqa: PT012
+        for i in range(25):
+            writer.write({"cls": i, "txt": str(1 / (24 - i))})
+    assert journal_name(0) in names(tmp_path)
+    assert set(names(tmp_path)) - {journal_name(0)} <= {
+        f"00000{i}.tar{end}" for i in range(2) for end in ("", ".idx")
+    }
+    with pytest.raises(OptionError, match="closed"):
+        writer.write({"cls": 1})
+
+
+def test_a_refused_sample_can_be_caught_and_left_out(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path) as writer:
+        writer.write({"__key__": "a", "cls": 1})
+        for bad in (
+            {"__key__": "a", "cls": 1},
+            {"__key__": "b", "cls": "x"},
+            {"__key__": "b.c", "cls": 1},
+            {"__key__": 3, "cls": 1},
+        ):
+            with pytest.raises(SampleError):
+                writer.write(bad)
+        writer.write({"__key__": "c", "cls": 2})
+    assert [s["__key__"] for s in samples_of(tmp_path / "000000.tar")] == ["a", "c"]
+
+
+def test_an_error_of_a_value_names_sample_and_field(tmp_path: Path) -> None:
+    with (
+        pytest.raises(SampleError, match=r"field 'cls'.*sample '0042'"),
+        ShardWriter(tmp_path) as writer,
+    ):
+        writer.write({"__key__": "0042", "cls": "cat"})
+    assert names(tmp_path) == []
+
+
+def test_nothing_written_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(SampleError, match="no samples were written"), ShardWriter(tmp_path / "x"):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3://b/train.tar", r"needs \{shard\}.*write 's3://b/\{shard:06d\}\.tar'"),
+        ("train-%06d.tar", r"needs \{shard\}"),
+        ("x/{n}.tar", r"no name but \{shard\}"),
+        ("x/{shard:06q}.tar", r"no name but \{shard\}"),
+        ("{shard}/x.tar", "in its last part"),
+        ("x/{shard:06d}", "ends in .tar"),
+        ("x/a-{0}.tar", r"no name but \{shard\}"),
+        ("x/{shard!r:.1}{{}}.tar.gz", r"ends in \.tar"),
+    ],
+)
+def test_a_pattern_that_makes_no_sense(url: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        ShardWriter(url)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("1KB", 1000), ("1 kib", 1024), ("2.5MB", 2_500_000), ("7", 7), ("1g", 10**9), (12, 12)],
+)
+def test_sizes(text: str | int, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    "options", [{"max_bytes": "x"}, {"max_bytes": 0}, {"max_bytes": "-1MB"}, {"max_samples": 0}]
+)
+def test_limits_that_make_no_sense(options: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match=r"size|max_samples"):
+        ShardWriter(tmp_path, **options)
+
+
+def test_a_dataset_that_is_there_is_replaced_only_when_asked(tmp_path: Path) -> None:
+    write_some(tmp_path, 35)
+    before = (tmp_path / "index.json").read_bytes()
+    (tmp_path / "classes.json").write_text("[]")
+    with pytest.raises(OptionError, match="overwrite=True"):
+        ShardWriter(tmp_path)
+    assert (tmp_path / "index.json").read_bytes() == before
+    with ShardWriter(tmp_path, max_samples=10, overwrite=True) as writer:
+        assert (tmp_path / "index.json").exists()
+        for i in range(12):
+            writer.write({"cls": i})
+    assert names(tmp_path) == [
+        "000000.tar", "000000.tar.idx", "000001.tar", "000001.tar.idx", "classes.json", "index.json",
+    ]  # fmt: skip
+    assert len(samples_of(tmp_path / "000001.tar")) == 2
+
+
+def test_shards_without_a_manifest_are_not_written_over_unasked(tmp_path: Path) -> None:
+    (tmp_path / "000007.tar").write_bytes(b"another tool's")
+    with pytest.raises(OptionError, match=r"without an index\.json"):
+        ShardWriter(tmp_path)
+    write_some(tmp_path / "other-{shard}.tar")
+    assert (tmp_path / "000007.tar").read_bytes() == b"another tool's"
+
+
+def test_a_manifest_cannot_make_us_delete_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "victim.tar").write_bytes(b"mine")
+    (tmp_path / "out" / "index.json").write_text(
+        json.dumps({
+            "__kind__": "wids-shard-index-v1",
+            "shardlist": [{"url": "../victim.tar"}, {"url": str(tmp_path / "victim.tar")}],
+        })
+    )  # fmt: skip
+    write_some(tmp_path / "out", overwrite=True)
+    assert (tmp_path / "victim.tar").read_bytes() == b"mine"
+
+
+def test_a_manifest_cannot_make_us_delete_what_is_no_tar(tmp_path: Path) -> None:
+    mine = ["notes.txt", "photo.jpg", "000000.tar.idx.txt", ".hidden"]
+    for name in mine:
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "old.tar").write_bytes(b"of the dataset that is replaced")
+    named = [*mine, "..", ".", "old.tar", "..\\x.tar", "s3://b/x.tar", "file::x.tar"]
+    (tmp_path / "index.json").write_text(
+        json.dumps({"__kind__": "wids-shard-index-v1", "shardlist": [{"url": name} for name in named]})
+    )  # fmt: skip
+    write_some(tmp_path, 5, overwrite=True)
+    assert names(tmp_path) == sorted([*mine, "000000.tar", "000000.tar.idx", "index.json"])
+
+
+def test_memory_and_a_given_filesystem() -> None:
+    folder = f"memory://{uuid.uuid4().hex}"
+    write_some(f"{folder}/{{shard:02d}}.tar", filesystem=fsspec.filesystem("memory"))
+    assert len(locate(folder, Storage()).shards) == 3
+
+
+def test_a_shard_is_sent_while_the_next_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started, go_on = threading.Event(), threading.Event()
+    publish = publish_bytes
+
+    def slow(storage: Storage, url: str, data: bytes) -> None:
+        started.set()
+        assert go_on.wait(10)
+        publish(storage, url, data)
+
+    monkeypatch.setattr(shard_upload, "publish_bytes", slow)
+    with ShardWriter(tmp_path, max_samples=1) as writer:
+        for i in range(3):  # one under way, one waiting, one at hand
+            writer.write({"cls": i})
+        assert started.wait(10)
+        assert writer.nsamples == 3
+        go_on.set()
+    assert writer.manifest.nsamples == 3
+    assert not [t for t in threading.enumerate() if t.name.startswith("shardstream")]
+
+
+@pytest.mark.parametrize("caught", [False, True])
+def test_a_shard_that_cannot_be_sent_is_never_missed(
+    caught: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_storage: Storage, url: str, _data: bytes) -> None:
+        raise StorageError("refused", shard=url)
+
+    monkeypatch.setattr(shard_upload, "publish_bytes", fail)
+    writer = ShardWriter(tmp_path, max_samples=1)
+    with pytest.raises(StorageError, match="refused"), writer:  # noqa: PT012  (both may raise)
+        try:
+            for i in range(10):
+                writer.write({"cls": i})
+                time.sleep(0.01)
+        except StorageError:
+            if not caught:
+                raise
+    assert "index.json" not in names(tmp_path)
+    assert writer.nsamples < 5
+    assert not [name for name in names(tmp_path) if ".part-" in name]
+    assert not [t for t in threading.enumerate() if t.name.startswith("shardstream")]
+
+
+FULL_DISK = """
+import resource, signal, sys
+from shardstream.packing.shard_writer import ShardWriter
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000))
+with ShardWriter(sys.argv[1], max_samples=10) as writer:
+    for i in range(30):
+        writer.write({"bin": bytes(100_000 * (1 + i // 10) ** 2)})
+"""
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_a_full_disk_is_a_clear_error_and_publishes_nothing(remote: bool, tmp_path: Path) -> None:
+    dest = f"memory://{tmp_path.name}" if remote else str(tmp_path / "out")
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", FULL_DISK, dest],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "StorageError: the disk is full; free some space" in done.stderr
+    assert ("where it waits to be sent" in done.stderr) == remote
+    assert "Exception ignored" not in done.stderr
+    if not remote:
+        assert names(tmp_path / "out") == [journal_name(0), "000000.tar", "000000.tar.idx"]
+
+
+KILLED = """
+import os, signal, sys, time
+from shardstream.packing.shard_writer import ShardWriter
+with ShardWriter(sys.argv[1], max_samples=10) as writer:
+    for i in range(25):
+        writer.write({"bin": os.urandom(500_000)})
+    while not os.path.exists(sys.argv[1] + "/000001.tar.idx"):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_killed_writer_leaves_whole_shards_alone(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False)
+    visible = [name for name in names(tmp_path) if ".part-" not in name]
+    shards = ["000000.tar", "000000.tar.idx", "000001.tar", "000001.tar.idx"]
+    assert visible == [journal_name(0), *shards]
+    located = locate([f"{tmp_path}/{name}" for name in shards[::2]], Storage())
+    assert [shard.nsamples for shard in located.shards] == [10, 10]
+    assert [len(samples_of(Path(shard.url))) for shard in located.shards] == [10, 10]
+
+
+@pytest.mark.usefixtures("s3_env")
+def test_on_s3(bucket: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="shardstream"):
+        writer = write_some(f"{bucket}/train/", 40)
+    assert len([r for r in caplog.records if "published" in r.message]) == 4
+    storage = Storage()
+    catalog = Catalog(locate(f"{bucket}/train/", storage), storage)
+    assert (len(catalog), catalog.total_bytes) == (40, writer.manifest.total_bytes)
+    assert catalog.read_sample(39)["txt"] == b"text 39"
+    with pytest.raises(OptionError, match="published here"):
+        ShardWriter(f"{bucket}/train/")
+    write_some(f"{bucket}/train/", 15, overwrite=True)
+    found = [file.url.rsplit("/", 1)[-1] for file in storage.find(f"{bucket}/train")]
+    assert found == ["000000.tar", "000000.tar.idx", "000001.tar", "000001.tar.idx", "index.json"]
+
+
+@pytest.mark.usefixtures("s3_env")
+def test_a_missing_bucket_is_a_clear_error() -> None:
+    with pytest.raises(StorageError, match="the bucket '.*' does not exist; create it"):
+        write_some("s3://no-such-bucket-here/train/")
+
+
+def test_names_are_recognised() -> None:
+    shards = ShardNames.parse("x/a-{shard:03d}.tar")
+    assert [shards.is_ours(name) for name in ("a-007.tar", "a-1000.tar", "a-7.tar", "b-007.tar", "a-.tar")] == [
+        True, True, False, False, False,
+    ]  # fmt: skip
+
+
+def test_numpy_and_bytes_fields_in_one_sample(tmp_path: Path) -> None:
+    with ShardWriter(tmp_path) as writer:
+        writer.write({"__key__": "a", "npy": np.arange(3), "json": {"a": 1}, "raw": b"x"})
+    assert list(samples_of(tmp_path / "000000.tar")[0])[2:] == ["npy", "json", "raw"]

@@ -1,0 +1,487 @@
+"""What is found in folders, tables and tars, and how messages lead to the file or row."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import logging
+import pickle
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+from shardstream.errors import (
+    IndexMismatchError,
+    OptionError,
+    ShardError,
+    SourceError,
+    StorageError,
+)
+from shardstream.format.names import canonical_field
+from shardstream.packing.image_encode import ImageOptions
+from shardstream.packing.parallel_encode import RecordEncoder
+from shardstream.packing.shard_writer import ShardWriter
+from shardstream.packing.source import FileRef, Record, SamplesSource, Source
+from shardstream.packing.source_detection import SourceOptions, open_source
+from shardstream.packing.tables import iter_rows
+from shardstream.storage.atomic_write import publish_bytes
+from shardstream.storage.store import Storage
+from tests.servers import ShapedS3
+
+
+def png(shade: int = 0) -> bytes:
+    out = io.BytesIO()
+    Image.new("L", (2, 2), shade).save(out, "PNG")
+    return out.getvalue()
+
+
+def put(folder: Path, files: Mapping[str, bytes]) -> str:
+    for name, data in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(data)
+    return str(folder)
+
+
+def opened(source: Any, **options: Any) -> Source:
+    return open_source(source, Storage(), SourceOptions(**options))
+
+
+def records(source: Any, **options: Any) -> list[Record]:
+    found = list(opened(source, **options))
+    assert pickle.loads(pickle.dumps(found))[0].key == found[0].key  # noqa: S301
+    return found
+
+
+def plain(record: Record) -> dict[str, object]:
+    """Fields, with the last two parts of each file's path for the file."""
+    return {
+        field: "/".join(value.url.split("/")[-2:]) if isinstance(value, FileRef) else value
+        for field, value in record.fields.items()
+    }
+
+
+TREE = {
+    "dog/b.PNG": png(),
+    "dog/deep/a.jpeg": b"jpeg",
+    "cat/a.webp": b"webp",
+    "cat/.hidden.jpg": b"",
+    "cat/notes.txt": b"",
+    "README.md": b"",
+}
+
+
+def test_a_folder_for_each_class(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = put(tmp_path, {name: data for name, data in TREE.items() if name != "cat/notes.txt"})
+    source = opened(root)
+    assert source.length == 3
+    assert source.shuffled
+    assert json.loads(source.extras["classes.json"]) == ["cat", "dog"]
+    assert [(r.key, plain(r)) for r in source] == [
+        ("cat/a", {"webp": "cat/a.webp", "cls": 0}),
+        ("b", {"png": "dog/b.PNG", "cls": 1}),
+        ("dog/deep/a", {"jpg": "deep/a.jpeg", "cls": 1}),
+    ]
+    assert [r.message for r in caplog.records if r.levelno == logging.WARNING] == [
+        f"{root}: files that are no images are left out: 1"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("key", "keys"),
+    [
+        ("{class}/{stem}", ["cat/a", "dog/b", "dog/a"]),
+        ("{path}", ["cat/a", "dog/b", "dog/deep/a"]),
+        ("{index:03d}", ["000", "001", "002"]),
+    ],
+)
+def test_keys_of_images(key: str, keys: list[str], tmp_path: Path) -> None:
+    root = put(tmp_path, TREE)
+    assert [record.key for record in opened(root, kind="images", key=key)] == keys
+
+
+def test_dots_in_a_stem_become_underscores(tmp_path: Path) -> None:
+    root = put(tmp_path, {"v1.0/a.b.png": b""})
+    assert records(root, kind="images", key="{path}")[0].key == "v1.0/a_b"
+
+
+@pytest.mark.parametrize(
+    ("masks", "mask"),
+    [("masks", "{}.png"), ("train/seg_labels", "{}_mask.png"), ("depth", "{}.jpg")],
+)
+def test_a_folder_of_masks_beside_their_photos_is_no_class(
+    masks: str, mask: str, tmp_path: Path
+) -> None:
+    photos = masks.rpartition("/")[0] + "/images"
+    files = [f"{photos.lstrip('/')}/{n}.jpg" for n in range(3)]
+    files += [f"{masks}/{mask.format(n)}" for n in range(2)]
+    root = put(tmp_path / "seg", dict.fromkeys(files, b"1"))
+    with pytest.raises(
+        SourceError, match=r"seems to hold the masks of the images in images.*kind='images'"
+    ):
+        opened(root)
+    assert len(records(root, kind="images")) == 5
+
+
+@pytest.mark.parametrize(
+    "names", [("with_mask/0.jpg", "no_mask/0.jpg"), ("cat/0.jpg", "mask/1.jpg")]
+)
+def test_classes_that_are_about_masks_are_classes(names: tuple[str, ...], tmp_path: Path) -> None:
+    root = put(tmp_path / "faces", dict.fromkeys(names, b"1"))
+    assert {record.fields["cls"] for record in records(root)} == {0, 1}
+
+
+def test_a_key_that_comes_twice_names_both_files(tmp_path: Path) -> None:
+    root = put(tmp_path, {"cat/1.png": b"", "dog/1.png": b""})
+    with pytest.raises(
+        SourceError, match=r"'1' comes twice: from .*cat/1\.png and from .*dog/1\.png"
+    ):
+        records(root, key="{stem}")
+
+
+def test_a_key_that_names_something_unknown(tmp_path: Path) -> None:
+    root = put(tmp_path, {"cat/1.png": b""})
+    with pytest.raises(
+        OptionError, match=r"\{name\}.*known here: \{index\}, \{stem\}, \{path\}, \{class\}"
+    ):
+        records(root, key="{name}")
+
+
+@pytest.mark.parametrize(
+    ("files", "options", "message"),
+    [
+        ({"a.png": b"", "cat/b.png": b"", "cat/c.png": b""}, {}, r"a\.png lies right in this folder.*CLASS/a\.png"),
+        ({"a.png": b""}, {"kind": "images"}, r"a\.png lies right in this folder"),
+        ({"cat/a.txt": b""}, {"kind": "images"}, "no images in folders of classes"),
+        ({"train/a.png": b"", "val/b.png": b""}, {}, "folders train, val look like splits, and hold no folders of classes; pack"),
+        ({"train/cat/a.png": b"", "val/cat/a.png": b"", "more/a.png": b""}, {}, "folders train, val look like splits, more does not"),
+        ({"train/cat/a.png": b"", "test/a.png": b""}, {}, r"test/a\.png lies right in the folder of a split.*test/CLASS/a\.png"),
+        ({"README": b""}, {}, "no file here has an extension"),
+        ({".hidden": b""}, {}, "no files are here"),
+        ({"a.jpg": b"", "a.JPEG": b"", "a.json": b""}, {}, "would both be the field 'jpg' of 'a'"),
+        ({"cat/a.png": b""}, {"fields": {"jpg": "x"}}, "say how to read a table"),
+        ({"cat/a.png": b""}, {"kind": "imgs"}, "one of images, files, table, tars"),
+        ({"a.txt": b""}, {"kind": "tars"}, r"no index\.json and no \.tar here"),
+        ({"a.txt": b""}, {"kind": "table"}, "no table is here"),
+    ],
+)  # fmt: skip
+def test_folders_that_cannot_be_packed_say_why(
+    files: dict[str, bytes], options: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    root = put(tmp_path, files)
+    with pytest.raises((SourceError, OptionError, StorageError), match=message):
+        assert opened(root, **options).length is None
+
+
+@pytest.mark.parametrize("name", ["nothing", "nothing.csv", "nothing.tar"])
+def test_nothing_there(name: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        (SourceError, StorageError), match=r"nothing is|no table|is missing"
+    ) as caught:
+        opened(str(tmp_path / name))
+    assert name in str(caught.value)
+
+
+def test_a_file_of_no_known_kind(tmp_path: Path) -> None:
+    with pytest.raises(SourceError, match=r"no table .* and no tar; name its folder"):
+        opened(put(tmp_path, {"a.bin": b"x"}) + "/a.bin")
+
+
+def test_loose_files_are_grouped_by_name(tmp_path: Path) -> None:
+    files = {
+        "x/1.JPG": b"",
+        "x/1.json": b"",
+        "x/1-b.jpg": b"",
+        "x/1.seg.png": b"",
+        "x/2.jpg": b"",
+        "LICENSE": b"",
+    }
+    found = records(put(tmp_path, files))
+    assert [(record.key, plain(record)) for record in found] == [
+        ("x/1", {"jpg": "x/1.JPG", "json": "x/1.json", "seg.png": "x/1.seg.png"}),
+        ("x/1-b", {"jpg": "x/1-b.jpg"}),
+        ("x/2", {"jpg": "x/2.jpg"}),
+    ]
+    assert opened(str(tmp_path)).length == 3
+    assert [r.key for r in records(str(tmp_path), key="{index:02d}")] == ["00", "01", "02"]
+
+
+@pytest.mark.parametrize("scheme", ["memory", "file"])
+def test_other_file_systems(scheme: str, tmp_path: Path) -> None:
+    folder = f"memory://{uuid.uuid4().hex}" if scheme == "memory" else f"file://{tmp_path}"
+    for name in ("cat/a.png", "dog/b.png"):
+        publish_bytes(Storage(), f"{folder}/{name}", png())
+    encoder = RecordEncoder(storage=Storage(), images=ImageOptions())
+    found = encoder.encode(records(folder))
+    assert [sample.fields for sample in found] == [
+        {"png": png(), "cls": b"0"},
+        {"png": png(), "cls": b"1"},
+    ]
+
+
+@pytest.mark.usefixtures("s3_env")
+def test_a_prefix_of_a_bucket(bucket: str) -> None:
+    for name in ("cat/a.png", "dog/b.png"):
+        publish_bytes(Storage(), f"{bucket}/photos/{name}", png())
+    found = RecordEncoder(storage=Storage(), images=ImageOptions()).encode(
+        records(f"{bucket}/photos/")
+    )
+    assert [sample.fields["cls"] for sample in found] == [b"0", b"1"]
+    gone = Record("a", {"png": FileRef(f"{bucket}/photos/no.png")}, "rows.csv, row 3")
+    (sample,) = RecordEncoder(storage=Storage(), images=ImageOptions()).encode([gone])
+    assert "no.png" in str(sample.error)
+    assert "rows.csv, row 3" in str(sample.error)
+
+
+CSV = 'path,label,caption\na.png,3,"a cat, sitting"\nsub/b.png,4,dog\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [
+        ("t.csv", CSV.encode()),
+        ("t.csv", b"\xef\xbb\xbf" + CSV.replace("\n", "\r\n").encode()),
+        ("t.TSV", CSV.replace(",", "\t", 2).replace("png,3,", "png\t3\t").replace("png,4,", "png\t4\t").encode()),
+        ("t.jsonl", (b'{"path": "a.png", "label": 3, "caption": "a cat, sitting"}\n\n'
+                    b'{"path": "sub/b.png", "label": "4", "caption": "dog", "more": 1}\n')),
+    ],
+)  # fmt: skip
+def test_tables(name: str, data: bytes, tmp_path: Path) -> None:
+    url = put(tmp_path, {name: data}) + f"/{name}"
+    fields = {"png": "path", "cls": "label", "txt": "caption"}
+    found = records(url, fields=fields)
+    assert [(r.key, dict(r.fields)) for r in found] == [
+        ("00000000", {"png": FileRef(f"{tmp_path}/a.png"), "cls": 3, "txt": "a cat, sitting"}),
+        ("00000001", {"png": FileRef(f"{tmp_path}/sub/b.png"), "cls": 4, "txt": "dog"}),
+    ]
+    assert [record.where for record in found] == [f"{url}, row 1", f"{url}, row 2"]
+    moved = records(url, fields=fields, root="s3://b/images/")
+    assert moved[1].fields["png"] == FileRef("s3://b/images/sub/b.png")
+
+
+def test_parquet(tmp_path: Path) -> None:
+    table = pa.table({
+        "image": [{"bytes": b"one", "path": "1.png"}, {"bytes": None, "path": "2.png"}],
+        "raw": [b"x", b"y"],
+        "vector": [[1.0, 2.0], [3.0, 4.0]],
+        "label": [1, 2],
+        "meta": [{"a": 1}, {"a": 2}],
+    })  # fmt: skip
+    parquet.write_table(table, tmp_path / "t.parquet", row_group_size=1)
+    fields = {"png": "image", "bin": "raw", "npy": "vector", "cls": "label", "json": "meta"}
+    source = opened(str(tmp_path), fields=fields)
+    assert source.length == 2
+    first, second = source
+    assert {name: value for name, value in first.fields.items() if name != "npy"} == {
+        "png": b"one", "bin": b"x", "cls": 1, "json": {"a": 1},
+    }  # fmt: skip
+    assert np.array_equal(first.fields["npy"], [1.0, 2.0])
+    assert second.fields["png"] == FileRef(f"{tmp_path}/2.png")
+    with pytest.raises(SourceError, match=r"no column 'nope'; there are: 'image', 'raw'.*row 1"):
+        list(opened(str(tmp_path / "t.parquet"), fields={"txt": "nope"}))
+
+
+def test_without_a_mapping_all_columns_go_to_json(tmp_path: Path) -> None:
+    url = put(tmp_path, {"t.csv": b"a,b\n1,x\n"}) + "/t.csv"
+    assert records(url)[0].fields == {"json": {"a": "1", "b": "x"}}
+
+
+def test_several_tables(tmp_path: Path) -> None:
+    put(tmp_path, {"1.csv": b"a\nx\n", "2.csv": b"a\ny\n"})
+    for source in (str(tmp_path), f"{tmp_path}/*.csv"):
+        found = records(source, kind="table", fields={"txt": "a"})
+        assert [(r.key, r.fields["txt"]) for r in found] == [("00000000", "x"), ("00000001", "y")]
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [("id", ["n_1", "n_2"]), ("{id}-{a}", ["n_1-x", "n_2-y"]), ("{index}", ["0", "1"])],
+)
+def test_keys_of_rows(key: str, expected: list[str], tmp_path: Path) -> None:
+    url = put(tmp_path, {"t.csv": b"id,a\nn.1,x\nn.2,y\n"}) + "/t.csv"
+    assert [record.key for record in records(url, key=key, fields={"txt": "a"})] == expected
+
+
+def test_a_key_that_comes_twice_names_both_rows(tmp_path: Path) -> None:
+    url = put(tmp_path, {"t.csv": b"id\n1\n2\n1\n"}) + "/t.csv"
+    with pytest.raises(SourceError, match=r"comes twice: from .*row 1 and from .*row 3"):
+        list(opened(url, key="id"))
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "message"),
+    [
+        (
+            "path,label\na.png,cat\n",
+            {"cls": "label"},
+            "'label' holds 'cat', but 'cls' takes a whole number",
+        ),
+        ("path,label\na.png,1.5\n", {"cls": "label"}, r"'label' holds '1\.5'"),
+        (
+            "path,label\na.png,1\n",
+            {"jpg": "image"},
+            r"no column 'image'; there are: 'path', 'label'",
+        ),
+        (
+            "path,label\n,1\n",
+            {"jpg": "path"},
+            "'path' holds no text, but 'jpg' takes the path of a file",
+        ),
+    ],
+)
+def test_a_row_that_cannot_be_packed_is_a_record_with_an_error(
+    text: str, fields: dict[str, str], message: str, tmp_path: Path
+) -> None:
+    url = put(tmp_path, {"t.csv": text.encode()}) + "/t.csv"
+    (record,) = opened(url, fields=fields)
+    with pytest.raises(SourceError, match=message + r".*t\.csv, row 1\]"):
+        raise record.error or AssertionError
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "message"),
+    [
+        ("t.csv", b"a,b\n1\n", r"the row has 1 cell, the header 2 \(line 2\).*row 1"),
+        ("t.csv", b"a,a\n1,2\n", "two columns are named 'a'"),
+        ("t.csv", b"", "the table is empty"),
+        ("t.csv", b'a\n"x\n', "line 2"),
+        ("t.csv", b"a\nok\n\xff\n", "no UTF-8"),
+        ("t.jsonl", b'{"a": 1}\n{"a"\n', "no JSON.*row 2"),
+        ("t.jsonl", b"[1]\n", "a row is a JSON object, not list"),
+        ("t.parquet", b"no parquet", r"t\.parquet"),
+    ],
+)
+def test_a_malformed_table_is_an_error(
+    name: str, data: bytes, message: str, tmp_path: Path
+) -> None:
+    url = put(tmp_path, {name: data}) + f"/{name}"
+    with pytest.raises((SourceError, StorageError), match=message):
+        list(opened(url))
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.parquet"])
+def test_a_table_behind_a_server_that_breaks_off_is_read_or_an_error(
+    name: str, shaped_s3: ShapedS3, bucket: str
+) -> None:
+    out = io.BytesIO()
+    parquet.write_table(pa.table({"a": [f"{i:04d}" for i in range(1000)]}), out)
+    lines = [f'{{"a": "{i:04d}"}}' if name == "t.jsonl" else f"{i:04d}" for i in range(1000)]
+    text = "\n".join(["a"] * (name == "t.csv") + lines).encode()
+    url = f"{bucket}/{name}"
+    data = out.getvalue() if name == "t.parquet" else text
+    publish_bytes(Storage(shaped_s3.plain.storage_options), url, data)
+
+    def found(patience_s: float) -> list[str]:
+        storage = Storage(shaped_s3.chaos.storage_options | {"patience_s": patience_s})
+        return [row.cells["a"] for row in iter_rows(url, storage, columns=None)]
+
+    shaped_s3.control("/set?profile=chaos&slow=0&stall=0&trunc=0&reset=0.3")
+    assert found(60) == [f"{i:04d}" for i in range(1000)]
+    shaped_s3.control("/set?profile=chaos&reset=1")
+    with pytest.raises(StorageError, match=f"the connection broke off.*{name}"):
+        found(0.3)
+
+
+def make_tars(folder: Path, **options: Any) -> str:
+    with ShardWriter(folder, max_samples=3, **options) as writer:
+        for i in range(7):
+            writer.write({"__key__": f"s{i}", "txt": f"{i}", "cls": i})
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    ("tail", "count"),
+    [("", 7), ("/index.json", 7), ("/*.tar", 7), ("/{000001..000002}.tar", 4), ("/000000.tar", 3)],
+)
+def test_tars(tail: str, count: int, tmp_path: Path) -> None:
+    source = opened(make_tars(tmp_path) + tail)
+    found = list(source)
+    assert source.length == len(found) == count
+    assert found[-1].fields == {
+        "txt": found[-1].key[1:].encode(),
+        "cls": found[-1].key[1:].encode(),
+    }
+    assert [r.key for r in opened(str(tmp_path), key="{index:03d}-{key}")][:2] == [
+        "000-s0",
+        "001-s1",
+    ]
+
+
+def test_a_compressed_tar(tmp_path: Path) -> None:
+    data = Path(make_tars(tmp_path / "a"), "000000.tar").read_bytes()
+    (tmp_path / "b.tar.gz").write_bytes(gzip.compress(data))
+    source = opened(str(tmp_path / "b.tar.gz"))
+    assert source.length is None
+    assert [record.key for record in source] == ["s0", "s1", "s2"]
+
+
+def test_a_damaged_or_cut_tar_is_an_error(tmp_path: Path) -> None:
+    folder = make_tars(tmp_path)
+    tar = tmp_path / "000001.tar"
+    whole = tar.read_bytes()
+    tar.write_bytes(whole[:1024] + b"garbage!" * ((len(whole) - 1024) // 8))
+    with pytest.raises(ShardError):
+        list(opened(folder))
+    tar.write_bytes(whole[:2048] + bytes(len(whole) - 2048))  # sound, but samples are missing
+    with pytest.raises(
+        IndexMismatchError, match="the tar holds 1 sample, its index or manifest says 3"
+    ):
+        list(opened(folder))
+
+
+def test_samples_from_python() -> None:
+    samples = [{"txt": "a", "__url__": "x"}, {"__key__": "k", "txt": "b"}]
+    source = opened(samples)
+    assert source.length == 2
+    assert [(r.key, dict(r.fields)) for r in source] == [
+        ("00000000", {"txt": "a"}),
+        ("k", {"txt": "b"}),
+    ]
+    mine = SamplesSource(samples=samples, name="mine")
+    assert opened(mine) is mine
+    with pytest.raises(OptionError, match="samples from Python"):
+        opened(samples, kind="table")
+
+
+def test_one_spelling_for_jpeg() -> None:
+    assert [canonical_field(name) for name in ("JPG", "jpeg", "a.JPEG", "pjpeg")] == [
+        "jpg",
+        "jpg",
+        "a.jpg",
+        "pjpeg",
+    ]
+
+
+def test_a_table_whose_columns_go_into_json_says_what_to_map(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain_bytes = pa.table({"id": [1], "sound": [b"RIFF\0\0\0\0WAVE"]})
+    parquet.write_table(plain_bytes, tmp_path / "a.parquet")
+    hugging_face = pa.table({"photo": [{"bytes": png(), "path": None}]})
+    parquet.write_table(hugging_face, tmp_path / "b.parquet")
+    for name, hint in (("a", r"'sound' holds bytes.*--map wav=sound"), ("b", "--map png=photo")):
+        (record,) = opened(str(tmp_path / f"{name}.parquet"))
+        with pytest.raises(SourceError, match=hint):
+            raise record.error or AssertionError
+    url = put(tmp_path, {"t.csv": b"n,file\n1,a.JPEG\n2,b.jpeg\n"}) + "/t.csv"
+    assert [record.fields["json"]["n"] for record in records(url)] == ["1", "2"]
+    assert caplog.messages == [
+        f"{url}, row 1: column 'file' names images, and is packed as text; --map jpg=file packs the images"
+    ]
+
+
+def test_loose_files_in_folders_of_splits_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = put(
+        tmp_path, {"train/a.jpg": b"", "train/a.txt": b"", "val/b.jpg": b"", "val/b.txt": b""}
+    )
+    assert [record.key for record in records(root)] == ["train/a", "val/b"]
+    assert "the folders train, val look like splits" in caplog.text

@@ -1,0 +1,264 @@
+"""A place where a pack or writer was stopped, or is at work, is no dataset: every reader and tool says so."""
+
+from __future__ import annotations
+
+import http.server
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardstream as ss
+from shardstream.cli import main
+from shardstream.packing.indexing import index
+from shardstream.packing.inspect import list_shards, read_one
+from shardstream.packing.verification import verify
+from shardstream.storage.journal_marker import journal_name
+from shardstream.storage.store import Storage
+
+Write = Callable[[str], None]
+NUMBERS = [{"cls": number} for number in range(50)]
+
+
+KILLED = """
+import os, signal, sys, time
+from shardstream.packing.shard_writer import ShardWriter
+writer = ShardWriter(sys.argv[1], max_samples=10)
+for number in range(45):
+    writer.write({"cls": number})
+while not os.path.exists(sys.argv[1] + "/000003.tar.idx"):
+    time.sleep(0.01)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def write(samples: Sequence[Mapping[str, object]], dest: str) -> None:
+    with ss.ShardWriter(dest, max_samples=10) as writer:
+        for sample in samples:
+            writer.write(sample)
+
+
+def stop_pack(dest: str) -> None:
+    with pytest.raises(ss.ShardStreamError, match="whole number"):
+        ss.pack([*NUMBERS, {"cls": "no number"}], dest, max_samples=10)
+
+
+def stop_writer(dest: str) -> None:
+    with pytest.raises(ss.SampleError):
+        write([*NUMBERS, {"cls": "no number"}], dest)
+
+
+def kill_writer(dest: str) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, dest], check=False)
+    assert done.returncode == -signal.SIGKILL
+
+
+def pack_again(source: str) -> object:
+    return ss.pack(source, f"memory://{uuid.uuid4().hex}", kind="tars")
+
+
+READERS: dict[str, Callable[[str], object]] = {
+    "ShardDataset": ss.ShardDataset,
+    "ShardDataset, whole shards": partial(ss.ShardDataset, index="ignore"),
+    "ShardDataset.from_prefix": ss.ShardDataset.from_prefix,
+    "ShardDataset of a glob": lambda url: ss.ShardDataset(f"{url}/*.tar"),
+    "ShardDataset of some of a glob": lambda url: ss.ShardDataset(f"{url}/00000[01].tar"),
+    "ShardDataset in a list": lambda url: ss.ShardDataset([url]),
+    "ShardDataset of the beginning of names": lambda url: ss.ShardDataset.from_prefix(f"{url}/0000"),
+    "ShardMapDataset": ss.ShardMapDataset,
+    "ObjectDataset": ss.ObjectDataset,
+    "ObjectDataset of the folder above": lambda url: ss.ObjectDataset(url.rpartition("/")[0]),
+    "ObjectMapDataset": ss.ObjectMapDataset,
+    "ls": list_shards,
+    "cat": partial(read_one, number=0),
+    "verify": verify,
+    "index": index,
+    "index of named tars": lambda url: index([f"{url}/000000.tar"]),
+    "pack": pack_again,
+}  # fmt: skip
+
+
+def is_refused(read: Callable[[str], object], url: str) -> bool:
+    try:
+        read(url)
+    except ss.UnfinishedError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("stop", [stop_pack, stop_writer, kill_writer])
+def test_every_reader_refuses_it(stop: Write, tmp_path: Path) -> None:
+    dest = str(tmp_path / "above" / "out")
+    stop(dest)
+    assert len(list(Path(dest).glob("*.tar"))) >= 3
+    assert [name for name, read in READERS.items() if not is_refused(read, dest)] == []
+    assert not (Path(dest) / "index.json").exists()
+
+
+@pytest.mark.usefixtures("s3_env")
+@pytest.mark.parametrize("stop", [stop_pack, stop_writer])
+def test_every_reader_refuses_it_on_s3(stop: Write, bucket: str) -> None:
+    stop(f"{bucket}/above/out")
+    dest = f"{bucket}/above/out"
+    assert [name for name, read in READERS.items() if not is_refused(read, dest)] == []
+
+
+@pytest.mark.parametrize("command", ["ls", "cat", "verify", "index"])
+def test_the_commands_say_so(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stop_writer(f"{tmp_path}/out")
+    assert main([command, f"{tmp_path}/out"]) == 1
+    assert "error: the dataset is not finished" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stop", [stop_pack, stop_writer])
+def test_tars_that_are_named_can_be_read(stop: Write, tmp_path: Path) -> None:
+    stop(str(tmp_path))
+    assert len(ss.ShardDataset([f"{tmp_path}/00000{number}.tar" for number in range(3)])) == 30
+    assert len(ss.ShardDataset(f"{tmp_path}/{{000000..000002}}.tar")) == 30
+
+
+def test_a_pack_at_work_is_not_finished_and_then_it_is(tmp_path: Path) -> None:
+    with ss.ShardWriter(tmp_path, max_samples=10) as writer:
+        with pytest.raises(ss.UnfinishedError):
+            ss.ShardDataset(str(tmp_path))
+        for sample in NUMBERS:
+            writer.write(sample)
+        with pytest.raises(ss.UnfinishedError):
+            ss.ShardDataset(str(tmp_path))
+    assert len(ss.ShardDataset(str(tmp_path))) == 50
+    assert not list(tmp_path.glob(".shardstream*"))
+
+
+def test_while_a_dataset_is_replaced_it_is_not_finished(tmp_path: Path) -> None:
+    ss.pack(NUMBERS, tmp_path, max_samples=10)
+    writer = ss.ShardWriter(tmp_path, overwrite=True, max_samples=10)
+    assert len(ss.ShardDataset(str(tmp_path))) == 50
+    for sample in NUMBERS[:11]:
+        writer.write(sample)
+    writer._sender.drain()
+    with pytest.raises(ss.UnfinishedError, match=r"run the same command again .* delete \.shard"):
+        ss.ShardDataset(str(tmp_path))
+    writer.abort()
+    with pytest.raises(ss.UnfinishedError):
+        ss.ShardDataset(str(tmp_path))
+
+
+def test_a_replacement_that_fails_at_once_leaves_the_old_dataset(tmp_path: Path) -> None:
+    ss.pack(NUMBERS, tmp_path, max_samples=10)
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(ss.ShardStreamError, match="whole number"):
+        ss.pack([{"cls": "no number"}], tmp_path, overwrite=True)
+    ss.ShardWriter(tmp_path, overwrite=True).abort()
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_replacement_that_lost_its_place_leaves_the_mark_of_the_other() -> None:
+    url = f"memory://{uuid.uuid4().hex}"
+    ss.pack(NUMBERS, url, max_samples=10)
+    late = ss.ShardWriter(url, overwrite=True)
+    Storage().resolve(url)[0].rm_file(Storage().resolve(f"{url}/index.json")[1])  # by the other
+    late.abort()
+    with pytest.raises(ss.UnfinishedError):
+        ss.ShardDataset(url)
+
+
+def test_splits_killed_between_two_journals_keep_no_journal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options: dict[str, Any] = {"split": {"train": 0.5, "val": 0.5}, "max_samples": 10}
+    with monkeypatch.context() as patched:
+        patched.setattr("shardstream.packing.shard_writer.Journal.remove", lambda _: None)
+        ss.pack(NUMBERS, tmp_path, **options)
+    (tmp_path / "train" / journal_name(0)).unlink()
+    with pytest.raises(ss.OptionError, match="a dataset is published here"):
+        ss.pack(NUMBERS, tmp_path, **options)
+    assert not list(tmp_path.glob("*/.shard*"))
+
+
+def test_a_writer_that_wrote_nothing_leaves_the_place_as_it_was(tmp_path: Path) -> None:
+    with pytest.raises(ss.SampleError, match="no samples"), ss.ShardWriter(tmp_path):
+        pass
+    ss.ShardWriter(tmp_path).abort()
+    with pytest.raises(ss.SourceError):
+        ss.pack([], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pack_that_wrote_nothing_leaves_loose_files_readable(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("loose")
+    with pytest.raises(ss.SourceError):
+        ss.pack([{"cls": "no number"}], tmp_path)
+    assert len(ss.ObjectDataset(str(tmp_path))) == 1
+
+
+def test_with_a_manifest_a_forgotten_journal_is_no_harm(tmp_path: Path) -> None:
+    ss.pack(NUMBERS, tmp_path, max_samples=10)
+    (tmp_path / journal_name(0)).write_text("killed on its way out")
+    assert len(ss.ShardDataset(str(tmp_path))) == len(ss.ShardDataset(f"{tmp_path}/*.tar")) == 50
+    assert [problem.severity for problem in verify(tmp_path).problems] == ["warning"]
+
+
+def test_a_half_written_tar_without_a_journal_is_not_finished(tmp_path: Path) -> None:
+    stop_writer(str(tmp_path))
+    (tmp_path / journal_name(0)).unlink()
+    assert len(ss.ShardDataset(str(tmp_path))) <= 50  # what its user asked for
+    (tmp_path / "000009.tar.part-0123456789ab").write_bytes(b"")
+    with pytest.raises(ss.UnfinishedError, match=r"000009\.tar\.part-0123456789ab is a half-writ"):
+        ss.ShardDataset(str(tmp_path))
+
+
+def test_an_unfinished_place_without_tars_says_so_too(tmp_path: Path) -> None:
+    writer = ss.ShardWriter(tmp_path)
+    with pytest.raises(ss.UnfinishedError):
+        ss.ShardDataset(str(tmp_path))
+    writer.abort()
+
+
+class HidesDotFiles(http.server.SimpleHTTPRequestHandler):
+    """Lists folders without hidden files, as nginx does."""
+
+    def end_headers(self) -> None:
+        self.send_header("Connection", "close")
+        super().end_headers()
+
+    def list_directory(self, path: Any) -> Any:
+        names = sorted(one.name for one in Path(path).iterdir() if one.name[0] != ".")
+        body = "".join(f'<a href="{name}">{name}</a>\n' for name in names).encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture
+def web(tmp_path: Path) -> Iterator[str]:
+    handler = partial(HidesDotFiles, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as serving:
+        thread = threading.Thread(target=serving.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{serving.server_port}"
+        serving.shutdown()
+        thread.join()
+
+
+def test_a_web_server_that_lists_no_hidden_files_is_asked(web: str, tmp_path: Path) -> None:
+    stop_writer(f"{tmp_path}/out")
+    assert [file.url for file in Storage().list_folder(f"{web}/out")[0]]
+    for url in (f"{web}/out", f"{web}/out/*.tar"):
+        with pytest.raises(ss.UnfinishedError):
+            ss.ShardDataset(url)
+    (tmp_path / "out" / journal_name(0)).unlink()
+    assert len(list_shards(f"{web}/out/*.tar").shards) >= 3

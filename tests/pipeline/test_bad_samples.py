@@ -1,0 +1,87 @@
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from shardstream.errors import (
+    DecodeError,
+    IndexMismatchError,
+    OptionError,
+    SkipBudgetError,
+    StorageError,
+)
+from shardstream.pipeline.bad_samples import SkipBudget, Skips
+
+
+def test_by_default_the_first_error_is_raised_again() -> None:
+    error = ValueError("bad")
+    with pytest.raises(ValueError, match="bad") as caught:
+        Skips().take(error)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize(
+    ("on_error", "allowed"),
+    [("skip", 100), ("warn", 100), (SkipBudget(), 100), (SkipBudget(samples=2), 2)],
+)
+def test_a_budget_allows_so_many_and_not_one_more(on_error: Any, allowed: int) -> None:
+    skips = Skips(on_error)
+    for number in range(allowed):
+        skips.take((ValueError if number % 2 else DecodeError)(f"{number}"))
+    assert skips.counts.total() == allowed
+    error = ValueError("x")
+    error.add_note("n")
+    with pytest.raises(
+        SkipBudgetError, match=rf"{allowed + 1} bad samples?, {allowed} are allowed"
+    ):
+        skips.take(ValueError("the last"))
+
+
+def test_a_budget_of_none_counts_the_first() -> None:
+    error = ValueError("x")
+    error.add_note("n")
+    with pytest.raises(
+        SkipBudgetError, match=r"1 bad sample, 0 .*the last one: ValueError: x \(n\)"
+    ):
+        Skips(SkipBudget(samples=0)).take(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [StorageError("away"), IndexMismatchError("misfit"), SkipBudgetError("x"), MemoryError()],
+)
+def test_what_is_no_fault_of_a_sample_is_never_passed_over(error: Exception) -> None:
+    skips = Skips("skip")
+    with pytest.raises(type(error)):
+        skips.take(error)
+    assert not skips.counts
+
+
+@pytest.mark.parametrize("on_error", ["raise", "skip"])
+def test_stop_iteration_never_ends_a_stream(on_error: Any) -> None:
+    with pytest.raises(RuntimeError, match="raised StopIteration"):
+        Skips(on_error).take(StopIteration())
+
+
+@pytest.mark.parametrize(
+    ("on_error", "level"),
+    [("skip", logging.INFO), ("warn", logging.WARNING), (SkipBudget(warn=True), logging.WARNING)],
+)
+def test_each_one_is_logged(on_error: Any, level: int, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="shardstream.pipeline.bad_samples"):
+        Skips(on_error).take(DecodeError("bad", key="0042"))
+    assert [record.levelno for record in caplog.records] == [level]
+    assert caplog.messages == ["skipped a sample: DecodeError: bad [sample '0042']"]
+
+
+@pytest.mark.parametrize("on_error", ["ignore", None, 3, "RAISE"])
+def test_other_policies_are_refused(on_error: Any) -> None:
+    with pytest.raises(OptionError, match="on_error is 'raise', 'warn', 'skip' or ss.SkipBudget"):
+        Skips(on_error)
+
+
+def test_a_budget_below_nothing_is_refused() -> None:
+    with pytest.raises(OptionError, match="a budget of -1 samples makes no sense"):
+        SkipBudget(samples=-1)

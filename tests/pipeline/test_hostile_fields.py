@@ -1,0 +1,276 @@
+"""Fields made to do harm: each is one bad sample, in bounded memory and time, and none runs code."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import pickle
+import struct
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+
+import shardstream as ss
+from shardstream.loader.collation import load_tensors
+from shardstream.pipeline.decode import BASIC, Decode
+from shardstream.pipeline.image_decode import EXTENSIONS, ImageDecoder
+from shardstream.pipeline.stage import Context
+from shardstream.testing import make_shards
+from tests.attack import survived
+from tests.format.test_hostile import zeros_packed
+from tests.small_datasets import picture
+
+MiB = 1 << 20
+GiB = 1 << 30
+TABLE: dict[str, Callable[[bytes], Any]] = {
+    **BASIC,
+    "pt": load_tensors,
+    "pth": load_tensors,
+    **dict.fromkeys(EXTENSIONS, ImageDecoder(spec="rgb8")),
+}
+
+
+def decode(field: str, data: bytes) -> Any:
+    sample = {"__key__": "0042", "__url__": "s3://b/train-7.tar", field: data}
+    decoded = Decode(table=TABLE).bind(Context())(sample, 0)
+    assert isinstance(decoded, dict)
+    return decoded[field]
+
+
+def attacked(field: str, data: bytes, *, memory_bytes: int = 512 * MiB) -> str:
+    return survived(lambda: decode(field, data), memory_bytes=memory_bytes)
+
+
+def saved(save: Callable[[io.BytesIO], Any]) -> bytes:
+    stream = io.BytesIO()
+    save(stream)
+    return stream.getvalue()
+
+
+def npy(header: str, body: bytes = b"") -> bytes:
+    text = header.encode().ljust(64) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + body
+
+
+def zipped(entries: dict[str, bytes], kind: int = zipfile.ZIP_STORED) -> bytes:
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w", kind) as archive:
+        for name, data in entries.items():
+            archive.writestr(name, data)
+    return stream.getvalue()
+
+
+def zip_of_zeros(size: int, *, says: int, kind: int = zipfile.ZIP_DEFLATED) -> bytes:
+    """A zip whose one entry unpacks to more than it says."""
+    body, name = zeros_packed(size, wbits=-15), b"x.npy"
+    local = struct.pack(
+        "<IHHHHHIIIHH", 0x04034B50, 20, 0, kind, 0, 0, 0, len(body), says, len(name), 0
+    )
+    central = struct.pack("<IHHHHHHIIIHHHHHII", 0x02014B50, 20, 20, 0, kind, 0, 0, 0, len(body), says,
+                          len(name), 0, 0, 0, 0, 0, 0) + name  # fmt: skip
+    start = len(local) + len(name) + len(body)
+    end = struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, 1, 1, len(central), start, 0)
+    return local + name + body + central + end
+
+
+def zip_of_entries(count: int) -> bytes:
+    """A zip that names the same empty entry again and again, 47 bytes each."""
+    local = struct.pack("<IHHHHHIIIHH", 0x04034B50, 20, 0, 0, 0, 0, 0, 0, 0, 1, 0) + b"x"
+    central = struct.pack("<IHHHHHHIIIHHHHHII", 0x02014B50, 20, 20, 0, 0, 0, 0, 0, 0, 0,
+                          1, 0, 0, 0, 0, 0, 0) + b"x"  # fmt: skip
+    end = struct.pack("<IHHHHIIH", 0x06054B50, 0, 0, 0, 0, len(central) * count, len(local), 0)
+    return local + central * count + end
+
+
+def png(width: int, height: int, *chunks: tuple[bytes, bytes]) -> bytes:
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    parts = [(b"IHDR", header), *chunks, (b"IDAT", zlib.compress(bytes(1000))), (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+        for kind, data in parts
+    )
+
+
+class Call:
+    """A pickle that calls a function."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+def tensor_file(change: Callable[[bytes], bytes]) -> bytes:
+    """What ``torch.save`` writes, with another pickle inside."""
+    whole = saved(lambda stream: torch.save(torch.arange(4), stream))
+    with zipfile.ZipFile(io.BytesIO(whole)) as archive:
+        entries = {name: archive.read(name) for name in archive.namelist()}
+    entries["archive/data.pkl"] = change(entries["archive/data.pkl"])
+    return zipped(entries)
+
+
+BOMB = zeros_packed(3 * GiB)
+GZIP_MEMBERS = gzip.compress(bytes(8 * MiB)) * 40
+
+ATTACKS: dict[str, tuple[str, bytes, str]] = {
+    "gzip": ("txt.gz", BOMB, "the limit is 67108864"),
+    "gzip in pieces": ("json.gz", GZIP_MEMBERS, "the limit is 67108864"),
+    "gzip in gzip": ("npy.gz", gzip.compress(gzip.compress(bytes(MiB))), "ValueError"),
+    "npz that says so": ("npz", zip_of_zeros(2 * GiB, says=2 * GiB), "the limit is 67108864"),
+    "npz that says little": ("npz", zip_of_zeros(4 * GiB, says=100), "ValueError|CRC"),
+    "npz that says nothing": ("npz", zip_of_zeros(4 * GiB, says=0), "EOF|CRC|ValueError"),
+    "npz of bzip2": ("npz", zipped({"x.npy": bytes(64 * MiB)}, zipfile.ZIP_BZIP2), "numpy does not use"),
+    "npz of lzma": ("npz", zipped({"x.npy": bytes(64 * MiB)}, zipfile.ZIP_LZMA), "numpy does not use"),
+    "npz of many": ("npz", zip_of_entries(65_537), "65537 arrays, the limit is 65536"),
+    "npz of nothing": ("npz", b"PK\x05\x06" + b"\xff" * 18, "BadZipFile"),
+    "npy of 10^15 elements": ("npy", npy("{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000000,)}", b"1"), "cannot be in"),
+    "npy of less than nothing": ("npy", npy("{'descr': '<f8', 'fortran_order': False, 'shape': (-1,)}", b"1" * 8), "ValueError"),
+    "npy of nothing, 2^70 times": ("npy", npy("{'descr': '<f8', 'fortran_order': False, 'shape': (0, 1180591620717411303424)}"), "Error"),
+    "npy of huge items": ("npy", npy("{'descr': '|V2000000000', 'fortran_order': False, 'shape': (4,)}"), "cannot be in"),
+    **{
+        f"npy of 10^12 items without bytes, {kind}": ("npy", npy(f"{{'descr': {kind}, 'fortran_order': False, 'shape': (1000000000000,)}}"), "items of 0 bytes")
+        for kind in ("'|V0'", "'<U0'", "'|S0'", "[]", "[('a', '|V0')]", "[('a', '<i4', (0,))]")
+    },
+    "npz of items without bytes": ("npz", zipped({"x.npy": npy("{'descr': '|V0', 'fortran_order': False, 'shape': (1000000000000,)}")}), "items of 0 bytes"),
+    "npy of huge subarrays": ("npy", npy("{'descr': ('<f8', (100000, 100000)), 'fortran_order': False, 'shape': (1,)}"), "ValueError"),
+    "npy of deep minuses": ("npy", npy("-" * 9000 + "1"), "nested too deeply|ValueError"),
+    "npy of deep brackets": ("npy", npy("(" * 9000), "TokenError|SyntaxError|ValueError"),
+    "npy of a long header": ("npy", npy("{'descr': '<f8'}" + " " * 60_000), "ValueError"),
+    "npy of objects": ("npy", saved(lambda s: np.save(s, np.array([{}]), allow_pickle=True)), "is a pickle"),
+    "npy of objects inside": ("npy", npy("{'descr': [('a', '|O')], 'fortran_order': False, 'shape': (1,)}", b"12345678"), "is a pickle"),
+    "json that is deep": ("json", b"[" * 100_000, "RecursionError"),
+    "json that is too deep for a pickle": ("json", b"[" * 700 + b"]" * 700, "nested over 200 levels"),
+    "json that is deep in dicts": ("json", b'{"a":' * 500 + b"1" + b"}" * 500, "nested over 200 levels"),
+    "json of 11 million lists": ("json", b"[" + b"[]," * 5_500_000 + b"[]]", "JSON of 11000002 values"),
+    "json of a huge number": ("json", b"9" * MiB, "Exceeds the limit"),
+    "cls of a huge number": ("cls", b"9" * MiB, "Exceeds the limit"),
+    "cls of other digits": ("cls", "\uff13".encode("utf-16"), "invalid literal"),
+    "txt that is none": ("txt", b"\xff" * 100, "UnicodeDecodeError"),
+    "pt that is packed": ("pt", zipped({"archive/data.pkl": bytes(64 * MiB)}, zipfile.ZIP_DEFLATED), "say that they hold"),
+    "pt with little in its storage": ("pt", tensor_file(lambda p: p.replace(b"K\x04tq", b"J\xff\xff\xff\x0ftq")), "RuntimeError"),
+    "pt past its storage": ("pt", tensor_file(lambda p: p.replace(b"K\x04\x85", b"J\xff\xff\xff\x0f\x85")), "RuntimeError"),
+    "pt that repeats itself": ("pt", saved(lambda s: torch.save(torch.zeros(1).expand(1 << 40), s)), "repeats its memory"),
+    "pt that is deep": ("pt", saved(lambda s: torch.save({"a": [Call(os.system, "true")]}, s)), "UnpicklingError"),
+    "pt of a bytearray": ("pt", saved(lambda s: torch.save(Call(bytearray, 1 << 40), s)), "a bytearray"),
+    "pt of a bytearray of an old kind": ("pt", saved(lambda s: torch.save(Call(bytearray, 1 << 40), s, _use_new_zipfile_serialization=False)), "a bytearray"),
+    "pt of an old kind": ("pt", saved(lambda s: torch.save(Call(eval, "1"), s, _use_new_zipfile_serialization=False)), "UnpicklingError"),
+    "png of 3.6 gigapixels": ("png", png(60_000, 60_000), "DecompressionBombError"),
+    "png with text that unpacks": ("png", png(8, 8, *[(b"zTXt", b"k\0\0" + zlib.compress(bytes(MiB - 1)))] * 99), "Too much memory"),
+    "png cut short": ("png", png(4000, 4000)[:80], "OSError|SyntaxError|UnidentifiedImage"),
+    "jpg of 4 gigapixels": ("jpg", b"\xff\xd8\xff\xc0\x00\x11\x08" + b"\xff\xdc" * 2 + b"\x03\x01\x11\x00\x02\x11\x00\x03\x11\x00", "DecompressionBombError"),
+    "gif of a huge screen": ("gif", b"GIF89a\xff\xff\xff\xff\x00\x00\x00\x2c\0\0\0\0\xff\xff\xff\xff\0\x08", "DecompressionBombError"),
+    "eps called jpg": ("jpg", b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 10 10\n%%EndComments\nshowpage\n", "UnidentifiedImageError"),
+    "svg called png": ("png", b"<svg xmlns='http://www.w3.org/2000/svg'/>", "UnidentifiedImageError"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_a_hostile_field_is_a_bad_sample_in_bounded_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardstream.pipeline.decode._INFLATED_LIMIT_BYTES", 64 * MiB)
+    field, data, message = ATTACKS[name]
+    told = attacked(field, data, memory_bytes=256 * MiB)
+    assert told.startswith("DecodeError: cannot be decoded")
+    assert "sample '0042'" in told
+    assert any(part in told for part in message.split("|")), told
+
+
+def test_pickles_in_fields_never_run(tmp_path: Path) -> None:
+    mark = tmp_path / "ran"
+    for evil in (Call(os.system, f"touch {mark}"), Call(eval, f"open({str(mark)!r}, 'w')")):
+        data = pickle.dumps(evil)
+        objects = saved(lambda s, e=evil: np.save(s, np.array([e]), allow_pickle=True))  # type: ignore[misc]
+        for field, value in {
+            "npy": objects,
+            "npz": zipped({"x.npy": objects}),
+            "npz.gz": gzip.compress(zipped({"x.npy": data})),
+            "pt": data,
+            "pth": tensor_file(lambda _, d=data: d),  # type: ignore[misc]
+            "pkl": data,
+            "pyd": data,
+            "pickle": data,
+        }.items():
+            survived(lambda f=field, v=value: decode(f, v), memory_bytes=GiB)  # type: ignore[misc]
+    assert not mark.exists()
+
+
+@pytest.mark.parametrize("field", ["jpg", "png", "tif"])
+def test_no_picture_starts_ghostscript(
+    field: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "ran"
+    fake = tmp_path / "bin" / "gs"
+    fake.parent.mkdir()
+    fake.write_text(f"#!/bin/sh\ntouch {mark}\n", encoding="ascii")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
+    eps = saved(lambda stream: PIL.Image.new("RGB", (8, 8)).save(stream, "EPS"))
+    told = attacked(field, eps, memory_bytes=GiB)
+    assert "UnidentifiedImageError" in told
+    assert not mark.exists()
+
+
+def test_of_an_animation_the_first_frame_alone_is_decoded() -> None:
+    frames = [PIL.Image.new("P", (500, 500), color=n % 256) for n in range(300)]
+    data = saved(
+        lambda stream: frames[0].save(stream, "GIF", save_all=True, append_images=frames[1:])
+    )
+    told = survived(lambda: decode("gif", data).shape, memory_bytes=64 * MiB)
+    assert told == "(500, 500, 3)"
+
+
+def test_xml_and_yaml_are_never_parsed() -> None:
+    bomb = b'<!DOCTYPE a [<!ENTITY b "' + b"x" * 1000 + b'"><!ENTITY c "&b;&b;&b;">]><a>&c;</a>'
+    assert decode("xml", bomb) == bomb
+    yaml = b"a: &a [x, x]\nb: &b [*a, *a]\n!!python/object/apply:os.system [true]\n"
+    assert decode("yaml", yaml) == decode("yml", yaml) == yaml
+
+
+def test_depth_that_a_pickle_can_hold_passes() -> None:
+    deep = json.loads("[" * 200 + "]" * 200)
+    assert decode("json", json.dumps(deep).encode()) == deep
+    wide: dict[str, Any] = {"boxes": [[1, 2, 3, 4]] * 1000}
+    assert decode("json", json.dumps(wide).encode()) == wide
+
+
+def test_large_honest_fields_pass() -> None:
+    array = np.zeros(20_000_000, dtype=np.uint8)
+    assert decode("npz", saved(lambda s: np.savez_compressed(s, a=array)))["a"].size == array.size
+    assert decode("npy.gz", gzip.compress(saved(lambda s: np.save(s, array)))).size == array.size
+    tensor = torch.arange(6.0).expand(1000, 6)
+    assert decode("pt", saved(lambda s: torch.save(tensor, s))).shape == (1000, 6)
+
+
+def test_a_budget_passes_over_hostile_fields_and_lists_them(tmp_path: Path) -> None:
+    evil = {3: ATTACKS["npy of 10^15 elements"][1], 8: npy("-" * 9000 + "1")}
+    good = saved(lambda stream: np.save(stream, np.arange(3)))
+    samples = [{"__key__": f"{n:02d}", "npy": evil.get(n, good), "cls": n} for n in range(12)]
+    folder = make_shards(tmp_path, samples=samples, per_shard=5)
+    loader = ss.ShardLoader(ss.ShardDataset(folder, on_error="skip").decode(), batch_size=4)
+    found = [number for batch in loader for number in batch["cls"].tolist()]
+    assert found == [n for n in range(12) if n not in evil]
+    assert [(bad.key, bad.field, bad.number) for bad in loader.quarantine] == [
+        ("03", "npy", 3),
+        ("08", "npy", 8),
+    ]
+
+
+def test_a_large_picture_below_the_limit_only_warns() -> None:
+    data = saved(lambda stream: PIL.Image.new("1", (10_000, 9_500)).save(stream, "PNG"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert ImageDecoder(spec="l8")(data).shape == (9_500, 10_000)
+    assert [one.category for one in caught] == [PIL.Image.DecompressionBombWarning]
+    assert ImageDecoder(spec="l8")(picture()).ndim == 2

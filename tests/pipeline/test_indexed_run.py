@@ -1,0 +1,105 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardstream.catalog.shard_catalog import Catalog
+from shardstream.errors import IndexMismatchError, ShardError
+from shardstream.order.epoch_plan import Order, Plan
+from shardstream.order.partition import Share, Split
+from shardstream.pipeline.bad_samples import SkipBudget, Skips
+from shardstream.pipeline.indexed_run import PlannedRun
+from shardstream.storage.discover import locate
+from shardstream.storage.store import Storage
+from shardstream.testing import assert_resumes_exactly
+from tests.small_datasets import numbered
+
+
+@pytest.fixture(params=["local", "memory"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    place = f"memory://source-{random.getrandbits(64):x}"
+    return numbered(place if request.param == "memory" else tmp_path, 37, 9)
+
+
+def opener(url: str, *, worker: int = 0, skips: Skips | None = None) -> Callable[[], PlannedRun]:
+    storage = Storage()
+    catalog = Catalog(locate(url, storage), storage)
+    order = Order(nsamples=len(catalog), batch=2, shuffle=True, seed=1, lanes=3, window=4, block=3)
+    share = Share(Plan(order, 0), Split(world_size=2, microbatches=2), rank=1, consumed=4)
+    return lambda: PlannedRun(
+        catalog,
+        share,
+        worker=worker,
+        num_workers=2,
+        skips=skips or Skips(),
+        prefetch_bytes=1000,
+    )
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_it_resumes_exactly_at_every_sample(worker: int, url: str) -> None:
+    assert_resumes_exactly(opener(url, worker=worker))
+
+
+@pytest.mark.parametrize("worker", [0, 1])
+def test_steps_are_the_samples_one_by_one(worker: int, url: str) -> None:
+    one, other = opener(url, worker=worker)(), opener(url, worker=worker)()
+    samples = [(one.number, sample["__key__"]) for sample in one]
+    steps = list(other.steps())
+    assert [s["__key__"] for _, step in steps for s in step] == [key for _, key in samples]
+    assert [n for numbers, _ in steps for n in numbers] == [number for number, _ in samples]
+    assert all(len(step) == 4 for _, step in steps[:-1])
+    one.close()
+    other.close()
+
+
+def test_a_sample_is_the_one_of_its_number(url: str) -> None:
+    run = opener(url)()
+    for sample in run:
+        assert sample["__key__"] == f"{run.number:06d}"
+        assert set(sample) == {"__key__", "__url__", "cls", "npy"}
+    run.close()
+
+
+def test_a_closed_run_may_be_closed_again_and_goes_on(url: str) -> None:
+    run = opener(url)()
+    first = next(run)["__key__"]
+    run.close()
+    run.close()
+    rest = [sample["__key__"] for sample in run]
+    assert [first, *rest] == [sample["__key__"] for sample in opener(url)()]
+
+
+def test_a_damaged_sample_is_named_or_passed_over(tmp_path: Path) -> None:
+    url = numbered(tmp_path, 37, 9)
+    keys = [sample["__key__"] for sample in opener(url)()]
+    shard, place = divmod(int(keys[5]), 9)
+    tar = tmp_path / f"{shard:06d}.tar"
+    start = int(np.fromfile(f"{tar}.idx", dtype="<u8")[place])
+    data = bytearray(tar.read_bytes())
+    data[start + 3] ^= 0xFF
+    tar.write_bytes(data)
+    with pytest.raises(ShardError, match=rf"checksum.*{tar.name}, at byte {start}"):
+        list(opener(url)())
+    skips = Skips(SkipBudget(samples=1))
+    found = [sample["__key__"] for sample in opener(url, skips=skips)()]
+    assert found == keys[:5] + keys[6:]
+    assert skips.counts == {"ShardError": 1}
+    assert_resumes_exactly(opener(url, skips=Skips(SkipBudget(samples=1000))))
+
+
+def test_an_index_that_does_not_fit_is_never_passed_over(tmp_path: Path) -> None:
+    url = numbered(tmp_path, 37, 9)
+    keys = [sample["__key__"] for sample in opener(url)()]
+    shard, place = next(divmod(int(key), 9) for key in keys if int(key) % 9 < 8)
+    index = tmp_path / f"{shard:06d}.tar.idx"
+    offsets = np.fromfile(index, dtype="<u8")
+    offsets[place + 1] += 1024  # one member of the next sample counts as this one's
+    offsets.tofile(index)
+    skips = Skips(SkipBudget(samples=100))
+    with pytest.raises(IndexMismatchError, match=rf"two samples.*{shard:06d}\.tar, at byte"):
+        list(opener(url, skips=skips)())

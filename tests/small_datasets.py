@@ -1,0 +1,69 @@
+"""Small datasets, and helpers that read them in different ways."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+
+import shardstream as ss
+from shardstream.testing import make_shards
+
+# torch counts the cores of this machine and warns where a test wants more workers; a fork while
+# threads run is what these tests are about.
+FEW_CORES = "ignore:This DataLoader will create:UserWarning"
+
+
+def numbered(folder: Path | str, nsamples: int = 100, per_shard: int = 15, **options: Any) -> str:
+    """A data set whose sample i has ``cls`` i and a small array of its own."""
+    samples = [
+        {"__key__": f"{i:06d}", "cls": i, "npy": np.full((2, 3), i, dtype=np.int32)}
+        for i in range(nsamples)
+    ]
+    return make_shards(folder, samples=samples, per_shard=per_shard, **options)
+
+
+def loader(
+    folder: str | Path,
+    batch_size: int | None = 8,
+    *,
+    num_workers: int = 0,
+    drop_last: bool = False,
+    **options: Any,
+) -> ss.ShardLoader:
+    """A loader of the plain data set: what most tests need."""
+    dataset = ss.ShardDataset(str(folder), **options).decode()
+    return ss.ShardLoader(dataset, batch_size, num_workers=num_workers, drop_last=drop_last)
+
+
+def labels(batches: Iterable[Any]) -> list[list[int]]:
+    """The ``cls`` of each sample, batch by batch."""
+    return [batch["cls"].tolist() for batch in batches]
+
+
+def flat(batches: Iterable[list[int]]) -> list[int]:
+    return [label for batch in batches for label in batch]
+
+
+def take(batches: Iterable[Any], count: int) -> list[Any]:
+    """The first batches; the loader is left in the middle of its epoch."""
+    return list(islice(batches, count))
+
+
+def all_ranks(world_size: int, folder: str, **options: Any) -> Iterator[ss.ShardLoader]:
+    for rank in range(world_size):
+        yield loader(folder, placement=ss.Placement(rank, world_size), **options)
+
+
+def picture(mode: str = "RGB", size: tuple[int, int] = (13, 9), *, fmt: str = "PNG") -> bytes:
+    """The bytes of a real image file with no two pixels alike."""
+    shape = (size[1], size[0], len(mode)) if len(mode) > 1 else (size[1], size[0])
+    noise = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+    stream = io.BytesIO()
+    PIL.Image.fromarray(noise, mode=None).save(stream, fmt)
+    return stream.getvalue()

@@ -1,0 +1,378 @@
+from __future__ import annotations
+
+import functools
+import http.server
+import os
+import re
+import threading
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardstream as ss
+from shardstream.catalog.shard_catalog import Catalog
+from shardstream.errors import (
+    ManifestError,
+    MissingError,
+    OptionError,
+    ShardStreamError,
+    StorageError,
+    UnfinishedError,
+)
+from shardstream.format.manifest import Manifest, ShardInfo, encode_manifest
+from shardstream.storage.atomic_write import publish_bytes
+from shardstream.storage.discover import Located, expand_urls, is_compressed, is_tar, locate
+from shardstream.storage.store import Storage
+from shardstream.testing import make_shards
+from tests.strategies import make_index, make_shard
+
+TARS = {f"{number:02d}.tar": make_shard(number + 1) for number in range(3)}
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def folder(request: pytest.FixtureRequest) -> str:
+    """URL of an empty folder on each kind of storage."""
+    if request.param == "local":
+        return str(request.getfixturevalue("tmp_path"))
+    if request.param == "memory":
+        return f"memory://test-{uuid.uuid4().hex}"
+    request.getfixturevalue("s3_env")
+    return f"{request.getfixturevalue('bucket')}/data"
+
+
+def put(folder: str, files: dict[str, bytes]) -> None:
+    for name, data in files.items():
+        publish_bytes(Storage(), f"{folder}/{name}", data)
+
+
+def put_tars(folder: str, *, indexed: tuple[str, ...] = ()) -> None:
+    put(folder, TARS | {f"{name}.idx": make_index(TARS[name]) for name in indexed})
+
+
+def names(located: Located) -> list[str]:
+    return [shard.url.rsplit("/", 1)[-1] for shard in located.shards]
+
+
+MANIFEST = encode_manifest(
+    Manifest(
+        shards=tuple(
+            ShardInfo(url=name, nsamples=int(name[:2]) + 1, filesize=len(TARS[name]))
+            for name in ("02.tar", "00.tar")
+        )
+    )
+)
+
+
+# --- on each kind of storage
+
+
+@pytest.mark.parametrize(
+    ("pattern", "found"),
+    [
+        ("", ["00.tar", "01.tar", "02.tar"]),
+        ("/", ["00.tar", "01.tar", "02.tar"]),
+        ("/*.tar", ["00.tar", "01.tar", "02.tar"]),
+        ("/0[12].tar", ["01.tar", "02.tar"]),
+        ("/{02..01}.tar", ["02.tar", "01.tar"]),
+        ("/{00,02}.tar", ["00.tar", "02.tar"]),
+        ("/01.tar", ["01.tar"]),
+    ],
+)
+def test_shards_are_found_with_their_sizes_and_counts(
+    folder: str, pattern: str, found: list[str]
+) -> None:
+    put_tars(folder, indexed=("01.tar", "02.tar"))
+    storage = Storage()
+    located = locate(folder + pattern, storage)
+    assert names(located) == found
+    assert located.manifest_url is None
+    for shard, name in zip(located.shards, found, strict=True):
+        nsamples = None if name == "00.tar" else int(name[:2]) + 1
+        assert (shard.filesize, shard.nsamples) == (len(TARS[name]), nsamples)
+        assert (shard.url in located.indexed) == (name != "00.tar")
+        assert storage.read(shard.url) == TARS[name]  # the URL leads back to it
+
+
+def test_a_manifest_decides_which_shards_and_in_which_order(folder: str) -> None:
+    put_tars(folder, indexed=("00.tar",))
+    put(folder, {"index.json": MANIFEST})
+    for url in (folder, f"{folder}/", f"{folder}/index.json"):
+        located = locate(url, Storage())
+        assert names(located) == ["02.tar", "00.tar"]
+        assert [shard.nsamples for shard in located.shards] == [3, 1]
+        assert (located.manifest_url or "").endswith("/index.json")
+        assert located.indexed == {located.shards[1].url}
+
+
+def test_named_tars_take_what_their_manifest_knows(folder: str) -> None:
+    put_tars(folder)
+    put(folder, {"index.json": MANIFEST})
+    located = locate(f"{folder}/{{00..01}}.tar", Storage())
+    assert [shard.nsamples for shard in located.shards] == [1, None]
+
+
+def test_joins_and_lists_keep_their_order(folder: str) -> None:
+    put_tars(folder)
+    joined = f"{folder}/02.tar::{folder}/00.tar"
+    assert names(locate(joined, Storage())) == ["02.tar", "00.tar"]
+    assert names(locate([f"{folder}/02.tar", joined], Storage())) == ["02.tar", "02.tar", "00.tar"]
+
+
+def test_folders_can_be_joined(folder: str) -> None:
+    put_tars(f"{folder}/a", indexed=("00.tar",))
+    put_tars(f"{folder}/b")
+    located = locate([f"{folder}/a", f"{folder}/b"], Storage())
+    assert names(located) == sorted(TARS) * 2
+    assert len({shard.url for shard in located.shards}) == 6
+    assert located.indexed == {located.shards[0].url}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("/{00..03}.tar", r"the shard is missing; check .* the pattern's range .*/03\.tar"),
+        ("/x.tar", r"the shard is missing.*/x\.tar"),
+        ("/x*.tar", r"no shard matches this pattern.*end in \.tar"),
+        ("/*.txt", r"no shard matches this pattern"),
+        ("/x/a.tar", r"nothing is there; check the URL|the shard is missing"),
+        ("/x", r"nothing is there; check the URL"),
+        ("/sub", r"no index\.json and no \.tar here \(found: deeper/, notes\.txt\)"),
+        ("/x/index.json", r"nothing is there"),
+        ("/empty.json", r"names no shards: the dataset is empty"),
+    ],
+)
+def test_what_is_not_there_is_told(folder: str, pattern: str, message: str) -> None:
+    put_tars(folder)
+    put(folder, {"sub/notes.txt": b"1", "sub/deeper/00.tar": TARS["00.tar"]})
+    put(folder, {"empty.json": encode_manifest(Manifest(shards=()))})
+    with pytest.raises(StorageError, match=message) as raised:
+        locate(folder + pattern, Storage())
+    assert (raised.value.shard or "").startswith(folder)
+
+
+def test_a_manifest_that_is_nonsense_is_told(folder: str) -> None:
+    put(folder, {**TARS, "index.json": b"{"})
+    with pytest.raises(ManifestError, match=r"no JSON.*'shardstream index'.*index\.json"):
+        locate(folder, Storage())
+
+
+# --- local and in memory
+
+
+@pytest.mark.parametrize("url", ["data", "./data", "data/", "data/index.json", "./data/*.tar"])
+def test_relative_paths_find_the_indexes_too(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put_tars(str(tmp_path / "data"), indexed=tuple(TARS))
+    put(str(tmp_path / "data"), {"index.json": MANIFEST})
+    monkeypatch.chdir(tmp_path)
+    located = locate(url, Storage())
+    assert len(located.indexed) == len(located.shards) == (3 if "*" in url else 2)
+
+
+def test_an_empty_folder_is_told(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match=r"no index\.json and no \.tar here \(found: nothing\)"):
+        locate(str(tmp_path), Storage())
+
+
+def test_a_file_that_is_no_tar_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a.parquet").write_bytes(b"PAR1")
+    with pytest.raises(StorageError, match=r"not a shard: its name does not end in \.tar"):
+        locate(str(tmp_path / "a.parquet"), Storage())
+
+
+def test_what_a_killed_writer_left_is_no_shard(tmp_path: Path) -> None:
+    put(
+        str(tmp_path),
+        {
+            "00.tar": b"",
+            "02.tar.part-aa": b"",
+            "01.tar.part-0123456789ab": b"",
+            "00.tar.idx.part-0123456789ab": b"",
+        },
+    )
+    assert names(locate(f"{tmp_path}/00.tar", Storage())) == ["00.tar"]
+    for url in (str(tmp_path), f"{tmp_path}/*"):
+        with pytest.raises(
+            UnfinishedError, match=r"01\.tar\.part-0123456789ab is a half-written tar"
+        ):
+            locate(url, Storage())
+    (tmp_path / "01.tar.part-0123456789ab").unlink()  # that of an index says nothing of the tars
+    assert names(locate(str(tmp_path), Storage())) == ["00.tar"]
+
+
+def test_a_file_url_is_a_local_path(tmp_path: Path) -> None:
+    put_tars(str(tmp_path), indexed=("00.tar",))
+    located = locate(f"file://{tmp_path}", Storage())
+    assert [shard.url for shard in located.shards] == [
+        f"file://{tmp_path}/{n}" for n in sorted(TARS)
+    ]
+    assert len(located.indexed) == 1
+
+
+def test_shards_of_a_manifest_may_lie_in_other_folders(tmp_path: Path) -> None:
+    put_tars(str(tmp_path / "a" / "b"), indexed=("00.tar",))
+    memory = f"memory://test-{uuid.uuid4().hex}"
+    put_tars(memory)
+    urls = ("b/00.tar", f"{memory}/00.tar", f"{tmp_path}/a/b/01.tar")
+    shards = tuple(ShardInfo(url=url, nsamples=1) for url in urls)
+    put(str(tmp_path / "a"), {"index.json": encode_manifest(Manifest(shards=shards))})
+    located = locate(str(tmp_path / "a"), Storage())
+    assert [shard.url for shard in located.shards] == [f"{tmp_path}/a/b/00.tar", *urls[1:]]
+    assert located.indexed == {f"{tmp_path}/a/b/00.tar"}
+
+
+def test_a_chain_of_fsspec_is_one_url(tmp_path: Path) -> None:
+    folder = f"memory://test-{uuid.uuid4().hex}"
+    put_tars(folder)
+    storage = Storage({"simplecache": {"cache_storage": str(tmp_path)}})
+    for url in (f"simplecache::{folder}/{{00..01}}.tar", f"simplecache::{folder}/0[01].tar"):
+        located = locate(url, storage)
+        assert [shard.url for shard in located.shards] == [
+            f"simplecache::{folder}/{name}" for name in ("00.tar", "01.tar")
+        ]
+        assert storage.read(located.shards[0].url) == TARS["00.tar"]
+    assert any(tmp_path.iterdir())
+
+
+# --- no I/O
+
+
+@pytest.mark.parametrize(
+    ("urls", "expanded"),
+    [
+        ("a.tar", ["a.tar"]),
+        ("{a,b}-{0..1}.tar", ["a-0.tar", "a-1.tar", "b-0.tar", "b-1.tar"]),
+        ("{008..010}.tar", ["008.tar", "009.tar", "010.tar"]),
+        ("a.tar::{b,c}.tar", ["a.tar", "b.tar", "c.tar"]),
+        ("simplecache::s3://b/a.tar::c.tar", ["simplecache::s3://b/a.tar", "c.tar"]),
+        ("data", ["data"]),  # also the name of a protocol of fsspec
+        ("a.tar::memory", ["a.tar", "memory"]),
+        (["b.tar", "a.tar", "b.tar"], ["b.tar", "a.tar", "b.tar"]),
+        ([], []),
+    ],
+)
+def test_urls_expand_in_order(urls: str | list[str], expanded: list[str]) -> None:
+    assert expand_urls(urls) == expanded
+
+
+@pytest.mark.parametrize(
+    ("urls", "message"),
+    [
+        ([], "the list of URLs is empty"),
+        ("pipe:cat a.tar", "no URL starts a command here"),
+        ("pipe:aws s3 cp s3://b/a.tar -", "no URL starts a command here"),
+        ("pipe:touch {marker}; cat {00..02}.tar", "no URL starts a command here"),
+        ("a-{00..", r"braces.*\{000000\.\.000099\}"),
+        ("nosuch://b/a.tar", "Protocol not known: nosuch"),
+    ],
+)
+def test_urls_that_make_no_sense_are_refused(urls: str | list[str], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        locate(urls, Storage())
+
+
+def test_a_pipe_in_a_manifest_starts_nothing(tmp_path: Path) -> None:
+    marker = tmp_path / "ran"
+    shards = (ShardInfo(url=f"pipe:touch {marker}; cat a.tar"), ShardInfo(url=f"pipe://touch {marker}.tar"))  # fmt: skip
+    for shard in shards:
+        put(str(tmp_path), {"index.json": encode_manifest(Manifest(shards=(shard,)))})
+        with pytest.raises(ShardStreamError):
+            locate(str(tmp_path), Storage())
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "tar", "compressed"),
+    [
+        ("a.tar", True, False),
+        ("A.TAR", True, False),
+        ("a.tgz", True, True),
+        ("a.tar.gz", True, True),
+        ("a.tar.zst", True, True),
+        ("a.tar.idx", False, False),
+        ("a.tar.part-1", False, False),
+        ("a.zip", False, False),
+        ("https://h/a.tar?sig=1.json", True, False),
+        ("https://h/a.tar.gz?sig=1", True, True),
+    ],
+)
+def test_the_name_tells_what_is_a_shard(name: str, *, tar: bool, compressed: bool) -> None:
+    assert (is_tar(name), is_compressed(name)) == (tar, compressed)
+
+
+# --- over HTTP
+
+
+class QuietHandler(http.server.SimpleHTTPRequestHandler):
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def http_folder(tmp_path: Path) -> Iterator[str]:
+    handler = functools.partial(QuietHandler, directory=str(tmp_path))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+def test_shards_over_http_are_asked_for_one_by_one(http_folder: str, tmp_path: Path) -> None:
+    put_tars(str(tmp_path), indexed=("01.tar",))
+    located = locate(f"{http_folder}/{{00..01}}.tar", Storage())
+    assert [shard.nsamples for shard in located.shards] == [None, 2]
+    assert located.indexed == {f"{http_folder}/01.tar"}
+
+
+def test_a_signed_url_is_read_but_never_shown(http_folder: str, tmp_path: Path) -> None:
+    put_tars(str(tmp_path), indexed=("00.tar",))
+    signature = "?X-Amz-Signature=1f3&X-Amz-Credential=me"
+    located = locate(f"{http_folder}/00.tar{signature}", Storage())
+    assert [shard.filesize for shard in located.shards] == [len(TARS["00.tar"])]
+    assert not located.indexed  # the signature is for one file: nobody signed for its neighbours
+    assert Storage().read(located.shards[0].url) == TARS["00.tar"]
+    url = f"{http_folder}/none.tar{signature}"
+    for failing in (lambda: locate(url, Storage()), lambda: Storage().read(url)):
+        with pytest.raises(StorageError, match=re.escape(f"{http_folder}/none.tar?…")) as raised:
+            failing()
+        assert "1f3" not in str(raised.value)
+
+
+def test_a_manifest_on_a_host_without_listings_is_read_by_number(tmp_path: Path) -> None:
+    folder = make_shards(tmp_path / "set", samples=7, per_shard=3)
+
+    class NoListing(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, directory=folder)
+
+        def list_directory(self, path: str | os.PathLike[str]) -> None:  # noqa: ARG002
+            self.send_error(404)
+
+        def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), NoListing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        storage = Storage()
+        found = locate(f"http://127.0.0.1:{server.server_port}/index.json", storage)
+        assert [shard.nsamples for shard in found.shards] == [3, 3, 1]
+        assert len(found.indexed) == 3
+        assert Catalog(found, storage).extents([6]).shards.tolist() == [2]
+        server.shutdown()
+
+
+def test_a_misspelt_storage_option_is_named(s3_env: None, bucket: str) -> None:
+    with pytest.raises(OptionError, match="storage options: .*'endpoint'"):
+        locate(f"{bucket}/", Storage({"endpoint": "http://127.0.0.1:9"}))
+
+
+@pytest.mark.parametrize("pattern", ["/x.tar", "/x*.tar", "/x", "/x/a.tar", "/x/index.json"])
+def test_what_is_missing_is_one_error_however_it_is_named(folder: str, pattern: str) -> None:
+    put_tars(folder)
+    with pytest.raises(FileNotFoundError) as raised:
+        ss.ShardDataset(folder + pattern)
+    assert type(raised.value) is MissingError

@@ -1,0 +1,186 @@
+"""Errors of clients in our words: the right kind, whether to try again, and never a secret."""
+
+from __future__ import annotations
+
+import errno
+import os
+import traceback
+from typing import Any
+
+import botocore.exceptions
+import pytest
+from huggingface_hub.errors import OfflineModeIsEnabled
+
+from shardstream.errors import MissingError, OptionError, RefusedError, StorageError
+from shardstream.storage.error_messages import explained, judge
+from shardstream.storage.store import Storage
+
+URL = "s3://bucket/train/a.tar"
+SECRET = "hunter2"  # noqa: S105
+
+
+def refused(code: str, status: int) -> botocore.exceptions.ClientError:
+    """What S3 answers, as botocore raises it."""
+    answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
+    return botocore.exceptions.ClientError(answer, "GetObject")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "again", "throttled"),
+    [
+        (refused("NoSuchKey", 404), MissingError, False, False),
+        (refused("NoSuchBucket", 404), MissingError, False, False),
+        (refused("AccessDenied", 403), RefusedError, False, False),
+        (refused("ExpiredToken", 400), RefusedError, False, False),
+        (refused("RequestTimeTooSkewed", 403), RefusedError, False, False),
+        (refused("PermanentRedirect", 301), StorageError, False, False),
+        (refused("InvalidRequest", 400), StorageError, False, False),
+        (refused("SlowDown", 503), StorageError, True, True),
+        (refused("TooManyRequests", 429), StorageError, True, True),
+        (refused("InternalError", 500), StorageError, True, False),
+        (refused("RequestTimeout", 400), StorageError, True, False),
+        (ConnectionRefusedError("x"), StorageError, True, False),
+        (TimeoutError(), StorageError, True, False),
+        (IsADirectoryError("x"), StorageError, False, False),
+        (OSError(28, "No space left on device"), StorageError, False, False),
+        (ValueError("x"), StorageError, False, False),
+    ],
+)
+def test_only_what_may_pass_is_tried_again(
+    error: Exception, kind: type[StorageError], *, again: bool, throttled: bool
+) -> None:
+    verdict = judge(error, URL)
+    assert (type(verdict.error), verdict.again, verdict.throttled) == (kind, again, throttled)
+    assert verdict.error.shard == URL
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("x"), KeyError("x"), OptionError("x")])
+def test_what_is_no_clients_keeps_its_type(error: Exception) -> None:
+    with pytest.raises(type(error)):
+        judge(error, URL)
+
+
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [
+        ("/data/a.tar", "check the permissions of the file"),
+        ("file:///data/a.tar", "check the permissions of the file"),
+        ("https://host/a.tar", "check the URL: its signature"),
+        (URL, "check the credentials"),
+    ],
+)
+def test_refused_access_is_told_in_the_words_of_the_place(url: str, remedy: str) -> None:
+    verdict = judge(PermissionError(13, "Permission denied"), url)
+    assert isinstance(verdict.error, RefusedError)
+    assert f"access refused; {remedy}" in str(verdict.error)
+
+
+@pytest.mark.parametrize(
+    ("url", "remedy"),
+    [
+        (URL, "check AWS_ENDPOINT_URL and the network"),
+        ("hf://datasets/a/b/c.tar", "check the URL and the network"),
+        ("ftp://host/c.tar", "check the URL and the network"),
+    ],
+)
+def test_only_users_of_s3_hear_of_aws(url: str, remedy: str) -> None:
+    assert f"cannot be reached; {remedy}" in str(judge(ConnectionRefusedError("x"), url).error)
+    refusal = str(judge(PermissionError(13, "Permission denied"), url).error)
+    assert ("AWS" in refusal) is (url == URL)
+
+
+def test_a_read_only_disk_is_told() -> None:
+    verdict = judge(OSError(errno.EROFS, os.strerror(errno.EROFS)), "/data/a.tar")
+    assert "the disk is read-only; write elsewhere" in str(verdict.error)
+    assert not verdict.again
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        ("ftp://127.0.0.1:9/a.tar", {}),
+        ("ftp://nosuch.invalid/a.tar", {}),
+        ("hf://datasets/a/b/c.tar", {"endpoint": "http://127.0.0.1:9"}),
+    ],
+)
+def test_no_client_raises_an_error_of_its_own(url: str, options: dict[str, Any]) -> None:
+    message = "the server cannot be reached; check the URL and the network"
+    with pytest.raises(StorageError, match=message):
+        Storage({"patience_s": 0.2, **options}).read(url, 0, 10)
+
+
+def test_a_machine_that_is_told_to_stay_offline_says_so() -> None:
+    verdict = judge(OfflineModeIsEnabled("offline mode is enabled"), "hf://datasets/a/b")
+    assert "unset HF_HUB_OFFLINE" in str(verdict.error)
+    assert not verdict.again
+
+
+def test_a_name_is_no_sign() -> None:
+    verdict = judge(OSError("cannot read bucket/SlowDown.tar"), "s3://bucket/SlowDown.tar")
+    assert not verdict.throttled
+    assert judge(OSError("SlowDown"), "s3://bucket/o").throttled
+
+
+def fail(text: str) -> None:
+    """Raise an error with another behind it."""
+    cause = KeyError(text)
+    raise OSError(text) from cause
+
+
+@pytest.mark.parametrize(
+    ("text", "secrets"),
+    [
+        ("GET https://host/a.tar?X-Amz-Signature=hunter2", ()),
+        ("https://me:hunter2@host/a.tar", ()),
+        ("<Code>InvalidAccessKeyId</Code><AWSAccessKeyId>hunter2</AWSAccessKeyId>", ()),
+        ("<StringToSign>AWS4-HMAC-SHA256\n2026 hunter2</StringToSign>", ()),
+        ("<SignatureProvided>hunter2</SignatureProvided>", ()),
+        ("X-Amz-Security-Token: hunter2", ()),
+        ("AWSAccessKeyId=hunter2&Signature=hunter2", ()),
+        ("Authorization: Bearer hunter2", ()),
+        ("invalid header b'hunter2'", ("hunter2",)),
+    ],
+)
+def test_no_secret_is_in_a_message_or_in_what_led_to_it(
+    text: str, secrets: tuple[str, ...]
+) -> None:
+    with pytest.raises(StorageError) as raised, explained(URL, lambda: secrets):
+        fail(text)
+    assert SECRET not in "".join(traceback.format_exception(raised.value))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"password": "hunter2\n"}, repr(b"hunter2\n")),  # read from a file with its line's end
+        ({"connection_string": "Name=me;Value=hunter2"}, "Name=me;Value=hunter2"),
+        ({"client_kwargs": {"headers": {"Authorization": "Bearer hunter2"}}}, "Bearer hunter2"),
+        ({"key": "some", "secret": "some-hunter2"}, "some-hunter2"),  # one is part of the other
+    ],
+)
+def test_no_secret_of_the_options_is_in_a_message(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(StorageError) as raised, Storage(options).explained(URL):
+        fail(text)
+    assert SECRET not in "".join(traceback.format_exception(raised.value))
+
+
+def test_what_is_too_short_for_a_secret_does_not_mar_messages(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "o")
+    with pytest.raises(StorageError, match="OSError: no such colour"), Storage().explained(URL):
+        fail("no such colour")
+
+
+def test_a_url_that_cannot_be_opened_shows_no_secret() -> None:
+    storage = Storage({"password": SECRET, "target_protocol": SECRET})
+    with pytest.raises(OptionError, match="cannot open this URL: .*…") as raised:
+        storage.info("dir://a")
+    assert SECRET not in "".join(traceback.format_exception(raised.value))
+
+
+def test_what_shows_nothing_stays_the_cause() -> None:
+    cause = OSError("plain")
+    with pytest.raises(StorageError) as raised, explained(URL, lambda: (SECRET,)):
+        raise cause
+    assert raised.value.__cause__ is cause

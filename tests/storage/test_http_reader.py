@@ -1,0 +1,200 @@
+"""Files over plain http: what a server answers, or does not, in words; never the query of a signed URL."""
+
+from __future__ import annotations
+
+import http.server
+import socket
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardstream as ss
+from shardstream.errors import (
+    CacheWarning,
+    ManifestError,
+    MissingError,
+    RefusedError,
+    SourceError,
+    StorageError,
+)
+from shardstream.storage.cache import open_cache
+from shardstream.storage.store import Storage
+
+SECRET = "hunter2"  # noqa: S105
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """The first part of the path is the status; a file called "unsaid" comes without a word of its length."""
+
+    def do_GET(self) -> None:
+        status = int(self.path.split("/")[1])
+        body = b"0123456789" if status == 200 else b""
+        self.send_response(status)
+        if "unsaid" not in self.path:
+            self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET  # noqa: N815  (as http.server looks it up)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing."""
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Answers) as serving:
+        thread = threading.Thread(target=serving.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{serving.server_port}"
+        serving.shutdown()
+        thread.join()
+
+
+OPERATIONS: tuple[Callable[[Storage, str], object], ...] = (
+    lambda storage, url: storage.read(url),
+    lambda storage, url: storage.read(url, 0, 4),
+    lambda storage, url: storage.info(url),
+    lambda storage, url: storage.exists(url),
+)
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    ("status", "kind", "message"),
+    [
+        (404, MissingError, "nothing is there"),
+        (403, RefusedError, "access refused; check the URL: its signature may have expired"),
+        (500, StorageError, "the server failed"),
+        (503, StorageError, "the server asks for fewer requests"),
+        (None, StorageError, "the server cannot be reached; check the URL and the network"),
+    ],
+)
+def test_what_a_server_answers_is_told(
+    operation: Callable[[Storage, str], object],
+    status: int | None,
+    kind: type[StorageError],
+    message: str,
+    server: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("DEBUG", "shardstream")
+    storage = Storage({"patience_s": 0.3})
+    host = "http://127.0.0.1:9/0" if status is None else f"{server}/{status}"
+    if (status, operation) == (404, OPERATIONS[3]):
+        assert operation(storage, f"{host}/a.tar?sig={SECRET}") is False
+        return
+    with pytest.raises(kind, match=message) as raised:
+        operation(storage, f"{host}/a.tar?X-Amz-Signature={SECRET}")
+    assert type(raised.value) is kind
+    assert SECRET not in "".join(traceback.format_exception(raised.value)) + caplog.text
+
+
+@pytest.mark.parametrize(("start", "end"), [(2, 4), (0, 4), (2, 10), (2, 12), (2, None)])
+def test_a_server_that_sends_all_whatever_is_asked_for_is_told(
+    start: int, end: int, server: str
+) -> None:
+    message = "more bytes came than were asked for: the server does not know ranges"
+    with pytest.raises(StorageError, match=message):
+        Storage().read(f"{server}/200/a.tar", start, end)
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda url, _: ss.ShardDataset(f"{url}/unsaid.tar"),
+        lambda url, _: ss.ShardDataset(f"{url}/unsaid.tar", index="ignore"),
+        lambda url, _: ss.ObjectDataset.from_objects([f"{url}/unsaid.txt"]),
+        lambda url, folder: ss.pack(f"{url}/unsaid.tar", folder),
+        lambda url, _: ss.verify(f"{url}/unsaid.tar"),
+    ],
+)
+def test_a_server_that_does_not_tell_lengths_is_told(
+    operation: Callable[[str, Path], object], server: str, tmp_path: Path
+) -> None:
+    with pytest.raises(StorageError, match="does not tell how long the file is"):
+        operation(f"{server}/200", tmp_path / "out")
+
+
+def test_what_needs_no_length_is_read_without_one(server: str, tmp_path: Path) -> None:
+    url = f"{server}/200/unsaid.csv"
+    with pytest.raises(SourceError, match="the source is empty"):  # a table without a row
+        ss.pack(url, tmp_path / "out")
+    with pytest.warns(CacheWarning, match="or no length"):
+        assert Storage(cache=open_cache(tmp_path / "cache", "100MB")).read(url) == b"0123456789"
+    with pytest.raises(ManifestError):  # ten digits are none
+        ss.ShardDataset(f"{server}/200/unsaid.json")
+
+
+class Floods(Answers):
+    """A HEAD says ten bytes, or nothing of a length; the file has no end, or comes a byte at a time."""
+
+    def do_GET(self) -> None:
+        self.send_response(206 if "Range" in self.headers and "lies" in self.path else 200)
+        if self.command == "HEAD" and "lies" in self.path:
+            self.send_header("Content-Length", "10")
+        self.end_headers()
+        if self.command == "HEAD":
+            return
+        with suppress(OSError):
+            while "drips" in self.path:
+                self.wfile.write(b" ")
+                time.sleep(0.01)
+            while True:
+                self.wfile.write(bytes(1 << 16))
+                self.server.sent += 1 << 16  # type: ignore[attr-defined]
+
+    do_HEAD = do_GET  # noqa: N815  (as http.server looks it up)
+
+
+@pytest.fixture
+def flooding() -> Iterator[http.server.ThreadingHTTPServer]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Floods) as serving:
+        serving.sent = 0  # type: ignore[attr-defined]
+        thread = threading.Thread(target=serving.serve_forever, args=(0.02,))
+        thread.start()
+        yield serving
+        serving.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("name", ["endless", "lies"])
+def test_a_manifest_without_end_is_read_to_its_limit(
+    name: str, flooding: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardstream.storage.discover._MANIFEST_LIMIT_BYTES", 1 << 20)
+    with pytest.raises(ManifestError, match="over 1048576 bytes is over the limit of 1048576"):
+        ss.ShardDataset(f"http://127.0.0.1:{flooding.server_port}/{name}/index.json")
+    assert flooding.sent < 64 << 20
+
+
+def test_of_a_range_without_end_no_more_is_read_than_was_asked_for(flooding: Any) -> None:
+    with pytest.raises(StorageError, match="more bytes came than were asked for"):
+        Storage().read(f"http://127.0.0.1:{flooding.server_port}/lies", 4, 1000)
+    assert flooding.sent < 64 << 20
+
+
+def test_a_server_that_drips_has_not_answered(flooding: Any) -> None:
+    storage = Storage({"stall_s": 0.2, "patience_s": 0.3})
+    with pytest.raises(StorageError, match="did not answer in time"):
+        storage.read(f"http://127.0.0.1:{flooding.server_port}/drips/index.json")
+
+
+def test_a_server_that_says_nothing_is_not_a_missing_file() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/a.tar"
+        for operation in OPERATIONS:
+            with pytest.raises(StorageError, match="did not answer in time") as raised:
+                operation(Storage({"stall_s": 0.2, "patience_s": 0.3}), url)
+            assert type(raised.value) is StorageError
+
+
+def test_a_signed_url_is_read(server: str) -> None:
+    assert Storage().read(f"{server}/200/a.tar?X-Amz-Signature={SECRET}", 0, 10) == b"0123456789"

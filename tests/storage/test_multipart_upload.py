@@ -1,0 +1,417 @@
+"""Files that are sent to S3 in parts: whole or not at all, checked, tried again, and nothing left behind."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from moto.server import ThreadedMotoServer
+
+from shardstream.errors import StorageError
+from shardstream.packing.shard_writer import ShardWriter
+from shardstream.storage import multipart_upload
+from shardstream.storage.atomic_write import open_pending, publish, publish_bytes
+from shardstream.storage.multipart_upload import PART_BYTES
+from shardstream.storage.store import Storage
+from tests.proxy import spoiling
+from tests.servers import S3Server, ShapedS3
+
+ROOT = Path(__file__).parents[2]
+DATA = random.Random(0).randbytes(2 * PART_BYTES + PART_BYTES // 2)  # two and a half parts
+
+
+@pytest.fixture
+def uploads(s3: S3Server, bucket: str) -> Iterator[Callable[[], list[str]]]:
+    """Asks for the keys of uploads that are not finished."""
+    client = s3.client()
+    name = bucket.removeprefix("s3://")
+    yield lambda: [
+        upload["Key"] for upload in client.list_multipart_uploads(Bucket=name).get("Uploads", ())
+    ]
+    client.close()
+
+
+def write_in_pieces(stream: Any, data: bytes, piece_bytes: int) -> None:
+    for at in range(0, len(data), piece_bytes):
+        stream.write(data[at : at + piece_bytes])
+
+
+@pytest.fixture
+def storage(s3: S3Server) -> Storage:
+    return Storage(s3.storage_options)
+
+
+@pytest.mark.parametrize(
+    ("size", "parts"),
+    [(1, 1), (PART_BYTES, 1), (PART_BYTES + 1, 2), (3 * PART_BYTES, 3)],
+)
+def test_parts_make_the_file(
+    size: int, parts: int, storage: Storage, bucket: str, uploads: Callable[[], list[str]]
+) -> None:
+    data = (DATA * 2)[:size]
+    with publish(storage, f"{bucket}/a/x.tar") as stream:
+        write_in_pieces(stream, data, 1_000_003)
+        assert not storage.exists(f"{bucket}/a/x.tar")
+    assert storage.read(f"{bucket}/a/x.tar") == data
+    assert uploads() == []
+    filesystem, path = storage.resolve(f"{bucket}/a/x.tar")
+    info = filesystem.info(path)
+    assert info["ContentType"] == "application/x-tar"
+    assert ("-" in info["ETag"]) == (parts > 1)
+
+
+def test_a_buffer_may_be_filled_anew_once_it_is_written(storage: Storage, bucket: str) -> None:
+    buffer = bytearray(3 << 20)
+    pending = open_pending(storage, f"{bucket}/x")
+    for i in range(5):
+        buffer[:] = bytes([i]) * len(buffer)
+        pending.write(memoryview(buffer))
+    pending.commit()
+    pending.discard()
+    expected = b"".join(bytes([i]) * len(buffer) for i in range(5))
+    assert storage.read(f"{bucket}/x") == expected
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_what_is_given_up_leaves_no_upload(
+    error: type[BaseException], storage: Storage, bucket: str, uploads: Callable[[], list[str]]
+) -> None:
+    def write() -> None:
+        with publish(storage, f"{bucket}/x.tar") as stream:
+            stream.write(DATA)
+            raise error
+
+    with pytest.raises(error):
+        write()
+    assert uploads() == []
+    assert not storage.exists(f"{bucket}/x.tar")
+    assert not [t for t in threading.enumerate() if t.name.startswith("shardstream-part")]
+
+
+def test_memory_is_bounded_however_large_the_file(storage: Storage, bucket: str) -> None:
+    piece = bytes(1 << 20)
+    publish_bytes(storage, f"{bucket}/warm", b"")
+    tracemalloc.start()
+    try:
+        with publish(storage, f"{bucket}/x") as stream:
+            for _ in range(120):
+                stream.write(bytearray(piece))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # Five parts of 8 MiB, the client's copies of four, and of one while it is joined.
+    assert peak < 100 << 20
+    assert storage.info(f"{bucket}/x").size == 120 << 20
+
+
+# --- faults
+
+
+@pytest.mark.slow
+def test_a_busy_server_is_asked_again(
+    shaped_s3: ShapedS3, bucket: str, storage: Storage, uploads: Callable[[], list[str]]
+) -> None:
+    shaped_s3.control("/set?profile=chaos&slow=0.3&reset=0&trunc=0&stall=0&seed=5")
+    chaotic = Storage(shaped_s3.chaos.storage_options)
+    for number in range(3):
+        with publish(chaotic, f"{bucket}/{number}.tar") as stream:
+            write_in_pieces(stream, DATA, 1 << 20)
+        assert storage.read(f"{bucket}/{number}.tar") == DATA
+    assert '"slow":' in shaped_s3.control("/stats")
+    assert uploads() == []
+
+
+def test_a_server_that_stays_busy_is_an_error_and_its_upload_is_dropped_later(
+    shaped_s3: ShapedS3,
+    bucket: str,
+    storage: Storage,
+    uploads: Callable[[], list[str]],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    impatient = {"config_kwargs": {"retries": {"max_attempts": 0}}, "patience_s": 0.5}
+    chaotic = Storage(shaped_s3.chaos.storage_options | impatient)
+    shaped_s3.control("/set?profile=chaos&slow=0&reset=0&trunc=0&stall=0")
+    pending = open_pending(chaotic, f"{bucket}/x.tar")
+    pending.write(DATA)
+    while not uploads():
+        time.sleep(0.01)
+    shaped_s3.control("/set?profile=chaos&slow=1")
+    with pytest.raises(StorageError, match=r"x\.tar"):
+        pending.commit()
+    with caplog.at_level(logging.WARNING, logger="shardstream"):
+        pending.discard()
+    assert "an unfinished upload is left on the server" in caplog.text
+    assert uploads() == ["x.tar"]
+    for name, alone, left in (("x.tar", False, 1), ("x.ta", True, 1), ("x.tar", True, 0)):
+        pending = open_pending(storage, f"{bucket}/{name}", alone=alone)
+        pending.write(DATA)
+        pending.commit()
+        pending.discard()
+        assert uploads() == ["x.tar"] * left
+
+
+@pytest.mark.parametrize("data", [DATA[:1000], DATA], ids=["one request", "parts"])
+def test_bytes_that_change_on_their_way_are_refused_and_sent_again(
+    data: bytes, s3: S3Server, bucket: str, storage: Storage
+) -> None:
+    def flip(request: str, number: int) -> str:
+        return "flip" if request.startswith("PUT") and number == 0 else ""
+
+    if s3.kind == "moto":
+        pytest.skip("moto checks nothing")
+    with spoiling(s3.endpoint, flip) as proxy:
+        spoilt = Storage(replace(s3, endpoint=proxy.endpoint).storage_options)
+        publish_bytes(spoilt, f"{bucket}/x", data)
+    assert storage.read(f"{bucket}/x") == data
+    puts = [request for request in proxy.requests if request.startswith("PUT")]
+    assert len(puts) == 2 * len(set(puts)) > 0
+
+
+@pytest.fixture
+def careless(s3: S3Server) -> Iterator[S3Server]:
+    """A server that checks nothing it is sent, with a bucket "bucket"."""
+    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    moto.start()
+    host, port = moto.get_host_and_port()
+    server = replace(s3, endpoint=f"http://{host}:{port}", region="us-east-1", kind="moto")
+    try:
+        client = server.client()
+        client.create_bucket(Bucket="bucket")
+        client.close()
+        yield server
+    finally:
+        moto.stop()
+
+
+@pytest.mark.parametrize("data", [DATA[:1000], DATA], ids=["one request", "parts"])
+def test_a_server_that_checks_nothing_is_found_out_by_its_etag(
+    data: bytes, careless: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = Storage(careless.storage_options)
+    with spoiling(
+        careless.endpoint, lambda request, _: "flip" if request.startswith("PUT") else ""
+    ) as proxy:
+        spoilt = Storage(replace(careless, endpoint=proxy.endpoint).storage_options)
+        with pytest.raises(StorageError, match="other bytes arrived than were sent"):
+            publish_bytes(spoilt, "s3://bucket/x", data)
+    publish_bytes(plain, "s3://bucket/y", data)
+    # An ETag that only looks like an MD5 is no reason to fail: the bytes are read back, and right.
+    monkeypatch.setattr(multipart_upload, "_etag_of", lambda _: "0" * 32)
+    publish_bytes(plain, "s3://bucket/z", data)
+    assert plain.read("s3://bucket/z") == data
+
+
+@pytest.mark.parametrize("data", [DATA[:1000], DATA], ids=["one request", "parts"])
+def test_an_answer_with_the_right_etag_is_proof_enough(data: bytes, careless: S3Server) -> None:
+    with spoiling(careless.endpoint, lambda *_: "") as proxy:
+        watched = Storage(replace(careless, endpoint=proxy.endpoint).storage_options)
+        publish_bytes(watched, "s3://bucket/x", data)
+    methods = [request.split()[0] for request in proxy.requests]
+    assert sorted(methods) == (["PUT"] if len(data) == 1000 else ["POST"] * 2 + ["PUT"] * 3)
+
+
+def test_the_last_part_is_sent_when_a_file_ends(
+    storage: Storage, s3: S3Server, bucket: str, uploads: Callable[[], list[str]]
+) -> None:
+    def arrived() -> list[int]:
+        name = bucket.removeprefix("s3://")
+        with closing(s3.client()) as client:
+            return [
+                part["Size"]
+                for upload in client.list_multipart_uploads(Bucket=name).get("Uploads", ())
+                for part in client.list_parts(
+                    Bucket=name, Key="x", UploadId=upload["UploadId"]
+                ).get("Parts", ())
+            ]
+
+    pending = open_pending(storage, f"{bucket}/x")
+    try:
+        pending.write(DATA)
+        pending.end()
+        until = time.monotonic() + 60
+        while len(arrived()) < 3 and time.monotonic() < until:
+            time.sleep(0.01)
+        assert arrived() == [PART_BYTES, PART_BYTES, len(DATA) - 2 * PART_BYTES]
+        assert not storage.exists(f"{bucket}/x")
+        pending.commit()
+    finally:
+        pending.discard()
+    assert storage.read(f"{bucket}/x") == DATA
+    assert uploads() == []
+
+
+def test_a_full_shard_is_under_way_before_its_turn_to_be_published(
+    s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[int] = []
+    really = multipart_upload.S3Upload.finish
+
+    def finish(self: multipart_upload.S3Upload) -> None:
+        if self._parts:
+            left.append(len(self._pieces))
+        really(self)
+
+    monkeypatch.setattr(multipart_upload.S3Upload, "finish", finish)
+    with ShardWriter(bucket, max_samples=1, storage_options=s3.storage_options) as writer:
+        for _ in range(2):
+            writer.write({"bin": DATA})
+    assert left == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("etag", "found", "num_parts", "is_md5"),
+    [
+        ("0" * 32, {}, 1, True),
+        ("0" * 32, {"ServerSideEncryption": "AES256"}, 1, True),
+        ("0" * 32, {"ServerSideEncryption": "aws:kms"}, 1, False),
+        ("0" * 32, {"SSECustomerAlgorithm": "AES256"}, 1, False),
+        ("0" * 32 + "-3", {}, 3, True),
+        ("0" * 32 + "-2", {}, 3, False),
+        ("0" * 32, {}, 3, False),
+        ("", {}, 1, False),
+        ("0x8DC5", {}, 1, False),
+    ],
+)
+def test_which_etags_may_be_compared(
+    etag: str, found: dict[str, str], num_parts: int, is_md5: bool
+) -> None:
+    assert multipart_upload._is_md5(etag, found, num_parts) == is_md5
+
+
+@pytest.mark.parametrize("lost", ["POST", "PUT", "DELETE"])
+def test_an_answer_that_gets_lost_is_no_harm(
+    lost: str, s3: S3Server, bucket: str, storage: Storage, uploads: Callable[[], list[str]]
+) -> None:
+    def lose(request: str, number: int) -> str:
+        hit = request.startswith(lost) and "uploadId" in request and number == 0
+        return "lose" if hit else ""
+
+    with spoiling(s3.endpoint, lose) as proxy:
+        losing = Storage(replace(s3, endpoint=proxy.endpoint).storage_options)
+        pending = open_pending(losing, f"{bucket}/x")
+        pending.write(DATA)
+        if lost != "DELETE":
+            pending.commit()
+            assert storage.read(f"{bucket}/x") == DATA
+        pending.discard()
+    assert any(request.startswith(lost) for request in proxy.requests)
+    assert uploads() == []
+    assert storage.exists(f"{bucket}/x") == (lost != "DELETE")
+
+
+def test_an_upload_that_is_gone_is_no_success_where_an_older_file_is_as_long(
+    bucket: str, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    filesystem = storage.resolve(bucket)[0]
+    filesystem.pipe_file(f"{bucket}/x", bytes(len(DATA)))
+    really_call = filesystem._call_s3
+
+    async def call(method: str, **arguments: Any) -> Any:
+        if method == "complete_multipart_upload":  # dropped by another writer, as AWS says it
+            arguments.pop("MultipartUpload")
+            await really_call("abort_multipart_upload", **arguments)
+            raise FileNotFoundError("NoSuchUpload")
+        return await really_call(method, **arguments)
+
+    monkeypatch.setattr(filesystem, "_call_s3", call)
+    with pytest.raises(StorageError, match="other bytes arrived than were sent"):
+        publish_bytes(storage, f"{bucket}/x", DATA)
+
+
+def test_a_server_that_restarts_is_waited_for(
+    s3: S3Server, bucket: str, storage: Storage, uploads: Callable[[], list[str]]
+) -> None:
+    with spoiling(s3.endpoint, lambda *_: "") as proxy:
+        restarting = Storage(replace(s3, endpoint=proxy.endpoint).storage_options)
+        pending = open_pending(restarting, f"{bucket}/x")
+        pending.write(DATA[: PART_BYTES + 1])
+        proxy.close()
+        back = threading.Timer(1.5, proxy.reopen)
+        back.start()
+        pending.write(DATA[PART_BYTES + 1 :])
+        pending.commit()
+        pending.discard()
+        back.join()
+    assert storage.read(f"{bucket}/x") == DATA
+    assert uploads() == []
+
+
+def test_a_server_that_takes_no_bytes_is_given_up(
+    s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(multipart_upload, "_ANSWER_S", 0.3)
+    monkeypatch.setattr(multipart_upload, "_GRACE_S", 0.1)
+    stalled = threading.Event()
+
+    def stall(request: str, _: int) -> str:
+        if request.startswith("PUT"):
+            stalled.wait(60)
+        return ""
+
+    with spoiling(s3.endpoint, stall) as proxy:
+        options = replace(s3, endpoint=proxy.endpoint).storage_options
+        slow = Storage(options | {"patience_s": 1})
+        with pytest.raises(StorageError, match="did not answer in time"):
+            publish_bytes(slow, f"{bucket}/x", DATA)
+        stalled.set()
+
+
+# --- killed
+
+
+KILLED = """
+import os, sys
+from shardstream.packing.shard_writer import ShardWriter
+with ShardWriter(sys.argv[1], max_bytes="20MB") as writer:
+    for i in range(60):
+        writer.write({"bin": os.urandom(1_000_000)})
+        if i == 35:
+            print("half", flush=True)
+            sys.stdin.read()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("s3_env")
+def test_what_a_killed_writer_left_is_dropped_by_the_next_one(
+    bucket: str, storage: Storage, uploads: Callable[[], list[str]], tmp_path: Path
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", KILLED, f"{bucket}/train/"],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
+    ) as writer:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == b"half\n"
+        while not storage.exists(f"{bucket}/train/000000.tar.idx"):  # sent after its shard
+            time.sleep(0.01)
+        while uploads() != ["train/000001.tar"]:  # the next one is on its way
+            time.sleep(0.01)
+        writer.send_signal(signal.SIGKILL)
+    assert not list(tmp_path.iterdir())  # nothing waits on the disk
+    assert uploads() == ["train/000001.tar"]
+    with ShardWriter(f"{bucket}/train/", max_bytes="20MB", overwrite=True) as again:
+        for _ in range(30):
+            again.write({"bin": bytes(1_000_000)})
+    assert uploads() == []
+    names = [file.url.rsplit("/", 1)[-1] for file in storage.find(f"{bucket}/train")]
+    assert names == ["000000.tar", "000000.tar.idx", "000001.tar", "000001.tar.idx", "index.json"]
+    for shard in again.manifest.shards:
+        data = storage.read(f"{bucket}/train/{shard.url}")
+        assert hashlib.sha256(data).hexdigest() == shard.sha256

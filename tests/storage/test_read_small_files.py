@@ -1,0 +1,292 @@
+"""The first look at a manifest needs no client; what is not plain is left to the clients."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardstream as ss
+from shardstream.storage.atomic_write import publish_bytes, remove
+from shardstream.storage.read_small_files import glance, sign
+from shardstream.storage.s3_config import S3Settings
+from shardstream.storage.store import Storage
+from tests.servers import S3Server
+
+MOST = 1 << 20
+
+SAY = """
+import sys
+import shardstream as ss
+dataset = ss.ShardDataset(sys.argv[1], index="require")
+print(len(dataset), *sorted({"s3fs", "botocore", "obstore"} & {*sys.modules}))
+print(len(dataset.pipeline.source.catalog._kept))
+print(sum(1 for _ in dataset), "s3fs" in sys.modules)
+"""
+
+
+def look(
+    url: str, *more: str, say: str = SAY, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """Open a data set in a process that has imported nothing."""
+    return subprocess.run(
+        [sys.executable, "-c", say, url, *more],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+
+
+@pytest.fixture
+def packed(bucket: str, s3_env: None) -> str:
+    with ss.ShardWriter(f"{bucket}/a b/", max_samples=5) as writer:
+        for number in range(12):
+            writer.write({"__key__": f"{number}", "txt": "x"})
+    return f"{bucket}/a b"
+
+
+def test_a_data_set_opens_without_a_client(packed: str) -> None:
+    for url in (packed, f"{packed}/"):
+        done = look(url)
+        assert done.stdout.split("\n")[:3] == ["12", "3", "12 True"], done.stderr
+
+
+@pytest.mark.slow
+def test_what_cannot_be_seen_at_a_glance_is_looked_for_by_a_client(packed: str) -> None:
+    storage = Storage()
+    remove(
+        storage, f"{packed}/000002.tar.idx"
+    )  # as if a run of 'shardstream index' had been stopped
+    assert "no index; run 'shardstream index'" in look(packed).stderr
+    remove(storage, f"{packed}/index.json")
+    assert "no index; run 'shardstream index'" in look(packed).stderr
+    publish_bytes(storage, f"{packed}/index.json", b"[]")
+    assert "ManifestError" in look(packed).stderr
+
+
+def test_a_refusal_is_told_by_the_client(packed: str) -> None:
+    done = look(packed, AWS_SECRET_ACCESS_KEY="not-the-secret")  # noqa: S106  (it is none)
+    assert "RefusedError" in done.stderr
+    assert "SignatureDoesNotMatch" in done.stderr
+    assert "not-the-secret" not in done.stderr
+
+
+@pytest.fixture
+def settings(s3: S3Server) -> S3Settings:
+    keys = {"access_key_id": s3.access_key, "secret_access_key": s3.secret_key, "token": None}
+    return S3Settings(region=s3.region, endpoint=s3.endpoint, credentials=lambda: keys)
+
+
+@pytest.mark.usefixtures("s3_env")
+def test_what_is_not_plain_is_not_looked_at(
+    bucket: str, settings: S3Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = f"{bucket.removeprefix('s3://')}/file"
+    publish_bytes(Storage(), f"{bucket}/file", b"12")
+    assert glance(settings, [path], MOST) == [b"12"]
+    assert glance(settings, [path] * 20, MOST) == [b"12"] * 20
+    missing = f"{path}-none"
+    assert glance(settings, [path, missing, path], MOST) == [b"12", None, None]
+    for change in (
+        {"verify": False},
+        {"virtual_hosts": True},
+        {"requester_pays": True},
+        {"credentials": None},
+        {"anonymous": True},  # the server refuses it
+    ):
+        assert glance(replace(settings, **change), [path], MOST) == [None]
+    for odd in (f"{path}/../file", f"{path}//", "./x"):
+        assert glance(settings, [odd], MOST) == [None]
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    assert glance(settings, [path], MOST) == [None]
+    monkeypatch.delenv("HTTP_PROXY")
+    assert glance(settings, [path], 2) == [b"12"]
+    assert glance(settings, [path], 1) == [None]
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "region"),
+    [
+        ("http://user:hunter2@127.0.0.1:9", "us-east-1"),
+        ("127.0.0.1:9", "us-east-1"),
+        ("127.0.0.1", "us-east-1"),
+        ("http://:9", "us-east-1"),
+        ("ftp://127.0.0.1:9", "us-east-1"),
+        ("http://127.0.0.1:9/?x=1", "us-east-1"),
+        ("http://127.0.0.1:9/#x", "us-east-1"),
+        (None, "elsewhere.example/x"),
+        (None, "x@elsewhere.example"),
+        (None, "us-east-1\r\nX: y"),
+    ],
+)
+def test_no_signature_goes_to_an_odd_place(
+    endpoint: str | None, region: str, settings: S3Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def connect(connection: http.client.HTTPConnection) -> None:
+        asked.append(connection.host)
+        raise ConnectionRefusedError
+
+    monkeypatch.setattr(http.client.HTTPConnection, "connect", connect)
+    monkeypatch.setattr(http.client.HTTPSConnection, "connect", connect)
+    assert glance(replace(settings, endpoint=endpoint, region=region), ["b/key"], MOST) == [None]
+    assert asked == []
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: -1\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 11\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nTransfer-Encoding: chunked\r\n\r\n",
+        b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 10\r\n\r\n",
+    ],
+)
+def test_an_answer_of_another_length_is_none(head: bytes, settings: S3Settings) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection = server.accept()[0]
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(head + b"0123456789")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+        assert glance(replace(settings, endpoint=endpoint), ["b/key"], MOST) == [None]
+        thread.join()
+
+
+WITH_CACHE = """
+import sys
+import shardstream as ss
+dataset = ss.ShardDataset(sys.argv[1], cache_dir=sys.argv[2], cache_bytes="100MB")
+catalog = dataset.pipeline.source.catalog
+print(*[catalog.storage.cache.etag(shard.url) is not None for shard in catalog.shards])
+"""
+
+
+def test_a_cache_learns_all_versions_at_once(packed: str, tmp_path: Path) -> None:
+    """Else each worker would ask for each file, and a file that is replaced meanwhile would not be noticed."""
+    done = look(packed, str(tmp_path), say=WITH_CACHE)
+    assert done.stdout.split() == ["True"] * 3, done.stderr
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """A server that takes connections and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_a_server_that_says_nothing_is_not_waited_for_long(
+    silent: str, settings: S3Settings
+) -> None:
+    assert glance(replace(settings, endpoint=silent, stall_s=0.1), ["b/key"], MOST) == [None]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\n"],
+    ids=["in its head", "in its body"],
+)
+def test_a_server_that_drips_is_not_waited_for_long(said: bytes, settings: S3Settings) -> None:
+    """Each byte comes in time; all together they would take hours."""
+    ended = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def drip() -> None:
+            connection = server.accept()[0]
+            with connection, suppress(OSError):
+                connection.sendall(said or b"HTTP/1.1 200 OK\r\nX-Long: ")
+                while not ended.wait(0.01):
+                    connection.sendall(b"x")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
+        slow = replace(settings, endpoint=endpoint, stall_s=0.1)
+        assert glance(slow, ["b/key"], MOST) == [None]
+        ended.set()
+        thread.join()
+
+
+texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs", "Cc"]), min_size=1)
+
+
+@given(texts, st.sampled_from(["us-east-1", "eu-west-3"]), st.none() | st.just("to/ken="))
+def test_signatures_are_those_of_botocore(name: str, region: str, token: str | None) -> None:
+    target = f"/bucket/{quote(name, safe='/~')}"
+    keys: dict[str, Any] = {
+        "access_key_id": "AKID",
+        "secret_access_key": "sec/ret",
+        "token": token,
+    }
+    ours = sign(target, host="h:9", region=region, credentials=keys, now=datetime.now(UTC))
+    request = AWSRequest("GET", f"http://h:9{target}", headers={"Host": "h:9"})
+    request.context["timestamp"] = ours["x-amz-date"]
+    auth = S3SigV4Auth(Credentials("AKID", "sec/ret", token), "s3", region)
+    request.headers["X-Amz-Content-SHA256"] = ours["x-amz-content-sha256"]
+    if token:
+        request.headers["X-Amz-Security-Token"] = token
+    assert ours["Authorization"].endswith(_signature(auth, request, ours["x-amz-date"]))
+
+
+def _signature(auth: S3SigV4Auth, request: Any, at: str) -> str:
+    request.headers["X-Amz-Date"] = at
+    return str(
+        auth.signature(auth.string_to_sign(request, auth.canonical_request(request)), request)
+    )
+
+
+@pytest.mark.slow
+def test_the_users_files_are_not_needed(tmp_path: Path, packed: str) -> None:
+    """No profile, no home: the same."""
+    done = look(packed, HOME=str(tmp_path))
+    assert done.stdout.startswith("12\n"), done.stderr
+
+
+@pytest.mark.slow
+def test_an_index_that_does_not_fit_is_told_when_it_is_read(packed: str) -> None:
+    publish_bytes(Storage(), f"{packed}/000001.tar.idx", b"12345678" * 6)
+    done = look(packed)
+    assert done.stdout.startswith("12\n2\n")
+    assert "IndexMismatchError" in done.stderr
+
+
+@pytest.mark.parametrize("limit", ["_INDEXES", "_INDEXES_BYTES"])
+def test_many_or_large_indexes_are_left_to_the_workers(
+    limit: str, packed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"shardstream.storage.discover.{limit}", 2)
+    seen: list[str] = []
+
+    def glance(storage: Storage, urls: Sequence[str], *, most: int) -> list[bytes]:
+        seen.extend(urls)
+        return [storage.read(url, most=most) for url in urls]
+
+    monkeypatch.setattr(Storage, "glance", glance)
+    assert len(ss.ShardDataset(packed)) == 12
+    assert [url.rpartition("/")[2] for url in seen] == ["index.json", "000002.tar.idx"]

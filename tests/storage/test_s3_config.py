@@ -1,0 +1,208 @@
+"""Options and variables lead both S3 clients to the same server with the same credentials."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import pytest
+import s3fs
+
+from shardstream.errors import OptionError, RefusedError
+from shardstream.storage.atomic_write import publish_bytes
+from shardstream.storage.retry import fetch
+from shardstream.storage.s3_config import for_s3fs, understand
+from shardstream.storage.store import Storage
+from tests.servers import S3Server
+
+KEYS = {"key": "k", "secret": "s"}
+VARIABLES = {"AWS_ACCESS_KEY_ID": "vk", "AWS_SECRET_ACCESS_KEY": "vs", "AWS_SESSION_TOKEN": "vt"}
+
+
+@pytest.fixture(autouse=True)
+def _bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No files and no variables of the machine's; the ones of the test's server are added by each test."""
+    for name in (
+        "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION",
+        "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3",
+    ):  # fmt: skip
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    s3fs.S3FileSystem.clear_instance_cache()
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "found"),
+    [
+        ({}, {}, {"region": "us-east-1", "endpoint": None}),
+        ({}, {"AWS_REGION": "a", "AWS_DEFAULT_REGION": "b"}, {"region": "a"}),
+        ({}, {"AWS_DEFAULT_REGION": "b"}, {"region": "b"}),
+        ({"client_kwargs": {"region_name": "c"}}, {"AWS_REGION": "a"}, {"region": "c"}),
+        ({}, {"AWS_ENDPOINT_URL": "http://h"}, {"endpoint": "http://h"}),
+        ({}, {"AWS_ENDPOINT_URL": "http://h", "AWS_ENDPOINT_URL_S3": "http://i"}, {"endpoint": "http://i"}),
+        ({"endpoint_url": "http://o"}, {"AWS_ENDPOINT_URL_S3": "http://i"}, {"endpoint": "http://o"}),
+        ({"client_kwargs": {"endpoint_url": "http://o"}}, {}, {"endpoint": "http://o"}),
+        (
+            {}, {"AWS_ENDPOINT_URL": "http://h", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true"},
+            {"endpoint": None},
+        ),
+        ({"anon": True}, {}, {"anonymous": True}),
+        ({"requester_pays": True}, {}, {"requester_pays": True}),
+        ({"config_kwargs": {"s3": {"addressing_style": "path"}}}, {}, {"virtual_hosts": False}),
+        ({"config_kwargs": {"s3": {"addressing_style": "virtual"}}}, {}, {"virtual_hosts": True}),
+        ({"config_kwargs": {"connect_timeout": 3, "read_timeout": 4}}, {}, {"connect_s": 3.0, "stall_s": 4.0}),
+        ({}, {"AWS_CA_BUNDLE": "/ca.pem"}, {"verify": "/ca.pem"}),
+        ({"client_kwargs": {"verify": False}}, {"AWS_CA_BUNDLE": "/ca.pem"}, {"verify": False}),
+        ({"use_listings_cache": False, "default_block_size": 1}, {}, {"stall_s": 20.0}),
+    ],
+)  # fmt: skip
+def test_options_win_over_variables(
+    options: dict[str, Any], variables: dict[str, str], found: dict[str, Any]
+) -> None:
+    settings = understand(options | KEYS, variables, stall_s=20.0)
+    assert {name: getattr(settings, name) for name in found} == found
+
+
+@pytest.mark.parametrize(
+    ("options", "variables"),
+    [
+        ({"s3_additional_kwargs": {"SSECustomerKey": "x"}}, {}),
+        ({"session": object()}, {}),
+        ({"version_aware": True}, {}),
+        ({"client_kwargs": {"aws_account_id": "1"}}, {}),
+        ({"config_kwargs": {"signature_version": "s3"}}, {}),
+        ({"config_kwargs": {"s3": {"use_accelerate_endpoint": True}}}, {}),
+        (
+            {"config_kwargs": {"s3": {"addressing_style": "virtual"}}, "endpoint_url": "http://h"},
+            {},
+        ),
+        ({}, {"AWS_USE_FIPS_ENDPOINT": "true"}),
+    ],
+)
+def test_what_only_s3fs_knows_is_left_to_s3fs(
+    options: dict[str, Any], variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert understand(options, variables, stall_s=20.0) is None
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OptionError, match="for s3fs alone"):
+        Storage(options | {"s3_client": "obstore"}).read("s3://b/a.tar", 0, 1)
+
+
+def credentials(options: dict[str, Any], variables: dict[str, str]) -> tuple[Any, ...]:
+    settings = understand(options, variables, stall_s=20.0)
+    assert settings is not None
+    assert settings.credentials is not None
+    found = settings.credentials()
+    return found["access_key_id"], found["secret_access_key"], found["token"]
+
+
+def test_credentials_are_never_put_together_from_two_places() -> None:
+    assert credentials(KEYS, VARIABLES) == ("k", "s", None)
+    assert credentials(KEYS | {"token": "t"}, VARIABLES) == ("k", "s", "t")
+    assert credentials({}, VARIABLES) == ("vk", "vs", "vt")
+
+
+def test_both_timeouts_reach_s3fs_and_the_users_own_win() -> None:
+    config = for_s3fs({"config_kwargs": {"read_timeout": 7}}, {}, stall_s=5)["config_kwargs"]
+    assert (config["connect_timeout"], config["read_timeout"]) == (5, 7)
+    assert config["request_checksum_calculation"] == "when_required"
+    assert "read_timeout" not in for_s3fs({}, {}, stall_s=None)["config_kwargs"]
+
+
+def test_s3fs_hears_of_aws_region() -> None:
+    told = for_s3fs({"client_kwargs": {"verify": False}}, {"AWS_REGION": "a"}, stall_s=None)
+    assert told["client_kwargs"] == {"verify": False, "region_name": "a"}
+
+
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+@pytest.mark.parametrize("way", ["variables", "variable", "option", "options"])
+def test_a_server_is_found_by_variables_a_profile_or_options(
+    way: str,
+    client: str,
+    s3: S3Server,
+    bucket: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    url = f"{bucket}/a.tar"
+    publish_bytes(Storage(s3.storage_options), url, b"1234")
+    options: dict[str, Any] = {"s3_client": client}
+    if way == "variables":
+        for name, value in s3.environment.items():
+            monkeypatch.setenv(name, value)
+    elif way == "options":
+        options |= s3.storage_options
+    else:
+        (tmp_path / "credentials").write_text(
+            f"[lab]\naws_access_key_id = {s3.access_key}\naws_secret_access_key = {s3.secret_key}\n"
+        )
+        (tmp_path / "config").write_text(
+            f"[profile lab]\nregion = eu-x\nendpoint_url = {s3.endpoint}\n"
+        )
+        if way == "variable":
+            monkeypatch.setenv("AWS_PROFILE", "lab")
+        else:
+            options["profile"] = "lab"
+    storage = Storage(options)
+    assert fetch(storage, url, 1, 3) == b"23"
+    assert storage.info(url).size == 4
+
+
+def test_a_user_without_a_home_has_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unknown(_: int) -> object:
+        raise KeyError("uid not found")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    settings = understand(KEYS, {}, 20.0)
+    assert settings is not None
+    assert settings.region == "us-east-1"
+
+
+def test_files_of_profiles_are_looked_for_as_botocore_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "config").write_text("[default]\nregion = eu-x\n")
+    monkeypatch.setenv("PLACE", str(tmp_path))
+    monkeypatch.delenv("AWS_SHARED_CREDENTIALS_FILE", raising=False)
+    out_of_reach = "/" + "x" * 300  # as a file in somebody else's home
+    for place, region in (("$PLACE/config", "eu-x"), (out_of_reach, "us-east-1")):
+        monkeypatch.setenv("AWS_CONFIG_FILE", place)
+        settings = understand(KEYS, {"AWS_CONFIG_FILE": place}, 20.0)
+        assert settings is not None
+        assert settings.region == region
+
+
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+def test_missing_credentials_are_told_at_once(client: str, s3: S3Server) -> None:
+    storage = Storage({"endpoint_url": s3.endpoint, "s3_client": client})
+    with pytest.raises(RefusedError, match="no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET"):
+        fetch(storage, f"s3://{uuid.uuid4().hex}/a.tar", 0, 1)
+
+
+@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+def test_a_profile_that_does_not_exist_is_told(
+    client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(RefusedError, match=r"no credentials; .*nobody"):
+        fetch(Storage({"s3_client": client}), "s3://b/a.tar", 0, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"s3_client": "boto3"}, "s3_client is 's3fs' or 'obstore', not 'boto3'"),
+        ({"stall_s": 0}, "stall_s is a number of seconds over 0, not 0"),
+        ({"patience_s": "long"}, "patience_s is a number of seconds over 0, not 'long'"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        Storage(options)

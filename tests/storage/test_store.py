@@ -1,0 +1,342 @@
+from __future__ import annotations
+
+import multiprocessing
+import pickle
+import traceback
+import uuid
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import s3fs
+from fsspec.implementations.dirfs import DirFileSystem
+
+from shardstream.errors import MissingError, OptionError, RefusedError, StorageError
+from shardstream.storage.atomic_write import publish_bytes
+from shardstream.storage.store import Storage, join_url, parent_url
+from tests.servers import S3Server
+
+
+@pytest.fixture(params=["local", "memory", "s3"])
+def folder(request: pytest.FixtureRequest) -> str:
+    """URL of an empty folder on each kind of storage."""
+    if request.param == "local":
+        return str(request.getfixturevalue("tmp_path"))
+    if request.param == "memory":
+        return f"memory://test-{uuid.uuid4().hex}"
+    request.getfixturevalue("s3_env")
+    return f"{request.getfixturevalue('bucket')}/data"
+
+
+OPERATIONS: dict[str, Callable[[Storage, str], object]] = {
+    "read": lambda storage, url: storage.read(url),
+    "range": lambda storage, url: storage.read(url, 1, 3),
+    "open": lambda storage, url: storage.open(url).__enter__(),
+    "info": lambda storage, url: storage.info(url),
+    "list": lambda storage, url: storage.list_folder(url),
+    "glob": lambda storage, url: storage.glob(f"{url}*"),
+    "find": lambda storage, url: storage.find(url),
+    "exists": lambda storage, url: storage.exists(url),
+    "publish": lambda storage, url: publish_bytes(storage, url, b"1"),
+}
+operations = pytest.mark.parametrize("operation", OPERATIONS.values(), ids=OPERATIONS)
+
+
+# --- on each kind of storage
+
+
+def test_files_are_listed_and_read(folder: str) -> None:
+    storage = Storage()
+    for name in ("b.tar", "a.tar", "sub/c.tar", "sub/deeper/d.tar"):
+        publish_bytes(storage, f"{folder}/{name}", name.encode())
+    files, folders = storage.list_folder(folder)
+    assert [(file.url, file.size) for file in files] == [(f"{folder}/{n}.tar", 5) for n in "ab"]
+    assert folders == ["sub"]
+    assert [file.url for file in storage.find(folder)] == [
+        f"{folder}/{name}" for name in ("a.tar", "b.tar", "sub/c.tar", "sub/deeper/d.tar")
+    ]
+    assert [file.url for file in storage.glob(f"{folder}/*/*.tar")] == [f"{folder}/sub/c.tar"]
+    for file in storage.find(folder):
+        assert storage.read(file.url).decode() == file.url.removeprefix(f"{folder}/")
+        assert storage.info(file.url) == file
+        with storage.open(file.url) as stream:
+            assert stream.read(1) == file.url.removeprefix(f"{folder}/")[:1].encode()
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "expected"),
+    [(0, None, b"0123456789"), (3, None, b"3456789"), (0, 4, b"0123"), (9, 10, b"9")],
+)
+def test_a_range_is_read(folder: str, start: int, end: int | None, expected: bytes) -> None:
+    publish_bytes(Storage(), f"{folder}/a", b"0123456789")
+    assert Storage().read(f"{folder}/a", start, end) == expected
+
+
+@pytest.mark.parametrize(("start", "end"), [(5, 11), (0, 11), (10, 12), (500, 600)])
+def test_a_range_past_the_end_is_refused(folder: str, start: int, end: int) -> None:
+    publish_bytes(Storage(), f"{folder}/a", b"0123456789")
+    with pytest.raises(StorageError, match=r"shorter than its index says|Errno 22") as raised:
+        Storage().read(f"{folder}/a", start, end)
+    assert raised.value.shard == f"{folder}/a"
+
+
+def test_an_empty_file_is_read(folder: str) -> None:
+    publish_bytes(Storage(), f"{folder}/empty", b"")
+    assert Storage().read(f"{folder}/empty") == b""
+    assert Storage().info(f"{folder}/empty").size == 0
+
+
+@pytest.mark.parametrize("name", ["read", "range", "open", "info", "list"])
+def test_a_missing_file_is_told(folder: str, name: str) -> None:
+    publish_bytes(Storage(), f"{folder}/there", b"1")
+    with pytest.raises(MissingError, match="nothing is there; check the URL") as raised:
+        OPERATIONS[name](Storage(), f"{folder}/none/a.tar")
+    assert raised.value.shard == f"{folder}/none/a.tar"
+    assert not Storage().exists(f"{folder}/none/a.tar")
+
+
+def test_a_folder_is_no_file(folder: str) -> None:
+    publish_bytes(Storage(), f"{folder}/sub/a", b"1")
+    with pytest.raises(StorageError, match="a folder where a file is expected"):
+        Storage().info(f"{folder}/sub")
+
+
+def test_what_another_writer_adds_is_seen(folder: str) -> None:
+    mine, theirs = Storage(), Storage()
+    publish_bytes(theirs, f"{folder}/a", b"1")
+    assert len(mine.list_folder(folder)[0]) == 1
+    publish_bytes(theirs, f"{folder}/b", b"1")
+    publish_bytes(theirs, f"{folder}/a", b"22")
+    assert [file.size for file in mine.list_folder(folder)[0]] == [2, 1]
+    assert mine.info(f"{folder}/a").size == 2
+    assert mine.exists(f"{folder}/b")
+
+
+# --- S3
+
+
+@operations
+def test_a_missing_bucket_is_told(
+    operation: Callable[[Storage, str], object], s3: S3Server
+) -> None:
+    storage = Storage(s3.storage_options)
+    url = "s3://no-such-bucket-anywhere/train/a.tar"
+    if operation is OPERATIONS["exists"]:
+        assert operation(storage, url) is False
+        return
+    with pytest.raises(
+        MissingError, match="the bucket 'no-such-bucket-anywhere' does not exist"
+    ) as raised:
+        operation(storage, url)
+    assert (raised.value.shard or "").startswith("s3://no-such-bucket-anywhere/")
+
+
+@operations
+def test_a_wrong_secret_is_told_but_not_shown(
+    operation: Callable[[Storage, str], object], s3: S3Server, bucket: str
+) -> None:
+    if s3.kind == "moto":
+        pytest.skip("moto checks no signatures")
+    publish_bytes(Storage(s3.storage_options), f"{bucket}/a.tar", b"1234")
+    storage = Storage(s3.storage_options | {"secret": "hunter2-hunter2"})
+    with pytest.raises(
+        RefusedError, match=r"access refused; .*AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY"
+    ) as raised:
+        operation(storage, f"{bucket}/a.tar")
+    assert "SignatureDoesNotMatch" in str(raised.value)
+    assert "hunter2" not in str(raised.value)
+    assert s3.access_key not in str(raised.value)
+
+
+def test_missing_credentials_are_told(
+    s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
+    storage = Storage({"endpoint_url": s3.endpoint})
+    with pytest.raises(RefusedError, match="no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET"):
+        storage.read(f"{bucket}/a.tar")
+
+
+def test_an_endpoint_out_of_reach_is_told(s3: S3Server) -> None:
+    options = s3.storage_options | {"endpoint_url": "http://127.0.0.1:9", "patience_s": 0.1}
+    with pytest.raises(StorageError, match="the server cannot be reached; check AWS_ENDPOINT_URL"):
+        Storage(options).read("s3://b/a.tar")
+
+
+@pytest.mark.usefixtures("s3_env")
+def test_the_environment_leads_to_the_server(bucket: str) -> None:
+    publish_bytes(Storage(), f"{bucket}/a.tar", b"1234")
+    assert Storage().read(f"{bucket}/a.tar", 1, 3) == b"23"
+
+
+# --- across processes
+
+
+@pytest.mark.parametrize(
+    ("given", "start_method"),
+    [
+        ("options", "fork"),
+        ("options", "spawn"),
+        ("filesystem", "fork"),
+        ("folder of a filesystem", "fork"),
+        ("folder of a filesystem", "spawn"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_storage_reads_in_a_child_process(
+    s3: S3Server, bucket: str, given: str, start_method: str
+) -> None:
+    storage, url = Storage(s3.storage_options), f"{bucket}/a.tar"
+    publish_bytes(storage, url, b"1234")
+    if given != "options":
+        filesystem: Any = s3fs.S3FileSystem(**s3.storage_options, skip_instance_cache=True)
+        if given != "filesystem":
+            filesystem, url = (
+                DirFileSystem(path=bucket.removeprefix("s3://"), fs=filesystem),
+                "a.tar",
+            )
+        storage = Storage(filesystem=filesystem)
+    assert storage.read(url) == b"1234"  # the parent's connection is open now
+    context = multiprocessing.get_context(start_method)
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        assert pool.submit(storage.read, url, 1, 3).result(timeout=30) == b"23"
+    assert storage.read(url, 2, 4) == b"34"
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_leaves_the_parents_connections_alone(s3: S3Server, bucket: str) -> None:
+    # Only fsspec's cache holds this one, and a child empties that cache: freeing it there would
+    # take its sockets out of the epoll that both share, and the parent would wait for ever.
+    url = f"{bucket}/a.tar"
+    publish_bytes(Storage(s3.storage_options), url, b"1234")
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
+        child = Storage(s3.storage_options | {"version_aware": False})
+        assert pool.submit(child.read, url).result(timeout=30) == b"1234"
+    assert Storage(s3.storage_options).read(url) == b"1234"
+
+
+def test_pickled_storage_holds_no_open_filesystem(s3: S3Server, bucket: str) -> None:
+    storage = Storage(s3.storage_options)
+    publish_bytes(storage, f"{bucket}/a.tar", b"1234")
+    again = pickle.loads(pickle.dumps(storage))  # noqa: S301  (our own bytes)
+    assert vars(vars(again)["_clients"])["_opened"] == {}
+    assert again.read(f"{bucket}/a.tar") == b"1234"
+
+
+# --- without a server
+
+
+def test_a_given_filesystem_serves_every_url() -> None:
+    inner = fsspec.filesystem("memory")
+    root = f"/test-{uuid.uuid4().hex}"
+    storage = Storage(filesystem=DirFileSystem(path=root, fs=inner))
+    publish_bytes(storage, "train/a.tar", b"1234")
+    assert storage.read("train/a.tar") == b"1234"
+    assert [file.url for file in storage.list_folder("train")[0]] == ["train/a.tar"]
+    assert inner.cat_file(f"{root}/train/a.tar") == b"1234"
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("pipe:cat a.tar", "no URL starts a command here"),
+        ("nosuch://b/a.tar", "Protocol not known: nosuch"),
+    ],
+)
+@operations
+def test_a_url_that_cannot_be_opened_is_refused(
+    operation: Callable[[Storage, str], object], url: str, message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        operation(Storage(), url)
+
+
+def test_a_storage_option_that_is_missing_is_named() -> None:
+    with pytest.raises(OptionError, match=r"cannot open this URL: .*'fo'.*reference://a"):
+        Storage().read("reference://a")
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(*_: object, **__: object) -> None:
+        raise ImportError("Install s3fs to access S3")
+
+    monkeypatch.setattr("shardstream.storage.clients.url_to_fs", missing)
+    with pytest.raises(OptionError, match=r"Install s3fs.*pip install 'shardstream\[s3\]'"):
+        Storage().read("s3://b/a.tar")
+
+
+def test_a_short_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"memory://test-{uuid.uuid4().hex}/a"
+    publish_bytes(Storage(), url, b"0123456789")
+    memory = fsspec.get_filesystem_class("memory")
+    monkeypatch.setattr(memory, "cat_file", lambda *_, **__: b"")
+    with pytest.raises(StorageError, match=r"the connection broke off.*got 0 of 5 bytes") as raised:
+        Storage({"patience_s": 0.1}).read(url, 0, 5)
+    assert raised.value.shard == url
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "message"),
+    [
+        (FileNotFoundError("x"), MissingError, "nothing is there"),
+        (PermissionError("x"), RefusedError, "access refused"),
+        (TimeoutError("x"), StorageError, "did not answer in time"),
+        (ConnectionResetError("x"), StorageError, "the connection broke off"),
+        (ConnectionRefusedError("x"), StorageError, "cannot be reached"),
+        (OSError("GET https://u:hunter2@h/a?X-Amz-Signature=hunter2"), StorageError, "OSError"),
+        (ValueError("x"), StorageError, "ValueError: x"),
+    ],
+)
+def test_what_a_filesystem_raises_is_explained(
+    error: Exception, kind: type[StorageError], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "cat_file", fail)
+    with pytest.raises(StorageError, match=message) as raised:
+        Storage({"patience_s": 0.1}).read("memory://b/a")
+    assert type(raised.value) is kind
+    told = "".join(traceback.format_exception(raised.value))
+    assert "hunter2" not in told
+    assert (raised.value.__cause__ is error) is ("hunter2" not in str(error))
+
+
+def test_a_bug_in_a_filesystem_keeps_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "cat_file", fail)
+    with pytest.raises(ZeroDivisionError):
+        Storage().read("memory://b/a")
+
+
+@pytest.mark.parametrize(
+    ("url", "path"), [("a.tar", True), ("file:///d/a.tar", True), ("memory://a.tar", False)]
+)
+def test_only_local_files_have_a_path(url: str, *, path: bool) -> None:
+    found = Storage().local_path(url)
+    assert (found is not None) is path
+    assert found is None or Path(found).is_absolute()
+
+
+@pytest.mark.parametrize(
+    ("folder_url", "name", "joined"),
+    [
+        ("s3://b/train", "a.tar", "s3://b/train/a.tar"),
+        ("s3://b/train/", "sub/a.tar", "s3://b/train/sub/a.tar"),
+        ("s3://b", "/abs/a.tar", "/abs/a.tar"),
+        (".", "a.tar", "./a.tar"),
+    ],
+)
+def test_urls_are_joined_and_parted(folder_url: str, name: str, joined: str) -> None:
+    assert join_url(folder_url, name) == joined
+    if name == "a.tar":
+        assert parent_url(joined) == folder_url.rstrip("/")

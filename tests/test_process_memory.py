@@ -1,0 +1,93 @@
+"""What is done to Python's collector is undone, or done in workers alone."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import weakref
+from typing import Any
+
+import pytest
+
+import shardstream as ss
+from shardstream import process_memory
+from shardstream.process_memory import importing
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_left_as_it_was(enabled: bool) -> None:
+    was = gc.isenabled()
+    try:
+        (gc.enable if enabled else gc.disable)()
+        with pytest.raises(ZeroDivisionError), importing():
+            1 // gc.isenabled()
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if was else gc.disable)()
+
+
+class Cycle:
+    """Garbage that only the collector finds."""
+
+    def __init__(self) -> None:
+        self.myself = self
+
+
+def test_looking_up_a_name_keeps_no_garbage_alive() -> None:
+    alive: weakref.WeakSet[Cycle] = weakref.WeakSet()
+    for _ in range(20_000):
+        alive.add(Cycle())
+        assert callable(ss.collate)
+    assert len(alive) < 10_000
+
+
+def test_malloc_is_taught_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    process_memory.keep_freed_memory()
+    monkeypatch.setattr(process_memory, "_LESSON_BYTES", -1)  # with which bytes() fails
+    process_memory.keep_freed_memory()
+
+
+HOLED = """
+import sys
+from pathlib import Path
+from shardstream import process_memory as memory
+
+def held_mb():
+    (line,) = [l for l in Path("/proc/self/status").read_text().splitlines() if l.startswith("RssAnon")]
+    return int(line.split()[1]) // 1000
+
+if sys.argv[1] == "worker":
+    memory.settle_worker()
+blocks = [bytearray(100_000) for _ in range(1000)]  # below what malloc maps by itself
+kept = blocks[::100]
+full = held_mb()
+del blocks
+memory.give_back_freed_memory()
+print(full - held_mb())
+"""
+
+
+@pytest.mark.parametrize(("process", "least", "most"), [("worker", 85, 105), ("user", 0, 15)])
+def test_a_worker_gives_back_what_lies_free_between_used_memory(
+    process: str, least: int, most: int
+) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", HOLED, process], capture_output=True, text=True, check=True
+    )
+    assert least <= int(done.stdout) <= most
+
+
+def frozen(sample: dict[str, Any]) -> int:
+    return int(sample["json"]) + gc.get_freeze_count()
+
+
+def test_workers_leave_what_they_inherit_out_of_collections(tmp_path: Any) -> None:
+    with ss.ShardWriter(tmp_path) as writer:
+        for number in range(4):
+            writer.write({"__key__": str(number), "json": 0})
+    dataset = ss.ShardDataset(str(tmp_path)).decode().map(frozen)
+    before = gc.get_freeze_count()
+    (in_worker,) = ss.ShardLoader(dataset, batch_size=4, num_workers=1)
+    assert min(in_worker) > before
+    assert gc.get_freeze_count() == before
