@@ -20,6 +20,7 @@ from PIL import Image
 
 import shardstream as ss
 from shardstream.errors import OptionError, SourceError
+from shardstream.format.manifest import ShardInfo
 from shardstream.packing import journal as journal_module
 from shardstream.packing.destination import Claim
 from shardstream.packing.job import pack
@@ -575,6 +576,45 @@ def test_a_journal_reads_back_as_it_was(tmp_path: Path) -> None:
     journal.remove()
     assert os.listdir(tmp_path) == []
     assert read_journal(storage, str(tmp_path), []) is None
+
+
+def finished_shards(count: int) -> list[Finished]:
+    return [
+        Finished(
+            info=ShardInfo(url=f"{n}.tar", nsamples=1, filesize=1024, sha256=""),
+            fields={"cls": 1},
+            position=n,
+            skipped=(),
+        )
+        for n in range(count)
+    ]
+
+
+def test_a_long_journal_is_of_several_files_of_one_run(tmp_path: Path) -> None:
+    """Those of another run, and those after a gap, are not read; a shorter journal leaves none."""
+    storage, folder = Storage(), str(tmp_path)
+    shards = finished_shards(600)
+    journal = Journal(
+        storage=storage, folder=folder, task=Task(source="x", options={}), finished=shards
+    )
+    journal.begin(0)
+    names = sorted(os.listdir(tmp_path))
+    assert names == [f".shardstream-pack-{number:06d}.json" for number in range(3)]
+    back = read_journal(storage, folder, names)
+    assert back is not None
+    assert back.finished == shards
+    (tmp_path / names[1]).rename(tmp_path / ".shardstream-pack-000009.json")
+    back = read_journal(storage, folder, os.listdir(tmp_path))
+    assert back is not None
+    assert back.finished == shards[:256]
+    (tmp_path / ".shardstream-pack-000009.json").rename(tmp_path / names[1])
+    again = Journal(
+        storage=storage, folder=folder, task=journal.task, finished=shards[:300], head=journal.head
+    )
+    again.begin(3)
+    assert sorted(os.listdir(tmp_path)) == names[:2]
+    again.remove()
+    assert os.listdir(tmp_path) == []
 
 
 # --- on S3, and by a writer alone
