@@ -25,13 +25,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardstream as ss
-from shardstream.errors import CacheWarning, MissingError, OptionError
+from shardstream.errors import CacheWarning, ChangedError, MissingError, OptionError
 from shardstream.storage import cache_space
+from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.cache import Cache, open_cache, version_of
 from shardstream.storage.cache_chunk import CHUNK_BYTES, HEADER_BYTES
 from shardstream.storage.cache_usage import load
 from shardstream.storage.retry import fetch
 from shardstream.storage.store import Storage
+from tests.servers import S3Server
 
 MIB = 1 << 20
 DATA = random.Random(0).randbytes(5 * MIB + 12_345)
@@ -816,6 +818,20 @@ def test_files_are_read_through_the_cache_and_local_ones_are_not(
     (tmp_path / "b.tar").write_bytes(DATA)
     assert fetch(storage, str(tmp_path / "b.tar"), 5, 9) == DATA[5:9]
     assert len(chunks(folder)) == 1
+
+
+def test_what_was_replaced_after_it_was_listed_is_not_kept_under_the_old_version(
+    folder: Path, bucket: str, s3: S3Server
+) -> None:
+    url = f"{bucket}/a.tar"
+    publish_bytes(Storage(s3.storage_options), url, DATA)
+    storage = Storage(s3.storage_options, cache=cached(folder))
+    storage.info(url)
+    publish_bytes(Storage(s3.storage_options), url, bytes(len(DATA)))
+    with pytest.raises(ChangedError, match="the file changed while it was read: its ETag was"):
+        fetch(storage, url, 0, 10)
+    assert chunks(folder) == []
+    assert fetch(Storage(s3.storage_options, cache=cached(folder)), url, 0, 10) == bytes(10)
 
 
 def test_the_warning_is_public() -> None:
