@@ -1,4 +1,4 @@
-"""Decoders of the fast extra say what the plain ones say."""
+"""Fast decoders give the values of json and Pillow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstream.loader.collation import to_tensor
-from shardstream.pipeline import fast_decode
+from shardstream.pipeline import image_decode
 from shardstream.pipeline.fast_decode import decode_jpeg, has_only_pixels, parse_json
 from shardstream.pipeline.image_decode import ImageDecoder
 
@@ -39,6 +39,10 @@ def with_fill_bytes() -> bytes:
     return data[:2] + b"\xff\xff\xff" + data[2:]
 
 
+def by_pillow(*_: Any, **__: Any) -> None:
+    """Leave a JPEG to Pillow, in place of `decode_jpeg`."""
+
+
 def decoded(data: bytes, spec: str, **options: Any) -> Any:
     return ImageDecoder(spec=spec, to_tensor=to_tensor, **options)(data)
 
@@ -61,11 +65,11 @@ def decoded(data: bytes, spec: str, **options: Any) -> Any:
     ],
     ids=["420", "444", "progressive", "grey", "cmyk", "pixel", "exif", "fill bytes", "profile"],
 )
-def test_a_jpeg_has_the_same_pixels_with_and_without_the_package(
+def test_a_jpeg_has_the_pixels_of_pillow(
     spec: str, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = decoded(data, spec)
-    monkeypatch.setattr(fast_decode, "simplejpeg", None)
+    monkeypatch.setattr(image_decode, "decode_jpeg", by_pillow)
     slow = decoded(data, spec)
     assert type(quick) is type(slow)
     np.testing.assert_array_equal(np.asarray(quick), np.asarray(slow))
@@ -74,7 +78,7 @@ def test_a_jpeg_has_the_same_pixels_with_and_without_the_package(
         assert quick.info.get("icc_profile") == slow.info.get("icc_profile")
 
 
-def test_the_package_is_used_where_it_may_be() -> None:
+def test_common_files_are_decoded_fast() -> None:
     assert decode_jpeg(photo(64, 48), "RGB") is not None
     assert decode_jpeg(photo(64, 48, "L"), "L") is not None
 
@@ -130,18 +134,18 @@ def test_damage_is_judged_by_pillow(spec: str, data: st.DataObject) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         quick = outcome()
-        patch.setattr(fast_decode, "simplejpeg", None)
+        patch.setattr(image_decode, "decode_jpeg", by_pillow)
         assert quick == outcome()
 
 
 @pytest.mark.parametrize("spec", ["rgb8", "torchrgb8", "pil", "l8", "rgba8"])
 @pytest.mark.parametrize("size", [(640, 480), (480, 640), (100, 900), (200, 100), (150, 150)])
-@pytest.mark.parametrize("package", [True, False])
+@pytest.mark.parametrize("fast", [True, False])
 def test_a_larger_picture_is_made_to_fit(
-    spec: str, size: tuple[int, int], package: bool, monkeypatch: pytest.MonkeyPatch
+    spec: str, size: tuple[int, int], fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not package:
-        monkeypatch.setattr(fast_decode, "simplejpeg", None)
+    if not fast:
+        monkeypatch.setattr(image_decode, "decode_jpeg", by_pillow)
     made = decoded(photo(*size), spec, max_side=150)
     shape = np.asarray(made).shape
     height, width = shape[1:] if spec.startswith("torch") else shape[:2]

@@ -21,16 +21,14 @@ def make_loader(case: Case) -> Any:
 
 def _decoded(dataset: Any, decoder: str, threads: int) -> Any:
     from benchmarks import images  # noqa: PLC0415  (imports torch, which the other rows do when they need it)
-    from shardstream.pipeline import fast_decode  # noqa: PLC0415
 
-    name, crop = ("rgb8", images.crop_pixels) if decoder == "fast" else ("pil", images.crop)
-    if decoder != "fast":
-        fast_decode.simplejpeg = None  # as if the extra were not installed: Pillow, as the peers
+    # By Pillow, as the peers do, or as users would
+    jpg, crop = ("rgb8", images.crop_pixels) if decoder == "fast" else (images.load, images.crop)
 
     def cropped(sample: dict[str, Any]) -> dict[str, Any]:
         return sample | {"jpg": crop(sample["jpg"])}
 
-    return dataset.decode(name, threads=threads).map(cropped, threads=threads)
+    return dataset.decode(fields={"jpg": jpg}, threads=threads).map(cropped, threads=threads)
 
 
 def epochs(case: Case) -> Epochs:
