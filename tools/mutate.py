@@ -239,7 +239,7 @@ def main() -> None:
         begun = time.monotonic()
         if bench.run(source, 900) != "survived":
             sys.exit("the tests fail without any change:\n" + (Path(folder) / "output").read_text())
-        limit_s = 30 + 4 * (time.monotonic() - begun)
+        limit_s = 20 + 2 * (time.monotonic() - begun)
         killed = 0
         for number, mutant in enumerate(chosen, start=1):
             outcome = bench.run(mutant.source, limit_s)
