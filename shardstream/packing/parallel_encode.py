@@ -13,6 +13,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
+from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import NamedTuple
 
 from shardstream.errors import MissingError, SampleError, ShardStreamError, SourceError
@@ -164,9 +165,8 @@ def encode_in_order(
         return
     # No fork: this process has threads (fsspec's, the sender's), and a child would inherit their locks. No fork server: it
     # keeps the environment of its own start, and credentials may have been set since.
-    context = multiprocessing.get_context("spawn")
     pool = ProcessPoolExecutor(
-        processes, mp_context=context, initializer=_begin, initargs=(encoder,)
+        processes, mp_context=_EncodeContext(), initializer=_begin, initargs=(encoder,)
     )
     # Processes are started by a thread: a signal ends the main one, which would leave a process that was started halfway.
     starter = ThreadPoolExecutor(
@@ -222,6 +222,21 @@ def _hold_signals() -> None:
     """Let processes that this thread starts inherit that signals wait."""
     resource_tracker.ensure_running()  # it would undo this if it was started later
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+class _EncodeProcess(SpawnProcess):
+    """A process that ends at once when the pool terminates it.
+
+    Where one has died the pool terminates the others and waits for them, before it lets anyone submit. They ignore SIGTERM (see
+    `_begin`), so it would wait for what they are at, and from Python 3.12 on for ever, for it sends them no other word.
+    """
+
+    def terminate(self) -> None:
+        self.kill()
+
+
+class _EncodeContext(SpawnContext):
+    Process = _EncodeProcess
 
 
 _here: list[RecordEncoder] = []  # in a process of the pool: its one encoder

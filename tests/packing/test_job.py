@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from shardstream.storage.discover import locate
 from shardstream.storage.store import Storage
 
 CLASSES = ("ant", "bee", "cat")
+_SLOW_S = 60  # of a process that is at work, while another dies
 
 
 @pytest.fixture
@@ -273,6 +275,23 @@ def test_a_process_that_dies_is_an_error_and_no_hang(
         pack(photos, tmp_path / "out", processes=2, max_samples=5, max_side=64)
     assert not (tmp_path / "out" / "index.json").exists()
     assert not list((tmp_path / "out").glob("*.part-*"))
+
+
+class _DeadlyAmongSlow(RecordEncoder):
+    def encode(self, records: Any) -> Any:
+        if records[0].key == "ant/00":
+            time.sleep(_SLOW_S)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_where_a_process_dies_the_others_are_not_waited_for(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shardstream.packing.job.RecordEncoder", _DeadlyAmongSlow)
+    begin = time.monotonic()
+    with pytest.raises(SourceError, match="a process that encodes died"):
+        pack(photos, tmp_path / "out", processes=2, shuffle=False, max_side=64)
+    assert time.monotonic() - begin < _SLOW_S / 2
 
 
 def test_files_that_are_only_copied_are_not_carried_through_processes(
