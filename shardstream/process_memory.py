@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import cache
 
 # The largest block that teaches glibc (mallopt(3), M_MMAP_THRESHOLD): it must be under 32 MiB with its header.
-_LESSON_BYTES = 31 << 20
+_MMAP_THRESHOLD_PROBE_BYTES = 31 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 _WORKERS_MALLOC = {_M_TRIM_THRESHOLD: 8 << 20, _M_MMAP_THRESHOLD: 4 << 20, _M_ARENA_MAX: 1}
 _trim: list[Callable[[int], int]] = []  # malloc_trim(3), in a worker that is settled
@@ -34,7 +34,7 @@ def importing() -> Iterator[None]:
 
 
 @cache
-def settle_worker() -> None:
+def tune_worker_process() -> None:
     """Make a fresh worker at home in what it has inherited or imported; once in its life.
 
     Its objects are left out of garbage collections, each of which takes 70 ms with torch imported, and copies the pages that
@@ -67,4 +67,4 @@ def keep_freed_memory() -> None:
     glibc learns that from the first such block that is freed, for the life of the process: once, because the next one would be taken
     of what is kept, and cleared. Photos of 100 kB are copied eight times as fast then.
     """
-    bytes(_LESSON_BYTES)  # pages that are never touched cost nothing; freed here
+    bytes(_MMAP_THRESHOLD_PROBE_BYTES)  # pages that are never touched cost nothing; freed here

@@ -44,7 +44,9 @@ def test_looking_up_a_name_keeps_no_garbage_alive() -> None:
 
 def test_malloc_is_taught_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     process_memory.keep_freed_memory()
-    monkeypatch.setattr(process_memory, "_LESSON_BYTES", -1)  # with which bytes() fails
+    monkeypatch.setattr(
+        process_memory, "_MMAP_THRESHOLD_PROBE_BYTES", -1
+    )  # with which bytes() fails
     process_memory.keep_freed_memory()
 
 
@@ -58,7 +60,7 @@ def held_mb():
     return int(line.split()[1]) // 1000
 
 if sys.argv[1] == "worker":
-    memory.settle_worker()
+    memory.tune_worker_process()
 blocks = [bytearray(100_000) for _ in range(1000)]  # below what malloc maps by itself
 kept = blocks[::100]
 full = held_mb()

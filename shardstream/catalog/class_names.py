@@ -38,7 +38,7 @@ def read_classes(folder: str, storage: Storage) -> Classes | None:
     """
     url = join_url(folder, CLASSES_NAME)
     try:
-        size = storage.info(url).told_size
+        size = storage.info(url).size_or_none
         if size is not None and size > _LIMIT_BYTES:
             raise ManifestError(
                 f"{size} bytes of class names, the limit is {_LIMIT_BYTES}; write a shorter list",

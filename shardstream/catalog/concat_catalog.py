@@ -13,7 +13,7 @@ from shardstream.catalog.shard_catalog import Catalog, Extents, Numbers
 from shardstream.errors import plural
 from shardstream.format.index import Offsets
 from shardstream.format.tar_reader import Buffer
-from shardstream.storage.concurrency import Pace
+from shardstream.storage.concurrency import AdaptiveLimit
 
 
 class JoinedCatalog:
@@ -120,11 +120,11 @@ class JoinedCatalog:
             part.check_manifests()
 
     def fetch(
-        self, shard: int, start: int, end: int, pace: Pace | None = None
+        self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None = None
     ) -> bytes | memoryview:
         """Read some bytes of a shard, as `Catalog.fetch`."""
         part, within = self._within(shard)
-        return part.fetch(within, start, end, pace)
+        return part.fetch(within, start, end, concurrency)
 
     @property
     def limit_s(self) -> float:

@@ -16,15 +16,15 @@ import numpy as np
 from shardstream.errors import IndexMismatchError, OptionError
 from shardstream.format.manifest import ShardInfo
 from shardstream.format.tar_reader import Buffer
-from shardstream.storage.concurrency import Pace, asking
+from shardstream.storage.concurrency import AdaptiveLimit, hints_of
 from shardstream.storage.error_messages import explained
 from shardstream.storage.retry import fetch
 from shardstream.storage.store import Storage
 
 Verify = Literal["sha256"]
 
-CHUNK_BYTES = 1 << 20
-_PIECE_BYTES = 4 * CHUNK_BYTES  # of the pass over a whole shard
+DIGEST_CHUNK_BYTES = 1 << 20
+_WHOLE_READ_BYTES = 4 * DIGEST_CHUNK_BYTES  # of the pass over a whole shard
 _DIGEST_BYTES = 16
 _TRIES = 4
 _UNKNOWN, _CHUNKS_KNOWN, _FILE_KNOWN = range(3)
@@ -35,7 +35,7 @@ class _Check(Future[None]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.waiting: set[Pace] = set()
+        self.waiting: set[AdaptiveLimit] = set()
         """Of other iterators, which wait for the end of this."""
 
 
@@ -88,14 +88,16 @@ class Checks:
         # By process, too: what a parent was at when it forked goes on there, not here.
         self._under_way: dict[tuple[int, int], _Check] = {}
 
-    def read(self, shard: int, start: int, end: int, pace: Pace | None = None) -> bytes:
+    def read(
+        self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None = None
+    ) -> bytes:
         """Return the bytes ``start`` to ``end`` of a shard, checked.
 
         Args:
             shard: Its number.
             start: Offset of the first byte.
             end: Offset behind the last.
-            pace: Told of throttling, and of what comes while the shard is read whole.
+            concurrency: Told of throttling, and of what comes while the shard is read whole.
 
         Raises:
             IndexMismatchError: If the bytes are not those of the manifest.
@@ -105,11 +107,11 @@ class Checks:
             mine = _Check()
             check = self._under_way.setdefault((os.getpid(), shard), mine)
             if check is mine:
-                return self._read_first(shard, start, end, pace, mine)
-            if pace is not None:
-                check.waiting.add(pace)
+                return self._read_first(shard, start, end, concurrency, mine)
+            if concurrency is not None:
+                check.waiting.add(concurrency)
             check.result()  # ends when its reads do
-        return self._read_known(shard, start, end, pace)
+        return self._read_known(shard, start, end, concurrency)
 
     def knows_file(self, shard: int, path: str) -> bool:
         """Tell whether a local file is the one that a shard was found in, and unchanged since."""
@@ -130,12 +132,12 @@ class Checks:
         self._keep(shard, _FILE_KNOWN, stamp)
 
     def _read_first(
-        self, shard: int, start: int, end: int, pace: Pace | None, check: _Check
+        self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None, check: _Check
     ) -> bytes:
         try:
-            data = self._read_whole(shard, start, end, pace)
+            data = self._read_whole(shard, start, end, concurrency)
         except BaseException as error:
-            if pace is not None and pace.closed.is_set():
+            if concurrency is not None and concurrency.closed.is_set():
                 check.set_result(None)  # it was given up: who waits reads for itself
             else:
                 check.set_exception(error)
@@ -146,11 +148,13 @@ class Checks:
         finally:
             self._under_way.pop((os.getpid(), shard), None)
 
-    def _read_whole(self, shard: int, start: int, end: int, pace: Pace | None) -> bytes:
+    def _read_whole(
+        self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None
+    ) -> bytes:
         """Read all of a shard, until it fits or the same wrong bytes come twice; return what is wanted of it."""
         seen: set[str] = set()
         while True:
-            sha256, digests, wanted = self._pass(shard, start, end, pace)
+            sha256, digests, wanted = self._pass(shard, start, end, concurrency)
             if sha256 == self._sha256(shard):
                 self._keep(shard, _CHUNKS_KNOWN, digests)
                 return wanted
@@ -160,50 +164,55 @@ class Checks:
             seen.add(sha256)
 
     def _pass(
-        self, shard: int, start: int, end: int, pace: Pace | None
+        self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None
     ) -> tuple[str, bytes, bytes]:
         """Read a shard once; return its sha256, the digests of its chunks and the wanted bytes."""
         size = self._sizes[shard]
         sha256, digests, wanted = hashlib.sha256(), bytearray(), bytearray()
-        for low in range(0, size, _PIECE_BYTES):
+        for low in range(0, size, _WHOLE_READ_BYTES):
             begin = time.monotonic()
-            data = memoryview(self._fetch(shard, low, min(low + _PIECE_BYTES, size), pace))
-            if pace is not None:
-                pace.arrived(len(data), time.monotonic() - begin)
+            data = memoryview(
+                self._fetch(shard, low, min(low + _WHOLE_READ_BYTES, size), concurrency)
+            )
+            if concurrency is not None:
+                concurrency.record_response(len(data), time.monotonic() - begin)
             for other in tuple(self._under_way[os.getpid(), shard].waiting):
-                other.heard()
+                other.record_activity()
             sha256.update(data)
-            for at in range(0, len(data), CHUNK_BYTES):
-                digests += _digest(data[at : at + CHUNK_BYTES])
+            for at in range(0, len(data), DIGEST_CHUNK_BYTES):
+                digests += _digest(data[at : at + DIGEST_CHUNK_BYTES])
             wanted += data[max(start - low, 0) : max(end - low, 0)]
         return sha256.hexdigest(), bytes(digests), bytes(wanted)
 
-    def _read_known(self, shard: int, start: int, end: int, pace: Pace | None) -> bytes:
+    def _read_known(
+        self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None
+    ) -> bytes:
         """Read of a shard whose chunks are known."""
-        low, high = self._bounds(shard, start // CHUNK_BYTES, _chunks(end))
-        data = self._fetch(shard, low, high, pace)
+        low, high = self._bounds(shard, start // DIGEST_CHUNK_BYTES, _chunks(end))
+        data = self._fetch(shard, low, high, concurrency)
         view = memoryview(data)
-        edges = [*range(low, high, CHUNK_BYTES), high]
+        edges = [*range(low, high, DIGEST_CHUNK_BYTES), high]
         bad = [
             left
             for left, right in pairwise(edges)
-            if _digest(view[left - low : right - low]) != self._known(shard, left // CHUNK_BYTES)
+            if _digest(view[left - low : right - low])
+            != self._known(shard, left // DIGEST_CHUNK_BYTES)
         ]
         if bad:
             mended = bytearray(data)
             for left in bad:
-                chunk = self._read_again(shard, left // CHUNK_BYTES, pace)
+                chunk = self._read_again(shard, left // DIGEST_CHUNK_BYTES, concurrency)
                 mended[left - low : left - low + len(chunk)] = chunk
             data = bytes(mended)
         return data[start - low : end - low]
 
-    def _read_again(self, shard: int, number: int, pace: Pace | None) -> bytes:
+    def _read_again(self, shard: int, number: int, concurrency: AdaptiveLimit | None) -> bytes:
         """Read a chunk from its source that did not come as it was."""
         low, high = self._bounds(shard, number, number + 1)
         url = self._shards[shard].url
         for _ in range(_TRIES - 1):
             self._storage.forget(url, low, high)
-            data = self._fetch(shard, low, high, pace)
+            data = self._fetch(shard, low, high, concurrency)
             if _digest(data) == self._known(shard, number):
                 return data
         self._storage.forget(url, low, high)
@@ -215,13 +224,13 @@ class Checks:
             offset=low,
         )
 
-    def _fetch(self, shard: int, low: int, high: int, pace: Pace | None) -> bytes:
-        told = asking(pace) | {"size": self._sizes[shard]}
+    def _fetch(self, shard: int, low: int, high: int, concurrency: AdaptiveLimit | None) -> bytes:
+        told = hints_of(concurrency) | {"size": self._sizes[shard]}
         return fetch(self._storage, self._shards[shard].url, low, high, **told)
 
     def _bounds(self, shard: int, first: int, last: int) -> tuple[int, int]:
         size = self._sizes[shard]
-        return first * CHUNK_BYTES, min(last * CHUNK_BYTES, size)
+        return first * DIGEST_CHUNK_BYTES, min(last * DIGEST_CHUNK_BYTES, size)
 
     def _known(self, shard: int, number: int) -> bytes:
         at = (self._firsts[shard] + number) * _DIGEST_BYTES
@@ -271,7 +280,7 @@ def _stamp(path: str) -> bytes:
 
 
 def _chunks(nbytes: int) -> int:
-    return -(-nbytes // CHUNK_BYTES)
+    return -(-nbytes // DIGEST_CHUNK_BYTES)
 
 
 def _digest(data: bytes | memoryview) -> bytes:

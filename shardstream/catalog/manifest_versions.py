@@ -45,7 +45,9 @@ class ManifestVersions:
         """
         for url, before in self._digests.items():
             try:
-                manifest, digest = read_manifest(FileInfo(url=url, told_size=None), self._storage)
+                manifest, digest = read_manifest(
+                    FileInfo(url=url, size_or_none=None), self._storage
+                )
             except MissingError as error:
                 raise _replaced("its manifest is gone", url) from error
             except StorageError as error:

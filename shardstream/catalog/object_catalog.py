@@ -18,16 +18,16 @@ from shardstream.format.index import Offsets
 from shardstream.format.names import canonical_field, split_member_name
 from shardstream.format.tar_reader import Buffer
 from shardstream.format.tar_writer import encode_member, member_bytes
-from shardstream.storage.concurrency import Pace, asking
+from shardstream.storage.concurrency import AdaptiveLimit, hints_of
 from shardstream.storage.listing import Listed, sample_members
-from shardstream.storage.retry import AnswerCutError, fetch, patiently
+from shardstream.storage.retry import AnswerCutError, fetch, retry_call
 from shardstream.storage.store import Storage
 
 _Unsigned = npt.NDArray[np.unsignedinteger[Any]]
 
 _MD5 = re.compile(r'ETag "?([0-9a-f]{32})"?')  # as `version_of` says it
 
-Label = Callable[[str], Any]
+LabelFunction = Callable[[str], Any]
 """A file's path under the prefix -> its class: a name, or a number."""
 
 
@@ -105,7 +105,7 @@ class ObjectCatalog:
             digest.update(self._labels.astype("<i8").tobytes())
         return digest.hexdigest()[:16]
 
-    def set_labels(self, label: Label, classes: Sequence[str] | None = None) -> None:
+    def set_labels(self, label: LabelFunction, classes: Sequence[str] | None = None) -> None:
         """Give each sample a field ``cls``: what a function says of the path of its first file.
 
         Names become numbers, in the order of ``classes``, by default sorted (see `classes`).
@@ -177,7 +177,9 @@ class ObjectCatalog:
     def check_manifests(self) -> None:
         """Do nothing: there is none."""
 
-    def fetch(self, shard: int, start: int, end: int, pace: Pace | None = None) -> bytes:
+    def fetch(
+        self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None = None
+    ) -> bytes:
         """Read the files of a sample, and return them as a tar.
 
         Raises:
@@ -190,18 +192,18 @@ class ObjectCatalog:
             data = self._label(shard)
             if member is not None:
                 url, size = self._root + self._path(member), int(self._sizes[member])
-                data = self._read(url, size, pace)
+                data = self._read(url, size, concurrency)
             pieces += encode_member(name, data)
         return b"".join(pieces)[start:end]
 
-    def _read(self, url: str, size: int, pace: Pace | None) -> bytes:
+    def _read(self, url: str, size: int, concurrency: AdaptiveLimit | None) -> bytes:
         """Read a file that must have the length it was listed with."""
         # S3 tells the length with a range; elsewhere only the whole file shows that it has grown.
         end = size if self.storage.is_s3(url) else None
 
         def ask() -> bytes:
             try:
-                data = fetch(self.storage, url, 0, end, **(asking(pace) | {"size": size}))
+                data = fetch(self.storage, url, 0, end, **(hints_of(concurrency) | {"size": size}))
             except ChangedError as error:
                 raise _changed(url) from error
             if len(data) != size:
@@ -210,7 +212,7 @@ class ObjectCatalog:
                 raise AnswerCutError(f"got {len(data)} of {size} bytes")
             return data
 
-        return patiently(self.storage, url, ask)
+        return retry_call(self.storage, url, ask)
 
     @property
     def limit_s(self) -> float:

@@ -30,7 +30,7 @@ from shardstream.format.manifest import ShardInfo, checksum, fingerprint
 from shardstream.format.samples import Sample, read_sample
 from shardstream.format.tar_diagnostics import TarNotes
 from shardstream.format.tar_reader import BLOCK_BYTES, Buffer, empty_tar
-from shardstream.storage.concurrency import Pace, asking
+from shardstream.storage.concurrency import AdaptiveLimit, hints_of
 from shardstream.storage.discover import Located, is_compressed
 from shardstream.storage.fork_safety import new_lock
 from shardstream.storage.retry import fetch, fetch_view
@@ -179,7 +179,7 @@ class Catalog:
         self._manifests.check(self.shards)
 
     def fetch(
-        self, shard: int, start: int, end: int, pace: Pace | None = None
+        self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None = None
     ) -> bytes | memoryview:
         """Read some bytes of a shard, trying again where that can help.
 
@@ -188,10 +188,10 @@ class Catalog:
             IndexMismatchError: If they are compared with a checksum, and do not fit.
         """
         if self._checks is not None:
-            return self._checks.read(shard, start, end, pace)
+            return self._checks.read(shard, start, end, concurrency)
         info = self.shards[shard]
-        told = asking(pace) | {"size": info.filesize}
-        data = fetch_view(self.storage, info.url, start, end, **told)
+        hints = hints_of(concurrency) | {"size": info.filesize}
+        data = fetch_view(self.storage, info.url, start, end, **hints)
         self._files.check([shard])
         return data
 
@@ -281,11 +281,11 @@ class Catalog:
 
     def _read_index_once(self, shard: ShardInfo) -> Offsets:
         url, nsamples = shard.url + INDEX_SUFFIX, shard.nsamples or 0
-        most = OFFSET_BYTES * (
+        max_bytes = OFFSET_BYTES * (
             nsamples + 2
         )  # one more than it should be: `_checked` says what is wrong
-        data = fetch(self.storage, url, most=most + 1)
-        if len(data) > most:
+        data = fetch(self.storage, url, max_bytes=max_bytes + 1)
+        if len(data) > max_bytes:
             raise IndexMismatchError(
                 f"the index has more than the {plural(nsamples, 'sample')} that the manifest, or its size in a listing, says; "
                 "run 'shardstream index' again",

@@ -11,7 +11,7 @@ import numpy as np
 from shardstream.catalog.concat_catalog import AnyCatalog
 from shardstream.catalog.shard_catalog import Extents, Numbers
 from shardstream.fetch.coalesce import coalesce
-from shardstream.fetch.in_flight import Asking
+from shardstream.fetch.in_flight import RequestPool
 from shardstream.fetch.readahead import PagesAhead
 from shardstream.fetch.remote import RangeFetcher
 from shardstream.format.columnar import Stretch, are_many, find_samples, read_one, read_samples
@@ -77,7 +77,7 @@ class BatchFetcher:
 
     def __init__(self, catalog: AnyCatalog) -> None:
         self._catalog = catalog
-        self._asking = Asking(catalog, hedges=False)
+        self._pool = RequestPool(catalog, hedges=False)
 
     def samples(self, numbers: Numbers) -> Samples:
         """Return for each number its sample, or what is wrong with it.
@@ -88,8 +88,8 @@ class BatchFetcher:
         """
         extents = self._catalog.extents(numbers)
         rows: dict[int, object] = {}
-        for asked in [self._asking.ask(span) for span in coalesce(extents)]:
-            span, data = asked.span, self._asking.answer(asked)
+        for in_flight in [self._pool.submit(span) for span in coalesce(extents)]:
+            span, data = in_flight.span, self._pool.wait_for_range(in_flight)
             starts, ends = extents.starts[span.places], extents.ends[span.places]
             url = self._catalog.url_of(span.shard)
             stretch = Stretch(span.shard, url, data, span.start, starts, ends)
@@ -102,11 +102,11 @@ class BatchFetcher:
 
     def stats(self) -> dict[str, float]:
         """Return what it has cost so far."""
-        return self._asking.stats()
+        return self._pool.stats()
 
     def close(self) -> None:
         """Send no more requests; those in flight end by themselves."""
-        self._asking.close()
+        self._pool.close()
 
 
 class MappedSamples:

@@ -14,7 +14,7 @@ from shardstream.catalog.concat_catalog import AnyCatalog
 from shardstream.catalog.shard_catalog import Numbers
 from shardstream.errors import IndexMismatchError, StorageError
 from shardstream.fetch.coalesce import Range, coalesce
-from shardstream.fetch.in_flight import Asked, Asking
+from shardstream.fetch.in_flight import InFlightRange, RequestPool
 from shardstream.format.columnar import Stretch, read_samples
 from shardstream.format.columns import Samples, as_rows, from_rows
 from shardstream.process_memory import give_back_freed_memory
@@ -32,13 +32,13 @@ class _Group:
 class _Part:
     """The samples of a group that one request brings."""
 
-    __slots__ = ("asked", "bytes_each", "group", "is_read", "numbers", "span")
+    __slots__ = ("bytes_each", "group", "in_flight", "is_read", "numbers", "span")
 
     def __init__(self, group: _Group, span: Range, numbers: Numbers) -> None:
         self.group, self.span = group, span
         self.numbers = numbers  # of its samples, in the order of the tar
         self.bytes_each = span.size / len(numbers)
-        self.asked: Asked | None = None
+        self.in_flight: InFlightRange | None = None
         self.is_read = False
 
 
@@ -66,7 +66,7 @@ class RangeFetcher:
     ) -> None:
         self._catalog = catalog
         self._upcoming = upcoming
-        self._asking = Asking(catalog, hedges=hedges)
+        self._requests = RequestPool(catalog, hedges=hedges)
         self._budget = self._limit = float(prefetch_bytes)
         self._bytes = 0.0  # asked for, and not used yet
         self._parts: dict[int, _Part] = {}  # by number, until that is used
@@ -98,14 +98,14 @@ class RangeFetcher:
 
     def stats(self) -> dict[str, float]:
         """Return what it has cost so far."""
-        return self._asking.stats()
+        return self._requests.stats()
 
     def close(self) -> None:
         """Drop what is held; requests in flight end by themselves, and no more are sent."""
         self._parts.clear()
         self._rows.clear()
         self._queue.clear()
-        self._asking.close()
+        self._requests.close()
         give_back_freed_memory()
 
     def _parts_of(self, wanted: dict[int, None]) -> list[_Part]:
@@ -130,7 +130,7 @@ class RangeFetcher:
             if not self._queue:
                 if len(self._parts) >= self._catalog.most_ahead or not self._open_next():
                     return
-            elif self._queue[0].asked is not None:
+            elif self._queue[0].in_flight is not None:
                 self._queue.popleft()
             elif self._bytes + self._queue[0].span.size <= self._limit or not self._bytes:
                 self._ask(self._queue.popleft())
@@ -138,8 +138,8 @@ class RangeFetcher:
                 return
 
     def _ask(self, part: _Part) -> None:
-        if part.asked is None:
-            part.asked = self._asking.ask(part.span)
+        if part.in_flight is None:
+            part.in_flight = self._requests.submit(part.span)
             self._on_way.append(part)
             self._bytes += part.span.size
 
@@ -149,7 +149,7 @@ class RangeFetcher:
         if not len(numbers):
             return False
         for shard, index in indexes.items():
-            self._asking.await_index(shard, index, self._announced_at)
+            self._requests.wait_for_index(shard, index, self._announced_at)
         fresh = [n for n in dict.fromkeys(numbers.tolist()) if n not in self._parts]  # in a tail
         self._open(numbers if len(fresh) == len(numbers) else np.array(fresh, dtype=np.int64))
         self._next = self._announce()
@@ -159,7 +159,7 @@ class RangeFetcher:
         numbers = next(self._upcoming, np.empty(0, dtype=np.int64))
         shards = self._catalog.shards_of(numbers) if len(numbers) else []
         self._announced_at = time.monotonic()
-        return numbers, {shard: self._asking.ask_index(shard) for shard in shards}
+        return numbers, {shard: self._requests.submit_index(shard) for shard in shards}
 
     def _open(self, numbers: Numbers) -> None:
         group = _Group()
@@ -174,9 +174,9 @@ class RangeFetcher:
         for part in parts:
             if part.is_read:
                 continue
-            assert part.asked is not None  # noqa: S101  (by the caller)
+            assert part.in_flight is not None  # noqa: S101  (by the caller)
             try:
-                self._take_apart(part, part.asked)
+                self._take_apart(part, part.in_flight)
             except (StorageError, IndexMismatchError) as error:
                 self._forget(part)
                 return error
@@ -185,19 +185,19 @@ class RangeFetcher:
     def _read_what_has_come(self) -> None:
         """Take apart what is not needed yet: its memory is that of samples just used, where whole answers need new."""
         for part in self._on_way:
-            if not part.is_read and part.asked is not None and part.asked.has_come:
-                self._take_apart(part, part.asked)
+            if not part.is_read and part.in_flight is not None and part.in_flight.is_done:
+                self._take_apart(part, part.in_flight)
         self._on_way = [part for part in self._on_way if not part.is_read]
 
-    def _take_apart(self, part: _Part, asked: Asked) -> None:
-        data = self._asking.answer(asked)
+    def _take_apart(self, part: _Part, in_flight: InFlightRange) -> None:
+        data = self._requests.wait_for_range(in_flight)
         _, starts, ends = self._catalog.extents(part.numbers)
         url = self._catalog.url_of(part.span.shard)
         stretch = Stretch(part.span.shard, url, data, part.span.start, starts, ends)
         rows = as_rows(read_samples([stretch]))
         self._rows.update(zip(part.numbers.tolist(), rows, strict=True))
         part.is_read = True
-        asked.first = asked.second = None  # who hold the answer
+        in_flight.first = in_flight.second = None  # who hold the answer
 
     def _let_go(self, used: set[int]) -> None:
         deque(map(self._rows.__delitem__, used), maxlen=0)

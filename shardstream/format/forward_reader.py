@@ -10,7 +10,7 @@ from typing import Any, BinaryIO, Protocol, cast
 
 from shardstream.errors import OptionError, ShardError
 
-CHUNK_BYTES = 1 << 20
+DEFAULT_READ_BYTES = 1 << 20
 _FREE_BYTES = 4 << 30  # a compressed tar may unpack to so much, whatever its size
 _RATIO_LIMIT = 1000  # and beyond, to so many times its size; labels alone reach 540 with zstd
 
@@ -48,7 +48,7 @@ class StreamReader:
         self,
         stream: Readable,
         *,
-        chunk_bytes: int = CHUNK_BYTES,
+        chunk_bytes: int = DEFAULT_READ_BYTES,
         watch: Callable[[bytes], object] | None = None,
     ) -> None:
         self._stream = stream

@@ -31,7 +31,7 @@ from shardstream.pipeline.bad_samples import Skips
 from shardstream.pipeline.indexed_run import own_steps
 from shardstream.pipeline.indexed_source import PlannedSource, open_share
 from shardstream.pipeline.stage import Position, Run, State
-from shardstream.process_memory import settle_worker
+from shardstream.process_memory import tune_worker_process
 
 _NOT_FOR_OTHERS = (
     "only its ShardLoader reads this dataset, but another loader was built around it (accelerate's skip_first_batches does so): "
@@ -185,7 +185,7 @@ class Batches(IterableDataset[Any]):
         )
         if get_worker_info() is None:
             return packets
-        settle_worker()
+        tune_worker_process()
         marks = marked(packets, self.begun, reader.worker)
         return bundled(marks, reader.worker, self.rounds, self._pack_in(reader.worker))
 

@@ -23,7 +23,7 @@ from shardstream.packing.source import FileRef, Record
 from shardstream.storage.store import Storage
 
 _CHUNK_RECORDS = 32
-_CHUNK_BYTES = 16 << 20
+_RECORD_CHUNK_BYTES = 16 << 20
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _READ_THREADS = 16  # for files behind a network, where each read waits
 
@@ -205,7 +205,7 @@ def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
     for record in records:
         chunk.append(record)
         size += sum(map(_weight, record.fields.values()))
-        if len(chunk) >= _CHUNK_RECORDS or size >= _CHUNK_BYTES:
+        if len(chunk) >= _CHUNK_RECORDS or size >= _RECORD_CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0
     if chunk:

@@ -22,7 +22,7 @@ from shardstream.storage.store import Storage
 ProgressFunction = Callable[[int, int], None]
 """``progress(done, total)``: bytes read so far and bytes to read. Called from several threads, one at a time."""
 
-_CHUNK_BYTES = 8 << 20
+_SCAN_READ_BYTES = 8 << 20
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -92,7 +92,7 @@ class ShardPass:
                 decompressed(cast("BinaryIO", source), shard=self.url)
             )
         self._source = source
-        self._read = StreamReader(stream, chunk_bytes=_CHUNK_BYTES)
+        self._read = StreamReader(stream, chunk_bytes=_SCAN_READ_BYTES)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -114,7 +114,7 @@ class ShardPass:
 
     def finish(self) -> tuple[str, int]:
         """Read what is left of the file; return its sha256 as hex digits and its length in bytes."""
-        while self._source.read(_CHUNK_BYTES):
+        while self._source.read(_SCAN_READ_BYTES):
             pass
         return self._digest.hexdigest(), self._nbytes
 
@@ -141,7 +141,7 @@ class _Watched:
 
     def read(self, size: int = -1, /) -> bytes:
         if self._at >= len(self._kept):
-            self._kept, self._at = self._stream.read(_CHUNK_BYTES), 0
+            self._kept, self._at = self._stream.read(_SCAN_READ_BYTES), 0
             if self._kept:
                 self._heard(self._kept)
         end = len(self._kept) if size < 0 else self._at + size

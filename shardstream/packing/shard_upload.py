@@ -114,7 +114,7 @@ class ShardSender:
             if (
                 tar is None
                 or index is None
-                or (tar.told_size, index.told_size) != (info.filesize, index_bytes)
+                or (tar.size_or_none, index.size_or_none) != (info.filesize, index_bytes)
                 or etag not in (tar.version or etag)
             ):
                 raise StorageError(

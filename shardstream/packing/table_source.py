@@ -106,7 +106,7 @@ class TableSource:
         """Changes with the tables; the files that they name are not looked at."""
         files = [self._storage.info(url) for url in self._urls]
         return fingerprint_of(
-            "table", *(part for file in files for part in (file.told_size, file.version))
+            "table", *(part for file in files for part in (file.size_or_none, file.version))
         )
 
     def __iter__(self) -> Iterator[Record]:

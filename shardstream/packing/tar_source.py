@@ -22,7 +22,7 @@ from shardstream.storage.store import Storage, parent_url
 
 _log = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 8 << 20  # of one range read
+_RANGE_BYTES = 8 << 20  # of one range read
 _ASKED_AT_ONCE = 16
 
 
@@ -140,7 +140,7 @@ class TarSource:
         stream = cast("BinaryIO", RangeStream(self._storage, url, size))
         end = None if is_compressed(url) else size
         with decompressed(stream, shard=url) as tar:
-            read = StreamReader(tar, chunk_bytes=_CHUNK_BYTES)
+            read = StreamReader(tar, chunk_bytes=_RANGE_BYTES)
             notes = TarNotes()
             for _, sample in iter_samples(read, end=end, shard=url, notes=notes):
                 yield sample

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from shardstream.errors import CacheWarning, OptionError, redact
 from shardstream.storage.byte_sizes import parse_bytes
 from shardstream.storage.cache_chunk import (
-    CHUNK_BYTES,
+    CACHE_CHUNK_BYTES,
     HEADER_BYTES,
     ChunkError,
     encode_header,
@@ -29,7 +29,7 @@ from shardstream.storage.cache_space import Space, on_disk
 
 _log = logging.getLogger(__name__)
 
-_LEAST_BYTES = 4 * CHUNK_BYTES
+_LEAST_BYTES = 4 * CACHE_CHUNK_BYTES
 _NAME_BYTES = 16
 
 ReadRange = Callable[[int, int | None], bytes | memoryview]
@@ -117,7 +117,7 @@ class Cache:
         end: int | None,
         *,
         size: int | None = None,
-        most: int | None = None,
+        max_bytes: int | None = None,
         read: ReadRange,
         look_up: Callable[[], object],
     ) -> bytes | memoryview:
@@ -128,7 +128,7 @@ class Cache:
             start: From which byte.
             end: To which byte.
             size: Length of the file, if the caller knows.
-            most: Bytes that are wanted, if it is read to its end.
+            max_bytes: Bytes that are wanted, if it is read to its end.
             read: Reads a range from the source.
             look_up: Makes `learn` be called with this file, for one that no listing named.
         """
@@ -141,11 +141,11 @@ class Cache:
         if size not in (None, known.size):  # another file than the caller means: the source says so
             return read(start, end)
         size, identity = known.size, known.identity
-        end = _end(start, end, size, most)
+        end = _end(start, end, size, max_bytes)
         if not start < end <= size:  # past the end: the source says what is wrong
             return read(start, end)
         file = _File(self._space, identity, size)
-        numbers = range(start // CHUNK_BYTES, -(-end // CHUNK_BYTES))
+        numbers = range(start // CACHE_CHUNK_BYTES, -(-end // CACHE_CHUNK_BYTES))
         out = io.BytesIO()
         gap: int | None = None
         for number in numbers:
@@ -169,7 +169,7 @@ class Cache:
         if identity is not None:
             file = _File(self._space, identity, size)
             for number in range(
-                start // CHUNK_BYTES, -(-(size if end is None else end) // CHUNK_BYTES)
+                start // CACHE_CHUNK_BYTES, -(-(size if end is None else end) // CACHE_CHUNK_BYTES)
             ):
                 file.drop(number)
 
@@ -192,8 +192,8 @@ class _File:
     def take(self, number: int, start: int, end: int) -> memoryview | None:
         """Return what a chunk has of the bytes ``start`` to ``end`` of the file; None if it is not here."""
         name, path = self._name(number)
-        base = number * CHUNK_BYTES
-        length = min(CHUNK_BYTES, self._size - base)
+        base = number * CACHE_CHUNK_BYTES
+        length = min(CACHE_CHUNK_BYTES, self._size - base)
         try:
             # Whatever lies there: no link is followed, no pipe waited for.
             flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -217,11 +217,11 @@ class _File:
         self, first: int, last: int, start: int, end: int, read: ReadRange
     ) -> bytes | memoryview:
         """Read what chunks ``first`` to ``last`` have of these bytes from the source, and keep the chunks if there is room."""
-        base, limit = first * CHUNK_BYTES, min(last * CHUNK_BYTES, self._size)
+        base, limit = first * CACHE_CHUNK_BYTES, min(last * CACHE_CHUNK_BYTES, self._size)
         low, high = max(start, base), min(end, limit)
-        whole = on_disk(HEADER_BYTES + CHUNK_BYTES)
+        whole = on_disk(HEADER_BYTES + CACHE_CHUNK_BYTES)
         cost = (last - first - 1) * whole + on_disk(
-            HEADER_BYTES + (limit - base - 1) % CHUNK_BYTES + 1
+            HEADER_BYTES + (limit - base - 1) % CACHE_CHUNK_BYTES + 1
         )
         room = self._space.room_for(cost)
         kept = last - first if room >= cost else max(0, room // whole)
@@ -229,14 +229,14 @@ class _File:
             return read(low, high)  # around what is asked for no more is read than is kept
         data = memoryview(read(base, limit if first + kept == last else high))
         for number in range(kept):
-            chunk = data[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+            chunk = data[number * CACHE_CHUNK_BYTES : (number + 1) * CACHE_CHUNK_BYTES]
             name, path = self._name(first + number)
             self._space.publish(path, (encode_header(name, chunk), chunk))
         return data[low - base : high - base]
 
     def drop(self, number: int) -> None:
         """Delete a chunk, if it is here."""
-        length = min(CHUNK_BYTES, self._size - number * CHUNK_BYTES)
+        length = min(CACHE_CHUNK_BYTES, self._size - number * CACHE_CHUNK_BYTES)
         self._space.discard(self._name(number)[1], HEADER_BYTES + length)
 
     def _refuse(self, path: str, length: int, error: Exception) -> None:
@@ -250,11 +250,11 @@ class _File:
         return name, self._space.path_of(name.hex())
 
 
-def _end(start: int, end: int | None, size: int, most: int | None) -> int:
+def _end(start: int, end: int | None, size: int, max_bytes: int | None) -> int:
     """Return where a read of a file ends."""
     if end is not None:
         return end
-    return size if most is None else min(size, start + most)
+    return size if max_bytes is None else min(size, start + max_bytes)
 
 
 def open_cache(

@@ -15,7 +15,7 @@ from typing import cast
 
 PAGE_BYTES = 64 << 10
 _PAGES = 16
-CHUNK_BYTES = _PAGES * PAGE_BYTES
+CACHE_CHUNK_BYTES = _PAGES * PAGE_BYTES
 """Of one file: large enough that opening it costs little, small enough that little is fetched around what is asked for."""
 
 _MAGIC = b"shardst1"
@@ -71,7 +71,7 @@ def read_chunk(handle: int, name: bytes, length: int, start: int, end: int) -> m
 
 def _buffer() -> memoryview:
     if not hasattr(_local, "buffer"):
-        _local.buffer = memoryview(bytearray(CHUNK_BYTES))
+        _local.buffer = memoryview(bytearray(CACHE_CHUNK_BYTES))
     return cast("memoryview", _local.buffer)
 
 

@@ -24,7 +24,7 @@ from shardstream.storage.error_messages import explained, scrub, tellable
 from shardstream.storage.fsspec_reader import FilesystemReader
 from shardstream.storage.http_reader import HttpReader
 from shardstream.storage.read_small_files import glance
-from shardstream.storage.response import Piece, Reader
+from shardstream.storage.response import RangeReader, RangeResponse
 from shardstream.storage.s3_config import S3Settings, for_s3fs, understand
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class Clients:
         """Tell whether a URL is read by an S3 client of ours: no chain, no file system of the user's."""
         return self._filesystem is None and protocol_of(url) in S3 and "::" not in url
 
-    def reader(self, url: str, *, whole: bool) -> tuple[Reader, str]:
+    def reader(self, url: str, *, whole: bool) -> tuple[RangeReader, str]:
         """Return what reads a URL, and the path to ask it for.
 
         Args:
@@ -183,29 +183,35 @@ class Clients:
         return FilesystemReader(filesystem, self.limits.stall_s), path
 
     def read(
-        self, url: str, start: int, end: int | None, *, piecemeal: bool, most: int | None = None
-    ) -> Piece:
+        self,
+        url: str,
+        start: int,
+        end: int | None,
+        *,
+        keep_partial: bool,
+        max_bytes: int | None = None,
+    ) -> RangeResponse:
         """Ask once for bytes of a file, and raise what the client raises."""
         reader, path = self.reader(url, whole=(start, end) == (0, None))
         try:
-            piece = reader.read(path, start, end, piecemeal=piecemeal, most=most)
+            response = reader.read(path, start, end, keep_partial=keep_partial, max_bytes=max_bytes)
         except Exception as error:
             if not self._give_up_obstore(error):
                 raise
             reader, path = self.reader(url, whole=False)
-            piece = reader.read(path, start, end, piecemeal=piecemeal, most=most)
-        self._read_bytes += len(piece.data)
-        return piece
+            response = reader.read(path, start, end, keep_partial=keep_partial, max_bytes=max_bytes)
+        self._read_bytes += len(response.data)
+        return response
 
-    def glance(self, urls: Sequence[str], most: int) -> list[bytes | None]:
-        """Return files of ``most`` bytes of one server, if this process has set up no client yet and can do without; None says nothing."""
+    def glance(self, urls: Sequence[str], max_bytes: int) -> list[bytes | None]:
+        """Return files of ``max_bytes`` bytes of one server, if this process has set up no client yet and can do without; None says nothing."""
         is_first = "s3fs" not in sys.modules and not fork_safety.has_threads()
         settings = None
         if is_first and self._s3_client is None and all(map(self.is_s3, urls)):
             settings = self._settings()
         if settings is None:
             return [None] * len(urls)
-        return glance(settings, [url.partition("://")[2] for url in urls], most)
+        return glance(settings, [url.partition("://")[2] for url in urls], max_bytes)
 
     def _give_up_obstore(self, error: Exception) -> bool:
         """Go on with s3fs if that can do what obstore cannot: follow a bucket to its region, read answers without a length, trust more certificates."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import median
 
-from shardstream.storage.retry import Told
+from shardstream.storage.retry import ReadHints
 
 _FIRST, _MOST = 8, 32
 _GAIN = 1.08  # a rate that much higher pays for more connections
@@ -25,17 +25,17 @@ _FEW, _LATE_AT_FIRST_S = 4, 2.0  # the first answers take long: connections are 
 class Slot:
     """The right to have a request in flight."""
 
-    __slots__ = ("_pace", "is_held")
+    __slots__ = ("_limit", "is_held")
 
-    def __init__(self, pace: Pace) -> None:
-        self._pace, self.is_held = pace, True
+    def __init__(self, concurrency: AdaptiveLimit) -> None:
+        self._limit, self.is_held = concurrency, True
 
     def free(self) -> None:
         """Give it back before the request ends, because nobody waits for that any more."""
-        self._pace.free(self)
+        self._limit.free(self)
 
 
-class Pace:
+class AdaptiveLimit:
     """A number of slots that finds its own size, by climbing as long as the rate grows and halving at each refusal.
 
     Args:
@@ -51,10 +51,10 @@ class Pace:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.limit = first
-        self.throttled_times = 0
+        self.num_throttled = 0
         self.closed = threading.Event()
         """Set when nobody waits for answers any more."""
-        self.arrived_at = clock()
+        self.last_response_at = clock()
         self._answers_s: deque[float] = deque(maxlen=_ANSWERS)
         self._most, self._clock = most, clock
         self._active = 0
@@ -91,7 +91,7 @@ class Pace:
                 self._admit()
 
     @property
-    def straggler_s(self) -> float:
+    def hedge_after_s(self) -> float:
         """Seconds after which an answer is late: three times the usual, at least 0.2; never while the server asks for less."""
         with self._changed:
             if self._clock() - self._throttled_at < _CALM_S:
@@ -100,13 +100,13 @@ class Pace:
                 return _LATE_AT_FIRST_S
             return max(_LEAST_LATE_S, _LATE * median(self._answers_s))
 
-    def arrived(self, nbytes: int, seconds: float) -> None:
+    def record_response(self, nbytes: int, seconds: float) -> None:
         """Hear that a request has brought so many bytes in so many seconds."""
         with self._changed:
             self._answers_s.append(seconds)
             self._bytes += nbytes
             self._count += 1
-            self.arrived_at = now = self._clock()
+            self.last_response_at = now = self._clock()
             elapsed = now - self._since
             if elapsed >= _WINDOW_S and self._count >= self.limit:
                 if self._crowded:  # else it is the reader that sets the rate
@@ -114,15 +114,15 @@ class Pace:
                 self._begin(now)
             self._admit()
 
-    def heard(self) -> None:
+    def record_activity(self) -> None:
         """Hear that bytes come which a request waits for, though it is not the one that asked for them."""
         with self._changed:
-            self.arrived_at = self._clock()
+            self.last_response_at = self._clock()
 
-    def throttled(self) -> None:
+    def record_throttling(self) -> None:
         """Hear that the server asked for fewer requests."""
         with self._changed:
-            self.throttled_times += 1
+            self.num_throttled += 1
             now = self._throttled_at = self._clock()
             if now - self._halved_at >= _CALM_S:
                 self._halved_at = now
@@ -156,8 +156,8 @@ class Pace:
             self.limit, self._best, self._hold = self._before, 0.0, _HOLD_WINDOWS
 
 
-def asking(pace: Pace | None) -> Told:
-    """Return the arguments of `retry.fetch` that keep to a pace."""
-    if pace is None:
+def hints_of(concurrency: AdaptiveLimit | None) -> ReadHints:
+    """Return the arguments of `retry.fetch` that keep to a limit."""
+    if concurrency is None:
         return {}
-    return {"on_throttle": pace.throttled, "given_up": pace.closed}
+    return {"on_throttle": concurrency.record_throttling, "cancelled": concurrency.closed}

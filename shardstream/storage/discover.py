@@ -132,9 +132,9 @@ def read_manifest(file: FileInfo, storage: Storage) -> tuple[Manifest, str]:
         ManifestError: If it cannot be understood, or names what lies elsewhere (see `check_names`).
     """
     url = file.url
-    if (file.told_size or 0) > _MANIFEST_LIMIT_BYTES:  # a web server may not tell
+    if (file.size_or_none or 0) > _MANIFEST_LIMIT_BYTES:  # a web server may not tell
         raise _too_large(str(file.size), url)
-    data = storage.read(url, most=_MANIFEST_LIMIT_BYTES + 1)
+    data = storage.read(url, max_bytes=_MANIFEST_LIMIT_BYTES + 1)
     if len(data) > _MANIFEST_LIMIT_BYTES:
         raise _too_large(f"over {_MANIFEST_LIMIT_BYTES}", url)
     return _decoded(data, url)
@@ -220,7 +220,7 @@ def _from_manifest(file: FileInfo, storage: Storage, here: list[FileInfo] | None
 def _glanced(folder: str, storage: Storage) -> Located | None:
     """Take the shards of a folder's manifest by few small reads, where that is as good as a listing; else None."""
     url = join_url(folder, MANIFEST_NAME)
-    (data,) = storage.glance([url], most=_GLANCED_MANIFEST_BYTES)
+    (data,) = storage.glance([url], max_bytes=_GLANCED_MANIFEST_BYTES)
     if data is None:
         return None
     manifest, digest = _decoded(data, url)
@@ -232,7 +232,7 @@ def _glanced(folder: str, storage: Storage) -> Located | None:
     size = OFFSET_BYTES * sum(one.nsamples or 0 for one in shards)
     if len(wanted) > _INDEXES or size > _INDEXES_BYTES:
         wanted = wanted[-1:]
-    indexes = storage.glance(wanted, most=_GLANCED_INDEX_BYTES)
+    indexes = storage.glance(wanted, max_bytes=_GLANCED_INDEX_BYTES)
     if indexes[-1] is None:
         return None
     return Located(
@@ -299,7 +299,7 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
             raise MissingError(
                 "the shard is missing; check the URL or the pattern's range", shard=names[missing]
             )
-        tars = [FileInfo(url=url, told_size=by_name[name].size) for name, url in names.items()]
+        tars = [FileInfo(url=url, size_or_none=by_name[name].size) for name, url in names.items()]
         listed = _with_indexes(tars, by_name)
         found |= {shard.url: shard for shard in listed.shards}
         indexed |= listed.indexed

@@ -6,7 +6,7 @@ from typing import Any
 
 from fsspec.asyn import sync
 
-from shardstream.storage.response import Piece
+from shardstream.storage.response import RangeResponse
 
 _SLOWEST_BYTES_PER_S = 100_000
 
@@ -29,19 +29,19 @@ class FilesystemReader:
         start: int,
         end: int | None,
         *,
-        piecemeal: bool = False,  # noqa: ARG002
-        most: int | None = None,
-    ) -> Piece:
+        keep_partial: bool = False,  # noqa: ARG002
+        max_bytes: int | None = None,
+    ) -> RangeResponse:
         """Ask once for the bytes ``start`` to ``end``."""
         # start=0, end=None is a plain GET: a range on an empty object would be refused
         asked = {} if (start, end) == (0, None) else {"start": start, "end": end}
         filesystem = self._filesystem
         is_async = getattr(filesystem, "async_impl", False)
-        if most is not None and not is_async:  # which cut a range at the file's end
-            asked = {"start": start, "end": start + most}
+        if max_bytes is not None and not is_async:  # which cut a range at the file's end
+            asked = {"start": start, "end": start + max_bytes}
         if end is not None and is_async:
             limit_s = self._stall_s + (end - start) / _SLOWEST_BYTES_PER_S
             data = sync(filesystem.loop, filesystem._cat_file, path, timeout=limit_s, **asked)
         else:
             data = filesystem.cat_file(path, **asked)
-        return Piece(data=bytes(data))
+        return RangeResponse(data=bytes(data))

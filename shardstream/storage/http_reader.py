@@ -9,7 +9,7 @@ from typing import Any
 from fsspec.asyn import sync
 
 from shardstream.storage.error_messages import no_ranges
-from shardstream.storage.response import Piece, most_bytes
+from shardstream.storage.response import RangeResponse, max_response_bytes
 
 _SLOWEST_BYTES_PER_S = 10_000
 
@@ -34,14 +34,14 @@ class HttpReader:
         start: int,
         end: int | None,
         *,
-        piecemeal: bool = False,  # noqa: ARG002
-        most: int | None = None,
-    ) -> Piece:
+        keep_partial: bool = False,  # noqa: ARG002
+        max_bytes: int | None = None,
+    ) -> RangeResponse:
         """Ask once for the bytes ``start`` to ``end``, and take one byte more than that at most."""
-        limit = most_bytes(start, end, most)
-        return Piece(data=sync(self._filesystem.loop, self._read, path, start, end, limit))
+        limit = max_response_bytes(start, end, max_bytes)
+        return RangeResponse(data=sync(self._filesystem.loop, self._read, path, start, end, limit))
 
-    async def _read(self, path: str, start: int, end: int | None, most: float) -> bytes:
+    async def _read(self, path: str, start: int, end: int | None, max_bytes: float) -> bytes:
         filesystem, loop = self._filesystem, asyncio.get_running_loop()
         options = dict(filesystem.kwargs)
         if (start, end) != (0, None):  # a range on an empty file would be refused
@@ -57,7 +57,7 @@ class HttpReader:
                     raise no_ranges(path, start)  # these bytes are from the start of the file
                 async for chunk in answer.content.iter_any():
                     data += chunk
-                    if len(data) > most:
+                    if len(data) > max_bytes:
                         break
                     earned_s = len(data) / _SLOWEST_BYTES_PER_S
                     limit.reschedule(begin + self._stall_s + earned_s)

@@ -21,7 +21,7 @@ from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, cast
 
 from shardstream.errors import MissingError, StorageError
-from shardstream.storage.retry import patiently
+from shardstream.storage.retry import retry_call
 from shardstream.storage.store import Storage
 
 _log = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class _S3Object:
         filesystem, path = storage.resolve(url)
         self._filesystem = filesystem
         self._bucket, self._key, _ = filesystem.split_path(path)
-        self._given_up = threading.Event()
+        self._cancelled = threading.Event()
         self._requests: set[Future[Any]] = set()
         kind = mimetypes.guess_type(self._key)[0]
         self.kind: dict[str, Any] = {} if kind is None else {"ContentType": kind}
@@ -240,7 +240,7 @@ class _S3Object:
 
     def give_up(self, under_way: deque[Future[_Part]]) -> None:
         """End attempts; those that have been made get five seconds to be answered."""
-        self._given_up.set()
+        self._cancelled.set()
         wait(under_way, timeout=_GRACE_S)
         for request in list(self._requests):
             request.cancel()
@@ -259,11 +259,11 @@ class _S3Object:
             start += part.size
 
     def _ask(self, method: str, nbytes: int = 0, **arguments: Any) -> dict[str, Any]:
-        return patiently(
+        return retry_call(
             self._storage,
             self._url,
             lambda: self._request(method, nbytes, **arguments),
-            given_up=self._given_up,
+            cancelled=self._cancelled,
         )
 
     def _request(self, method: str, nbytes: int = 0, **arguments: Any) -> dict[str, Any]:

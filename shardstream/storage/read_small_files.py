@@ -36,8 +36,8 @@ _REGION = re.compile(r"[a-z0-9-]+")  # it becomes a part of a host's name
 _EMPTY_SHA256 = hashlib.sha256().hexdigest()
 
 
-def glance(settings: S3Settings, paths: Sequence[str], most: int) -> list[bytes | None]:
-    """Read files of ``most`` bytes of an S3 server, "bucket/key"; None where that takes more than one plain request, and for all behind such a one.
+def glance(settings: S3Settings, paths: Sequence[str], max_bytes: int) -> list[bytes | None]:
+    """Read files of ``max_bytes`` bytes of an S3 server, "bucket/key"; None where that takes more than one plain request, and for all behind such a one.
 
     Several are asked for before the first answer is waited for, without threads: each would leave an arena of malloc to the workers
     that are forked later, in which their range reads lie apart (10 MB each).
@@ -59,7 +59,7 @@ def glance(settings: S3Settings, paths: Sequence[str], most: int) -> list[bytes 
     found: list[bytes | None] = []
     try:
         with closing(_Server(endpoint, settings)) as server:
-            found.extend(takewhile(lambda data: data is not None, server.get(paths, most)))
+            found.extend(takewhile(lambda data: data is not None, server.get(paths, max_bytes)))
     except Exception:  # noqa: BLE001, S110  (the real clients will meet it again, and say what it is)
         pass
     return found + [None] * (len(paths) - len(found))
@@ -90,14 +90,14 @@ class _Server:
         self._deadline = time.monotonic() + _TIMEOUTS * self._limit_s
         self._connections: list[http.client.HTTPConnection] = []
 
-    def get(self, paths: Sequence[str], most: int) -> Iterator[bytes | None]:
+    def get(self, paths: Sequence[str], max_bytes: int) -> Iterator[bytes | None]:
         """Yield the files, in order; None for what is no plain answer."""
         self._connections = [self._connect() for _ in paths[:_AT_ONCE]]
         for path, connection in zip(paths, self._connections, strict=False):
             self._ask(path, connection)
         for number in range(len(paths)):
             connection = self._connections[number % _AT_ONCE]
-            yield _answer(connection, most)
+            yield _answer(connection, max_bytes)
             if number + _AT_ONCE < len(paths):
                 self._ask(paths[number + _AT_ONCE], connection)
 
@@ -160,10 +160,10 @@ class _Until(io.RawIOBase):
         super().close()
 
 
-def _answer(connection: http.client.HTTPConnection, most: int) -> bytes | None:
+def _answer(connection: http.client.HTTPConnection, max_bytes: int) -> bytes | None:
     answer = connection.getresponse()
     size = int(answer.headers["Content-Length"])
-    if answer.status != http.client.OK or not 0 <= size <= most:
+    if answer.status != http.client.OK or not 0 <= size <= max_bytes:
         return None
     data = answer.read(size)
     return data if len(data) == size else None

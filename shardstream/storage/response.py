@@ -8,7 +8,7 @@ from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class RangeResponse:
     """The bytes that one request brought.
 
     Args:
@@ -24,7 +24,7 @@ class Piece:
     error: Exception | None = None
 
 
-class Reader(Protocol):
+class RangeReader(Protocol):
     """One way to read files: a client that is open in this process. Safe among threads."""
 
     def read(
@@ -33,9 +33,9 @@ class Reader(Protocol):
         start: int,
         end: int | None,
         *,
-        piecemeal: bool = False,
-        most: int | None = None,
-    ) -> Piece:
+        keep_partial: bool = False,
+        max_bytes: int | None = None,
+    ) -> RangeResponse:
         """Ask once for the bytes ``start`` to ``end``; None is the file's end.
 
         It returns, or raises, within a bounded time after the last byte that came.
@@ -44,16 +44,16 @@ class Reader(Protocol):
             path: As the file system names it; "bucket/key" on S3.
             start: Offset of the first byte.
             end: Offset behind the last.
-            piecemeal: Keep what comes before an answer breaks off, at the price of a copy.
-            most: Bytes that are wanted of a file that is read to its end; where a client can, it reads little more.
+            keep_partial: Keep what comes before an answer breaks off, at the price of a copy.
+            max_bytes: Bytes that are wanted of a file that is read to its end; where a client can, it reads little more.
 
         Raises:
             Exception: Whatever the client raises if nothing came.
         """
 
 
-def most_bytes(start: int, end: int | None, most: int | None) -> float:
+def max_response_bytes(start: int, end: int | None, max_bytes: int | None) -> float:
     """Return how many bytes an answer may have: more are not those that were asked for."""
     if end is not None:
         return end - start
-    return math.inf if most is None else most
+    return math.inf if max_bytes is None else max_bytes

@@ -13,7 +13,7 @@ from shardstream.errors import ChangedError
 from shardstream.storage.error_messages import Verdict, is_answer, judge, no_ranges, tellable
 
 if TYPE_CHECKING:
-    from shardstream.storage.response import Piece
+    from shardstream.storage.response import RangeResponse
     from shardstream.storage.store import Storage
 
 _T = TypeVar("_T")
@@ -25,19 +25,19 @@ _jitter = random.Random()  # of its own: the user's global generator is left alo
 
 
 def fetch(
-    storage: Storage, url: str, start: int = 0, end: int | None = None, **told: Unpack[Told]
+    storage: Storage, url: str, start: int = 0, end: int | None = None, **told: Unpack[ReadHints]
 ) -> bytes:
     """Read a range, or a whole file, as `fetch_view` does, to bytes of its own."""
     return bytes(fetch_view(storage, url, start, end, **told))
 
 
-class Told(TypedDict, total=False):
+class ReadHints(TypedDict, total=False):
     """What may be known of a read: see `fetch_view`."""
 
     size: int | None
-    most: int | None
+    max_bytes: int | None
     on_throttle: Callable[[], None] | None
-    given_up: threading.Event | None
+    cancelled: threading.Event | None
 
 
 def fetch_view(  # noqa: PLR0913  (the one way in: what may be known of a read)
@@ -47,9 +47,9 @@ def fetch_view(  # noqa: PLR0913  (the one way in: what may be known of a read)
     end: int | None = None,
     *,
     size: int | None = None,
-    most: int | None = None,
+    max_bytes: int | None = None,
     on_throttle: Callable[[], None] | None = None,
-    given_up: threading.Event | None = None,
+    cancelled: threading.Event | None = None,
 ) -> bytes | memoryview:
     """Read a range, or a whole file; after a fault go on at the byte reached, with growing pauses. Through the cache, if any.
 
@@ -62,9 +62,9 @@ def fetch_view(  # noqa: PLR0913  (the one way in: what may be known of a read)
         start: Offset of the first byte.
         end: Offset behind the last; None is the end of the file.
         size: Length of the file as a manifest says; None is unknown.
-        most: Bytes to return of a file that is read to its end, however long a hostile server says it is.
+        max_bytes: Bytes to return of a file that is read to its end, however long a hostile server says it is.
         on_throttle: Called each time the server asks for fewer requests (503 SlowDown, 429).
-        given_up: Once set, nobody waits for the bytes any more: a pause is cut short and no more requests are sent.
+        cancelled: Once set, nobody waits for the bytes any more: a pause is cut short and no more requests are sent.
 
     Returns:
         The bytes; a view of a client's own memory where that saves a copy.
@@ -80,45 +80,53 @@ def fetch_view(  # noqa: PLR0913  (the one way in: what may be known of a read)
         # What the cache keeps under the version of a listing must be of that version.
         if storage.cache is not None and (etag := storage.cache.etag(url)) is not None:
             storage.pin(url, etag)
-        reading = _Reading(storage, url, start, end, size)
-        reading.most = most
-        return _read(reading, on_throttle, given_up)
+        range_read = _RangeRead(storage, url, start, end, size)
+        range_read.max_bytes = max_bytes
+        return _read(range_read, on_throttle, cancelled)
 
     if storage.cache is None or storage.local_path(url) is not None:
         return read(start, end)
     return storage.cache.read(
-        url, start, end, size=size, most=most, read=read, look_up=lambda: storage.info(url)
+        url,
+        start,
+        end,
+        size=size,
+        max_bytes=max_bytes,
+        read=read,
+        look_up=lambda: storage.info(url),
     )
 
 
 def _read(
-    reading: _Reading, on_throttle: Callable[[], None] | None, given_up: threading.Event | None
+    range_read: _RangeRead,
+    on_throttle: Callable[[], None] | None,
+    cancelled: threading.Event | None,
 ) -> bytes | memoryview:
-    storage, url, end = reading.storage, reading.url, reading.end
-    turns = Turns(storage, url, on_throttle, given_up)
-    while not reading.is_complete:
+    storage, url, end = range_read.storage, range_read.url, range_read.end
+    backoff = Backoff(storage, url, on_throttle, cancelled)
+    while not range_read.is_complete:
         try:
-            piece = storage.read_once(
+            response = storage.read_once(
                 url,
-                reading.position,
+                range_read.position,
                 end,
-                piecemeal=reading.has_broken_off,
-                most=reading.bytes_left,
+                keep_partial=range_read.has_broken_off,
+                max_bytes=range_read.bytes_left,
             )
         except Exception as error:  # noqa: BLE001  (judged: a bug keeps its type)
-            turns.wait(error, reading.explain)
+            backoff.wait(error, range_read.explain)
             continue
-        reading.add(piece)
+        range_read.add(response)
         storage.reached = True
-        if not reading.is_complete:
-            if piece.data:
-                turns.begin_anew()
-            turns.wait(piece.error or reading.too_short(), reading.explain)
-    return reading.data
+        if not range_read.is_complete:
+            if response.data:
+                backoff.reset()
+            backoff.wait(response.error or range_read.too_short(), range_read.explain)
+    return range_read.data
 
 
-def patiently(
-    storage: Storage, url: str, ask: Callable[[], _T], *, given_up: threading.Event | None = None
+def retry_call(
+    storage: Storage, url: str, ask: Callable[[], _T], *, cancelled: threading.Event | None = None
 ) -> _T:
     """Ask for something that may be asked twice, such as a listing, again while that can help.
 
@@ -126,17 +134,17 @@ def patiently(
         storage: Where.
         url: For messages.
         ask: Asks once.
-        given_up: Ends the pauses, and the attempts, when it is set from another thread.
+        cancelled: Ends the pauses, and the attempts, when it is set from another thread.
 
     Raises:
         StorageError: If it still fails after ``patience_s``; at once if it is missing or refused.
     """
-    turns = Turns(storage, url, given_up=given_up)
+    backoff = Backoff(storage, url, cancelled=cancelled)
     while True:
         try:
             answer = ask()
         except Exception as error:  # noqa: BLE001  (judged: a bug keeps its type)
-            turns.wait(error)
+            backoff.wait(error)
             continue
         storage.reached = True
         return answer
@@ -146,14 +154,14 @@ class AnswerCutError(OSError):
     """An answer with fewer bytes than it was asked for, which ends as if it were whole."""
 
 
-class Turns:
+class Backoff:
     """The pauses between attempts, and when there are no more.
 
     Args:
         storage: Whose options say how long, and which texts no message may show.
         url: For messages.
         on_throttle: Called each time the server asks for fewer requests.
-        given_up: Set when nobody wants the answer any more.
+        cancelled: Set when nobody wants the answer any more.
     """
 
     def __init__(
@@ -161,13 +169,13 @@ class Turns:
         storage: Storage,
         url: str,
         on_throttle: Callable[[], None] | None = None,
-        given_up: threading.Event | None = None,
+        cancelled: threading.Event | None = None,
     ) -> None:
-        self._given_up = given_up
+        self._cancelled = cancelled
         self._storage, self._url, self._on_throttle = storage, url, on_throttle
-        self.begin_anew()
+        self.reset()
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Bytes came: whatever fails now is a fault of its own."""
         self._count, self._paused_s, self._since = 0, 0.0, 0.0
 
@@ -193,29 +201,29 @@ class Turns:
         self._paused_s += pause_s
         late = passed_s + pause_s > patience_s
         if not verdict.again or late or self._pause(pause_s):
-            told = verdict.error if explain is None else explain(verdict)
+            raised = verdict.error if explain is None else explain(verdict)
             if verdict.again:
-                told.add_note(f"tried {self._count} times in {passed_s:.0f} s")
-            raise told from (None if told is error else tellable(error, storage.secrets))
+                raised.add_note(f"tried {self._count} times in {passed_s:.0f} s")
+            raise raised from (None if raised is error else tellable(error, storage.secrets))
         _log.debug("again after %.1f s: %s", pause_s, verdict.error)
 
     def _pause(self, pause_s: float) -> bool:
         """Wait; True if nobody waits for the answer any more."""
-        if self._given_up is not None:
-            return self._given_up.wait(pause_s)
+        if self._cancelled is not None:
+            return self._cancelled.wait(pause_s)
         time.sleep(pause_s)
         return False
 
 
-class _Reading:
+class _RangeRead:
     """What has come of a range, and whether it is all of one file."""
 
     def __init__(
         self, storage: Storage, url: str, start: int, end: int | None, size: int | None
     ) -> None:
         self.storage, self.url, self.end = storage, url, end
-        self._told_size = size
-        self.most: int | None = None
+        self._expected_size = size
+        self.max_bytes: int | None = None
         self._size: int | None = None  # as the server says
         self._version: str | None = None
         self._pins = (start, end) != (0, None) or size is not None
@@ -226,56 +234,60 @@ class _Reading:
 
     @property
     def data(self) -> bytes | memoryview:
-        return (self._parts[0] if len(self._parts) == 1 else b"".join(self._parts))[: self.most]
+        return (self._parts[0] if len(self._parts) == 1 else b"".join(self._parts))[
+            : self.max_bytes
+        ]
 
     @property
     def bytes_left(self) -> int | None:
-        """Of ``most``, what has not come."""
-        return None if self.most is None else self._start + self.most - self.position
+        """Of ``max_bytes``, what has not come."""
+        return None if self.max_bytes is None else self._start + self.max_bytes - self.position
 
-    def add(self, piece: Piece) -> None:
+    def add(self, response: RangeResponse) -> None:
         """Take what a request brought.
 
         Raises:
             ChangedError: If it is of another version of the file.
             StorageError: If it is more than was asked for.
         """
-        self._check(piece)
+        self._check(response)
         limit = self._size if self.end is None else self.end
-        if limit is not None and len(piece.data) > limit - self.position:
+        if limit is not None and len(response.data) > limit - self.position:
             # They are from the start of the file: other samples than those that are meant.
             raise no_ranges(self.url, self.position)
-        self._parts.append(piece.data)
-        self.position += len(piece.data)
-        self.has_broken_off |= piece.error is not None
+        self._parts.append(response.data)
+        self.position += len(response.data)
+        self.has_broken_off |= response.error is not None
         if self.end is not None:
             self.is_complete = self.position >= self.end
         elif self._size is not None:
             self.is_complete = self.position >= self._size
         else:
-            self.is_complete = piece.error is None
+            self.is_complete = response.error is None
         if self.bytes_left is not None:
             self.is_complete |= self.bytes_left <= 0
 
-    def _check(self, piece: Piece) -> None:
-        if piece.size is not None:
-            self._check_size(piece.size)
-            self._size = piece.size
-        if piece.version is None:
+    def _check(self, response: RangeResponse) -> None:
+        if response.size is not None:
+            self._check_size(response.size)
+            self._size = response.size
+        if response.version is None:
             return
         if self._version is None:
-            pinned = self.storage.pin(self.url, piece.version) if self._pins else piece.version
+            pinned = (
+                self.storage.pin(self.url, response.version) if self._pins else response.version
+            )
             self._version = pinned
-        if self._version != piece.version:
+        if self._version != response.version:
             raise ChangedError(
-                f"the file changed while it was read: its ETag was {self._version}, it is {piece.version}",
+                f"the file changed while it was read: its ETag was {self._version}, it is {response.version}",
                 remedy="start again, and run 'shardstream index' if it was written anew",
                 shard=self.url,
                 offset=self.position,
             )
 
     def _check_size(self, size: int) -> None:
-        known = self._told_size if self._size is None else self._size
+        known = self._expected_size if self._size is None else self._size
         if known not in (None, size):
             raise ChangedError(
                 f"the file changed: it has {size} bytes, the manifest or an earlier answer says {known}",
@@ -292,7 +304,7 @@ class _Reading:
             )
 
     def _look_up_size(self) -> None:
-        size = self.storage.info(self.url).told_size
+        size = self.storage.info(self.url).size_or_none
         if size is not None:
             self._check_size(size)
 

@@ -11,11 +11,11 @@ import obstore
 from obstore.store import S3Store
 
 from shardstream.storage import fork_safety
-from shardstream.storage.response import Piece, most_bytes
+from shardstream.storage.response import RangeResponse, max_response_bytes
 from shardstream.storage.s3_config import S3Settings
 
 _AT_ONCE_BYTES = 8 << 20
-_CHUNK_BYTES = 256 << 10
+_STREAM_CHUNK_BYTES = 256 << 10
 
 
 class ObstoreReader:
@@ -36,9 +36,9 @@ class ObstoreReader:
         start: int,
         end: int | None,
         *,
-        piecemeal: bool = False,
-        most: int | None = None,
-    ) -> Piece:
+        keep_partial: bool = False,
+        max_bytes: int | None = None,
+    ) -> RangeResponse:
         """Ask once for the bytes ``start`` to ``end``."""
         bucket, _, key = path.partition("/")
         options: Any = {}
@@ -53,11 +53,11 @@ class ObstoreReader:
         error: Exception | None = None
         first, last = answer.range
         try:
-            if last - first <= _AT_ONCE_BYTES and not piecemeal:
+            if last - first <= _AT_ONCE_BYTES and not keep_partial:
                 parts.append(answer.bytes())
             else:
-                left = most_bytes(start, end, most)
-                for part in answer.stream(_CHUNK_BYTES):
+                left = max_response_bytes(start, end, max_bytes)
+                for part in answer.stream(_STREAM_CHUNK_BYTES):
                     parts.append(part)
                     left -= len(part)
                     if left < 0:
@@ -65,7 +65,7 @@ class ObstoreReader:
         except Exception as broken:  # noqa: BLE001  (the caller judges it, and keeps what came)
             error = broken
         data = memoryview(parts[0]) if len(parts) == 1 else b"".join(parts)
-        return Piece(data=data, size=meta["size"], version=meta["e_tag"], error=error)
+        return RangeResponse(data=data, size=meta["size"], version=meta["e_tag"], error=error)
 
     def _store(self, bucket: str) -> S3Store:
         with self._lock:

@@ -7,9 +7,9 @@ from typing import Any
 
 from fsspec.asyn import sync
 
-from shardstream.storage.response import Piece, most_bytes
+from shardstream.storage.response import RangeResponse, max_response_bytes
 
-_CHUNK_BYTES = 1 << 20
+_BODY_READ_BYTES = 1 << 20
 _SLOWEST_BYTES_PER_S = 1000  # a server that sends a byte now and then does not answer
 
 
@@ -33,15 +33,17 @@ class S3fsReader:
         start: int,
         end: int | None,
         *,
-        piecemeal: bool = False,  # noqa: ARG002
-        most: int | None = None,
-    ) -> Piece:
+        keep_partial: bool = False,  # noqa: ARG002
+        max_bytes: int | None = None,
+    ) -> RangeResponse:
         """Ask once for the bytes ``start`` to ``end``."""
-        limit = most_bytes(start, end, most)
-        piece: Piece = sync(self._filesystem.loop, self._read, path, start, end, limit)
-        return piece
+        limit = max_response_bytes(start, end, max_bytes)
+        response: RangeResponse = sync(self._filesystem.loop, self._read, path, start, end, limit)
+        return response
 
-    async def _read(self, path: str, start: int, end: int | None, most: float) -> Piece:
+    async def _read(
+        self, path: str, start: int, end: int | None, max_bytes: float
+    ) -> RangeResponse:
         bucket, key, version_id = self._filesystem.split_path(path)
         request = {"Bucket": bucket, "Key": key}
         if (start, end) != (0, None):
@@ -56,7 +58,7 @@ class S3fsReader:
         parts: list[bytes] = []
         error: Exception | None = None
         try:
-            await self._collect(answer["Body"], parts, most)
+            await self._collect(answer["Body"], parts, max_bytes)
         except _TooSlowError:
             raise
         except Exception as broken:  # noqa: BLE001  (the caller judges it, and keeps what came)
@@ -68,18 +70,18 @@ class S3fsReader:
             async with asyncio.timeout(self._stall_s):
                 head = await self._filesystem._call_s3("head_object", Bucket=bucket, Key=key)
             size = head["ContentLength"]
-        return Piece(
+        return RangeResponse(
             data=b"".join(parts),
             size=size,
             version=answer.get("ETag"),
             error=error,
         )
 
-    async def _collect(self, body: Any, parts: list[bytes], most: float) -> None:
+    async def _collect(self, body: Any, parts: list[bytes], max_bytes: float) -> None:
         loop = asyncio.get_running_loop()
         size, begin = 0, loop.time()
         async with asyncio.timeout(self._stall_s) as limit:
-            while size <= most and (chunk := await body.read(_CHUNK_BYTES)):
+            while size <= max_bytes and (chunk := await body.read(_BODY_READ_BYTES)):
                 parts.append(chunk)
                 size += len(chunk)
                 passed_s = loop.time() - begin

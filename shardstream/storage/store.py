@@ -18,8 +18,8 @@ from shardstream.storage.clients import Clients, Limits
 from shardstream.storage.error_messages import explained
 from shardstream.storage.fork_safety import new_lock
 from shardstream.storage.range_file import open_ranges
-from shardstream.storage.response import Piece
-from shardstream.storage.retry import fetch, patiently
+from shardstream.storage.response import RangeResponse
+from shardstream.storage.retry import fetch, retry_call
 from shardstream.storage.url_patterns import simplify_glob
 
 _VERSIONS_KEPT = 1 << 16
@@ -32,12 +32,12 @@ class FileInfo:
 
     Args:
         url: With its protocol, as `Storage` takes it back.
-        told_size: Bytes; None where a web server does not tell.
+        size_or_none: Bytes; None where a web server does not tell.
         version: Changes with the bytes, as far as the file system tells.
     """
 
     url: str
-    told_size: int | None
+    size_or_none: int | None
     version: str | None = None
 
     @property
@@ -47,13 +47,13 @@ class FileInfo:
         Raises:
             StorageError: If the server does not tell.
         """
-        if self.told_size is None:
+        if self.size_or_none is None:
             raise StorageError(
                 "the server does not tell how long the file is (it sends no Content-Length)",
                 remedy="serve it by one that does, such as nginx, Caddy or an S3 server",
                 shard=self.url,
             )
-        return self.told_size
+        return self.size_or_none
 
 
 class Storage:
@@ -125,11 +125,11 @@ class Storage:
         start: int = 0,
         end: int | None = None,
         *,
-        piecemeal: bool = False,
-        most: int | None = None,
-    ) -> Piece:
+        keep_partial: bool = False,
+        max_bytes: int | None = None,
+    ) -> RangeResponse:
         """Ask a client once, and raise what it raises: for `retry.fetch`, which has the words and the pauses."""
-        return self._clients.read(url, start, end, piecemeal=piecemeal, most=most)
+        return self._clients.read(url, start, end, keep_partial=keep_partial, max_bytes=max_bytes)
 
     def pin(self, url: str, version: str) -> str:
         """Remember the version of a file that is read by ranges; returns the one that was first seen."""
@@ -206,19 +206,21 @@ class Storage:
         return self._files(pattern, [entry for entry in found if entry["type"] == "file"])
 
     def read(
-        self, url: str, start: int = 0, end: int | None = None, *, most: int | None = None
+        self, url: str, start: int = 0, end: int | None = None, *, max_bytes: int | None = None
     ) -> bytes:
-        """Read a whole file (``most`` bytes of it, if given), or the bytes ``start`` to ``end``: `retry.fetch`.
+        """Read a whole file (``max_bytes`` bytes of it, if given), or the bytes ``start`` to ``end``: `retry.fetch`.
 
         Raises:
             StorageError: If it is missing, out of reach, or shorter than asked for.
         """
-        return fetch(self, url, start, end, most=most)
+        return fetch(self, url, start, end, max_bytes=max_bytes)
 
-    def glance(self, urls: Sequence[str], *, most: int) -> list[bytes | None]:
-        """Return files of ``most`` bytes that can be had without setting up a client; None says nothing about a file."""
+    def glance(self, urls: Sequence[str], *, max_bytes: int) -> list[bytes | None]:
+        """Return files of ``max_bytes`` bytes that can be had without setting up a client; None says nothing about a file."""
         # A cache must learn the versions of the files, which a listing tells.
-        return [None] * len(urls) if self.cache is not None else self._clients.glance(urls, most)
+        return (
+            [None] * len(urls) if self.cache is not None else self._clients.glance(urls, max_bytes)
+        )
 
     def forget(self, url: str, start: int = 0, end: int | None = None) -> None:
         """Take what a cache has of a file, or of these bytes of it, for damaged: it is read from its source again."""
@@ -234,7 +236,7 @@ class Storage:
             return getattr(filesystem, method)(path, **arguments)
 
         try:
-            return patiently(self, url, ask)
+            return retry_call(self, url, ask)
         except RefusedError:
             if method == "info" and self.is_s3(url):
                 self.read(
@@ -265,9 +267,9 @@ class Storage:
         return sorted(files, key=lambda file: file.url)
 
     def _file(self, url: str, entry: Mapping[str, Any]) -> FileInfo:
-        file = FileInfo(url=url, told_size=entry["size"], version=version_of(entry))
-        if self.cache is not None and file.told_size is not None:
-            self.cache.learn(file.url, file.told_size, file.version)
+        file = FileInfo(url=url, size_or_none=entry["size"], version=version_of(entry))
+        if self.cache is not None and file.size_or_none is not None:
+            self.cache.learn(file.url, file.size_or_none, file.version)
         return file
 
     @staticmethod

@@ -26,9 +26,9 @@ from shardstream.fetch.remote import RangeFetcher
 from shardstream.format.manifest import ShardInfo
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.cache import open_cache
-from shardstream.storage.concurrency import Pace
+from shardstream.storage.concurrency import AdaptiveLimit
 from shardstream.storage.discover import locate
-from shardstream.storage.response import Piece
+from shardstream.storage.response import RangeResponse
 from shardstream.storage.retry import fetch
 from shardstream.storage.store import Storage
 from shardstream.testing import make_shards
@@ -61,14 +61,14 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
 
     def read_once(
         self: Storage, url: str, start: int = 0, end: int | None = None, **_: Any
-    ) -> Piece:
-        piece = really_read(self, url, start, end)
+    ) -> RangeResponse:
+        response = really_read(self, url, start, end)
         if not url.endswith(".tar"):
-            return piece
+            return response
         made.before()
-        made.reads.append((start, start + len(piece.data)))
-        at = made.spoil(start, start + len(piece.data))
-        return piece if at is None else Piece(data=flipped(bytes(piece.data), at))
+        made.reads.append((start, start + len(response.data)))
+        at = made.spoil(start, start + len(response.data))
+        return response if at is None else RangeResponse(data=flipped(bytes(response.data), at))
 
     monkeypatch.setattr(Storage, "read_once", read_once)
     return made
@@ -111,10 +111,10 @@ def test_a_shard_is_read_whole_once_and_then_by_whole_chunks(wire: Wire) -> None
 
 def test_what_comes_meanwhile_is_told_so_that_nobody_takes_it_for_a_stall() -> None:
     now = [0.0]
-    pace = Pace(8, 32, lambda: now[0])
+    concurrency = AdaptiveLimit(8, 32, lambda: now[0])
     now[0] = 50.0
-    Checks([shard_of()], Storage()).read(0, 0, 1, pace)
-    assert pace.arrived_at == 50.0
+    Checks([shard_of()], Storage()).read(0, 0, 1, concurrency)
+    assert concurrency.last_response_at == 50.0
 
 
 def test_threads_that_want_a_shard_at_once_wait_for_one_that_checks_it(wire: Wire) -> None:
@@ -171,7 +171,7 @@ def once(at: int) -> Callable[[int, int], int | None]:
 def test_a_check_that_nobody_waits_for_any_more_is_made_by_who_does(wire: Wire) -> None:
     # As when an epoch is left in the middle of a fault, and the next begins at once.
     checks = Checks([shard_of()], Storage())
-    left, failing = Pace(), threading.Event()
+    left, failing = AdaptiveLimit(), threading.Event()
     waits = threading.Event()
 
     def fail() -> None:
@@ -186,7 +186,7 @@ def test_a_check_that_nobody_waits_for_any_more_is_made_by_who_does(wire: Wire) 
         assert failing.wait(30)
         left.close()
         threading.Timer(0.2, waits.set).start()  # by when this thread waits
-        assert checks.read(0, 5, 20, Pace()) == DATA[5:20]
+        assert checks.read(0, 5, 20, AdaptiveLimit()) == DATA[5:20]
         with pytest.raises(StorageError, match="connection lost"):
             first.result(30)
 
@@ -467,12 +467,12 @@ def test_an_index_that_comes_damaged_is_read_again(
     really_read = Storage.read_once
     left = [1, 2, 3]
 
-    def read_once(self: Storage, at: str, *arguments: Any, **options: Any) -> Piece:
-        piece = really_read(self, at, *arguments, **options)
+    def read_once(self: Storage, at: str, *arguments: Any, **options: Any) -> RangeResponse:
+        response = really_read(self, at, *arguments, **options)
         if at.endswith("1.tar.idx") and left:
             left.pop()
-            return Piece(data=flipped(bytes(piece.data), 8))
-        return piece
+            return RangeResponse(data=flipped(bytes(response.data), 8))
+        return response
 
     monkeypatch.setattr(Storage, "read_once", read_once)
     storage = Storage(cache=open_cache(tmp_path, "100MB"))

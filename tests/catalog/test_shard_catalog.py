@@ -21,7 +21,7 @@ from shardstream.errors import IndexMismatchError, OptionError, ShardError, Stor
 from shardstream.format.manifest import Manifest, ShardInfo, encode_manifest
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.discover import locate
-from shardstream.storage.response import Piece
+from shardstream.storage.response import RangeResponse
 from shardstream.storage.store import Storage
 from tests.servers import S3Server
 from tests.strategies import make_index, make_shard
@@ -215,7 +215,7 @@ def test_indexes_are_read_once_and_the_least_used_forgotten(
     reads: list[str] = []
     original = catalog.storage.read_once
 
-    def read_once(url: str, *args: Any, **options: Any) -> Piece:
+    def read_once(url: str, *args: Any, **options: Any) -> RangeResponse:
         reads.append(url[-len("000.tar.idx") : -len(".tar.idx")])
         return original(url, *args, **options)
 

@@ -27,7 +27,7 @@ from shardstream.fetch.remote import RangeFetcher
 from shardstream.order.permutation import Ints
 from shardstream.pipeline import indexed_run
 from shardstream.storage.discover import locate
-from shardstream.storage.response import Piece
+from shardstream.storage.response import RangeResponse
 from shardstream.storage.retry import fetch
 from shardstream.storage.store import Storage
 from tests.small_datasets import FEW_CORES, flat, labels, loader, numbered
@@ -55,7 +55,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
 
     def read_once(
         self: Storage, url: str, start: int = 0, end: int | None = None, **options: Any
-    ) -> Piece:
+    ) -> RangeResponse:
         if end is None or not url.endswith(".tar"):
             return really_read(self, url, start, end, **options)
         made.reads.append((url, start, end))
@@ -215,7 +215,7 @@ def test_what_is_used_makes_room_for_what_comes_next(url: str) -> None:
     counts = []
     for first in range(0, 45, 5):
         keys(fetcher, range(first, first + 5))
-        asked |= {part.span.shard for part in fetcher._parts.values() if part.asked}
+        asked |= {part.span.shard for part in fetcher._parts.values() if part.in_flight}
         counts.append(len(asked))
     fetcher.close()
     assert counts[0] == 3
@@ -226,13 +226,15 @@ def test_what_is_used_makes_room_for_what_comes_next(url: str) -> None:
 def test_what_has_come_is_kept_as_samples_not_as_ranges(url: str) -> None:
     fetcher = RangeFetcher(catalog_of(url), groups(range(30)), prefetch_bytes=1 << 20)
     keys(fetcher, range(10))
-    asked = fetcher._parts[15].asked
+    range_ = fetcher._parts[15].in_flight
     deadline = time.monotonic() + 10
-    while asked and asked.requests and not asked.has_come and time.monotonic() < deadline:
+    while range_ and range_.requests and not range_.is_done and time.monotonic() < deadline:
         time.sleep(0.01)
     keys(fetcher, range(10, 15))
     assert sorted(fetcher._rows) == list(range(15, 30))
-    assert {part.asked and len(part.asked.requests) for part in fetcher._parts.values()} == {0}
+    assert {
+        part.in_flight and len(part.in_flight.requests) for part in fetcher._parts.values()
+    } == {0}
     keys(fetcher, range(15, 30))
     assert not fetcher._rows
     assert not fetcher._parts
@@ -246,7 +248,7 @@ def asked(url: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     late = catalog_of(url).shards[5].url
     really_read = Storage.read_once
 
-    def read_once(self: Storage, url: str, *args: Any, **options: Any) -> Piece:
+    def read_once(self: Storage, url: str, *args: Any, **options: Any) -> RangeResponse:
         asked.append(url)
         if url == late and asked.count(late) == 1:
             time.sleep(0.8)

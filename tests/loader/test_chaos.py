@@ -325,7 +325,7 @@ def test_a_storm_of_refusals_makes_fewer_requests(shop: Shop) -> None:
     fetcher = RangeFetcher(catalog, iter([np.arange(FEW)]), prefetch_bytes=1 << 20)
     shop.set(slow=0.4)
     found = fetcher.samples(np.arange(FEW))
-    stats, limit = fetcher.stats(), fetcher._asking.pace.limit
+    stats, limit = fetcher.stats(), fetcher._requests.concurrency.limit
     fetcher.close()
     assert [digest(sample) for sample in found if isinstance(sample, dict)] == shop.few
     assert stats["throttled"] == shop.count("slow") > 0

@@ -16,7 +16,7 @@ from torch.utils.data import (
 
 import shardstream as ss
 from shardstream.errors import OptionError
-from shardstream.storage.response import Piece
+from shardstream.storage.response import RangeResponse
 from shardstream.storage.store import Storage
 from tests.small_datasets import FEW_CORES, numbered
 
@@ -90,7 +90,7 @@ def test_a_batch_of_neighbours_is_few_range_reads(
 
     def counting(
         self: Storage, url: str, start: int = 0, end: int | None = None, **options: Any
-    ) -> Piece:
+    ) -> RangeResponse:
         if url.endswith(".tar"):
             asked.append((start, end))
         return real(self, url, start, end, **options)

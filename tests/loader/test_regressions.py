@@ -16,7 +16,7 @@ import shardstream as ss
 from shardstream.errors import OptionError, StateError, StorageError
 from shardstream.format.manifest import ShardInfo, fingerprint
 from shardstream.loader.state import sealed
-from shardstream.storage.response import Piece
+from shardstream.storage.response import RangeResponse
 from shardstream.storage.retry import fetch
 from shardstream.storage.store import Storage
 from tests.small_datasets import FEW_CORES, flat, labels, loader, numbered, take
@@ -139,20 +139,22 @@ def test_a_store_out_of_reach_is_no_bad_sample(
     numbered(f"{bucket}/set", 60, 20)
     real = Storage.read_once
 
-    def broken(self: Storage, url: str, start: int = 0, end: int | None = None, **_: Any) -> Piece:
+    def broken(
+        self: Storage, url: str, start: int = 0, end: int | None = None, **_: Any
+    ) -> RangeResponse:
         if start > 0:
             raise ConnectionResetError("connection reset")
         return real(self, url, start, end)
 
     dataset = ss.ShardDataset(f"{bucket}/set", index="ignore", on_error="skip")
     monkeypatch.setattr("shardstream.storage.retry.time.sleep", lambda _: None)
-    monkeypatch.setattr("shardstream.pipeline.sequential_source._CHUNK_BYTES", 2048)
+    monkeypatch.setattr("shardstream.pipeline.sequential_source._STREAM_READ_BYTES", 2048)
     monkeypatch.setattr(Storage, "read_once", broken)
     with pytest.raises(StorageError, match="connection reset"):
         list(dataset)
 
 
-def unreachable(*_: Any, **__: Any) -> Piece:
+def unreachable(*_: Any, **__: Any) -> RangeResponse:
     raise OSError("transient")
 
 

@@ -29,7 +29,7 @@ from shardstream.errors import CacheWarning, ChangedError, MissingError, OptionE
 from shardstream.storage import cache_space
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.cache import Cache, open_cache, version_of
-from shardstream.storage.cache_chunk import CHUNK_BYTES, HEADER_BYTES
+from shardstream.storage.cache_chunk import CACHE_CHUNK_BYTES, HEADER_BYTES
 from shardstream.storage.cache_usage import load
 from shardstream.storage.retry import fetch
 from shardstream.storage.store import Storage
@@ -307,7 +307,7 @@ def test_no_more_is_kept_than_allowed_and_what_is_kept_serves_each_epoch(folder:
             assert used_bytes(folder) <= room
         hits.append(len(DATA) - source.bytes_read)
     kept = sum(path.stat().st_size - HEADER_BYTES for path in chunks(folder))
-    assert kept >= room - 2 * CHUNK_BYTES
+    assert kept >= room - 2 * CACHE_CHUNK_BYTES
     assert (
         hits[1:] == [kept] * 3
     )  # all that is kept is of use, and nothing is read around what is not

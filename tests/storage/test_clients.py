@@ -460,10 +460,10 @@ def test_a_server_that_comes_back_is_waited_for(client: str, s3: S3Server, bucke
 
 def test_a_read_that_nobody_waits_for_ends_soon(client: str, faults: Faults) -> None:
     faults.set(slow=1)
-    storage, given_up = faults.storage(client), threading.Event()
-    threading.Timer(0.5, given_up.set).start()
+    storage, cancelled = faults.storage(client), threading.Event()
+    threading.Timer(0.5, cancelled.set).start()
     with pytest.raises(StorageError, match="the server asks for fewer requests"):
-        fetch(storage, faults.url, 0, 10, given_up=given_up)
+        fetch(storage, faults.url, 0, 10, cancelled=cancelled)
 
 
 @contextmanager
@@ -598,10 +598,10 @@ def test_a_file_that_is_replaced_meanwhile_is_an_error(client: str, faults: Faul
     really_read = storage.read_once
 
     def read_once(*asked: Any, **options: Any) -> Any:
-        piece = really_read(*asked, **options)
-        if piece.data and piece.error is not None:
+        response = really_read(*asked, **options)
+        if response.data and response.error is not None:
             publish_bytes(Storage(faults.server.plain.storage_options), faults.url, other)
-        return piece
+        return response
 
     storage.read_once = read_once  # type: ignore[method-assign]
     with pytest.raises(ChangedError, match="the file changed while it was read: its ETag was"):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstream.storage.concurrency import Pace, Slot
+from shardstream.storage.concurrency import AdaptiveLimit, Slot
 
 
 class Clock:
@@ -26,65 +26,71 @@ def clock() -> Clock:
     return Clock()
 
 
-def window(pace: Pace, clock: Clock, rate: float, *, crowded: bool = True) -> int:
+def window(concurrency: AdaptiveLimit, clock: Clock, rate: float, *, crowded: bool = True) -> int:
     """Let a window's worth of answers come at a rate in bytes a second; returns the slots after it."""
-    pace._crowded = crowded  # as a request that had to wait for a slot sets it
-    count = pace.limit
+    concurrency._crowded = crowded  # as a request that had to wait for a slot sets it
+    count = concurrency.limit
     for _ in range(count):
         clock.now += 0.2 / count
-        pace.arrived(int(rate * 0.2 / count), 0.1)
-    return pace.limit
+        concurrency.record_response(int(rate * 0.2 / count), 0.1)
+    return concurrency.limit
 
 
 def test_it_climbs_while_the_rate_grows(clock: Clock) -> None:
-    pace = Pace(8, 32, clock)
-    limits = [window(pace, clock, rate) for rate in (8e6, 10e6, 12e6, 15e6, 19e6, 24e6, 30e6, 38e6)]
+    concurrency = AdaptiveLimit(8, 32, clock)
+    limits = [
+        window(concurrency, clock, rate) for rate in (8e6, 10e6, 12e6, 15e6, 19e6, 24e6, 30e6, 38e6)
+    ]
     assert limits == [10, 12, 15, 18, 22, 27, 32, 32]
 
 
 def test_a_climb_without_gain_is_taken_back_and_tried_again_later(clock: Clock) -> None:
-    pace = Pace(8, 32, clock)
-    assert [window(pace, clock, rate) for rate in (8e6, 8e6)] == [10, 8]
-    assert [window(pace, clock, 8e6) for _ in range(16)] == [8] * 16
-    assert window(pace, clock, 8e6) == 10
+    concurrency = AdaptiveLimit(8, 32, clock)
+    assert [window(concurrency, clock, rate) for rate in (8e6, 8e6)] == [10, 8]
+    assert [window(concurrency, clock, 8e6) for _ in range(16)] == [8] * 16
+    assert window(concurrency, clock, 8e6) == 10
 
 
 def test_nothing_changes_where_the_reader_is_slow(clock: Clock) -> None:
-    pace = Pace(8, 32, clock)
-    assert [window(pace, clock, rate, crowded=False) for rate in (1e6, 9e6, 80e6)] == [8, 8, 8]
+    concurrency = AdaptiveLimit(8, 32, clock)
+    assert [window(concurrency, clock, rate, crowded=False) for rate in (1e6, 9e6, 80e6)] == [
+        8,
+        8,
+        8,
+    ]
 
 
 def test_few_or_fast_answers_are_not_judged_alone(clock: Clock) -> None:
-    pace = Pace(8, 32, clock)
-    pace._crowded = True
+    concurrency = AdaptiveLimit(8, 32, clock)
+    concurrency._crowded = True
     for _ in range(100):  # in no time
-        pace.arrived(1 << 20, 0.001)
-    assert pace.limit == 8
+        concurrency.record_response(1 << 20, 0.001)
+    assert concurrency.limit == 8
     clock.now += 10
-    pace = Pace(8, 32, clock)
-    pace._crowded = True
+    concurrency = AdaptiveLimit(8, 32, clock)
+    concurrency._crowded = True
     for _ in range(7):  # fewer than slots
         clock.now += 1
-        pace.arrived(1 << 20, 0.001)
-    assert pace.limit == 8
+        concurrency.record_response(1 << 20, 0.001)
+    assert concurrency.limit == 8
 
 
 def test_a_refusal_halves_once_a_second(clock: Clock) -> None:
-    pace = Pace(32, 32, clock)
+    concurrency = AdaptiveLimit(32, 32, clock)
     limits = []
     for passed_s in (0.0, 0.1, 0.5, 0.5, 0.2, 1.0, 1.0, 1.0, 1.0):
         clock.now += passed_s
-        pace.throttled()
-        limits.append(pace.limit)
+        concurrency.record_throttling()
+        limits.append(concurrency.limit)
     assert limits == [16, 16, 16, 8, 8, 4, 2, 1, 1]
-    assert pace.throttled_times == 9
+    assert concurrency.num_throttled == 9
 
 
 def test_after_a_refusal_it_holds_before_it_climbs(clock: Clock) -> None:
-    pace = Pace(16, 32, clock)
-    pace.throttled()
-    assert [window(pace, clock, 9e6) for _ in range(16)] == [8] * 16
-    assert window(pace, clock, 9e6) == 10
+    concurrency = AdaptiveLimit(16, 32, clock)
+    concurrency.record_throttling()
+    assert [window(concurrency, clock, 9e6) for _ in range(16)] == [8] * 16
+    assert window(concurrency, clock, 9e6) == 10
 
 
 @given(
@@ -104,52 +110,52 @@ def test_whatever_happens_the_limit_is_from_one_to_the_most(
     most: int, below: int, events: list[tuple[str, int]], step_s: float
 ) -> None:
     clock = Clock()
-    pace = Pace(max(1, most - below), most, clock)
+    concurrency = AdaptiveLimit(max(1, most - below), most, clock)
     for what, amount in events:
         clock.now += step_s
         if what == "arrived":
-            pace.arrived(amount, step_s)
+            concurrency.record_response(amount, step_s)
         elif what == "throttled":
-            pace.throttled()
+            concurrency.record_throttling()
         else:
-            window(pace, clock, amount)
-        assert 1 <= pace.limit <= most
+            window(concurrency, clock, amount)
+        assert 1 <= concurrency.limit <= most
 
 
 def test_a_late_answer_is_measured_by_the_middle_one(clock: Clock) -> None:
-    pace = Pace(8, 32, clock)
-    assert pace.straggler_s == 2.0  # nothing is known: connections are made
+    concurrency = AdaptiveLimit(8, 32, clock)
+    assert concurrency.hedge_after_s == 2.0  # nothing is known: connections are made
     for seconds in (0.1, 0.1, 0.1, 3.0, 3.0):  # some stall: they do not make stalls usual
-        pace.arrived(1000, seconds)
-    assert pace.straggler_s == pytest.approx(0.3)
+        concurrency.record_response(1000, seconds)
+    assert concurrency.hedge_after_s == pytest.approx(0.3)
     for _ in range(32):
-        pace.arrived(1000, 0.01)
-    assert pace.straggler_s == 0.2
+        concurrency.record_response(1000, 0.01)
+    assert concurrency.hedge_after_s == 0.2
 
 
 def test_while_the_server_asks_for_less_nothing_is_late(clock: Clock) -> None:
-    pace = Pace(8, 32, clock)
-    pace.throttled()
-    assert pace.straggler_s == math.inf
+    concurrency = AdaptiveLimit(8, 32, clock)
+    concurrency.record_throttling()
+    assert concurrency.hedge_after_s == math.inf
     clock.now += 0.9
-    pace.throttled()  # counts for no halving, but for this
+    concurrency.record_throttling()  # counts for no halving, but for this
     clock.now += 0.9
-    assert pace.straggler_s == math.inf
+    assert concurrency.hedge_after_s == math.inf
     clock.now += 0.2
-    assert pace.straggler_s == 2.0
+    assert concurrency.hedge_after_s == 2.0
 
 
 class Holder:
     """A thread that takes a slot and keeps it until it is told."""
 
-    def __init__(self, pace: Pace) -> None:
+    def __init__(self, concurrency: AdaptiveLimit) -> None:
         self.has_slot, self.let_go = threading.Event(), threading.Event()
         self.slot: Slot | None = None
-        self._thread = threading.Thread(target=self._hold, args=(pace,), daemon=True)
+        self._thread = threading.Thread(target=self._hold, args=(concurrency,), daemon=True)
         self._thread.start()
 
-    def _hold(self, pace: Pace) -> None:
-        with pace.slot() as self.slot:
+    def _hold(self, concurrency: AdaptiveLimit) -> None:
+        with concurrency.slot() as self.slot:
             self.has_slot.set()
             self.let_go.wait(30)
 
@@ -169,8 +175,8 @@ def with_slots(made: list[Holder], count: int) -> list[Holder]:
 
 
 def test_a_slot_that_is_given_back_wakes_one_that_waits() -> None:
-    pace = Pace(2, 8)
-    made = [Holder(pace) for _ in range(4)]
+    concurrency = AdaptiveLimit(2, 8)
+    made = [Holder(concurrency) for _ in range(4)]
     first = with_slots(made, 2)
     first[0].end()
     with_slots(made, 3)
@@ -178,15 +184,15 @@ def test_a_slot_that_is_given_back_wakes_one_that_waits() -> None:
     with_slots(made, 4)
     for one in made:
         one.end()
-    assert pace._active == 0
+    assert concurrency._active == 0
 
 
 def test_those_that_came_first_get_the_next_slot(clock: Clock) -> None:
-    pace = Pace(1, 8)
+    concurrency = AdaptiveLimit(1, 8)
     made: list[Holder] = []
     for _ in range(5):  # one after the other
-        made.append(Holder(pace))
-        while len(pace._waiting) + pace._active < len(made):
+        made.append(Holder(concurrency))
+        while len(concurrency._waiting) + concurrency._active < len(made):
             time.sleep(0.01)
     for number, one in enumerate(made):
         assert with_slots(made, number + 1) == made[: number + 1]
@@ -194,41 +200,48 @@ def test_those_that_came_first_get_the_next_slot(clock: Clock) -> None:
 
 
 def test_slots_that_are_added_wake_those_that_wait(clock: Clock) -> None:
-    pace = Pace(2, 8, clock)
-    made = [Holder(pace) for _ in range(3)]
+    concurrency = AdaptiveLimit(2, 8, clock)
+    made = [Holder(concurrency) for _ in range(3)]
     with_slots(made, 2)
-    window(pace, clock, 1e6)
-    assert pace.limit == 3
+    window(concurrency, clock, 1e6)
+    assert concurrency.limit == 3
     with_slots(made, 3)
     for one in made:
         one.end()
 
 
-@given(st.lists(st.sampled_from(["throttled", "arrived", "heard"]), max_size=5), st.integers(1, 3))
+@given(
+    st.lists(
+        st.sampled_from(["record_throttling", "record_response", "record_activity"]), max_size=5
+    ),
+    st.integers(1, 3),
+)
 def test_after_the_close_nobody_waits_for_a_slot(events: list[str], active: int) -> None:
     """Not those that wait then, nor a thread of the pool that comes later, whatever answers come meanwhile."""
-    pace = Pace(1, 8)
-    made = [Holder(pace) for _ in range(active)]
+    concurrency = AdaptiveLimit(1, 8)
+    made = [Holder(concurrency) for _ in range(active)]
     with_slots(made, 1)
-    pace.close()
+    concurrency.close()
     for event in events:
-        pace.arrived(1, 0.1) if event == "arrived" else getattr(pace, event)()
-    made += [Holder(pace) for _ in range(3)]
+        concurrency.record_response(1, 0.1) if event == "record_response" else getattr(
+            concurrency, event
+        )()
+    made += [Holder(concurrency) for _ in range(3)]
     with_slots(made, len(made))
     for one in made:
         one.end()
-    assert pace._active == 0
+    assert concurrency._active == 0
 
 
 def test_a_slot_can_be_freed_before_its_request_ends_and_counts_once() -> None:
-    pace = Pace(1, 8)
-    made = [Holder(pace), Holder(pace)]
+    concurrency = AdaptiveLimit(1, 8)
+    made = [Holder(concurrency), Holder(concurrency)]
     late = with_slots(made, 1)[0]
     assert late.slot is not None
     late.slot.free()
     late.slot.free()
     with_slots(made, 2)
-    assert pace._active == 1
+    assert concurrency._active == 1
     for one in made:
         one.end()
-    assert pace._active == 0
+    assert concurrency._active == 0

@@ -283,9 +283,9 @@ def test_many_or_large_indexes_are_left_to_the_workers(
     monkeypatch.setattr(f"shardstream.storage.discover.{limit}", 2)
     seen: list[str] = []
 
-    def glance(storage: Storage, urls: Sequence[str], *, most: int) -> list[bytes]:
+    def glance(storage: Storage, urls: Sequence[str], *, max_bytes: int) -> list[bytes]:
         seen.extend(urls)
-        return [storage.read(url, most=most) for url in urls]
+        return [storage.read(url, max_bytes=max_bytes) for url in urls]
 
     monkeypatch.setattr(Storage, "glance", glance)
     assert len(ss.ShardDataset(packed)) == 12
