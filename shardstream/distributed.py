@@ -49,7 +49,7 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
-class Reader:
+class WorkerInfo:
     """One loader worker of one rank.
 
     Args:
@@ -68,12 +68,12 @@ class Reader:
 
     @property
     def number(self) -> int:
-        """Number of this reader in the whole job, from 0."""
+        """Number of this worker in the whole job, from 0."""
         return self.placement.rank * self.num_workers + self.worker
 
     @property
     def total(self) -> int:
-        """Readers of the whole job."""
+        """Workers of the whole job."""
         return self.placement.world_size * self.num_workers
 
 

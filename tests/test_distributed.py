@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from shardstream.distributed import Placement, Reader
+from shardstream.distributed import Placement, WorkerInfo
 from shardstream.errors import OptionError
 
 
@@ -121,4 +121,4 @@ def test_a_rank_outside_the_world_does_not_exist(rank: int, world_size: int) -> 
 @pytest.mark.parametrize(("worker", "num_workers"), [(-1, 1), (1, 1), (0, 0)])
 def test_a_worker_outside_its_rank_does_not_exist(worker: int, num_workers: int) -> None:
     with pytest.raises(OptionError, match=f"worker {worker} of {num_workers}"):
-        Reader(Placement(), worker, num_workers)
+        WorkerInfo(Placement(), worker, num_workers)

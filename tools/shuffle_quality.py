@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.order.epoch_plan import Order, Plan, default_block, default_window
+from shardstream.order.epoch_plan import EpochOrder, EpochPlan, default_block, default_window
 
 _SAMPLES, _SHARDS, _CLASSES, _BATCH, _READERS = 100_000, 100, 100, 64, 8
 _TOTAL_BYTES = _SAMPLES * 100_000
@@ -29,7 +29,7 @@ Ints = npt.NDArray[np.int64]
 
 def ours(window: int, block: int) -> Ints:
     """Return an epoch in the order of the plan."""
-    order = Order(
+    order = EpochOrder(
         nsamples=_SAMPLES,
         batch=_BATCH,
         shuffle=True,
@@ -38,7 +38,7 @@ def ours(window: int, block: int) -> Ints:
         window=window,
         block=block,
     )
-    return Plan(order, 0).batches(np.arange(order.num_batches)).ravel()
+    return EpochPlan(order, 0).batches(np.arange(order.num_batches)).ravel()
 
 
 def buffered(size: int) -> Ints:

@@ -15,7 +15,7 @@ from accelerate.utils import send_to_device
 
 from shardstream.distributed import Placement
 from shardstream.errors import OptionError
-from shardstream.loader.worker import Packet
+from shardstream.loader.worker import WorkerBatch
 
 
 class PreparedEpoch:
@@ -31,14 +31,14 @@ class PreparedEpoch:
         self.remainder = remainder
         self._non_blocking = non_blocking
 
-    def flag_end(self, packets: Iterator[Packet]) -> Iterator[Packet]:
-        """Yield packets; read one batch ahead and set ``end_of_dataloader`` before the last batch."""
-        held: list[Packet] = []
-        for packet in packets:
-            if held and not packet.empty:
+    def flag_end(self, worker_batches: Iterator[WorkerBatch]) -> Iterator[WorkerBatch]:
+        """Yield worker batches; read one batch ahead and set ``end_of_dataloader`` before the last batch."""
+        held: list[WorkerBatch] = []
+        for worker_batch in worker_batches:
+            if held and not worker_batch.empty:
                 yield from held
                 held = []
-            held.append(packet)
+            held.append(worker_batch)
         self.end_of_dataloader = True
         yield from held
 

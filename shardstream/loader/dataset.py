@@ -13,14 +13,19 @@ from torch.utils.data import IterableDataset, get_worker_info
 from shardstream.catalog.class_names import ClassNames, warn_of_difference
 from shardstream.catalog.integrity import Verify
 from shardstream.catalog.shard_catalog import Catalog, lacks_index
-from shardstream.distributed import Placement, Reader, accelerate_loader
+from shardstream.distributed import Placement, WorkerInfo, accelerate_loader
 from shardstream.errors import MissingError, NoIndexWarning, OptionError, redact, shown
 from shardstream.loader.collation import shared_numbers
 from shardstream.loader.iterator import DatasetIterator
 from shardstream.loader.steps import StreamSteps
-from shardstream.order.partition import Remainder, Split
+from shardstream.order.partition import PartitionConfig, Remainder
 from shardstream.pipeline.bad_samples import OnError, Skips
-from shardstream.pipeline.indexed_source import Options, PlannedSamples, PlannedSource, plain_share
+from shardstream.pipeline.indexed_source import (
+    Options,
+    PlannedSamples,
+    PlannedSource,
+    plain_partition,
+)
 from shardstream.pipeline.pipeline import Pipeline
 from shardstream.pipeline.sequential_source import WholeShards, whole_shards
 from shardstream.pipeline.stage import Stage, at_least, check_epoch
@@ -92,11 +97,16 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
         self._epoch[1] += 1
 
     def __iter__(self) -> DatasetIterator:
-        reader, source = current_reader(self.placement), self.pipeline.planned
+        worker_info, source = current_worker_info(self.placement), self.pipeline.planned
         unsaid = source is not None and source.options.microbatch is None
-        if unsaid and reader.num_workers > 1 and reader.worker == 0 and accelerate_loader():
+        if (
+            unsaid
+            and worker_info.num_workers > 1
+            and worker_info.worker == 0
+            and accelerate_loader()
+        ):
             warnings.warn(_SAY_MICROBATCH, stacklevel=2)
-        return DatasetIterator(self.pipeline, reader, self.epoch)
+        return DatasetIterator(self.pipeline, worker_info, self.epoch)
 
     def __len__(self) -> int:
         if self._length is not None:
@@ -104,7 +114,7 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
         source = self.pipeline.planned
         if source is None:
             raise TypeError("the length is not known in advance: say it with .with_length(n)")
-        return plain_share(source, Reader(self.placement), self.epoch).num_samples
+        return plain_partition(source, WorkerInfo(self.placement), self.epoch).num_samples
 
     def __getitem__(self, number: object) -> Any:
         """Refuse to read by number."""
@@ -172,7 +182,7 @@ class ShardDataset(StreamDataset):
         microbatch: Samples that always stay together; by default the loader's batch size.
         window: Samples shuffled together, a multiple of the microbatch; by default 64 MiB of them.
         block: Consecutive samples that are fetched together; by default 2 MiB of them.
-        remainder: "pad", "drop" or "keep" the samples that do not fill a last step of all ranks (see `Split`).
+        remainder: "pad", "drop" or "keep" the samples that do not fill a last step of all ranks (see `PartitionConfig`).
         index: "auto" reads by number where an index is and by whole shards else; "require" refuses the latter; "ignore"
             reads whole shards.
         storage_options: For fsspec, e.g. ``{"endpoint_url": "http://127.0.0.1:9000"}``.
@@ -245,7 +255,7 @@ class ShardDataset(StreamDataset):
             )
             source = PlannedSamples(catalog=Catalog(located, storage, verify), options=options)
             source.order(batch=microbatch or 1, lanes=1, epoch=0)  # refuses nonsense now
-            Split(remainder=remainder)
+            PartitionConfig(remainder=remainder)
         else:
             if verify is not None or index == "require":
                 raise _lacking_index(unindexed, index)
@@ -279,10 +289,14 @@ class ShardDataset(StreamDataset):
             return cls(f"{prefix}*", **options)
 
 
-def current_reader(placement: Placement) -> Reader:
-    """Return which reader of the job this process is; the only look at torch's worker number."""
+def current_worker_info(placement: Placement) -> WorkerInfo:
+    """Return which worker of the job this process is; the only look at torch's worker number."""
     worker = get_worker_info()
-    return Reader(placement) if worker is None else Reader(placement, worker.id, worker.num_workers)
+    return (
+        WorkerInfo(placement)
+        if worker is None
+        else WorkerInfo(placement, worker.id, worker.num_workers)
+    )
 
 
 def _lacking_index(url: str, index: str) -> OptionError:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from shardstream.distributed import Reader, accelerate_loader, is_one_of_several
+from shardstream.distributed import WorkerInfo, accelerate_loader, is_one_of_several
 from shardstream.errors import StateError
 from shardstream.loader.state import check_state, sealed
 from shardstream.pipeline.bad_sample_report import BadSample
@@ -15,16 +15,16 @@ from shardstream.pipeline.stage import Run, State
 
 
 class DatasetIterator:
-    """Items of one reader in one epoch.
+    """Items of one worker in one epoch.
 
     Args:
         pipeline: Where they come from.
-        reader: Which loader worker this is.
+        worker_info: Which loader worker this is.
         epoch: From 0.
     """
 
-    def __init__(self, pipeline: Pipeline, reader: Reader, epoch: int) -> None:
-        self._pipeline, self._reader = pipeline, reader
+    def __init__(self, pipeline: Pipeline, worker_info: WorkerInfo, epoch: int) -> None:
+        self._pipeline, self._worker_info = pipeline, worker_info
         self._bad: list[BadSample] = []
         self._run = self._open(epoch)
 
@@ -39,7 +39,10 @@ class DatasetIterator:
         """The bad samples passed over so far."""
         self._bad += (
             replace(
-                one, epoch=self._epoch, rank=self._reader.placement.rank, worker=self._reader.worker
+                one,
+                epoch=self._epoch,
+                rank=self._worker_info.placement.rank,
+                worker=self._worker_info.worker,
             )
             for one in self._context.skips.drain()
         )
@@ -60,7 +63,7 @@ class DatasetIterator:
             run.close()
 
     def state_dict(self) -> State:
-        """Return where this reader is; JSON values.
+        """Return where this worker is; JSON values.
 
         Raises:
             StateError: If rank 0 of several reads for all: Accelerate would keep the state of another rank.
@@ -74,10 +77,10 @@ class DatasetIterator:
         return sealed({**self._identity(), "epoch": self._epoch, "run": self._run.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state of the same reader was taken, in its epoch.
+        """Go on where a state of the same worker was taken, in its epoch.
 
         Raises:
-            StateError: If it is of other data, steps, order or another reader.
+            StateError: If it is of other data, steps, order or another worker.
         """
         check_state(state, mine=self._identity())
         self._run.close()
@@ -86,10 +89,10 @@ class DatasetIterator:
 
     def _open(self, epoch: int) -> Run:
         self._epoch = epoch
-        self._context = self._pipeline.context(self._reader, epoch)
-        return self._pipeline.open(self._reader, self._context)
+        self._context = self._pipeline.context(self._worker_info, epoch)
+        return self._pipeline.open(self._worker_info, self._context)
 
     def _identity(self) -> State:
         """Return what a state must agree with."""
-        identity = self._pipeline.identity(self._reader, self._epoch)
-        return {"kind": "reader", **identity, "worker": self._reader.worker}
+        identity = self._pipeline.identity(self._worker_info, self._epoch)
+        return {"kind": "reader", **identity, "worker": self._worker_info.worker}

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from shardstream.distributed import Placement, Reader, accelerate_loader, is_called_by_accelerate
+from shardstream.distributed import (
+    Placement,
+    WorkerInfo,
+    accelerate_loader,
+    is_called_by_accelerate,
+)
 from shardstream.errors import OptionError, ReportWarning, StateError, WorkerError
 from shardstream.loader.collation import collate
 from shardstream.loader.dataset import StreamDataset
@@ -21,13 +26,13 @@ from shardstream.loader.option_checks import check_options, warn_of_lanes
 from shardstream.loader.rank_consistency import compare_ranks
 from shardstream.loader.state import check_state, part_state, plan_state
 from shardstream.loader.stats import LoaderStats, Stopwatch
-from shardstream.loader.worker import Batches, Packet
+from shardstream.loader.worker import Batches, WorkerBatch
 from shardstream.loader.worker_errors import WorkerWatch, end_workers, living
-from shardstream.order.partition import Share, Split
+from shardstream.order.partition import PartitionConfig, RankPartition
 from shardstream.order.permutation import derive_key
 from shardstream.pipeline.bad_sample_report import BadSample, Quarantine, tell
 from shardstream.pipeline.bad_samples import Skips
-from shardstream.pipeline.indexed_source import Options, PlannedSource, plain_share
+from shardstream.pipeline.indexed_source import Options, PlannedSource, plain_partition
 from shardstream.pipeline.stage import Position, State, check_epoch, whole
 from shardstream.process_memory import keep_freed_memory
 
@@ -67,7 +72,7 @@ class ShardLoader(DataLoader[Any]):
         batch_size = None if batch_size is None else whole("batch_size", batch_size)
         check_options(dataset, batch_size, shuffle, options | {"drop_last": drop_last})
         self._begin = self._position = Position(epoch=dataset.epoch)
-        self._share: Share | None = None
+        self._partition: RankPartition | None = None
         self._skipped: dict[int, dict[str, int]] = {}
         self._taken: dict[int, dict[str, int]] = {}
         self._refilled: dict[int, int] = {}
@@ -77,20 +82,20 @@ class ShardLoader(DataLoader[Any]):
         self._stopwatch = Stopwatch(epoch=dataset.epoch, workers=num_workers)
         source = dataset.pipeline.planned
         self._given = Options() if source is None else source.options
-        split = Split(drop_last=drop_last)
+        partition_config = PartitionConfig(drop_last=drop_last)
         if source is not None and batch_size is not None:
-            split = Split(
+            partition_config = PartitionConfig(
                 world_size=dataset.placement.world_size,
                 microbatches=batch_size // (source.options.microbatch or batch_size),
                 remainder=source.options.remainder,
                 drop_last=drop_last,
             )
-        lanes = split.batches_per_step * max(1, num_workers)
+        lanes = partition_config.batches_per_step * max(1, num_workers)
         self._batches = Batches(
             dataset,
             batch_size=batch_size,
             collate_fn=collate_fn or collate,
-            split=split,
+            partition_config=partition_config,
             lanes=lanes,
             num_workers=num_workers,
         )
@@ -175,7 +180,7 @@ class ShardLoader(DataLoader[Any]):
         epoch = check_epoch(epoch)
         if epoch != self._position.epoch:
             self._begin = self._position = Position(epoch=epoch)
-            self._share = None
+            self._partition = None
             self._iteration += 1  # an iteration that is still open counts no more
 
     def _follow_dataset(self) -> None:
@@ -193,10 +198,10 @@ class ShardLoader(DataLoader[Any]):
             OptionError: If that cannot be known, because steps change counts.
         """
         self._follow_dataset()
-        share = self._batches.share(self._position)
-        if share is None:
+        partition = self._batches.partition(self._position)
+        if partition is None:
             raise OptionError("how many batches are left is not known where steps change counts")
-        return share.num_steps
+        return partition.num_steps
 
     def __repr__(self) -> str:
         batches = self._batches
@@ -209,21 +214,21 @@ class ShardLoader(DataLoader[Any]):
         # Of a whole epoch, also when one goes on in its middle: trainers count batches from the epoch's start.
         dataset, size = self._batches.source_dataset, self._batches.batch_size or 1
         if not dataset.has_given_length:
-            share = self._batches.share(Position(epoch=self.epoch))
-            if share is not None:
-                return share.num_steps
+            partition = self._batches.partition(Position(epoch=self.epoch))
+            if partition is not None:
+                return partition.num_steps
             source = dataset.pipeline.planned
             if source is not None:
-                reader = Reader(dataset.placement, 0, max(1, self.num_workers))
-                return plain_share(source, reader, self.epoch).num_samples
+                worker_info = WorkerInfo(dataset.placement, 0, max(1, self.num_workers))
+                return plain_partition(source, worker_info, self.epoch).num_samples
         length = len(dataset)
-        return length // size if self._batches.split.drop_last else -(-length // size)
+        return length // size if self._batches.partition_config.drop_last else -(-length // size)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator around torch's iterator
         self._refuse_second_split()
         self._follow_dataset()
         begin = self._position = self._begin
-        self._share = self._batches.share(begin)
+        self._partition = self._batches.partition(begin)
         self._compare_ranks()
         self._skipped, self._taken, self._refilled = {}, {}, {}
         self._iteration += 1
@@ -241,29 +246,31 @@ class ShardLoader(DataLoader[Any]):
         # In this process torch's iterator adds nothing but 11 us a batch.
         here = self.num_workers == 0 and not self.pin_memory
         with self._batches.serving():
-            packets = workers = iter(self._batches) if here else super().__iter__()
+            worker_batches = workers = iter(self._batches) if here else super().__iter__()
         if self.num_workers:
-            packets = self._batches.receive(workers, self.num_workers, self.prefetch_factor or 1)
+            worker_batches = self._batches.receive(
+                workers, self.num_workers, self.prefetch_factor or 1
+            )
         if not self.persistent_workers:  # they take as much memory as was on its way at one time
             self._batches.rings = []
         hand_out = self._serve_accelerate if self._serves_accelerate else self._hand_out
-        handed_out = hand_out(packets, workers, begin, self._iteration)
+        handed_out = hand_out(worker_batches, workers, begin, self._iteration)
         # Last: after a refusal above, the next iteration begins where this one would have.
         self._begin = Position(epoch=begin.epoch)
         return handed_out
 
     def _serve_accelerate(
-        self, packets: Iterator[Packet], workers: Any, begin: Position, iteration: int
+        self, worker_batches: Iterator[WorkerBatch], workers: Any, begin: Position, iteration: int
     ) -> Iterator[Any]:
         from shardstream.loader.accelerate import PreparedEpoch, check_data_parallel  # noqa: PLC0415  (it imports Accelerate)
 
         check_data_parallel(self.placement)
         prepared = PreparedEpoch(
-            remainder=0 if self._share is None else self._share.short_step_samples,
+            remainder=0 if self._partition is None else self._partition.short_step_samples,
             non_blocking=self.pin_memory,
         )
-        packets = prepared.flag_end(packets)
-        return prepared.hand_out(self._hand_out(packets, workers, begin, iteration))
+        worker_batches = prepared.flag_end(worker_batches)
+        return prepared.hand_out(self._hand_out(worker_batches, workers, begin, iteration))
 
     def _refuse_second_split(self) -> None:
         """Refuse to be read by a loader of Accelerate, which deals out what it reads over the ranks."""
@@ -278,11 +285,11 @@ class ShardLoader(DataLoader[Any]):
         if self._is_compared or self._batches.source_dataset.given_placement is not None:
             return
         batches = self._batches
-        if self._share is None:
+        if self._partition is None:
             numbers = self._topology() | {"epoch": self._position.epoch}
             del numbers["rank"]
         else:
-            numbers = self.state_dict() | asdict(batches.split)
+            numbers = self.state_dict() | asdict(batches.partition_config)
             del numbers["state_checksum"]
             budget = Skips(batches.source_dataset.pipeline.on_error).budget
             numbers["refill"] = budget is not None and budget.refill
@@ -291,31 +298,33 @@ class ShardLoader(DataLoader[Any]):
         self._is_compared = True
 
     def _hand_out(
-        self, packets: Iterator[Packet], workers: Any, begin: Position, iteration: int
+        self, worker_batches: Iterator[WorkerBatch], workers: Any, begin: Position, iteration: int
     ) -> Iterator[Any]:
         parts = dict(begin.parts)
         batches = self._batches
         catalog = None if batches.planned is None else batches.planned.catalog
-        watch = WorkerWatch(workers, batches.begun, self._share, catalog)
+        watch = WorkerWatch(workers, batches.begun, self._partition, catalog)
         stopwatch, asked = self._stopwatch, time.perf_counter()
         with self._ending_workers_on_error(workers), watch:
-            for steps, packet in enumerate(packets, start=1):
-                stopwatch.took(packet.part, packet.spent, waited_s=time.perf_counter() - asked)
-                self._quarantine.add(packet.bad, epoch=begin.epoch, worker=packet.part)
-                if packet.error is not None:
-                    raise packet.error
+            for steps, worker_batch in enumerate(worker_batches, start=1):
+                stopwatch.took(
+                    worker_batch.part, worker_batch.timings, waited_s=time.perf_counter() - asked
+                )
+                self._quarantine.add(worker_batch.bad, epoch=begin.epoch, worker=worker_batch.part)
+                if worker_batch.error is not None:
+                    raise worker_batch.error
                 if iteration == self._iteration:
-                    self._skipped[packet.part] = packet.skipped
-                    self._taken[packet.part] = packet.taken
-                    self._refilled[packet.part] = packet.refilled
-                    self._position = self._position_after(packet, steps, begin.epoch, parts)
-                if not packet.empty:
-                    yield packet.batch
+                    self._skipped[worker_batch.part] = worker_batch.skipped
+                    self._taken[worker_batch.part] = worker_batch.taken
+                    self._refilled[worker_batch.part] = worker_batch.refilled
+                    self._position = self._position_after(worker_batch, steps, begin.epoch, parts)
+                if not worker_batch.empty:
+                    yield worker_batch.batch
                 asked = time.perf_counter()
         stopwatch.stop()
         if iteration == self._iteration:
             self._begin = self._position = Position(epoch=begin.epoch + 1)
-            self._share = None
+            self._partition = None
 
     @contextmanager
     def _ending_workers_on_error(self, workers: Any) -> Iterator[None]:
@@ -336,14 +345,16 @@ class ShardLoader(DataLoader[Any]):
             tell(problem)
 
     def _position_after(
-        self, packet: Packet, steps: int, epoch: int, parts: dict[int, State]
+        self, worker_batch: WorkerBatch, steps: int, epoch: int, parts: dict[int, State]
     ) -> Position:
-        if self._share is not None:
-            return Position(epoch=epoch, consumed=self._share.consumed_after(steps))
-        if packet.state is not None:
-            parts[packet.part] = packet.state
+        if self._partition is not None:
+            return Position(epoch=epoch, consumed=self._partition.consumed_after(steps))
+        if worker_batch.state is not None:
+            parts[worker_batch.part] = worker_batch.state
         return Position(
-            epoch=epoch, parts=dict(parts), next_part=(packet.part + 1) % max(1, self.num_workers)
+            epoch=epoch,
+            parts=dict(parts),
+            next_part=(worker_batch.part + 1) % max(1, self.num_workers),
         )
 
     def state_dict(self) -> State:
@@ -383,7 +394,7 @@ class ShardLoader(DataLoader[Any]):
                     f"this state is damaged: {position.consumed} of {nsamples} samples are consumed"
                 )
         self._begin = self._position = position
-        self._share = None
+        self._partition = None
         self._iteration += 1  # an iteration that is still open counts no more
         self._iterator = None  # persistent workers know nothing of this
         self._is_compared = False
@@ -417,7 +428,9 @@ class ShardLoader(DataLoader[Any]):
                 )
             }
         )
-        batches.split = replace(batches.split, microbatches=batch_size // microbatch)
+        batches.partition_config = replace(
+            batches.partition_config, microbatches=batch_size // microbatch
+        )
         warn_of_lanes(self._batches, max(1, self.num_workers))
 
     @staticmethod
@@ -432,10 +445,10 @@ class ShardLoader(DataLoader[Any]):
     def _topology(self) -> State:
         """Return what a state with a position for each worker must agree with."""
         batches = self._batches
-        reader = Reader(batches.placement, 0, max(1, self.num_workers))
-        identity = batches.source_dataset.pipeline.identity(reader, self._position.epoch)
+        worker_info = WorkerInfo(batches.placement, 0, max(1, self.num_workers))
+        identity = batches.source_dataset.pipeline.identity(worker_info, self._position.epoch)
         return {"kind": "parts", **identity, "batch_size": batches.batch_size}
 
 
-def _as_is(packet: Any) -> Any:
-    return packet
+def _as_is(worker_batch: Any) -> Any:
+    return worker_batch

@@ -27,7 +27,7 @@ _LARGE_BYTES = 1 << 20
 _JUDGED = 5
 
 
-class Bundle(NamedTuple):
+class WorkerMessage(NamedTuple):
     """What is sent at once."""
 
     worker: int
@@ -43,7 +43,7 @@ class Bundle(NamedTuple):
 
 
 class Rounds:
-    """How many packets a worker sends in each round of messages; in memory that workers and the main process share."""
+    """How many items a worker sends in each round of messages; in memory that workers and the main process share."""
 
     def __init__(self) -> None:
         # From which round on, how many before, how many then: one number, so that all of it is read at once.
@@ -55,12 +55,12 @@ class Rounds:
         self._tell(0, 1, 1)
 
     def size(self, number: int) -> int:
-        """Return how many packets are sent in round ``number``."""
+        """Return how many items are sent in round ``number``."""
         start, before, then = self._read()
         return then if number >= start else before
 
     def change(self, number: int, size: int) -> None:
-        """Let ``size`` packets be sent from a round on that no worker has begun."""
+        """Let ``size`` items be sent from a round on that no worker has begun."""
         self._tell(number, self._read()[2], size)
 
     def is_changing(self, number: int) -> bool:
@@ -75,49 +75,49 @@ class Rounds:
         self._told.numpy()[0] = number << 16 | before << 8 | then
 
 
-def bundled(
-    packets: Generator[_T], worker: int, rounds: Rounds, pack: Callable[[_T], tuple[Any, float]]
-) -> Generator[Bundle]:
-    """In a worker: send what it makes in bundles. An error comes behind what was made before it.
+def send_messages(
+    items: Generator[_T], worker: int, rounds: Rounds, pack: Callable[[_T], tuple[Any, float]]
+) -> Generator[WorkerMessage]:
+    """In a worker: send what it makes in messages of several items. An error comes behind what was made before it.
 
     Args:
-        packets: What it makes.
+        items: What it makes.
         worker: Its number.
         rounds: How many are sent at once.
-        pack: Returns what is sent for a packet, and its bytes as in `Bundle`. Called as soon as it is made.
+        pack: Returns what is sent for an item, and its bytes as in `WorkerMessage`. Called as soon as it is made.
     """
     owed = 0  # what was late is sent with later rounds, so that all workers have sent equally many again
-    with closing(packets):
+    with closing(items):
         for number in count():
             begun, size = perf_counter(), owed + rounds.size(number)
-            made, end = _take(packets, size, pack, until=begun + _LATE_S)
+            made, end = _take(items, size, pack, until=begun + _LATE_S)
             owed = size - len(made)
             error = wrapped(end, worker) if end and not isinstance(end, StopIteration) else None
             packed, nbytes = [one for one, _ in made], sum(nbytes for _, nbytes in made)
             made_s = perf_counter() - begun
-            bundles = [Bundle(worker, packed, made_s, nbytes, end is not None, error)]
+            messages = [WorkerMessage(worker, packed, made_s, nbytes, end is not None, error)]
             del made, packed
-            yield bundles.pop()  # while the next are made, only who has taken it holds what is in it
+            yield messages.pop()  # while the next are made, only who has taken it holds what is in it
             if end is not None:
                 return
 
 
-def unbundled(
-    bundles: Iterator[Bundle],
+def receive_items(
+    messages: Iterator[WorkerMessage],
     workers: int,
     rounds: Rounds,
     unpack: Callable[[Any], _T],
     *,
     ahead: int,
 ) -> Generator[_T]:
-    """In the main process: hand out packets, one of each worker in turn, as if they came one by one.
+    """In the main process: hand out items, one of each worker in turn, as if they came one by one.
 
     Args:
-        bundles: Of worker 0, 1, … in turn; a worker that has ended is passed over.
+        messages: Of worker 0, 1, … in turn; a worker that has ended is passed over.
         workers: How many there are.
-        rounds: How many packets they send at once; changed here by what comes.
-        unpack: Returns the packet of what was sent for it.
-        ahead: For how many bundles each worker is asked before the first is taken.
+        rounds: How many items they send at once; changed here by what comes.
+        unpack: Returns the item of what was sent for it.
+        ahead: For how many messages each worker is asked before the first is taken.
 
     Raises:
         OptionError: If another iteration has taken them.
@@ -128,20 +128,20 @@ def unbundled(
     worth: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=_JUDGED))
     while len(ended) < workers or any(waiting) or failed:
         while not waiting[turn] and turn not in ended:
-            if (bundle := next(bundles, None)) is None:
+            if (message := next(messages, None)) is None:
                 raise OptionError(
                     "another iteration of this loader has begun, and taken its persistent workers: finish one "
                     "before the next begins, or use two loaders"
                 )
-            waiting[bundle.worker] += bundle.packed
-            if bundle.error is not None:
-                failed[bundle.worker] = bundle.error
-            if bundle.ended:
-                ended.add(bundle.worker)
+            waiting[message.worker] += message.packed
+            if message.error is not None:
+                failed[message.worker] = message.error
+            if message.ended:
+                ended.add(message.worker)
                 continue
-            worth[bundle.worker].append(_worth(bundle))
+            worth[message.worker].append(_worth(message))
             # Once one has ended, the others are asked more often.
-            if bundle.worker == workers - 1 and not ended:
+            if message.worker == workers - 1 and not ended:
                 crowded = max(map(len, waiting)) > 2 * _MOST
                 size = 1 if crowded else int(min(median(judged) for judged in worth.values()))
                 _adapt(rounds, number, size, ahead)
@@ -151,33 +151,33 @@ def unbundled(
         elif turn in failed:
             failed[turn].reraise()
         turn = (turn + 1) % workers
-    next(bundles, None)  # lets torch end the workers
+    next(messages, None)  # lets torch end the workers
 
 
 def _adapt(rounds: Rounds, number: int, size: int, ahead: int) -> None:
-    """Let so many packets be sent at once, now that round ``number`` has come from all."""
+    """Let so many items be sent at once, now that round ``number`` has come from all."""
     now = rounds.size(number)
     if not rounds.is_changing(number) and not now / 2 < size < now * 2:
         # Those rounds behind this one that have been asked for are done as they were.
         rounds.change(number + ahead + 1, size)
 
 
-def _worth(bundle: Bundle) -> int:
-    """Return how many packets like these are worth a message."""
-    size = max(1, len(bundle.packed))
-    by_time = _WORTH_S * size / max(bundle.made_s, 1e-6)
-    by_bytes = _LARGE_BYTES * size / max(bundle.nbytes, 1)
+def _worth(message: WorkerMessage) -> int:
+    """Return how many items like these are worth a message."""
+    size = max(1, len(message.packed))
+    by_time = _WORTH_S * size / max(message.made_s, 1e-6)
+    by_bytes = _LARGE_BYTES * size / max(message.nbytes, 1)
     return int(max(1, min(_MOST, by_time, by_bytes)))
 
 
 def _take(
-    packets: Iterator[_T], size: int, pack: Callable[[_T], tuple[Any, float]], until: float
+    items: Iterator[_T], size: int, pack: Callable[[_T], tuple[Any, float]], until: float
 ) -> tuple[list[tuple[Any, float]], Exception | None]:
-    """Take and pack some packets, fewer if it gets late; with what ended that."""
+    """Take and pack some items, fewer if it gets late; with what ended that."""
     made: list[tuple[Any, float]] = []
     try:
         while not made or (len(made) < size and perf_counter() < until):
-            made.append(pack(next(packets)))
+            made.append(pack(next(items)))
     except Exception as end:  # noqa: BLE001  (told to the caller)
         return made, end
     return made, None

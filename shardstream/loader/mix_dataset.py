@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from shardstream.catalog.class_names import Classes, agreed, warn_of_difference
 from shardstream.catalog.concat_catalog import JoinedCatalog
-from shardstream.distributed import Reader
+from shardstream.distributed import WorkerInfo
 from shardstream.errors import OptionError, plural
 from shardstream.loader.dataset import StreamDataset
 from shardstream.order.partition import Remainder
@@ -140,6 +140,6 @@ class MixedDataset(StreamDataset):
         source = self.pipeline.source
         if not isinstance(source, MixedSamples):
             raise OptionError("counts of a mix are not known in advance where steps change counts")
-        reader = Reader(self.placement)
+        worker_info = WorkerInfo(self.placement)
         batch = source.options.microbatch or batch_size or 1
-        return source.counts(source.order(batch=batch, lanes=reader.total, epoch=epoch), epoch)
+        return source.counts(source.order(batch=batch, lanes=worker_info.total, epoch=epoch), epoch)

@@ -11,7 +11,7 @@ from shardstream.distributed import Placement
 from shardstream.errors import MissingError, OptionError
 from shardstream.loader.dataset import StreamDataset
 from shardstream.loader.map_dataset import NumberedDataset
-from shardstream.order.partition import Remainder, Split
+from shardstream.order.partition import PartitionConfig, Remainder
 from shardstream.pipeline.bad_samples import OnError, Skips
 from shardstream.pipeline.indexed_source import Options, PlannedSamples
 from shardstream.pipeline.pipeline import Pipeline
@@ -107,7 +107,7 @@ class ObjectDataset(_LooseFiles, StreamDataset):
         placement: Placement | None = None,
     ) -> None:
         Skips(on_error)  # refuses nonsense now
-        Split(remainder=remainder)
+        PartitionConfig(remainder=remainder)
         options = Options(
             shuffle=shuffle,
             seed=seed,

@@ -75,18 +75,18 @@ def warn_of_lanes(batches: Batches, num_workers: int) -> None:
     """Say when several workers must read the same windows, or one must hold very many."""
     if batches.planned is None or not batches.planned.options.shuffle:
         return
-    split, lanes = batches.split, batches.planned.options.lanes or batches.lanes
-    unit = split.batches_per_step * num_workers
-    fitting = sorted(set(fitting_lanes(split, num_workers, lanes)))
+    config, lanes = batches.partition_config, batches.planned.options.lanes or batches.lanes
+    unit = config.batches_per_step * num_workers
+    fitting = sorted(set(fitting_lanes(config, num_workers, lanes)))
     if lanes % unit:
         warnings.warn(
-            f"lanes={lanes} is no multiple of {split.world_size} ranks x {num_workers} workers x {split.microbatches} "
+            f"lanes={lanes} is no multiple of {config.world_size} ranks x {num_workers} workers x {config.microbatches} "
             f"microbatches: the order stays exact, but workers read parts of the same windows. Lanes that fit: {str(fitting)[1:-1]}",
             UserWarning,
             stacklevel=4,
         )
     catalog, window = batches.planned.catalog, batches.order(0).window
-    held_bytes = min(-(-lanes * split.microbatches // unit) * window, len(catalog)) * (
+    held_bytes = min(-(-lanes * config.microbatches // unit) * window, len(catalog)) * (
         catalog.total_bytes // max(1, len(catalog))
     )
     if held_bytes > _MUCH_BYTES and not catalog.is_local:

@@ -11,7 +11,7 @@ import numpy as np
 from shardstream.catalog.concat_catalog import AnyCatalog
 from shardstream.errors import SampleError
 from shardstream.format.samples import read_sample
-from shardstream.order.partition import Share
+from shardstream.order.partition import RankPartition
 from shardstream.order.permutation import derive_key
 from shardstream.pipeline.bad_samples import Skips
 from shardstream.pipeline.indexed_source import Chain
@@ -24,7 +24,7 @@ _SUBSTITUTE = 5
 def refilled(
     catalog: AnyCatalog,
     chain: Chain,
-    share: Share,
+    partition: RankPartition,
     step: int,
     done: tuple[Sequence[Any], list[int]],
     skips: Skips,
@@ -37,7 +37,7 @@ def refilled(
     Args:
         catalog: The dataset.
         chain: The steps that a sample goes through.
-        share: The rank's steps.
+        partition: The rank's steps.
         step: Which of them.
         done: Its good items, and their sample numbers.
         skips: Counts what is bad on the way, too, and those that stand in.
@@ -47,15 +47,15 @@ def refilled(
     """
     items, present = done
     if skips.budget is not None and skips.budget.refill:
-        count = share.step_size(step) - len(items)
+        count = partition.step_size(step) - len(items)
     else:
-        count = int(len(items) == 0 and share.split.world_size > 1)
+        count = int(len(items) == 0 and partition.config.world_size > 1)
     if count == 0:
         return items
-    planned = share.samples(np.array([step], dtype=np.int64))[0].tolist()
+    planned = partition.samples(np.array([step], dtype=np.int64))[0].tolist()
     taken, bad, found = set(present), set(planned) - set(present), list[Any]()
     for attempt in range(_ATTEMPTS * count):
-        number = _draw(share, step, attempt)
+        number = _draw(partition, step, attempt)
         if number in bad or (number in taken and attempt < _ATTEMPTS * count // 2):
             continue
         try:
@@ -80,11 +80,11 @@ def refilled(
     )
 
 
-def _draw(share: Share, step: int, attempt: int) -> int:
+def _draw(partition: RankPartition, step: int, attempt: int) -> int:
     """Return the number of a sample of the epoch: of a mix, by its weights."""
-    plan, order = share.plan, share.plan.order
-    place = share.consumed_after(step)
-    key = derive_key(order.seed, plan.epoch, share.rank, place, attempt, _SUBSTITUTE)
+    plan, order = partition.plan, partition.plan.order
+    place = partition.consumed_after(step)
+    key = derive_key(order.seed, plan.epoch, partition.rank, place, attempt, _SUBSTITUTE)
     if order.num_batches == 0:
         return int(plan.rest(0)[key % order.nsamples])
     batch, slot = divmod(key % (order.num_batches * order.batch), order.batch)

@@ -27,20 +27,20 @@ from shardstream.loader.serialize import (
 )
 
 _RING_BYTES = 256 << 20  # of addresses: memory is taken by what is on its way at one time
-# Parcels begin at multiples of that: one that is a little larger than another still fits its place.
+# Messages begin at multiples of that: one that is a little larger than another still fits its place.
 _STEP_BYTES, _SMALL_STEP_BYTES = 1 << 20, 1 << 16
-_HEAD_BYTES = mmap.PAGESIZE  # which begin with how many parcels are unpacked
+_HEAD_BYTES = mmap.PAGESIZE  # which begin with how many messages are unpacked
 _COUNT = struct.Struct("q")
 _ALIGN_BYTES = 64
 _START = attrgetter("start")
 
 
-class Parcel(NamedTuple):
+class RingMessage(NamedTuple):
     """A value taken apart."""
 
     worker: int
     number: int
-    """Parcels of the ring so far, with this one; 0 if it is not in there."""
+    """Messages of the ring so far, with this one; 0 if it is not in there."""
     start: int
     """Where it begins in the ring."""
     places: list[tuple[int, int]]
@@ -67,7 +67,7 @@ class Ring:
         self._handle = os.memfd_create("shardstream") if handle is None else handle
         os.ftruncate(self._handle, _HEAD_BYTES + _RING_BYTES)
         self._memory = mmap.mmap(self._handle, _HEAD_BYTES + _RING_BYTES)
-        self._on_way: deque[Parcel] = deque()
+        self._on_way: deque[RingMessage] = deque()
         self._number = 0
 
     def __reduce__(self) -> tuple[Callable[[Any], Ring], tuple[Any]]:
@@ -89,7 +89,7 @@ class Ring:
             with suppress(OSError):  # a sandbox that cannot
                 self._memory.madvise(mmap.MADV_REMOVE, _HEAD_BYTES, _RING_BYTES)
 
-    def pack(self, value: Any, worker: int) -> Parcel:
+    def pack(self, value: Any, worker: int) -> RingMessage:
         """In the worker: copy a value; return what is to be sent for it.
 
         Raises:
@@ -104,31 +104,31 @@ class Ring:
         if base is None:
             # The queue's thread sends them later: a step may have changed its tensors by then.
             copies = [one if isinstance(one, bytes) else one.clone() for one in pieces]
-            return Parcel(worker, 0, 0, places, copies, rest)
+            return RingMessage(worker, 0, 0, places, copies, rest)
         for (start, end), piece in zip(places, pieces, strict=True):
             data = piece if isinstance(piece, bytes) else bytes_of(piece).data
             self._memory[_HEAD_BYTES + base + start : _HEAD_BYTES + base + end] = data
         self._number += 1
-        parcel = Parcel(worker, self._number, base, places, None, rest)
-        self._on_way.append(parcel._replace(rest=[]))
-        return parcel
+        message = RingMessage(worker, self._number, base, places, None, rest)
+        self._on_way.append(message._replace(rest=[]))
+        return message
 
-    def unpack(self, parcel: Parcel) -> Any:
+    def unpack(self, message: RingMessage) -> Any:
         """In the main process: return the value, and let its room be used again."""
-        if (pieces := parcel.pieces) is not None:
-            return put_together(pieces[-1], parcel.rest, lambda number, _: pieces[number])
-        base = _HEAD_BYTES + parcel.start
+        if (pieces := message.pieces) is not None:
+            return put_together(pieces[-1], message.rest, lambda number, _: pieces[number])
+        base = _HEAD_BYTES + message.start
         view = memoryview(self._memory)
 
         def load(number: int, kind: Kind | None) -> Any:
-            start, end = parcel.places[number]
+            start, end = message.places[number]
             if kind is None:
                 return self._memory[base + start : base + end]
             return tensor_of(kind, view[base + start : base + end])
 
-        start, end = parcel.places[-1]
-        value = put_together(self._memory[base + start : base + end], parcel.rest, load)
-        _COUNT.pack_into(self._memory, 0, parcel.number)
+        start, end = message.places[-1]
+        value = put_together(self._memory[base + start : base + end], message.rest, load)
+        _COUNT.pack_into(self._memory, 0, message.number)
         return value
 
     def _find_room(self, size: int) -> int | None:
@@ -137,15 +137,15 @@ class Ring:
         while self._on_way and self._on_way[0].number <= unpacked:
             self._on_way.popleft()
         place, step = 0, _STEP_BYTES if size > _STEP_BYTES // 2 else _SMALL_STEP_BYTES
-        for parcel in sorted(self._on_way, key=_START):
-            if place + size <= parcel.start:
+        for message in sorted(self._on_way, key=_START):
+            if place + size <= message.start:
                 return place
-            place = -(-(parcel.start + parcel.nbytes) // step) * step
+            place = -(-(message.start + message.nbytes) // step) * step
         return place if place + size <= _RING_BYTES else None
 
 
 def _laid_out(pieces: list[Any]) -> list[tuple[int, int]]:
-    """Return where each piece begins and ends in a parcel."""
+    """Return where each piece begins and ends in a message."""
     places, end = [], 0
     for piece in pieces:
         if isinstance(piece, bytes):

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from typing import Any
 
 from shardstream.errors import StateError
-from shardstream.order.epoch_plan import Order
+from shardstream.order.epoch_plan import EpochOrder
 from shardstream.pipeline.stage import EPOCHS, Position, State
 
 VERSION = 2
@@ -28,7 +28,7 @@ def _checksum(state: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def plan_state(order: Order, *, data: State, epoch: int, consumed: int) -> State:
+def plan_state(order: EpochOrder, *, data: State, epoch: int, consumed: int) -> State:
     """Return the state of an exact loader: a few numbers, the same on every rank.
 
     Args:

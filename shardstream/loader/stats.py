@@ -1,4 +1,4 @@
-"""Where the time of an epoch goes: what workers have spent, and how long the training loop waited for them."""
+"""Where the time of an epoch goes: the timings of workers, and how long the training loop waited for them."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from shardstream.errors import plural
 
 
 @dataclass(slots=True, kw_only=True)
-class Spent:
-    """What reading has cost so far, in one worker or in all.
+class WorkerTimings:
+    """Seconds, bytes and requests of reading so far, in one worker or in all.
 
     Args:
         samples: Handed to the collate function.
@@ -40,9 +40,9 @@ class Spent:
         self.steps_s += steps_s
         self.collate_s += collate_s
 
-    def with_costs(self, costs: Mapping[str, float]) -> Spent:
+    def with_costs(self, costs: Mapping[str, float]) -> WorkerTimings:
         """Return a copy with what a fetcher says of itself."""
-        return Spent(
+        return WorkerTimings(
             samples=self.samples,
             read_s=self.read_s,
             steps_s=self.steps_s,
@@ -50,9 +50,9 @@ class Spent:
             **costs,
         )
 
-    def add(self, other: Spent) -> None:
-        """Take in what another has spent."""
-        for one in fields(Spent):
+    def add(self, other: WorkerTimings) -> None:
+        """Add the timings of another worker."""
+        for one in fields(WorkerTimings):
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
 
@@ -68,7 +68,7 @@ class LoaderStats:
         seconds: Since the epoch was begun here.
         loop_wait_s: Of these, seconds that the training loop waited for batches.
         workers: Loader processes; 0 reads in the loop's own.
-        spent: Sum over the workers; they read ahead of the loop, so it may count more than was handed out.
+        timings: Sum over the workers; they read ahead of the loop, so it may count more than was handed out.
     """
 
     epoch: int
@@ -76,7 +76,7 @@ class LoaderStats:
     seconds: float
     loop_wait_s: float
     workers: int
-    spent: Spent
+    timings: WorkerTimings
 
     def as_dict(self) -> dict[str, float]:
         """Return plain numbers by name, for a logger.
@@ -85,31 +85,31 @@ class LoaderStats:
         3
         """
         numbers = asdict(self)
-        numbers |= numbers.pop("spent")
+        numbers |= numbers.pop("timings")
         return numbers
 
     def __str__(self) -> str:
-        spent, seconds = self.spent, max(self.seconds, 1e-9)
-        rate = f"{spent.samples / seconds:,.0f} samples/s, {spent.read_bytes / seconds / 1e6:,.1f} MB/s"
-        busy = spent.read_s + spent.steps_s + spent.collate_s
+        timings, seconds = self.timings, max(self.seconds, 1e-9)
+        rate = f"{timings.samples / seconds:,.0f} samples/s, {timings.read_bytes / seconds / 1e6:,.1f} MB/s"
+        busy = timings.read_s + timings.steps_s + timings.collate_s
         parts = {
-            "waiting for bytes": spent.wait_s,
-            "reading": spent.read_s - spent.wait_s,
-            "steps": spent.steps_s,
-            "collate": spent.collate_s,
+            "waiting for bytes": timings.wait_s,
+            "reading": timings.read_s - timings.wait_s,
+            "steps": timings.steps_s,
+            "collate": timings.collate_s,
         }
         shares = ", ".join(
             f"{name} {100 * value / max(busy, 1e-9):.0f} %" for name, value in parts.items()
         )
         lines = [
-            f"epoch {self.epoch}: {plural(self.batches, 'batch')}, {plural(spent.samples, 'sample')} in {seconds:.1f} s ({rate})",
+            f"epoch {self.epoch}: {plural(self.batches, 'batch')}, {plural(timings.samples, 'sample')} in {seconds:.1f} s ({rate})",
             f"the loop waited {100 * self.loop_wait_s / seconds:.0f} % of the time for batches",
             f"{plural(self.workers, 'worker') if self.workers else 'no workers'} {'was' if self.workers == 1 else 'were'} busy for {busy:.1f} s: {shares}",
         ]
-        if spent.requests:
-            size = spent.read_bytes / spent.requests / 1e6
-            throttled = f", {spent.throttled:,.0f} times throttled" if spent.throttled else ""
-            lines.append(f"{spent.requests:,.0f} requests of {size:.1f} MB{throttled}")
+        if timings.requests:
+            size = timings.read_bytes / timings.requests / 1e6
+            throttled = f", {timings.throttled:,.0f} times throttled" if timings.throttled else ""
+            lines.append(f"{timings.requests:,.0f} requests of {size:.1f} MB{throttled}")
         return "\n".join(lines)
 
 
@@ -128,13 +128,13 @@ class Stopwatch:
     wait_s: float = 0.0
     _begun: float = field(default_factory=time.perf_counter)
     _ended: float | None = None
-    _spent: dict[int, Spent] = field(default_factory=dict)
+    _timings: dict[int, WorkerTimings] = field(default_factory=dict)
 
-    def took(self, part: int, spent: Spent, *, waited_s: float) -> None:
+    def took(self, part: int, timings: WorkerTimings, *, waited_s: float) -> None:
         """Hear of a batch that a worker has sent."""
         self.batches += 1
         self.wait_s += waited_s
-        self._spent[part] = spent
+        self._timings[part] = timings
 
     def stop(self) -> None:
         """End the epoch."""
@@ -142,14 +142,14 @@ class Stopwatch:
 
     def stats(self) -> LoaderStats:
         """Return what it has cost so far."""
-        total = Spent()
-        for spent in self._spent.values():
-            total.add(spent)
+        total = WorkerTimings()
+        for timings in self._timings.values():
+            total.add(timings)
         return LoaderStats(
             epoch=self.epoch,
             batches=self.batches,
             seconds=(self._ended or time.perf_counter()) - self._begun,
             loop_wait_s=self.wait_s,
             workers=self.workers,
-            spent=total,
+            timings=total,
         )

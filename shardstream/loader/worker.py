@@ -14,22 +14,22 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shardstream.distributed import Reader
+from shardstream.distributed import WorkerInfo
 from shardstream.errors import OptionError, SkipBudgetError
 from shardstream.loader.collation import collate, shared_numbers
-from shardstream.loader.dataset import StreamDataset, current_reader
-from shardstream.loader.message_batching import Rounds, bundled, unbundled
+from shardstream.loader.dataset import StreamDataset, current_worker_info
+from shardstream.loader.message_batching import Rounds, receive_items, send_messages
 from shardstream.loader.replacement_samples import refilled
 from shardstream.loader.serialize import Sealed
-from shardstream.loader.shared_memory import Parcel, Ring, open_rings
-from shardstream.loader.stats import Spent
+from shardstream.loader.shared_memory import Ring, RingMessage, open_rings
+from shardstream.loader.stats import WorkerTimings
 from shardstream.loader.worker_errors import marked
-from shardstream.order.epoch_plan import Order
-from shardstream.order.partition import Share, Split
+from shardstream.order.epoch_plan import EpochOrder
+from shardstream.order.partition import PartitionConfig, RankPartition
 from shardstream.pipeline.bad_sample_report import BadSample, located
 from shardstream.pipeline.bad_samples import Skips
 from shardstream.pipeline.indexed_run import own_steps
-from shardstream.pipeline.indexed_source import PlannedSource, open_share
+from shardstream.pipeline.indexed_source import PlannedSource, open_partition
 from shardstream.pipeline.stage import Position, Run, State
 from shardstream.process_memory import tune_worker_process
 
@@ -40,8 +40,8 @@ _NOT_FOR_OTHERS = (
 )
 
 
-class Packet(NamedTuple):
-    """What a worker sends to the main process."""
+class WorkerBatch(NamedTuple):
+    """A batch that a worker sends to the main process, with its counts."""
 
     batch: Any
     empty: bool
@@ -56,8 +56,8 @@ class Packet(NamedTuple):
     refilled: int
     """Samples of this worker so far that stood in for bad ones."""
     bad: tuple[BadSample, ...]
-    """Bad samples of this worker since its last packet."""
-    spent: Spent
+    """Bad samples of this worker since its last worker batch."""
+    timings: WorkerTimings
     """What reading has cost this worker so far."""
     error: SkipBudgetError | None = None
     """There were too many of them: there is no batch, and will be none."""
@@ -70,7 +70,7 @@ class Batches(IterableDataset[Any]):
         dataset: Where samples come from.
         batch_size: Items of a batch; None hands out single items.
         collate_fn: Makes a batch of a list of items.
-        split: How an epoch is dealt out.
+        partition_config: How an epoch is dealt out.
         lanes: Readers of the job: the default number of lanes.
         num_workers: Loader processes.
     """
@@ -81,14 +81,14 @@ class Batches(IterableDataset[Any]):
         *,
         batch_size: int | None,
         collate_fn: Callable[[Any], Any],
-        split: Split,
+        partition_config: PartitionConfig,
         lanes: int,
         num_workers: int,
     ) -> None:
         self.source_dataset = dataset
         self.batch_size = batch_size
         self.collate_fn = collate_fn
-        self.split = split
+        self.partition_config = partition_config
         self.lanes = lanes
         self.placement = dataset.placement
         self._serves_loader = False
@@ -118,7 +118,7 @@ class Batches(IterableDataset[Any]):
 
     @contextmanager
     def serving(self) -> Iterator[None]:
-        """Let the iterators made inside, and the workers started inside, hand out packets: to the `ShardLoader` alone."""
+        """Let the iterators made inside, and the workers started inside, hand out worker batches: to the `ShardLoader` alone."""
         self._serves_loader = True
         try:
             yield
@@ -135,17 +135,17 @@ class Batches(IterableDataset[Any]):
         if num_workers:
             self.rings, self.rounds = [] if pins else open_rings(num_workers), Rounds()
 
-    def receive(self, sent: Iterator[Any], num_workers: int, ahead: int) -> Iterator[Packet]:
+    def receive(self, sent: Iterator[Any], num_workers: int, ahead: int) -> Iterator[WorkerBatch]:
         """In the main process: hand out what the workers of now send, each of which is asked for so many messages ahead."""
         rings = self.rings  # another iteration has its own workers, or these
 
-        def unpack(packed: Any) -> Packet:
-            if type(packed) is Parcel:
-                return Packet(*rings[packed.worker].unpack(packed))
-            packet: Packet = packed
-            return packet
+        def unpack(packed: Any) -> WorkerBatch:
+            if type(packed) is RingMessage:
+                return WorkerBatch(*rings[packed.worker].unpack(packed))
+            worker_batch: WorkerBatch = packed
+            return worker_batch
 
-        return unbundled(sent, num_workers, self.rounds, unpack, ahead=ahead)
+        return receive_items(sent, num_workers, self.rounds, unpack, ahead=ahead)
 
     @property
     def planned(self) -> PlannedSource | None:
@@ -159,48 +159,52 @@ class Batches(IterableDataset[Any]):
         dataset.pipeline = replace(dataset.pipeline, source=self.planned.with_options(**order))
         self.source_dataset = dataset
 
-    def order(self, epoch: int) -> Order:
+    def order(self, epoch: int) -> EpochOrder:
         """Return the order of samples of an epoch."""
         assert self.planned is not None and self.batch_size is not None  # noqa: S101, PT018  (asked by the callers)
         batch = self.planned.options.microbatch or self.batch_size
         return self.planned.order(batch=batch, lanes=self.lanes, epoch=epoch)
 
-    def share(self, position: Position) -> Share | None:
+    def partition(self, position: Position) -> RankPartition | None:
         """Return the steps of this rank from a position on; None where they cannot be known."""
         if self.planned is None:
             return None
         plan = self.planned.plan(self.order(position.epoch), position.epoch)
-        return Share(plan, self.split, rank=self.placement.rank, consumed=position.consumed)
+        return RankPartition(
+            plan, self.partition_config, rank=self.placement.rank, consumed=position.consumed
+        )
 
     def __iter__(self) -> Iterator[Any]:
         if not self._serves_loader:
             raise OptionError(_NOT_FOR_OTHERS)
         position = self._begin_here()
-        reader = current_reader(self.placement)
-        share = self.share(position)
-        packets = (
-            self._read_stream(reader, position)
-            if share is None
-            else self._read_steps(share, reader)
+        worker_info = current_worker_info(self.placement)
+        partition = self.partition(position)
+        worker_batches = (
+            self._read_stream(worker_info, position)
+            if partition is None
+            else self._read_steps(partition, worker_info)
         )
         if get_worker_info() is None:
-            return packets
+            return worker_batches
         tune_worker_process()
-        marks = marked(packets, self.begun, reader.worker)
-        return bundled(marks, reader.worker, self.rounds, self._pack_in(reader.worker))
+        marks = marked(worker_batches, self.begun, worker_info.worker)
+        return send_messages(
+            marks, worker_info.worker, self.rounds, self._pack_in(worker_info.worker)
+        )
 
-    def _pack_in(self, worker: int) -> Callable[[Packet], tuple[Any, float]]:
-        """Return what makes of a packet what is sent, and says how large that is (see `Bundle`)."""
+    def _pack_in(self, worker: int) -> Callable[[WorkerBatch], tuple[Any, float]]:
+        """Return what makes of a worker batch what is sent, and says how large that is (see `WorkerMessage`)."""
         if not self.rings:
-            return lambda packet: (Sealed(packet), math.inf)
+            return lambda worker_batch: (Sealed(worker_batch), math.inf)
         ring = self.rings[worker]
         ring.forget(give_back=self.planned is not None and not self.planned.catalog.is_local)
 
-        def pack(packet: Packet) -> tuple[Any, float]:
-            parcel = ring.pack(tuple(packet), worker)
-            if parcel.pieces or parcel.rest:
-                return Sealed(parcel), math.inf
-            return parcel, parcel.nbytes
+        def pack(worker_batch: WorkerBatch) -> tuple[Any, float]:
+            message = ring.pack(tuple(worker_batch), worker)
+            if message.pieces or message.rest:
+                return Sealed(message), math.inf
+            return message, message.nbytes
 
         return pack
 
@@ -212,46 +216,50 @@ class Batches(IterableDataset[Any]):
         epoch, consumed = self._control.tolist()
         return Position(epoch=epoch, consumed=consumed)
 
-    def _read_steps(self, share: Share, reader: Reader) -> Generator[Packet]:
-        assert self.planned is not None  # noqa: S101  (it has a share)
+    def _read_steps(
+        self, partition: RankPartition, worker_info: WorkerInfo
+    ) -> Generator[WorkerBatch]:
+        assert self.planned is not None  # noqa: S101  (it has a partition)
         pipeline, catalog = self.source_dataset.pipeline, self.planned.catalog
-        skips, spent = Skips(pipeline.on_error), Spent()
+        skips, timings = Skips(pipeline.on_error), WorkerTimings()
 
-        def packet(batch: Any, *, empty: bool, error: SkipBudgetError | None = None) -> Packet:
+        def worker_batch(
+            batch: Any, *, empty: bool, error: SkipBudgetError | None = None
+        ) -> WorkerBatch:
             bad = located(skips.drain(), catalog)
             counts, taken = dict(skips.counts), dict(skips.taken)
-            return Packet(
+            return WorkerBatch(
                 batch,
                 empty,
-                reader.worker,
+                worker_info.worker,
                 None,
                 counts,
                 taken,
                 skips.refilled,
                 bad,
-                spent.with_costs(run.costs()),
+                timings.with_costs(run.costs()),
                 error,
             )
 
-        run = open_share(self.planned, share, reader, skips)
-        chain = pipeline.chain(share.plan.epoch, skips)
+        run = open_partition(self.planned, partition, worker_info, skips)
+        chain = pipeline.chain(partition.plan.epoch, skips)
         try:
             begun = perf_counter()
-            steps = iter(own_steps(share, reader.worker, reader.num_workers))
+            steps = iter(own_steps(partition, worker_info.worker, worker_info.num_workers))
             for numbers, samples in run.steps():
                 read, step = perf_counter(), next(steps)
                 done = chain(samples, numbers)
-                items = refilled(catalog, chain, share, step, done, skips)
+                items = refilled(catalog, chain, partition, step, done, skips)
                 ready = perf_counter()
                 batch = self._collate(items)
-                spent.took(len(items), read - begun, ready - read, perf_counter() - ready)
-                made = [packet(batch, empty=not items)]
-                # While the next are read, only who has taken the packet holds these: photos are many MB.
+                timings.took(len(items), read - begun, ready - read, perf_counter() - ready)
+                made = [worker_batch(batch, empty=not items)]
+                # While the next are read, only who has taken the worker batch holds these: photos are many MB.
                 del samples, done, items, batch
                 yield made.pop()
                 begun = perf_counter()
         except SkipBudgetError as error:
-            yield packet(None, empty=True, error=error)
+            yield worker_batch(None, empty=True, error=error)
         finally:
             chain.close()
             run.close()
@@ -261,20 +269,22 @@ class Batches(IterableDataset[Any]):
             return None
         return self.collate_fn(items if self.collate_fn is collate else list(items))
 
-    def _read_stream(self, reader: Reader, position: Position) -> Generator[Packet]:
+    def _read_stream(self, worker_info: WorkerInfo, position: Position) -> Generator[WorkerBatch]:
         # torch asks worker 0 first: after a resume it takes the part whose turn it is.
-        part = (reader.worker + position.next_part) % reader.num_workers
+        part = (worker_info.worker + position.next_part) % worker_info.num_workers
         pipeline = self.source_dataset.pipeline
-        reader = Reader(reader.placement, part, reader.num_workers)
-        context = pipeline.context(reader, position.epoch)
-        run = pipeline.open(reader, context)
+        worker_info = WorkerInfo(worker_info.placement, part, worker_info.num_workers)
+        context = pipeline.context(worker_info, position.epoch)
+        run = pipeline.open(worker_info, context)
         if part in position.parts:
             run.load_state_dict(position.parts[part])
 
-        def packet(batch: Any, *, empty: bool, error: SkipBudgetError | None = None) -> Packet:
+        def worker_batch(
+            batch: Any, *, empty: bool, error: SkipBudgetError | None = None
+        ) -> WorkerBatch:
             counts, taken = dict(context.skips.counts), dict(context.skips.taken)
             bad = tuple(context.skips.drain())
-            return Packet(
+            return WorkerBatch(
                 batch,
                 empty,
                 part,
@@ -283,32 +293,32 @@ class Batches(IterableDataset[Any]):
                 taken,
                 context.skips.refilled,
                 bad,
-                spent.with_costs({}),
+                timings.with_costs({}),
                 error,
             )
 
-        last, spent = None, Spent()
+        last, timings = None, WorkerTimings()
         try:
-            for batch in self._collated(run, spent):
-                last = packet(batch, empty=False)
+            for batch in self._collated(run, timings):
+                last = worker_batch(batch, empty=False)
                 yield last
             if context.skips.counts != (
                 last.skipped if last else {}
             ):  # bad ones behind the last batch
-                yield packet(None, empty=True)
+                yield worker_batch(None, empty=True)
         except SkipBudgetError as error:
-            yield packet(None, empty=True, error=error)
+            yield worker_batch(None, empty=True, error=error)
         finally:
             run.close()
 
-    def _collated(self, run: Run, spent: Spent) -> Iterator[Any]:
+    def _collated(self, run: Run, timings: WorkerTimings) -> Iterator[Any]:
         """Yield the batches of a stream of items, or the items where batches are made by its steps."""
         size, begun = self.batch_size, perf_counter()
         while items := list(islice(run, size or 1)):
-            if size is not None and self.split.drop_last and len(items) < size:
+            if size is not None and self.partition_config.drop_last and len(items) < size:
                 return
             done = perf_counter()
             batch = items[0] if size is None else self._collate(items)
-            spent.took(len(items), done - begun, 0.0, perf_counter() - done)
+            timings.took(len(items), done - begun, 0.0, perf_counter() - done)
             yield batch
             begun = perf_counter()

@@ -22,7 +22,7 @@ from torch.utils.data._utils import signal_handling
 from shardstream.catalog.concat_catalog import AnyCatalog
 from shardstream.errors import ShardStreamError, WorkerError, plural, redact
 from shardstream.loader.serialize import can_be_sent
-from shardstream.order.partition import Share
+from shardstream.order.partition import RankPartition
 from shardstream.pipeline.indexed_run import own_steps
 
 _T = TypeVar("_T")
@@ -39,25 +39,25 @@ _open: WeakSet[WorkerWatch] = WeakSet()
 _is_installed = False
 
 
-def marked(packets: Generator[_T], begun: Any, worker: int) -> Generator[_T]:
-    """Hand packets on, and note in shared memory which is being made: number n from 1, or -n once it has been handed on.
+def marked(worker_batches: Generator[_T], begun: Any, worker: int) -> Generator[_T]:
+    """Hand worker batches on, and note in shared memory which is being made: number n from 1, or -n once it has been handed on.
 
     Args:
-        packets: What a worker makes.
+        worker_batches: What a worker makes.
         begun: Shape (workers,), int64, in shared memory.
         worker: Its place there.
     """
     place = begun.numpy()
-    with closing(packets):
+    with closing(worker_batches):
         number = 0
         while True:
             number += 1
             place[worker] = number
-            packet = next(packets, None)
+            worker_batch = next(worker_batches, None)
             place[worker] = -number
-            if packet is None:
+            if worker_batch is None:
                 return
-            yield packet
+            yield worker_batch
 
 
 class WorkerWatch:
@@ -66,7 +66,7 @@ class WorkerWatch:
     Args:
         workers: torch's iterator, which holds the processes; any other has none.
         begun: As in `marked`.
-        share: The rank's steps, where they are known.
+        partition: The rank's steps, where they are known.
         catalog: Whose samples they are.
     """
 
@@ -74,12 +74,12 @@ class WorkerWatch:
         self,
         workers: Any,
         begun: Any,
-        share: Share | None,
+        partition: RankPartition | None,
         catalog: AnyCatalog | None,
     ) -> None:
         self._workers: list[Any] = list(getattr(workers, "_workers", ()))
         self._begun = begun
-        self._share, self._catalog = share, catalog
+        self._partition, self._catalog = partition, catalog
 
     def __enter__(self) -> Self:
         if self._workers:
@@ -130,13 +130,13 @@ class WorkerWatch:
             return "before it read anything"
         doing = "while it made" if begun > 0 else "after it had made"
         text = f"{doing} batch {abs(begun)} of its own"
-        if self._share is None or self._catalog is None:
+        if self._partition is None or self._catalog is None:
             return text
-        steps = own_steps(self._share, worker, len(self._workers))
+        steps = own_steps(self._partition, worker, len(self._workers))
         if abs(begun) > len(steps):
             return "after its last batch"
         step = steps[abs(begun) - 1]
-        numbers = self._share.samples(np.array([step], dtype=np.int64))[0]
+        numbers = self._partition.samples(np.array([step], dtype=np.int64))[0]
         catalog = self._catalog
         urls = [redact(catalog.url_of(shard)) for shard in catalog.shards_of(numbers)]
         more = f" and {plural(len(urls) - 3, 'more shard')}" if len(urls) > 3 else ""

@@ -23,7 +23,7 @@ _BLOCK_ORDER, _SHORT_BLOCK, _WINDOW_ORDER = 1, 2, 3  # what a random key is for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class EpochOrder:
     """What fixes the sequence of batches of every epoch.
 
     Args:
@@ -80,7 +80,7 @@ def default_window(nsamples: int, total_bytes: int, batch: int) -> int:
     return max(1, min(by_bytes, _WINDOW_SAMPLES) // batch) * batch
 
 
-class Plan:
+class EpochPlan:
     """The batches of one epoch.
 
     Args:
@@ -88,7 +88,7 @@ class Plan:
         epoch: From 0.
     """
 
-    def __init__(self, order: Order, epoch: int) -> None:
+    def __init__(self, order: EpochOrder, epoch: int) -> None:
         self.order = order
         self.epoch = epoch
         self.passes = 1  # a mix goes through its parts several times, and numbers samples on from pass to pass

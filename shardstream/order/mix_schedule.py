@@ -17,7 +17,7 @@ from shardstream.order.permutation import Ints, derive_keys, permute
 _FRACTION_BITS = 20
 
 
-class Stratified:
+class MixSchedule:
     """Sources by weight along a stream.
 
     Args:

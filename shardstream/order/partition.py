@@ -13,14 +13,14 @@ import numpy as np
 
 from shardstream.distributed import Placement
 from shardstream.errors import OptionError
-from shardstream.order.epoch_plan import Plan
+from shardstream.order.epoch_plan import EpochPlan
 from shardstream.order.permutation import Ints
 
 Remainder = Literal["pad", "drop", "keep"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class PartitionConfig:
     """How the batches of an epoch are dealt out.
 
     Args:
@@ -49,34 +49,38 @@ class Split:
         return self.world_size * self.microbatches
 
 
-class Share:
+class RankPartition:
     """The steps that one rank takes through what is left of an epoch.
 
     Args:
         plan: The epoch.
-        split: How it is dealt out.
+        config: How it is dealt out.
         rank: Whose share, from 0.
         consumed: Samples of the epoch that have been seen before; a multiple of the batch, or all.
     """
 
-    def __init__(self, plan: Plan, split: Split, *, rank: int, consumed: int = 0) -> None:
+    def __init__(
+        self, plan: EpochPlan, config: PartitionConfig, *, rank: int, consumed: int = 0
+    ) -> None:
         order = plan.order
         if consumed % order.batch and consumed != order.nsamples:
             raise OptionError(
                 f"{consumed} samples are no whole number of microbatches of {order.batch}"
             )
         self.plan = plan
-        self.split = split
-        self.rank = Placement(rank, split.world_size).rank
+        self.config = config
+        self.rank = Placement(rank, config.world_size).rank
         done = consumed >= order.nsamples
         self._first = order.num_batches if done else consumed // order.batch
-        self.full_steps = (order.num_batches - self._first) // split.batches_per_step
-        tail_batch = self._first + self.full_steps * split.batches_per_step
+        self.full_steps = (order.num_batches - self._first) // config.batches_per_step
+        tail_batch = self._first + self.full_steps * config.batches_per_step
         left = 0 if done else order.nsamples - tail_batch * order.batch
         self._tail_batch, self._left = tail_batch, left
-        self._tail_start, self._tail_size = (0, 0) if split.drop_last else _cut(left, split, rank)
+        self._tail_start, self._tail_size = (
+            (0, 0) if config.drop_last else _tail_range(left, config, rank)
+        )
         # Kept samples that are too few for this rank: other ranks have one more step.
-        self._is_short = split.remainder == "keep" and not split.drop_last and 0 < left <= rank
+        self._is_short = config.remainder == "keep" and not config.drop_last and 0 < left <= rank
 
     @property
     def num_steps(self) -> int:
@@ -86,35 +90,35 @@ class Share:
     @property
     def short_step_samples(self) -> int:
         """Samples of the last step of all ranks if that step is short, repeats not counted; else 0."""
-        return 0 if self.split.drop_last or self.split.remainder == "drop" else self._left
+        return 0 if self.config.drop_last or self.config.remainder == "drop" else self._left
 
     @property
     def num_samples(self) -> int:
         """Samples of this rank, repeats counted."""
-        return self.full_steps * self.split.microbatches * self.plan.order.batch + self._tail_size
+        return self.full_steps * self.config.microbatches * self.plan.order.batch + self._tail_size
 
     def step_size(self, step: int) -> int:
         """Return how many samples a step has."""
         if step < self.full_steps:
-            return self.split.microbatches * self.plan.order.batch
+            return self.config.microbatches * self.plan.order.batch
         return self._tail_size
 
     def consumed_after(self, steps: int) -> int:
         """Return how many samples of the epoch all ranks together have seen after that many of these steps."""
         if steps >= self.num_steps and not self._is_short:
             return self.plan.order.nsamples
-        return (self._first + steps * self.split.batches_per_step) * self.plan.order.batch
+        return (self._first + steps * self.config.batches_per_step) * self.plan.order.batch
 
     def batches(self, steps: Ints) -> Ints:
         """Return the batch numbers of some full steps, shape (n, m)."""
-        split = self.split
-        first = self._first + (steps * split.world_size + self.rank) * split.microbatches
-        return first[:, None] + np.arange(split.microbatches, dtype=np.int64)
+        config = self.config
+        first = self._first + (steps * config.world_size + self.rank) * config.microbatches
+        return first[:, None] + np.arange(config.microbatches, dtype=np.int64)
 
     def samples(self, steps: Ints) -> list[Ints]:
         """Return the sample numbers of some steps, an array a step."""
         full = steps[steps < self.full_steps]
-        width = self.split.microbatches * self.plan.order.batch
+        width = self.config.microbatches * self.plan.order.batch
         rows = self.plan.batches(self.batches(full).ravel()).reshape(len(full), width)
         return [*rows, *([self.tail()] if len(full) < len(steps) else [])]
 
@@ -125,27 +129,27 @@ class Share:
 
     def steps_of_window(self, window: int) -> Ints:
         """Return those of this rank's steps that take a batch of the window, shape (n,)."""
-        turns = (self.plan.batches_of_window(window) - self._first) // self.split.microbatches
-        mine = turns[(turns >= 0) & (turns % self.split.world_size == self.rank)]
-        steps = mine // self.split.world_size  # in order, as the batches are
+        turns = (self.plan.batches_of_window(window) - self._first) // self.config.microbatches
+        mine = turns[(turns >= 0) & (turns % self.config.world_size == self.rank)]
+        steps = mine // self.config.world_size  # in order, as the batches are
         first: Ints = steps[np.diff(steps, prepend=-1) != 0]
         return first
 
 
-def _cut(left: int, split: Split, rank: int) -> tuple[int, int]:
+def _tail_range(left: int, config: PartitionConfig, rank: int) -> tuple[int, int]:
     """Return start and size of a rank's part of the samples that are left."""
-    each, more = divmod(left, split.world_size)
-    if split.remainder == "keep":
+    each, more = divmod(left, config.world_size)
+    if config.remainder == "keep":
         return rank * each + min(rank, more), each + (rank < more)
-    size = each + (split.remainder == "pad" and more > 0)
+    size = each + (config.remainder == "pad" and more > 0)
     return rank * size, size
 
 
-def fitting_lanes(split: Split, num_workers: int, lanes: int) -> tuple[int, int]:
+def fitting_lanes(config: PartitionConfig, num_workers: int, lanes: int) -> tuple[int, int]:
     """Return the next lane counts down and up that these readers divide: each reader then reads each byte once.
 
-    >>> fitting_lanes(Split(world_size=2), 3, 8)
+    >>> fitting_lanes(PartitionConfig(world_size=2), 3, 8)
     (6, 12)
     """
-    unit = split.batches_per_step * num_workers
+    unit = config.batches_per_step * num_workers
     return max(unit, lanes // unit * unit), -(-lanes // unit) * unit

@@ -12,7 +12,7 @@ from shardstream.catalog.concat_catalog import AnyCatalog
 from shardstream.fetch.fetcher import Fetcher, MappedSamples, open_fetcher
 from shardstream.format.columns import Columns, Samples
 from shardstream.format.samples import Sample
-from shardstream.order.partition import Share
+from shardstream.order.partition import RankPartition
 from shardstream.order.permutation import Ints
 from shardstream.pipeline.bad_samples import Skips
 from shardstream.pipeline.stage import State
@@ -23,17 +23,17 @@ _CHUNK_SAMPLES, _FOUND_BYTES, _COPIED_BYTES = 16384, 64 << 20, 10 << 20
 _CHUNK_STEPS = 1024
 
 
-def own_steps(share: Share, worker: int, num_workers: int, first: int = 0) -> range:
+def own_steps(partition: RankPartition, worker: int, num_workers: int, first: int = 0) -> range:
     """Return the steps that a worker takes, from its ``first``-th on."""
-    return range(worker + first * num_workers, share.num_steps, num_workers)
+    return range(worker + first * num_workers, partition.num_steps, num_workers)
 
 
-def planned(share: Share, steps: range) -> Iterator[list[Ints]]:
+def planned(partition: RankPartition, steps: range) -> Iterator[list[Ints]]:
     """Yield the sample numbers of the steps, an array a step, some steps at a time: one at first, to begin at once."""
-    width = share.split.microbatches * share.plan.order.batch
+    width = partition.config.microbatches * partition.plan.order.batch
     start, size = 0, 1
     while start < len(steps):
-        yield share.samples(_array(steps[start : start + size]))
+        yield partition.samples(_array(steps[start : start + size]))
         start, size = start + size, min(4 * size, max(1, _CHUNK_SAMPLES // width))
 
 
@@ -43,26 +43,26 @@ def _together(steps: list[Ints], most: int) -> Iterator[list[Ints]]:
     return (steps[first : first + size] for first in range(0, len(steps), size))
 
 
-def upcoming(share: Share, steps: range) -> Iterator[Ints]:
+def upcoming(partition: RankPartition, steps: range) -> Iterator[Ints]:
     """Yield the sample numbers of these steps again, grouped by window: what is worth reading together, in order of first need."""
-    plan, lanes = share.plan, share.plan.order.lanes
+    plan, lanes = partition.plan, partition.plan.order.lanes
     reached: dict[int, int] = {}  # lane -> its last window
-    full = range(steps.start, min(steps.stop, share.full_steps), steps.step)
+    full = range(steps.start, min(steps.stop, partition.full_steps), steps.step)
     for start in range(0, len(full), _CHUNK_STEPS):
-        numbers = share.batches(_array(full[start : start + _CHUNK_STEPS])).ravel()
+        numbers = partition.batches(_array(full[start : start + _CHUNK_STEPS])).ravel()
         windows = plan.windows(numbers)
         for window in windows[np.sort(np.unique(windows, return_index=True)[1])].tolist():
             lane = window % lanes if plan.order.shuffle else 0
             if window <= reached.get(lane, -1):
                 continue
             reached[lane] = window
-            mine = share.steps_of_window(window)
+            mine = partition.steps_of_window(window)
             mine = mine[(mine >= full.start) & (mine < full.stop)]  # the rest is in the tail
             mine = mine[(mine - full.start) % full.step == 0]
-            batches = share.batches(mine).ravel()
+            batches = partition.batches(mine).ravel()
             yield plan.batches(batches[plan.windows(batches) == window]).ravel()
     if len(full) < len(steps):
-        yield share.tail()
+        yield partition.tail()
 
 
 def _array(steps: range) -> Ints:
@@ -95,7 +95,7 @@ class PlannedRun:
 
     Args:
         catalog: The dataset.
-        share: The rank's steps.
+        partition: The rank's steps.
         worker: Which worker of the rank.
         num_workers: Of how many.
         skips: What becomes of damaged samples.
@@ -106,7 +106,7 @@ class PlannedRun:
     def __init__(  # noqa: PLR0913
         self,
         catalog: AnyCatalog,
-        share: Share,
+        partition: RankPartition,
         *,
         worker: int,
         num_workers: int,
@@ -115,7 +115,7 @@ class PlannedRun:
         hedge: bool = False,
     ) -> None:
         self.number = -1
-        self._catalog, self._share = catalog, share
+        self._catalog, self._partition = catalog, partition
         self._worker, self._num_workers = worker, num_workers
         self._skips = skips
         self._prefetch_bytes, self._hedge = prefetch_bytes, hedge
@@ -173,12 +173,12 @@ class PlannedRun:
 
     def _open(self) -> Generator[tuple[list[int], Samples], None, None]:
         """Start reading at the position; yield numbers and samples of each step."""
-        width = self._share.split.microbatches * self._share.plan.order.batch
+        width = self._partition.config.microbatches * self._partition.plan.order.batch
         first, within = divmod(self._taken, width)
-        steps = own_steps(self._share, self._worker, self._num_workers, first)
-        ahead = upcoming(self._share, steps)
+        steps = own_steps(self._partition, self._worker, self._num_workers, first)
+        ahead = upcoming(self._partition, steps)
         if within:  # what a resume passes over in its first step is not fetched
-            passed = next(planned(self._share, steps))[0][:within]
+            passed = next(planned(self._partition, steps))[0][:within]
             ahead = (kept for numbers in ahead if len(kept := numbers[~np.isin(numbers, passed)]))
         catalog = self._catalog
         mean_bytes = max(1, catalog.total_bytes) / max(1, len(catalog))
@@ -186,7 +186,7 @@ class PlannedRun:
             catalog, ahead, prefetch_bytes=self._prefetch_bytes, hedge=self._hedge
         )
         with closing(self._fetcher) as fetcher:
-            for chunk in planned(self._share, steps):
+            for chunk in planned(self._partition, steps):
                 chunk[0], within = chunk[0][within:], 0
                 for some in _together(chunk, int(_FOUND_BYTES / mean_bytes)):
                     yield from _read(fetcher, some, int(_COPIED_BYTES / mean_bytes))

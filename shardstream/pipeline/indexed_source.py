@@ -10,9 +10,9 @@ from typing import Any, Protocol
 from shardstream.catalog.concat_catalog import AnyCatalog
 from shardstream.catalog.object_catalog import ObjectCatalog
 from shardstream.catalog.shard_catalog import Catalog
-from shardstream.distributed import Reader
-from shardstream.order.epoch_plan import Order, Plan, default_block, default_window
-from shardstream.order.partition import Remainder, Share, Split
+from shardstream.distributed import WorkerInfo
+from shardstream.order.epoch_plan import EpochOrder, EpochPlan, default_block, default_window
+from shardstream.order.partition import PartitionConfig, RankPartition, Remainder
 from shardstream.pipeline.bad_samples import Skips
 from shardstream.pipeline.indexed_run import PlannedRun
 from shardstream.pipeline.stage import Context, State, at_least, whole
@@ -36,8 +36,8 @@ class Options:
     """What a user may say about the order of samples; None stands for a default computed from the data.
 
     Args:
-        shuffle: As in `Order`, like the next five.
-        remainder: As in `Split`.
+        shuffle: As in `EpochOrder`, like the next five.
+        remainder: As in `PartitionConfig`.
         prefetch_bytes: Held, or asked for, by each worker before it is used.
         hedge: Ask a second time where an answer is late.
     """
@@ -73,10 +73,10 @@ class PlannedSource(Protocol):
     def catalog(self) -> AnyCatalog:
         """All samples by number."""
 
-    def order(self, *, batch: int, lanes: int, epoch: int) -> Order:
+    def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:
         """Return the order of an epoch for a microbatch, with that many lanes unless the user said otherwise."""
 
-    def plan(self, order: Order, epoch: int) -> Plan:
+    def plan(self, order: EpochOrder, epoch: int) -> EpochPlan:
         """Return the batches of an epoch."""
 
     def with_options(self, **changes: Any) -> PlannedSource:
@@ -105,7 +105,7 @@ class PlannedSamples:
     catalog: Catalog | ObjectCatalog
     options: Options
 
-    def order(self, *, batch: int, lanes: int, epoch: int) -> Order:  # noqa: ARG002  (the same every epoch)
+    def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:  # noqa: ARG002  (the same every epoch)
         """Return the order for a microbatch, with that many lanes unless the user said otherwise."""
         options, nsamples, total_bytes = self.options, len(self.catalog), self.catalog.total_bytes
         if self.catalog.joins:
@@ -114,7 +114,7 @@ class PlannedSamples:
         else:  # nothing is gained by reading neighbours: the shuffle is as good as any, windows only group the requests
             window = options.window or max(1, _LOOSE_WINDOW // batch) * batch
             block = options.block or 1
-        return Order(
+        return EpochOrder(
             nsamples=nsamples,
             batch=batch,
             shuffle=options.shuffle,
@@ -125,9 +125,9 @@ class PlannedSamples:
             block=block,
         )
 
-    def plan(self, order: Order, epoch: int) -> Plan:
+    def plan(self, order: EpochOrder, epoch: int) -> EpochPlan:
         """Return the batches of an epoch."""
-        return Plan(order, epoch)
+        return EpochPlan(order, epoch)
 
     def describe(self, *, steps: bool) -> State:  # noqa: ARG002
         """Return nothing: data and order say it all."""
@@ -142,10 +142,10 @@ class PlannedSamples:
         return None
 
 
-def open_plain(source: PlannedSource, reader: Reader, context: Context) -> PlannedRun:
+def open_plain(source: PlannedSource, worker_info: WorkerInfo, context: Context) -> PlannedRun:
     """Start reading what one loader worker takes of a dataset that is iterated by itself."""
-    share = plain_share(source, reader, context.epoch)
-    return open_share(source, share, reader, context.skips)
+    partition = plain_partition(source, worker_info, context.epoch)
+    return open_partition(source, partition, worker_info, context.skips)
 
 
 def plain_microbatch(nsamples: int, readers: int) -> int:
@@ -157,23 +157,27 @@ def plain_microbatch(nsamples: int, readers: int) -> int:
     return max(1, min(_PLAIN_MICROBATCH, nsamples // (8 * readers)))
 
 
-def plain_share(source: PlannedSource, reader: Reader, epoch: int) -> Share:
+def plain_partition(source: PlannedSource, worker_info: WorkerInfo, epoch: int) -> RankPartition:
     """Return the steps of a rank of a dataset that is iterated by itself."""
-    batch = source.options.microbatch or plain_microbatch(len(source.catalog), reader.total)
+    batch = source.options.microbatch or plain_microbatch(len(source.catalog), worker_info.total)
     if source.options.microbatch is None and source.options.window is not None:
         batch = math.gcd(batch, source.options.window)
-    order = source.order(batch=batch, lanes=reader.total, epoch=epoch)
-    split = Split(world_size=reader.placement.world_size, remainder=source.options.remainder)
-    return Share(source.plan(order, epoch), split, rank=reader.placement.rank)
+    order = source.order(batch=batch, lanes=worker_info.total, epoch=epoch)
+    config = PartitionConfig(
+        world_size=worker_info.placement.world_size, remainder=source.options.remainder
+    )
+    return RankPartition(source.plan(order, epoch), config, rank=worker_info.placement.rank)
 
 
-def open_share(source: PlannedSource, share: Share, reader: Reader, skips: Skips) -> PlannedRun:
-    """Start reading what one loader worker takes of a share."""
+def open_partition(
+    source: PlannedSource, partition: RankPartition, worker_info: WorkerInfo, skips: Skips
+) -> PlannedRun:
+    """Start reading what one loader worker takes of a rank's partition."""
     return PlannedRun(
         source.catalog,
-        share,
-        worker=reader.worker,
-        num_workers=reader.num_workers,
+        partition,
+        worker=worker_info.worker,
+        num_workers=worker_info.num_workers,
         skips=skips,
         prefetch_bytes=source.options.prefetch_bytes,
         hedge=source.options.hedge,

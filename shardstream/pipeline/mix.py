@@ -10,8 +10,8 @@ import numpy as np
 
 from shardstream.catalog.concat_catalog import JoinedCatalog
 from shardstream.errors import OptionError
-from shardstream.order.epoch_plan import Order, Plan, default_window
-from shardstream.order.mix_schedule import Stratified
+from shardstream.order.epoch_plan import EpochOrder, EpochPlan, default_window
+from shardstream.order.mix_schedule import MixSchedule
 from shardstream.order.permutation import Ints, derive_key
 from shardstream.pipeline.bad_samples import Skips
 from shardstream.pipeline.indexed_source import Chain, Options, PlannedSource
@@ -109,10 +109,10 @@ class MixedSamples:
     catalog: JoinedCatalog
     options: Options
 
-    def order(self, *, batch: int, lanes: int, epoch: int) -> Order:
+    def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:
         """Return the order of an epoch for a microbatch, with that many lanes unless the user said otherwise."""
         options, total, total_bytes = self.options, len(self.catalog), self.catalog.total_bytes
-        order = Order(
+        order = EpochOrder(
             nsamples=total,
             batch=batch,
             shuffle=True,
@@ -125,12 +125,12 @@ class MixedSamples:
             return order
         return replace(order, nsamples=_length(self._lanes(order, epoch), self.recipe, batch))
 
-    def plan(self, order: Order, epoch: int) -> Plan:
+    def plan(self, order: EpochOrder, epoch: int) -> EpochPlan:
         """Return the batches of an epoch."""
         return (
-            Plan(order, epoch)
+            EpochPlan(order, epoch)
             if self.recipe.weights is None
-            else MixedPlan(order, epoch, self._lanes(order, epoch))
+            else MixEpochPlan(order, epoch, self._lanes(order, epoch))
         )
 
     def with_options(self, **changes: Any) -> MixedSamples:
@@ -146,7 +146,7 @@ class MixedSamples:
         """Return what a state must agree with beside the data and the order."""
         return self.recipe.describe(steps=steps)
 
-    def counts(self, order: Order, epoch: int) -> dict[str, int]:
+    def counts(self, order: EpochOrder, epoch: int) -> dict[str, int]:
         """Return how many samples of each part an epoch has."""
         if self.recipe.weights is None:
             return {
@@ -159,7 +159,7 @@ class MixedSamples:
         )
         return dict(zip(self.recipe.parts, counts.tolist(), strict=True))
 
-    def _lanes(self, order: Order, epoch: int) -> _Lanes:
+    def _lanes(self, order: EpochOrder, epoch: int) -> _Lanes:
         weights = self.recipe.weights_of(epoch)
         assert weights is not None  # noqa: S101  (asked by the callers)
         return _Lanes(self, weights, order, epoch)
@@ -199,13 +199,15 @@ class _PartChains:
 class _Lanes:
     """Lane l of a mix is made of the lanes l of its parts: which sample is at each place."""
 
-    def __init__(self, mix: MixedSamples, weights: list[float], order: Order, epoch: int) -> None:
+    def __init__(
+        self, mix: MixedSamples, weights: list[float], order: EpochOrder, epoch: int
+    ) -> None:
         self._mix = mix
         self._lanes = order.lanes
         self._epoch = epoch
         self._windows = [max(1, round(order.window * weight / sum(weights))) for weight in weights]
-        self._plans: dict[tuple[int, int], Plan] = {}
-        self._stratified = Stratified(weights, derive_key(order.seed, epoch, _MIX))
+        self._plans: dict[tuple[int, int], EpochPlan] = {}
+        self._schedule = MixSchedule(weights, derive_key(order.seed, epoch, _MIX))
         numbers = np.arange(order.lanes, dtype=np.int64)
         each = [self._plan(part, 0).order.nsamples for part in range(len(weights))]
         self.sizes = np.stack([-((numbers - size) // order.lanes) for size in each], axis=1)
@@ -219,11 +221,11 @@ class _Lanes:
 
     def counts(self, lengths: Ints) -> Ints:
         """Return how many samples of each part the first places of every lane have, shape (L, parts)."""
-        return self._stratified.counts(lengths, np.arange(self._lanes, dtype=np.int64))
+        return self._schedule.counts(lengths, np.arange(self._lanes, dtype=np.int64))
 
     def samples(self, lanes: Ints, places: Ints) -> Ints:
         """Return the sample numbers, in the joined catalog, at places of lanes; shape (n,) each."""
-        part, turn = self._stratified.take(places, lanes)
+        part, turn = self._schedule.take(places, lanes)
         passes, turn = np.divmod(turn, self.sizes[lanes, part])
         numbers = np.empty_like(places)
         catalog = self._mix.catalog
@@ -238,7 +240,7 @@ class _Lanes:
                 numbers[mine] = catalog.firsts[kind] + inner + turns * len(catalog)
         return numbers
 
-    def passes(self, order: Order) -> int:
+    def passes(self, order: EpochOrder) -> int:
         """Return a number above that of every pass of a part in an epoch, so that numbers of passes do not meet."""
         counts = self.counts(_lane_lengths(order.num_batches, order.lanes) * order.batch)
         turns = int((counts / np.maximum(self.sizes, 1)).max()) + 1
@@ -246,7 +248,7 @@ class _Lanes:
         # Twice, for nested mixes whose weights differ from pass to pass.
         return 2 * turns * inner
 
-    def _plan(self, part: int, again: int) -> Plan:
+    def _plan(self, part: int, again: int) -> EpochPlan:
         plan = self._plans.get((part, again))
         if plan is None:
             source = self._mix.sources[part]
@@ -259,10 +261,10 @@ class _Lanes:
         return plan
 
 
-class MixedPlan(Plan):
+class MixEpochPlan(EpochPlan):
     """The batches of one epoch of a mix."""
 
-    def __init__(self, order: Order, epoch: int, lanes: _Lanes) -> None:
+    def __init__(self, order: EpochOrder, epoch: int, lanes: _Lanes) -> None:
         super().__init__(order, epoch)
         self._lanes = lanes
         self.passes = lanes.passes(order)

@@ -1,4 +1,4 @@
-"""A mix of datasets of which some change counts: each reader mixes its own streams, and keeps a position in each."""
+"""A mix of datasets of which some change counts: each worker mixes its own streams, and keeps a position in each."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.distributed import Reader
-from shardstream.order.mix_schedule import Stratified
+from shardstream.distributed import WorkerInfo
+from shardstream.order.mix_schedule import MixSchedule
 from shardstream.order.permutation import derive_key
 from shardstream.pipeline.mix import PASS, Recipe
 from shardstream.pipeline.stage import Context, Run, State
@@ -48,25 +48,25 @@ class MixedStreams(StreamSource):
         """Return the storage of the first part's first shard, and the URL of that."""
         return next(iter(self.recipe.parts.values())).place
 
-    def open(self, reader: Reader, context: Context) -> Run:
+    def open(self, worker_info: WorkerInfo, context: Context) -> Run:
         """Start the stream of one loader worker."""
-        return MixRun(self.recipe, reader, context)
+        return MixRun(self.recipe, worker_info, context)
 
 
 class MixRun:
     """Items of several runs, by weight."""
 
-    def __init__(self, recipe: Recipe, reader: Reader, context: Context) -> None:
+    def __init__(self, recipe: Recipe, worker_info: WorkerInfo, context: Context) -> None:
         self.number = -1
-        self._recipe, self._reader, self._context = recipe, reader, context
+        self._recipe, self._worker_info, self._context = recipe, worker_info, context
         weights = recipe.weights_of(context.epoch)
         self._every = weights is None  # each part once, whatever its length
         key = derive_key(context.seed, context.epoch, _MIX_STREAM)
-        self._stratified = Stratified(weights or [1.0] * len(recipe.parts), key)
+        self._schedule = MixSchedule(weights or [1.0] * len(recipe.parts), key)
         self._limit = None
         if recipe.samples is not None:
-            each, more = divmod(recipe.samples, reader.total)
-            self._limit = each + (reader.number < more)
+            each, more = divmod(recipe.samples, worker_info.total)
+            self._limit = each + (worker_info.number < more)
         self._names = list(recipe.parts)
         self._place = 0  # in the patterns
         self._taken = 0
@@ -120,12 +120,12 @@ class MixRun:
             self._runs[part] = self._open(part)
 
     def _part_at(self, place: int) -> int:
-        pattern, slot = divmod(place, self._stratified.length)
+        pattern, slot = divmod(place, self._schedule.length)
         if self._pattern[0] != pattern:
-            places = pattern * self._stratified.length + np.arange(
-                self._stratified.length, dtype=np.int64
+            places = pattern * self._schedule.length + np.arange(
+                self._schedule.length, dtype=np.int64
             )
-            sources, _ = self._stratified.take(places, np.full_like(places, self._reader.number))
+            sources, _ = self._schedule.take(places, np.full_like(places, self._worker_info.number))
             self._pattern = pattern, sources.tolist()
         return self._pattern[1][slot]
 
@@ -133,7 +133,7 @@ class MixRun:
         pipeline = list(self._recipe.parts.values())[part]
         epoch, again = self._context.epoch, self._passes[part]
         context = replace(self._context, seed=pipeline.seed, epoch=epoch + again * PASS)
-        return pipeline.open(self._reader, context)
+        return pipeline.open(self._worker_info, context)
 
     def state_dict(self) -> State:
         """Return the place in the mix and the position of each part."""

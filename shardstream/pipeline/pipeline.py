@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardstream.catalog.concat_catalog import JoinedCatalog
-from shardstream.distributed import Reader
+from shardstream.distributed import WorkerInfo
 from shardstream.pipeline.bad_samples import OnError, Skips
-from shardstream.pipeline.indexed_source import Chain, PlannedSource, open_plain, plain_share
+from shardstream.pipeline.indexed_source import Chain, PlannedSource, open_plain, plain_partition
 from shardstream.pipeline.stage import (
     Context,
     ItemFunction,
@@ -109,7 +109,7 @@ class Pipeline:
             else self.source.catalog.checksums
         )
 
-    def identity(self, reader: Reader, epoch: int) -> State:
+    def identity(self, worker_info: WorkerInfo, epoch: int) -> State:
         """Return what the state of a stream must agree with to be continued."""
         identity: State = {
             "fingerprint": self.fingerprint,
@@ -117,18 +117,18 @@ class Pipeline:
             "seed": self.seed,
             "shuffle": self.shuffle,
             "stages": list(self.steps),
-            "rank": reader.placement.rank,
-            "world_size": reader.placement.world_size,
-            "num_workers": reader.num_workers,
+            "rank": worker_info.placement.rank,
+            "world_size": worker_info.placement.world_size,
+            "num_workers": worker_info.num_workers,
         }
         described = self.source.describe(steps=True)
         if described:
             identity["mix"] = described
         if not isinstance(self.source, StreamSource):
-            share = plain_share(self.source, reader, epoch)
-            order = share.plan.order
+            partition = plain_partition(self.source, worker_info, epoch)
+            order = partition.plan.order
             identity |= {"microbatch": order.batch, "lanes": order.lanes, "block": order.block}
-            identity |= {"remainder": share.split.remainder}
+            identity |= {"remainder": partition.config.remainder}
             identity |= {"window": order.window} if order.shuffle else {}
         return identity
 
@@ -146,18 +146,21 @@ class Pipeline:
         mixed = self.source.describe(steps=steps)
         return described | ({"mix": mixed} if mixed else {})
 
-    def context(self, reader: Reader, epoch: int) -> Context:
+    def context(self, worker_info: WorkerInfo, epoch: int) -> Context:
         """Return what the stages of one loader worker share."""
         return Context(
-            seed=self.seed, epoch=epoch, reader=reader.number, skips=Skips(self.on_error)
+            seed=self.seed,
+            epoch=epoch,
+            worker_number=worker_info.number,
+            skips=Skips(self.on_error),
         )
 
-    def open(self, reader: Reader, context: Context) -> Run:
+    def open(self, worker_info: WorkerInfo, context: Context) -> Run:
         """Start the whole chain for one loader worker, item by item."""
         if isinstance(self.source, StreamSource):
-            run = self.source.open(reader, context)
+            run = self.source.open(worker_info, context)
         else:
-            run = open_plain(self.source, reader, context)
+            run = open_plain(self.source, worker_info, context)
             chain = self.source.chain(context.epoch, context.skips)
             run = run if chain is None else ChainRun(run, chain)
         for stage in self.stages:

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardstream.catalog.file_versions import FileVersions
 from shardstream.catalog.manifest_versions import ManifestVersions
-from shardstream.distributed import Reader
+from shardstream.distributed import WorkerInfo
 from shardstream.errors import ChangedError
 from shardstream.format.forward_reader import StreamReader, decompressed
 from shardstream.format.manifest import ShardInfo, checksum, fingerprint
@@ -60,12 +60,14 @@ class WholeShards(StreamSource):
         """Return the storage, and the URL of the first shard."""
         return self.storage, self.shards[0].url if self.shards else ""
 
-    def open(self, reader: Reader, context: Context) -> Run:
+    def open(self, worker_info: WorkerInfo, context: Context) -> Run:
         """Start reading the shards of one loader worker."""
         order = np.arange(len(self.shards))
         if self.shuffle and len(order):
             order = permute(order, len(order), derive_key(self.seed, context.epoch, _SHARD_ORDER))
-        return WholeShardRun(self, order[reader.number :: reader.total].tolist(), context.skips)
+        return WholeShardRun(
+            self, order[worker_info.number :: worker_info.total].tolist(), context.skips
+        )
 
 
 def whole_shards(located: Located, storage: Storage, *, shuffle: bool, seed: int) -> WholeShards:

@@ -32,13 +32,13 @@ class Context:
     Args:
         seed: Of the dataset.
         epoch: From 0.
-        reader: Number of this loader worker among all of the job.
+        worker_number: Number of this loader worker among all of the job.
         skips: What becomes of bad samples; one account for the whole chain.
     """
 
     seed: int = 0
     epoch: int = 0
-    reader: int = 0
+    worker_number: int = 0
     skips: Skips = field(default_factory=Skips)
 
     def generator(self, number: int, purpose: int) -> np.random.Generator:

@@ -82,7 +82,7 @@ class _ShuffleRun(SourceRun):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """Hand out items ``start``, ``start + step``, … below ``stop`` of each reader."""
+    """Hand out items ``start``, ``start + step``, … below ``stop`` of each worker."""
 
     start: int
     stop: int | None
@@ -123,7 +123,7 @@ class Repeat:
 
     Args:
         times: How often; None means for ever.
-        items: Stop each reader after so many; None means no such stop.
+        items: Stop each worker after so many; None means no such stop.
     """
 
     times: int | None = None
@@ -194,16 +194,16 @@ class Compose:
 
     def open(self, source: Run, context: Context) -> Run:
         """Start it on a stream."""
-        return _ComposeRun(source, self.function, context.reader)
+        return _ComposeRun(source, self.function, context.worker_number)
 
 
 class _ComposeRun(SourceRun):
     def __init__(
-        self, source: Run, function: Callable[[Iterator[Any]], Iterable[Any]], reader: int
+        self, source: Run, function: Callable[[Iterator[Any]], Iterable[Any]], worker_number: int
     ) -> None:
         super().__init__(source)
         self._function = function
-        self._reader = reader
+        self._worker_number = worker_number
         self._begin = source.state_dict()
         self._taken = 0
         self._items: Iterator[Any] | None = None
@@ -232,8 +232,8 @@ class _ComposeRun(SourceRun):
 
     @property
     def number(self) -> int:
-        # Items in and out need not match: the place in this reader's stream is what a resume repeats.
-        return derive_key(self._reader, self._taken)
+        # Items in and out need not match: the place in this worker's stream is what a resume repeats.
+        return derive_key(self._worker_number, self._taken)
 
     def state_dict(self) -> State:
         return {"taken": self._taken}

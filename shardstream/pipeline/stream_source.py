@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
-from shardstream.distributed import Reader
+from shardstream.distributed import WorkerInfo
 from shardstream.pipeline.stage import Context, Run, State
 from shardstream.storage.store import Storage
 
@@ -37,7 +37,7 @@ class StreamSource(ABC):
         return {}
 
     @abstractmethod
-    def open(self, reader: Reader, context: Context) -> Run:
+    def open(self, worker_info: WorkerInfo, context: Context) -> Run:
         """Start the stream of one loader worker."""
 
     @abstractmethod

@@ -25,9 +25,9 @@ def test_a_batch_that_was_taken_is_held_by_nobody_else(many: bool, tmp_path: Pat
     dataset = ss.ShardDataset(url, shuffle=True).map(Thing)
     loader = ss.ShardLoader(dataset, 20, num_workers=0, collate_fn=list)
     with loader._batches.serving():
-        packets = iter(loader._batches)
+        worker_batches = iter(loader._batches)
         for _ in range(5):
-            packet = next(packets)
-            held = [weakref.ref(thing) for thing in packet.batch]
-            del packet
+            worker_batch = next(worker_batches)
+            held = [weakref.ref(thing) for thing in worker_batch.batch]
+            del worker_batch
             assert [one() for one in held] == [None] * 20

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import shardstream as ss
 from shardstream.loader import message_batching as module
 from shardstream.loader import worker as batches
-from shardstream.loader.message_batching import Bundle, Rounds, bundled, unbundled
+from shardstream.loader.message_batching import Rounds, WorkerMessage, receive_items, send_messages
 from tests.small_datasets import FEW_CORES, numbered
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -32,7 +32,7 @@ class BrokenError(Exception):
 
 
 def worker(number: int, counts: list[int], broken: int | None) -> Generator[tuple[int, int]]:
-    """Make packets: who, and which of its own."""
+    """Make items: who, and which of its own."""
     for place in range(counts[number]):
         if (number, place) == (0, broken):
             raise BrokenError
@@ -69,23 +69,23 @@ def in_turn(workers: list[Generator[Any]], ahead: int) -> Iterator[Any]:
         yield came
 
 
-def handed_out(packets: Iterator[Any]) -> list[Any]:
+def handed_out(items: Iterator[Any]) -> list[Any]:
     """Return what comes, with the error that ends it."""
     came = []
     try:
-        for packet in packets:
-            came.append(packet)  # noqa: PERF402  (an error must not lose them)
+        for item in items:
+            came.append(item)  # noqa: PERF402  (an error must not lose them)
     except BrokenError as error:
         came.append(type(error))
     return came
 
 
-def as_it_is(packet: Any) -> tuple[Any, float]:
-    return packet, 0.0
+def as_it_is(item: Any) -> tuple[Any, float]:
+    return item, 0.0
 
 
 class Line:
-    """Workers, bundles, and the main process; in one process."""
+    """Workers, messages, and the main process; in one process."""
 
     def __init__(
         self,
@@ -99,29 +99,29 @@ class Line:
         self._clock = clock
         self.sent = [0] * len(workers)
         senders = [
-            self._counted(number, bundled(one, number, self.rounds, as_it_is))
+            self._counted(number, send_messages(one, number, self.rounds, as_it_is))
             for number, one in enumerate(workers)
         ]
-        self._bundles = in_turn(senders, ahead)
+        self._messages = in_turn(senders, ahead)
         self._workers, self._ahead = len(workers), ahead
 
-    def _counted(self, number: int, bundles: Generator[Bundle]) -> Generator[Bundle]:
-        for bundle in bundles:
-            self.sent[number] += len(bundle.packed)
-            yield bundle
+    def _counted(self, number: int, messages: Generator[WorkerMessage]) -> Generator[WorkerMessage]:
+        for message in messages:
+            self.sent[number] += len(message.packed)
+            yield message
 
     def __iter__(self) -> Iterator[Any]:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(module, "_worth", lambda _: next(self._sizes))
             patch.setattr(module, "_JUDGED", 1)
             patch.setattr(module, "perf_counter", self._clock)
-            yield from unbundled(
-                self._bundles, self._workers, self.rounds, self._unpack, ahead=self._ahead
+            yield from receive_items(
+                self._messages, self._workers, self.rounds, self._unpack, ahead=self._ahead
             )
 
-    def _unpack(self, packet: Any) -> Any:
+    def _unpack(self, item: Any) -> Any:
         self.waited = max(self.waited, max(self.sent) - min(self.sent))
-        return packet
+        return item
 
 
 @given(
@@ -170,7 +170,7 @@ def test_a_worker_that_is_always_late_is_not_left_behind() -> None:
 
 def test_what_takes_long_or_is_large_is_sent_alone() -> None:
     def worth(made_s: float, nbytes: float, size: int = 1) -> int:
-        return module._worth(Bundle(0, [None] * size, made_s, nbytes, ended=False))
+        return module._worth(WorkerMessage(0, [None] * size, made_s, nbytes, ended=False))
 
     assert worth(0.0001, 0) == 16
     assert worth(0.0005, 0) == 4
@@ -195,9 +195,9 @@ def test_small_batches_are_sent_together(
     sizes: list[int] = []
     really = module._worth
 
-    def worth(bundle: Bundle) -> int:
-        sizes.append(len(bundle.packed))
-        return really(bundle)
+    def worth(message: WorkerMessage) -> int:
+        sizes.append(len(message.packed))
+        return really(message)
 
     monkeypatch.setattr(module, "_worth", worth)
     monkeypatch.setattr(module, "_WORTH_S", 100)  # also on the busiest machine
@@ -220,9 +220,9 @@ def test_without_rings_torch_sends_batches_one_at_a_time(
     sizes: list[int] = []
     really = module._worth
 
-    def worth(bundle: Bundle) -> int:
-        sizes.append(len(bundle.packed))
-        return really(bundle)
+    def worth(message: WorkerMessage) -> int:
+        sizes.append(len(message.packed))
+        return really(message)
 
     monkeypatch.setattr(module, "_worth", worth)
     monkeypatch.setattr(batches, "open_rings", lambda _: [])
@@ -337,7 +337,7 @@ class Collated:
         return {"cls": self.buffer, "config": self.config, "text": [item["cls"] for item in items]}
 
 
-def test_batches_of_one_bundle_are_strangers(many: str) -> None:
+def test_batches_of_one_message_are_strangers(many: str) -> None:
     """Each is copied when it is made, also where what made it uses its memory again; and none is seen through another."""
     loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=1, collate_fn=Collated())
     for batch in loader:
@@ -365,7 +365,7 @@ def test_a_batch_is_made_in_the_mode_of_who_takes_it(many: str) -> None:
         assert not next(batches)["cls"].is_inference()
 
 
-def test_a_step_that_becomes_slow_is_not_waited_for_by_the_bundle(many: str) -> None:
+def test_a_step_that_becomes_slow_is_not_waited_for_by_the_message(many: str) -> None:
     def slow(sample: dict[str, Any]) -> dict[str, Any]:
         if sample["cls"] >= 3960:
             time.sleep(0.1)  # 0.4 s a batch, 16 of which torch would not wait for

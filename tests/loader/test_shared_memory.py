@@ -26,7 +26,7 @@ import shardstream as ss
 from shardstream.loader import serialize
 from shardstream.loader import shared_memory as module
 from shardstream.loader.serialize import MOST_BYTES
-from shardstream.loader.shared_memory import Parcel, Ring, open_rings
+from shardstream.loader.shared_memory import Ring, RingMessage, open_rings
 
 _LEAST = serialize._LEAST_BYTES
 
@@ -77,9 +77,9 @@ def test_a_full_ring_sends_the_usual_way_and_goes_on_when_it_is_emptied(
     batch = {"jpg": [b"x" * _LEAST]}
     first, second, third = (ring.pack(batch, 0) for _ in range(3))
     assert third.pieces is not None
-    for parcel in (third, first, second):
-        assert (parcel.pieces is None) == (parcel is not third)
-        assert ring.unpack(parcel) == batch
+    for message in (third, first, second):
+        assert (message.pieces is None) == (message is not third)
+        assert ring.unpack(message) == batch
     half, rest = [b"y" * (_LEAST + _LEAST // 2)], [b"z" * _LEAST]
     packed = ring.pack(half, 0)
     assert packed.pieces is None
@@ -88,13 +88,13 @@ def test_a_full_ring_sends_the_usual_way_and_goes_on_when_it_is_emptied(
     assert ring.unpack(ring.pack([b"x" * 3 * _LEAST], 0)) == [b"x" * 3 * _LEAST]
 
 
-def test_parcels_of_nearly_one_size_use_the_same_places_again() -> None:
+def test_messages_of_nearly_one_size_use_the_same_places_again() -> None:
     ring, rng = Ring(), random.Random(0)
     on_way: deque[Any] = deque()
     for _ in range(100):
-        parcel = ring.pack([b"x" * rng.randrange(5 << 19, 3 << 20)], 0)
-        on_way.append(parcel)
-        assert parcel.start + parcel.nbytes <= 3 * (3 << 20)
+        message = ring.pack([b"x" * rng.randrange(5 << 19, 3 << 20)], 0)
+        on_way.append(message)
+        assert message.start + message.nbytes <= 3 * (3 << 20)
         if len(on_way) == 3:
             ring.unpack(on_way.popleft())
 
@@ -102,11 +102,11 @@ def test_parcels_of_nearly_one_size_use_the_same_places_again() -> None:
 def test_memory_is_given_back_where_that_is_asked_for() -> None:
     ring = Ring()
     batch = [b"x" * (1 << 20)]
-    parcel = ring.pack(batch, 0)
+    message = ring.pack(batch, 0)
     for give_back in (False, True):
         ring.forget(give_back=give_back)
         assert (os.fstat(ring._handle).st_blocks * 512 < len(batch[0])) == give_back
-    assert bytes(ring._memory[parcel.start + 4096 :][:99]) == bytes(99)  # which nobody waits for
+    assert bytes(ring._memory[message.start + 4096 :][:99]) == bytes(99)  # which nobody waits for
     assert ring.unpack(ring.pack(batch, 0)) == batch
 
 
@@ -171,8 +171,8 @@ def test_tensors_come_out_as_they_went_in(
 
 def test_tensors_are_in_memory_of_their_own_and_aligned() -> None:
     ring = Ring()
-    parcels = [ring.pack([b"y" * (_LEAST + 1), torch.full((5,), n)], 0) for n in range(3)]
-    ones = [ring.unpack(parcel)[1] for parcel in parcels]
+    messages = [ring.pack([b"y" * (_LEAST + 1), torch.full((5,), n)], 0) for n in range(3)]
+    ones = [ring.unpack(message)[1] for message in messages]
     ring.pack([torch.full((5,), 9)], 0)
     assert [one.tolist() for one in ones] == [[n] * 5 for n in range(3)]
     assert all(one.data_ptr() % 64 == 0 and not one.is_shared() for one in ones)
@@ -180,11 +180,11 @@ def test_tensors_are_in_memory_of_their_own_and_aligned() -> None:
 
 def test_a_very_large_tensor_is_left_to_torch() -> None:
     ring = Ring()
-    parcel = ring.pack(torch.zeros(MOST_BYTES + 1, dtype=torch.uint8), 0)
-    assert isinstance(parcel, Parcel)
-    assert parcel.nbytes < 10_000
-    [left] = parcel.rest
-    assert ring.unpack(parcel) is left
+    message = ring.pack(torch.zeros(MOST_BYTES + 1, dtype=torch.uint8), 0)
+    assert isinstance(message, RingMessage)
+    assert message.nbytes < 10_000
+    [left] = message.rest
+    assert ring.unpack(message) is left
 
 
 def test_a_tensor_lies_as_it_lay() -> None:
@@ -303,12 +303,12 @@ def test_two_iterations_at_once_do_not_mix(photos: str) -> None:
 def test_batches_do_not_go_through_the_pipe(
     photos: str, tensors: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    parcels: list[Parcel] = []
+    messages: list[RingMessage] = []
     really = Ring.unpack
 
-    def unpack(self: Ring, parcel: Parcel) -> Any:
-        parcels.append(parcel)
-        return really(self, parcel)
+    def unpack(self: Ring, message: RingMessage) -> Any:
+        messages.append(message)
+        return really(self, message)
 
     monkeypatch.setattr(Ring, "unpack", unpack)
     dataset = ss.ShardDataset(Path(photos).as_uri())
@@ -317,8 +317,8 @@ def test_batches_do_not_go_through_the_pipe(
     loader = ss.ShardLoader(dataset, batch_size=8, num_workers=1)
     batches = list(loader)
     assert sum(len(batch["__key__"]) for batch in batches) == 64
-    assert [parcel.number for parcel in parcels] == list(range(1, len(parcels) + 1))
-    assert all(parcel.pieces is None for parcel in parcels)
+    assert [message.number for message in messages] == list(range(1, len(messages) + 1))
+    assert all(message.pieces is None for message in messages)
     if tensors:
         assert batches[3]["jpg"].shape == (8, 10_000)
         assert batches[3]["jpg"][0].eq(24).all()

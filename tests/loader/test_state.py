@@ -11,12 +11,12 @@ import pytest
 import shardstream as ss
 from shardstream.errors import OptionError, StateError
 from shardstream.loader.state import VERSION, check_state, part_state, plan_state, sealed
-from shardstream.order.epoch_plan import Order
+from shardstream.order.epoch_plan import EpochOrder
 from shardstream.pipeline.stage import Position
 from shardstream.testing import make_shards
 from tests.small_datasets import labels, loader, numbered, take
 
-ORDER = Order(nsamples=100, batch=4, shuffle=True, seed=-3, lanes=2, window=8, block=5)
+ORDER = EpochOrder(nsamples=100, batch=4, shuffle=True, seed=-3, lanes=2, window=8, block=5)
 OPTIONS: dict[str, Any] = {"shuffle": True, "seed": 1, "lanes": 4, "microbatch": 4, "window": 8}
 OPTIONS["block"] = 3
 
@@ -263,7 +263,7 @@ def test_the_checksum_of_a_state_is_pinned_and_knows_no_order_of_names() -> None
 
 
 def test_an_epoch_of_one_sample_ends_with_it() -> None:
-    order = Order(nsamples=1, batch=1, shuffle=False, seed=0, lanes=1, window=1, block=1)
+    order = EpochOrder(nsamples=1, batch=1, shuffle=False, seed=0, lanes=1, window=1, block=1)
     assert plan_state(order, data={}, epoch=0, consumed=1)["epoch"] == 1
 
 

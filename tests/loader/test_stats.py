@@ -32,8 +32,8 @@ def test_a_whole_epoch_is_accounted_for(tmp_path: Path, workers: int) -> None:
     stats = one.stats()
     catalog = one._batches.source_dataset.pipeline.source.catalog  # type: ignore[union-attr]
     assert (stats.epoch, stats.batches, stats.workers) == (0, 9, workers)
-    assert (stats.spent.samples, stats.spent.read_bytes) == (60, catalog.total_bytes - 3 * 1024)
-    assert stats.spent.steps_s >= 60 * 0.002
+    assert (stats.timings.samples, stats.timings.read_bytes) == (60, catalog.total_bytes - 3 * 1024)
+    assert stats.timings.steps_s >= 60 * 0.002
     assert 0 < stats.loop_wait_s < stats.seconds
     assert stats == one.stats()  # the clock has stopped
 
@@ -42,9 +42,9 @@ def test_requests_are_counted_where_bytes_come_from_afar() -> None:
     url = numbered(f"memory://stats-{random.getrandbits(64):x}", 100, 25)
     one = loader(url, batch_size=10)  # no shorter batch at the end, which is read by itself
     list(one)
-    spent = one.stats().spent
-    assert spent.requests == 4  # one a shard
-    assert 0 < spent.wait_s <= spent.read_s
+    timings = one.stats().timings
+    assert timings.requests == 4  # one a shard
+    assert 0 < timings.wait_s <= timings.read_s
 
 
 def test_each_epoch_begins_at_nothing(tmp_path: Path) -> None:
@@ -52,7 +52,7 @@ def test_each_epoch_begins_at_nothing(tmp_path: Path) -> None:
     list(one)
     list(one)
     stats = one.stats()
-    assert (stats.epoch, stats.spent.samples) == (1, 30)
+    assert (stats.epoch, stats.timings.samples) == (1, 30)
 
 
 def test_it_is_told_in_words_and_in_plain_numbers(tmp_path: Path) -> None:
@@ -69,8 +69,8 @@ def test_steps_that_change_counts_are_accounted_for_too(tmp_path: Path) -> None:
     dataset = ss.ShardDataset(numbered(tmp_path, 60, 20)).select(keep_all)
     one = ss.ShardLoader(dataset, batch_size=7)
     list(one)
-    assert one.stats().spent.samples == 60
-    assert one.stats().spent.read_s > 0
+    assert one.stats().timings.samples == 60
+    assert one.stats().timings.read_s > 0
 
 
 def keep_all(sample: dict[str, Any]) -> bool:

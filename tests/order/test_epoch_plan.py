@@ -9,15 +9,15 @@ from hypothesis import strategies as st
 
 from shardstream.errors import OptionError
 from shardstream.order import epoch_plan as module
-from shardstream.order.epoch_plan import Order, Plan, default_block, default_window
-from shardstream.order.partition import Share, Split
+from shardstream.order.epoch_plan import EpochOrder, EpochPlan, default_block, default_window
+from shardstream.order.partition import PartitionConfig, RankPartition
 from shardstream.pipeline.indexed_run import own_steps, planned, upcoming
 
 
 @st.composite
-def orders(draw: st.DrawFn, *, shuffle: bool | None = None, min_samples: int = 0) -> Order:
+def orders(draw: st.DrawFn, *, shuffle: bool | None = None, min_samples: int = 0) -> EpochOrder:
     batch = draw(st.integers(1, 9))
-    return Order(
+    return EpochOrder(
         nsamples=draw(st.integers(min_samples, 400)),
         batch=batch,
         shuffle=draw(st.booleans()) if shuffle is None else shuffle,
@@ -31,15 +31,15 @@ def orders(draw: st.DrawFn, *, shuffle: bool | None = None, min_samples: int = 0
 epochs = st.integers(0, 1000)
 
 
-def order_of(nsamples: int = 100, *, batch: int = 4, seed: int = 0) -> Order:
-    return Order(
+def order_of(nsamples: int = 100, *, batch: int = 4, seed: int = 0) -> EpochOrder:
+    return EpochOrder(
         nsamples=nsamples, batch=batch, shuffle=True, seed=seed, lanes=2, window=4 * batch, block=5
     )
 
 
 @given(order=orders(), epoch=epochs)
-def test_an_epoch_has_each_sample_once(order: Order, epoch: int) -> None:
-    plan = Plan(order, epoch)
+def test_an_epoch_has_each_sample_once(order: EpochOrder, epoch: int) -> None:
+    plan = EpochPlan(order, epoch)
     everything = plan.rest(0)
     assert sorted(everything.tolist()) == list(range(order.nsamples))
     batches = plan.batches(np.arange(order.num_batches))
@@ -49,31 +49,33 @@ def test_an_epoch_has_each_sample_once(order: Order, epoch: int) -> None:
 
 @given(order=orders(min_samples=20), epoch=epochs, data=st.data())
 def test_the_order_is_the_same_where_there_are_too_many_blocks_to_keep_theirs(
-    order: Order, epoch: int, data: st.DataObject
+    order: EpochOrder, epoch: int, data: st.DataObject
 ) -> None:
     numbers = np.array(
         data.draw(st.lists(st.integers(0, order.num_batches - 1), min_size=1, max_size=8))
     )
-    kept = Plan(order, epoch)
+    kept = EpochPlan(order, epoch)
     everything, some = kept.rest(0), kept.batches(numbers)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_FEW_BLOCKS", 0)
-        computed = Plan(order, epoch)
+        computed = EpochPlan(order, epoch)
         assert computed.rest(0).tolist() == everything.tolist()
         assert computed.batches(numbers).tolist() == some.tolist()
 
 
 @given(order=orders(min_samples=20), epoch=epochs, data=st.data())
-def test_a_batch_is_the_same_whoever_asks(order: Order, epoch: int, data: st.DataObject) -> None:
+def test_a_batch_is_the_same_whoever_asks(
+    order: EpochOrder, epoch: int, data: st.DataObject
+) -> None:
     numbers = data.draw(st.lists(st.integers(0, order.num_batches - 1), min_size=1, max_size=8))
-    everything = Plan(order, epoch).batches(np.arange(order.num_batches))
-    some = Plan(order, epoch).batches(np.array(numbers))
+    everything = EpochPlan(order, epoch).batches(np.arange(order.num_batches))
+    some = EpochPlan(order, epoch).batches(np.array(numbers))
     assert some.tolist() == everything[numbers].tolist()
 
 
 @given(order=orders(), epoch=epochs)
-def test_windows_part_the_batches(order: Order, epoch: int) -> None:
-    plan = Plan(order, epoch)
+def test_windows_part_the_batches(order: EpochOrder, epoch: int) -> None:
+    plan = EpochPlan(order, epoch)
     numbers = np.arange(order.num_batches)
     windows = plan.windows(numbers)
     for window in np.unique(windows).tolist():
@@ -83,13 +85,13 @@ def test_windows_part_the_batches(order: Order, epoch: int) -> None:
 
 
 @given(order=orders(shuffle=False), epoch=epochs)
-def test_without_shuffle_samples_come_as_they_are_stored(order: Order, epoch: int) -> None:
-    assert Plan(order, epoch).rest(0).tolist() == list(range(order.nsamples))
+def test_without_shuffle_samples_come_as_they_are_stored(order: EpochOrder, epoch: int) -> None:
+    assert EpochPlan(order, epoch).rest(0).tolist() == list(range(order.nsamples))
 
 
 def test_the_order_of_seed_0_is_pinned() -> None:
-    order = Order(nsamples=23, batch=3, shuffle=True, seed=0, lanes=2, window=6, block=4)
-    epochs_ = [Plan(order, epoch).rest(0).tolist() for epoch in (0, 1)]
+    order = EpochOrder(nsamples=23, batch=3, shuffle=True, seed=0, lanes=2, window=6, block=4)
+    epochs_ = [EpochPlan(order, epoch).rest(0).tolist() for epoch in (0, 1)]
     assert epochs_[0] == [
         *(1, 2, 20, 6, 10, 9, 21, 0, 3, 8, 7, 5),
         *(22, 17, 4, 12, 11, 13, 18, 16, 19, 14, 15),
@@ -98,40 +100,42 @@ def test_the_order_of_seed_0_is_pinned() -> None:
         *(13, 3, 12, 9, 17, 8, 0, 2, 1, 18, 16, 19),
         *(6, 15, 5, 20, 11, 10, 4, 14, 7, 21, 22),
     ]
-    assert Plan(order, 0).passes == 1  # numbers the samples that a mix takes again
+    assert EpochPlan(order, 0).passes == 1  # numbers the samples that a mix takes again
 
 
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 1), (1, 0), (-1, 0), (1 << 63, 0), (0, 1 << 40)])
 def test_seeds_and_epochs_have_orders_of_their_own(seed: int, epoch: int) -> None:
-    first = Plan(order_of(), 0).rest(0).tolist()
-    assert Plan(order_of(seed=seed), epoch).rest(0).tolist() != first
+    first = EpochPlan(order_of(), 0).rest(0).tolist()
+    assert EpochPlan(order_of(seed=seed), epoch).rest(0).tolist() != first
 
 
 def test_samples_left_out_of_full_batches_differ_from_epoch_to_epoch() -> None:
     order = order_of(103)
-    tails = {tuple(sorted(Plan(order, epoch).rest(25).tolist())) for epoch in range(50)}
+    tails = {tuple(sorted(EpochPlan(order, epoch).rest(25).tolist())) for epoch in range(50)}
     assert len(tails) > 10
     assert any(100 not in tail for tail in tails)  # not always the short last block
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 def test_ten_thousand_million_samples_take_no_memory(*, shuffle: bool) -> None:
-    order = Order(
+    order = EpochOrder(
         nsamples=10**10 + 7, batch=64, shuffle=shuffle, seed=0, lanes=512, window=16_384, block=20
     )
     tracemalloc.start()
-    share = Share(Plan(order, 0), Split(world_size=64), rank=5, consumed=order.batch * 10**8)
-    steps = own_steps(share, 1, 8)
-    some = np.concatenate([next(planned(share, steps[at:]))[0] for at in (0, 10_000, -1)])
-    ahead = next(iter(upcoming(share, steps)))
-    tail = share.tail()
+    partition = RankPartition(
+        EpochPlan(order, 0), PartitionConfig(world_size=64), rank=5, consumed=order.batch * 10**8
+    )
+    steps = own_steps(partition, 1, 8)
+    some = np.concatenate([next(planned(partition, steps[at:]))[0] for at in (0, 10_000, -1)])
+    ahead = next(iter(upcoming(partition, steps)))
+    tail = partition.tail()
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak_bytes < 10e6
     assert 0 <= some.min() <= some.max() < order.nsamples
     assert some[:64].tolist() == ahead[:64].tolist()
-    assert len(tail) == share.num_samples - share.full_steps * 64
-    assert share.num_steps == -(-(order.nsamples - order.batch * 10**8) // (64 * 64))
+    assert len(tail) == partition.num_samples - partition.full_steps * 64
+    assert partition.num_steps == -(-(order.nsamples - order.batch * 10**8) // (64 * 64))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +152,7 @@ def test_ten_thousand_million_samples_take_no_memory(*, shuffle: bool) -> None:
 def test_an_order_that_makes_no_sense_is_refused(changed: dict[str, int], message: str) -> None:
     options = {"nsamples": 9, "batch": 4, "seed": 0, "lanes": 1, "window": 8, "block": 1}
     with pytest.raises(OptionError, match=message):
-        Order(shuffle=True, **(options | changed))
+        EpochOrder(shuffle=True, **(options | changed))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ import pytest
 
 from shardstream.catalog.shard_catalog import Catalog
 from shardstream.errors import IndexMismatchError, ShardError
-from shardstream.order.epoch_plan import Order, Plan
-from shardstream.order.partition import Share, Split
+from shardstream.order.epoch_plan import EpochOrder, EpochPlan
+from shardstream.order.partition import PartitionConfig, RankPartition
 from shardstream.pipeline.bad_samples import SkipBudget, Skips
 from shardstream.pipeline.indexed_run import PlannedRun
 from shardstream.storage.discover import locate
@@ -28,11 +28,15 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def opener(url: str, *, worker: int = 0, skips: Skips | None = None) -> Callable[[], PlannedRun]:
     storage = Storage()
     catalog = Catalog(locate(url, storage), storage)
-    order = Order(nsamples=len(catalog), batch=2, shuffle=True, seed=1, lanes=3, window=4, block=3)
-    share = Share(Plan(order, 0), Split(world_size=2, microbatches=2), rank=1, consumed=4)
+    order = EpochOrder(
+        nsamples=len(catalog), batch=2, shuffle=True, seed=1, lanes=3, window=4, block=3
+    )
+    partition = RankPartition(
+        EpochPlan(order, 0), PartitionConfig(world_size=2, microbatches=2), rank=1, consumed=4
+    )
     return lambda: PlannedRun(
         catalog,
-        share,
+        partition,
         worker=worker,
         num_workers=2,
         skips=skips or Skips(),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import shardstream as ss
 from shardstream.errors import OptionError, StateError
-from shardstream.order.mix_schedule import Stratified
+from shardstream.order.mix_schedule import MixSchedule
 from shardstream.order.permutation import derive_key
 from shardstream.testing import make_shards
 from tests.small_datasets import FEW_CORES, take
@@ -78,7 +78,7 @@ def seen(loader: ss.ShardLoader) -> list[list[str]]:
 def test_a_source_is_taken_at_its_rate_and_counted_without_gaps(
     weights: list[float], stream: int, length: int
 ) -> None:
-    stratified = Stratified(weights, derive_key(3))
+    stratified = MixSchedule(weights, derive_key(3))
     sources, before = stratified.take(np.arange(400), np.full(400, stream))
     for kind, weight in enumerate(weights):
         assert before[sources == kind].tolist() == list(range((sources == kind).sum()))

@@ -10,8 +10,8 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.case import Case, Result
-from shardstream.order.epoch_plan import Order, Plan, default_block, default_window
-from shardstream.order.partition import Share, Split
+from shardstream.order.epoch_plan import EpochOrder, EpochPlan, default_block, default_window
+from shardstream.order.partition import PartitionConfig, RankPartition
 
 _BATCH = 64
 _SAMPLE_BYTES = 100_000
@@ -29,13 +29,13 @@ def median_s(work: Callable[[], object], rounds: int = 30) -> float:
 
 
 def measure(case: Case) -> Result:
-    """Time plan and share from nothing, in mid-epoch: what a start or a resume costs.
+    """Time plan and partition from nothing, in mid-epoch: what a start or a resume costs.
 
     "batch_s" is one batch, "batch_of_64_s" one of 64 that are planned together (as the reader does), "peak_bytes" what all of it
     took.
     """
     nsamples = case.samples
-    order = Order(
+    order = EpochOrder(
         nsamples=nsamples,
         batch=_BATCH,
         shuffle=True,
@@ -47,12 +47,14 @@ def measure(case: Case) -> Result:
     # what the catalog holds: one number a shard
     firsts = np.linspace(0, nsamples, _SHARDS + 1).astype(np.int64)
 
-    def start() -> Share:
+    def start() -> RankPartition:
         consumed = order.num_batches // 2 * _BATCH
-        return Share(Plan(order, 3), Split(world_size=64), rank=7, consumed=consumed)
+        return RankPartition(
+            EpochPlan(order, 3), PartitionConfig(world_size=64), rank=7, consumed=consumed
+        )
 
-    share = start()
-    some = np.arange(64) % max(1, share.full_steps // 2) + share.full_steps // 2
+    partition = start()
+    some = np.arange(64) % max(1, partition.full_steps // 2) + partition.full_steps // 2
     tracemalloc.start()
     numbers = start().samples(some)
     np.searchsorted(firsts, np.concatenate(numbers), side="right")
@@ -62,8 +64,8 @@ def measure(case: Case) -> Result:
         seconds=median_s(start),
         samples=nsamples,
         extra={
-            "batch_s": median_s(lambda: share.samples(some[:1])),
-            "batch_of_64_s": median_s(lambda: share.samples(some)) / 64,
+            "batch_s": median_s(lambda: partition.samples(some[:1])),
+            "batch_of_64_s": median_s(lambda: partition.samples(some)) / 64,
             "peak_bytes": peak,
         },
     )
