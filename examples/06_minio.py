@@ -63,7 +63,7 @@ def main() -> None:
             # A mistake says what to do.
             try:
                 ss.ShardDataset(f"s3://{args.bucket}/no-such-prefix/")
-            except ss.MissingError as error:
+            except ss.NotFoundError as error:
                 print("a wrong prefix:", error)
             else:
                 raise AssertionError("something was found")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardstream.distributed import Placement
 from shardstream.errors import (
+    AccessDeniedError,
     CacheWarning,
     ChangedError,
     ClassesWarning,
@@ -19,10 +20,9 @@ from shardstream.errors import (
     ImageWarning,
     IndexMismatchError,
     ManifestError,
-    MissingError,
     NoIndexWarning,
+    NotFoundError,
     OptionError,
-    RefusedError,
     ReportWarning,
     SampleError,
     ShardError,
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from shardstream.pipeline.bad_samples import SkipBudget
 
 __all__ = [
+    "AccessDeniedError",
     "BadSample",
     "CacheWarning",
     "ChangedError",
@@ -61,13 +62,12 @@ __all__ = [
     "ImageWarning",
     "IndexMismatchError",
     "ManifestError",
-    "MissingError",
     "NoIndexWarning",
+    "NotFoundError",
     "ObjectDataset",
     "ObjectMapDataset",
     "OptionError",
     "Placement",
-    "RefusedError",
     "ReportWarning",
     "SampleError",
     "ShardDataset",

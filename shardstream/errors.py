@@ -3,8 +3,8 @@
     ShardStreamError
     ├── OptionError         an argument that makes no sense (also a ValueError)
     ├── StorageError        a place that cannot be listed, read or written
-    │   ├── MissingError    nothing is there (also a FileNotFoundError)
-    │   ├── RefusedError    no credentials, or wrong ones (also a PermissionError)
+    │   ├── NotFoundError    nothing is there (also a FileNotFoundError)
+    │   ├── AccessDeniedError    no credentials, or wrong ones (also a PermissionError)
     │   ├── ChangedError    not the file that was indexed, or read before
     │   └── UnfinishedError a dataset that is being written, or whose writer was stopped
     ├── ShardError          a tar whose bytes are damaged or cut
@@ -115,13 +115,13 @@ class StorageError(ShardStreamError):
     """A place that cannot be listed, read or written: missing, refused or out of reach."""
 
 
-class MissingError(StorageError, FileNotFoundError):
+class NotFoundError(StorageError, FileNotFoundError):
     """Nothing is there. Trying again does not help."""
 
     errno = errno.ENOENT
 
 
-class RefusedError(StorageError, PermissionError):
+class AccessDeniedError(StorageError, PermissionError):
     """No credentials, or wrong ones. Trying again does not help."""
 
     errno = errno.EACCES

@@ -7,9 +7,9 @@ import pytest
 
 from shardstream import errors
 from shardstream.errors import (
-    MissingError,
+    AccessDeniedError,
+    NotFoundError,
     OptionError,
-    RefusedError,
     ShardError,
     ShardStreamError,
     redact,
@@ -63,7 +63,7 @@ def test_only_known_places_are_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "python"), [(MissingError, FileNotFoundError), (RefusedError, PermissionError)]
+    ("kind", "python"), [(NotFoundError, FileNotFoundError), (AccessDeniedError, PermissionError)]
 )
 def test_an_error_that_python_knows_is_one_of_pythons(
     kind: type[ShardStreamError], python: type[OSError]

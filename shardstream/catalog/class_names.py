@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 
 from shardstream.errors import (
+    AccessDeniedError,
     ClassesWarning,
     ManifestError,
-    MissingError,
-    RefusedError,
+    NotFoundError,
     StorageError,
     redact,
     shown,
@@ -45,7 +45,7 @@ def read_classes(folder: str, storage: Storage) -> Classes | None:
                 shard=url,
             )
         return decode_classes(storage.read(url), url=url)
-    except MissingError:
+    except NotFoundError:
         return None
     except StorageError as error:
         if isinstance(error.__cause__, NotADirectoryError):  # a file, not a folder
@@ -69,7 +69,7 @@ def classes_in(folders: Sequence[str], storage: Storage) -> dict[str, Classes]:
 def _read_leniently(folder: str, storage: Storage) -> Classes | None:
     try:
         return read_classes(folder, storage)
-    except RefusedError:  # S3 refuses a missing file to those who may not list
+    except AccessDeniedError:  # S3 refuses a missing file to those who may not list
         return None
     except ManifestError as error:
         _log.warning("the class names are unknown: %s", error)

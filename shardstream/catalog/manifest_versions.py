@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 
-from shardstream.errors import ChangedError, MissingError, StorageError, plural
+from shardstream.errors import ChangedError, NotFoundError, StorageError, plural
 from shardstream.format.manifest import Manifest, ShardInfo
 from shardstream.storage.discover import Located, read_manifest
 from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
@@ -48,7 +48,7 @@ class ManifestVersions:
                 manifest, digest = read_manifest(
                     FileInfo(url=url, size_or_none=None), self._storage
                 )
-            except MissingError as error:
+            except NotFoundError as error:
                 raise _replaced("its manifest is gone", url) from error
             except StorageError as error:
                 warnings.warn(

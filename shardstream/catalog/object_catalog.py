@@ -183,7 +183,7 @@ class ObjectCatalog:
         """Read the files of a sample, and return them as a tar.
 
         Raises:
-            MissingError: If a file is gone.
+            NotFoundError: If a file is gone.
             ChangedError: If one has another length than it was listed with.
             StorageError: If one is out of reach.
         """

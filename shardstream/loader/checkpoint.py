@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, SupportsIndex, cast
 
 import torch
 
-from shardstream.errors import MissingError, OptionError, StateError
+from shardstream.errors import NotFoundError, OptionError, StateError
 from shardstream.storage.atomic_write import Pending, is_part, open_pending, remove
 from shardstream.storage.error_messages import explained
 from shardstream.storage.retry import fetch
@@ -108,7 +108,7 @@ def load_checkpoint(
         State dicts and values by name, and ``"step"`` if it was given.
 
     Raises:
-        MissingError: If there is none.
+        NotFoundError: If there is none.
         StateError: If it is damaged, or holds what would have to run as code. No older one is taken instead: name it by its own
             URL.
         StorageError: If it is out of reach.
@@ -228,7 +228,7 @@ def _steps(folder: str, storage: Storage) -> dict[int, str]:
 def _latest(folder: str, storage: Storage) -> str:
     steps = _steps(folder, storage)
     if not steps:
-        raise MissingError("no checkpoint is here (step-….pt); check the URL", shard=folder)
+        raise NotFoundError("no checkpoint is here (step-….pt); check the URL", shard=folder)
     return list(steps.values())[-1]
 
 

@@ -14,7 +14,7 @@ from shardstream.catalog.class_names import ClassNames, warn_of_difference
 from shardstream.catalog.integrity import Verify
 from shardstream.catalog.shard_catalog import Catalog, lacks_index
 from shardstream.distributed import Placement, WorkerInfo, accelerate_loader
-from shardstream.errors import MissingError, NoIndexWarning, OptionError, redact, shown
+from shardstream.errors import NoIndexWarning, NotFoundError, OptionError, redact, shown
 from shardstream.loader.collation import shared_numbers
 from shardstream.loader.iterator import DatasetIterator
 from shardstream.loader.steps import StreamSteps
@@ -285,7 +285,7 @@ class ShardDataset(StreamDataset):
             return cls(prefix, **options)
         try:
             return cls(prefix, **options)
-        except MissingError:
+        except NotFoundError:
             return cls(f"{prefix}*", **options)
 
 

@@ -35,7 +35,7 @@ class DatasetIterator:
         return next(self._run)
 
     @property
-    def quarantine(self) -> list[BadSample]:
+    def bad_samples(self) -> list[BadSample]:
         """The bad samples passed over so far."""
         self._bad += (
             replace(

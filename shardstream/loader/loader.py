@@ -30,7 +30,7 @@ from shardstream.loader.worker import Batches, WorkerBatch
 from shardstream.loader.worker_errors import WorkerWatch, end_workers, living
 from shardstream.order.partition import PartitionConfig, RankPartition
 from shardstream.order.permutation import derive_key
-from shardstream.pipeline.bad_sample_report import BadSample, Quarantine, tell
+from shardstream.pipeline.bad_sample_report import BadSample, BadSampleReport, tell
 from shardstream.pipeline.bad_samples import Skips
 from shardstream.pipeline.indexed_source import Options, PlannedSource, plain_partition
 from shardstream.pipeline.stage import Position, State, check_epoch, whole
@@ -74,7 +74,7 @@ class ShardLoader(DataLoader[Any]):
         self._begin = self._position = Position(epoch=dataset.epoch)
         self._partition: RankPartition | None = None
         self._skipped: dict[int, dict[str, int]] = {}
-        self._taken: dict[int, dict[str, int]] = {}
+        self._samples_per_dataset: dict[int, dict[str, int]] = {}
         self._refilled: dict[int, int] = {}
         self._iteration = 0
         self._epoch_calls = dataset.epoch_calls
@@ -101,7 +101,7 @@ class ShardLoader(DataLoader[Any]):
         )
         report = Skips(dataset.pipeline.on_error).report
         storage = dataset.pipeline.storage_for(report or "")
-        self._quarantine = Quarantine(report, dataset.placement, storage)
+        self._bad_sample_report = BadSampleReport(report, dataset.placement, storage)
         warn_of_lanes(self._batches, max(1, num_workers))
         self._serves_accelerate = False
         # torch would draw the workers' seeds from the global generator
@@ -158,14 +158,16 @@ class ShardLoader(DataLoader[Any]):
         return sum(self._refilled.values())
 
     @property
-    def quarantine(self) -> list[BadSample]:
+    def bad_samples(self) -> list[BadSample]:
         """The bad samples passed over by this loader so far, in all epochs, each once; up to 10,000 a worker and epoch."""
-        return self._quarantine.samples
+        return self._bad_sample_report.samples
 
     @property
-    def taken(self) -> dict[str, int]:
-        """Samples of each dataset of a mix that this iteration has taken for this rank; of nested mixes too."""
-        return dict(sum((Counter(counts) for counts in self._taken.values()), Counter()))
+    def samples_per_dataset(self) -> dict[str, int]:
+        """Samples of each dataset of a mix that this iteration has read for this rank; of nested mixes too."""
+        return dict(
+            sum((Counter(counts) for counts in self._samples_per_dataset.values()), Counter())
+        )
 
     def stats(self) -> LoaderStats:
         """Return where the time of the epoch under way, or of the last one, has gone; ``print`` it, or log its `as_dict`."""
@@ -230,7 +232,7 @@ class ShardLoader(DataLoader[Any]):
         begin = self._position = self._begin
         self._partition = self._batches.partition(begin)
         self._compare_ranks()
-        self._skipped, self._taken, self._refilled = {}, {}, {}
+        self._skipped, self._samples_per_dataset, self._refilled = {}, {}, {}
         self._iteration += 1
         self._stopwatch = Stopwatch(epoch=begin.epoch, workers=self.num_workers)
         self._batches.begin(begin)
@@ -310,12 +312,14 @@ class ShardLoader(DataLoader[Any]):
                 stopwatch.took(
                     worker_batch.part, worker_batch.timings, waited_s=time.perf_counter() - asked
                 )
-                self._quarantine.add(worker_batch.bad, epoch=begin.epoch, worker=worker_batch.part)
+                self._bad_sample_report.add(
+                    worker_batch.bad, epoch=begin.epoch, worker=worker_batch.part
+                )
                 if worker_batch.error is not None:
                     raise worker_batch.error
                 if iteration == self._iteration:
                     self._skipped[worker_batch.part] = worker_batch.skipped
-                    self._taken[worker_batch.part] = worker_batch.taken
+                    self._samples_per_dataset[worker_batch.part] = worker_batch.samples_per_dataset
                     self._refilled[worker_batch.part] = worker_batch.refilled
                     self._position = self._position_after(worker_batch, steps, begin.epoch, parts)
                 if not worker_batch.empty:
@@ -336,12 +340,12 @@ class ShardLoader(DataLoader[Any]):
                 end_workers(workers, at_once=isinstance(error, WorkerError))
                 self._iterator = None
             waits = not isinstance(error, KeyboardInterrupt)
-            if (problem := self._quarantine.finish(waits=waits)) is not None:
+            if (problem := self._bad_sample_report.finish(waits=waits)) is not None:
                 error.add_note(str(problem))
                 if isinstance(error, GeneratorExit):  # a break: nobody sees it
                     warnings.warn(f"{problem}", ReportWarning, stacklevel=2)
             raise
-        if (problem := self._quarantine.finish()) is not None:
+        if (problem := self._bad_sample_report.finish()) is not None:
             tell(problem)
 
     def _position_after(

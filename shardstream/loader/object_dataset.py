@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, cast
 
-from shardstream.catalog.object_catalog import ObjectCatalog, folder_label
+from shardstream.catalog.object_catalog import LabelFunction, ObjectCatalog, folder_label
 from shardstream.distributed import Placement
-from shardstream.errors import MissingError, OptionError
+from shardstream.errors import NotFoundError, OptionError
 from shardstream.loader.dataset import StreamDataset
 from shardstream.loader.map_dataset import NumberedDataset
 from shardstream.order.partition import PartitionConfig, Remainder
@@ -20,7 +20,7 @@ from shardstream.storage.discover import Urls
 from shardstream.storage.listing import list_all, list_beginning
 from shardstream.storage.store import Storage
 
-Label = Literal["folder"] | Callable[[str], Any]
+Label = Literal["folder"] | LabelFunction
 
 
 class _LooseFiles:
@@ -176,7 +176,7 @@ def _open(urls: Urls, storage: Storage, suffixes: str | Sequence[str] | None) ->
         ends = tuple(end.lower() for end in ends)
         files = [file for file in files if file.path.lower().endswith(ends)]
         if not files:
-            raise MissingError(f"no file here ends in {' or '.join(ends)}", shard=root)
+            raise NotFoundError(f"no file here ends in {' or '.join(ends)}", shard=root)
     return ObjectCatalog(root, files, storage)
 
 

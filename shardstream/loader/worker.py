@@ -51,7 +51,7 @@ class WorkerBatch(NamedTuple):
     """Position of the part behind this batch; None where positions are arithmetic."""
     skipped: dict[str, int]
     """Bad samples of this worker so far, by kind of error."""
-    taken: dict[str, int]
+    samples_per_dataset: dict[str, int]
     """Samples of this worker so far, by part of a mix."""
     refilled: int
     """Samples of this worker so far that stood in for bad ones."""
@@ -227,14 +227,14 @@ class Batches(IterableDataset[Any]):
             batch: Any, *, empty: bool, error: SkipBudgetError | None = None
         ) -> WorkerBatch:
             bad = located(skips.drain(), catalog)
-            counts, taken = dict(skips.counts), dict(skips.taken)
+            counts, samples_per_dataset = dict(skips.counts), dict(skips.samples_per_dataset)
             return WorkerBatch(
                 batch,
                 empty,
                 worker_info.worker,
                 None,
                 counts,
-                taken,
+                samples_per_dataset,
                 skips.refilled,
                 bad,
                 timings.with_costs(run.costs()),
@@ -282,7 +282,10 @@ class Batches(IterableDataset[Any]):
         def worker_batch(
             batch: Any, *, empty: bool, error: SkipBudgetError | None = None
         ) -> WorkerBatch:
-            counts, taken = dict(context.skips.counts), dict(context.skips.taken)
+            counts, samples_per_dataset = (
+                dict(context.skips.counts),
+                dict(context.skips.samples_per_dataset),
+            )
             bad = tuple(context.skips.drain())
             return WorkerBatch(
                 batch,
@@ -290,7 +293,7 @@ class Batches(IterableDataset[Any]):
                 part,
                 run.state_dict(),
                 counts,
-                taken,
+                samples_per_dataset,
                 context.skips.refilled,
                 bad,
                 timings.with_costs({}),

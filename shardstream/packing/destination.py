@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from shardstream.errors import ManifestError, MissingError, OptionError
+from shardstream.errors import ManifestError, NotFoundError, OptionError
 from shardstream.format.classes_json import CLASSES_NAME
 from shardstream.format.index import INDEX_SUFFIX, OFFSET_BYTES
 from shardstream.format.manifest import MANIFEST_NAME, ShardInfo, decode_manifest
@@ -236,7 +236,7 @@ def _intact(journal: Journal, names: ShardNames, files: Mapping[str, int]) -> tu
 def _list(storage: Storage, names: ShardNames) -> dict[str, int]:
     try:
         files, _ = storage.list_folder(names.folder)
-    except MissingError:
+    except NotFoundError:
         return {}
     return {file.url.rsplit("/", 1)[-1]: file.size for file in files}
 

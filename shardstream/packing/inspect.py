@@ -12,7 +12,7 @@ from shardstream.catalog.class_names import ClassNames, classes_in
 from shardstream.catalog.mmap_pool import map_file
 from shardstream.catalog.shard_catalog import Catalog, lacks_index
 from shardstream.errors import (
-    MissingError,
+    NotFoundError,
     OptionError,
     ShardStreamError,
     UnfinishedError,
@@ -126,7 +126,7 @@ def list_splits(
     storage = Storage(storage_options, filesystem)
     try:
         files, folders = storage.list_folder(folder)
-    except MissingError:
+    except NotFoundError:
         return {}
     if _holds_shards(files) or len(folders) > _MOST_SPLITS:
         return {}

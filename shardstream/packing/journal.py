@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
-from shardstream.errors import ChangedError, MissingError, OptionError, StorageError
+from shardstream.errors import ChangedError, NotFoundError, OptionError, StorageError
 from shardstream.format.manifest import ShardInfo
 from shardstream.storage.atomic_write import publish_bytes, publish_bytes_over, remove
 from shardstream.storage.journal_marker import is_journal, journal_name
@@ -137,7 +137,7 @@ class Journal:
         url = self._url(0)
         try:
             owner = json.loads(fetch(self.storage, url))["run"]
-        except (MissingError, *_MALFORMED):
+        except (NotFoundError, *_MALFORMED):
             owner = None
         if owner is None:
             raise StorageError(
@@ -245,7 +245,7 @@ def read_head(storage: Storage, folder: str) -> bytes:
 def _fetch_listed(storage: Storage, url: str) -> bytes:
     try:
         return fetch(storage, url)
-    except MissingError as error:
+    except NotFoundError as error:
         raise StorageError(
             "another pack or ShardWriter has just ended here; look at what it made, then run this again",
             shard=url,

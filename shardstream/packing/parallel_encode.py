@@ -16,7 +16,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import NamedTuple
 
-from shardstream.errors import MissingError, SampleError, ShardStreamError, SourceError
+from shardstream.errors import NotFoundError, SampleError, ShardStreamError, SourceError
 from shardstream.packing.encode import encode_field
 from shardstream.packing.image_encode import ImageOptions, is_image_field, reencode
 from shardstream.packing.source import FileRef, Record
@@ -68,17 +68,17 @@ class RecordEncoder:
             for value in record.fields.values()
         )
 
-    def _encode(self, record: Record, ahead: Mapping[str, bytes | MissingError]) -> Encoded:
+    def _encode(self, record: Record, ahead: Mapping[str, bytes | NotFoundError]) -> Encoded:
         if record.error is not None:
             return Encoded(record.key, {}, record.where, record.error)
         try:
             fields = self._encode_fields(record, ahead)
-        except (SampleError, SourceError, MissingError) as error:
+        except (SampleError, SourceError, NotFoundError) as error:
             return Encoded(record.key, {}, record.where, named(error, record.where))
         return Encoded(record.key, fields, record.where)
 
     def _encode_fields(
-        self, record: Record, ahead: Mapping[str, bytes | MissingError]
+        self, record: Record, ahead: Mapping[str, bytes | NotFoundError]
     ) -> dict[str, bytes]:
         fields: dict[str, bytes] = {}
         masks = self.images.masks_among(record.fields)
@@ -96,13 +96,13 @@ class RecordEncoder:
         field: str,
         value: object,
         where: str,
-        ahead: Mapping[str, bytes | MissingError],
+        ahead: Mapping[str, bytes | NotFoundError],
         *,
         is_mask: bool,
     ) -> tuple[str, bytes]:
         if isinstance(value, FileRef):
             read = ahead.get(value.url)
-            if isinstance(read, MissingError):
+            if isinstance(read, NotFoundError):
                 raise read
             where = value.url
             value = self._read_local(where) if read is None else read
@@ -112,7 +112,7 @@ class RecordEncoder:
             raise SourceError("the image is empty: it has no bytes", shard=where)
         return reencode(value, field, self.images, where=where, is_mask=is_mask)
 
-    def _read_ahead(self, records: Sequence[Record]) -> dict[str, bytes | MissingError]:
+    def _read_ahead(self, records: Sequence[Record]) -> dict[str, bytes | NotFoundError]:
         """Read the files that are not on this machine, several at a time."""
         urls = {
             value.url: None
@@ -132,10 +132,10 @@ class RecordEncoder:
         ):
             return file.read()
 
-    def _read(self, url: str) -> bytes | MissingError:
+    def _read(self, url: str) -> bytes | NotFoundError:
         try:
             return self.storage.read(url)
-        except MissingError as error:
+        except NotFoundError as error:
             return error
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from shardstream.errors import MissingError, StorageError
+from shardstream.errors import NotFoundError, StorageError
 from shardstream.format.index import INDEX_SUFFIX, OFFSET_BYTES, Offsets, encode_index
 from shardstream.format.manifest import ShardInfo
 from shardstream.packing.shard_names import ShardNames
@@ -126,7 +126,7 @@ class ShardSender:
     def _listed(self) -> list[FileInfo]:
         try:
             return self._storage.list_folder(self._names.folder)[0]
-        except MissingError:  # all were deleted
+        except NotFoundError:  # all were deleted
             return []
 
     def stop(self) -> None:

@@ -10,7 +10,7 @@ from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self
 
-from shardstream.errors import MissingError, OptionError, SampleError, StorageError
+from shardstream.errors import NotFoundError, OptionError, SampleError, StorageError
 from shardstream.format.index import INDEX_SUFFIX
 from shardstream.format.manifest import MANIFEST_NAME, Manifest, ShardInfo, encode_manifest
 from shardstream.format.tar_writer import END_OF_ARCHIVE
@@ -326,7 +326,7 @@ class ShardWriter:
     def _unpublish(self, manifest: bytes) -> None:
         """Delete a manifest of ours, if it is there."""
         url = self._names.url(MANIFEST_NAME)
-        with suppress(MissingError):
+        with suppress(NotFoundError):
             if self._storage.read(url) == manifest:
                 remove(self._storage, url)
 

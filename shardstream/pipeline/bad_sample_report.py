@@ -102,7 +102,7 @@ def located(bad: Iterable[BadSample], catalog: AnyCatalog) -> tuple[BadSample, .
     return tuple(done)
 
 
-class Quarantine:
+class BadSampleReport:
     """The bad samples of a loader, each once, and the report of them.
 
     The report is written by a thread, so that no training step waits for it.

@@ -70,7 +70,7 @@ class Skips:
         elif on_error != "raise":
             self.budget = SkipBudget(warn=on_error == "warn")
         self.counts: Counter[str] = Counter()
-        self.taken: Counter[str] = Counter()
+        self.samples_per_dataset: Counter[str] = Counter()
         """Not bad, but counted beside them: samples of each part of a mix."""
         self.refilled = 0
         """Samples that stood in for bad ones."""

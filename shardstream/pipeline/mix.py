@@ -185,7 +185,7 @@ class _PartChains:
             places = np.flatnonzero(parts == part).tolist()
             own = within[places] - catalog.firsts[part] + turns[places] * len(catalog.parts[part])
             out, kept = self._chains[part]([items[place] for place in places], own.tolist())
-            self._skips.taken[self._names[part]] += len(places)
+            self._skips.samples_per_dataset[self._names[part]] += len(places)
             where = dict(zip(own.tolist(), places, strict=True))
             done.update((where[number], item) for item, number in zip(out, kept, strict=True))
         order = sorted(done)

@@ -94,7 +94,7 @@ class MixRun:
                 self.number = derive_key(part, self._passes[part], self._runs[part].number)
                 self._place, self._taken = self._place + 1, self._taken + 1
                 self._got[part] += 1
-                self._context.skips.taken[self._names[part]] += 1
+                self._context.skips.samples_per_dataset[self._names[part]] += 1
                 return item
             self._end(part)
         raise StopIteration

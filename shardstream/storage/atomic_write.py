@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from shardstream.errors import ChangedError, MissingError, StorageError
+from shardstream.errors import ChangedError, NotFoundError, StorageError
 from shardstream.storage.error_messages import explained
 from shardstream.storage.multipart_upload import S3Upload, put_if, takes_parts
 from shardstream.storage.store import Storage, parent_url
@@ -134,7 +134,7 @@ def publish_bytes_over(storage: Storage, url: str, data: bytes, *, old: bytes | 
     md5 = None if old is None else hashlib.md5(old, usedforsecurity=False).hexdigest()
     try:
         put_if(storage, url, data, {"IfNoneMatch": "*"} if md5 is None else {"IfMatch": md5})
-    except (ChangedError, MissingError):  # the latter if there is none where there was one
+    except (ChangedError, NotFoundError):  # the latter if there is none where there was one
         found = _read_or_none(storage, url)
         if found == data:  # the answer to an earlier attempt was lost
             return
@@ -150,7 +150,7 @@ def publish_bytes_over(storage: Storage, url: str, data: bytes, *, old: bytes | 
 def _read_or_none(storage: Storage, url: str) -> bytes | None:
     try:
         return storage.read(url)
-    except MissingError:
+    except NotFoundError:
         return None
 
 

@@ -65,23 +65,26 @@ class Limits:
     """How long a server is waited for.
 
     Args:
-        stall_s: Without a byte, before a request is given up and sent again.
-        patience_s: Of failing requests without a byte, before that is an error.
+        read_timeout_s: Without a byte, before a request is given up and sent again.
+        retry_timeout_s: Of failing requests without a byte, before that is an error.
 
     Raises:
         OptionError: If one is no positive number.
     """
 
-    stall_s: float = 20.0
-    patience_s: float = 60.0
+    read_timeout_s: float = 20.0
+    retry_timeout_s: float = 60.0
 
     @property
     def limit_s(self) -> float:
         """Within which a read that brings nothing has failed."""
-        return self.patience_s + 2 * self.stall_s
+        return self.retry_timeout_s + 2 * self.read_timeout_s
 
     def __post_init__(self) -> None:
-        for name, value in (("stall_s", self.stall_s), ("patience_s", self.patience_s)):
+        for name, value in (
+            ("read_timeout_s", self.read_timeout_s),
+            ("retry_timeout_s", self.retry_timeout_s),
+        ):
             told: object = value  # from storage options: of any type
             if not isinstance(told, int | float) or not 0 < told < math.inf:
                 raise OptionError(f"{name} is a number of seconds over 0, not {value!r}")
@@ -104,7 +107,9 @@ class Clients:
         if self._s3_client not in (None, "s3fs", "obstore"):
             raise OptionError(f"s3_client is 's3fs' or 'obstore', not {self._s3_client!r}")
         given = {
-            name: self._options.pop(name) for name in ("stall_s", "patience_s") if name in options
+            name: self._options.pop(name)
+            for name in ("read_timeout_s", "retry_timeout_s")
+            if name in options
         }
         self.limits = Limits(**given)
         self._filesystem = filesystem
@@ -177,10 +182,10 @@ class Clients:
         if s3fs is not None and isinstance(filesystem, s3fs.S3FileSystem):
             from shardstream.storage.s3_s3fs import S3fsReader  # noqa: PLC0415
 
-            return S3fsReader(filesystem, self.limits.stall_s), path
+            return S3fsReader(filesystem, self.limits.read_timeout_s), path
         if _is_http(filesystem):
-            return HttpReader(filesystem, self.limits.stall_s), path
-        return FilesystemReader(filesystem, self.limits.stall_s), path
+            return HttpReader(filesystem, self.limits.read_timeout_s), path
+        return FilesystemReader(filesystem, self.limits.read_timeout_s), path
 
     def read(
         self,
@@ -284,7 +289,7 @@ class Clients:
 
     def _settings(self) -> S3Settings | None:
         with explained("s3://", lambda: self.secrets):
-            settings = understand(self._options, aws_variables(), self.limits.stall_s)
+            settings = understand(self._options, aws_variables(), self.limits.read_timeout_s)
         trusted = None if settings is None else settings.verify
         if isinstance(trusted, str) and not os.path.exists(trusted):
             raise OptionError(
@@ -300,7 +305,7 @@ class Clients:
                     return self._open_obstore(reading=reading), url.partition("://")[2].rstrip("/")
                 self._settings()  # says what is wrong with them
                 options = for_s3fs(
-                    options, aws_variables(), self.limits.stall_s if reading else None
+                    options, aws_variables(), self.limits.read_timeout_s if reading else None
                 )
             elif protocol in _HTTP:
                 options = self._for_http()
@@ -327,9 +332,9 @@ class Clients:
         """Complete the options of an ``HTTPFileSystem``, which waits for five minutes for a server that says nothing."""
         import aiohttp  # noqa: PLC0415  (fsspec needs it for HTTP alone)
 
-        stall_s = self.limits.stall_s
+        read_timeout_s = self.limits.read_timeout_s
         limits = aiohttp.ClientTimeout(
-            total=_HTTP_ANSWER_S, sock_connect=min(10.0, stall_s), sock_read=stall_s
+            total=_HTTP_ANSWER_S, sock_connect=min(10.0, read_timeout_s), sock_read=read_timeout_s
         )
         client = {"timeout": limits, **(self._options.get("client_kwargs") or {})}
         return {**self._options, "client_kwargs": client}

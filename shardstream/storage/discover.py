@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from shardstream.errors import ManifestError, MissingError, OptionError, StorageError
+from shardstream.errors import ManifestError, NotFoundError, OptionError, StorageError
 from shardstream.format.index import INDEX_SUFFIX, OFFSET_BYTES, num_samples
 from shardstream.format.manifest import MANIFEST_NAME, Manifest, ShardInfo, decode_manifest
 from shardstream.storage.check_manifest_urls import check_names
@@ -181,7 +181,7 @@ def _without_query(url: str) -> str:
 def _globbed(pattern: str, storage: Storage) -> list[str]:
     tars = [file.url for file in storage.glob(pattern) if is_tar(file.url)]
     if not tars:
-        raise MissingError(
+        raise NotFoundError(
             "no shard matches this pattern; check it, and that the shards end in .tar",
             shard=pattern,
         )
@@ -296,7 +296,7 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
             _check_finished(folder, by_name, storage)
         missing = next((name for name in names if name not in by_name), None)
         if missing is not None:
-            raise MissingError(
+            raise NotFoundError(
                 "the shard is missing; check the URL or the pattern's range", shard=names[missing]
             )
         tars = [FileInfo(url=url, size_or_none=by_name[name].size) for name, url in names.items()]

@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from shardstream.errors import (
+    AccessDeniedError,
     ChangedError,
-    MissingError,
+    NotFoundError,
     OptionError,
-    RefusedError,
     ShardStreamError,
     StorageError,
     redact,
@@ -74,7 +74,7 @@ class _Sign(NamedTuple):
 
 
 _REFUSED = "access refused; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy"
-_LATE = "the server did not answer in time; check it and the network, or raise stall_s in storage_options"
+_LATE = "the server did not answer in time; check it and the network, or raise read_timeout_s in storage_options"
 _SIGNS = (
     _Sign(("OfflineModeIsEnabled",), "this machine is told to stay offline; unset HF_HUB_OFFLINE"),
     _Sign(("SocketTimeoutError",), _LATE, again=True),  # of aiohttp, which calls it a ConnectionError, too
@@ -97,21 +97,21 @@ _SIGNS = (
           "the file is shorter than its index says", past_end=True),
     _Sign(("NoCredentials", "CredentialRetrieval", "PartialCredentials", "ProfileNotFound"),
           "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, or pass storage_options",
-          RefusedError),
+          AccessDeniedError),
     _Sign(("ExpiredToken", "TokenRefreshRequired", "InvalidToken"),
-          "access refused; AWS_SESSION_TOKEN is wrong or has expired, get new credentials", RefusedError),
-    _Sign(("RequestTimeTooSkewed",), "access refused; the clock of this machine is wrong", RefusedError),
+          "access refused; AWS_SESSION_TOKEN is wrong or has expired, get new credentials", AccessDeniedError),
+    _Sign(("RequestTimeTooSkewed",), "access refused; the clock of this machine is wrong", AccessDeniedError),
     _Sign(("PermissionError", "PermissionDenied", "Unauthenticated", "Forbidden", "AccessDenied", "InvalidAccessKeyId",
            "SignatureDoesNotMatch"),
-          _REFUSED, RefusedError),
+          _REFUSED, AccessDeniedError),
     # fsspec's http makes "not found" of any answer to a look-up
     _Sign(("500, message", "502, message", "504, message"),
           "the server failed; see its log, or try again later", again=True),
     _Sign(("Timeout", "TimedOut"), _LATE, again=True),
     _Sign(("NoSuchBucket",),
-          "the bucket {bucket!r} does not exist; create it, or check the URL", MissingError),
+          "the bucket {bucket!r} does not exist; create it, or check the URL", NotFoundError),
     _Sign(("FileNotFoundError", "NoSuchKey"),
-          "nothing is there; check the URL, and that it was written", MissingError),
+          "nothing is there; check the URL, and that it was written", NotFoundError),
     _Sign(("PermanentRedirect", "BareRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint"),
           "the bucket is in another region; set AWS_REGION"),
     _Sign(("Read-only file system",), "the disk is read-only; write elsewhere"),

@@ -16,12 +16,12 @@ class FilesystemReader:
 
     Args:
         filesystem: Open in this process.
-        stall_s: Limit of the time for the first byte; where it can be had, 100 kB a second are asked for after that.
+        read_timeout_s: Limit of the time for the first byte; where it can be had, 100 kB a second are asked for after that.
     """
 
-    def __init__(self, filesystem: Any, stall_s: float) -> None:
+    def __init__(self, filesystem: Any, read_timeout_s: float) -> None:
         self._filesystem = filesystem
-        self._stall_s = stall_s
+        self._read_timeout_s = read_timeout_s
 
     def read(
         self,
@@ -40,7 +40,7 @@ class FilesystemReader:
         if max_bytes is not None and not is_async:  # which cut a range at the file's end
             asked = {"start": start, "end": start + max_bytes}
         if end is not None and is_async:
-            limit_s = self._stall_s + (end - start) / _SLOWEST_BYTES_PER_S
+            limit_s = self._read_timeout_s + (end - start) / _SLOWEST_BYTES_PER_S
             data = sync(filesystem.loop, filesystem._cat_file, path, timeout=limit_s, **asked)
         else:
             data = filesystem.cat_file(path, **asked)

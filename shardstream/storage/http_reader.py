@@ -21,12 +21,12 @@ class HttpReader:
 
     Args:
         filesystem: Open in this process.
-        stall_s: Limit of the time for the first byte; 10 kB a second are asked for after that.
+        read_timeout_s: Limit of the time for the first byte; 10 kB a second are asked for after that.
     """
 
-    def __init__(self, filesystem: Any, stall_s: float) -> None:
+    def __init__(self, filesystem: Any, read_timeout_s: float) -> None:
         self._filesystem = filesystem
-        self._stall_s = stall_s
+        self._read_timeout_s = read_timeout_s
 
     def read(
         self,
@@ -50,7 +50,7 @@ class HttpReader:
         session = await filesystem.set_session()
         data = bytearray()
         begin = loop.time()
-        async with asyncio.timeout(self._stall_s) as limit:
+        async with asyncio.timeout(self._read_timeout_s) as limit:
             async with session.get(filesystem.encode_url(path), **options) as answer:
                 filesystem._raise_not_found_for_status(answer, path)
                 if start and answer.status == http.HTTPStatus.OK:
@@ -60,5 +60,5 @@ class HttpReader:
                     if len(data) > max_bytes:
                         break
                     earned_s = len(data) / _SLOWEST_BYTES_PER_S
-                    limit.reschedule(begin + self._stall_s + earned_s)
+                    limit.reschedule(begin + self._read_timeout_s + earned_s)
         return bytes(data)

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import NamedTuple
 
-from shardstream.errors import MissingError, OptionError, SourceError, plural
+from shardstream.errors import NotFoundError, OptionError, SourceError, plural
 from shardstream.format.index import INDEX_SUFFIX
 from shardstream.format.manifest import MANIFEST_NAME
 from shardstream.format.names import canonical_field, is_meta_name, split_member_name
@@ -66,7 +66,7 @@ def list_all(urls: Sequence[str], storage: Storage) -> tuple[str, list[Listed]]:
 
     Raises:
         OptionError: If none is named.
-        MissingError: If one of them is missing or empty.
+        NotFoundError: If one of them is missing or empty.
         UnfinishedError: If a dataset is being written in one of them, or its writer was stopped.
         StorageError: If one is out of reach.
     """
@@ -86,7 +86,7 @@ def list_beginning(prefix: str, storage: Storage) -> list[str]:
     """Return the files and folders whose URLs begin so; a folder of that name stands for itself.
 
     Raises:
-        MissingError: If there is none.
+        NotFoundError: If there is none.
     """
     folder, start = parent_url(prefix), prefix.rpartition("/")[2]
     files, folders = storage.list_folder(folder)
@@ -95,7 +95,7 @@ def list_beginning(prefix: str, storage: Storage) -> list[str]:
     urls = [join_url(folder, name) for name in folders if name.startswith(start)]
     urls += [file.url for file in files if file.url.rpartition("/")[2].startswith(start)]
     if not urls:
-        raise MissingError("no file or folder begins so; check the prefix", shard=prefix)
+        raise NotFoundError("no file or folder begins so; check the prefix", shard=prefix)
     return urls
 
 
@@ -189,7 +189,7 @@ def _list_one(url: str, storage: Storage) -> tuple[str, list[Listed]]:
     if files:
         return url.rstrip("/"), files
     if url.endswith("/"):
-        raise MissingError("no files are here; check the URL", shard=url)
+        raise NotFoundError("no files are here; check the URL", shard=url)
     info = storage.info(url)
     return parent_url(url), [Listed(url.rpartition("/")[2], url, info.size, info.version)]
 

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from typing import Any, NamedTuple, cast
 
-from shardstream.errors import MissingError, StorageError
+from shardstream.errors import NotFoundError, StorageError
 from shardstream.storage.retry import retry_call
 from shardstream.storage.store import Storage
 
@@ -186,7 +186,7 @@ class _S3Object:
                 MultipartUpload={"Parts": parts},
             )
         except (
-            MissingError
+            NotFoundError
         ):  # joined already, and the answer to that got lost; or dropped by another writer
             _log.info("%s: the upload is not known any more; looking at what is there", self._url)
             return None
@@ -197,7 +197,7 @@ class _S3Object:
         try:
             with self._storage.explained(self._url):
                 self._request("abort_multipart_upload", UploadId=upload_id)
-        except MissingError:
+        except NotFoundError:
             return
         except StorageError as error:
             _log.warning("%s: an unfinished upload is left on the server (%s)", self._url, error)

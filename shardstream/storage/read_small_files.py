@@ -86,7 +86,7 @@ class _Server:
         if url.scheme == "https":
             trusted = settings.verify if isinstance(settings.verify, str) else None
             self._tls = ssl.create_default_context(cafile=trusted)
-        self._limit_s = min(_TIMEOUT_S, settings.stall_s)
+        self._limit_s = min(_TIMEOUT_S, settings.read_timeout_s)
         self._deadline = time.monotonic() + _TIMEOUTS * self._limit_s
         self._connections: list[http.client.HTTPConnection] = []
 

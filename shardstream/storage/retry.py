@@ -70,10 +70,10 @@ def fetch_view(  # noqa: PLR0913  (the one way in: what may be known of a read)
         The bytes; a view of a client's own memory where that saves a copy.
 
     Raises:
-        MissingError: If the file is missing; at once.
-        RefusedError: If access is refused; at once.
+        NotFoundError: If the file is missing; at once.
+        AccessDeniedError: If access is refused; at once.
         ChangedError: If the file is not the one that was indexed, or changes meanwhile; at once.
-        StorageError: If no byte comes for ``patience_s`` of the storage options.
+        StorageError: If no byte comes for ``retry_timeout_s`` of the storage options.
     """
 
     def read(start: int, end: int | None) -> bytes | memoryview:
@@ -137,7 +137,7 @@ def retry_call(
         cancelled: Ends the pauses, and the attempts, when it is set from another thread.
 
     Raises:
-        StorageError: If it still fails after ``patience_s``; at once if it is missing or refused.
+        StorageError: If it still fails after ``retry_timeout_s``; at once if it is missing or refused.
     """
     backoff = Backoff(storage, url, cancelled=cancelled)
     while True:
@@ -190,16 +190,16 @@ class Backoff:
         storage.reached = storage.reached or verdict.throttled or is_answer(error)
         if verdict.throttled and self._on_throttle is not None:
             self._on_throttle()
-        patience_s = storage.limits.patience_s
+        retry_timeout_s = storage.limits.retry_timeout_s
         if not storage.reached:
-            patience_s = min(patience_s, _NEVER_REACHED_S)
+            retry_timeout_s = min(retry_timeout_s, _NEVER_REACHED_S)
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._count) * _jitter.uniform(0.5, 1.0)
         if self._count == 0:
             self._since = time.monotonic()
         passed_s = max(self._paused_s, time.monotonic() - self._since)
         self._count += 1
         self._paused_s += pause_s
-        late = passed_s + pause_s > patience_s
+        late = passed_s + pause_s > retry_timeout_s
         if not verdict.again or late or self._pause(pause_s):
             raised = verdict.error if explain is None else explain(verdict)
             if verdict.again:

@@ -74,7 +74,7 @@ class S3Settings:
         requester_pays: Say that the reader pays.
         verify: False takes any certificate; text is the path of one to trust.
         connect_s: Limit of the time to connect.
-        stall_s: Limit of the time without a byte.
+        read_timeout_s: Limit of the time without a byte.
     """
 
     region: str
@@ -85,18 +85,18 @@ class S3Settings:
     requester_pays: bool = False
     verify: bool | str = True
     connect_s: float = 10.0
-    stall_s: float = 20.0
+    read_timeout_s: float = 20.0
 
 
 def understand(
-    options: Mapping[str, Any], variables: Mapping[str, str], stall_s: float
+    options: Mapping[str, Any], variables: Mapping[str, str], read_timeout_s: float
 ) -> S3Settings | None:
     """Read the storage options of s3fs; None if there is one whose meaning only s3fs knows.
 
     Args:
         options: As for `s3fs.S3FileSystem`.
         variables: The AWS_… variables.
-        stall_s: Limit of the time without a byte.
+        read_timeout_s: Limit of the time without a byte.
 
     Raises:
         Exception: What botocore raises for a profile that does not exist.
@@ -118,7 +118,7 @@ def understand(
     endpoint = find_endpoint(options, variables) or profile.get("endpoint_url")
     if endpoint and style == "virtual":
         return None
-    read_s = float(config.get("read_timeout") or stall_s)
+    read_s = float(config.get("read_timeout") or read_timeout_s)
     return S3Settings(
         region=find_region(options, variables) or profile.get("region") or "us-east-1",
         endpoint=endpoint,
@@ -128,29 +128,29 @@ def understand(
         requester_pays=bool(options.get("requester_pays")),
         verify=client.get("verify", variables.get("AWS_CA_BUNDLE") or True),
         connect_s=float(config.get("connect_timeout") or min(10.0, read_s)),
-        stall_s=read_s,
+        read_timeout_s=read_s,
     )
 
 
 def for_s3fs(
-    options: Mapping[str, Any], variables: Mapping[str, str], stall_s: float | None
+    options: Mapping[str, Any], variables: Mapping[str, str], read_timeout_s: float | None
 ) -> dict[str, Any]:
     """Complete the options of an `s3fs.S3FileSystem`.
 
     Args:
         options: As the user gave them; they win.
         variables: The AWS_… variables.
-        stall_s: Limit of the time without a byte, for a file system that is asked by `retry`, which needs no retries below
+        read_timeout_s: Limit of the time without a byte, for a file system that is asked by `retry`, which needs no retries below
             it; None for one that retries by itself.
     """
     # Servers that came before the newer checksums (MinIO, Ceph) refuse or drop them.
     config: dict[str, Any] = dict.fromkeys(
         ("request_checksum_calculation", "response_checksum_validation"), "when_required"
     )
-    if stall_s is not None:
+    if read_timeout_s is not None:
         config |= {
-            "connect_timeout": min(10.0, stall_s),
-            "read_timeout": stall_s,
+            "connect_timeout": min(10.0, read_timeout_s),
+            "read_timeout": read_timeout_s,
             "max_pool_connections": 64,
             "retries": {"total_max_attempts": 1},
         }

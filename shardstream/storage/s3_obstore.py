@@ -97,7 +97,7 @@ def store_arguments(settings: S3Settings, *, retries: bool) -> dict[str, Any]:
     client: dict[str, Any] = {
         "allow_http": bool(settings.endpoint and settings.endpoint.startswith("http://")),
         "connect_timeout": timedelta(seconds=settings.connect_s),
-        "read_timeout": timedelta(seconds=settings.stall_s),
+        "read_timeout": timedelta(seconds=settings.read_timeout_s),
         "timeout": timedelta(days=1),  # of a whole answer; the limit is on the time without a byte
     }
     if settings.verify is False:

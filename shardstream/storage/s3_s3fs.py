@@ -20,12 +20,12 @@ class S3fsReader:
 
     Args:
         filesystem: Open in this process.
-        stall_s: Limit of the time without a byte.
+        read_timeout_s: Limit of the time without a byte.
     """
 
-    def __init__(self, filesystem: Any, stall_s: float) -> None:
+    def __init__(self, filesystem: Any, read_timeout_s: float) -> None:
         self._filesystem = filesystem
-        self._stall_s = stall_s
+        self._read_timeout_s = read_timeout_s
 
     def read(
         self,
@@ -51,7 +51,7 @@ class S3fsReader:
         if version_id is not None:
             request["VersionId"] = version_id
         async with asyncio.timeout(
-            self._stall_s + 10
+            self._read_timeout_s + 10
         ):  # connecting and asking for credentials, too
             answer = await self._filesystem._call_s3("get_object", **request)
         whole = answer.get("ContentRange", "").rpartition("/")[2]
@@ -67,7 +67,7 @@ class S3fsReader:
             answer["Body"].close()
         size = int(whole) if whole.isdigit() else answer.get("ContentLength")
         if size is None:  # a chunked answer, whose end looks like any cut
-            async with asyncio.timeout(self._stall_s):
+            async with asyncio.timeout(self._read_timeout_s):
                 head = await self._filesystem._call_s3("head_object", Bucket=bucket, Key=key)
             size = head["ContentLength"]
         return RangeResponse(
@@ -80,14 +80,14 @@ class S3fsReader:
     async def _collect(self, body: Any, parts: list[bytes], max_bytes: float) -> None:
         loop = asyncio.get_running_loop()
         size, begin = 0, loop.time()
-        async with asyncio.timeout(self._stall_s) as limit:
+        async with asyncio.timeout(self._read_timeout_s) as limit:
             while size <= max_bytes and (chunk := await body.read(_BODY_READ_BYTES)):
                 parts.append(chunk)
                 size += len(chunk)
                 passed_s = loop.time() - begin
-                if passed_s > self._stall_s + size / _SLOWEST_BYTES_PER_S:
+                if passed_s > self._read_timeout_s + size / _SLOWEST_BYTES_PER_S:
                     raise _TooSlowError(f"{size} bytes came in {passed_s:.0f} s")
-                limit.reschedule(loop.time() + self._stall_s)
+                limit.reschedule(loop.time() + self._read_timeout_s)
 
 
 class _TooSlowError(TimeoutError):

@@ -12,7 +12,7 @@ from typing import Any, BinaryIO, cast
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
-from shardstream.errors import MissingError, RefusedError, StorageError
+from shardstream.errors import AccessDeniedError, NotFoundError, StorageError
 from shardstream.storage.cache import Cache, version_of
 from shardstream.storage.clients import Clients, Limits
 from shardstream.storage.error_messages import explained
@@ -64,7 +64,7 @@ class Storage:
     Args:
         options: What fsspec takes as ``storage_options``, e.g. ``{"key": …, "secret": …, "endpoint_url": …}``, and beside
             them ``s3_client`` ("s3fs" or "obstore"; by default obstore where it is installed and knows all options),
-            ``stall_s`` (limit of the time without a byte, 20) and ``patience_s`` (how long a server that fails is asked
+            ``read_timeout_s`` (limit of the time without a byte, 20) and ``retry_timeout_s`` (how long a server that fails is asked
             again, 60).
         filesystem: An fsspec file system to use for every URL instead of looking one up by protocol.
         cache: Where `retry.fetch` keeps what it reads from afar.
@@ -167,7 +167,7 @@ class Storage:
         """Tell whether there is a file or folder."""
         try:
             self._ask(url, "info")  # exists() of some file systems takes every failure for a no
-        except MissingError:
+        except NotFoundError:
             return False
         return True
 
@@ -237,7 +237,7 @@ class Storage:
 
         try:
             return retry_call(self, url, ask)
-        except RefusedError:
+        except AccessDeniedError:
             if method == "info" and self.is_s3(url):
                 self.read(
                     url, 0, 1

@@ -133,7 +133,7 @@ def test_threads_that_want_a_shard_at_once_wait_for_one_that_checks_it(wire: Wir
 
 def test_a_check_that_failed_is_told_to_those_who_wait_and_made_anew_later(wire: Wire) -> None:
     shard = shard_of()
-    storage = Storage({"patience_s": 0.01})
+    storage = Storage({"retry_timeout_s": 0.01})
     checks = Checks([shard], storage)
     asked, go_on = threading.Event(), threading.Event()
 
@@ -380,7 +380,7 @@ def test_who_waits_for_anothers_check_waits_as_long_as_bytes_come(wire: Wire) ->
     with ss.ShardWriter(url) as writer:
         for number in range(20):  # five pieces
             writer.write({"__key__": str(number), "bin": DATA[:MIB]})
-    storage = Storage({"stall_s": 0.1, "patience_s": 1.0})
+    storage = Storage({"read_timeout_s": 0.1, "retry_timeout_s": 1.0})
     catalog = Catalog(locate(url, storage), storage, "sha256")
     begun = threading.Event()
 

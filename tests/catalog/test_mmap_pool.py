@@ -20,7 +20,7 @@ from shardstream.catalog import mmap_pool as module
 from shardstream.catalog import shard_catalog as catalog_module
 from shardstream.catalog.mmap_pool import Maps
 from shardstream.catalog.shard_catalog import Catalog
-from shardstream.errors import IndexMismatchError, MissingError
+from shardstream.errors import IndexMismatchError, NotFoundError
 from shardstream.storage.discover import locate
 from shardstream.storage.store import Storage
 
@@ -58,7 +58,7 @@ def test_a_map_does_not_vouch_for_a_file_that_took_its_place(
     (folder / "other").replace(tar)
     assert catalog.map_shard(0)[:] == whole
     tar.unlink()
-    with pytest.raises(MissingError, match=r"000000\.tar"):
+    with pytest.raises(NotFoundError, match=r"000000\.tar"):
         catalog.map_shard(0)
 
 

@@ -20,7 +20,7 @@ import shardstream as ss
 from shardstream import process_memory
 from shardstream.catalog import mmap_pool
 from shardstream.catalog.shard_catalog import Catalog, Extents
-from shardstream.errors import ChangedError, MissingError, RefusedError, StorageError
+from shardstream.errors import AccessDeniedError, ChangedError, NotFoundError, StorageError
 from shardstream.fetch.coalesce import coalesce
 from shardstream.fetch.fetcher import LocalFetcher, open_fetcher
 from shardstream.fetch.remote import RangeFetcher
@@ -477,7 +477,7 @@ def test_a_caller_hears_of_a_server_that_is_overloaded(url: str, wire: Wire) -> 
     assert heard == [1, 3]
 
 
-@pytest.mark.parametrize("fault", [MissingError("gone"), RefusedError("no"), KeyError("bug")])
+@pytest.mark.parametrize("fault", [NotFoundError("gone"), AccessDeniedError("no"), KeyError("bug")])
 def test_what_trying_again_cannot_help_is_raised_at_once(
     fault: Exception, url: str, wire: Wire
 ) -> None:
@@ -491,7 +491,7 @@ def test_what_trying_again_cannot_help_is_raised_at_once(
 @pytest.mark.parametrize(
     ("fault", "kind"),
     [
-        (MissingError("nothing is there"), MissingError),
+        (NotFoundError("nothing is there"), NotFoundError),
         (ChangedError("the file changed"), ChangedError),
         (OSError("503 SlowDown"), StorageError),
         (ZeroDivisionError("a bug of a client"), ZeroDivisionError),
@@ -500,7 +500,7 @@ def test_what_trying_again_cannot_help_is_raised_at_once(
 def test_a_store_that_fails_stops_the_epoch(
     fault: Exception, kind: type[Exception], num_workers: int, url: str, wire: Wire
 ) -> None:
-    options = {"patience_s": 0.5}
+    options = {"retry_timeout_s": 0.5}
     one = loader(
         url, num_workers=num_workers, shuffle=True, on_error="skip", storage_options=options
     )
@@ -518,7 +518,7 @@ def test_a_store_that_stalls_is_an_error(url: str, monkeypatch: pytest.MonkeyPat
         return b""
 
     monkeypatch.setattr(Catalog, "fetch", stall)
-    options = {"patience_s": 0.1, "stall_s": 0.05}
+    options = {"retry_timeout_s": 0.1, "read_timeout_s": 0.05}
     try:
         with pytest.raises(StorageError, match=r"no answer for \d+ bytes in 0 s; check the server"):
             list(loader(url, storage_options=options))

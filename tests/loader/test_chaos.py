@@ -117,7 +117,11 @@ class Shop:
         return self.proxy.chaos.storage_options | {"s3_client": client, **limits}
 
     def loader(self, url: str, client: str = "s3fs", **options: Any) -> ss.ShardLoader:
-        limits = {name: options.pop(name) for name in ("stall_s", "patience_s") if name in options}
+        limits = {
+            name: options.pop(name)
+            for name in ("read_timeout_s", "retry_timeout_s")
+            if name in options
+        }
         loading = {
             name: options.pop(name)
             for name in ("num_workers", "multiprocessing_context")
@@ -229,7 +233,7 @@ def test_an_epoch_under_faults_has_each_sample_once(
     client: str, method: str, shop: Shop, tmp_path: Path
 ) -> None:
     shop.set(**FAULTS)
-    options = shop.options(client, stall_s=1)
+    options = shop.options(client, read_timeout_s=1)
     if (client, method) == ("obstore", "fork"):
         del options["s3_client"]  # the parent looks around by s3fs, and the workers read by obstore
     done = run(PROGRAM, tmp_path, url=shop.url, options=options, method=method)
@@ -240,7 +244,7 @@ def test_an_epoch_under_faults_has_each_sample_once(
 
 @pytest.mark.slow
 def test_an_epoch_in_forked_workers_under_faults_has_each_sample_once(shop: Shop) -> None:
-    loader = shop.loader(shop.url, "s3fs", shuffle=True, num_workers=2, stall_s=1)
+    loader = shop.loader(shop.url, "s3fs", shuffle=True, num_workers=2, read_timeout_s=1)
     shop.set(**FAULTS)
     assert epoch(loader) == shop.all
     assert sum(shop.count(fault) for fault in CALM) > 5
@@ -250,7 +254,9 @@ def test_an_epoch_in_forked_workers_under_faults_has_each_sample_once(shop: Shop
 def test_an_epoch_where_every_third_answer_breaks_has_each_sample_once(
     client: str, num_workers: int, shop: Shop
 ) -> None:
-    loader = shop.loader(shop.few_url, client, num_workers=num_workers, stall_s=1, **MANY_READS)
+    loader = shop.loader(
+        shop.few_url, client, num_workers=num_workers, read_timeout_s=1, **MANY_READS
+    )
     shop.set(reset=0.3, trunc=0.05, slow=0.02, stall=0.01, stall_s=4)
     assert epoch(loader) == shop.few
     assert shop.count("reset") > 5
@@ -310,7 +316,7 @@ def test_flipped_bits_do_not_stay_in_the_cache(shop: Shop, tmp_path: Path) -> No
 
     filled: list[int] = []
     until_flipped(shop, mended)
-    one = loader(filled[-1], patience_s=0.1)
+    one = loader(filled[-1], retry_timeout_s=0.1)
     shop.set(slow=1)  # nothing can be had any more
     assert epoch(one) == shop.few
 
@@ -422,7 +428,7 @@ def test_an_epoch_outlives_a_gateway_that_freezes_and_one_that_dies(
     client.create_bucket(Bucket="kept")
     client.close()
     expected = write("s3://kept/data", FEW, server)
-    options = server.storage_options | {"s3_client": "s3fs", "stall_s": 0.5}
+    options = server.storage_options | {"s3_client": "s3fs", "read_timeout_s": 0.5}
     dataset = ss.ShardDataset("s3://kept/data", storage_options=options, **SMALL_READS).map(digest)
     loader = ss.ShardLoader(dataset, 8, num_workers=2, collate_fn=list)
     for down, up in (
@@ -463,7 +469,7 @@ def test_a_server_that_never_comes_back_is_an_error_within_the_patience(
 ) -> None:
     master = int((mortal.proxy.workdir / "pids").read_text().split()[0])
     done = run(
-        GOING, tmp_path, url=mortal.url, options=mortal.options("s3fs", patience_s=2, stall_s=1),
+        GOING, tmp_path, url=mortal.url, options=mortal.options("s3fs", retry_timeout_s=2, read_timeout_s=1),
         num_workers=num_workers, pid=master, signal=int(signal.SIGTERM),
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -505,7 +511,7 @@ def test_shards_that_are_replaced_in_mid_epoch_are_an_error(
 
 def test_a_worker_killed_while_the_server_stalls_is_told_at_once(shop: Shop) -> None:
     # Nothing would come for two minutes, which is longer than a test may take.
-    loader = shop.loader(shop.few_url, num_workers=2, stall_s=100, patience_s=100)
+    loader = shop.loader(shop.few_url, num_workers=2, read_timeout_s=100, retry_timeout_s=100)
     shop.set(stall=1, stall_s=120)
 
     def kill() -> None:

@@ -161,7 +161,7 @@ def test_a_step_is_saved_again_in_its_place(folder: str) -> None:
 
 def test_a_folder_without_checkpoints_says_so(tmp_path: Path) -> None:
     for url in (tmp_path, tmp_path / "none", tmp_path / "one.pt"):
-        with pytest.raises(ss.MissingError, match=str(url)):
+        with pytest.raises(ss.NotFoundError, match=str(url)):
             ss.load_checkpoint(url)
 
 
@@ -311,7 +311,7 @@ def test_straight_to_s3_and_back(
     found = ss.load_checkpoint(f"{bucket}/run")
     assert torch.equal(found["big"], big)
     assert found["model"].keys() == model.state_dict().keys()
-    with pytest.raises(ss.MissingError, match="none"):
+    with pytest.raises(ss.NotFoundError, match="none"):
         ss.load_checkpoint(f"{bucket}/none/")
 
 

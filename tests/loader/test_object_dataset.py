@@ -128,14 +128,14 @@ def test_a_prefix_may_be_the_beginning_of_names(folder: str, tmp_path: Path) -> 
     assert len(ss.ObjectDataset.from_prefix(folder)) == 30
     assert len(ss.ObjectDataset.from_prefix(f"{folder}/bi")) == 10
     assert len(ss.ObjectMapDataset.from_prefix(f"{folder}/cat/00")) == 3
-    with pytest.raises(ss.MissingError, match="no file or folder begins so"):
+    with pytest.raises(ss.NotFoundError, match="no file or folder begins so"):
         ss.ObjectDataset.from_prefix(f"{folder}/mouse")
 
 
 def test_suffixes_say_which_files_count(folder: str) -> None:
     dataset = ss.ObjectDataset(folder, suffixes=".JSON")
     assert {tuple(sample) for sample in dataset} == {("__key__", "__url__", "json")}
-    with pytest.raises(ss.MissingError, match=r"ends in \.jpg or \.png"):
+    with pytest.raises(ss.NotFoundError, match=r"ends in \.jpg or \.png"):
         ss.ObjectDataset(folder, suffixes=(".jpg", ".png"))
 
 
@@ -321,7 +321,7 @@ def test_a_server_that_stalls_cuts_and_refuses_is_read_to_the_end(
 def test_a_file_that_is_gone_is_an_error_that_names_it(tmp_path: Path, on_error: Any) -> None:
     dataset = ss.ObjectDataset(unpacked(tmp_path), on_error=on_error)
     (tmp_path / "cat" / "004.json").unlink()
-    with pytest.raises(ss.MissingError, match=r"cat/004\.json"):
+    with pytest.raises(ss.NotFoundError, match=r"cat/004\.json"):
         list(ss.ShardLoader(dataset, 4))
 
 
@@ -371,7 +371,7 @@ def test_a_label_function_that_fails_says_on_which_file(folder: str) -> None:
 
 @pytest.mark.parametrize("urls", ["no-such-folder", "no-such-folder/"])
 def test_a_folder_that_is_not_there_is_missing(urls: str, tmp_path: Path) -> None:
-    with pytest.raises(ss.MissingError, match=urls):
+    with pytest.raises(ss.NotFoundError, match=urls):
         ss.ObjectDataset(f"{tmp_path}/{urls}")
     with pytest.raises(ss.OptionError, match="no folder and no file"):
         ss.ObjectDataset([])

@@ -171,7 +171,7 @@ def test_what_failed_to_come_is_asked_for_again(
     bucket: str, s3_env: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbered(f"{bucket}/set", 20, 20)
-    dataset = ss.ShardMapDataset(f"{bucket}/set", storage_options={"patience_s": 1}).decode()
+    dataset = ss.ShardMapDataset(f"{bucket}/set", storage_options={"retry_timeout_s": 1}).decode()
     dataset[19]  # reads the index
     with monkeypatch.context() as patch:
         patch.setattr("shardstream.storage.retry.time.sleep", lambda _: None)

@@ -95,7 +95,7 @@ def test_a_manifest_out_of_reach_at_the_end_of_an_epoch_is_a_warning(
     remote: str, shaped_s3: ShapedS3
 ) -> None:
     shaped_s3.control("/set?profile=chaos&slow=0&reset=0&trunc=0&stall=0")
-    options = shaped_s3.chaos.storage_options | {"patience_s": 0.5}
+    options = shaped_s3.chaos.storage_options | {"retry_timeout_s": 0.5}
     dataset = ss.ShardDataset(remote, storage_options=options).decode()
     batches, found = iter(ss.ShardLoader(dataset, 5)), list[int]()
     read(batches, found, NSAMPLES // 5)  # all but the end

@@ -378,8 +378,8 @@ def test_a_table_behind_a_server_that_breaks_off_is_read_or_an_error(
     data = out.getvalue() if name == "t.parquet" else text
     publish_bytes(Storage(shaped_s3.plain.storage_options), url, data)
 
-    def found(patience_s: float) -> list[str]:
-        storage = Storage(shaped_s3.chaos.storage_options | {"patience_s": patience_s})
+    def found(retry_timeout_s: float) -> list[str]:
+        storage = Storage(shaped_s3.chaos.storage_options | {"retry_timeout_s": retry_timeout_s})
         return [row.cells["a"] for row in iter_rows(url, storage, columns=None)]
 
     shaped_s3.control("/set?profile=chaos&slow=0&stall=0&trunc=0&reset=0.3")

@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 import shardstream as ss
 from shardstream.distributed import Placement
 from shardstream.errors import OptionError, SkipBudgetError
-from shardstream.pipeline.bad_sample_report import BadSample, Quarantine
+from shardstream.pipeline.bad_sample_report import BadSample, BadSampleReport
 from shardstream.storage.store import Storage
 from shardstream.testing import make_shards
 from tests.small_datasets import FEW_CORES, labels
@@ -54,9 +54,9 @@ def loader(folder: str, on_error: Any = "skip", *, num_workers: int = 0, **more:
 @pytest.mark.parametrize("num_workers", [0, 2, 3])
 def test_each_bad_sample_is_listed_with_its_place(num_workers: int, folder: str) -> None:
     one = loader(folder, num_workers=num_workers)
-    assert one.quarantine == []
+    assert one.bad_samples == []
     list(one)
-    found = sorted(one.quarantine, key=lambda bad: bad.number)
+    found = sorted(one.bad_samples, key=lambda bad: bad.number)
     assert [bad.number for bad in found] == [*BAD]
     places = [(Path(bad.shard).name, bad.offset, bad.key, bad.field, bad.error) for bad in found]
     assert places == [
@@ -76,12 +76,12 @@ def test_a_sample_that_is_bad_in_every_epoch_is_listed_once(folder: str) -> None
     for _ in range(3):
         list(one)
         assert one.skipped == {"DecodeError": 2, "ZeroDivisionError": 1, "ShardError": 1}
-    assert [bad.epoch for bad in one.quarantine] == [0] * 4
+    assert [bad.epoch for bad in one.bad_samples] == [0] * 4
 
 
 def test_the_list_grows_with_the_batches_handed_out(folder: str) -> None:
     one = loader(folder, num_workers=2)
-    counts = [len(one.quarantine) for _ in one]
+    counts = [len(one.bad_samples) for _ in one]
     assert counts == [1, 1, 1, 1, 3, 3, 3, 3, 4, 4]
 
 
@@ -90,7 +90,7 @@ def test_a_spent_budget_leaves_the_list_behind(num_workers: int, folder: str) ->
     one = loader(folder, ss.SkipBudget(samples=0), num_workers=num_workers)
     with pytest.raises(SkipBudgetError, match=r"1 bad sample, 0 are allowed.*k03"):
         list(one)
-    assert [bad.key for bad in one.quarantine] == ["k03"]
+    assert [bad.key for bad in one.bad_samples] == ["k03"]
     assert one.state_dict()["consumed"] == 0
 
 
@@ -98,7 +98,7 @@ def test_steps_that_change_counts_list_them_too(folder: str) -> None:
     dataset = ss.ShardDataset(folder, on_error="skip").decode().select(even).batched(4)  # type: ignore[arg-type]
     one = ss.ShardLoader(dataset, batch_size=None, num_workers=2)
     list(one)
-    found = {(bad.key, bad.error) for bad in one.quarantine}
+    found = {(bad.key, bad.error) for bad in one.bad_samples}
     assert found == {("k03", "DecodeError"), ("k17", "ZeroDivisionError"), ("k33", "DecodeError"), (None, "ShardError")}  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def test_whole_shards_list_the_byte(folder: str) -> None:
     dataset = ss.ShardDataset(folder, index="ignore", on_error="skip")
     one = ss.ShardLoader(dataset, batch_size=4)
     list(one)
-    (bad,) = one.quarantine
+    (bad,) = one.bad_samples
     assert (Path(bad.shard or "").name, bad.offset) == ("000001.tar", 8 * 2048)
 
 
@@ -114,13 +114,13 @@ def test_a_mix_lists_the_shards_of_its_parts(folder: str) -> None:
     parts = [ss.ShardDataset(folder, on_error="skip").decode() for _ in range(2)]
     one = ss.ShardLoader(ss.mix(parts), batch_size=4)
     list(one)
-    assert {(bad.key, bad.number) for bad in one.quarantine if bad.key} == {("k03", None), ("k33", None)}  # fmt: skip
+    assert {(bad.key, bad.number) for bad in one.bad_samples if bad.key} == {("k03", None), ("k33", None)}  # fmt: skip
 
 
 def test_a_dataset_that_is_iterated_by_itself_lists_them(folder: str) -> None:
     samples = iter(ss.ShardDataset(folder, on_error="skip").decode().map(even))
     assert len(list(samples)) == 36
-    assert len(samples.quarantine) == len(samples.quarantine) == 4
+    assert len(samples.bad_samples) == len(samples.bad_samples) == 4
     assert samples.skipped == {"DecodeError": 2, "ZeroDivisionError": 1, "ShardError": 1}
 
 
@@ -136,8 +136,8 @@ def test_a_report_is_a_line_of_json_for_each(folder: str, tmp_path: Path) -> Non
     one = loader(folder, ss.SkipBudget(report=str(report)), num_workers=2)
     list(one)
     found = lines(report)
-    assert [line["number"] for line in found] == [bad.number for bad in one.quarantine]
-    assert [ss.BadSample(**line) for line in found] == one.quarantine
+    assert [line["number"] for line in found] == [bad.number for bad in one.bad_samples]
+    assert [ss.BadSample(**line) for line in found] == one.bad_samples
 
 
 def test_a_report_is_there_after_a_break(folder: str, tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def test_a_report_that_cannot_be_written_is_a_warning(folder: str, tmp_path: Pat
     one = loader(folder, ss.SkipBudget(report=nowhere(tmp_path)))
     with pytest.warns(ss.ReportWarning, match=r"cannot be written: .*bad.jsonl.*training goes on"):
         assert len(list(one)) == 10
-    assert len(one.quarantine) == 4
+    assert len(one.bad_samples) == 4
 
 
 class Slow(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
@@ -281,7 +281,7 @@ def test_the_newest_report_stays_and_an_interrupted_run_waits_for_none(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     storage = Storage({"access": "sesame"})
-    report = Quarantine("slowmemory://logs/report-newest.jsonl", Placement(), storage)
+    report = BadSampleReport("slowmemory://logs/report-newest.jsonl", Placement(), storage)
     first, second = (BadSample(error="E", message="", key=key) for key in "ab")
     report.add([first], epoch=0, worker=0)
     assert Slow.asked.wait(300)  # the first is being written

@@ -261,7 +261,7 @@ def test_a_budget_passes_over_hostile_fields_and_lists_them(tmp_path: Path) -> N
     loader = ss.ShardLoader(ss.ShardDataset(folder, on_error="skip").decode(), batch_size=4)
     found = [number for batch in loader for number in batch["cls"].tolist()]
     assert found == [n for n in range(12) if n not in evil]
-    assert [(bad.key, bad.field, bad.number) for bad in loader.quarantine] == [
+    assert [(bad.key, bad.field, bad.number) for bad in loader.bad_samples] == [
         ("03", "npy", 3),
         ("08", "npy", 8),
     ]

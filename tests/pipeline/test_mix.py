@@ -240,4 +240,4 @@ def test_a_loader_says_how_many_samples_of_each_dataset_it_took(
     seen_so_far: list[str] = []
     for batch in loader:
         seen_so_far += batch
-        assert loader.taken == Counter(name[0] for name in seen_so_far)
+        assert loader.samples_per_dataset == Counter(name[0] for name in seen_so_far)

@@ -25,7 +25,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardstream as ss
-from shardstream.errors import CacheWarning, ChangedError, MissingError, OptionError
+from shardstream.errors import CacheWarning, ChangedError, NotFoundError, OptionError
 from shardstream.storage import cache_space
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.cache import Cache, open_cache, version_of
@@ -187,9 +187,9 @@ def test_an_error_of_the_source_is_the_users(folder: Path) -> None:
     cache.learn(URL, len(DATA), "ETag 1")
 
     def read(start: int, end: int | None) -> bytes:
-        raise MissingError("gone")
+        raise NotFoundError("gone")
 
-    with pytest.raises(MissingError, match="gone"):
+    with pytest.raises(NotFoundError, match="gone"):
         cache.read(URL, 0, 5, read=read, look_up=lambda: None)
     assert chunks(folder) == []
 
@@ -813,7 +813,7 @@ def test_files_are_read_through_the_cache_and_local_ones_are_not(
     assert len(chunks(folder)) == 1
     filesystem.rm(path)
     assert fetch(storage, url, 7, MIB) == DATA[7:MIB]
-    with pytest.raises(MissingError):
+    with pytest.raises(NotFoundError):
         fetch(Storage(cache=cached(folder)), url, 7, MIB)
     (tmp_path / "b.tar").write_bytes(DATA)
     assert fetch(storage, str(tmp_path / "b.tar"), 5, 9) == DATA[5:9]

@@ -193,7 +193,7 @@ def test_no_url_starts_a_command(url: str, tmp_path: Path, monkeypatch: pytest.M
     url = url.format(mark=mark)
     listed = tmp_path / "index.json"
     listed.write_bytes(manifest(url))
-    options = {"patience_s": 0.2}
+    options = {"retry_timeout_s": 0.2}
     for urls in (url, [url], str(listed)):
         with pytest.raises((ShardStreamError, OSError)):
             list(ss.ShardDataset(urls, index="ignore", storage_options=options))
@@ -257,7 +257,7 @@ def sites() -> Iterator[tuple[Site, Site]]:
 
 def read_all(url: str, **options: Any) -> None:
     """Read a dataset that cannot be read."""
-    options |= {"patience_s": 0.2}
+    options |= {"retry_timeout_s": 0.2}
     with pytest.raises(ShardStreamError):
         list(ss.ShardDataset(url, index="ignore", storage_options=options))
 

@@ -20,7 +20,13 @@ from typing import Any
 import pytest
 
 import shardstream as ss
-from shardstream.errors import ChangedError, MissingError, OptionError, RefusedError, StorageError
+from shardstream.errors import (
+    AccessDeniedError,
+    ChangedError,
+    NotFoundError,
+    OptionError,
+    StorageError,
+)
 from shardstream.storage import s3_obstore
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.clients import Clients
@@ -191,7 +197,7 @@ def test_a_length_that_differs_from_the_manifest_says_so(
 def test_a_missing_file_is_told_at_once(place: Place) -> None:
     place.url("there.tar")
     begun = time.monotonic()
-    with pytest.raises(MissingError, match="nothing is there; check the URL"):
+    with pytest.raises(NotFoundError, match="nothing is there; check the URL"):
         fetch(place.storage, f"{place.folder}/none.tar", 0, 10)
     assert time.monotonic() - begun < 60  # its patience
 
@@ -199,7 +205,7 @@ def test_a_missing_file_is_told_at_once(place: Place) -> None:
 def test_a_missing_bucket_is_told(client: str, s3: S3Server) -> None:
     storage = Storage(s3.storage_options | {"s3_client": client})
     name = f"none-{uuid.uuid4().hex}"
-    with pytest.raises(MissingError, match=f"the bucket '{name}' does not exist; create it"):
+    with pytest.raises(NotFoundError, match=f"the bucket '{name}' does not exist; create it"):
         fetch(storage, f"s3://{name}/a.tar", 0, 10)
 
 
@@ -226,7 +232,9 @@ def test_refused_access_is_told_and_no_secret_shown(
     storage = Storage(s3.storage_options | wrong | {"s3_client": client})
     caplog.set_level("DEBUG", "shardstream")
     for read in (lambda: fetch(storage, url, 0, 10), lambda: storage.info(url)):
-        with pytest.raises(RefusedError, match="access refused; check the credentials") as raised:
+        with pytest.raises(
+            AccessDeniedError, match="access refused; check the credentials"
+        ) as raised:
             read()
         assert code in str(raised.value)  # the server's own word
         told = "".join(traceback.format_exception(raised.value)) + repr(storage) + caplog.text
@@ -265,7 +273,7 @@ def test_threads_of_a_forked_child_do_not_take_each_others_readers_away(
 
 
 def test_an_endpoint_out_of_reach_is_told(client: str, s3: S3Server) -> None:
-    options = s3.storage_options | {"endpoint_url": "http://127.0.0.1:9", "patience_s": 0.5}
+    options = s3.storage_options | {"endpoint_url": "http://127.0.0.1:9", "retry_timeout_s": 0.5}
     storage = Storage(options | {"s3_client": client})
     with pytest.raises(
         StorageError, match="the server cannot be reached; check AWS_ENDPOINT_URL"
@@ -309,7 +317,7 @@ def test_a_cut_answer_is_continued_where_it_ended(client: str, faults: Faults) -
 
 def test_a_server_that_stalls_is_asked_again(client: str, faults: Faults) -> None:
     faults.set(stall=1, stall_s=30)
-    storage = faults.storage(client, stall_s=0.5)
+    storage = faults.storage(client, read_timeout_s=0.5)
     threading.Timer(1.0, faults.set).start()
     begun = time.monotonic()
     assert fetch(storage, faults.url, 0, 1 << 20) == BODY[: 1 << 20]
@@ -319,7 +327,7 @@ def test_a_server_that_stalls_is_asked_again(client: str, faults: Faults) -> Non
 def test_a_server_that_always_fails_is_an_error_in_the_end(client: str, faults: Faults) -> None:
     faults.set(slow=1)
     heard: list[int] = []
-    storage = faults.storage(client, patience_s=1)
+    storage = faults.storage(client, retry_timeout_s=1)
     with pytest.raises(StorageError, match="the server asks for fewer requests") as raised:
         fetch(storage, faults.url, 0, 10, on_throttle=lambda: heard.append(1))
     assert len(heard) == faults.count("slow") >= 2
@@ -404,7 +412,7 @@ def test_a_byte_now_and_then_is_no_answer() -> None:
         thread.start()
         options = {"endpoint_url": f"http://127.0.0.1:{server.server_port}", "s3_client": "s3fs"}
         options |= {"key": "some", "secret": "thing"}
-        storage = Storage(options | {"stall_s": 0.2, "patience_s": 0.3})
+        storage = Storage(options | {"read_timeout_s": 0.2, "retry_timeout_s": 0.3})
         with pytest.raises(StorageError, match="did not answer in time"):
             fetch(storage, "s3://b/a", 0, 1_000_000)
         storage.resolve("s3://b/a")[0].clear_instance_cache()
@@ -554,7 +562,7 @@ def test_patience_begins_anew_with_each_byte_that_comes(
     client: str, faults: Faults, paused: list[float]
 ) -> None:
     """A server that cuts each answer after a few bytes is slow, not dead."""
-    storage = faults.storage(client, patience_s=20)
+    storage = faults.storage(client, retry_timeout_s=20)
     really_read, cut = storage.read_once, [0]
 
     def read_once(url: str, start: int = 0, end: int | None = None, **options: Any) -> Any:
@@ -574,7 +582,7 @@ def test_what_is_missing_is_asked_for_once(
     client: str, name: str, faults: Faults, paused: list[float]
 ) -> None:
     url = "s3://shardstream-no-such-bucket/a.tar" if name == "no-bucket" else f"{faults.url}.{name}"
-    with pytest.raises(MissingError):
+    with pytest.raises(NotFoundError):
         fetch(faults.storage(client), url, 0, 10)
     assert paused == []
     assert faults.count("requests") == 1

@@ -16,7 +16,7 @@ import shardstream as ss
 from shardstream.catalog.shard_catalog import Catalog
 from shardstream.errors import (
     ManifestError,
-    MissingError,
+    NotFoundError,
     OptionError,
     ShardStreamError,
     StorageError,
@@ -375,4 +375,4 @@ def test_what_is_missing_is_one_error_however_it_is_named(folder: str, pattern: 
     put_tars(folder)
     with pytest.raises(FileNotFoundError) as raised:
         ss.ShardDataset(folder + pattern)
-    assert type(raised.value) is MissingError
+    assert type(raised.value) is NotFoundError

@@ -11,7 +11,7 @@ import botocore.exceptions
 import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
 
-from shardstream.errors import MissingError, OptionError, RefusedError, StorageError
+from shardstream.errors import AccessDeniedError, NotFoundError, OptionError, StorageError
 from shardstream.storage.error_messages import explained, judge
 from shardstream.storage.store import Storage
 
@@ -28,11 +28,11 @@ def refused(code: str, status: int) -> botocore.exceptions.ClientError:
 @pytest.mark.parametrize(
     ("error", "kind", "again", "throttled"),
     [
-        (refused("NoSuchKey", 404), MissingError, False, False),
-        (refused("NoSuchBucket", 404), MissingError, False, False),
-        (refused("AccessDenied", 403), RefusedError, False, False),
-        (refused("ExpiredToken", 400), RefusedError, False, False),
-        (refused("RequestTimeTooSkewed", 403), RefusedError, False, False),
+        (refused("NoSuchKey", 404), NotFoundError, False, False),
+        (refused("NoSuchBucket", 404), NotFoundError, False, False),
+        (refused("AccessDenied", 403), AccessDeniedError, False, False),
+        (refused("ExpiredToken", 400), AccessDeniedError, False, False),
+        (refused("RequestTimeTooSkewed", 403), AccessDeniedError, False, False),
         (refused("PermanentRedirect", 301), StorageError, False, False),
         (refused("InvalidRequest", 400), StorageError, False, False),
         (refused("SlowDown", 503), StorageError, True, True),
@@ -71,7 +71,7 @@ def test_what_is_no_clients_keeps_its_type(error: Exception) -> None:
 )
 def test_refused_access_is_told_in_the_words_of_the_place(url: str, remedy: str) -> None:
     verdict = judge(PermissionError(13, "Permission denied"), url)
-    assert isinstance(verdict.error, RefusedError)
+    assert isinstance(verdict.error, AccessDeniedError)
     assert f"access refused; {remedy}" in str(verdict.error)
 
 
@@ -106,7 +106,7 @@ def test_a_read_only_disk_is_told() -> None:
 def test_no_client_raises_an_error_of_its_own(url: str, options: dict[str, Any]) -> None:
     message = "the server cannot be reached; check the URL and the network"
     with pytest.raises(StorageError, match=message):
-        Storage({"patience_s": 0.2, **options}).read(url, 0, 10)
+        Storage({"retry_timeout_s": 0.2, **options}).read(url, 0, 10)
 
 
 def test_a_machine_that_is_told_to_stay_offline_says_so() -> None:

@@ -16,10 +16,10 @@ import pytest
 
 import shardstream as ss
 from shardstream.errors import (
+    AccessDeniedError,
     CacheWarning,
     ManifestError,
-    MissingError,
-    RefusedError,
+    NotFoundError,
     SourceError,
     StorageError,
 )
@@ -70,8 +70,8 @@ OPERATIONS: tuple[Callable[[Storage, str], object], ...] = (
 @pytest.mark.parametrize(
     ("status", "kind", "message"),
     [
-        (404, MissingError, "nothing is there"),
-        (403, RefusedError, "access refused; check the URL: its signature may have expired"),
+        (404, NotFoundError, "nothing is there"),
+        (403, AccessDeniedError, "access refused; check the URL: its signature may have expired"),
         (500, StorageError, "the server failed"),
         (503, StorageError, "the server asks for fewer requests"),
         (None, StorageError, "the server cannot be reached; check the URL and the network"),
@@ -86,7 +86,7 @@ def test_what_a_server_answers_is_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     caplog.set_level("DEBUG", "shardstream")
-    storage = Storage({"patience_s": 0.3})
+    storage = Storage({"retry_timeout_s": 0.3})
     host = "http://127.0.0.1:9/0" if status is None else f"{server}/{status}"
     if (status, operation) == (404, OPERATIONS[3]):
         assert operation(storage, f"{host}/a.tar?sig={SECRET}") is False
@@ -182,7 +182,7 @@ def test_of_a_range_without_end_no_more_is_read_than_was_asked_for(flooding: Any
 
 
 def test_a_server_that_drips_has_not_answered(flooding: Any) -> None:
-    storage = Storage({"stall_s": 0.2, "patience_s": 0.3})
+    storage = Storage({"read_timeout_s": 0.2, "retry_timeout_s": 0.3})
     with pytest.raises(StorageError, match="did not answer in time"):
         storage.read(f"http://127.0.0.1:{flooding.server_port}/drips/index.json")
 
@@ -192,7 +192,7 @@ def test_a_server_that_says_nothing_is_not_a_missing_file() -> None:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/a.tar"
         for operation in OPERATIONS:
             with pytest.raises(StorageError, match="did not answer in time") as raised:
-                operation(Storage({"stall_s": 0.2, "patience_s": 0.3}), url)
+                operation(Storage({"read_timeout_s": 0.2, "retry_timeout_s": 0.3}), url)
             assert type(raised.value) is StorageError
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstream.errors import MissingError
+from shardstream.errors import NotFoundError
 from shardstream.storage import listing
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.listing import (
@@ -60,7 +60,7 @@ def test_a_prefix_is_a_folder_or_the_beginning_of_names(root: str) -> None:
     assert list_beginning(f"{root}/", Storage()) == [f"{root}/"]
     assert list_beginning(f"{root}/b", Storage()) == [f"{root}/b.c"]
     assert list_beginning(f"{root}/t", Storage()) == [f"{root}/top.json"]
-    with pytest.raises(MissingError, match="begins so"):
+    with pytest.raises(NotFoundError, match="begins so"):
         list_beginning(f"{root}/z", Storage())
 
 
@@ -92,7 +92,7 @@ def test_frames_with_dotted_numbers_that_become_one_sample_are_warned_of(
 
 @pytest.mark.parametrize("name", ["none", "none/"])
 def test_what_is_not_there_is_missing(root: str, name: str) -> None:
-    with pytest.raises(MissingError):
+    with pytest.raises(NotFoundError):
         list_all([f"{root}/{name}"], Storage())
 
 

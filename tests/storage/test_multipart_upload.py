@@ -142,7 +142,7 @@ def test_a_server_that_stays_busy_is_an_error_and_its_upload_is_dropped_later(
     uploads: Callable[[], list[str]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    impatient = {"config_kwargs": {"retries": {"max_attempts": 0}}, "patience_s": 0.5}
+    impatient = {"config_kwargs": {"retries": {"max_attempts": 0}}, "retry_timeout_s": 0.5}
     chaotic = Storage(shaped_s3.chaos.storage_options | impatient)
     shaped_s3.control("/set?profile=chaos&slow=0&reset=0&trunc=0&stall=0")
     pending = open_pending(chaotic, f"{bucket}/x.tar")
@@ -364,7 +364,7 @@ def test_a_server_that_takes_no_bytes_is_given_up(
 
     with spoiling(s3.endpoint, stall) as proxy:
         options = replace(s3, endpoint=proxy.endpoint).storage_options
-        slow = Storage(options | {"patience_s": 1})
+        slow = Storage(options | {"retry_timeout_s": 1})
         with pytest.raises(StorageError, match="did not answer in time"):
             publish_bytes(slow, f"{bucket}/x", DATA)
         stalled.set()

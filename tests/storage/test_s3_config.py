@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import s3fs
 
-from shardstream.errors import OptionError, RefusedError
+from shardstream.errors import AccessDeniedError, OptionError
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.retry import fetch
 from shardstream.storage.s3_config import for_s3fs, understand
@@ -53,16 +53,16 @@ def _bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         ({"requester_pays": True}, {}, {"requester_pays": True}),
         ({"config_kwargs": {"s3": {"addressing_style": "path"}}}, {}, {"virtual_hosts": False}),
         ({"config_kwargs": {"s3": {"addressing_style": "virtual"}}}, {}, {"virtual_hosts": True}),
-        ({"config_kwargs": {"connect_timeout": 3, "read_timeout": 4}}, {}, {"connect_s": 3.0, "stall_s": 4.0}),
+        ({"config_kwargs": {"connect_timeout": 3, "read_timeout": 4}}, {}, {"connect_s": 3.0, "read_timeout_s": 4.0}),
         ({}, {"AWS_CA_BUNDLE": "/ca.pem"}, {"verify": "/ca.pem"}),
         ({"client_kwargs": {"verify": False}}, {"AWS_CA_BUNDLE": "/ca.pem"}, {"verify": False}),
-        ({"use_listings_cache": False, "default_block_size": 1}, {}, {"stall_s": 20.0}),
+        ({"use_listings_cache": False, "default_block_size": 1}, {}, {"read_timeout_s": 20.0}),
     ],
 )  # fmt: skip
 def test_options_win_over_variables(
     options: dict[str, Any], variables: dict[str, str], found: dict[str, Any]
 ) -> None:
-    settings = understand(options | KEYS, variables, stall_s=20.0)
+    settings = understand(options | KEYS, variables, read_timeout_s=20.0)
     assert {name: getattr(settings, name) for name in found} == found
 
 
@@ -85,7 +85,7 @@ def test_options_win_over_variables(
 def test_what_only_s3fs_knows_is_left_to_s3fs(
     options: dict[str, Any], variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert understand(options, variables, stall_s=20.0) is None
+    assert understand(options, variables, read_timeout_s=20.0) is None
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(OptionError, match="for s3fs alone"):
@@ -93,7 +93,7 @@ def test_what_only_s3fs_knows_is_left_to_s3fs(
 
 
 def credentials(options: dict[str, Any], variables: dict[str, str]) -> tuple[Any, ...]:
-    settings = understand(options, variables, stall_s=20.0)
+    settings = understand(options, variables, read_timeout_s=20.0)
     assert settings is not None
     assert settings.credentials is not None
     found = settings.credentials()
@@ -107,14 +107,14 @@ def test_credentials_are_never_put_together_from_two_places() -> None:
 
 
 def test_both_timeouts_reach_s3fs_and_the_users_own_win() -> None:
-    config = for_s3fs({"config_kwargs": {"read_timeout": 7}}, {}, stall_s=5)["config_kwargs"]
+    config = for_s3fs({"config_kwargs": {"read_timeout": 7}}, {}, read_timeout_s=5)["config_kwargs"]
     assert (config["connect_timeout"], config["read_timeout"]) == (5, 7)
     assert config["request_checksum_calculation"] == "when_required"
-    assert "read_timeout" not in for_s3fs({}, {}, stall_s=None)["config_kwargs"]
+    assert "read_timeout" not in for_s3fs({}, {}, read_timeout_s=None)["config_kwargs"]
 
 
 def test_s3fs_hears_of_aws_region() -> None:
-    told = for_s3fs({"client_kwargs": {"verify": False}}, {"AWS_REGION": "a"}, stall_s=None)
+    told = for_s3fs({"client_kwargs": {"verify": False}}, {"AWS_REGION": "a"}, read_timeout_s=None)
     assert told["client_kwargs"] == {"verify": False, "region_name": "a"}
 
 
@@ -182,7 +182,9 @@ def test_files_of_profiles_are_looked_for_as_botocore_does(
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
 def test_missing_credentials_are_told_at_once(client: str, s3: S3Server) -> None:
     storage = Storage({"endpoint_url": s3.endpoint, "s3_client": client})
-    with pytest.raises(RefusedError, match="no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET"):
+    with pytest.raises(
+        AccessDeniedError, match="no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET"
+    ):
         fetch(storage, f"s3://{uuid.uuid4().hex}/a.tar", 0, 1)
 
 
@@ -191,7 +193,7 @@ def test_a_profile_that_does_not_exist_is_told(
     client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_PROFILE", "nobody")
-    with pytest.raises(RefusedError, match=r"no credentials; .*nobody"):
+    with pytest.raises(AccessDeniedError, match=r"no credentials; .*nobody"):
         fetch(Storage({"s3_client": client}), "s3://b/a.tar", 0, 1)
 
 
@@ -199,8 +201,8 @@ def test_a_profile_that_does_not_exist_is_told(
     ("options", "message"),
     [
         ({"s3_client": "boto3"}, "s3_client is 's3fs' or 'obstore', not 'boto3'"),
-        ({"stall_s": 0}, "stall_s is a number of seconds over 0, not 0"),
-        ({"patience_s": "long"}, "patience_s is a number of seconds over 0, not 'long'"),
+        ({"read_timeout_s": 0}, "read_timeout_s is a number of seconds over 0, not 0"),
+        ({"retry_timeout_s": "long"}, "retry_timeout_s is a number of seconds over 0, not 'long'"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:

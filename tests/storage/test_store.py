@@ -14,7 +14,7 @@ import pytest
 import s3fs
 from fsspec.implementations.dirfs import DirFileSystem
 
-from shardstream.errors import MissingError, OptionError, RefusedError, StorageError
+from shardstream.errors import AccessDeniedError, NotFoundError, OptionError, StorageError
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.store import Storage, join_url, parent_url
 from tests.servers import S3Server
@@ -92,7 +92,7 @@ def test_an_empty_file_is_read(folder: str) -> None:
 @pytest.mark.parametrize("name", ["read", "range", "open", "info", "list"])
 def test_a_missing_file_is_told(folder: str, name: str) -> None:
     publish_bytes(Storage(), f"{folder}/there", b"1")
-    with pytest.raises(MissingError, match="nothing is there; check the URL") as raised:
+    with pytest.raises(NotFoundError, match="nothing is there; check the URL") as raised:
         OPERATIONS[name](Storage(), f"{folder}/none/a.tar")
     assert raised.value.shard == f"{folder}/none/a.tar"
     assert not Storage().exists(f"{folder}/none/a.tar")
@@ -128,7 +128,7 @@ def test_a_missing_bucket_is_told(
         assert operation(storage, url) is False
         return
     with pytest.raises(
-        MissingError, match="the bucket 'no-such-bucket-anywhere' does not exist"
+        NotFoundError, match="the bucket 'no-such-bucket-anywhere' does not exist"
     ) as raised:
         operation(storage, url)
     assert (raised.value.shard or "").startswith("s3://no-such-bucket-anywhere/")
@@ -143,7 +143,7 @@ def test_a_wrong_secret_is_told_but_not_shown(
     publish_bytes(Storage(s3.storage_options), f"{bucket}/a.tar", b"1234")
     storage = Storage(s3.storage_options | {"secret": "hunter2-hunter2"})
     with pytest.raises(
-        RefusedError, match=r"access refused; .*AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY"
+        AccessDeniedError, match=r"access refused; .*AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY"
     ) as raised:
         operation(storage, f"{bucket}/a.tar")
     assert "SignatureDoesNotMatch" in str(raised.value)
@@ -160,12 +160,14 @@ def test_missing_credentials_are_told(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     storage = Storage({"endpoint_url": s3.endpoint})
-    with pytest.raises(RefusedError, match="no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET"):
+    with pytest.raises(
+        AccessDeniedError, match="no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET"
+    ):
         storage.read(f"{bucket}/a.tar")
 
 
 def test_an_endpoint_out_of_reach_is_told(s3: S3Server) -> None:
-    options = s3.storage_options | {"endpoint_url": "http://127.0.0.1:9", "patience_s": 0.1}
+    options = s3.storage_options | {"endpoint_url": "http://127.0.0.1:9", "retry_timeout_s": 0.1}
     with pytest.raises(StorageError, match="the server cannot be reached; check AWS_ENDPOINT_URL"):
         Storage(options).read("s3://b/a.tar")
 
@@ -278,15 +280,15 @@ def test_a_short_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = fsspec.get_filesystem_class("memory")
     monkeypatch.setattr(memory, "cat_file", lambda *_, **__: b"")
     with pytest.raises(StorageError, match=r"the connection broke off.*got 0 of 5 bytes") as raised:
-        Storage({"patience_s": 0.1}).read(url, 0, 5)
+        Storage({"retry_timeout_s": 0.1}).read(url, 0, 5)
     assert raised.value.shard == url
 
 
 @pytest.mark.parametrize(
     ("error", "kind", "message"),
     [
-        (FileNotFoundError("x"), MissingError, "nothing is there"),
-        (PermissionError("x"), RefusedError, "access refused"),
+        (FileNotFoundError("x"), NotFoundError, "nothing is there"),
+        (PermissionError("x"), AccessDeniedError, "access refused"),
         (TimeoutError("x"), StorageError, "did not answer in time"),
         (ConnectionResetError("x"), StorageError, "the connection broke off"),
         (ConnectionRefusedError("x"), StorageError, "cannot be reached"),
@@ -302,7 +304,7 @@ def test_what_a_filesystem_raises_is_explained(
 
     monkeypatch.setattr(fsspec.get_filesystem_class("memory"), "cat_file", fail)
     with pytest.raises(StorageError, match=message) as raised:
-        Storage({"patience_s": 0.1}).read("memory://b/a")
+        Storage({"retry_timeout_s": 0.1}).read("memory://b/a")
     assert type(raised.value) is kind
     told = "".join(traceback.format_exception(raised.value))
     assert "hunter2" not in told

@@ -70,7 +70,7 @@ def test_a_certificate_that_nobody_trusts_is_told_at_once(
     message = "certificate is not trusted; name the file .* " + message
     begun = time.monotonic()
     with pytest.raises(StorageError, match=SELF_SIGNED if client == "obstore" else message) as told:
-        Storage(options | {"patience_s": 1000, "stall_s": 1000}).read(url, 0, 2)
+        Storage(options | {"retry_timeout_s": 1000, "read_timeout_s": 1000}).read(url, 0, 2)
     assert time.monotonic() - begun < 500
     assert not hasattr(told.value, "__notes__")  # tried once
 
