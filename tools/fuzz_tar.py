@@ -28,8 +28,8 @@ import numpy as np
 from tar_mutations import LONGEST_BYTES, mutate, seeds
 
 from shardstream.errors import ShardStreamError, ShardWarning
-from shardstream.format.columnar import Stretch, read_one, read_samples
-from shardstream.format.forward_reader import StreamReader
+from shardstream.format.columnar import ShardSlice, read_one, read_samples
+from shardstream.format.forward_reader import ForwardReader
 from shardstream.format.index import decode_index, encode_index, scan_shard
 from shardstream.format.manifest import decode_manifest
 from shardstream.format.samples import Sample, iter_samples, read_sample
@@ -87,7 +87,7 @@ def _check_samples(data: bytes) -> None:
     known = _tried(
         lambda: list(iter_samples(_Counted(data), end=len(data), shard=_SHARD, notes=notes))
     )
-    forward = StreamReader(io.BytesIO(data), chunk_bytes=700)
+    forward = ForwardReader(io.BytesIO(data), chunk_bytes=700)
     streamed = _tried(lambda: list(iter_samples(forward, shard=_SHARD)))
     assert streamed == (known if notes.has_end else None), "samples differ in a stream"
     scan = _tried(lambda: scan_shard(_Counted(data), end=len(data), shard=_SHARD))
@@ -113,8 +113,8 @@ def _check_together(data: bytes) -> None:
         alone.sort(key=lambda one: isinstance(one[1], Exception))  # others are read as the first
         alone *= 1 + _PLACES // max(1, len(alone))
         starts = np.array([start for start, _ in alone], dtype=np.int64)
-        stretch = Stretch(0, _SHARD, data, 0, starts, starts + size)
-        found = read_samples([stretch, stretch._replace(buffer=memoryview(data))])
+        shard_slice = ShardSlice(0, _SHARD, data, 0, starts, starts + size)
+        found = read_samples([shard_slice, shard_slice._replace(buffer=memoryview(data))])
         expected = [repr(sample) for _, sample in alone]
         assert [repr(sample) for sample in found] == 2 * expected, "together it is another"
 

@@ -18,7 +18,7 @@ from shardstream.errors import (
     shown,
 )
 from shardstream.format.classes_json import CLASSES_NAME, decode_classes
-from shardstream.storage.discover import Located
+from shardstream.storage.discover import LocatedShards
 from shardstream.storage.store import Storage, join_url, parent_url
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def read_classes(folder: str, storage: Storage) -> Classes | None:
         raise
 
 
-def classes_in(folders: Sequence[str], storage: Storage) -> dict[str, Classes]:
+def read_all_classes(folders: Sequence[str], storage: Storage) -> dict[str, Classes]:
     """Return folder -> class names of the folders that have a ``classes.json``; a file of another kind is passed over, with a warning.
 
     Raises:
@@ -76,12 +76,12 @@ def _read_leniently(folder: str, storage: Storage) -> Classes | None:
         return None
 
 
-def difference(found: Mapping[str, Classes]) -> str | None:
+def find_difference(found: Mapping[str, Classes]) -> str | None:
     """Say which two datasets number a class differently; None if one list of names fits all.
 
-    >>> difference({"train/": ("a", "b", "c"), "val/": ("a", "c")})
+    >>> find_difference({"train/": ("a", "b", "c"), "val/": ("a", "c")})
     "'b' is class 1 in train/, where val/ has 'c'"
-    >>> difference({"train/": ("a", "b", "c"), "val/": ("a", "b")}) is None
+    >>> find_difference({"train/": ("a", "b", "c"), "val/": ("a", "b")}) is None
     True
     """
     longest = max(found, key=lambda place: len(found[place]), default="")
@@ -92,16 +92,16 @@ def difference(found: Mapping[str, Classes]) -> str | None:
     return None
 
 
-def agreed(found: Mapping[str, Classes]) -> Classes | None:
+def common_classes(found: Mapping[str, Classes]) -> Classes | None:
     """Return the class names of datasets; None if there are none, or they differ."""
-    if not found or difference(found) is not None:
+    if not found or find_difference(found) is not None:
         return None
     return max(found.values(), key=len)
 
 
 def warn_of_difference(found: Mapping[str, Classes]) -> None:
     """Warn where datasets that are read together number their classes differently."""
-    differs = difference(found)
+    differs = find_difference(found)
     if differs is not None:
         warnings.warn(
             f"class numbers differ: {shown(redact(differs))}. One value of 'cls' means several classes; "
@@ -119,7 +119,7 @@ class ClassNames:
         storage: Where they are.
     """
 
-    def __init__(self, located: Located, storage: Storage) -> None:
+    def __init__(self, located: LocatedShards, storage: Storage) -> None:
         self._storage = storage
         self._manifest_url = located.manifest_url
         self.folders = tuple(dict.fromkeys(parent_url(shard.url) for shard in located.shards))
@@ -133,11 +133,11 @@ class ClassNames:
             StorageError: If a folder is out of reach.
         """
         first = () if self._manifest_url is None else (parent_url(self._manifest_url),)
-        found = classes_in(first, self._storage)
+        found = read_all_classes(first, self._storage)
         rest = [folder for folder in self.folders if folder not in first]
-        return found or classes_in(rest, self._storage)
+        return found or read_all_classes(rest, self._storage)
 
     @property
     def names(self) -> Classes | None:
         """Class names in the order of their numbers; None if there are none, or datasets differ."""
-        return agreed(self.found)
+        return common_classes(self.found)

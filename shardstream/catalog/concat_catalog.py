@@ -9,14 +9,14 @@ from functools import cached_property
 import numpy as np
 
 from shardstream.catalog.object_catalog import ObjectCatalog
-from shardstream.catalog.shard_catalog import Catalog, Extents, Numbers
+from shardstream.catalog.shard_catalog import Extents, Numbers, ShardCatalog
 from shardstream.errors import plural
 from shardstream.format.index import Offsets
 from shardstream.format.tar_reader import Buffer
 from shardstream.storage.concurrency import AdaptiveLimit
 
 
-class JoinedCatalog:
+class ConcatCatalog:
     """Sample numbers of several datasets, one after the other; numbers past the end start again (a later pass).
 
     Args:
@@ -29,9 +29,9 @@ class JoinedCatalog:
         self._first_shards = np.concatenate(
             ([0], np.cumsum([part.num_shards for part in parts]))
         ).tolist()
-        self.joins: bool = all(part.joins for part in parts)
+        self.can_coalesce: bool = all(part.can_coalesce for part in parts)
         self.threads: int = max(part.threads for part in parts)
-        self.most_ahead: int = max(part.most_ahead for part in parts)
+        self.max_prefetch_samples: int = max(part.max_prefetch_samples for part in parts)
 
     def __len__(self) -> int:
         return int(self.firsts[-1])
@@ -42,7 +42,7 @@ class JoinedCatalog:
         return int(self._first_shards[-1])
 
     @property
-    def contents(self) -> str:
+    def summary(self) -> str:
         """How much it is, for people."""
         return f"{plural(self.num_shards, 'shard')}, {plural(len(self), 'sample')}"
 
@@ -104,32 +104,32 @@ class JoinedCatalog:
         return part.url_of(within)
 
     def map_shard(self, shard: int) -> Buffer:
-        """Map a shard on this machine to memory, as `Catalog.map_shard`."""
+        """Map a shard on this machine to memory, as `ShardCatalog.map_shard`."""
         part, within = self._within(shard)
         return part.map_shard(within)
 
     def check_unchanged(self, shards: Iterable[int]) -> None:
-        """Look whether local shards are what they were, as `Catalog.check_unchanged`."""
+        """Look whether local shards are what they were, as `ShardCatalog.check_unchanged`."""
         for shard in shards:
             part, within = self._within(shard)
             part.check_unchanged([within])
 
     def check_manifests(self) -> None:
-        """Look whether remote manifests still name their shards, as `Catalog.check_manifests`."""
+        """Look whether remote manifests still name their shards, as `ShardCatalog.check_manifests`."""
         for part in self.parts:
             part.check_manifests()
 
     def fetch(
         self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None = None
     ) -> bytes | memoryview:
-        """Read some bytes of a shard, as `Catalog.fetch`."""
+        """Read some bytes of a shard, as `ShardCatalog.fetch`."""
         part, within = self._within(shard)
         return part.fetch(within, start, end, concurrency)
 
     @property
-    def limit_s(self) -> float:
+    def timeout_s(self) -> float:
         """Seconds within which `fetch` ends, unless bytes come."""
-        return max(part.limit_s for part in self.parts)
+        return max(part.timeout_s for part in self.parts)
 
     def _within(self, shard: int) -> tuple[AnyCatalog, int]:
         """Return the part that a shard is of, and its number there."""
@@ -137,5 +137,5 @@ class JoinedCatalog:
         return self.parts[part], shard - self._first_shards[part]
 
 
-AnyCatalog = Catalog | ObjectCatalog | JoinedCatalog
+AnyCatalog = ShardCatalog | ObjectCatalog | ConcatCatalog
 """Samples by number, of any kind."""

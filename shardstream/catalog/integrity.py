@@ -17,7 +17,7 @@ from shardstream.errors import IndexMismatchError, OptionError
 from shardstream.format.manifest import ShardInfo
 from shardstream.format.tar_reader import Buffer
 from shardstream.storage.concurrency import AdaptiveLimit, hints_of
-from shardstream.storage.error_messages import explained
+from shardstream.storage.error_messages import translate_errors
 from shardstream.storage.retry import fetch
 from shardstream.storage.store import Storage
 
@@ -26,11 +26,11 @@ Verify = Literal["sha256"]
 DIGEST_CHUNK_BYTES = 1 << 20
 _WHOLE_READ_BYTES = 4 * DIGEST_CHUNK_BYTES  # of the pass over a whole shard
 _DIGEST_BYTES = 16
-_TRIES = 4
+_ATTEMPTS = 4
 _UNKNOWN, _CHUNKS_KNOWN, _FILE_KNOWN = range(3)
 
 
-class _Check(Future[None]):
+class _PendingCheck(Future[None]):
     """A shard that is being read whole."""
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class _Check(Future[None]):
         """Of other iterators, which wait for the end of this."""
 
 
-class Checks:
+class VerifiedReader:
     """Reads shards that have been compared with their checksums; picklable, safe among threads and forked processes.
 
     A shard is read whole once, and its sha256 compared. What is kept of it is a digest of each MiB, with which all later reads
@@ -74,7 +74,7 @@ class Checks:
         self._open_table()
 
     def __getstate__(self) -> dict[str, Any]:
-        hidden = ("_state", "_digests", "_under_way")
+        hidden = ("_state", "_digests", "_pending_checks")
         return {name: value for name, value in self.__dict__.items() if name not in hidden}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ class Checks:
         self._state = mmap.mmap(-1, len(self._shards))
         self._digests = mmap.mmap(-1, self._firsts[-1] * _DIGEST_BYTES)
         # By process, too: what a parent was at when it forked goes on there, not here.
-        self._under_way: dict[tuple[int, int], _Check] = {}
+        self._pending_checks: dict[tuple[int, int], _PendingCheck] = {}
 
     def read(
         self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None = None
@@ -104,8 +104,8 @@ class Checks:
             StorageError: If they are out of reach.
         """
         while self._state[shard] != _CHUNKS_KNOWN:
-            mine = _Check()
-            check = self._under_way.setdefault((os.getpid(), shard), mine)
+            mine = _PendingCheck()
+            check = self._pending_checks.setdefault((os.getpid(), shard), mine)
             if check is mine:
                 return self._read_first(shard, start, end, concurrency, mine)
             if concurrency is not None:
@@ -115,7 +115,7 @@ class Checks:
 
     def knows_file(self, shard: int, path: str) -> bool:
         """Tell whether a local file is the one that a shard was found in, and unchanged since."""
-        return (self._state[shard], self._known(shard, 0)) == (_FILE_KNOWN, _stamp(path))
+        return (self._state[shard], self._digest_of(shard, 0)) == (_FILE_KNOWN, _stamp(path))
 
     def check_file(self, shard: int, path: str, tar: Buffer) -> None:
         """Compare a local shard that was just mapped to memory; once for all processes, unless the file is changed.
@@ -124,15 +124,20 @@ class Checks:
             IndexMismatchError: If it is not that of the manifest.
         """
         stamp = _stamp(path)
-        if (self._state[shard], self._known(shard, 0)) == (_FILE_KNOWN, stamp):
+        if (self._state[shard], self._digest_of(shard, 0)) == (_FILE_KNOWN, stamp):
             return
         sha256 = hashlib.sha256(tar).hexdigest()
         if sha256 != self._sha256(shard):
-            raise self._wrong(shard, sha256)
-        self._keep(shard, _FILE_KNOWN, stamp)
+            raise self._mismatch_error(shard, sha256)
+        self._store_digests(shard, _FILE_KNOWN, stamp)
 
     def _read_first(
-        self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None, check: _Check
+        self,
+        shard: int,
+        start: int,
+        end: int,
+        concurrency: AdaptiveLimit | None,
+        check: _PendingCheck,
     ) -> bytes:
         try:
             data = self._read_whole(shard, start, end, concurrency)
@@ -146,7 +151,7 @@ class Checks:
             check.set_result(None)
             return data
         finally:
-            self._under_way.pop((os.getpid(), shard), None)
+            self._pending_checks.pop((os.getpid(), shard), None)
 
     def _read_whole(
         self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None
@@ -154,16 +159,16 @@ class Checks:
         """Read all of a shard, until it fits or the same wrong bytes come twice; return what is wanted of it."""
         seen: set[str] = set()
         while True:
-            sha256, digests, wanted = self._pass(shard, start, end, concurrency)
+            sha256, digests, wanted = self._read_digests(shard, start, end, concurrency)
             if sha256 == self._sha256(shard):
-                self._keep(shard, _CHUNKS_KNOWN, digests)
+                self._store_digests(shard, _CHUNKS_KNOWN, digests)
                 return wanted
             self._storage.forget(self._shards[shard].url)
-            if sha256 in seen or len(seen) == _TRIES - 1:
-                raise self._wrong(shard, sha256)
+            if sha256 in seen or len(seen) == _ATTEMPTS - 1:
+                raise self._mismatch_error(shard, sha256)
             seen.add(sha256)
 
-    def _pass(
+    def _read_digests(
         self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None
     ) -> tuple[str, bytes, bytes]:
         """Read a shard once; return its sha256, the digests of its chunks and the wanted bytes."""
@@ -176,7 +181,7 @@ class Checks:
             )
             if concurrency is not None:
                 concurrency.record_response(len(data), time.monotonic() - begin)
-            for other in tuple(self._under_way[os.getpid(), shard].waiting):
+            for other in tuple(self._pending_checks[os.getpid(), shard].waiting):
                 other.record_activity()
             sha256.update(data)
             for at in range(0, len(data), DIGEST_CHUNK_BYTES):
@@ -196,7 +201,7 @@ class Checks:
             left
             for left, right in pairwise(edges)
             if _digest(view[left - low : right - low])
-            != self._known(shard, left // DIGEST_CHUNK_BYTES)
+            != self._digest_of(shard, left // DIGEST_CHUNK_BYTES)
         ]
         if bad:
             mended = bytearray(data)
@@ -210,10 +215,10 @@ class Checks:
         """Read a chunk from its source that did not come as it was."""
         low, high = self._bounds(shard, number, number + 1)
         url = self._shards[shard].url
-        for _ in range(_TRIES - 1):
+        for _ in range(_ATTEMPTS - 1):
             self._storage.forget(url, low, high)
             data = self._fetch(shard, low, high, concurrency)
-            if _digest(data) == self._known(shard, number):
+            if _digest(data) == self._digest_of(shard, number):
                 return data
         self._storage.forget(url, low, high)
         raise IndexMismatchError(
@@ -232,11 +237,11 @@ class Checks:
         size = self._sizes[shard]
         return first * DIGEST_CHUNK_BYTES, min(last * DIGEST_CHUNK_BYTES, size)
 
-    def _known(self, shard: int, number: int) -> bytes:
+    def _digest_of(self, shard: int, number: int) -> bytes:
         at = (self._firsts[shard] + number) * _DIGEST_BYTES
         return self._digests[at : at + _DIGEST_BYTES]
 
-    def _keep(self, shard: int, state: int, digests: bytes) -> None:
+    def _store_digests(self, shard: int, state: int, digests: bytes) -> None:
         self._state[shard] = _UNKNOWN
         at = self._firsts[shard] * _DIGEST_BYTES
         self._digests[at : at + len(digests)] = digests
@@ -245,7 +250,7 @@ class Checks:
     def _sha256(self, shard: int) -> str:
         return (self._shards[shard].sha256 or "").lower()
 
-    def _wrong(self, shard: int, sha256: str) -> IndexMismatchError:
+    def _mismatch_error(self, shard: int, sha256: str) -> IndexMismatchError:
         return IndexMismatchError(
             f"its sha256 is {sha256}, the manifest says {self._sha256(shard)}: bytes of it have changed",
             remedy=(
@@ -256,9 +261,9 @@ class Checks:
         )
 
 
-def open_checks(
+def open_verified_reader(
     verify: Verify | None, shards: Sequence[ShardInfo], storage: Storage
-) -> Checks | None:
+) -> VerifiedReader | None:
     """Open what an option asks for; None if it asks for nothing.
 
     Raises:
@@ -268,12 +273,12 @@ def open_checks(
         return None
     if verify != "sha256":
         raise OptionError(f"verify is 'sha256' or None, not {verify!r}")
-    return Checks(shards, storage)
+    return VerifiedReader(shards, storage)
 
 
 def _stamp(path: str) -> bytes:
     """Return what tells a local file from the one that was there before."""
-    with explained(path):
+    with translate_errors(path):
         found = os.stat(path)
     identity = f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns}"
     return _digest(identity.encode())

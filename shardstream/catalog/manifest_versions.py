@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from shardstream.errors import ChangedError, NotFoundError, StorageError, plural
 from shardstream.format.manifest import Manifest, ShardInfo
-from shardstream.storage.discover import Located, read_manifest
+from shardstream.storage.discover import LocatedShards, read_manifest
 from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
 
 
@@ -24,7 +24,7 @@ class ManifestVersions:
         storage: Where they are.
     """
 
-    def __init__(self, located: Located, storage: Storage) -> None:
+    def __init__(self, located: LocatedShards, storage: Storage) -> None:
         self._digests = {
             url: digest
             for url, digest in located.manifests.items()

@@ -13,15 +13,15 @@ from collections import OrderedDict
 from weakref import WeakSet
 
 from shardstream.format.tar_reader import Buffer, empty_tar
-from shardstream.storage.error_messages import explained
+from shardstream.storage.error_messages import translate_errors
 from shardstream.storage.fork_safety import new_lock
 
-_MOST = 4096
-_all: WeakSet[Maps] = WeakSet()
+_MAX_MAPS = 4096
+_all: WeakSet[MmapPool] = WeakSet()
 _lock = new_lock()
 
 
-class Maps:
+class MmapPool:
     """The mapped shards of a data set, by number."""
 
     def __init__(self) -> None:
@@ -29,8 +29,8 @@ class Maps:
         with _lock:
             _all.add(self)
 
-    def __reduce__(self) -> tuple[type[Maps], tuple[()]]:
-        return Maps, ()
+    def __reduce__(self) -> tuple[type[MmapPool], tuple[()]]:
+        return MmapPool, ()
 
     def get(self, shard: int) -> Buffer | None:
         """Return what is kept of a shard."""
@@ -43,7 +43,7 @@ class Maps:
     def keep(self, shard: int, tar: Buffer) -> None:
         """Keep a map, and drop the least used where there are too many; it closes when nobody reads it any more."""
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        most = _MOST if files == resource.RLIM_INFINITY else max(1, min(_MOST, files // 2))
+        most = _MAX_MAPS if files == resource.RLIM_INFINITY else max(1, min(_MAX_MAPS, files // 2))
         with _lock:
             others = list(_all)
             if sum(len(one._kept) for one in others) >= most:
@@ -58,7 +58,7 @@ def map_file(path: str, url: str) -> mmap.mmap:
         StorageError: If it cannot be opened.
         ShardError: If it is empty.
     """
-    with explained(url):
+    with translate_errors(url):
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         size = os.fstat(handle).st_size

@@ -19,7 +19,7 @@ from shardstream.format.names import canonical_field, split_member_name
 from shardstream.format.tar_reader import Buffer
 from shardstream.format.tar_writer import encode_member, member_bytes
 from shardstream.storage.concurrency import AdaptiveLimit, hints_of
-from shardstream.storage.listing import Listed, sample_members
+from shardstream.storage.listing import ListedFile, sample_members
 from shardstream.storage.retry import AnswerCutError, fetch, retry_call
 from shardstream.storage.store import Storage
 
@@ -49,13 +49,13 @@ class ObjectCatalog:
         OptionError: If the files are tar shards.
     """
 
-    joins = False
+    can_coalesce = False
     # Read ahead on this machine too: to open a small file may take as long as a request.
     is_local = False
     threads = 32
-    most_ahead = 1024
+    max_prefetch_samples = 1024
 
-    def __init__(self, root: str, files: Sequence[Listed], storage: Storage) -> None:
+    def __init__(self, root: str, files: Sequence[ListedFile], storage: Storage) -> None:
         self.storage = storage
         self._root = files[0].url.removesuffix(files[0].path)
         if any(file.url != self._root + file.path for file in files):
@@ -83,7 +83,7 @@ class ObjectCatalog:
         return len(self)
 
     @property
-    def contents(self) -> str:
+    def summary(self) -> str:
         """How much it is, for people."""
         return f"{plural(len(self._sizes), 'file')}, {plural(len(self), 'sample')}"
 
@@ -215,9 +215,9 @@ class ObjectCatalog:
         return retry_call(self.storage, url, ask)
 
     @property
-    def limit_s(self) -> float:
+    def timeout_s(self) -> float:
         """Seconds within which `fetch` ends, unless bytes come."""
-        return self.storage.limits.limit_s
+        return self.storage.timeouts.total_s
 
     def _members(self, number: int) -> list[tuple[str, int | None]]:
         """Return names in the tar, in the order of their fields, with the number of the file; None stands for the label."""
@@ -265,7 +265,7 @@ def folder_label(path: str) -> str:
     return folder
 
 
-def _checksum(members: Sequence[tuple[str, str, Listed]]) -> str | None:
+def _checksum(members: Sequence[tuple[str, str, ListedFile]]) -> str | None:
     digest = hashlib.sha256()
     for _, _, file in members:
         match = _MD5.fullmatch(file.version or "")

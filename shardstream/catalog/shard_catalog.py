@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.catalog.file_versions import FileVersions
-from shardstream.catalog.integrity import Verify, open_checks
+from shardstream.catalog.integrity import Verify, open_verified_reader
 from shardstream.catalog.manifest_versions import ManifestVersions
-from shardstream.catalog.mmap_pool import Maps, map_file
+from shardstream.catalog.mmap_pool import MmapPool, map_file
 from shardstream.errors import IndexMismatchError, OptionError, plural
 from shardstream.format.index import (
     INDEX_SUFFIX,
@@ -31,7 +31,7 @@ from shardstream.format.samples import Sample, read_sample
 from shardstream.format.tar_diagnostics import TarNotes
 from shardstream.format.tar_reader import BLOCK_BYTES, Buffer, empty_tar
 from shardstream.storage.concurrency import AdaptiveLimit, hints_of
-from shardstream.storage.discover import Located, is_compressed
+from shardstream.storage.discover import LocatedShards, is_compressed
 from shardstream.storage.fork_safety import new_lock
 from shardstream.storage.retry import fetch, fetch_view
 from shardstream.storage.store import Storage
@@ -54,7 +54,7 @@ class Extents(NamedTuple):
     """Offset behind the sample."""
 
 
-class Catalog:
+class ShardCatalog:
     """Sample numbers of a dataset (0 to n - 1, in the order of its shards) -> shards and byte ranges.
 
     Counts are known at once; the offsets of a shard are read when first asked for, and the least used forgotten.
@@ -63,21 +63,23 @@ class Catalog:
     Args:
         shards: Each with its count and size, or a local tar without index, which is scanned now.
         storage: Where they are.
-        verify: "sha256" compares what is read with the manifest's checksums (see `Checks`).
+        verify: "sha256" compares what is read with the manifest's checksums (see `VerifiedReader`).
 
     Raises:
         OptionError: If a shard cannot be read by number (see `lacks_index`), or has no checksum to be compared with.
         ShardError: If a local tar that is scanned is damaged.
     """
 
-    joins = True
+    can_coalesce = True
     """Whether samples with neighbouring numbers are read together."""
     threads = 24
     """Requests in flight."""
-    most_ahead = sys.maxsize
+    max_prefetch_samples = sys.maxsize
     """Samples that are asked for ahead of use, at most."""
 
-    def __init__(self, located: Located, storage: Storage, verify: Verify | None = None) -> None:
+    def __init__(
+        self, located: LocatedShards, storage: Storage, verify: Verify | None = None
+    ) -> None:
         self.storage = storage
         self._files = FileVersions([storage.local_path(shard.url) for shard in located.shards])
         self._manifests = ManifestVersions(located, storage)
@@ -85,12 +87,12 @@ class Catalog:
         self.shards = tuple(
             self._count(number, shard, located) for number, shard in enumerate(located.shards)
         )
-        self._checks = open_checks(verify, self.shards, storage)
+        self._verified_reader = open_verified_reader(verify, self.shards, storage)
         counts = np.array([shard.nsamples for shard in self.shards], dtype=np.int64)
         self._firsts = np.concatenate(([0], np.cumsum(counts)))
         self._kept: OrderedDict[int, Offsets] = OrderedDict()
         self._kept_bytes = 0
-        self._maps = Maps()
+        self._mmap_pool = MmapPool()
         self._keep_read(located.indexes)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -109,7 +111,7 @@ class Catalog:
         return len(self.shards)
 
     @property
-    def contents(self) -> str:
+    def summary(self) -> str:
         """How much it is, for people."""
         return f"{plural(len(self.shards), 'shard')}, {plural(len(self), 'sample')}"
 
@@ -144,17 +146,21 @@ class Catalog:
             StorageError: If it cannot be opened.
             ShardError: If it is empty, or not that of the manifest.
         """
-        kept = self._maps.get(shard)
-        if kept is not None and self._checks is None:
+        kept = self._mmap_pool.get(shard)
+        if kept is not None and self._verified_reader is None:
             return kept
         url = self.shards[shard].url
         path = self.storage.local_path(url) or url
-        if kept is not None and self._checks is not None and self._checks.knows_file(shard, path):
+        if (
+            kept is not None
+            and self._verified_reader is not None
+            and self._verified_reader.knows_file(shard, path)
+        ):
             return kept
         tar = map_file(path, url)  # not what is kept: that may be of a file that was there before
-        if self._checks is not None:
-            self._checks.check_file(shard, path, tar)
-        self._maps.keep(shard, tar)
+        if self._verified_reader is not None:
+            self._verified_reader.check_file(shard, path, tar)
+        self._mmap_pool.keep(shard, tar)
         return tar
 
     def check_unchanged(self, shards: Iterable[int]) -> None:
@@ -164,7 +170,7 @@ class Catalog:
             ChangedError: If one was overwritten.
             IndexMismatchError: If it is compared with a checksum, and does not fit any more.
         """
-        if self._checks is None:
+        if self._verified_reader is None:
             self._files.check(shards)
             return
         for shard in shards:
@@ -187,8 +193,8 @@ class Catalog:
             StorageError: If they are out of reach, or of another file than the manifest's.
             IndexMismatchError: If they are compared with a checksum, and do not fit.
         """
-        if self._checks is not None:
-            return self._checks.read(shard, start, end, concurrency)
+        if self._verified_reader is not None:
+            return self._verified_reader.read(shard, start, end, concurrency)
         info = self.shards[shard]
         hints = hints_of(concurrency) | {"size": info.filesize}
         data = fetch_view(self.storage, info.url, start, end, **hints)
@@ -196,9 +202,9 @@ class Catalog:
         return data
 
     @property
-    def limit_s(self) -> float:
+    def timeout_s(self) -> float:
         """Seconds within which `fetch` ends, unless bytes come."""
-        return self.storage.limits.limit_s
+        return self.storage.timeouts.total_s
 
     def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
         """Return where samples are, in the order given.
@@ -293,7 +299,7 @@ class Catalog:
             )
         return _checked(data, shard)
 
-    def _count(self, number: int, shard: ShardInfo, located: Located) -> ShardInfo:
+    def _count(self, number: int, shard: ShardInfo, located: LocatedShards) -> ShardInfo:
         """Complete what is known of a shard; scan a local tar that has no index."""
         if shard.filesize == 0:
             raise empty_tar(shard.url)
@@ -345,7 +351,7 @@ def _checked(data: bytes, shard: ShardInfo) -> Offsets:
     return offsets
 
 
-def lacks_index(located: Located, storage: Storage) -> str | None:
+def lacks_index(located: LocatedShards, storage: Storage) -> str | None:
     """Return the first shard that can only be read from its start to its end; None if all can be read by number."""
     for shard in located.shards:
         if is_compressed(shard.url):

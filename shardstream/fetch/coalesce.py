@@ -14,7 +14,7 @@ _RANGE_BYTES = 4 << 20
 _GAP_BYTES = 256 << 10
 
 
-class Range:
+class ByteRange:
     """Consecutive samples of a shard.
 
     Args:
@@ -35,7 +35,7 @@ class Range:
         return self.end - self.start
 
 
-def coalesce(extents: Extents) -> list[Range]:
+def coalesce(extents: Extents) -> list[ByteRange]:
     """Join samples that are near each other in a shard to ranges of at most 4 MiB, or one larger sample.
 
     Returns:
@@ -46,13 +46,13 @@ def coalesce(extents: Extents) -> list[Range]:
     shards, starts, ends = shards[order], starts[order], ends[order]
     apart = (np.diff(shards) != 0) | (starts[1:] - ends[:-1] > _GAP_BYTES)
     runs = [0, *(np.flatnonzero(apart) + 1).tolist(), len(order)]
-    ranges: list[Range] = []
+    ranges: list[ByteRange] = []
     for run, run_end in pairwise(runs):
         first = run
         while first < run_end:
             reach = starts[first] + _RANGE_BYTES
             last = max(first + 1, run + int(np.searchsorted(ends[run:run_end], reach, "right")))
             begin, end = int(starts[first]), int(ends[last - 1])
-            ranges.append(Range(int(shards[first]), begin, end, order[first:last]))
+            ranges.append(ByteRange(int(shards[first]), begin, end, order[first:last]))
             first = last
     return sorted(ranges, key=lambda span: int(span.places.min()))

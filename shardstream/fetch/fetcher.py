@@ -12,10 +12,16 @@ from shardstream.catalog.concat_catalog import AnyCatalog
 from shardstream.catalog.shard_catalog import Extents, Numbers
 from shardstream.fetch.coalesce import coalesce
 from shardstream.fetch.in_flight import RequestPool
-from shardstream.fetch.readahead import PagesAhead
+from shardstream.fetch.readahead import Readahead
 from shardstream.fetch.remote import RangeFetcher
-from shardstream.format.columnar import Stretch, are_many, find_samples, read_one, read_samples
-from shardstream.format.columns import Columns, Found, Samples, as_rows, from_rows, in_place
+from shardstream.format.columnar import (
+    ShardSlice,
+    find_samples,
+    is_worth_vectorizing,
+    read_one,
+    read_samples,
+)
+from shardstream.format.columns import Columns, Found, Samples, as_rows, from_rows, restore_order
 
 # Of samples from which on it pays to look at many before any is copied; and so few that they say nothing about the next.
 _LARGE_BYTES, _FEW = 16 << 10, 256
@@ -53,7 +59,7 @@ def open_fetcher(
         hedge: Ask a second time where an answer is late.
     """
     if catalog.is_local:
-        return LocalFetcher(catalog, PagesAhead(catalog, iter(upcoming), prefetch_bytes))
+        return LocalFetcher(catalog, Readahead(catalog, iter(upcoming), prefetch_bytes))
     return RangeFetcher(catalog, iter(upcoming), prefetch_bytes=prefetch_bytes, hedges=hedge)
 
 
@@ -64,7 +70,7 @@ def open_batch_fetcher(catalog: AnyCatalog) -> Fetcher:
         catalog: The dataset.
     """
     if catalog.is_local:
-        return LocalFetcher(catalog, PagesAhead(catalog, iter(()), 0))
+        return LocalFetcher(catalog, Readahead(catalog, iter(()), 0))
     return BatchFetcher(catalog)
 
 
@@ -92,8 +98,8 @@ class BatchFetcher:
             span, data = in_flight.span, self._pool.wait_for_range(in_flight)
             starts, ends = extents.starts[span.places], extents.ends[span.places]
             url = self._catalog.url_of(span.shard)
-            stretch = Stretch(span.shard, url, data, span.start, starts, ends)
-            found = as_rows(read_samples([stretch]))
+            shard_slice = ShardSlice(span.shard, url, data, span.start, starts, ends)
+            found = as_rows(read_samples([shard_slice]))
             rows.update(zip(span.places.tolist(), found, strict=True))
         return from_rows([rows[place] for place in range(len(numbers))])
 
@@ -137,11 +143,11 @@ class LocalFetcher:
 
     Args:
         catalog: The dataset.
-        ahead: Has pages read before they are needed.
+        readahead: Has pages read before they are needed.
     """
 
-    def __init__(self, catalog: AnyCatalog, ahead: PagesAhead) -> None:
-        self._catalog, self._ahead = catalog, ahead
+    def __init__(self, catalog: AnyCatalog, readahead: Readahead) -> None:
+        self._catalog, self._readahead = catalog, readahead
         self._read_bytes = 0
         mean_bytes = catalog.total_bytes / max(1, len(catalog))
         self._finds = mean_bytes >= _LARGE_BYTES
@@ -153,7 +159,7 @@ class LocalFetcher:
         extents = self._catalog.extents(numbers)
         found = self._read(*extents)
         self._catalog.check_unchanged(set(extents.shards.tolist()))
-        self._took(extents)
+        self._record_read(extents)
         return found
 
     def find(self, numbers: Numbers) -> MappedSamples | None:
@@ -165,38 +171,40 @@ class LocalFetcher:
             return None
         extents = self._catalog.extents(numbers)
         by_shard = np.argsort(extents.shards, kind="stable")
-        found = find_samples(self._stretches(extents, by_shard))
+        found = find_samples(self._shard_slices(extents, by_shard))
         if found is None:  # the next ones will hardly be other ones
             self._finds = len(numbers) < _FEW
             return None
-        self._took(extents)
-        return MappedSamples(self._catalog, extents.shards, found.in_place(by_shard))
+        self._record_read(extents)
+        return MappedSamples(self._catalog, extents.shards, found.restore_order(by_shard))
 
-    def _took(self, extents: Extents) -> None:
+    def _record_read(self, extents: Extents) -> None:
         nbytes = int((extents.ends - extents.starts).sum())
         self._read_bytes += nbytes
-        self._ahead.took(nbytes)
+        self._readahead.record_read(nbytes)
 
     def _read(self, shards: Numbers, starts: Numbers, ends: Numbers) -> Samples:
-        if not are_many(len(shards), len(set(shards.tolist()))):
+        if not is_worth_vectorizing(len(shards), len(set(shards.tolist()))):
             places = zip(shards.tolist(), starts.tolist(), ends.tolist(), strict=True)
             return [
                 read_one(self._catalog.map_shard(n), 0, a, b, self._catalog.url_of(n))
                 for n, a, b in places
             ]
         by_shard = np.argsort(shards, kind="stable")
-        stretches = self._stretches(Extents(shards, starts, ends), by_shard)
-        return in_place(read_samples(stretches), by_shard)
+        shard_slices = self._shard_slices(Extents(shards, starts, ends), by_shard)
+        return restore_order(read_samples(shard_slices), by_shard)
 
-    def _stretches(self, extents: Extents, by_shard: Numbers) -> list[Stretch]:
+    def _shard_slices(self, extents: Extents, by_shard: Numbers) -> list[ShardSlice]:
         shards, starts, ends = (column[by_shard] for column in extents)
         runs = np.flatnonzero(np.diff(shards, prepend=-1)).tolist()
-        stretches = []
+        shard_slices = []
         for first, last in itertools.pairwise([*runs, len(shards)]):
             shard = int(shards[first])
             url, tar = self._catalog.url_of(shard), self._catalog.map_shard(shard)
-            stretches.append(Stretch(shard, url, tar, 0, starts[first:last], ends[first:last]))
-        return stretches
+            shard_slices.append(
+                ShardSlice(shard, url, tar, 0, starts[first:last], ends[first:last])
+            )
+        return shard_slices
 
     def stats(self) -> dict[str, float]:
         """Return what it has cost so far."""

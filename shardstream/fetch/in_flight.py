@@ -9,7 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from shardstream.catalog.concat_catalog import AnyCatalog
 from shardstream.errors import StorageError
-from shardstream.fetch.coalesce import Range
+from shardstream.fetch.coalesce import ByteRange
 from shardstream.storage.concurrency import AdaptiveLimit, Slot
 
 _THREADS = 32  # of which `AdaptiveLimit` lets some work
@@ -24,7 +24,7 @@ class InFlightRange:
 
     __slots__ = ("first", "second", "sent_at", "slot", "span")
 
-    def __init__(self, span: Range) -> None:
+    def __init__(self, span: ByteRange) -> None:
         self.span = span
         self.first: Future[Data] | None = None
         self.second: Future[Data] | None = None  # for the same, if the first is late
@@ -60,7 +60,7 @@ class RequestPool:
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-fetch")
         self._side_pool = ThreadPoolExecutor(_SIDE_THREADS, thread_name_prefix="shardstream-aside")
 
-    def submit(self, span: Range) -> InFlightRange:
+    def submit(self, span: ByteRange) -> InFlightRange:
         """Have a range read."""
         in_flight = InFlightRange(span)
         in_flight.first = self._pool.submit(self._fetch, in_flight)
@@ -142,30 +142,30 @@ class RequestPool:
         """Read a range whose answer is late; what the late one held is free for others then."""
         data = self._read_range(in_flight.span)
         if in_flight.slot is not None:
-            in_flight.slot.free()
+            in_flight.slot.release()
         return data
 
-    def _read_range(self, span: Range) -> Data:
+    def _read_range(self, span: ByteRange) -> Data:
         begin = time.monotonic()
         data = self._catalog.fetch(span.shard, span.start, span.end, self.concurrency)
         self.concurrency.record_response(len(data), time.monotonic() - begin)
         return data
 
     def _wait_for_success(self, in_flight: InFlightRange) -> Data:
-        limit_s, begin = self._catalog.limit_s, time.monotonic()
+        timeout_s, begin = self._catalog.timeout_s, time.monotonic()
         failed: set[Future[Data]] = set()
         while True:
             requests = in_flight.requests - failed
-            look_s = _HEDGE_POLL_S if self._hedges else limit_s
+            look_s = _HEDGE_POLL_S if self._hedges else timeout_s
             answered = wait(requests, timeout=look_s, return_when=FIRST_COMPLETED).done
             good = [request for request in answered if request.exception() is None]
             if good or answered == requests:
                 return (good or list(answered))[0].result()
             failed |= answered
-            if time.monotonic() - max(begin, self.concurrency.last_response_at) >= limit_s:
+            if time.monotonic() - max(begin, self.concurrency.last_response_at) >= timeout_s:
                 span = in_flight.span
                 raise StorageError(
-                    f"no answer for {span.size} bytes in {limit_s:.0f} s",
+                    f"no answer for {span.size} bytes in {timeout_s:.0f} s",
                     remedy="check the server and the network",
                     shard=self._catalog.url_of(span.shard),
                     offset=span.start,

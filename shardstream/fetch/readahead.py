@@ -17,7 +17,7 @@ from shardstream.catalog.shard_catalog import Numbers
 from shardstream.fetch.coalesce import coalesce
 
 
-class PagesAhead:
+class Readahead:
     """Has pages read ahead of use, once one had to be waited for.
 
     Args:
@@ -29,29 +29,29 @@ class PagesAhead:
     def __init__(self, catalog: AnyCatalog, upcoming: Iterator[Numbers], budget_bytes: int) -> None:
         self._catalog = catalog
         self._upcoming = upcoming
-        self._budget = budget_bytes if catalog.joins else 0
-        self._taken_bytes = self._asked_bytes = 0
-        self._faults = _faults()
-        self.waits = False
+        self._budget = budget_bytes if catalog.can_coalesce else 0
+        self._used_bytes = self._requested_bytes = 0
+        self._page_faults = _page_faults()
+        self.has_waited = False
         """Whether a page had to be waited for."""
 
-    def took(self, nbytes: int) -> None:
+    def record_read(self, nbytes: int) -> None:
         """Hear that so many bytes have been used, and ask for what comes next."""
-        self._taken_bytes += nbytes
-        faults = _faults()
-        self.waits = self.waits or faults > self._faults
-        self._faults = faults
-        while self.waits and self._asked_bytes < self._taken_bytes + self._budget:
+        self._used_bytes += nbytes
+        faults = _page_faults()
+        self.has_waited = self.has_waited or faults > self._page_faults
+        self._page_faults = faults
+        while self.has_waited and self._requested_bytes < self._used_bytes + self._budget:
             numbers = next(self._upcoming, np.empty(0, dtype=np.int64))
             if not len(numbers):
                 self._budget = 0
                 return
-            self._ask(numbers)
+            self._advise(numbers)
 
-    def _ask(self, numbers: Numbers) -> None:
+    def _advise(self, numbers: Numbers) -> None:
         extents = self._catalog.extents(numbers)
-        self._asked_bytes += int((extents.ends - extents.starts).sum())
-        if self._asked_bytes <= self._taken_bytes:  # used before anybody had to wait
+        self._requested_bytes += int((extents.ends - extents.starts).sum())
+        if self._requested_bytes <= self._used_bytes:  # used before anybody had to wait
             return
         for span in coalesce(extents):
             tar = self._catalog.map_shard(span.shard)
@@ -60,7 +60,7 @@ class PagesAhead:
                 tar.madvise(mmap.MADV_WILLNEED, first, span.end - first)
 
 
-def _faults() -> int:
+def _page_faults() -> int:
     """Return how often this thread, or where the system does not tell (macOS) this process, has waited for a page from a disk."""
     whose = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
     return resource.getrusage(whose).ru_majflt

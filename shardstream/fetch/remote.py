@@ -13,13 +13,13 @@ import numpy as np
 from shardstream.catalog.concat_catalog import AnyCatalog
 from shardstream.catalog.shard_catalog import Numbers
 from shardstream.errors import IndexMismatchError, StorageError
-from shardstream.fetch.coalesce import Range, coalesce
+from shardstream.fetch.coalesce import ByteRange, coalesce
 from shardstream.fetch.in_flight import InFlightRange, RequestPool
-from shardstream.format.columnar import Stretch, read_samples
+from shardstream.format.columnar import ShardSlice, read_samples
 from shardstream.format.columns import Samples, as_rows, from_rows
 from shardstream.process_memory import give_back_freed_memory
 
-_AHEAD = 0.2  # of a group, when it is begun; the more of it is used, the more
+_NEXT_GROUP_FRACTION = 0.2  # of a group, when it is begun; the more of it is used, the more
 
 
 class _Group:
@@ -34,7 +34,7 @@ class _Part:
 
     __slots__ = ("bytes_each", "group", "in_flight", "is_read", "numbers", "span")
 
-    def __init__(self, group: _Group, span: Range, numbers: Numbers) -> None:
+    def __init__(self, group: _Group, span: ByteRange, numbers: Numbers) -> None:
         self.group, self.span = group, span
         self.numbers = numbers  # of its samples, in the order of the tar
         self.bytes_each = span.size / len(numbers)
@@ -72,10 +72,10 @@ class RangeFetcher:
         self._parts: dict[int, _Part] = {}  # by number, until that is used
         self._rows: dict[int, object] = {}  # by number: what has come, and is not used yet
         self._queue: deque[_Part] = deque()  # of opened groups, in order of need
-        self._on_way: list[_Part] = []
-        self._begun: set[_Group] = set()
+        self._parts_in_flight: list[_Part] = []
+        self._started: set[_Group] = set()
         self._next: tuple[Numbers, dict[int, Future[object]]] | None = None
-        self._announced_at = 0.0
+        self._indexes_requested_at = 0.0
 
     def samples(self, numbers: Numbers) -> Samples:
         """Return for each number its sample, once its bytes have come, or what is wrong with it."""
@@ -84,13 +84,13 @@ class RangeFetcher:
         wanted = numbers.tolist()
         parts = self._parts_of(dict.fromkeys(wanted))
         for part in parts:
-            self._ask(part)
-        self._begin({part.group for part in parts})
-        self._ask_ahead()
+            self._request(part)
+        self._mark_started({part.group for part in parts})
+        self._prefetch()
         failed = self._read(parts)
-        self._read_what_has_come()
+        self._read_completed()
         found = from_rows([self._rows.get(number, failed) for number in wanted])
-        self._let_go(self._rows.keys() & wanted)
+        self._release_samples(self._rows.keys() & wanted)
         return found
 
     def find(self, numbers: Numbers) -> None:
@@ -110,58 +110,61 @@ class RangeFetcher:
 
     def _parts_of(self, wanted: dict[int, None]) -> list[_Part]:
         """Return what brings these samples, in order of need."""
-        while not self._parts.keys() >= wanted.keys() and self._open_next():
+        while not self._parts.keys() >= wanted.keys() and self._plan_next_group():
             pass
         missing = [number for number in wanted if number not in self._parts]
         if missing:
-            self._open(np.array(missing, dtype=np.int64))
+            self._plan_group(np.array(missing, dtype=np.int64))
         return list(dict.fromkeys(map(self._parts.__getitem__, wanted)))
 
-    def _begin(self, groups: set[_Group]) -> None:
+    def _mark_started(self, groups: set[_Group]) -> None:
         """Hear that something is taken of these groups."""
-        for group in groups - self._begun:
-            self._begun.add(group)
-            begun_bytes = sum(one.left_bytes for one in self._begun)
-            self._limit = max(self._budget, begun_bytes + _AHEAD * group.left_bytes)
+        for group in groups - self._started:
+            self._started.add(group)
+            begun_bytes = sum(one.left_bytes for one in self._started)
+            self._limit = max(self._budget, begun_bytes + _NEXT_GROUP_FRACTION * group.left_bytes)
 
-    def _ask_ahead(self) -> None:
+    def _prefetch(self) -> None:
         """Ask for what will be needed next, within the limit."""
         while self._bytes < self._limit:
             if not self._queue:
-                if len(self._parts) >= self._catalog.most_ahead or not self._open_next():
+                if (
+                    len(self._parts) >= self._catalog.max_prefetch_samples
+                    or not self._plan_next_group()
+                ):
                     return
             elif self._queue[0].in_flight is not None:
                 self._queue.popleft()
             elif self._bytes + self._queue[0].span.size <= self._limit or not self._bytes:
-                self._ask(self._queue.popleft())
+                self._request(self._queue.popleft())
             else:
                 return
 
-    def _ask(self, part: _Part) -> None:
+    def _request(self, part: _Part) -> None:
         if part.in_flight is None:
             part.in_flight = self._requests.submit(part.span)
-            self._on_way.append(part)
+            self._parts_in_flight.append(part)
             self._bytes += part.span.size
 
-    def _open_next(self) -> bool:
+    def _plan_next_group(self) -> bool:
         """Plan the requests of the next group; the indexes of the one after it are on their way meanwhile."""
-        numbers, indexes = self._next or self._announce()
+        numbers, indexes = self._next or self._request_indexes()
         if not len(numbers):
             return False
         for shard, index in indexes.items():
-            self._requests.wait_for_index(shard, index, self._announced_at)
+            self._requests.wait_for_index(shard, index, self._indexes_requested_at)
         fresh = [n for n in dict.fromkeys(numbers.tolist()) if n not in self._parts]  # in a tail
-        self._open(numbers if len(fresh) == len(numbers) else np.array(fresh, dtype=np.int64))
-        self._next = self._announce()
+        self._plan_group(numbers if len(fresh) == len(numbers) else np.array(fresh, dtype=np.int64))
+        self._next = self._request_indexes()
         return True
 
-    def _announce(self) -> tuple[Numbers, dict[int, Future[object]]]:
+    def _request_indexes(self) -> tuple[Numbers, dict[int, Future[object]]]:
         numbers = next(self._upcoming, np.empty(0, dtype=np.int64))
         shards = self._catalog.shards_of(numbers) if len(numbers) else []
-        self._announced_at = time.monotonic()
+        self._indexes_requested_at = time.monotonic()
         return numbers, {shard: self._requests.submit_index(shard) for shard in shards}
 
-    def _open(self, numbers: Numbers) -> None:
+    def _plan_group(self, numbers: Numbers) -> None:
         group = _Group()
         for span in coalesce(self._catalog.extents(numbers)):
             part = _Part(group, span, numbers[span.places])
@@ -176,37 +179,37 @@ class RangeFetcher:
                 continue
             assert part.in_flight is not None  # noqa: S101  (by the caller)
             try:
-                self._take_apart(part, part.in_flight)
+                self._read_part(part, part.in_flight)
             except (StorageError, IndexMismatchError) as error:
-                self._forget(part)
+                self._discard_part(part)
                 return error
         return None
 
-    def _read_what_has_come(self) -> None:
+    def _read_completed(self) -> None:
         """Take apart what is not needed yet: its memory is that of samples just used, where whole answers need new."""
-        for part in self._on_way:
+        for part in self._parts_in_flight:
             if not part.is_read and part.in_flight is not None and part.in_flight.is_done:
-                self._take_apart(part, part.in_flight)
-        self._on_way = [part for part in self._on_way if not part.is_read]
+                self._read_part(part, part.in_flight)
+        self._parts_in_flight = [part for part in self._parts_in_flight if not part.is_read]
 
-    def _take_apart(self, part: _Part, in_flight: InFlightRange) -> None:
+    def _read_part(self, part: _Part, in_flight: InFlightRange) -> None:
         data = self._requests.wait_for_range(in_flight)
         _, starts, ends = self._catalog.extents(part.numbers)
         url = self._catalog.url_of(part.span.shard)
-        stretch = Stretch(part.span.shard, url, data, part.span.start, starts, ends)
-        rows = as_rows(read_samples([stretch]))
+        shard_slice = ShardSlice(part.span.shard, url, data, part.span.start, starts, ends)
+        rows = as_rows(read_samples([shard_slice]))
         self._rows.update(zip(part.numbers.tolist(), rows, strict=True))
         part.is_read = True
         in_flight.first = in_flight.second = None  # who hold the answer
 
-    def _let_go(self, used: set[int]) -> None:
+    def _release_samples(self, used: set[int]) -> None:
         deque(map(self._rows.__delitem__, used), maxlen=0)
         for part, count in Counter(map(self._parts.pop, used)).items():
             self._bytes -= count * part.bytes_each
             part.group.left_bytes -= count * part.bytes_each
-        self._begun = {group for group in self._begun if group.left_bytes > 0.5}
+        self._started = {group for group in self._started if group.left_bytes > 0.5}
 
-    def _forget(self, part: _Part) -> None:
+    def _discard_part(self, part: _Part) -> None:
         """Let what a failed request was for be asked for again."""
         part.is_read = True
         self._bytes -= part.span.size

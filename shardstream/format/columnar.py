@@ -12,7 +12,7 @@ from shardstream.format.columns import Column, Columns, Found, Samples
 from shardstream.format.samples import Sample, read_sample
 from shardstream.format.tar_reader import BLOCK_BYTES, Buffer
 
-# With fewer, and fewer in a stretch, NumPy's calls cost more than they save.
+# With fewer, and fewer in a slice, NumPy's calls cost more than they save.
 _FEW, _FEW_IN_ONE = 40, 6
 _SMALL_BYTES = 4096  # larger bodies are copied one by one: NumPy copies twice
 _POWERS_OF_8 = 8 ** np.arange(
@@ -26,7 +26,7 @@ _DIGITS = np.frombuffer(b"\0" * 4 + b"0" * 11 + b"\0", dtype="<u8")
 _NO_DIGITS = np.frombuffer(b"\0" * 4 + b"\xf8" * 11 + b"\0", dtype="<u8")
 
 
-class Stretch(NamedTuple):
+class ShardSlice(NamedTuple):
     """Samples of one shard whose bytes are at hand."""
 
     shard: int
@@ -34,7 +34,7 @@ class Stretch(NamedTuple):
     url: str
     """Of the shard, for ``__url__`` and messages."""
     buffer: Buffer
-    """A stretch of the tar, such as a memory map or a fetched range."""
+    """A slice of the tar, such as a memory map or a fetched range."""
     base: int
     """Offset in the tar of the buffer's first byte."""
     starts: Column
@@ -43,13 +43,13 @@ class Stretch(NamedTuple):
     """Offsets behind each sample's last member, shape (n,), int64."""
 
 
-def are_many(samples: int, stretches: int) -> bool:
+def is_worth_vectorizing(samples: int, shard_slices: int) -> bool:
     """Tell whether it pays to read samples together."""
-    return samples >= max(_FEW, _FEW_IN_ONE * stretches)
+    return samples >= max(_FEW, _FEW_IN_ONE * shard_slices)
 
 
-def read_samples(stretches: Sequence[Stretch]) -> Samples:
-    """Read the samples that the index says are at ``starts`` to ``ends`` of some stretches, one stretch after the other.
+def read_samples(shard_slices: Sequence[ShardSlice]) -> Samples:
+    """Read the samples that the index says are at ``starts`` to ``ends`` of some slices, one slice after the other.
 
     Samples that look like the first one (same fields, names of one length, plain headers) are read together: 1.3 us for one
     of two members where `read_sample` takes 3.6 us. Any other goes through `read_sample`.
@@ -57,24 +57,24 @@ def read_samples(stretches: Sequence[Stretch]) -> Samples:
     Returns:
         For each the sample, or the error that `read_sample` raises for it; columns where all look like the first.
     """
-    if not stretches:
+    if not shard_slices:
         return []
-    starts = np.concatenate([stretch.starts - stretch.base for stretch in stretches])
-    if not are_many(len(starts), len(stretches)):
-        return [sample for stretch in stretches for sample in _read_each(stretch)]
-    return _Read(stretches, starts).samples()
+    starts = np.concatenate([shard_slice.starts - shard_slice.base for shard_slice in shard_slices])
+    if not is_worth_vectorizing(len(starts), len(shard_slices)):
+        return [sample for shard_slice in shard_slices for sample in _read_each(shard_slice)]
+    return _Read(shard_slices, starts).samples()
 
 
-def find_samples(stretches: Sequence[Stretch]) -> Found | None:
+def find_samples(shard_slices: Sequence[ShardSlice]) -> Found | None:
     """Read samples as `read_samples`, all but their fields' bytes; None unless all look like the first."""
-    starts = np.concatenate([stretch.starts - stretch.base for stretch in stretches])
-    many = len(starts) > 1 and are_many(len(starts), len(stretches))
-    return _Read(stretches, starts).found() if many else None
+    starts = np.concatenate([shard_slice.starts - shard_slice.base for shard_slice in shard_slices])
+    many = len(starts) > 1 and is_worth_vectorizing(len(starts), len(shard_slices))
+    return _Read(shard_slices, starts).found() if many else None
 
 
-def _read_each(stretch: Stretch) -> list[Sample | Exception]:
-    pairs = zip(stretch.starts.tolist(), stretch.ends.tolist(), strict=True)
-    return [read_one(stretch.buffer, stretch.base, a, b, stretch.url) for a, b in pairs]
+def _read_each(shard_slice: ShardSlice) -> list[Sample | Exception]:
+    pairs = zip(shard_slice.starts.tolist(), shard_slice.ends.tolist(), strict=True)
+    return [read_one(shard_slice.buffer, shard_slice.base, a, b, shard_slice.url) for a, b in pairs]
 
 
 def read_one(buffer: Buffer, base: int, start: int, end: int, url: str) -> Sample | Exception:
@@ -89,21 +89,21 @@ class _Read:
     """Samples under way.
 
     Args:
-        stretches: Where they are.
+        shard_slices: Where they are.
         starts: Offsets of their first headers, each in its buffer, shape (n,).
     """
 
-    def __init__(self, stretches: Sequence[Stretch], starts: Column) -> None:
-        self._stretches = stretches
+    def __init__(self, shard_slices: Sequence[ShardSlice], starts: Column) -> None:
+        self._shard_slices = shard_slices
         self._at = starts
-        self._counts = [len(stretch.starts) for stretch in stretches]
-        self._blocks = [_blocks(stretch.buffer) for stretch in stretches]
+        self._counts = [len(shard_slice.starts) for shard_slice in shard_slices]
+        self._blocks = [_blocks(shard_slice.buffer) for shard_slice in shard_slices]
         self._last_block = np.repeat([len(blocks) - 1 for blocks in self._blocks], self._counts)
         self._sound = (starts >= 0) & (starts % BLOCK_BYTES == 0)
-        self._buffers = [each.buffer for each in stretches for _ in range(len(each.starts))]
-        self._ends = np.concatenate([each.ends - each.base for each in stretches])
-        self._limits = np.repeat([len(each.buffer) for each in stretches], self._counts)
-        self._has_views = any(isinstance(each.buffer, memoryview) for each in stretches)
+        self._buffers = [each.buffer for each in shard_slices for _ in range(len(each.starts))]
+        self._ends = np.concatenate([each.ends - each.base for each in shard_slices])
+        self._limits = np.repeat([len(each.buffer) for each in shard_slices], self._counts)
+        self._has_views = any(isinstance(each.buffer, memoryview) for each in shard_slices)
         self._columns: dict[str, list[Any]] = {}
 
     def samples(self) -> Samples:
@@ -111,7 +111,7 @@ class _Read:
         return (
             self._mended()
             if has_fields
-            else [s for each in self._stretches for s in _read_each(each)]
+            else [s for each in self._shard_slices for s in _read_each(each)]
         )
 
     def found(self) -> Found | None:
@@ -123,9 +123,13 @@ class _Read:
 
     def _go_through(self, take: Callable[[str, tuple[Column, Column]], None]) -> bool:
         """Hand on the places of each field; False if the first sample has none."""
-        stretch = self._stretches[0]
+        shard_slice = self._shard_slices[0]
         first = read_one(
-            stretch.buffer, stretch.base, int(stretch.starts[0]), int(stretch.ends[0]), stretch.url
+            shard_slice.buffer,
+            shard_slice.base,
+            int(shard_slice.starts[0]),
+            int(shard_slice.ends[0]),
+            shard_slice.url,
         )
         fields = list(first)[2:] if isinstance(first, dict) else []
         key: Column = np.empty(0)
@@ -164,8 +168,8 @@ class _Read:
         keys = keys or [""] * len(key)
         urls = [
             url
-            for stretch in self._stretches
-            for url in itertools.repeat(stretch.url, len(stretch.starts))
+            for shard_slice in self._shard_slices
+            for url in itertools.repeat(shard_slice.url, len(shard_slice.starts))
         ]
         self._columns = {"__key__": keys, "__url__": urls}
 
@@ -192,13 +196,13 @@ class _Read:
             self._columns[field] = [buffer[body:end] for buffer, body, end in whole]
 
     def _copied_alike(self, blocks: Column, size: int) -> list[bytes]:
-        """Return so many bytes from each of these blocks on: a call a stretch, 250 ns a sample instead of 470."""
+        """Return so many bytes from each of these blocks on: a call a slice, 250 ns a sample instead of 470."""
         copied: list[bytes] = []
         first = 0
-        for stretch, count in zip(self._stretches, self._counts, strict=True):
-            starts = (len(stretch.buffer) - size) // BLOCK_BYTES + 1
+        for shard_slice, count in zip(self._shard_slices, self._counts, strict=True):
+            starts = (len(shard_slice.buffer) - size) // BLOCK_BYTES + 1
             bodies: Column = np.ndarray(
-                starts, f"V{size}", buffer=stretch.buffer, strides=(BLOCK_BYTES,)
+                starts, f"V{size}", buffer=shard_slice.buffer, strides=(BLOCK_BYTES,)
             )
             copied += bodies[blocks[first : first + count]].tolist()
             first += count
@@ -219,14 +223,16 @@ class _Read:
         firsts = np.cumsum([0, *self._counts])
         for place in unsound.tolist():
             number = int(np.searchsorted(firsts, place, side="right")) - 1
-            stretch, within = self._stretches[number], place - int(firsts[number])
-            start, end = int(stretch.starts[within]), int(stretch.ends[within])
-            samples[place] = read_one(stretch.buffer, stretch.base, start, end, stretch.url)
+            shard_slice, within = self._shard_slices[number], place - int(firsts[number])
+            start, end = int(shard_slice.starts[within]), int(shard_slice.ends[within])
+            samples[place] = read_one(
+                shard_slice.buffer, shard_slice.base, start, end, shard_slice.url
+            )
         return samples
 
 
 def _blocks(buffer: Buffer) -> Column:
-    """Return a stretch as blocks, shape (n,), at least one: of zeros, which are no header, where there is none."""
+    """Return a slice as blocks, shape (n,), at least one: of zeros, which are no header, where there is none."""
     count = len(buffer) // BLOCK_BYTES
     return np.frombuffer(buffer, _BLOCK, count) if count else np.zeros(1, _BLOCK)
 

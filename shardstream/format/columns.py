@@ -68,8 +68,8 @@ class Found:
     ) -> None:
         self._frame, self._buffers, self._places = frame, buffers, places
 
-    def in_place(self, places: Sequence[int] | Column) -> Found:
-        """Return them where they belong, as `in_place`."""
+    def restore_order(self, places: Sequence[int] | Column) -> Found:
+        """Return them where they belong, as `restore_order`."""
         back = _back(places)
         take = itemgetter(*back.tolist())
         frame = {name: list(take(column)) for name, column in self._frame.items()}
@@ -89,7 +89,7 @@ Samples = list[Sample | Exception] | Columns
 """Samples, each of which may be an error instead; columns have no errors."""
 
 
-def in_place(samples: Samples, places: Sequence[int] | Column) -> Samples:
+def restore_order(samples: Samples, places: Sequence[int] | Column) -> Samples:
     """Return samples where they belong: the first at ``places[0]``, and so on; places are a permutation of 0 to n - 1."""
     if len(samples) < 2:
         return samples

@@ -16,7 +16,7 @@ _RATIO_LIMIT = 1000  # and beyond, to so many times its size; labels alone reach
 
 
 class Readable(Protocol):
-    """What a `StreamReader` reads from: a file object, or anything with these two."""
+    """What a `ForwardReader` reads from: a file object, or anything with these two."""
 
     def read(self, size: int, /) -> bytes:
         """Return up to ``size`` bytes from here; none at the end."""
@@ -27,14 +27,14 @@ class Readable(Protocol):
         ...
 
 
-class StreamReader:
+class ForwardReader:
     """``read(offset, size)`` over a stream, for offsets that never go back: what `iter_members` and `iter_samples` ask.
 
     Memory is bounded by one chunk plus the bytes last asked for. What lies between two offsets asked is passed over chunk
     by chunk, or by one ``seek`` where the stream can and nobody watches.
 
     >>> import io
-    >>> read = StreamReader(io.BytesIO(b"0123456789"), chunk_bytes=4)
+    >>> read = ForwardReader(io.BytesIO(b"0123456789"), chunk_bytes=4)
     >>> read(1, 2), read(6, 9)
     (b'12', b'6789')
 
@@ -113,7 +113,7 @@ class StreamReader:
 
 
 @contextmanager
-def decompressed(stream: BinaryIO, *, shard: str) -> Iterator[Readable]:
+def open_decompressed(stream: BinaryIO, *, shard: str) -> Iterator[Readable]:
     """Open the tar inside a ``.tar.gz``, ``.tgz`` or ``.tar.zst``; any other stream stays as it is.
 
     Bytes are expanded as they are read, so a bomb costs no memory; and past 4 GiB no more than 1,000 times its own size.
@@ -127,18 +127,18 @@ def decompressed(stream: BinaryIO, *, shard: str) -> Iterator[Readable]:
         ShardError: While reading, if the compressed bytes are damaged or cut, or unpack to more than that.
     """
     name = shard.lower()
-    packed = _Counting(stream)
+    packed = _CountingStream(stream)
     if name.endswith((".gz", ".tgz")):
         with gzip.GzipFile(fileobj=cast("BinaryIO", packed), mode="rb") as inner:
-            yield _Unpacked(inner, packed, shard)
+            yield _DecompressedStream(inner, packed, shard)
     elif name.endswith(".zst"):
         with _zstd_reader(packed, shard) as inner:
-            yield _Unpacked(inner, packed, shard)
+            yield _DecompressedStream(inner, packed, shard)
     else:
         yield stream
 
 
-class _Counting:
+class _CountingStream:
     """Counts the bytes that a decompressor takes."""
 
     def __init__(self, stream: BinaryIO) -> None:
@@ -151,10 +151,10 @@ class _Counting:
         return data
 
 
-class _Unpacked:
+class _DecompressedStream:
     """Turns what a decompressor raises into a `ShardError`, and stops a bomb."""
 
-    def __init__(self, inner: Any, packed: _Counting, shard: str) -> None:
+    def __init__(self, inner: Any, packed: _CountingStream, shard: str) -> None:
         self._inner = inner
         self._packed = packed
         self._shard = shard
@@ -193,7 +193,7 @@ class _Unpacked:
         )
 
 
-def _zstd_reader(stream: _Counting, shard: str) -> Any:
+def _zstd_reader(stream: _CountingStream, shard: str) -> Any:
     try:
         import zstandard  # noqa: PLC0415  (an extra: needed for .tar.zst alone)
     except ImportError as error:

@@ -150,7 +150,7 @@ def read_sample(buffer: Buffer, base: int, start: int, end: int, shard: str) -> 
     """Read the one sample that the index says is at ``start`` to ``end``.
 
     Args:
-        buffer: A stretch of the tar, such as a memory map or a fetched range.
+        buffer: A slice of the tar, such as a memory map or a fetched range.
         base: Offset in the tar of the buffer's first byte.
         start: Offset in the tar of the sample's first header.
         end: Offset behind its last member.

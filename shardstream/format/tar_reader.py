@@ -34,7 +34,7 @@ ReadAt = Callable[[int, int], bytes]
 """``read(offset, size)``: bytes of the tar from an absolute offset; fewer only where the tar ends."""
 
 Buffer = bytes | mmap.mmap | memoryview
-"""A stretch of a tar."""
+"""A slice of a tar."""
 
 Member = tuple[str, int, int, int]
 """Name, offset of its first header (a pax header before it included), offset of its bytes, their size."""
@@ -51,7 +51,7 @@ def iter_members(
     shard: str = "",
     notes: TarNotes | None = None,
 ) -> Iterator[Member]:
-    """Yield the regular files of a tar, or of a stretch of one that begins and ends between members.
+    """Yield the regular files of a tar, or of a slice of one that begins and ends between members.
 
     Directories, links, devices and pax globals are passed over. Reading ends at the two zero blocks, or at ``end``.
 

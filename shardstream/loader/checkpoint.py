@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, SupportsIndex, cast
 import torch
 
 from shardstream.errors import NotFoundError, OptionError, StateError
-from shardstream.storage.atomic_write import Pending, is_part, open_pending, remove
-from shardstream.storage.error_messages import explained
+from shardstream.storage.atomic_write import PendingFile, is_part, open_pending, remove
+from shardstream.storage.error_messages import translate_errors
 from shardstream.storage.retry import fetch
 from shardstream.storage.store import Storage, join_url
 
@@ -189,7 +189,7 @@ def _refuse_code(value: Any, path: str) -> None:
 class _Sink(io.RawIOBase):
     """Where torch writes; keeps the error of a write, which torch hides behind one of its own."""
 
-    def __init__(self, pending: Pending) -> None:
+    def __init__(self, pending: PendingFile) -> None:
         super().__init__()
         self._pending = pending
         self.error: Exception | None = None
@@ -208,7 +208,7 @@ class _Sink(io.RawIOBase):
         return len(view)
 
 
-def _save(saved: dict[str, Any], pending: Pending) -> None:
+def _save(saved: dict[str, Any], pending: PendingFile) -> None:
     sink = _Sink(pending)
     try:
         torch.save(saved, cast("BinaryIO", sink))
@@ -247,7 +247,7 @@ def _open(url: str, storage: Storage) -> BinaryIO:
     """Open a file of this machine; read any other to memory, several ranges at a time."""
     path = storage.local_path(url)
     if path is not None:
-        with explained(url):
+        with translate_errors(url):
             return Path(path).open("rb")
     size = storage.info(url).size
     stream = io.BytesIO()

@@ -12,7 +12,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from shardstream.catalog.class_names import ClassNames, warn_of_difference
 from shardstream.catalog.integrity import Verify
-from shardstream.catalog.shard_catalog import Catalog, lacks_index
+from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
 from shardstream.distributed import Placement, WorkerInfo, accelerate_loader
 from shardstream.errors import NoIndexWarning, NotFoundError, OptionError, redact, shown
 from shardstream.loader.collation import shared_numbers
@@ -31,7 +31,7 @@ from shardstream.pipeline.sequential_source import WholeShards, whole_shards
 from shardstream.pipeline.stage import Stage, at_least, check_epoch
 from shardstream.pipeline.stream_ops import Shuffle
 from shardstream.storage.cache import open_cache
-from shardstream.storage.discover import Urls, locate
+from shardstream.storage.discover import Urls, locate_shards
 from shardstream.storage.store import Storage
 
 _SAY_MICROBATCH = (
@@ -125,7 +125,7 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
 
     def __repr__(self) -> str:
         catalog = getattr(self.pipeline.source, "catalog", None)
-        held = "streams" if catalog is None else catalog.contents
+        held = "streams" if catalog is None else catalog.summary
         steps = "".join(f" > {step.partition('(')[0]}" for step in self.pipeline.steps)
         return f"{type(self).__name__}({held}){steps}"
 
@@ -236,7 +236,7 @@ class ShardDataset(StreamDataset):
             raise OptionError(f"index is 'auto', 'require' or 'ignore', not {index!r}")
         Skips(on_error)  # refuses nonsense now
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
-        located = locate(urls, storage)
+        located = locate_shards(urls, storage)
         self._class_names = ClassNames(located, storage)
         unindexed = located.shards[0].url if index == "ignore" else lacks_index(located, storage)
         source: PlannedSource | WholeShards
@@ -253,7 +253,7 @@ class ShardDataset(StreamDataset):
                 prefetch_bytes=prefetch_bytes,
                 hedge=hedge,
             )
-            source = PlannedSamples(catalog=Catalog(located, storage, verify), options=options)
+            source = PlannedSamples(catalog=ShardCatalog(located, storage, verify), options=options)
             source.order(batch=microbatch or 1, lanes=1, epoch=0)  # refuses nonsense now
             PartitionConfig(remainder=remainder)
         else:

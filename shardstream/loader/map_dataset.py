@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from shardstream.catalog.class_names import ClassNames, warn_of_difference
 from shardstream.catalog.integrity import Verify
 from shardstream.catalog.object_catalog import ObjectCatalog
-from shardstream.catalog.shard_catalog import Catalog, Numbers
+from shardstream.catalog.shard_catalog import Numbers, ShardCatalog
 from shardstream.errors import OptionError
 from shardstream.fetch.fetcher import Fetcher, open_batch_fetcher
 from shardstream.format.samples import Sample
@@ -23,7 +23,7 @@ from shardstream.pipeline.indexed_source import Options, PlannedSamples
 from shardstream.pipeline.pipeline import ItemChain, Pipeline
 from shardstream.pipeline.stage import ItemStage, Stage, check_epoch
 from shardstream.storage.cache import open_cache
-from shardstream.storage.discover import Urls, locate
+from shardstream.storage.discover import Urls, locate_shards
 from shardstream.storage.fork_safety import new_lock
 from shardstream.storage.store import Storage
 
@@ -47,7 +47,7 @@ class NumberedDataset(ItemSteps, Dataset[Any]):
         seed: For ``map(rng=True)``.
     """
 
-    def __init__(self, catalog: Catalog | ObjectCatalog, *, seed: int) -> None:
+    def __init__(self, catalog: ShardCatalog | ObjectCatalog, *, seed: int) -> None:
         self._catalog = catalog
         self._numbers: Numbers | range = range(len(catalog))
         self._pipeline = Pipeline(
@@ -62,7 +62,7 @@ class NumberedDataset(ItemSteps, Dataset[Any]):
     def __repr__(self) -> str:
         chosen = "" if len(self) == len(self._catalog) else f", {len(self):,} chosen"
         steps = "".join(f" > {step.partition('(')[0]}" for step in self._pipeline.steps)
-        return f"{type(self).__name__}({self._catalog.contents}{chosen}){steps}"
+        return f"{type(self).__name__}({self._catalog.summary}{chosen}){steps}"
 
     @overload
     def __getitem__(self, index: int) -> Any: ...
@@ -181,8 +181,8 @@ class ShardMapDataset(NumberedDataset):
         verify: Verify | None = None,
     ) -> None:
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
-        located = locate(urls, storage)
-        super().__init__(Catalog(located, storage, verify), seed=seed)
+        located = locate_shards(urls, storage)
+        super().__init__(ShardCatalog(located, storage, verify), seed=seed)
         self._class_names = ClassNames(located, storage)
         if len(self._class_names.folders) > 1:  # one alone is read when it is asked for
             warn_of_difference(self._class_names.found)

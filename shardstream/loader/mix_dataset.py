@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from shardstream.catalog.class_names import Classes, agreed, warn_of_difference
-from shardstream.catalog.concat_catalog import JoinedCatalog
+from shardstream.catalog.class_names import Classes, common_classes, warn_of_difference
+from shardstream.catalog.concat_catalog import ConcatCatalog
 from shardstream.distributed import WorkerInfo
 from shardstream.errors import OptionError, plural
 from shardstream.loader.dataset import StreamDataset
@@ -97,7 +97,7 @@ def mix(  # noqa: PLR0913  (the public door)
     mixed = MixedDataset(pipeline, placements.pop())
     found = _classes(named)
     warn_of_difference(found)
-    mixed.classes = agreed(found)
+    mixed.classes = common_classes(found)
     return mixed
 
 
@@ -117,7 +117,7 @@ def _source(recipe: Recipe, options: Options) -> MixedSamples | MixedStreams:
     planned = tuple(source for source in sources if source is not None)
     if len(planned) < len(sources):
         return MixedStreams(recipe=recipe, shuffle=True, seed=options.seed)
-    catalog = JoinedCatalog([source.catalog for source in planned])
+    catalog = ConcatCatalog([source.catalog for source in planned])
     return MixedSamples(recipe=recipe, sources=planned, catalog=catalog, options=options)
 
 

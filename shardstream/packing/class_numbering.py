@@ -8,7 +8,13 @@ import re
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from shardstream.catalog.class_names import Classes, agreed, classes_in, difference, read_classes
+from shardstream.catalog.class_names import (
+    Classes,
+    common_classes,
+    find_difference,
+    read_all_classes,
+    read_classes,
+)
 from shardstream.errors import OptionError, StorageError
 from shardstream.format.classes_json import CLASSES_NAME, decode_classes
 from shardstream.format.manifest import MANIFEST_NAME
@@ -101,7 +107,9 @@ def number_classes(
     """
     numbered = _numbered(source, classes, folders, storage)
     if isinstance(numbered, ClassSource) and numbered.classes is not None:
-        before = difference({"this pack": numbered.classes} | classes_in(folders, storage))
+        before = find_difference(
+            {"this pack": numbered.classes} | read_all_classes(folders, storage)
+        )
         if before is not None:
             _log.warning(
                 "class numbers change: %s; --classes with the old %s keeps them",
@@ -124,13 +132,13 @@ def _numbered(
     if not isinstance(source, ClassSource) or source.classes is None:
         return source
     found = sibling_classes(folders, storage)
-    differs = difference(found)
+    differs = find_difference(found)
     if differs is not None:
         raise OptionError(
             f"the splits that are packed already number their classes differently: {differs}; choose with classes= (--classes)",
             shard=folders[0],
         )
-    names = agreed(found)
+    names = common_classes(found)
     if names is None or names == source.classes:
         return source
     place = max(found, key=lambda folder: len(found[folder]))
@@ -150,7 +158,7 @@ def warn_of_siblings(names: Classes, folders: Sequence[str], storage: Storage) -
     except StorageError as error:
         _log.warning("%s: class numbers of other splits are unknown: %s", folders[0], error)
         return
-    differs = difference({folders[0]: names} | found)
+    differs = find_difference({folders[0]: names} | found)
     if differs is not None:
         _log.warning(
             "class numbers differ among splits: %s; pack one of them again with --classes", differs
@@ -160,7 +168,7 @@ def warn_of_siblings(names: Classes, folders: Sequence[str], storage: Storage) -
 def sibling_classes(folders: Sequence[str], storage: Storage) -> dict[str, Classes]:
     """Return folder -> class names of the packed splits that belong to the same dataset as some folders."""
     siblings = dict.fromkeys(one for folder in folders for one in sibling_folders(folder))
-    return classes_in([one for one in siblings if one not in folders], storage)
+    return read_all_classes([one for one in siblings if one not in folders], storage)
 
 
 def sibling_folders(folder: str) -> list[str]:

@@ -35,7 +35,7 @@ class FolderLock:
         path = storage.local_path(url)
         if path is None:
             return
-        with storage.explained(url):
+        with storage.translate_errors(url):
             os.makedirs(path, exist_ok=True)
             handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         status = os.fstat(handle)

@@ -25,7 +25,7 @@ from shardstream.packing.source import (
     is_image_name,
 )
 from shardstream.packing.split import Numbers
-from shardstream.storage.listing import Listed, list_files, sample_members
+from shardstream.storage.listing import ListedFile, list_files, sample_members
 from shardstream.storage.store import Storage
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class ClassFolderSource:
     shuffled = True
     folders: frozenset[str] = frozenset()
 
-    def __init__(self, root: str, files: Sequence[Listed], *, key: str | None = None) -> None:
+    def __init__(self, root: str, files: Sequence[ListedFile], *, key: str | None = None) -> None:
         self._root = root
         self._key = key
         self._images = [file for file in files if is_image_name(file.path)]
@@ -149,7 +149,7 @@ class ClassFolderSource:
         for _, split in itertools.groupby(self._images, _top_folder if self.splits else _no_folder):
             yield from self._records(list(split))
 
-    def _records(self, files: Sequence[Listed]) -> Iterator[Record]:
+    def _records(self, files: Sequence[ListedFile]) -> Iterator[Record]:
         """Yield the records of one dataset."""
         labels = {name: label for label, name in enumerate(self.classes)}
         paths = [self._path(file) for file in files]
@@ -169,30 +169,30 @@ class ClassFolderSource:
             }
             yield Record(key, fields, file.url)
 
-    def _path(self, file: Listed) -> str:
+    def _path(self, file: ListedFile) -> str:
         """Return the path of an image in its dataset."""
         return file.path.partition("/")[2] if self.splits else file.path
 
-    def _class(self, file: Listed) -> str:
+    def _class(self, file: ListedFile) -> str:
         return self._path(file).partition("/")[0]
 
 
-def _top_folder(file: Listed) -> str:
+def _top_folder(file: ListedFile) -> str:
     return file.path.partition("/")[0]
 
 
-def _photo_stem(file: Listed) -> str:
+def _photo_stem(file: ListedFile) -> str:
     """Return the stem of an image, of ``0001_mask.png`` that of its photo."""
     stem = file.path.rpartition("/")[2].partition(".")[0]
     photo, _, last = stem.rpartition("_")
     return photo if photo and has_mask_word(last) else stem
 
 
-def _no_folder(_: Listed) -> str:
+def _no_folder(_: ListedFile) -> str:
     return ""
 
 
-def _splits(root: str, images: Sequence[Listed]) -> tuple[str, ...]:
+def _splits(root: str, images: Sequence[ListedFile]) -> tuple[str, ...]:
     """Return the names of the splits, if the folders right under the root are splits.
 
     Raises:
@@ -214,7 +214,7 @@ def _splits(root: str, images: Sequence[Listed]) -> tuple[str, ...]:
     return ()
 
 
-def _check_depth(root: str, images: Sequence[Listed], depth: int) -> None:
+def _check_depth(root: str, images: Sequence[ListedFile], depth: int) -> None:
     stray = next((file for file in images if file.path.count("/") <= depth), None)
     if stray is not None:
         folder, slash, name = stray.path.rpartition("/")
@@ -240,7 +240,7 @@ class GroupedFilesSource:
     extras: Mapping[str, bytes] = {}
     folders: frozenset[str] = frozenset()
 
-    def __init__(self, root: str, files: Sequence[Listed], *, key: str | None = None) -> None:
+    def __init__(self, root: str, files: Sequence[ListedFile], *, key: str | None = None) -> None:
         self._root = root
         self._files = files
         self._key = key or "{path}"
@@ -283,15 +283,15 @@ class GroupedFilesSource:
             yield Record(make_key(where, **names), fields, where)
 
     @cached_property
-    def _groups(self) -> dict[str, dict[str, Listed]]:
-        groups: dict[str, dict[str, Listed]] = {}
+    def _groups(self) -> dict[str, dict[str, ListedFile]]:
+        groups: dict[str, dict[str, ListedFile]] = {}
         for key, field, file in sample_members(self._root, self._files):
             groups.setdefault(key, {})[field] = file
         return groups
 
 
 def guess_folder(
-    root: str, files: Sequence[Listed], *, key: str | None
+    root: str, files: Sequence[ListedFile], *, key: str | None
 ) -> ClassFolderSource | GroupedFilesSource:
     """Tell a folder of class folders from one of loose files.
 
@@ -311,7 +311,7 @@ def guess_folder(
     return source
 
 
-def _fingerprint(kind: str, files: Sequence[Listed]) -> str:
+def _fingerprint(kind: str, files: Sequence[ListedFile]) -> str:
     return fingerprint_of(kind, *(part for file in files for part in (file.path, *file[2:])))
 
 

@@ -8,9 +8,9 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from shardstream.catalog.class_names import ClassNames, classes_in
+from shardstream.catalog.class_names import ClassNames, read_all_classes
 from shardstream.catalog.mmap_pool import map_file
-from shardstream.catalog.shard_catalog import Catalog, lacks_index
+from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
 from shardstream.errors import (
     NotFoundError,
     OptionError,
@@ -18,12 +18,19 @@ from shardstream.errors import (
     UnfinishedError,
     plural,
 )
-from shardstream.format.forward_reader import StreamReader, decompressed
+from shardstream.format.forward_reader import ForwardReader, open_decompressed
 from shardstream.format.manifest import MANIFEST_NAME, ShardInfo
 from shardstream.format.samples import Group, Sample, iter_groups, iter_samples, read_sample
 from shardstream.format.tar_reader import ReadAt, iter_members
 from shardstream.packing.shard_scan import Meter, ProgressFunction
-from shardstream.storage.discover import Located, Urls, is_compressed, is_tar, locate, read_manifest
+from shardstream.storage.discover import (
+    LocatedShards,
+    Urls,
+    is_compressed,
+    is_tar,
+    locate_shards,
+    read_manifest,
+)
 from shardstream.storage.journal_marker import is_journal
 from shardstream.storage.range_file import RangeStream
 from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
@@ -87,7 +94,7 @@ def list_shards(
         ManifestError: If the manifest cannot be understood.
     """
     storage = Storage(storage_options, filesystem)
-    located = locate(urls, storage)
+    located = locate_shards(urls, storage)
     name, fields = "", dict[str, int | None]()
     if located.manifest_url is not None:
         manifest, _ = read_manifest(storage.info(located.manifest_url), storage)
@@ -155,7 +162,7 @@ def class_name(sample: Sample, storage_options: Mapping[str, Any] | None = None)
     if not number.isdigit() or len(number) > _MOST_DIGITS:
         return None
     folder = parent_url(sample["__url__"])
-    names = classes_in([folder], Storage(storage_options)).get(folder, ())
+    names = read_all_classes([folder], Storage(storage_options)).get(folder, ())
     return names[int(number)] if int(number) < len(names) else None
 
 
@@ -191,25 +198,25 @@ def read_one(
     if (number is None) == (key is None):
         raise OptionError("give the number of a sample or its key, one of them")
     storage = Storage(storage_options, filesystem)
-    located = locate(urls, storage)
+    located = locate_shards(urls, storage)
     if number is not None:
         return _read_number(number, located, storage)
     return _search(key or "", located, storage, progress)
 
 
-def _read_number(number: int, located: Located, storage: Storage) -> Sample:
+def _read_number(number: int, located: LocatedShards, storage: Storage) -> Sample:
     if number < 0:
         raise OptionError(f"samples are numbered from 0, asked for {number}")
     if lacks_index(located, storage) is not None:
         return _stream_to(number, located, storage)
-    catalog = Catalog(located, storage)
+    catalog = ShardCatalog(located, storage)
     if number >= len(catalog):
         raise _too_far(number, len(catalog))
     return catalog.read_sample(number)
 
 
 def _search(
-    key: str, located: Located, storage: Storage, progress: ProgressFunction | None
+    key: str, located: LocatedShards, storage: Storage, progress: ProgressFunction | None
 ) -> Sample:
     meter = Meter(sum(shard.filesize or 0 for shard in located.shards), progress)
     for shard in located.shards:
@@ -242,7 +249,7 @@ def _read_group(group: Group, url: str, storage: Storage) -> Sample:
     return read_sample(data, start, start, end, url)
 
 
-def _stream_to(number: int, located: Located, storage: Storage) -> Sample:
+def _stream_to(number: int, located: LocatedShards, storage: Storage) -> Sample:
     """Count samples from the start, passing over shards whose count is known."""
     first = 0
     for shard in located.shards:
@@ -260,10 +267,10 @@ def _stream_to(number: int, located: Located, storage: Storage) -> Sample:
 def _stream(shard: ShardInfo, storage: Storage) -> Generator[Sample]:
     with (
         storage.open(shard.url) as raw,
-        decompressed(raw, shard=shard.url) as stream,
+        open_decompressed(raw, shard=shard.url) as stream,
     ):
         end = None if is_compressed(shard.url) else storage.info(shard.url).size
-        for _, sample in iter_samples(StreamReader(stream), end=end, shard=shard.url):
+        for _, sample in iter_samples(ForwardReader(stream), end=end, shard=shard.url):
             yield sample
 
 
@@ -296,7 +303,7 @@ def _open_headers(shard: ShardInfo, storage: Storage) -> Iterator[tuple[ReadAt, 
         return
     size = storage.info(shard.url).size
     yield (
-        StreamReader(RangeStream(storage, shard.url, size), chunk_bytes=_HEADERS_CHUNK_BYTES),
+        ForwardReader(RangeStream(storage, shard.url, size), chunk_bytes=_HEADERS_CHUNK_BYTES),
         size,
     )
 

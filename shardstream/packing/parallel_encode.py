@@ -127,7 +127,7 @@ class RecordEncoder:
 
     def _read_local(self, url: str) -> bytes:
         with (
-            self.storage.explained(url),
+            self.storage.translate_errors(url),
             open(self.storage.local_path(url) or url, "rb", 0) as file,
         ):
             return file.read()

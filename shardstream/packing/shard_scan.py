@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from typing import BinaryIO, Self, TypeVar, cast
 
 from shardstream.errors import OptionError
-from shardstream.format.forward_reader import Readable, StreamReader, decompressed
+from shardstream.format.forward_reader import ForwardReader, Readable, open_decompressed
 from shardstream.format.index import ShardScan, scan_members
 from shardstream.format.tar_diagnostics import TarNotes
 from shardstream.format.tar_reader import Member, iter_whole
@@ -89,10 +89,10 @@ class ShardPass:
         stream: Readable = source
         if is_compressed(self.url):
             stream = self._stack.enter_context(
-                decompressed(cast("BinaryIO", source), shard=self.url)
+                open_decompressed(cast("BinaryIO", source), shard=self.url)
             )
         self._source = source
-        self._read = StreamReader(stream, chunk_bytes=_SCAN_READ_BYTES)
+        self._read = ForwardReader(stream, chunk_bytes=_SCAN_READ_BYTES)
         return self
 
     def __exit__(self, *_: object) -> None:

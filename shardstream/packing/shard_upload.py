@@ -12,7 +12,7 @@ from shardstream.errors import NotFoundError, StorageError
 from shardstream.format.index import INDEX_SUFFIX, OFFSET_BYTES, Offsets, encode_index
 from shardstream.format.manifest import ShardInfo
 from shardstream.packing.shard_names import ShardNames
-from shardstream.storage.atomic_write import Pending, publish_bytes, remove
+from shardstream.storage.atomic_write import PendingFile, publish_bytes, remove
 from shardstream.storage.store import FileInfo, Storage
 
 _log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ _IN_FLIGHT = 2
 
 class _Upload(NamedTuple):
     future: Future[ShardInfo]
-    pending: Pending
+    pending: PendingFile
 
 
 class ShardSender:
@@ -57,7 +57,7 @@ class ShardSender:
 
     def send(
         self,
-        pending: Pending,
+        pending: PendingFile,
         info: ShardInfo,
         offsets: Offsets,
         when_sent: Callable[[], None] | None = None,
@@ -142,7 +142,7 @@ class ShardSender:
 
     def _publish(
         self,
-        pending: Pending,
+        pending: PendingFile,
         info: ShardInfo,
         offsets: Offsets,
         when_sent: Callable[[], None] | None,
@@ -164,7 +164,7 @@ class ShardSender:
         _log.info("published %s: %s samples", self._names.url(info.url), info.nsamples)
         return info
 
-    def _publish_both(self, pending: Pending, index_url: str, offsets: Offsets) -> None:
+    def _publish_both(self, pending: PendingFile, index_url: str, offsets: Offsets) -> None:
         self._check_owner()
         if self._replaces:  # the old index must not stand beside the new shard
             remove(self._storage, index_url)

@@ -22,7 +22,7 @@ from shardstream.packing.shard_names import ShardNames
 from shardstream.packing.shard_upload import ShardSender
 from shardstream.packing.tar_shard import TarShard, sample_pieces
 from shardstream.process_memory import keep_freed_memory
-from shardstream.storage.atomic_write import Pending, open_pending, publish_bytes, remove
+from shardstream.storage.atomic_write import PendingFile, open_pending, publish_bytes, remove
 from shardstream.storage.byte_sizes import parse_bytes
 from shardstream.storage.store import Storage
 
@@ -79,7 +79,7 @@ class ShardWriter:
         self._storage = Storage(storage_options, filesystem)
         self._fields: dict[str, int] = {}
         self._shard: TarShard | None = None
-        self._pending: Pending | None = None
+        self._pending: PendingFile | None = None
         self._begun = 0
         self._error: BaseException | None = None
         self._manifest: Manifest | None = None

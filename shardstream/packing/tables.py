@@ -153,7 +153,7 @@ def _iter_parquet(url: str, storage: Storage, columns: Sequence[str] | None) -> 
         wanted = None if columns is None else list(columns)
         batches = table.iter_batches(batch_size=_PARQUET_ROWS, columns=wanted)
         while True:
-            with storage.explained(url):
+            with storage.translate_errors(url):
                 batch = next(batches, None)
             if batch is None:
                 return
@@ -164,7 +164,7 @@ def _iter_parquet(url: str, storage: Storage, columns: Sequence[str] | None) -> 
 
 def _parquet_file(stream: Any, url: str, storage: Storage) -> Any:
     parquet = _import_parquet(url)
-    with storage.explained(url):
+    with storage.translate_errors(url):
         return parquet.ParquetFile(stream)
 
 

@@ -8,15 +8,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, cast
 
-from shardstream.catalog.class_names import ClassNames, difference
+from shardstream.catalog.class_names import ClassNames, find_difference
 from shardstream.errors import IndexMismatchError, SourceError, plural, redact, shown
 from shardstream.format.classes_json import CLASSES_NAME, encode_classes
-from shardstream.format.forward_reader import StreamReader, decompressed
+from shardstream.format.forward_reader import ForwardReader, open_decompressed
 from shardstream.format.manifest import ShardInfo
 from shardstream.format.samples import Sample, iter_samples
 from shardstream.format.tar_diagnostics import TarNotes
 from shardstream.packing.source import KeyMaker, Record, fingerprint_of
-from shardstream.storage.discover import is_compressed, locate
+from shardstream.storage.discover import is_compressed, locate_shards
 from shardstream.storage.range_file import RangeStream
 from shardstream.storage.store import Storage, parent_url
 
@@ -45,7 +45,7 @@ class TarSource:
     ) -> None:
         self._storage = storage
         self._key = key or "{key}"
-        located = locate(urls, storage)
+        located = locate_shards(urls, storage)
         self._shards = located.shards
         self._class_names = ClassNames(located, storage)
         self._urls = urls if isinstance(urls, str) else ", ".join(urls[:3])
@@ -68,7 +68,7 @@ class TarSource:
         Raises:
             SourceError: If the tars of several folders number their classes differently.
         """
-        differs = difference(self._class_names.found)
+        differs = find_difference(self._class_names.found)
         if differs is not None:
             raise SourceError(
                 f"class numbers differ among these tars: {differs}; pack each folder by itself",
@@ -139,8 +139,8 @@ class TarSource:
         size = shard.filesize or self._storage.info(url).size
         stream = cast("BinaryIO", RangeStream(self._storage, url, size))
         end = None if is_compressed(url) else size
-        with decompressed(stream, shard=url) as tar:
-            read = StreamReader(tar, chunk_bytes=_RANGE_BYTES)
+        with open_decompressed(stream, shard=url) as tar:
+            read = ForwardReader(tar, chunk_bytes=_RANGE_BYTES)
             notes = TarNotes()
             for _, sample in iter_samples(read, end=end, shard=url, notes=notes):
                 yield sample

@@ -24,7 +24,7 @@ from shardstream.packing.verify_checks import (
     repeated_keys,
 )
 from shardstream.storage.atomic_write import is_part
-from shardstream.storage.discover import Located, Urls, is_compressed, is_tar, locate
+from shardstream.storage.discover import LocatedShards, Urls, is_compressed, is_tar, locate_shards
 from shardstream.storage.journal_marker import is_journal
 from shardstream.storage.store import Storage, parent_url
 
@@ -86,7 +86,7 @@ def verify(
         ManifestError: If the manifest cannot be understood.
     """
     storage = Storage(storage_options, filesystem)
-    located = locate(urls, storage)
+    located = locate_shards(urls, storage)
     meter = Meter(sum(shard.filesize or 0 for shard in located.shards), progress)
     work = partial(_verify_shard, located=located, storage=storage, meter=meter)
     done = run_all(work, located.shards, threads=threads, meter=meter)
@@ -102,7 +102,7 @@ def verify(
 
 
 def _verify_shard(
-    info: ShardInfo, *, located: Located, storage: Storage, meter: Meter
+    info: ShardInfo, *, located: LocatedShards, storage: Storage, meter: Meter
 ) -> _Verified:
     problems: list[Problem] = []
     scan: ShardScan | None = None
@@ -140,7 +140,7 @@ def _check_notes(shard: ShardPass, scan: ShardScan) -> Iterator[Problem]:
 
 
 def _check_count(
-    info: ShardInfo, scanned: Offsets, located: Located, storage: Storage
+    info: ShardInfo, scanned: Offsets, located: LocatedShards, storage: Storage
 ) -> Iterator[Problem]:
     """Compare the samples found with the index, and with the manifest."""
     url = info.url + INDEX_SUFFIX
@@ -167,7 +167,7 @@ def _check_count(
         )
 
 
-def _strays(located: Located, storage: Storage) -> Iterator[Problem]:
+def _strays(located: LocatedShards, storage: Storage) -> Iterator[Problem]:
     """List what lies beside the shards and belongs to no dataset."""
     if located.manifest_url is None:
         return

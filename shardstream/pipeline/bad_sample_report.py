@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from shardstream.catalog.concat_catalog import AnyCatalog, JoinedCatalog
+from shardstream.catalog.concat_catalog import AnyCatalog, ConcatCatalog
 from shardstream.distributed import Placement
 from shardstream.errors import (
     OptionError,
@@ -91,7 +91,7 @@ def located(bad: Iterable[BadSample], catalog: AnyCatalog) -> tuple[BadSample, .
     """
     done: list[BadSample] = []
     for one in bad:
-        if isinstance(catalog, JoinedCatalog):
+        if isinstance(catalog, ConcatCatalog):
             done.append(replace(one, number=None))
         elif one.number is None or one.offset is not None:
             done.append(one)

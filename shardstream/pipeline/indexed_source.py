@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from shardstream.catalog.concat_catalog import AnyCatalog
 from shardstream.catalog.object_catalog import ObjectCatalog
-from shardstream.catalog.shard_catalog import Catalog
+from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.distributed import WorkerInfo
 from shardstream.order.epoch_plan import EpochOrder, EpochPlan, default_block, default_window
 from shardstream.order.partition import PartitionConfig, RankPartition, Remainder
@@ -102,13 +102,13 @@ class PlannedSamples:
         options: What the user said about their order.
     """
 
-    catalog: Catalog | ObjectCatalog
+    catalog: ShardCatalog | ObjectCatalog
     options: Options
 
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:  # noqa: ARG002  (the same every epoch)
         """Return the order for a microbatch, with that many lanes unless the user said otherwise."""
         options, nsamples, total_bytes = self.options, len(self.catalog), self.catalog.total_bytes
-        if self.catalog.joins:
+        if self.catalog.can_coalesce:
             window = options.window or default_window(nsamples, total_bytes, batch)
             block = options.block or default_block(nsamples, total_bytes)
         else:  # nothing is gained by reading neighbours: the shuffle is as good as any, windows only group the requests

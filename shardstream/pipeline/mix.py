@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardstream.catalog.concat_catalog import JoinedCatalog
+from shardstream.catalog.concat_catalog import ConcatCatalog
 from shardstream.errors import OptionError
 from shardstream.order.epoch_plan import EpochOrder, EpochPlan, default_window
 from shardstream.order.mix_schedule import MixSchedule
@@ -106,7 +106,7 @@ class MixedSamples:
 
     recipe: Recipe
     sources: tuple[PlannedSource, ...]
-    catalog: JoinedCatalog
+    catalog: ConcatCatalog
     options: Options
 
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:
@@ -169,7 +169,7 @@ class _PartChains:
     """The steps of each part, applied to its own samples."""
 
     def __init__(
-        self, catalog: JoinedCatalog, chains: Mapping[str, ItemChain], skips: Skips
+        self, catalog: ConcatCatalog, chains: Mapping[str, ItemChain], skips: Skips
     ) -> None:
         self._catalog = catalog
         self._names, self._chains = list(chains), list(chains.values())

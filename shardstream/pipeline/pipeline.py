@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardstream.catalog.concat_catalog import JoinedCatalog
+from shardstream.catalog.concat_catalog import ConcatCatalog
 from shardstream.distributed import WorkerInfo
 from shardstream.pipeline.bad_samples import OnError, Skips
 from shardstream.pipeline.indexed_source import Chain, PlannedSource, open_plain, plain_partition
@@ -66,7 +66,7 @@ class Pipeline:
         if isinstance(self.source, StreamSource):
             return self.source.place()
         catalog = self.source.catalog
-        while isinstance(catalog, JoinedCatalog):
+        while isinstance(catalog, ConcatCatalog):
             catalog = catalog.parts[0]
         return catalog.storage, catalog.url_of(0) if catalog.num_shards else ""
 

@@ -13,7 +13,7 @@ from shardstream.catalog.file_versions import FileVersions
 from shardstream.catalog.manifest_versions import ManifestVersions
 from shardstream.distributed import WorkerInfo
 from shardstream.errors import ChangedError
-from shardstream.format.forward_reader import StreamReader, decompressed
+from shardstream.format.forward_reader import ForwardReader, open_decompressed
 from shardstream.format.manifest import ShardInfo, checksum, fingerprint
 from shardstream.format.samples import Sample, iter_samples
 from shardstream.format.tar_diagnostics import TarNotes
@@ -21,7 +21,7 @@ from shardstream.order.permutation import derive_key, permute
 from shardstream.pipeline.bad_samples import Skips
 from shardstream.pipeline.stage import Context, Run, State
 from shardstream.pipeline.stream_source import StreamSource
-from shardstream.storage.discover import Located, is_compressed
+from shardstream.storage.discover import LocatedShards, is_compressed
 from shardstream.storage.range_file import RangeStream
 from shardstream.storage.store import Storage
 
@@ -70,7 +70,9 @@ class WholeShards(StreamSource):
         )
 
 
-def whole_shards(located: Located, storage: Storage, *, shuffle: bool, seed: int) -> WholeShards:
+def whole_shards(
+    located: LocatedShards, storage: Storage, *, shuffle: bool, seed: int
+) -> WholeShards:
     """Return a source of shards as they are now."""
     files = FileVersions([storage.local_path(shard.url) for shard in located.shards])
     return WholeShards(
@@ -138,8 +140,8 @@ class WholeShardRun:
     def _read_shard(self, shard: int, info: ShardInfo) -> Generator[Sample, None, None]:
         compressed = is_compressed(info.url)
         start, passed = (0, self._taken) if compressed else (self._offset, 0)
-        with self._open(info) as raw, decompressed(raw, shard=info.url) as stream:
-            read = StreamReader(stream, chunk_bytes=_STREAM_READ_BYTES)
+        with self._open(info) as raw, open_decompressed(raw, shard=info.url) as stream:
+            read = ForwardReader(stream, chunk_bytes=_STREAM_READ_BYTES)
             end = None if compressed else self._size(info)
             notes = TarNotes()
             samples = iter_samples(read, start=start, end=end, shard=info.url, notes=notes)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, cast
 
 from shardstream.errors import ChangedError, NotFoundError, StorageError
-from shardstream.storage.error_messages import explained
+from shardstream.storage.error_messages import translate_errors
 from shardstream.storage.multipart_upload import S3Upload, put_if, takes_parts
 from shardstream.storage.store import Storage, parent_url
 
@@ -24,7 +24,7 @@ _ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "memo
 _PART = re.compile(r"\.part-[0-9a-f]{12}\Z")  # what `_part_of` appends, and nothing else
 
 
-class Pending(ABC):
+class PendingFile(ABC):
     """A file that is being written and not there yet: `commit` makes it appear, `discard` forgets it.
 
     What is written may come from one thread and be committed by another, one after the other.
@@ -46,7 +46,7 @@ class Pending(ABC):
         Raises:
             StorageError: If there is no room for them.
         """
-        with explained(self._place):
+        with translate_errors(self._place):
             self.stream.write(data)
 
     def end(self) -> None:  # noqa: B027  (most have nothing to do)
@@ -69,7 +69,7 @@ class Pending(ABC):
         """Forget what was written; after `commit`, or a second time, it does nothing."""
 
 
-def open_pending(storage: Storage, url: str, *, alone: bool = False) -> Pending:
+def open_pending(storage: Storage, url: str, *, alone: bool = False) -> PendingFile:
     """Open a file for writing that appears at ``url`` when it is committed, and never otherwise.
 
     On a local disk it is written beside its final place, flushed to the disk and renamed, and the folder is flushed, too. To S3 it is sent while it is
@@ -109,7 +109,7 @@ def publish(storage: Storage, url: str) -> Iterator[BinaryIO]:
 
 def publish_bytes(storage: Storage, url: str, data: bytes) -> None:
     """Publish a small file."""
-    with publish(storage, url) as stream, storage.explained(url):
+    with publish(storage, url) as stream, storage.translate_errors(url):
         stream.write(data)
 
 
@@ -181,7 +181,7 @@ def remove(storage: Storage, url: str) -> None:
     """Delete a file; one that is not there is fine."""
     filesystem, path = storage.resolve(url)
     local = storage.local_path(url)
-    with storage.explained(url):
+    with storage.translate_errors(url):
         try:
             filesystem.rm_file(path)
         except FileNotFoundError:
@@ -190,11 +190,11 @@ def remove(storage: Storage, url: str) -> None:
             _sync_folder(Path(local).parent)
 
 
-class _LocalFile(Pending):
+class _LocalFile(PendingFile):
     def __init__(self, path: Path) -> None:
         self._path = path
         self._part = path.with_name(_part_of(path.name))
-        with explained(str(path)):
+        with translate_errors(str(path)):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 stream = self._part.open("xb")
@@ -204,7 +204,7 @@ class _LocalFile(Pending):
         super().__init__(str(path), stream)
 
     def commit(self) -> None:
-        with explained(self._place):
+        with translate_errors(self._place):
             self.stream.flush()
             os.fchmod(self.stream.fileno(), 0o644)
             os.fsync(self.stream.fileno())
@@ -217,7 +217,7 @@ class _LocalFile(Pending):
         self._part.unlink(missing_ok=True)
 
 
-class _S3File(Pending):
+class _S3File(PendingFile):
     def __init__(self, storage: Storage, url: str, *, alone: bool) -> None:
         self._upload = S3Upload(storage, url, alone=alone)
         super().__init__(url, cast("BinaryIO", self._upload))
@@ -233,21 +233,21 @@ class _S3File(Pending):
         self._upload.abort()
 
 
-class _RemoteFile(Pending):
+class _RemoteFile(PendingFile):
     def __init__(self, storage: Storage, url: str) -> None:
         self._storage, self._url = storage, url
         folder = tempfile.gettempdir()
-        with explained(folder):
+        with translate_errors(folder):
             handle, name = tempfile.mkstemp(prefix="shardstream-")
         self._spool = Path(name)
         super().__init__(f"{folder} (where it waits to be sent to {url})", os.fdopen(handle, "wb"))
 
     def commit(self) -> None:
-        with explained(self._place):
+        with translate_errors(self._place):
             self.stream.close()
             size = self._spool.stat().st_size
         filesystem, path = self._storage.resolve(self._url)
-        with self._storage.explained(self._url):
+        with self._storage.translate_errors(self._url):
             _send(filesystem, self._spool, path)
         sent = self._storage.info(self._url).size
         if sent != size:

@@ -25,7 +25,7 @@ from shardstream.storage.cache_chunk import (
     encode_header,
     read_chunk,
 )
-from shardstream.storage.cache_space import Space, on_disk
+from shardstream.storage.cache_space import CacheSpace, on_disk
 
 _log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ def version_of(entry: Mapping[str, Any]) -> str | None:
     return None
 
 
-class Known(NamedTuple):
+class FileRecord(NamedTuple):
     """What is known of a remote file.
 
     Args:
@@ -90,11 +90,11 @@ class Cache:
     """
 
     def __init__(self, folder: str, max_bytes: int | None) -> None:
-        self._space = Space(folder, max_bytes)
-        self._known: dict[str, Known] = {}
+        self._space = CacheSpace(folder, max_bytes)
+        self._known: dict[str, FileRecord] = {}
         self._warned = False
 
-    def learn(self, url: str, size: int, version: str | None) -> Known:
+    def record(self, url: str, size: int, version: str | None) -> FileRecord:
         """Remember what a listing said of a file, for the life of this object."""
         identity = None
         if version is not None:
@@ -103,7 +103,7 @@ class Cache:
             text = "\0".join((place, version, str(size)))
             identity = hashlib.blake2b(text.encode(), digest_size=_NAME_BYTES).digest()
         kind, _, value = (version or "").partition(" ")
-        known = self._known[url] = Known(size, identity, value if kind == "ETag" else None)
+        known = self._known[url] = FileRecord(size, identity, value if kind == "ETag" else None)
         return known
 
     def etag(self, url: str) -> str | None:
@@ -130,7 +130,7 @@ class Cache:
             size: Length of the file, if the caller knows.
             max_bytes: Bytes that are wanted, if it is read to its end.
             read: Reads a range from the source.
-            look_up: Makes `learn` be called with this file, for one that no listing named.
+            look_up: Makes `record` be called with this file, for one that no listing named.
         """
         if url not in self._known:
             look_up()
@@ -144,34 +144,34 @@ class Cache:
         end = _end(start, end, size, max_bytes)
         if not start < end <= size:  # past the end: the source says what is wrong
             return read(start, end)
-        file = _File(self._space, identity, size)
+        file = _CachedFile(self._space, identity, size)
         numbers = range(start // CACHE_CHUNK_BYTES, -(-end // CACHE_CHUNK_BYTES))
         out = io.BytesIO()
         gap: int | None = None
         for number in numbers:
-            piece = file.take(number, start, end)
+            piece = file.read_cached(number, start, end)
             if piece is None:
                 gap = number if gap is None else gap
                 continue
             if gap is not None:
-                out.write(file.fill(gap, number, start, end, read))
+                out.write(file.read_source(gap, number, start, end, read))
                 gap = None
             out.write(piece)
         if gap == numbers.start:  # nothing was here
-            return bytes(file.fill(gap, numbers.stop, start, end, read))
+            return bytes(file.read_source(gap, numbers.stop, start, end, read))
         if gap is not None:
-            out.write(file.fill(gap, numbers.stop, start, end, read))
+            out.write(file.read_source(gap, numbers.stop, start, end, read))
         return out.getvalue()
 
     def forget(self, url: str, start: int = 0, end: int | None = None) -> None:
         """Drop the chunks that hold any of the bytes ``start`` to ``end``; they came damaged."""
-        size, identity, _ = self._known.get(url, Known(0, None, None))
+        size, identity, _ = self._known.get(url, FileRecord(0, None, None))
         if identity is not None:
-            file = _File(self._space, identity, size)
+            file = _CachedFile(self._space, identity, size)
             for number in range(
                 start // CACHE_CHUNK_BYTES, -(-(size if end is None else end) // CACHE_CHUNK_BYTES)
             ):
-                file.drop(number)
+                file.delete_chunk(number)
 
     def _warn_no_version(self, url: str) -> None:
         if not self._warned:
@@ -183,13 +183,13 @@ class Cache:
             )
 
 
-class _File:
+class _CachedFile:
     """One remote file in one version, and its chunks."""
 
-    def __init__(self, space: Space, identity: bytes, size: int) -> None:
+    def __init__(self, space: CacheSpace, identity: bytes, size: int) -> None:
         self._space, self._identity, self._size = space, identity, size
 
-    def take(self, number: int, start: int, end: int) -> memoryview | None:
+    def read_cached(self, number: int, start: int, end: int) -> memoryview | None:
         """Return what a chunk has of the bytes ``start`` to ``end`` of the file; None if it is not here."""
         name, path = self._name(number)
         base = number * CACHE_CHUNK_BYTES
@@ -201,19 +201,19 @@ class _File:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._refuse(path, length, error)
+            self._discard_damaged(path, length, error)
             return None
         try:
             piece = read_chunk(handle, name, length, max(start - base, 0), min(end - base, length))
             self._space.touch(handle)
         except (OSError, ChunkError) as error:
-            self._refuse(path, length, error)
+            self._discard_damaged(path, length, error)
             return None
         finally:
             os.close(handle)
         return piece
 
-    def fill(
+    def read_source(
         self, first: int, last: int, start: int, end: int, read: ReadRange
     ) -> bytes | memoryview:
         """Read what chunks ``first`` to ``last`` have of these bytes from the source, and keep the chunks if there is room."""
@@ -223,7 +223,7 @@ class _File:
         cost = (last - first - 1) * whole + on_disk(
             HEADER_BYTES + (limit - base - 1) % CACHE_CHUNK_BYTES + 1
         )
-        room = self._space.room_for(cost)
+        room = self._space.make_room(cost)
         kept = last - first if room >= cost else max(0, room // whole)
         if not kept:
             return read(low, high)  # around what is asked for no more is read than is kept
@@ -234,12 +234,12 @@ class _File:
             self._space.publish(path, (encode_header(name, chunk), chunk))
         return data[low - base : high - base]
 
-    def drop(self, number: int) -> None:
+    def delete_chunk(self, number: int) -> None:
         """Delete a chunk, if it is here."""
         length = min(CACHE_CHUNK_BYTES, self._size - number * CACHE_CHUNK_BYTES)
         self._space.discard(self._name(number)[1], HEADER_BYTES + length)
 
-    def _refuse(self, path: str, length: int, error: Exception) -> None:
+    def _discard_damaged(self, path: str, length: int, error: Exception) -> None:
         _log.warning("the cache file %s is damaged: %s; it is read from its source", path, error)
         self._space.discard(path, HEADER_BYTES + length)
 

@@ -21,7 +21,7 @@ from contextlib import suppress
 import numpy as np
 
 from shardstream.errors import CacheWarning, OptionError
-from shardstream.storage.cache_usage import Tally, load, locked, save
+from shardstream.storage.cache_usage import CacheUsage, load_usage, lock_file, save_usage
 
 _FOLDER = "shardstream-cache-1"
 _BLOCK_BYTES = 4096  # what a file takes of a disk is a multiple
@@ -34,7 +34,7 @@ _SURVEY_NS = 600 * 10**9
 _AHEAD_NS = 60 * 10**9
 
 
-class Space:
+class CacheSpace:
     """Files on a local disk up to a number of bytes, over all processes; picklable.
 
     When it is full, files go that were not used since this object was made, the least recently used first; what has been
@@ -55,36 +55,38 @@ class Space:
         self._max_bytes = max_bytes
         self._paused_until = 0.0
         self._warned = False
-        self._swept = False
+        self._has_swept = False
         try:
             self._make_folders()
         except (FileExistsError, NotADirectoryError) as error:
             raise OptionError(f"cache_dir is no folder: {folder}") from error
         except OSError as error:
-            self._pause(error.strerror or str(error))
+            self._pause_writing(error.strerror or str(error))
             return
         _check_owner(self.root)
 
-    def room_for(self, nbytes: int) -> int:
+    def make_room(self, nbytes: int) -> int:
         """Return how much may still come, in bytes on disk, after making room for ``nbytes`` if that can help."""
         if time.monotonic() < self._paused_until:
             return 0
         try:
-            state = self._peek() or Tally(0)
-            room = self._room(state.total)
+            state = self._read_usage() or CacheUsage(0)
+            room = self._free_bytes(state.total)
             all_in_use = state.oldest_ns >= self.started_ns
             if room >= nbytes or (all_in_use and time.time_ns() - state.surveyed_ns < _SURVEY_NS):
                 return room
             self._evict(nbytes)
-            total = (self._peek() or state).total
-            room = self._room(total)
+            total = (self._read_usage() or state).total
+            room = self._free_bytes(total)
         except FileNotFoundError:  # deleted meanwhile: it is made again
             return nbytes
         except OSError as error:
-            self._pause(error.strerror or str(error))
+            self._pause_writing(error.strerror or str(error))
             return 0
         if room <= 0 and not total and self._max_bytes is None:
-            self._pause("less than a tenth of its disk is free, and cache_bytes says nothing else")
+            self._pause_writing(
+                "less than a tenth of its disk is free, and cache_bytes says nothing else"
+            )
         return room
 
     def publish(self, path: str, pieces: Sequence[bytes | memoryview]) -> None:
@@ -99,22 +101,22 @@ class Space:
                 self._make_folders()
                 _write(part, pieces)
             self._commit(part, path, sum(len(piece) for piece in pieces))
-            self._sweep()
+            self._delete_stale_parts()
         except FileNotFoundError:
             return
         except OSError as error:
-            self._pause(error.strerror or str(error))
+            self._pause_writing(error.strerror or str(error))
         finally:
             with suppress(OSError):
                 os.unlink(part)
 
     def discard(self, path: str, nbytes: int) -> None:
         """Delete a file that is damaged, and was counted with so many bytes; one that is not there is fine."""
-        with suppress(OSError), locked(self._path("total"), _LOCK_WAIT_S) as handle:
+        with suppress(OSError), lock_file(self._path("total"), _LOCK_WAIT_S) as handle:
             os.unlink(path)
-            state = None if handle is None else load(handle)
+            state = None if handle is None else load_usage(handle)
             if handle is not None and state is not None:
-                save(handle, state._replace(total=max(0, state.total - on_disk(nbytes))))
+                save_usage(handle, state._replace(total=max(0, state.total - on_disk(nbytes))))
 
     def path_of(self, name: str) -> str:
         """Return where a file of that name, hex digits, is kept."""
@@ -134,7 +136,7 @@ class Space:
         os.makedirs(self.root, mode=0o700, exist_ok=True)
         os.makedirs(self._path("parts"), mode=0o700, exist_ok=True)
 
-    def _pause(self, why: str) -> None:
+    def _pause_writing(self, why: str) -> None:
         self._paused_until = time.monotonic() + _PAUSE_S
         if not self._warned:
             self._warned = True
@@ -145,18 +147,18 @@ class Space:
                 stacklevel=3,
             )
 
-    def _peek(self) -> Tally | None:
+    def _read_usage(self) -> CacheUsage | None:
         """Read the state without a lock: good enough to decide what is worth trying."""
         try:
             handle = os.open(self._path("total"), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
             return None
         try:
-            return load(handle)
+            return load_usage(handle)
         finally:
             os.close(handle)
 
-    def _room(self, total: int) -> int:
+    def _free_bytes(self, total: int) -> int:
         """Return how many bytes may still come."""
         if self._max_bytes is not None:
             return self._max_bytes - total
@@ -165,13 +167,13 @@ class Space:
 
     def _commit(self, part: str, path: str, nbytes: int) -> None:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-        with locked(self._path("total"), _LOCK_WAIT_S) as handle:
+        with lock_file(self._path("total"), _LOCK_WAIT_S) as handle:
             if handle is None or os.path.lexists(path):  # or another process was first
                 return
-            state = load(handle) or self._count()
-            if self._room(state.total) >= on_disk(nbytes):
+            state = load_usage(handle) or self._count_usage()
+            if self._free_bytes(state.total) >= on_disk(nbytes):
                 # Counted before it is there: a process that dies in between leaves a bit too little room, not too much.
-                save(handle, state._replace(total=state.total + on_disk(nbytes)))
+                save_usage(handle, state._replace(total=state.total + on_disk(nbytes)))
                 os.replace(part, path)
 
     def _files(self) -> Iterator[tuple[str, int, int]]:
@@ -193,30 +195,30 @@ class Space:
                         used_ns = found.st_mtime_ns if found.st_mtime_ns < limit_ns else 0
                         yield entry.path, on_disk(found.st_size), used_ns
 
-    def _count(self) -> Tally:
-        return Tally(sum(nbytes for _, nbytes, _ in self._files()))
+    def _count_usage(self) -> CacheUsage:
+        return CacheUsage(sum(nbytes for _, nbytes, _ in self._files()))
 
     def _evict(self, nbytes: int) -> None:
         """Delete what was not used since this object was made, until there is room; one process at a time."""
-        with locked(self._path("evicting"), 0) as alone:
+        with lock_file(self._path("evicting"), 0) as alone:
             if alone is None:
                 return
-            with locked(self._path("total"), _LOCK_WAIT_S) as handle:
-                before = None if handle is None else (load(handle) or self._count())
-            if before is None or self._room(before.total) >= nbytes:
+            with lock_file(self._path("total"), _LOCK_WAIT_S) as handle:
+                before = None if handle is None else (load_usage(handle) or self._count_usage())
+            if before is None or self._free_bytes(before.total) >= nbytes:
                 return
             now_ns = time.time_ns()
             total, used, cutoff_ns = self._survey(nbytes)
             freed = self._delete_used_until(cutoff_ns) if cutoff_ns >= 0 else 0
             left = used[used > cutoff_ns]
-            with locked(self._path("total"), _LOCK_WAIT_S) as handle:
-                state = None if handle is None else load(handle)
+            with lock_file(self._path("total"), _LOCK_WAIT_S) as handle:
+                state = None if handle is None else load_usage(handle)
                 if handle is None or state is None:
                     return
                 # What came since `before` may be in the survey or not: counted twice is on the safe side.
                 total += max(0, state.total - before.total) - freed
                 oldest_ns = int(left.min()) if left.size else now_ns
-                save(handle, Tally(max(0, total), oldest_ns, now_ns))
+                save_usage(handle, CacheUsage(max(0, total), oldest_ns, now_ns))
 
     def _survey(self, nbytes: int) -> tuple[int, np.ndarray[tuple[int], np.dtype[np.int64]], int]:
         """Return the bytes kept, when each file was used, and until when those were used that have to go (-1: none)."""
@@ -226,7 +228,7 @@ class Space:
             columns[1].append(used_ns)
         sizes, used = (np.frombuffer(column, dtype=np.int64) for column in columns)
         total = int(sizes.sum())
-        room = self._room(total)
+        room = self._free_bytes(total)
         order = np.argsort(used)
         wanted = nbytes - room + int(_SLACK * (total + room))
         count = int(np.searchsorted(np.cumsum(sizes[order]), wanted)) + 1
@@ -242,11 +244,11 @@ class Space:
                     freed += nbytes
         return freed
 
-    def _sweep(self) -> None:
+    def _delete_stale_parts(self) -> None:
         """Delete, once a process, what killed processes were writing."""
-        if self._swept:
+        if self._has_swept:
             return
-        self._swept = True
+        self._has_swept = True
         with os.scandir(self._path("parts")) as entries:
             for entry in entries:
                 with suppress(OSError):

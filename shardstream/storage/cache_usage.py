@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 
-class Tally(NamedTuple):
+class CacheUsage(NamedTuple):
     """What is kept in the files of a cache."""
 
     total: int
@@ -23,22 +23,22 @@ class Tally(NamedTuple):
     """When this was last looked up, not reckoned."""
 
 
-_TALLY = struct.Struct("<8sQQQ")
+_USAGE = struct.Struct("<8sQQQ")
 _SUM = struct.Struct("<I")
 _MAGIC = b"shardst1"
 
 
 @contextmanager
-def locked(path: str, wait_s: float) -> Iterator[int | None]:
+def lock_file(path: str, wait_s: float) -> Iterator[int | None]:
     """Open and lock a file, made if need be; None if another holds the lock all that time."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        locked = _try_lock(handle, wait_s)
+        is_locked = _try_lock(handle, wait_s)
         try:
-            yield handle if locked else None
+            yield handle if is_locked else None
         finally:
             if (
-                locked
+                is_locked
             ):  # a child forked meanwhile holds the same open file: closing it here would not do
                 fcntl.flock(handle, fcntl.LOCK_UN)
     finally:
@@ -58,16 +58,16 @@ def _try_lock(handle: int, wait_s: float) -> bool:
             return True
 
 
-def load(handle: int) -> Tally | None:
-    """Read a tally; None if there is none, or it is damaged."""
-    data = os.pread(handle, _TALLY.size + _SUM.size, 0)
-    head, total = data[: _TALLY.size], data[_TALLY.size :]
+def load_usage(handle: int) -> CacheUsage | None:
+    """Read the usage; None if there is none, or it is damaged."""
+    data = os.pread(handle, _USAGE.size + _SUM.size, 0)
+    head, total = data[: _USAGE.size], data[_USAGE.size :]
     if total != _SUM.pack(zlib.crc32(head)) or not head.startswith(_MAGIC):
         return None
-    return Tally(*_TALLY.unpack(head)[1:])
+    return CacheUsage(*_USAGE.unpack(head)[1:])
 
 
-def save(handle: int, tally: Tally) -> None:
-    """Write a tally."""
-    head = _TALLY.pack(_MAGIC, *tally)
+def save_usage(handle: int, usage: CacheUsage) -> None:
+    """Write the usage."""
+    head = _USAGE.pack(_MAGIC, *usage)
     os.pwrite(handle, head + _SUM.pack(zlib.crc32(head)), 0)

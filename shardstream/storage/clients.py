@@ -20,12 +20,12 @@ from shardstream.errors import OptionError
 from shardstream.process_memory import importing
 from shardstream.storage import fork_safety
 from shardstream.storage.aws_environment import aws_variables
-from shardstream.storage.error_messages import explained, scrub, tellable
+from shardstream.storage.error_messages import remove_secrets, safe_cause, translate_errors
 from shardstream.storage.fsspec_reader import FilesystemReader
 from shardstream.storage.http_reader import HttpReader
-from shardstream.storage.read_small_files import glance
+from shardstream.storage.read_small_files import read_small_files
 from shardstream.storage.response import RangeReader, RangeResponse
-from shardstream.storage.s3_config import S3Settings, for_s3fs, understand
+from shardstream.storage.s3_config import S3Settings, complete_s3fs_options, parse_s3_options
 
 if TYPE_CHECKING:
     from shardstream.storage.s3_obstore import ObstoreReader
@@ -40,10 +40,10 @@ _INSTALL = {
     "gs": "pip install gcsfs",
     "abfs": "pip install adlfs",
 }
-_LOOK_BYTES = 64 << 20  # who looks at a few samples reads less
+_SMALL_READS_BYTES = 64 << 20  # who looks at a few samples reads less
 # What obstore says where s3fs can help: another region (which s3fs finds), a chunked answer, a certificate that signed itself
 # (webpki takes none that may sign others for a server's own; OpenSSL does).
-_FOR_S3FS = (
+_S3FS_CAN_HELP = (
     "PermanentRedirect",
     "redirect without LOCATION",
     "AuthorizationHeaderMalformed",
@@ -57,11 +57,11 @@ _SECRET_NAMES = (
     "key", "secret", "token", "password", "credential", "sas", "passphrase", "connection_string", "authorization",
 )  # fmt: skip
 _LEAST_SECRET = 4  # characters: less would be found in any message
-_deciding = fork_safety.new_lock()  # one thread at a time, whether obstore reads
+_client_choice_lock = fork_safety.new_lock()  # one thread at a time, whether obstore reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class Timeouts:
     """How long a server is waited for.
 
     Args:
@@ -76,7 +76,7 @@ class Limits:
     retry_timeout_s: float = 60.0
 
     @property
-    def limit_s(self) -> float:
+    def total_s(self) -> float:
         """Within which a read that brings nothing has failed."""
         return self.retry_timeout_s + 2 * self.read_timeout_s
 
@@ -111,7 +111,7 @@ class Clients:
             for name in ("read_timeout_s", "retry_timeout_s")
             if name in options
         }
-        self.limits = Limits(**given)
+        self.timeouts = Timeouts(**given)
         self._filesystem = filesystem
         self._opened: dict[tuple[str, bool], Any] = {}
         self._obstore: ObstoreReader | str | None = None
@@ -143,7 +143,7 @@ class Clients:
                 "no URL starts a command here; give the files' own URL (s3://…), "
                 "or mount or download what only a command can reach"
             )
-        self._leave_inherited()
+        self._drop_inherited_clients()
         if self._filesystem is not None:
             return self._filesystem, self._filesystem._strip_protocol(url)
         protocol = protocol_of(url)
@@ -171,10 +171,10 @@ class Clients:
             url: Of any protocol, or a chain.
             whole: The file will be read from its start to its end, as small ones are.
         """
-        self._leave_inherited()
+        self._drop_inherited_clients()
         if self.is_s3(url):
             path = url.partition("://")[2]
-            reader = self._find_obstore(path, whole=whole)
+            reader = self._obstore_reader_or_none(path, whole=whole)
             if reader is not None:
                 return reader, path
         filesystem, path = self.filesystem(url, reading=True)
@@ -182,10 +182,10 @@ class Clients:
         if s3fs is not None and isinstance(filesystem, s3fs.S3FileSystem):
             from shardstream.storage.s3_s3fs import S3fsReader  # noqa: PLC0415
 
-            return S3fsReader(filesystem, self.limits.read_timeout_s), path
+            return S3fsReader(filesystem, self.timeouts.read_timeout_s), path
         if _is_http(filesystem):
-            return HttpReader(filesystem, self.limits.read_timeout_s), path
-        return FilesystemReader(filesystem, self.limits.read_timeout_s), path
+            return HttpReader(filesystem, self.timeouts.read_timeout_s), path
+        return FilesystemReader(filesystem, self.timeouts.read_timeout_s), path
 
     def read(
         self,
@@ -201,14 +201,14 @@ class Clients:
         try:
             response = reader.read(path, start, end, keep_partial=keep_partial, max_bytes=max_bytes)
         except Exception as error:
-            if not self._give_up_obstore(error):
+            if not self._switch_to_s3fs(error):
                 raise
             reader, path = self.reader(url, whole=False)
             response = reader.read(path, start, end, keep_partial=keep_partial, max_bytes=max_bytes)
         self._read_bytes += len(response.data)
         return response
 
-    def glance(self, urls: Sequence[str], max_bytes: int) -> list[bytes | None]:
+    def read_small_files(self, urls: Sequence[str], max_bytes: int) -> list[bytes | None]:
         """Return files of ``max_bytes`` bytes of one server, if this process has set up no client yet and can do without; None says nothing."""
         is_first = "s3fs" not in sys.modules and not fork_safety.has_threads()
         settings = None
@@ -216,23 +216,23 @@ class Clients:
             settings = self._settings()
         if settings is None:
             return [None] * len(urls)
-        return glance(settings, [url.partition("://")[2] for url in urls], max_bytes)
+        return read_small_files(settings, [url.partition("://")[2] for url in urls], max_bytes)
 
-    def _give_up_obstore(self, error: Exception) -> bool:
+    def _switch_to_s3fs(self, error: Exception) -> bool:
         """Go on with s3fs if that can do what obstore cannot: follow a bucket to its region, read answers without a length, trust more certificates."""
-        known = next((sign for sign in _FOR_S3FS if sign in str(error)), None)
+        known = next((sign for sign in _S3FS_CAN_HELP if sign in str(error)), None)
         if known is None or self._s3_client is not None or not _is_installed("s3fs"):
             return False
-        with _deciding:
+        with _client_choice_lock:
             if not isinstance(self._obstore, str):  # else another thread has found out
                 _log.info("reading S3 with s3fs, not obstore: %s", known)
                 self._obstore = known
         return True
 
-    def _leave_inherited(self) -> None:
+    def _drop_inherited_clients(self) -> None:
         if self._pid == os.getpid():
             return
-        with _deciding:
+        with _client_choice_lock:
             if self._pid == os.getpid():  # another thread was first
                 return
             # forked: connections and threads stayed with the parent
@@ -242,13 +242,13 @@ class Clients:
                 self._filesystem = copy.deepcopy(self._filesystem)  # opens it anew
             self._pid = os.getpid()
 
-    def _find_obstore(self, path: str, *, whole: bool) -> ObstoreReader | None:
+    def _obstore_reader_or_none(self, path: str, *, whole: bool) -> ObstoreReader | None:
         if self._s3_client == "s3fs" or not _is_installed("obstore"):
             if self._s3_client == "obstore":
                 raise OptionError("s3_client='obstore' needs one more package: pip install obstore")
             return None
         forced = self._s3_client == "obstore" or not _is_installed("s3fs")
-        if not forced and self._only_looks_around(whole=whole):
+        if not forced and self._reads_little(whole=whole):
             return None
         from shardstream.storage.s3_obstore import ObstoreReader, can_name  # noqa: PLC0415
 
@@ -260,7 +260,7 @@ class Clients:
                 found = _FORKED
             else:
                 found = _UNKNOWN_OPTION if settings is None else ObstoreReader(settings)
-            with _deciding:  # another thread may have decided meanwhile, and given it up
+            with _client_choice_lock:  # another thread may have decided meanwhile, and given it up
                 found = self._obstore = self._obstore or found
         why = found if can_name(path) else "obstore cannot ask for a key of that name"
         if isinstance(why, ObstoreReader):
@@ -281,15 +281,17 @@ class Clients:
         together = " and ".join(remedies)
         return f"{together}, {_SPAWN}" if why == _FORKED else together
 
-    def _only_looks_around(self, *, whole: bool) -> bool:
+    def _reads_little(self, *, whole: bool) -> bool:
         """Tell whether this may be a process that reads little and then forks workers, for whom obstore's threads would be lost."""
         if multiprocessing.parent_process() is not None:
             return False
-        return whole or not (fork_safety.has_threads() or self._read_bytes >= _LOOK_BYTES)
+        return whole or not (fork_safety.has_threads() or self._read_bytes >= _SMALL_READS_BYTES)
 
     def _settings(self) -> S3Settings | None:
-        with explained("s3://", lambda: self.secrets):
-            settings = understand(self._options, aws_variables(), self.limits.read_timeout_s)
+        with translate_errors("s3://", lambda: self.secrets):
+            settings = parse_s3_options(
+                self._options, aws_variables(), self.timeouts.read_timeout_s
+            )
         trusted = None if settings is None else settings.verify
         if isinstance(trusted, str) and not os.path.exists(trusted):
             raise OptionError(
@@ -304,11 +306,11 @@ class Clients:
                 if not _is_installed("s3fs") and _is_installed("obstore"):
                     return self._open_obstore(reading=reading), url.partition("://")[2].rstrip("/")
                 self._settings()  # says what is wrong with them
-                options = for_s3fs(
-                    options, aws_variables(), self.limits.read_timeout_s if reading else None
+                options = complete_s3fs_options(
+                    options, aws_variables(), self.timeouts.read_timeout_s if reading else None
                 )
             elif protocol in _HTTP:
-                options = self._for_http()
+                options = self._http_options()
             with importing():
                 filesystem, path = cast("tuple[Any, str]", url_to_fs(url, **options))
         except ImportError as error:
@@ -317,26 +319,26 @@ class Clients:
                 f"{protocol}:// needs one more package ({error}): {install}", shard=url
             ) from error
         except (ValueError, TypeError) as error:
-            told = scrub(str(error), self.secrets)
-            raise OptionError(f"cannot open this URL: {told}", shard=url) from tellable(
+            told = remove_secrets(str(error), self.secrets)
+            raise OptionError(f"cannot open this URL: {told}", shard=url) from safe_cause(
                 error, self.secrets
             )
         except Exception:  # some file systems connect at once
-            with explained(url, lambda: self.secrets):
+            with translate_errors(url, lambda: self.secrets):
                 raise
         if protocol in S3 and reading and "::" not in url:
             filesystem.retries = 1  # its options make it an instance of its own
         return filesystem, path
 
-    def _for_http(self) -> dict[str, Any]:
+    def _http_options(self) -> dict[str, Any]:
         """Complete the options of an ``HTTPFileSystem``, which waits for five minutes for a server that says nothing."""
         import aiohttp  # noqa: PLC0415  (fsspec needs it for HTTP alone)
 
-        read_timeout_s = self.limits.read_timeout_s
-        limits = aiohttp.ClientTimeout(
+        read_timeout_s = self.timeouts.read_timeout_s
+        timeouts = aiohttp.ClientTimeout(
             total=_HTTP_ANSWER_S, sock_connect=min(10.0, read_timeout_s), sock_read=read_timeout_s
         )
-        client = {"timeout": limits, **(self._options.get("client_kwargs") or {})}
+        client = {"timeout": timeouts, **(self._options.get("client_kwargs") or {})}
         return {**self._options, "client_kwargs": client}
 
     def _open_obstore(self, *, reading: bool) -> Any:

@@ -12,12 +12,12 @@ from statistics import median
 
 from shardstream.storage.retry import ReadHints
 
-_FIRST, _MOST = 8, 32
+_INITIAL_LIMIT, _MAX_LIMIT = 8, 32
 _GAIN = 1.08  # a rate that much higher pays for more connections
 _WINDOW_S = 0.1  # a rate is measured over at least that long
 _HOLD_WINDOWS = 16  # without gain, before it is tried again
-_CALM_S = 1.0  # answers to what was sent before a halving come in for about that long
-_ANSWERS = 32  # of which the middle one is the usual
+_COOLDOWN_S = 1.0  # answers to what was sent before a halving come in for about that long
+_LATENCIES_KEPT = 32  # of which the middle one is the usual
 _LATE, _LEAST_LATE_S = 3, 0.2  # times the usual, but not below
 _FEW, _LATE_AT_FIRST_S = 4, 2.0  # the first answers take long: connections are made
 
@@ -30,41 +30,41 @@ class Slot:
     def __init__(self, concurrency: AdaptiveLimit) -> None:
         self._limit, self.is_held = concurrency, True
 
-    def free(self) -> None:
+    def release(self) -> None:
         """Give it back before the request ends, because nobody waits for that any more."""
-        self._limit.free(self)
+        self._limit.release(self)
 
 
 class AdaptiveLimit:
     """A number of slots that finds its own size, by climbing as long as the rate grows and halving at each refusal.
 
     Args:
-        first: Slots to begin with.
-        most: Slots at most.
+        initial: Slots to begin with.
+        max_limit: Slots at most.
         clock: Seconds, growing.
     """
 
     def __init__(
         self,
-        first: int = _FIRST,
-        most: int = _MOST,
+        initial: int = _INITIAL_LIMIT,
+        max_limit: int = _MAX_LIMIT,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.limit = first
+        self.limit = initial
         self.num_throttled = 0
         self.closed = threading.Event()
         """Set when nobody waits for answers any more."""
         self.last_response_at = clock()
-        self._answers_s: deque[float] = deque(maxlen=_ANSWERS)
-        self._most, self._clock = most, clock
+        self._latencies_s: deque[float] = deque(maxlen=_LATENCIES_KEPT)
+        self._max_limit, self._clock = max_limit, clock
         self._active = 0
         self._changed = threading.Lock()
         self._waiting: deque[threading.Lock] = deque()
-        self._halved_at = self._throttled_at = clock() - _CALM_S
-        self._best = 0.0  # bytes a second before the last climb
-        self._before = first  # slots before it
-        self._hold = 0
-        self._begin(clock())
+        self._halved_at = self._throttled_at = clock() - _COOLDOWN_S
+        self._best_rate = 0.0  # bytes a second before the last climb
+        self._previous_limit = initial  # slots before it
+        self._windows_to_hold = 0
+        self._begin_window(clock())
 
     @contextmanager
     def slot(self) -> Iterator[Slot]:
@@ -73,46 +73,46 @@ class AdaptiveLimit:
         with self._changed:
             gate.acquire()
             self._waiting.append(gate)
-            self._crowded |= self._active >= self.limit
-            self._admit()
+            self._is_saturated |= self._active >= self.limit
+            self._admit_waiting()
         gate.acquire()  # those that came first are let in first: they are needed first
         slot = Slot(self)
         try:
             yield slot
         finally:
-            self.free(slot)
+            self.release(slot)
 
-    def free(self, slot: Slot) -> None:
+    def release(self, slot: Slot) -> None:
         """Give a slot back, once."""
         with self._changed:
             if slot.is_held:
                 slot.is_held = False
                 self._active -= 1
-                self._admit()
+                self._admit_waiting()
 
     @property
     def hedge_after_s(self) -> float:
         """Seconds after which an answer is late: three times the usual, at least 0.2; never while the server asks for less."""
         with self._changed:
-            if self._clock() - self._throttled_at < _CALM_S:
+            if self._clock() - self._throttled_at < _COOLDOWN_S:
                 return math.inf
-            if len(self._answers_s) < _FEW:
+            if len(self._latencies_s) < _FEW:
                 return _LATE_AT_FIRST_S
-            return max(_LEAST_LATE_S, _LATE * median(self._answers_s))
+            return max(_LEAST_LATE_S, _LATE * median(self._latencies_s))
 
     def record_response(self, nbytes: int, seconds: float) -> None:
         """Hear that a request has brought so many bytes in so many seconds."""
         with self._changed:
-            self._answers_s.append(seconds)
+            self._latencies_s.append(seconds)
             self._bytes += nbytes
             self._count += 1
             self.last_response_at = now = self._clock()
             elapsed = now - self._since
             if elapsed >= _WINDOW_S and self._count >= self.limit:
-                if self._crowded:  # else it is the reader that sets the rate
-                    self._adjust(self._bytes / elapsed)
-                self._begin(now)
-            self._admit()
+                if self._is_saturated:  # else it is the reader that sets the rate
+                    self._adjust_limit(self._bytes / elapsed)
+                self._begin_window(now)
+            self._admit_waiting()
 
     def record_activity(self) -> None:
         """Hear that bytes come which a request waits for, though it is not the one that asked for them."""
@@ -124,36 +124,40 @@ class AdaptiveLimit:
         with self._changed:
             self.num_throttled += 1
             now = self._throttled_at = self._clock()
-            if now - self._halved_at >= _CALM_S:
+            if now - self._halved_at >= _COOLDOWN_S:
                 self._halved_at = now
-                self.limit = self._before = max(1, self.limit // 2)
-                self._best, self._hold = 0.0, _HOLD_WINDOWS
-                self._begin(now)
+                self.limit = self._previous_limit = max(1, self.limit // 2)
+                self._best_rate, self._windows_to_hold = 0.0, _HOLD_WINDOWS
+                self._begin_window(now)
 
     def close(self) -> None:
         """Let nobody wait any more, now or later."""
         with self._changed:
             self.closed.set()
-            self._admit()
+            self._admit_waiting()
 
-    def _admit(self) -> None:
+    def _admit_waiting(self) -> None:
         # A thread may ask for a slot after the close: nobody would ever wake it.
         while self._waiting and (self.closed.is_set() or self._active < self.limit):
             self._active += 1
             self._waiting.popleft().release()
 
-    def _begin(self, now: float) -> None:
-        self._since, self._bytes, self._count, self._crowded = now, 0, 0, False
+    def _begin_window(self, now: float) -> None:
+        self._since, self._bytes, self._count, self._is_saturated = now, 0, 0, False
 
-    def _adjust(self, rate: float) -> None:
-        if self._hold:
-            self._hold -= 1
+    def _adjust_limit(self, rate: float) -> None:
+        if self._windows_to_hold:
+            self._windows_to_hold -= 1
             return
-        if rate > self._best * _GAIN:
-            self._best, self._before = rate, self.limit
-            self.limit = min(self._most, self.limit + max(1, self.limit // 4))
+        if rate > self._best_rate * _GAIN:
+            self._best_rate, self._previous_limit = rate, self.limit
+            self.limit = min(self._max_limit, self.limit + max(1, self.limit // 4))
         else:
-            self.limit, self._best, self._hold = self._before, 0.0, _HOLD_WINDOWS
+            self.limit, self._best_rate, self._windows_to_hold = (
+                self._previous_limit,
+                0.0,
+                _HOLD_WINDOWS,
+            )
 
 
 def hints_of(concurrency: AdaptiveLimit | None) -> ReadHints:

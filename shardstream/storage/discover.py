@@ -28,9 +28,9 @@ COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
 _HTTP = ("http://", "https://")
 # Of indexes that are read with the manifest, at most; workers read what they need of more, or larger ones.
 _INDEXES, _INDEXES_BYTES = 48, 1 << 20
-_GLANCED_INDEX_BYTES = 1 << 23  # of a million samples
+_SMALL_INDEX_BYTES = 1 << 23  # of a million samples
 _MANIFEST_LIMIT_BYTES = 256 << 20  # over a million shards
-_GLANCED_MANIFEST_BYTES = 64 << 20
+_SMALL_MANIFEST_BYTES = 64 << 20
 _FOLDERS_LIMIT = 10_000  # each is listed once
 _GLOB = re.compile(r"[*?\[]")
 
@@ -40,7 +40,7 @@ Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Located:
+class LocatedShards:
     """The shards of a dataset.
 
     Args:
@@ -81,7 +81,7 @@ def expand_urls(urls: Urls) -> list[str]:
     return [url for part in parts for url in expand_braces(*_split_join(os.fspath(part)))]
 
 
-def locate(urls: Urls, storage: Storage) -> Located:
+def locate_shards(urls: Urls, storage: Storage) -> LocatedShards:
     """Find the shards of a dataset.
 
     A folder or prefix is read through its ``index.json`` if it has one, else it is all tars in it, sorted by name. Without
@@ -96,7 +96,7 @@ def locate(urls: Urls, storage: Storage) -> Located:
     expanded = expand_urls(urls)
     if not expanded:
         raise OptionError("no shards: the list of URLs is empty")
-    located: list[Located] = []
+    located: list[LocatedShards] = []
     tars: list[str] = []
     globbed: set[str] = set()
     for url in expanded:
@@ -118,7 +118,7 @@ def locate(urls: Urls, storage: Storage) -> Located:
         located.append(_from_tars(tars, storage, globbed))
     if len(located) == 1:
         return located[0]
-    return Located(
+    return LocatedShards(
         shards=tuple(shard for one in located for shard in one.shards),
         manifests={url: digest for one in located for url, digest in one.manifests.items()},
         indexed=frozenset().union(*(one.indexed for one in located)),
@@ -188,7 +188,9 @@ def _globbed(pattern: str, storage: Storage) -> list[str]:
     return tars
 
 
-def _from_manifest(file: FileInfo, storage: Storage, here: list[FileInfo] | None = None) -> Located:
+def _from_manifest(
+    file: FileInfo, storage: Storage, here: list[FileInfo] | None = None
+) -> LocatedShards:
     """Take the shards that a manifest names; ``here`` is what is in its folder, if that has been listed."""
     url = file.url
     manifest, digest = read_manifest(file, storage)
@@ -212,15 +214,15 @@ def _from_manifest(file: FileInfo, storage: Storage, here: list[FileInfo] | None
         listed = storage.list_folder(one)[0] if here is None or one != folder else here
         there = {file.url.rsplit("/", 1)[-1] for file in listed}
         indexed.update(tar for tar in mine if tar.rsplit("/", 1)[-1] + INDEX_SUFFIX in there)
-    return Located(
+    return LocatedShards(
         shards=shards, manifest_url=url, manifests={url: digest}, indexed=frozenset(indexed)
     )
 
 
-def _glanced(folder: str, storage: Storage) -> Located | None:
+def _from_small_reads(folder: str, storage: Storage) -> LocatedShards | None:
     """Take the shards of a folder's manifest by few small reads, where that is as good as a listing; else None."""
     url = join_url(folder, MANIFEST_NAME)
-    (data,) = storage.glance([url], max_bytes=_GLANCED_MANIFEST_BYTES)
+    (data,) = storage.read_small_files([url], max_bytes=_SMALL_MANIFEST_BYTES)
     if data is None:
         return None
     manifest, digest = _decoded(data, url)
@@ -232,10 +234,10 @@ def _glanced(folder: str, storage: Storage) -> Located | None:
     size = OFFSET_BYTES * sum(one.nsamples or 0 for one in shards)
     if len(wanted) > _INDEXES or size > _INDEXES_BYTES:
         wanted = wanted[-1:]
-    indexes = storage.glance(wanted, max_bytes=_GLANCED_INDEX_BYTES)
+    indexes = storage.read_small_files(wanted, max_bytes=_SMALL_INDEX_BYTES)
     if indexes[-1] is None:
         return None
-    return Located(
+    return LocatedShards(
         shards=shards,
         manifest_url=url,
         manifests={url: digest},
@@ -244,10 +246,10 @@ def _glanced(folder: str, storage: Storage) -> Located | None:
     )
 
 
-def _from_folder(url: str, storage: Storage) -> Located:
-    glanced = _glanced(url, storage)
-    if glanced is not None:
-        return glanced
+def _from_folder(url: str, storage: Storage) -> LocatedShards:
+    located = _from_small_reads(url, storage)
+    if located is not None:
+        return located
     files, folders = storage.list_folder(url)
     by_name = {file.url.rsplit("/", 1)[-1]: file for file in files}
     if MANIFEST_NAME in by_name:
@@ -278,7 +280,7 @@ def _check_finished(folder: str, names: Collection[str], storage: Storage) -> No
         check_finished(folder, names)
 
 
-def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> Located:
+def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> LocatedShards:
     """Take named tars with what the manifest in their folder, or their indexes, say of them.
 
     Args:
@@ -310,7 +312,7 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
             found |= {
                 url: replace(known[name], url=url) for name, url in names.items() if name in known
             }
-    return Located(
+    return LocatedShards(
         shards=tuple(found[url] for url in urls), manifests=manifests, indexed=frozenset(indexed)
     )
 
@@ -326,7 +328,7 @@ def _look_up(names: dict[str, str], folder: str, storage: Storage) -> dict[str, 
     return {url.rsplit("/", 1)[-1]: storage.info(url) for url in wanted if storage.exists(url)}
 
 
-def _with_indexes(tars: list[FileInfo], by_name: dict[str, FileInfo]) -> Located:
+def _with_indexes(tars: list[FileInfo], by_name: dict[str, FileInfo]) -> LocatedShards:
     """Count samples by the sizes of the index files: one listing, nothing read."""
     shards, indexed = [], set()
     for tar in tars:
@@ -340,4 +342,4 @@ def _with_indexes(tars: list[FileInfo], by_name: dict[str, FileInfo]) -> Located
                 nsamples=None if index is None else num_samples(index.size),
             )
         )
-    return Located(shards=tuple(shards), indexed=frozenset(indexed))
+    return LocatedShards(shards=tuple(shards), indexed=frozenset(indexed))

@@ -55,70 +55,70 @@ class Verdict(NamedTuple):
 
     error: StorageError
     """For the user."""
-    again: bool
+    is_retryable: bool
     """Whether the same request may work later."""
-    throttled: bool = False
+    is_throttled: bool = False
     """Whether the server asks for fewer requests."""
-    past_end: bool = False
+    is_past_end: bool = False
     """Whether the range begins behind the end of the file."""
 
 
-class _Sign(NamedTuple):
+class _ErrorPattern(NamedTuple):
     names: tuple[str, ...]
     advice: str
     """What is wrong and, after "; ", what to do about it."""
     kind: type[StorageError] = StorageError
-    again: bool = False
-    throttled: bool = False
-    past_end: bool = False
+    is_retryable: bool = False
+    is_throttled: bool = False
+    is_past_end: bool = False
 
 
 _REFUSED = "access refused; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy"
-_LATE = "the server did not answer in time; check it and the network, or raise read_timeout_s in storage_options"
-_SIGNS = (
-    _Sign(("OfflineModeIsEnabled",), "this machine is told to stay offline; unset HF_HUB_OFFLINE"),
-    _Sign(("SocketTimeoutError",), _LATE, again=True),  # of aiohttp, which calls it a ConnectionError, too
-    _Sign(("AnswerCutError", "ClientPayloadError", "IncompleteRead", "response body error", "ConnectionReset",
+_TIMED_OUT = "the server did not answer in time; check it and the network, or raise read_timeout_s in storage_options"
+_ERROR_PATTERNS = (
+    _ErrorPattern(("OfflineModeIsEnabled",), "this machine is told to stay offline; unset HF_HUB_OFFLINE"),
+    _ErrorPattern(("SocketTimeoutError",), _TIMED_OUT, is_retryable=True),  # of aiohttp, which calls it a ConnectionError, too
+    _ErrorPattern(("AnswerCutError", "ClientPayloadError", "IncompleteRead", "response body error", "ConnectionReset",
            "ServerDisconnected", "IncompleteMessage"),
-          "the connection broke off; check the server and the network", again=True),
-    _Sign(("CaUsedAsEndEntity",),
+          "the connection broke off; check the server and the network", is_retryable=True),
+    _ErrorPattern(("CaUsedAsEndEntity",),
           "the server's certificate has signed itself, which obstore does not take; read with s3fs (s3_client='s3fs'), "
           "or make one that cannot sign others (basicConstraints=CA:FALSE)"),
-    _Sign(("InvalidCertificate", "CERTIFICATE_VERIFY_FAILED", "CertificateError"),
+    _ErrorPattern(("InvalidCertificate", "CERTIFICATE_VERIFY_FAILED", "CertificateError"),
           "the server's certificate is not trusted; name the file of the certificate that signed it in AWS_CA_BUNDLE, "
           "and the server as the certificate does"),
-    _Sign(("EndpointConnectionError", "ConnectionError", "ConnectorError", "ConnectTimeout", "ConnectError", "NameResolution", "gaierror",
+    _ErrorPattern(("EndpointConnectionError", "ConnectionError", "ConnectorError", "ConnectTimeout", "ConnectError", "NameResolution", "gaierror",
            "kind: Connect"),
-          "the server cannot be reached; check AWS_ENDPOINT_URL and the network", again=True),
-    _Sign(("SlowDown", "reduce your request rate", "TooManyRequests", "Too Many Requests", "Throttl", "RequestLimitExceeded",
+          "the server cannot be reached; check AWS_ENDPOINT_URL and the network", is_retryable=True),
+    _ErrorPattern(("SlowDown", "reduce your request rate", "TooManyRequests", "Too Many Requests", "Throttl", "RequestLimitExceeded",
            "503 Service Unavailable", "ServiceUnavailable", "503, message", "429, message", "(503)", "(429)"),
-          "the server asks for fewer requests; read with fewer workers at a time", again=True, throttled=True),
-    _Sign(("InvalidRange", "Range Not Satisfiable", "RangeNotSatisfiable"),
-          "the file is shorter than its index says", past_end=True),
-    _Sign(("NoCredentials", "CredentialRetrieval", "PartialCredentials", "ProfileNotFound"),
+          "the server asks for fewer requests; read with fewer workers at a time", is_retryable=True, is_throttled=True),
+    _ErrorPattern(("InvalidRange", "Range Not Satisfiable", "RangeNotSatisfiable"),
+          "the file is shorter than its index says", is_past_end=True),
+    _ErrorPattern(("NoCredentials", "CredentialRetrieval", "PartialCredentials", "ProfileNotFound"),
           "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, or pass storage_options",
           AccessDeniedError),
-    _Sign(("ExpiredToken", "TokenRefreshRequired", "InvalidToken"),
+    _ErrorPattern(("ExpiredToken", "TokenRefreshRequired", "InvalidToken"),
           "access refused; AWS_SESSION_TOKEN is wrong or has expired, get new credentials", AccessDeniedError),
-    _Sign(("RequestTimeTooSkewed",), "access refused; the clock of this machine is wrong", AccessDeniedError),
-    _Sign(("PermissionError", "PermissionDenied", "Unauthenticated", "Forbidden", "AccessDenied", "InvalidAccessKeyId",
+    _ErrorPattern(("RequestTimeTooSkewed",), "access refused; the clock of this machine is wrong", AccessDeniedError),
+    _ErrorPattern(("PermissionError", "PermissionDenied", "Unauthenticated", "Forbidden", "AccessDenied", "InvalidAccessKeyId",
            "SignatureDoesNotMatch"),
           _REFUSED, AccessDeniedError),
     # fsspec's http makes "not found" of any answer to a look-up
-    _Sign(("500, message", "502, message", "504, message"),
-          "the server failed; see its log, or try again later", again=True),
-    _Sign(("Timeout", "TimedOut"), _LATE, again=True),
-    _Sign(("NoSuchBucket",),
+    _ErrorPattern(("500, message", "502, message", "504, message"),
+          "the server failed; see its log, or try again later", is_retryable=True),
+    _ErrorPattern(("Timeout", "TimedOut"), _TIMED_OUT, is_retryable=True),
+    _ErrorPattern(("NoSuchBucket",),
           "the bucket {bucket!r} does not exist; create it, or check the URL", NotFoundError),
-    _Sign(("FileNotFoundError", "NoSuchKey"),
+    _ErrorPattern(("FileNotFoundError", "NoSuchKey"),
           "nothing is there; check the URL, and that it was written", NotFoundError),
-    _Sign(("PermanentRedirect", "BareRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint"),
+    _ErrorPattern(("PermanentRedirect", "BareRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint"),
           "the bucket is in another region; set AWS_REGION"),
-    _Sign(("Read-only file system",), "the disk is read-only; write elsewhere"),
-    _Sign(("No space left", "Disk quota exceeded", "File too large"),
+    _ErrorPattern(("Read-only file system",), "the disk is read-only; write elsewhere"),
+    _ErrorPattern(("No space left", "Disk quota exceeded", "File too large"),
           "the disk is full; free some space, or write elsewhere"),
-    _Sign(("PreconditionFailed",), "the file was changed meanwhile", ChangedError),
-    _Sign(("(NotImplemented)",), "NotImplemented: the server does not know such requests"),
+    _ErrorPattern(("PreconditionFailed",), "the file was changed meanwhile", ChangedError),
+    _ErrorPattern(("(NotImplemented)",), "NotImplemented: the server does not know such requests"),
 )  # fmt: skip
 _HTTP_REMEDIES = {
     "AWS_CA_BUNDLE": "SSL_CERT_FILE",
@@ -132,8 +132,11 @@ _OTHER_REMEDIES = {
 _LOCAL_REMEDIES = {
     _REFUSED: "access refused; check the permissions of the file and of the folders that it is in"
 }
-_LATER = (OSError, RuntimeError)  # of unknown ones, those that tell of a world that may change
-_NEVER = (
+_RETRYABLE_TYPES = (
+    OSError,
+    RuntimeError,
+)  # of unknown ones, those that tell of a world that may change
+_NOT_RETRYABLE = (
     "IsADirectoryError",
     "NotADirectoryError",
     "NotImplementedError",
@@ -150,7 +153,7 @@ _NEVER = (
 )
 
 
-def judge(error: Exception, url: str, secrets: tuple[str, ...] = ()) -> Verdict:
+def classify_error(error: Exception, url: str, secrets: tuple[str, ...] = ()) -> Verdict:
     """Find the first thing in an error's chain that we know a remedy for.
 
     Raises:
@@ -158,37 +161,39 @@ def judge(error: Exception, url: str, secrets: tuple[str, ...] = ()) -> Verdict:
         OptionError: If the file system does not know a storage option.
     """
     if isinstance(error, StorageError):
-        return Verdict(error, again=False)
+        return Verdict(error, is_retryable=False)
     if isinstance(error, ShardStreamError):
         raise error
     if isinstance(error, TypeError) and "keyword argument" in str(error):
         raise OptionError(
-            f"the file system does not know one of the storage options: {scrub(str(error), secrets)}",
+            f"the file system does not know one of the storage options: {remove_secrets(str(error), secrets)}",
             shard=url,
-        ) from tellable(error, secrets)
+        ) from safe_cause(error, secrets)
     theirs = type(error).__module__.split(".")[0] in _CLIENTS
     if not theirs and not isinstance(error, OSError | ValueError | RuntimeError | TimeoutError):
         raise error
-    text = _chain_text(error)
+    text = _causes_text(error)
     for name in (url.partition("://")[2] or url, url.rpartition("/")[2]):
         if len(name) > 6:  # a file may be called "Timeout.tar"
             text = text.replace(name, "")
-    detail = scrub(f"{type(error).__name__}: {_first_line(error)}", secrets)
-    for sign in _SIGNS:
-        if any(name in text for name in sign.names):
-            what, remedy = _advice(sign, url)
+    detail = remove_secrets(f"{type(error).__name__}: {_first_line(error)}", secrets)
+    for pattern in _ERROR_PATTERNS:
+        if any(name in text for name in pattern.names):
+            what, remedy = _problem_and_remedy(pattern, url)
             if remedy:
-                made = sign.kind(what, remedy=f"{remedy} ({detail})", shard=url)
+                made = pattern.kind(what, remedy=f"{remedy} ({detail})", shard=url)
             else:
-                made = sign.kind(f"{what} ({detail})", shard=url)
-            return Verdict(made, sign.again, sign.throttled, sign.past_end)
-    again = (theirs or isinstance(error, _LATER)) and not any(name in text for name in _NEVER)
-    return Verdict(StorageError(detail, shard=url), again)
+                made = pattern.kind(f"{what} ({detail})", shard=url)
+            return Verdict(made, pattern.is_retryable, pattern.is_throttled, pattern.is_past_end)
+    is_retryable = (theirs or isinstance(error, _RETRYABLE_TYPES)) and not any(
+        name in text for name in _NOT_RETRYABLE
+    )
+    return Verdict(StorageError(detail, shard=url), is_retryable)
 
 
-def _advice(sign: _Sign, url: str) -> tuple[str, str]:
+def _problem_and_remedy(pattern: _ErrorPattern, url: str) -> tuple[str, str]:
     """Return what is wrong and what to do about it; the latter may be empty."""
-    advice, others = sign.advice, {}
+    advice, others = pattern.advice, {}
     if url.startswith("http"):
         others = _HTTP_REMEDIES
     elif "://" not in url or url.startswith("file:"):
@@ -202,13 +207,13 @@ def _advice(sign: _Sign, url: str) -> tuple[str, str]:
     return what, remedy
 
 
-def tellable(error: BaseException, secrets: tuple[str, ...] = ()) -> BaseException | None:
+def safe_cause(error: BaseException, secrets: tuple[str, ...] = ()) -> BaseException | None:
     """Return an error as the cause of ours, or None if anything in its chain would show a secret."""
-    text = _chain_text(error)
-    return error if scrub(text, secrets) == text else None
+    text = _causes_text(error)
+    return error if remove_secrets(text, secrets) == text else None
 
 
-def no_ranges(url: str, offset: int) -> StorageError:
+def ranges_ignored_error(url: str, offset: int) -> StorageError:
     """Return the error of a server that sends more than the range that it was asked for."""
     return StorageError(
         "more bytes came than were asked for: the server does not know ranges; "
@@ -219,33 +224,35 @@ def no_ranges(url: str, offset: int) -> StorageError:
 
 
 @contextmanager
-def explained(url: str, find_secrets: Callable[[], tuple[str, ...]] = tuple) -> Iterator[None]:
+def translate_errors(
+    url: str, find_secrets: Callable[[], tuple[str, ...]] = tuple
+) -> Iterator[None]:
     """Turn what a file system raises into a `StorageError` that says what to do; secrets are looked up when it does."""
     try:
         yield
     except Exception as error:
         secrets = find_secrets()
-        verdict = judge(error, url, secrets)
+        verdict = classify_error(error, url, secrets)
         if verdict.error is error:
             raise
-        raise verdict.error from tellable(error, secrets)
+        raise verdict.error from safe_cause(error, secrets)
 
 
-def scrub(text: str, secrets: tuple[str, ...]) -> str:
+def remove_secrets(text: str, secrets: tuple[str, ...]) -> str:
     """Return a text without these secrets, and without what signs a request."""
     for secret in secrets:
         text = text.replace(secret, "…")
     return _SIGNED.sub(lambda found: (found[1] or found[3]) + "…", redact(text))
 
 
-def _chain_text(error: BaseException) -> str:
+def _causes_text(error: BaseException) -> str:
     parts: list[str] = []
-    for one in _chain(error):
+    for one in _causes(error):
         parts += (" ".join(kind.__name__ for kind in type(one).__mro__), str(one))
     return "\n".join(parts)
 
 
-def _chain(error: BaseException) -> list[BaseException]:
+def _causes(error: BaseException) -> list[BaseException]:
     """Return an error and its causes, ten at most."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
@@ -266,15 +273,15 @@ def _first_line(error: Exception) -> str:
         return ", ".join(part for part in code.groups() if part)
     line = text.strip().partition("\n")[0]
     # s3fs makes one of Python's errors of the server's, which has the code that the server's own words often lack.
-    code = _BOTOCORE_CODE.search(_chain_text(error))
+    code = _BOTOCORE_CODE.search(_causes_text(error))
     if code is None or code[1] in line:
         return line
     return code[1] if line in ("", "None") else f"{code[1]}, {line}"
 
 
-def is_answer(error: BaseException) -> bool:
+def has_http_status(error: BaseException) -> bool:
     """Tell whether a server sent an HTTP status: then something listens at its address."""
-    return any(_status(one) is not None for one in _chain(error))
+    return any(_status(one) is not None for one in _causes(error))
 
 
 def _status(error: BaseException) -> int | None:

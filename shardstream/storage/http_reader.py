@@ -8,7 +8,7 @@ from typing import Any
 
 from fsspec.asyn import sync
 
-from shardstream.storage.error_messages import no_ranges
+from shardstream.storage.error_messages import ranges_ignored_error
 from shardstream.storage.response import RangeResponse, max_response_bytes
 
 _SLOWEST_BYTES_PER_S = 10_000
@@ -54,7 +54,9 @@ class HttpReader:
             async with session.get(filesystem.encode_url(path), **options) as answer:
                 filesystem._raise_not_found_for_status(answer, path)
                 if start and answer.status == http.HTTPStatus.OK:
-                    raise no_ranges(path, start)  # these bytes are from the start of the file
+                    raise ranges_ignored_error(
+                        path, start
+                    )  # these bytes are from the start of the file
                 async for chunk in answer.content.iter_any():
                     data += chunk
                     if len(data) > max_bytes:

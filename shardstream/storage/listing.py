@@ -27,7 +27,7 @@ _MANY_FIELDS = 30  # more are odd where samples are fewer than that
 _MOST_FOLDERS = 4096  # with more, one listing of everything is fewer requests
 
 
-class Listed(NamedTuple):
+class ListedFile(NamedTuple):
     """A file under the folder that was listed."""
 
     path: str
@@ -38,7 +38,7 @@ class Listed(NamedTuple):
     """Changes with the bytes, as far as the file system tells."""
 
 
-def list_files(root: str, storage: Storage) -> list[Listed]:
+def list_files(root: str, storage: Storage) -> list[ListedFile]:
     """Return all files under a folder, sorted by path; hidden ones and half-written ones are left out.
 
     An object store hands out its names a thousand at a time, one page after the other: the folders right under this one are
@@ -50,18 +50,18 @@ def list_files(root: str, storage: Storage) -> list[Listed]:
     return _shown(root, _find(root, storage), storage)
 
 
-def _shown(root: str, files: Iterable[FileInfo], storage: Storage) -> list[Listed]:
+def _shown(root: str, files: Iterable[FileInfo], storage: Storage) -> list[ListedFile]:
     base = storage.resolve(root)[1].rstrip("/")
     found = []
     for file in files:
         path = (storage.local_path(file.url) or storage.resolve(file.url)[1])[len(base) + 1 :]
         hidden = path.startswith(".") or "/." in path or is_part(path)
         if path and not hidden and not file.url.endswith("/"):  # "a/" is how consoles mark a folder
-            found.append(Listed(path, file.url, file.size, file.version))
+            found.append(ListedFile(path, file.url, file.size, file.version))
     return sorted(found)
 
 
-def list_all(urls: Sequence[str], storage: Storage) -> tuple[str, list[Listed]]:
+def list_all(urls: Sequence[str], storage: Storage) -> tuple[str, list[ListedFile]]:
     """Return the folder that some folders, prefixes and files have in common, and the files in them, with paths under it.
 
     Raises:
@@ -99,7 +99,7 @@ def list_beginning(prefix: str, storage: Storage) -> list[str]:
     return urls
 
 
-def sample_members(root: str, files: Sequence[Listed]) -> list[tuple[str, str, Listed]]:
+def sample_members(root: str, files: Sequence[ListedFile]) -> list[tuple[str, str, ListedFile]]:
     """Return key, field and file of what samples are made of, sorted.
 
     Files without an extension, and those in folders named like ``__this__``, are left out, with a warning that counts them.
@@ -132,7 +132,7 @@ def sample_members(root: str, files: Sequence[Listed]) -> list[tuple[str, str, L
     return members
 
 
-def _check_loose(root: str, files: Sequence[Listed]) -> None:
+def _check_loose(root: str, files: Sequence[ListedFile]) -> None:
     """Refuse packed shards: each tar, index and manifest would become a field of a sample."""
     tars = {file.path for file in files if is_tar(file.path)}
     if not tars:
@@ -152,7 +152,7 @@ def _check_loose(root: str, files: Sequence[Listed]) -> None:
         )
 
 
-def _warn_of_rare_fields(root: str, members: Sequence[tuple[str, str, Listed]]) -> None:
+def _warn_of_rare_fields(root: str, members: Sequence[tuple[str, str, ListedFile]]) -> None:
     """Warn where dots in names, not extensions, have made the fields."""
     fields = Counter(field for _, field, _ in members)
     samples = 1 + sum(one[0] != other[0] for one, other in pairwise(members))
@@ -182,7 +182,7 @@ def _folder(path: str) -> str:
     return path.rpartition("/")[0]
 
 
-def _list_one(url: str, storage: Storage) -> tuple[str, list[Listed]]:
+def _list_one(url: str, storage: Storage) -> tuple[str, list[ListedFile]]:
     found = _find(url, storage)
     _check_all_finished(found)
     files = _shown(url, found, storage)
@@ -191,7 +191,7 @@ def _list_one(url: str, storage: Storage) -> tuple[str, list[Listed]]:
     if url.endswith("/"):
         raise NotFoundError("no files are here; check the URL", shard=url)
     info = storage.info(url)
-    return parent_url(url), [Listed(url.rpartition("/")[2], url, info.size, info.version)]
+    return parent_url(url), [ListedFile(url.rpartition("/")[2], url, info.size, info.version)]
 
 
 def _check_all_finished(files: Sequence[FileInfo]) -> None:

@@ -195,7 +195,7 @@ class _S3Object:
     def abort(self, upload_id: str) -> None:
         """Drop an upload with its parts; what stands in the way of that is logged."""
         try:
-            with self._storage.explained(self._url):
+            with self._storage.translate_errors(self._url):
                 self._request("abort_multipart_upload", UploadId=upload_id)
         except NotFoundError:
             return
@@ -208,7 +208,7 @@ class _S3Object:
         Where the server does not let us look, they stay: they cost room, and harm nothing.
         """
         try:
-            with self._storage.explained(self._url):
+            with self._storage.translate_errors(self._url):
                 answer = self._request("list_multipart_uploads", Prefix=self._key, Key=None)
         except StorageError as error:
             _log.info("%s: cannot look for unfinished uploads: %s", self._url, error)

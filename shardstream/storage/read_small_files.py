@@ -36,7 +36,9 @@ _REGION = re.compile(r"[a-z0-9-]+")  # it becomes a part of a host's name
 _EMPTY_SHA256 = hashlib.sha256().hexdigest()
 
 
-def glance(settings: S3Settings, paths: Sequence[str], max_bytes: int) -> list[bytes | None]:
+def read_small_files(
+    settings: S3Settings, paths: Sequence[str], max_bytes: int
+) -> list[bytes | None]:
     """Read files of ``max_bytes`` bytes of an S3 server, "bucket/key"; None where that takes more than one plain request, and for all behind such a one.
 
     Several are asked for before the first answer is waited for, without threads: each would leave an arena of malloc to the workers
@@ -119,14 +121,14 @@ class _Server:
         """Return what reads an answer until the deadline, its head included."""
         answer = http.client.HTTPResponse(sock, **options)
         answer.fp.close()
-        answer.fp = io.BufferedReader(_Until(sock, self._deadline))
+        answer.fp = io.BufferedReader(_DeadlineReader(sock, self._deadline))
         return answer
 
     def _ask(self, path: str, connection: http.client.HTTPConnection) -> None:
         settings, target = self._settings, f"{self._folder}/{quote(path, safe='/~')}"
         headers = {"host": self._host}
         if not settings.anonymous and settings.credentials is not None:
-            headers |= sign(
+            headers |= sign_request(
                 target,
                 host=self._host,
                 region=settings.region,
@@ -136,7 +138,7 @@ class _Server:
         connection.request("GET", target, headers=headers)
 
 
-class _Until(io.RawIOBase):
+class _DeadlineReader(io.RawIOBase):
     """The bytes of a socket that come before a deadline; each read has the socket's own limit, too."""
 
     def __init__(self, sock: socket.socket, deadline: float) -> None:
@@ -169,7 +171,7 @@ def _answer(connection: http.client.HTTPConnection, max_bytes: int) -> bytes | N
     return data if len(data) == size else None
 
 
-def sign(
+def sign_request(
     target: str, *, host: str, region: str, credentials: dict[str, str | None], now: datetime
 ) -> dict[str, str]:
     """Return the headers that sign a GET of an S3 server, by AWS Signature Version 4.

@@ -10,7 +10,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 from shardstream.errors import ChangedError
-from shardstream.storage.error_messages import Verdict, is_answer, judge, no_ranges, tellable
+from shardstream.storage.error_messages import (
+    Verdict,
+    classify_error,
+    has_http_status,
+    ranges_ignored_error,
+    safe_cause,
+)
 
 if TYPE_CHECKING:
     from shardstream.storage.response import RangeResponse
@@ -186,11 +192,11 @@ class Backoff:
             StorageError: What the error means to the user, if trying again does not help or has lasted too long.
         """
         storage = self._storage
-        verdict = judge(error, self._url, storage.secrets)
-        storage.reached = storage.reached or verdict.throttled or is_answer(error)
-        if verdict.throttled and self._on_throttle is not None:
+        verdict = classify_error(error, self._url, storage.secrets)
+        storage.reached = storage.reached or verdict.is_throttled or has_http_status(error)
+        if verdict.is_throttled and self._on_throttle is not None:
             self._on_throttle()
-        retry_timeout_s = storage.limits.retry_timeout_s
+        retry_timeout_s = storage.timeouts.retry_timeout_s
         if not storage.reached:
             retry_timeout_s = min(retry_timeout_s, _NEVER_REACHED_S)
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._count) * _jitter.uniform(0.5, 1.0)
@@ -200,11 +206,11 @@ class Backoff:
         self._count += 1
         self._paused_s += pause_s
         late = passed_s + pause_s > retry_timeout_s
-        if not verdict.again or late or self._pause(pause_s):
+        if not verdict.is_retryable or late or self._pause(pause_s):
             raised = verdict.error if explain is None else explain(verdict)
-            if verdict.again:
+            if verdict.is_retryable:
                 raised.add_note(f"tried {self._count} times in {passed_s:.0f} s")
-            raise raised from (None if raised is error else tellable(error, storage.secrets))
+            raise raised from (None if raised is error else safe_cause(error, storage.secrets))
         _log.debug("again after %.1f s: %s", pause_s, verdict.error)
 
     def _pause(self, pause_s: float) -> bool:
@@ -254,7 +260,7 @@ class _RangeRead:
         limit = self._size if self.end is None else self.end
         if limit is not None and len(response.data) > limit - self.position:
             # They are from the start of the file: other samples than those that are meant.
-            raise no_ranges(self.url, self.position)
+            raise ranges_ignored_error(self.url, self.position)
         self._parts.append(response.data)
         self.position += len(response.data)
         self.has_broken_off |= response.error is not None
@@ -325,6 +331,6 @@ class _RangeRead:
         Raises:
             ChangedError: If the server says that the file ends before the range, with the file's length.
         """
-        if verdict.past_end:
+        if verdict.is_past_end:
             self._look_up_size()
         return verdict.error

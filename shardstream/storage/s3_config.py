@@ -88,7 +88,7 @@ class S3Settings:
     read_timeout_s: float = 20.0
 
 
-def understand(
+def parse_s3_options(
     options: Mapping[str, Any], variables: Mapping[str, str], read_timeout_s: float
 ) -> S3Settings | None:
     """Read the storage options of s3fs; None if there is one whose meaning only s3fs knows.
@@ -132,7 +132,7 @@ def understand(
     )
 
 
-def for_s3fs(
+def complete_s3fs_options(
     options: Mapping[str, Any], variables: Mapping[str, str], read_timeout_s: float | None
 ) -> dict[str, Any]:
     """Complete the options of an `s3fs.S3FileSystem`.

@@ -14,8 +14,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from shardstream.errors import AccessDeniedError, NotFoundError, StorageError
 from shardstream.storage.cache import Cache, version_of
-from shardstream.storage.clients import Clients, Limits
-from shardstream.storage.error_messages import explained
+from shardstream.storage.clients import Clients, Timeouts
+from shardstream.storage.error_messages import translate_errors
 from shardstream.storage.fork_safety import new_lock
 from shardstream.storage.range_file import open_ranges
 from shardstream.storage.response import RangeResponse
@@ -95,18 +95,18 @@ class Storage:
         return other
 
     @property
-    def limits(self) -> Limits:
+    def timeouts(self) -> Timeouts:
         """How long a server is waited for."""
-        return self._clients.limits
+        return self._clients.timeouts
 
     @property
     def secrets(self) -> tuple[str, ...]:
         """Values that no message may show."""
         return self._clients.secrets
 
-    def explained(self, url: str) -> AbstractContextManager[None]:
+    def translate_errors(self, url: str) -> AbstractContextManager[None]:
         """Turn what a client raises into a `StorageError` that says what to do, and shows no secret of this storage."""
-        return explained(url, lambda: self.secrets)
+        return translate_errors(url, lambda: self.secrets)
 
     def resolve(self, url: str) -> tuple[Any, str]:
         """Return the file system of a URL and the path on it, for writing: it retries by itself.
@@ -215,11 +215,13 @@ class Storage:
         """
         return fetch(self, url, start, end, max_bytes=max_bytes)
 
-    def glance(self, urls: Sequence[str], *, max_bytes: int) -> list[bytes | None]:
+    def read_small_files(self, urls: Sequence[str], *, max_bytes: int) -> list[bytes | None]:
         """Return files of ``max_bytes`` bytes that can be had without setting up a client; None says nothing about a file."""
-        # A cache must learn the versions of the files, which a listing tells.
+        # A cache must record the versions of the files, which a listing tells.
         return (
-            [None] * len(urls) if self.cache is not None else self._clients.glance(urls, max_bytes)
+            [None] * len(urls)
+            if self.cache is not None
+            else self._clients.read_small_files(urls, max_bytes)
         )
 
     def forget(self, url: str, start: int = 0, end: int | None = None) -> None:
@@ -257,7 +259,7 @@ class Storage:
                 yield stream
             return
         filesystem, path = self._clients.filesystem(url, reading=False)
-        with self.explained(url):
+        with self.translate_errors(url):
             stream = filesystem.open(path, "rb")
         with stream:
             yield cast("BinaryIO", stream)
@@ -269,7 +271,7 @@ class Storage:
     def _file(self, url: str, entry: Mapping[str, Any]) -> FileInfo:
         file = FileInfo(url=url, size_or_none=entry["size"], version=version_of(entry))
         if self.cache is not None and file.size_or_none is not None:
-            self.cache.learn(file.url, file.size_or_none, file.version)
+            self.cache.record(file.url, file.size_or_none, file.version)
         return file
 
     @staticmethod

@@ -19,15 +19,15 @@ import numpy as np
 import pytest
 
 import shardstream as ss
-from shardstream.catalog.integrity import Checks
-from shardstream.catalog.shard_catalog import Catalog
+from shardstream.catalog.integrity import VerifiedReader
+from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.errors import IndexMismatchError, OptionError, StorageError
 from shardstream.fetch.remote import RangeFetcher
 from shardstream.format.manifest import ShardInfo
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.cache import open_cache
 from shardstream.storage.concurrency import AdaptiveLimit
-from shardstream.storage.discover import locate
+from shardstream.storage.discover import locate_shards
 from shardstream.storage.response import RangeResponse
 from shardstream.storage.retry import fetch
 from shardstream.storage.store import Storage
@@ -94,13 +94,13 @@ def damage(shard: ShardInfo, at: int) -> None:
     [(0, 1), (MIB - 1, MIB + 1), (MIB, 2 * MIB), (5, len(DATA)), (len(DATA) - 3, len(DATA))],
 )
 def test_a_range_has_the_bytes_of_the_file_at_first_and_later(start: int, end: int) -> None:
-    checks = Checks([shard_of()], Storage())
+    checks = VerifiedReader([shard_of()], Storage())
     for _ in range(2):
         assert checks.read(0, start, end) == DATA[start:end]
 
 
 def test_a_shard_is_read_whole_once_and_then_by_whole_chunks(wire: Wire) -> None:
-    checks = Checks([shard_of()], Storage())
+    checks = VerifiedReader([shard_of()], Storage())
     checks.read(0, 3 * MIB + 5, 4 * MIB + 5)  # comes along
     assert wire.reads == [(0, 4 * MIB), (4 * MIB, 8 * MIB), (8 * MIB, len(DATA))]
     wire.reads.clear()
@@ -113,12 +113,12 @@ def test_what_comes_meanwhile_is_told_so_that_nobody_takes_it_for_a_stall() -> N
     now = [0.0]
     concurrency = AdaptiveLimit(8, 32, lambda: now[0])
     now[0] = 50.0
-    Checks([shard_of()], Storage()).read(0, 0, 1, concurrency)
+    VerifiedReader([shard_of()], Storage()).read(0, 0, 1, concurrency)
     assert concurrency.last_response_at == 50.0
 
 
 def test_threads_that_want_a_shard_at_once_wait_for_one_that_checks_it(wire: Wire) -> None:
-    checks = Checks([shard_of()], Storage())
+    checks = VerifiedReader([shard_of()], Storage())
     barrier = threading.Barrier(8)
 
     def read(number: int) -> bytes:
@@ -134,7 +134,7 @@ def test_threads_that_want_a_shard_at_once_wait_for_one_that_checks_it(wire: Wir
 def test_a_check_that_failed_is_told_to_those_who_wait_and_made_anew_later(wire: Wire) -> None:
     shard = shard_of()
     storage = Storage({"retry_timeout_s": 0.01})
-    checks = Checks([shard], storage)
+    checks = VerifiedReader([shard], storage)
     asked, go_on = threading.Event(), threading.Event()
 
     def fail() -> None:
@@ -170,7 +170,7 @@ def once(at: int) -> Callable[[int, int], int | None]:
 
 def test_a_check_that_nobody_waits_for_any_more_is_made_by_who_does(wire: Wire) -> None:
     # As when an epoch is left in the middle of a fault, and the next begins at once.
-    checks = Checks([shard_of()], Storage())
+    checks = VerifiedReader([shard_of()], Storage())
     left, failing = AdaptiveLimit(), threading.Event()
     waits = threading.Event()
 
@@ -192,7 +192,7 @@ def test_a_check_that_nobody_waits_for_any_more_is_made_by_who_does(wire: Wire) 
 
 
 def test_a_bit_flipped_on_the_way_of_the_first_read_is_mended(wire: Wire) -> None:
-    checks = Checks([shard_of()], Storage())
+    checks = VerifiedReader([shard_of()], Storage())
     wire.spoil = once(5 * MIB)
     assert checks.read(0, 5 * MIB, 5 * MIB + 9) == DATA[5 * MIB : 5 * MIB + 9]
     assert len(wire.reads) == 6
@@ -200,7 +200,7 @@ def test_a_bit_flipped_on_the_way_of_the_first_read_is_mended(wire: Wire) -> Non
 
 @pytest.mark.parametrize("at", [2 * MIB, 3 * MIB - 1, 3 * MIB, len(DATA) - 1])
 def test_a_bit_flipped_on_the_way_later_costs_one_read_of_its_chunk(at: int, wire: Wire) -> None:
-    checks = Checks([shard_of()], Storage())
+    checks = VerifiedReader([shard_of()], Storage())
     checks.read(0, 0, 1)
     wire.reads.clear()
     wire.spoil = once(at)
@@ -218,7 +218,7 @@ def test_a_flipped_bit_in_the_cache_is_replaced_there(wire: Wire, tmp_path: Path
     wire.spoil = once(5 * MIB)
     damaged = storage()
     assert fetch(damaged, shard.url, 0, len(DATA)) == flipped(DATA, 5 * MIB)  # it is in the cache
-    assert Checks([shard], storage()).read(0, 5 * MIB, 6 * MIB) == DATA[5 * MIB : 6 * MIB]
+    assert VerifiedReader([shard], storage()).read(0, 5 * MIB, 6 * MIB) == DATA[5 * MIB : 6 * MIB]
     wire.reads.clear()
     assert fetch(storage(), shard.url, 0, len(DATA)) == DATA
     assert wire.reads == []
@@ -229,7 +229,7 @@ def test_a_flipped_chunk_that_came_into_the_cache_later_is_replaced(
 ) -> None:
     shard = shard_of()
     storage = Storage(cache=open_cache(tmp_path, "100MB"))
-    checks = Checks([shard], storage)
+    checks = VerifiedReader([shard], storage)
     checks.read(0, 0, 1)
     storage.forget(shard.url, 4 * MIB, 6 * MIB)
     wire.spoil = once(5 * MIB)
@@ -242,7 +242,7 @@ def test_a_flipped_chunk_that_came_into_the_cache_later_is_replaced(
 def test_a_shard_that_is_damaged_in_the_store_is_told_with_both_digests(wire: Wire) -> None:
     shard = shard_of()
     damage(shard, 77)
-    checks = Checks([shard], Storage())
+    checks = VerifiedReader([shard], Storage())
     with pytest.raises(IndexMismatchError) as raised:
         checks.read(0, 5 * MIB, 6 * MIB)  # of the part that is sound
     assert (shard.sha256 or "").lower() in str(raised.value)
@@ -254,13 +254,13 @@ def test_a_way_that_always_flips_ends_with_an_error(wire: Wire) -> None:
     noise = random.Random(1)
     wire.spoil = lambda start, end: noise.randrange(end - start)
     with pytest.raises(IndexMismatchError, match="its sha256 is"):
-        Checks([shard_of()], Storage()).read(0, 0, 1)
+        VerifiedReader([shard_of()], Storage()).read(0, 0, 1)
     assert len(wire.reads) == 12
 
 
 def test_damage_after_the_check_is_told_with_its_place(wire: Wire) -> None:
     shard = shard_of()
-    checks = Checks([shard], Storage())
+    checks = VerifiedReader([shard], Storage())
     checks.read(0, 0, 1)
     damage(shard, 5 * MIB + 3)
     wire.reads.clear()
@@ -288,7 +288,7 @@ def in_fork(function: Callable[[], Any]) -> Any:
 
 def test_forked_processes_know_what_others_have_checked(wire: Wire) -> None:
     shards = [shard_of(), shard_of()]
-    checks = Checks(shards, Storage())
+    checks = VerifiedReader(shards, Storage())
     checks.read(0, 0, 1)
     wire.reads.clear()
 
@@ -302,7 +302,7 @@ def test_forked_processes_know_what_others_have_checked(wire: Wire) -> None:
 
 
 def test_a_process_forked_in_mid_check_waits_for_nobody(wire: Wire) -> None:
-    checks = Checks([shard_of()], Storage())
+    checks = VerifiedReader([shard_of()], Storage())
     parent, asked, go_on = os.getpid(), threading.Event(), threading.Event()
 
     def stall() -> None:
@@ -320,7 +320,7 @@ def test_a_process_forked_in_mid_check_waits_for_nobody(wire: Wire) -> None:
 
 
 def test_a_copy_begins_anew(wire: Wire) -> None:
-    checks = Checks([shard_of()], Storage())
+    checks = VerifiedReader([shard_of()], Storage())
     checks.read(0, 0, 1)
     copied = ForkingPickler.loads(ForkingPickler.dumps(checks))
     wire.reads.clear()
@@ -381,7 +381,7 @@ def test_who_waits_for_anothers_check_waits_as_long_as_bytes_come(wire: Wire) ->
         for number in range(20):  # five pieces
             writer.write({"__key__": str(number), "bin": DATA[:MIB]})
     storage = Storage({"read_timeout_s": 0.1, "retry_timeout_s": 1.0})
-    catalog = Catalog(locate(url, storage), storage, "sha256")
+    catalog = ShardCatalog(locate_shards(url, storage), storage, "sha256")
     begun = threading.Event()
 
     def be_slow() -> None:
@@ -476,7 +476,7 @@ def test_an_index_that_comes_damaged_is_read_again(
 
     monkeypatch.setattr(Storage, "read_once", read_once)
     storage = Storage(cache=open_cache(tmp_path, "100MB"))
-    catalog = Catalog(locate(url, storage), storage)
+    catalog = ShardCatalog(locate_shards(url, storage), storage)
     assert [catalog.read_sample(number)["cls"] for number in range(24)] == [
         b"%d" % number for number in range(24)
     ]
@@ -487,7 +487,7 @@ def test_a_local_file_that_was_found_right_is_not_hashed_again(tmp_path: Path) -
     other = shard_of(b"other")
     path = str(tmp_path / "a.tar")
     Path(path).write_bytes(DATA)
-    checks = Checks([other, shard_of(), other], Storage())
+    checks = VerifiedReader([other, shard_of(), other], Storage())
     assert not checks.knows_file(1, path)
     checks.check_file(1, path, memoryview(DATA))
     assert checks.knows_file(1, path)

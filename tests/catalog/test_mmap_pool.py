@@ -18,10 +18,10 @@ import pytest
 import shardstream as ss
 from shardstream.catalog import mmap_pool as module
 from shardstream.catalog import shard_catalog as catalog_module
-from shardstream.catalog.mmap_pool import Maps
-from shardstream.catalog.shard_catalog import Catalog
+from shardstream.catalog.mmap_pool import MmapPool
+from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.errors import IndexMismatchError, NotFoundError
-from shardstream.storage.discover import locate
+from shardstream.storage.discover import locate_shards
 from shardstream.storage.store import Storage
 
 
@@ -34,15 +34,15 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def checked(folder: Path) -> Catalog:
+def checked(folder: Path) -> ShardCatalog:
     storage = Storage()
-    return Catalog(locate(str(folder), storage), storage, "sha256")
+    return ShardCatalog(locate_shards(str(folder), storage), storage, "sha256")
 
 
 def test_a_map_does_not_vouch_for_a_file_that_took_its_place(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MOST", 1)
+    monkeypatch.setattr(module, "_MAX_MAPS", 1)
     catalog, tar = checked(folder), folder / "000000.tar"
     assert catalog.map_shard(0) is catalog.map_shard(0)
     whole = tar.read_bytes()
@@ -66,7 +66,7 @@ def test_a_map_does_not_vouch_for_a_file_that_took_its_place(
 def test_any_limit_of_files_will_do(files: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_all", weakref.WeakSet())  # not those of other tests
     monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
-    maps = Maps()
+    maps = MmapPool()
     for number in range(3):
         maps.keep(number, b"tar")
     assert [maps.get(number) is not None for number in range(3)].count(True) == kept
@@ -83,12 +83,12 @@ def switching() -> Iterator[None]:
 
 @pytest.mark.usefixtures("switching")
 def test_data_sets_are_opened_while_others_are_read() -> None:
-    others = [Maps() for _ in range(100)]
-    opened: deque[Maps] = deque(maxlen=100)
+    others = [MmapPool() for _ in range(100)]
+    opened: deque[MmapPool] = deque(maxlen=100)
 
     def open_more() -> None:
         for _ in range(1000):
-            opened.append(Maps())
+            opened.append(MmapPool())
 
     opener = threading.Thread(target=open_more)
     opener.start()
@@ -99,11 +99,11 @@ def test_data_sets_are_opened_while_others_are_read() -> None:
         opener.join()
 
 
-def use_maps(_: Catalog) -> None:
-    Maps().keep(0, b"tar")
+def use_maps(_: ShardCatalog) -> None:
+    MmapPool().keep(0, b"tar")
 
 
-def use_indexes(catalog: Catalog) -> None:
+def use_indexes(catalog: ShardCatalog) -> None:
     catalog.offsets(0)
 
 
@@ -112,7 +112,7 @@ def use_indexes(catalog: Catalog) -> None:
     ("lock", "use"), [(module._lock, use_maps), (catalog_module._lock, use_indexes)]
 )
 def test_a_child_that_is_forked_meanwhile_does_not_wait_for_ever(
-    lock: threading.Lock, use: Callable[[Catalog], None], folder: Path
+    lock: threading.Lock, use: Callable[[ShardCatalog], None], folder: Path
 ) -> None:
     catalog, held = checked(folder), threading.Event()
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 
 from shardstream.catalog import shard_catalog as catalog_module
 from shardstream.catalog.mmap_pool import map_file
-from shardstream.catalog.shard_catalog import Catalog, lacks_index
+from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
 from shardstream.errors import IndexMismatchError, OptionError, ShardError, StorageError
 from shardstream.format.manifest import Manifest, ShardInfo, encode_manifest
 from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.discover import locate
+from shardstream.storage.discover import locate_shards
 from shardstream.storage.response import RangeResponse
 from shardstream.storage.store import Storage
 from tests.servers import S3Server
@@ -43,12 +43,12 @@ def write_dataset(folder: str, counts: tuple[int, ...], *, storage: Storage | No
         first += count
 
 
-def open_catalog(folder: str, *, storage: Storage | None = None) -> Catalog:
+def open_catalog(folder: str, *, storage: Storage | None = None) -> ShardCatalog:
     storage = storage or Storage()
-    return Catalog(locate(folder, storage), storage)
+    return ShardCatalog(locate_shards(folder, storage), storage)
 
 
-def read_keys(catalog: Catalog) -> list[str]:
+def read_keys(catalog: ShardCatalog) -> list[str]:
     return [catalog.read_sample(number)["__key__"] for number in range(len(catalog))]
 
 
@@ -147,16 +147,16 @@ def test_a_damaged_local_tar_is_refused(data: bytes, message: str, tmp_path: Pat
 def test_what_has_no_index_cannot_be_read_by_number(name: str, tmp_path: Path) -> None:
     folder = new_folder() if name == "a.tar" else str(tmp_path)
     publish_bytes(Storage(), f"{folder}/{name}", make_shard(1))
-    located = locate(folder, Storage())
+    located = locate_shards(folder, Storage())
     assert lacks_index(located, Storage()) == f"{folder}/{name}"
     with pytest.raises(OptionError, match=rf"no index: run 'shardstream index'.*/{name}"):
-        Catalog(located, Storage())
+        ShardCatalog(located, Storage())
 
 
 def test_indexed_and_local_tars_lack_no_index(tmp_path: Path) -> None:
     write_dataset(str(tmp_path), (1, 2))
     (tmp_path / "000.tar.idx").unlink()
-    assert lacks_index(locate(str(tmp_path), Storage()), Storage()) is None
+    assert lacks_index(locate_shards(str(tmp_path), Storage()), Storage()) is None
 
 
 # --- indexes that do not fit

@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from shardstream.cli import main
-from shardstream.storage.discover import locate
+from shardstream.storage.discover import locate_shards
 from shardstream.storage.store import Storage
 
 ROOT = Path(__file__).parent.parent.parent
@@ -179,7 +179,9 @@ def test_tools(tool: str, arguments: list[str], samples: int, photos: str, tmp_p
     )
     assert f"{samples:,} samples" in done.stdout
     counts = [
-        shard.nsamples or 0 for part in "ab" for shard in locate(f"{dest}/{part}", Storage()).shards
+        shard.nsamples or 0
+        for part in "ab"
+        for shard in locate_shards(f"{dest}/{part}", Storage()).shards
     ]
     assert sum(counts) == samples
     again = subprocess.run(

@@ -47,7 +47,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, in
 def faults_from(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     """Let the disk be waited for from a call on."""
     calls = iter(range(10**6))
-    monkeypatch.setattr(readahead, "_faults", lambda: max(0, next(calls) - call))
+    monkeypatch.setattr(readahead, "_page_faults", lambda: max(0, next(calls) - call))
 
 
 def epoch(folder: Path, **options: int) -> int:

@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 import shardstream as ss
 from shardstream import process_memory
 from shardstream.catalog import mmap_pool
-from shardstream.catalog.shard_catalog import Catalog, Extents
+from shardstream.catalog.shard_catalog import Extents, ShardCatalog
 from shardstream.errors import AccessDeniedError, ChangedError, NotFoundError, StorageError
 from shardstream.fetch.coalesce import coalesce
 from shardstream.fetch.fetcher import LocalFetcher, open_fetcher
 from shardstream.fetch.remote import RangeFetcher
 from shardstream.order.permutation import Ints
 from shardstream.pipeline import indexed_run
-from shardstream.storage.discover import locate
+from shardstream.storage.discover import locate_shards
 from shardstream.storage.response import RangeResponse
 from shardstream.storage.retry import fetch
 from shardstream.storage.store import Storage
@@ -73,9 +73,9 @@ def url() -> str:
     return numbered(f"memory://fetch-{random.getrandbits(64):x}", 100, 15)
 
 
-def catalog_of(url: str) -> Catalog:
+def catalog_of(url: str) -> ShardCatalog:
     storage = Storage()
-    return Catalog(locate(url, storage), storage)
+    return ShardCatalog(locate_shards(url, storage), storage)
 
 
 def groups(*numbers: range) -> Iterator[Ints]:
@@ -276,14 +276,14 @@ def test_what_is_late_is_asked_for_again_while_an_index_is_waited_for(
     url: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     catalog = catalog_of(url)
-    really_offsets = Catalog.offsets
+    really_offsets = ShardCatalog.offsets
 
-    def offsets(self: Catalog, shard: int) -> Any:
+    def offsets(self: ShardCatalog, shard: int) -> Any:
         if shard == 6 and "aside" in threading.current_thread().name:
             time.sleep(1)
         return really_offsets(self, shard)
 
-    monkeypatch.setattr(Catalog, "offsets", offsets)
+    monkeypatch.setattr(ShardCatalog, "offsets", offsets)
     parts = [range(start, min(start + 15, 100)) for start in range(0, 100, 15)]
     fetcher = RangeFetcher(catalog, groups(*parts), prefetch_bytes=0, hedges=True)
     for part in parts:
@@ -342,7 +342,7 @@ def test_nothing_stays_behind_when_an_epoch_is_over(
     really_close = RangeFetcher.close
 
     def close(self: RangeFetcher) -> None:
-        left.append(len(self._rows) + len(self._parts) + len(self._begun))
+        left.append(len(self._rows) + len(self._parts) + len(self._started))
         really_close(self)
 
     monkeypatch.setattr(RangeFetcher, "close", close)
@@ -418,7 +418,7 @@ def test_large_samples_are_looked_at_by_the_window(
 def test_few_maps_are_kept_open_over_all_data_sets(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mmap_pool, "_MOST", 3)
+    monkeypatch.setattr(mmap_pool, "_MAX_MAPS", 3)
     catalogs = [catalog_of(numbered(tmp_path / name, 10, 2)) for name in "ab"]
     before = sum(len(one._kept) for one in mmap_pool._all)
     for _ in range(2):
@@ -433,7 +433,7 @@ def test_a_second_epoch_maps_nothing_anew(tmp_path: Any, monkeypatch: pytest.Mon
     monkeypatch.setattr("shardstream.catalog.shard_catalog.map_file", None)
     assert keys(open_fetcher(catalog, (), prefetch_bytes=0), range(10)) == names(range(10))
     again = pickle.loads(pickle.dumps(catalog))  # noqa: S301  (as a spawned worker gets it)
-    assert again._maps.get(0) is None
+    assert again._mmap_pool.get(0) is None
 
 
 # -- failing -------------------------------------------------------------------------------------------------------------------
@@ -517,7 +517,7 @@ def test_a_store_that_stalls_is_an_error(url: str, monkeypatch: pytest.MonkeyPat
         released.wait(10)
         return b""
 
-    monkeypatch.setattr(Catalog, "fetch", stall)
+    monkeypatch.setattr(ShardCatalog, "fetch", stall)
     options = {"retry_timeout_s": 0.1, "read_timeout_s": 0.05}
     try:
         with pytest.raises(StorageError, match=r"no answer for \d+ bytes in 0 s; check the server"):

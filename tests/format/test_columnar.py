@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstream.format import columnar
-from shardstream.format.columnar import Stretch, find_samples, read_samples
-from shardstream.format.columns import Columns, Samples, as_rows, from_rows, in_place
+from shardstream.format.columnar import ShardSlice, find_samples, read_samples
+from shardstream.format.columns import Columns, Samples, as_rows, from_rows, restore_order
 from shardstream.format.names import member_name
 from shardstream.format.samples import iter_groups, read_sample
 from shardstream.format.tar_reader import iter_members
@@ -28,9 +28,9 @@ def extents(tar: bytes) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
     return starts, np.array([group.end for group in groups], dtype=np.int64)
 
 
-def one_by_one(stretches: list[Stretch]) -> list[Any]:
+def one_by_one(shard_slices: list[ShardSlice]) -> list[Any]:
     found: list[Any] = []
-    for _, url, buffer, base, starts, ends in stretches:
+    for _, url, buffer, base, starts, ends in shard_slices:
         for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
             try:
                 found.append(read_sample(buffer, base, start, end, url))
@@ -39,8 +39,8 @@ def one_by_one(stretches: list[Stretch]) -> list[Any]:
     return found
 
 
-def together(stretches: list[Stretch]) -> list[Any]:
-    found = read_samples(stretches)
+def together(shard_slices: list[ShardSlice]) -> list[Any]:
+    found = read_samples(shard_slices)
     return [repr(sample) if isinstance(sample, Exception) else sample for sample in found]
 
 
@@ -65,7 +65,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_many_plain_samples_never_take_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
     tar = crowd(200)
-    expected = one_by_one([Stretch(0, URL, tar, 0, *extents(tar))])
+    expected = one_by_one([ShardSlice(0, URL, tar, 0, *extents(tar))])
     calls: list[int] = []
 
     def counted(buffer: Any, base: int, start: int, end: int, shard: str) -> Any:
@@ -73,13 +73,13 @@ def test_many_plain_samples_never_take_the_long_way(monkeypatch: pytest.MonkeyPa
         return read_sample(buffer, base, start, end, shard)
 
     monkeypatch.setattr(columnar, "read_sample", counted)
-    assert together([Stretch(0, URL, tar, 0, *extents(tar))]) == expected
+    assert together([ShardSlice(0, URL, tar, 0, *extents(tar))]) == expected
     assert len(calls) == 1  # the one that shows what they look like
 
 
 @given(data=st.data())
 def test_any_shards_in_any_stretches(data: st.DataObject) -> None:
-    stretches = []
+    shard_slices = []
     for shard in range(data.draw(st.integers(1, 3))):
         tar = tar_bytes(members(data.draw(raw_samples(max_samples=30))))
         starts, ends = extents(tar)
@@ -87,15 +87,15 @@ def test_any_shards_in_any_stretches(data: st.DataObject) -> None:
             continue
         base = int(starts.min()) if data.draw(st.booleans()) else 0
         order = np.array(data.draw(st.permutations(range(len(starts)))), dtype=np.int64)
-        stretches.append(
-            Stretch(shard, f"{URL}{shard}", tar[base:], base, starts[order], ends[order])
+        shard_slices.append(
+            ShardSlice(shard, f"{URL}{shard}", tar[base:], base, starts[order], ends[order])
         )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(columnar, "_FEW", 1)
         patch.setattr(columnar, "_FEW_IN_ONE", 0)
-        assert together(stretches) == one_by_one(stretches)
-        found = find_samples(stretches) if stretches else None
-        assert found is None or [*found[:]] == one_by_one(stretches)
+        assert together(shard_slices) == one_by_one(shard_slices)
+        found = find_samples(shard_slices) if shard_slices else None
+        assert found is None or [*found[:]] == one_by_one(shard_slices)
 
 
 @pytest.mark.parametrize("size", [1, 511, 512, 513, 4096, 4097])
@@ -107,22 +107,22 @@ def test_bodies_of_one_size_are_copied_whole(size: int) -> None:
         tar_bytes([(f"{number:03d}.bin", bodies[number]) for number in range(first, first + 30)])
         for first in (0, 30)
     ]
-    stretches = []
+    shard_slices = []
     for shard, tar in enumerate(tars):
         starts, ends = extents(tar)
         order, base = rng.permutation(30), int(starts[0])
         buffer = memoryview(tar)[base : int(ends.max())]  # ends with its last sample
-        stretches.append(Stretch(shard, URL, buffer, base, starts[order], ends[order]))
-    found = read_samples(stretches)
+        shard_slices.append(ShardSlice(shard, URL, buffer, base, starts[order], ends[order]))
+    found = read_samples(shard_slices)
     assert isinstance(found, Columns)
-    assert [*found] == one_by_one(stretches)
+    assert [*found] == one_by_one(shard_slices)
     assert {sample["bin"] for sample in found} == set(bodies)
 
 
 def test_bodies_of_one_size_that_end_behind_the_buffer_are_errors() -> None:
     tar = crowd(60)
     starts, ends = extents(tar)
-    short = Stretch(0, URL, tar[: int(ends[-1]) - 512], 0, starts, ends)
+    short = ShardSlice(0, URL, tar[: int(ends[-1]) - 512], 0, starts, ends)
     assert together([short]) == one_by_one([short])
 
 
@@ -132,7 +132,9 @@ def test_views_of_fetched_bytes_are_read_as_bytes_are(few: None) -> None:
     damaged = bytearray(tar)
     damaged[int(starts[4]) + 600] ^= 1  # a body: still sound
     damaged[int(starts[5]) + 3] ^= 1
-    whole = Stretch(0, URL, bytes(damaged[int(starts[2]) :]), int(starts[2]), starts[2:], ends[2:])
+    whole = ShardSlice(
+        0, URL, bytes(damaged[int(starts[2]) :]), int(starts[2]), starts[2:], ends[2:]
+    )
     view = whole._replace(buffer=memoryview(whole.buffer))
     found = together([view])
     assert found == one_by_one([whole])
@@ -145,11 +147,11 @@ def test_tars_of_any_form(archive: Any) -> None:
         starts, ends = extents(archive.data)
     except Exception:  # noqa: BLE001  (no such samples: nothing to compare)
         return
-    stretches = [Stretch(0, URL, archive.data, 0, starts, ends)] if len(starts) else []
+    shard_slices = [ShardSlice(0, URL, archive.data, 0, starts, ends)] if len(starts) else []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(columnar, "_FEW", 1)
         patch.setattr(columnar, "_FEW_IN_ONE", 0)
-        assert together(stretches) == one_by_one(stretches)
+        assert together(shard_slices) == one_by_one(shard_slices)
 
 
 @given(
@@ -163,8 +165,8 @@ def test_damage_is_found_as_one_by_one(flips: list[tuple[int, int]], cut: int | 
     starts, ends = extents(bytes(tar))
     for place, value in flips:
         tar[place % len(tar)] = value
-    stretches = [Stretch(0, URL, bytes(tar[:cut]), 0, starts, ends)]
-    assert together(stretches) == one_by_one(stretches)
+    shard_slices = [ShardSlice(0, URL, bytes(tar[:cut]), 0, starts, ends)]
+    assert together(shard_slices) == one_by_one(shard_slices)
 
 
 @pytest.mark.parametrize("column", range(512))
@@ -172,8 +174,8 @@ def test_every_byte_of_a_header_counts(column: int) -> None:
     tar = bytearray(crowd(45))
     starts, ends = extents(bytes(tar))
     tar[int(starts[7]) + column] ^= 1
-    stretches = [Stretch(0, URL, bytes(tar), 0, starts, ends)]
-    assert together(stretches) == one_by_one(stretches)
+    shard_slices = [ShardSlice(0, URL, bytes(tar), 0, starts, ends)]
+    assert together(shard_slices) == one_by_one(shard_slices)
 
 
 @pytest.mark.parametrize("shift", [-1024, -512, -1, 1, 512, 10**12, -(10**12)])
@@ -181,21 +183,21 @@ def test_an_index_that_does_not_fit(shift: int, few: None) -> None:
     tar = crowd(10)
     starts, ends = extents(tar)
     starts[3] += shift
-    stretches = [Stretch(0, URL, tar, 0, starts, ends)]
-    assert together(stretches) == one_by_one(stretches)
+    shard_slices = [ShardSlice(0, URL, tar, 0, starts, ends)]
+    assert together(shard_slices) == one_by_one(shard_slices)
 
 
 def test_nothing_is_nothing() -> None:
     assert read_samples([]) == []
     none = np.empty(0, dtype=np.int64)
-    assert read_samples([Stretch(0, URL, b"", 0, none, none)]) == []
+    assert read_samples([ShardSlice(0, URL, b"", 0, none, none)]) == []
 
 
 def test_fields_that_are_no_utf8_are_read(few: None) -> None:
     tar = tar_bytes([(f"{number:03}.caf\udce9", b"x") for number in range(50)])
-    stretches = [Stretch(0, URL, tar, 0, *extents(tar))]
-    assert together(stretches) == one_by_one(stretches)
-    assert together(stretches)[7]["caf\udce9"] == b"x"
+    shard_slices = [ShardSlice(0, URL, tar, 0, *extents(tar))]
+    assert together(shard_slices) == one_by_one(shard_slices)
+    assert together(shard_slices)[7]["caf\udce9"] == b"x"
 
 
 @given(st.data())
@@ -217,7 +219,7 @@ def test_rows_taken_from_several_reads_are_the_same_samples(data: st.DataObject)
 
 
 def test_rows_of_one_kind_are_columns_again() -> None:
-    samples = read_samples([Stretch(0, URL, crowd(60), 0, *extents(crowd(60)))])
+    samples = read_samples([ShardSlice(0, URL, crowd(60), 0, *extents(crowd(60)))])
     again = from_rows(as_rows(samples)[::-1])
     assert isinstance(again, Columns)
     assert [*again] == [*samples][::-1]
@@ -226,12 +228,12 @@ def test_rows_of_one_kind_are_columns_again() -> None:
 
 def test_samples_of_one_kind_are_found_and_copied_when_they_are_taken() -> None:
     tar = bytearray(crowd(60))
-    stretch = Stretch(0, URL, memoryview(tar), 0, *extents(bytes(tar)))
-    read = read_samples([stretch])
-    found = find_samples([stretch])
+    shard_slice = ShardSlice(0, URL, memoryview(tar), 0, *extents(bytes(tar)))
+    read = read_samples([shard_slice])
+    found = find_samples([shard_slice])
     assert found is not None
     order = np.random.default_rng(0).permutation(60)
-    assert [*found.in_place(order)[10:20]] == [*in_place(read, order)[10:20]]
+    assert [*found.restore_order(order)[10:20]] == [*restore_order(read, order)[10:20]]
     assert all(type(value) is bytes for sample in found[:5] for value in [*sample.values()][2:])
     tar[0] ^= 1  # a checksum
-    assert find_samples([stretch]) is None
+    assert find_samples([shard_slice]) is None

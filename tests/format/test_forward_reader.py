@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis.strategies import binary, integers, lists, tuples
 
 from shardstream.errors import ShardError
-from shardstream.format.forward_reader import StreamReader, decompressed
+from shardstream.format.forward_reader import ForwardReader, open_decompressed
 from shardstream.format.samples import iter_samples
 from tests.small_tars import samples, tar_bytes
 
@@ -42,7 +42,7 @@ def test_reads_are_slices_of_the_stream(
     data: bytes, jumps: list[tuple[int, int]], chunk_bytes: int, watched: list[int]
 ) -> None:
     seen: list[bytes] = []
-    read = StreamReader(
+    read = ForwardReader(
         io.BytesIO(data), chunk_bytes=chunk_bytes, watch=seen.append if watched else None
     )
     offset = 0
@@ -56,7 +56,7 @@ def test_reads_are_slices_of_the_stream(
 
 
 def test_going_back_is_refused() -> None:
-    read = StreamReader(io.BytesIO(b"0123456789"))
+    read = ForwardReader(io.BytesIO(b"0123456789"))
     read(5, 1)
     with pytest.raises(ValueError, match="cannot go back from byte 5 to 4"):
         read(4, 1)
@@ -64,7 +64,7 @@ def test_going_back_is_refused() -> None:
 
 def test_a_long_skip_and_a_mad_size_take_no_memory() -> None:
     stream = OnlyForward(200_000_000)
-    read = StreamReader(stream, chunk_bytes=1 << 16)
+    read = ForwardReader(stream, chunk_bytes=1 << 16)
     tracemalloc.start()
     assert read(199_999_000, 10) == bytes(10)
     assert read(199_999_990, 1 << 60) == bytes(10)
@@ -84,7 +84,7 @@ def test_long_skips_seek_where_the_stream_can() -> None:
             return data
 
     stream = Counting(bytes(1_000_000) + b"end")
-    read = StreamReader(stream, chunk_bytes=1000)
+    read = ForwardReader(stream, chunk_bytes=1000)
     assert (read(0, 4), read(1_000_000, 3)) == (bytes(4), b"end")
     assert stream.taken <= 2000
 
@@ -93,8 +93,8 @@ def test_long_skips_seek_where_the_stream_can() -> None:
 def test_samples_of_a_compressed_tar(suffix: str) -> None:
     tar = tar_bytes(samples(0, 3))
     data = {".tar": tar, ".tar.zst": zstandard.compress(tar)}.get(suffix) or gzip.compress(tar)
-    with decompressed(io.BytesIO(data), shard=f"a{suffix}") as stream:
-        found = [sample for _, sample in iter_samples(StreamReader(stream), shard="a")]
+    with open_decompressed(io.BytesIO(data), shard=f"a{suffix}") as stream:
+        found = [sample for _, sample in iter_samples(ForwardReader(stream), shard="a")]
     assert [(sample["__key__"], sample["cls"]) for sample in found] == [
         ("0000", b"0"),
         ("0001", b"1"),
@@ -105,7 +105,7 @@ def test_samples_of_a_compressed_tar(suffix: str) -> None:
 @pytest.mark.parametrize("suffix", [".tar.gz", ".tar.zst"])
 def test_damaged_compression_names_the_shard(suffix: str) -> None:
     with (
-        decompressed(io.BytesIO(b"neither gzip nor zstd"), shard=f"a{suffix}") as stream,
+        open_decompressed(io.BytesIO(b"neither gzip nor zstd"), shard=f"a{suffix}") as stream,
         pytest.raises(ShardError, match=rf"damaged or cut .* \[in a{suffix}\]"),
     ):
         stream.read(100)
@@ -114,7 +114,7 @@ def test_damaged_compression_names_the_shard(suffix: str) -> None:
 def test_cut_gzip_is_an_error() -> None:
     data = gzip.compress(tar_bytes(samples(0, 3)))[:-20]
     with (
-        decompressed(io.BytesIO(data), shard="a.tar.gz") as stream,
+        open_decompressed(io.BytesIO(data), shard="a.tar.gz") as stream,
         pytest.raises(ShardError, match="cut"),
     ):
         list(iter(lambda: stream.read(1 << 20), b""))

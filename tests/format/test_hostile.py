@@ -18,7 +18,7 @@ import zstandard
 from shardstream.errors import IndexMismatchError, ManifestError, SampleError, ShardError
 from shardstream.format import forward_reader
 from shardstream.format import samples as group
-from shardstream.format.forward_reader import StreamReader, decompressed
+from shardstream.format.forward_reader import ForwardReader, open_decompressed
 from shardstream.format.index import check_extent, decode_index
 from shardstream.format.manifest import decode_manifest
 from shardstream.format.samples import iter_groups, iter_samples, read_sample
@@ -38,8 +38,8 @@ def members(data: bytes) -> list[str]:
 
 
 def samples(data: bytes, name: str) -> Iterator[object]:
-    with decompressed(io.BytesIO(data), shard=name) as inner:
-        yield from iter_samples(StreamReader(inner), shard=name)
+    with open_decompressed(io.BytesIO(data), shard=name) as inner:
+        yield from iter_samples(ForwardReader(inner), shard=name)
 
 
 def zeros_packed(size: int, head: bytes = b"", *, wbits: int = 31) -> bytes:
@@ -100,7 +100,7 @@ def test_a_size_past_the_end_costs_nothing(size: int, *, end_known: bool) -> Non
     data = make_header(size=base_256(size)) + b"few"
 
     def attack() -> object:
-        read = StreamReader(io.BytesIO(data))
+        read = ForwardReader(io.BytesIO(data))
         return list(iter_samples(read, end=len(data) if end_known else None, shard=SHARD))
 
     told = survived(attack, memory_bytes=64 * MiB)

@@ -25,10 +25,10 @@ import numpy as np
 import pytest
 
 import shardstream as ss
-from shardstream.catalog.shard_catalog import Catalog
+from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.errors import ChangedError, ShardStreamError, WorkerError
 from shardstream.fetch.remote import RangeFetcher
-from shardstream.storage.discover import locate
+from shardstream.storage.discover import locate_shards
 from shardstream.storage.store import Storage
 from shardstream.testing import make_shards
 from tests.servers import (
@@ -326,7 +326,7 @@ def test_flipped_bits_do_not_stay_in_the_cache(shop: Shop, tmp_path: Path) -> No
 
 def test_a_storm_of_refusals_makes_fewer_requests(shop: Shop) -> None:
     storage = Storage(shop.options("obstore"))
-    catalog = Catalog(locate(shop.few_url, storage), storage)
+    catalog = ShardCatalog(locate_shards(shop.few_url, storage), storage)
     catalog.extents(np.arange(FEW))  # reads the indexes
     fetcher = RangeFetcher(catalog, iter([np.arange(FEW)]), prefetch_bytes=1 << 20)
     shop.set(slow=0.4)

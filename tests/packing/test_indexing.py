@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from shardstream.catalog.shard_catalog import Catalog
+from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.errors import OptionError, SampleError, ShardError, StorageError
 from shardstream.format.index import decode_index
 from shardstream.packing.indexing import index
-from shardstream.storage.discover import locate
+from shardstream.storage.discover import locate_shards
 from shardstream.storage.store import Storage
 from tests.small_tars import foreign_tar, make_dataset, samples, tar_bytes
 
@@ -26,7 +26,7 @@ def test_indexed_folder_is_read_by_number(tmp_path: Path) -> None:
     assert (report.manifest.nsamples, report.manifest.name, report.warnings) == (12, "tiny", ())
     assert report.manifest.fields == {"bin": 12, "cls": 12}
     assert report.manifest.shards[1].sha256 == hashlib.sha256(before[1]).hexdigest()
-    catalog = Catalog(locate(str(tmp_path), Storage()), Storage())
+    catalog = ShardCatalog(locate_shards(str(tmp_path), Storage()), Storage())
     assert [catalog.read_sample(number)["__key__"] for number in (0, 5, 11)] == [
         "0000",
         "0005",
@@ -182,5 +182,5 @@ def test_index_on_s3(bucket: str, tmp_path: Path) -> None:
         filesystem.put_file(str(path), target)
     remote = index(f"{bucket}/train/", threads=2)
     assert remote.manifest == index(str(tmp_path)).manifest
-    catalog = Catalog(locate(f"{bucket}/train/", storage), storage)
+    catalog = ShardCatalog(locate_shards(f"{bucket}/train/", storage), storage)
     assert catalog.read_sample(7)["cls"] == b"7"

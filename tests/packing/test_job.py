@@ -28,7 +28,7 @@ from shardstream.packing.report import Progress
 from shardstream.packing.source import FileRef, Record, SamplesSource
 from shardstream.packing.split import assign_splits, shuffled_order, split_counts
 from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.discover import locate
+from shardstream.storage.discover import locate_shards
 from shardstream.storage.store import Storage
 
 CLASSES = ("ant", "bee", "cat")
@@ -50,7 +50,7 @@ def photos(tmp_path: Path) -> Path:
 def samples_of(folder: Path) -> list[dict[str, Any]]:
     """All samples of a published dataset, in order."""
     found = []
-    for shard in locate(str(folder), Storage()).shards:
+    for shard in locate_shards(str(folder), Storage()).shards:
         data = Path(shard.url).read_bytes()
         found += [s for _, s in iter_samples(lambda at, n, d=data: d[at : at + n], shard=shard.url)]  # type: ignore[misc]
     return found
@@ -345,7 +345,7 @@ def test_where_one_split_cannot_be_published_none_is_and_the_same_pack_goes_on(
         assert [path for path in dest.glob("*/index.json") if path.is_file()] == []
         for folder in {"a", "b", "c"} - {split}:
             with pytest.raises(UnfinishedError):
-                locate(str(dest / folder), Storage())
+                locate_shards(str(dest / folder), Storage())
         stands_in_the_way.rmdir()
         stands_in_the_way.parent.rmdir()
         assert pack(photos, dest, **options).kept == 6
@@ -374,7 +374,7 @@ def test_a_split_that_stays_published_is_said(
     (dest / "b" / "index.json" / "x").rmdir()
     (dest / "b" / "index.json").rmdir()
     assert main(command) == 0
-    assert sum(shard.nsamples or 0 for shard in locate([f"{dest}/a", f"{dest}/b"], Storage()).shards) == 10  # fmt: skip
+    assert sum(shard.nsamples or 0 for shard in locate_shards([f"{dest}/a", f"{dest}/b"], Storage()).shards) == 10  # fmt: skip
 
 
 def test_a_full_disk_publishes_nothing(tmp_path: Path) -> None:

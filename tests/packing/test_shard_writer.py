@@ -16,7 +16,7 @@ import fsspec
 import numpy as np
 import pytest
 
-from shardstream.catalog.shard_catalog import Catalog
+from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.errors import OptionError, SampleError, StorageError
 from shardstream.format.samples import iter_samples
 from shardstream.packing import shard_upload
@@ -24,7 +24,7 @@ from shardstream.packing.shard_names import ShardNames
 from shardstream.packing.shard_writer import ShardWriter
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.byte_sizes import parse_bytes
-from shardstream.storage.discover import locate
+from shardstream.storage.discover import locate_shards
 from shardstream.storage.journal_marker import journal_name
 from shardstream.storage.store import Storage
 
@@ -64,7 +64,7 @@ def test_shards_indexes_and_the_manifest_are_published(tmp_path: Path) -> None:
     assert [shard["nsamples"] for shard in document["shardlist"]] == [10, 10, 5]
     assert writer.manifest.total_bytes == sum(p.stat().st_size for p in tmp_path.glob("*.tar"))
     storage = Storage()
-    catalog = Catalog(locate(str(tmp_path), storage), storage)
+    catalog = ShardCatalog(locate_shards(str(tmp_path), storage), storage)
     sample = catalog.read_sample(17)
     assert {name: value for name, value in sample.items() if name != "__url__"} == {
         "__key__": "00000017", "txt": b"text 17", "cls": b"17",
@@ -226,7 +226,7 @@ def test_a_manifest_cannot_make_us_delete_what_is_no_tar(tmp_path: Path) -> None
 def test_memory_and_a_given_filesystem() -> None:
     folder = f"memory://{uuid.uuid4().hex}"
     write_some(f"{folder}/{{shard:02d}}.tar", filesystem=fsspec.filesystem("memory"))
-    assert len(locate(folder, Storage()).shards) == 3
+    assert len(locate_shards(folder, Storage()).shards) == 3
 
 
 def test_a_shard_is_sent_while_the_next_is_written(
@@ -318,7 +318,7 @@ def test_a_killed_writer_leaves_whole_shards_alone(tmp_path: Path) -> None:
     visible = [name for name in names(tmp_path) if ".part-" not in name]
     shards = ["000000.tar", "000000.tar.idx", "000001.tar", "000001.tar.idx"]
     assert visible == [journal_name(0), *shards]
-    located = locate([f"{tmp_path}/{name}" for name in shards[::2]], Storage())
+    located = locate_shards([f"{tmp_path}/{name}" for name in shards[::2]], Storage())
     assert [shard.nsamples for shard in located.shards] == [10, 10]
     assert [len(samples_of(Path(shard.url))) for shard in located.shards] == [10, 10]
 
@@ -329,7 +329,7 @@ def test_on_s3(bucket: str, caplog: pytest.LogCaptureFixture) -> None:
         writer = write_some(f"{bucket}/train/", 40)
     assert len([r for r in caplog.records if "published" in r.message]) == 4
     storage = Storage()
-    catalog = Catalog(locate(f"{bucket}/train/", storage), storage)
+    catalog = ShardCatalog(locate_shards(f"{bucket}/train/", storage), storage)
     assert (len(catalog), catalog.total_bytes) == (40, writer.manifest.total_bytes)
     assert catalog.read_sample(39)["txt"] == b"text 39"
     with pytest.raises(OptionError, match="published here"):

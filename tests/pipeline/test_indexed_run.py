@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardstream.catalog.shard_catalog import Catalog
+from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.errors import IndexMismatchError, ShardError
 from shardstream.order.epoch_plan import EpochOrder, EpochPlan
 from shardstream.order.partition import PartitionConfig, RankPartition
 from shardstream.pipeline.bad_samples import SkipBudget, Skips
 from shardstream.pipeline.indexed_run import PlannedRun
-from shardstream.storage.discover import locate
+from shardstream.storage.discover import locate_shards
 from shardstream.storage.store import Storage
 from shardstream.testing import assert_resumes_exactly
 from tests.small_datasets import numbered
@@ -27,7 +27,7 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def opener(url: str, *, worker: int = 0, skips: Skips | None = None) -> Callable[[], PlannedRun]:
     storage = Storage()
-    catalog = Catalog(locate(url, storage), storage)
+    catalog = ShardCatalog(locate_shards(url, storage), storage)
     order = EpochOrder(
         nsamples=len(catalog), batch=2, shuffle=True, seed=1, lanes=3, window=4, block=3
     )

@@ -22,7 +22,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from shardstream.errors import StorageError, UnfinishedError
 from shardstream.storage.atomic_write import is_part, open_pending, publish, publish_bytes, remove
-from shardstream.storage.discover import locate
+from shardstream.storage.discover import locate_shards
 from shardstream.storage.store import Storage
 
 ROOT = Path(__file__).parents[2]
@@ -326,9 +326,9 @@ def test_a_killed_writer_leaves_nothing_under_the_final_name(before: bytes, tmp_
     assert found == ({"a.tar", "b.tar"} if before else {"b.tar"})
     assert not before or (tmp_path / "a.tar").read_bytes() == before
     with pytest.raises(UnfinishedError, match=r"a\.tar\.part-.* is a half-written tar"):
-        locate(str(tmp_path), Storage())
+        locate_shards(str(tmp_path), Storage())
     named = [f"{tmp_path}/{name}" for name in sorted(found)]
-    shards = [shard.url for shard in locate(named, Storage()).shards]
+    shards = [shard.url for shard in locate_shards(named, Storage()).shards]
     assert shards == sorted(str(tmp_path / name) for name in found)
 
 

@@ -30,7 +30,7 @@ from shardstream.storage import cache_space
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.cache import Cache, open_cache, version_of
 from shardstream.storage.cache_chunk import CACHE_CHUNK_BYTES, HEADER_BYTES
-from shardstream.storage.cache_usage import load
+from shardstream.storage.cache_usage import load_usage
 from shardstream.storage.retry import fetch
 from shardstream.storage.store import Storage
 from tests.servers import S3Server
@@ -60,7 +60,7 @@ class Source:
 
         def look_up() -> None:
             self.look_ups += 1
-            cache.learn(self.url, len(self.data), self.version)
+            cache.record(self.url, len(self.data), self.version)
 
         found = cache.read(self.url, start, end, read=read, look_up=look_up)
         assert type(found) is bytes
@@ -147,7 +147,7 @@ def test_any_range_of_a_small_file_is_right(spans: list[tuple[int, int]]) -> Non
 def counted_bytes(folder: Path) -> int:
     (path,) = folder.glob("*/total")
     with path.open("rb") as file:
-        found = load(file.fileno())
+        found = load_usage(file.fileno())
     assert found is not None
     return found.total
 
@@ -184,7 +184,7 @@ def test_a_range_past_the_end_is_left_to_the_source(folder: Path) -> None:
 
 def test_an_error_of_the_source_is_the_users(folder: Path) -> None:
     cache = cached(folder)
-    cache.learn(URL, len(DATA), "ETag 1")
+    cache.record(URL, len(DATA), "ETag 1")
 
     def read(start: int, end: int | None) -> bytes:
         raise NotFoundError("gone")
@@ -256,7 +256,7 @@ def test_a_file_is_looked_up_once(folder: Path) -> None:
 
 def test_another_length_than_the_caller_knows_is_left_to_the_source(folder: Path) -> None:
     cache, asked = cached(folder), []
-    cache.learn(URL, len(DATA), "ETag 1")
+    cache.record(URL, len(DATA), "ETag 1")
 
     def read(start: int, end: int | None) -> bytes:
         asked.append((start, end))

@@ -17,7 +17,7 @@ import shardstream as ss
 from shardstream.errors import ManifestError, ShardStreamError
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.check_manifest_urls import check_names
-from shardstream.storage.discover import locate
+from shardstream.storage.discover import locate_shards
 from shardstream.storage.store import Storage
 from shardstream.testing import make_shards
 from tests.strategies import make_index, make_shard
@@ -53,7 +53,7 @@ def served(*urls: str) -> str:
 )
 def test_a_remote_manifest_that_leads_elsewhere_is_refused(name: str) -> None:
     with pytest.raises(ManifestError, match=r"not in its own store; if you trust it, copy it"):
-        locate(served("0.tar", name), Storage())
+        locate_shards(served("0.tar", name), Storage())
 
 
 @pytest.mark.parametrize(
@@ -88,9 +88,9 @@ def test_a_manifest_of_this_machine_may_name_what_it_likes(tmp_path: Path) -> No
     here = tmp_path / "lists" / "index.json"
     tar = next(Path(folder).glob("*.tar"))
     here.write_bytes(manifest(f"../data/{tar.name}"))
-    assert len(locate(str(here), Storage()).shards) == 1
+    assert len(locate_shards(str(here), Storage()).shards) == 1
     here.write_bytes(manifest(str(tar)))
-    assert len(locate(str(here), Storage()).shards) == 1
+    assert len(locate_shards(str(here), Storage()).shards) == 1
 
 
 def test_a_manifest_of_its_own_store_is_read() -> None:
@@ -107,13 +107,13 @@ def test_huge_manifests_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     url = served(*(f"{number}.tar" for number in range(100)))
     monkeypatch.setattr("shardstream.storage.discover._MANIFEST_LIMIT_BYTES", 1000)
     with pytest.raises(ManifestError, match="over the limit of 1000; split the dataset"):
-        locate(url, Storage())
+        locate_shards(url, Storage())
 
 
 def test_a_manifest_cannot_have_a_million_folders_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardstream.storage.discover._FOLDERS_LIMIT", 10)
     with pytest.raises(ManifestError, match="shards in 11 folders, the limit is 10"):
-        locate(served(*(f"{number}/a.tar" for number in range(11))), Storage())
+        locate_shards(served(*(f"{number}/a.tar" for number in range(11))), Storage())
 
 
 @pytest.mark.parametrize("count", [10**15, (1 << 60) - 1])
@@ -157,9 +157,9 @@ def test_the_folders_of_a_manifest_are_found_in_one_pass(monkeypatch: pytest.Mon
         return url.rpartition("/")[0]
 
     monkeypatch.setattr("shardstream.storage.discover.parent_url", parent_url)
-    shards = locate(url, Storage()).shards
+    shards = locate_shards(url, Storage()).shards
     assert [shard.url for shard in shards][:2] == [f"{folder}/0/0.tar", f"{folder}/1/1.tar"]
-    assert len(locate([shard.url for shard in shards], Storage()).shards) == 500
+    assert len(locate_shards([shard.url for shard in shards], Storage()).shards) == 500
     assert len(asked) < 3 * 500
 
 

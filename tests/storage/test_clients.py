@@ -264,7 +264,7 @@ def test_threads_of_a_forked_child_do_not_take_each_others_readers_away(
     def can_name(_: str) -> bool:
         # As another thread does that saw the fork, too, but goes on only now.
         clients._pid = 0
-        clients._leave_inherited()
+        clients._drop_inherited_clients()
         return True
 
     monkeypatch.setattr(s3_obstore, "can_name", can_name)
@@ -356,7 +356,7 @@ class Chunked(http.server.BaseHTTPRequestHandler):
 def test_what_obstore_cannot_read_s3fs_reads(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardstream.storage.clients._LOOK_BYTES", 0)
+    monkeypatch.setattr("shardstream.storage.clients._SMALL_READS_BYTES", 0)
     caplog.set_level("INFO", "shardstream")
     often = 8  # threads that find out together say so once, however they meet
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Chunked) as server:

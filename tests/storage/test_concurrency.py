@@ -28,7 +28,7 @@ def clock() -> Clock:
 
 def window(concurrency: AdaptiveLimit, clock: Clock, rate: float, *, crowded: bool = True) -> int:
     """Let a window's worth of answers come at a rate in bytes a second; returns the slots after it."""
-    concurrency._crowded = crowded  # as a request that had to wait for a slot sets it
+    concurrency._is_saturated = crowded  # as a request that had to wait for a slot sets it
     count = concurrency.limit
     for _ in range(count):
         clock.now += 0.2 / count
@@ -62,13 +62,13 @@ def test_nothing_changes_where_the_reader_is_slow(clock: Clock) -> None:
 
 def test_few_or_fast_answers_are_not_judged_alone(clock: Clock) -> None:
     concurrency = AdaptiveLimit(8, 32, clock)
-    concurrency._crowded = True
+    concurrency._is_saturated = True
     for _ in range(100):  # in no time
         concurrency.record_response(1 << 20, 0.001)
     assert concurrency.limit == 8
     clock.now += 10
     concurrency = AdaptiveLimit(8, 32, clock)
-    concurrency._crowded = True
+    concurrency._is_saturated = True
     for _ in range(7):  # fewer than slots
         clock.now += 1
         concurrency.record_response(1 << 20, 0.001)
@@ -238,8 +238,8 @@ def test_a_slot_can_be_freed_before_its_request_ends_and_counts_once() -> None:
     made = [Holder(concurrency), Holder(concurrency)]
     late = with_slots(made, 1)[0]
     assert late.slot is not None
-    late.slot.free()
-    late.slot.free()
+    late.slot.release()
+    late.slot.release()
     with_slots(made, 2)
     assert concurrency._active == 1
     for one in made:

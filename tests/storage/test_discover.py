@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import shardstream as ss
-from shardstream.catalog.shard_catalog import Catalog
+from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.errors import (
     ManifestError,
     NotFoundError,
@@ -24,7 +24,13 @@ from shardstream.errors import (
 )
 from shardstream.format.manifest import Manifest, ShardInfo, encode_manifest
 from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.discover import Located, expand_urls, is_compressed, is_tar, locate
+from shardstream.storage.discover import (
+    LocatedShards,
+    expand_urls,
+    is_compressed,
+    is_tar,
+    locate_shards,
+)
 from shardstream.storage.store import Storage
 from shardstream.testing import make_shards
 from tests.strategies import make_index, make_shard
@@ -52,7 +58,7 @@ def put_tars(folder: str, *, indexed: tuple[str, ...] = ()) -> None:
     put(folder, TARS | {f"{name}.idx": make_index(TARS[name]) for name in indexed})
 
 
-def names(located: Located) -> list[str]:
+def names(located: LocatedShards) -> list[str]:
     return [shard.url.rsplit("/", 1)[-1] for shard in located.shards]
 
 
@@ -86,7 +92,7 @@ def test_shards_are_found_with_their_sizes_and_counts(
 ) -> None:
     put_tars(folder, indexed=("01.tar", "02.tar"))
     storage = Storage()
-    located = locate(folder + pattern, storage)
+    located = locate_shards(folder + pattern, storage)
     assert names(located) == found
     assert located.manifest_url is None
     for shard, name in zip(located.shards, found, strict=True):
@@ -100,7 +106,7 @@ def test_a_manifest_decides_which_shards_and_in_which_order(folder: str) -> None
     put_tars(folder, indexed=("00.tar",))
     put(folder, {"index.json": MANIFEST})
     for url in (folder, f"{folder}/", f"{folder}/index.json"):
-        located = locate(url, Storage())
+        located = locate_shards(url, Storage())
         assert names(located) == ["02.tar", "00.tar"]
         assert [shard.nsamples for shard in located.shards] == [3, 1]
         assert (located.manifest_url or "").endswith("/index.json")
@@ -110,21 +116,25 @@ def test_a_manifest_decides_which_shards_and_in_which_order(folder: str) -> None
 def test_named_tars_take_what_their_manifest_knows(folder: str) -> None:
     put_tars(folder)
     put(folder, {"index.json": MANIFEST})
-    located = locate(f"{folder}/{{00..01}}.tar", Storage())
+    located = locate_shards(f"{folder}/{{00..01}}.tar", Storage())
     assert [shard.nsamples for shard in located.shards] == [1, None]
 
 
 def test_joins_and_lists_keep_their_order(folder: str) -> None:
     put_tars(folder)
     joined = f"{folder}/02.tar::{folder}/00.tar"
-    assert names(locate(joined, Storage())) == ["02.tar", "00.tar"]
-    assert names(locate([f"{folder}/02.tar", joined], Storage())) == ["02.tar", "02.tar", "00.tar"]
+    assert names(locate_shards(joined, Storage())) == ["02.tar", "00.tar"]
+    assert names(locate_shards([f"{folder}/02.tar", joined], Storage())) == [
+        "02.tar",
+        "02.tar",
+        "00.tar",
+    ]
 
 
 def test_folders_can_be_joined(folder: str) -> None:
     put_tars(f"{folder}/a", indexed=("00.tar",))
     put_tars(f"{folder}/b")
-    located = locate([f"{folder}/a", f"{folder}/b"], Storage())
+    located = locate_shards([f"{folder}/a", f"{folder}/b"], Storage())
     assert names(located) == sorted(TARS) * 2
     assert len({shard.url for shard in located.shards}) == 6
     assert located.indexed == {located.shards[0].url}
@@ -149,14 +159,14 @@ def test_what_is_not_there_is_told(folder: str, pattern: str, message: str) -> N
     put(folder, {"sub/notes.txt": b"1", "sub/deeper/00.tar": TARS["00.tar"]})
     put(folder, {"empty.json": encode_manifest(Manifest(shards=()))})
     with pytest.raises(StorageError, match=message) as raised:
-        locate(folder + pattern, Storage())
+        locate_shards(folder + pattern, Storage())
     assert (raised.value.shard or "").startswith(folder)
 
 
 def test_a_manifest_that_is_nonsense_is_told(folder: str) -> None:
     put(folder, {**TARS, "index.json": b"{"})
     with pytest.raises(ManifestError, match=r"no JSON.*'shardstream index'.*index\.json"):
-        locate(folder, Storage())
+        locate_shards(folder, Storage())
 
 
 # --- local and in memory
@@ -169,19 +179,19 @@ def test_relative_paths_find_the_indexes_too(
     put_tars(str(tmp_path / "data"), indexed=tuple(TARS))
     put(str(tmp_path / "data"), {"index.json": MANIFEST})
     monkeypatch.chdir(tmp_path)
-    located = locate(url, Storage())
+    located = locate_shards(url, Storage())
     assert len(located.indexed) == len(located.shards) == (3 if "*" in url else 2)
 
 
 def test_an_empty_folder_is_told(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"no index\.json and no \.tar here \(found: nothing\)"):
-        locate(str(tmp_path), Storage())
+        locate_shards(str(tmp_path), Storage())
 
 
 def test_a_file_that_is_no_tar_is_told(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(StorageError, match=r"not a shard: its name does not end in \.tar"):
-        locate(str(tmp_path / "a.parquet"), Storage())
+        locate_shards(str(tmp_path / "a.parquet"), Storage())
 
 
 def test_what_a_killed_writer_left_is_no_shard(tmp_path: Path) -> None:
@@ -194,19 +204,19 @@ def test_what_a_killed_writer_left_is_no_shard(tmp_path: Path) -> None:
             "00.tar.idx.part-0123456789ab": b"",
         },
     )
-    assert names(locate(f"{tmp_path}/00.tar", Storage())) == ["00.tar"]
+    assert names(locate_shards(f"{tmp_path}/00.tar", Storage())) == ["00.tar"]
     for url in (str(tmp_path), f"{tmp_path}/*"):
         with pytest.raises(
             UnfinishedError, match=r"01\.tar\.part-0123456789ab is a half-written tar"
         ):
-            locate(url, Storage())
+            locate_shards(url, Storage())
     (tmp_path / "01.tar.part-0123456789ab").unlink()  # that of an index says nothing of the tars
-    assert names(locate(str(tmp_path), Storage())) == ["00.tar"]
+    assert names(locate_shards(str(tmp_path), Storage())) == ["00.tar"]
 
 
 def test_a_file_url_is_a_local_path(tmp_path: Path) -> None:
     put_tars(str(tmp_path), indexed=("00.tar",))
-    located = locate(f"file://{tmp_path}", Storage())
+    located = locate_shards(f"file://{tmp_path}", Storage())
     assert [shard.url for shard in located.shards] == [
         f"file://{tmp_path}/{n}" for n in sorted(TARS)
     ]
@@ -220,7 +230,7 @@ def test_shards_of_a_manifest_may_lie_in_other_folders(tmp_path: Path) -> None:
     urls = ("b/00.tar", f"{memory}/00.tar", f"{tmp_path}/a/b/01.tar")
     shards = tuple(ShardInfo(url=url, nsamples=1) for url in urls)
     put(str(tmp_path / "a"), {"index.json": encode_manifest(Manifest(shards=shards))})
-    located = locate(str(tmp_path / "a"), Storage())
+    located = locate_shards(str(tmp_path / "a"), Storage())
     assert [shard.url for shard in located.shards] == [f"{tmp_path}/a/b/00.tar", *urls[1:]]
     assert located.indexed == {f"{tmp_path}/a/b/00.tar"}
 
@@ -230,7 +240,7 @@ def test_a_chain_of_fsspec_is_one_url(tmp_path: Path) -> None:
     put_tars(folder)
     storage = Storage({"simplecache": {"cache_storage": str(tmp_path)}})
     for url in (f"simplecache::{folder}/{{00..01}}.tar", f"simplecache::{folder}/0[01].tar"):
-        located = locate(url, storage)
+        located = locate_shards(url, storage)
         assert [shard.url for shard in located.shards] == [
             f"simplecache::{folder}/{name}" for name in ("00.tar", "01.tar")
         ]
@@ -272,7 +282,7 @@ def test_urls_expand_in_order(urls: str | list[str], expanded: list[str]) -> Non
 )
 def test_urls_that_make_no_sense_are_refused(urls: str | list[str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        locate(urls, Storage())
+        locate_shards(urls, Storage())
 
 
 def test_a_pipe_in_a_manifest_starts_nothing(tmp_path: Path) -> None:
@@ -281,7 +291,7 @@ def test_a_pipe_in_a_manifest_starts_nothing(tmp_path: Path) -> None:
     for shard in shards:
         put(str(tmp_path), {"index.json": encode_manifest(Manifest(shards=(shard,)))})
         with pytest.raises(ShardStreamError):
-            locate(str(tmp_path), Storage())
+            locate_shards(str(tmp_path), Storage())
     assert not marker.exists()
 
 
@@ -323,7 +333,7 @@ def http_folder(tmp_path: Path) -> Iterator[str]:
 
 def test_shards_over_http_are_asked_for_one_by_one(http_folder: str, tmp_path: Path) -> None:
     put_tars(str(tmp_path), indexed=("01.tar",))
-    located = locate(f"{http_folder}/{{00..01}}.tar", Storage())
+    located = locate_shards(f"{http_folder}/{{00..01}}.tar", Storage())
     assert [shard.nsamples for shard in located.shards] == [None, 2]
     assert located.indexed == {f"{http_folder}/01.tar"}
 
@@ -331,12 +341,12 @@ def test_shards_over_http_are_asked_for_one_by_one(http_folder: str, tmp_path: P
 def test_a_signed_url_is_read_but_never_shown(http_folder: str, tmp_path: Path) -> None:
     put_tars(str(tmp_path), indexed=("00.tar",))
     signature = "?X-Amz-Signature=1f3&X-Amz-Credential=me"
-    located = locate(f"{http_folder}/00.tar{signature}", Storage())
+    located = locate_shards(f"{http_folder}/00.tar{signature}", Storage())
     assert [shard.filesize for shard in located.shards] == [len(TARS["00.tar"])]
     assert not located.indexed  # the signature is for one file: nobody signed for its neighbours
     assert Storage().read(located.shards[0].url) == TARS["00.tar"]
     url = f"{http_folder}/none.tar{signature}"
-    for failing in (lambda: locate(url, Storage()), lambda: Storage().read(url)):
+    for failing in (lambda: locate_shards(url, Storage()), lambda: Storage().read(url)):
         with pytest.raises(StorageError, match=re.escape(f"{http_folder}/none.tar?…")) as raised:
             failing()
         assert "1f3" not in str(raised.value)
@@ -358,16 +368,16 @@ def test_a_manifest_on_a_host_without_listings_is_read_by_number(tmp_path: Path)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), NoListing) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         storage = Storage()
-        found = locate(f"http://127.0.0.1:{server.server_port}/index.json", storage)
+        found = locate_shards(f"http://127.0.0.1:{server.server_port}/index.json", storage)
         assert [shard.nsamples for shard in found.shards] == [3, 3, 1]
         assert len(found.indexed) == 3
-        assert Catalog(found, storage).extents([6]).shards.tolist() == [2]
+        assert ShardCatalog(found, storage).extents([6]).shards.tolist() == [2]
         server.shutdown()
 
 
 def test_a_misspelt_storage_option_is_named(s3_env: None, bucket: str) -> None:
     with pytest.raises(OptionError, match="storage options: .*'endpoint'"):
-        locate(f"{bucket}/", Storage({"endpoint": "http://127.0.0.1:9"}))
+        locate_shards(f"{bucket}/", Storage({"endpoint": "http://127.0.0.1:9"}))
 
 
 @pytest.mark.parametrize("pattern", ["/x.tar", "/x*.tar", "/x", "/x/a.tar", "/x/index.json"])

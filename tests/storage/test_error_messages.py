@@ -12,7 +12,7 @@ import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from shardstream.errors import AccessDeniedError, NotFoundError, OptionError, StorageError
-from shardstream.storage.error_messages import explained, judge
+from shardstream.storage.error_messages import classify_error, translate_errors
 from shardstream.storage.store import Storage
 
 URL = "s3://bucket/train/a.tar"
@@ -26,7 +26,7 @@ def refused(code: str, status: int) -> botocore.exceptions.ClientError:
 
 
 @pytest.mark.parametrize(
-    ("error", "kind", "again", "throttled"),
+    ("error", "kind", "is_retryable", "is_throttled"),
     [
         (refused("NoSuchKey", 404), NotFoundError, False, False),
         (refused("NoSuchBucket", 404), NotFoundError, False, False),
@@ -47,17 +47,21 @@ def refused(code: str, status: int) -> botocore.exceptions.ClientError:
     ],
 )
 def test_only_what_may_pass_is_tried_again(
-    error: Exception, kind: type[StorageError], *, again: bool, throttled: bool
+    error: Exception, kind: type[StorageError], *, is_retryable: bool, is_throttled: bool
 ) -> None:
-    verdict = judge(error, URL)
-    assert (type(verdict.error), verdict.again, verdict.throttled) == (kind, again, throttled)
+    verdict = classify_error(error, URL)
+    assert (type(verdict.error), verdict.is_retryable, verdict.is_throttled) == (
+        kind,
+        is_retryable,
+        is_throttled,
+    )
     assert verdict.error.shard == URL
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("x"), KeyError("x"), OptionError("x")])
 def test_what_is_no_clients_keeps_its_type(error: Exception) -> None:
     with pytest.raises(type(error)):
-        judge(error, URL)
+        classify_error(error, URL)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +74,7 @@ def test_what_is_no_clients_keeps_its_type(error: Exception) -> None:
     ],
 )
 def test_refused_access_is_told_in_the_words_of_the_place(url: str, remedy: str) -> None:
-    verdict = judge(PermissionError(13, "Permission denied"), url)
+    verdict = classify_error(PermissionError(13, "Permission denied"), url)
     assert isinstance(verdict.error, AccessDeniedError)
     assert f"access refused; {remedy}" in str(verdict.error)
 
@@ -84,15 +88,17 @@ def test_refused_access_is_told_in_the_words_of_the_place(url: str, remedy: str)
     ],
 )
 def test_only_users_of_s3_hear_of_aws(url: str, remedy: str) -> None:
-    assert f"cannot be reached; {remedy}" in str(judge(ConnectionRefusedError("x"), url).error)
-    refusal = str(judge(PermissionError(13, "Permission denied"), url).error)
+    assert f"cannot be reached; {remedy}" in str(
+        classify_error(ConnectionRefusedError("x"), url).error
+    )
+    refusal = str(classify_error(PermissionError(13, "Permission denied"), url).error)
     assert ("AWS" in refusal) is (url == URL)
 
 
 def test_a_read_only_disk_is_told() -> None:
-    verdict = judge(OSError(errno.EROFS, os.strerror(errno.EROFS)), "/data/a.tar")
+    verdict = classify_error(OSError(errno.EROFS, os.strerror(errno.EROFS)), "/data/a.tar")
     assert "the disk is read-only; write elsewhere" in str(verdict.error)
-    assert not verdict.again
+    assert not verdict.is_retryable
 
 
 @pytest.mark.parametrize(
@@ -110,15 +116,15 @@ def test_no_client_raises_an_error_of_its_own(url: str, options: dict[str, Any])
 
 
 def test_a_machine_that_is_told_to_stay_offline_says_so() -> None:
-    verdict = judge(OfflineModeIsEnabled("offline mode is enabled"), "hf://datasets/a/b")
+    verdict = classify_error(OfflineModeIsEnabled("offline mode is enabled"), "hf://datasets/a/b")
     assert "unset HF_HUB_OFFLINE" in str(verdict.error)
-    assert not verdict.again
+    assert not verdict.is_retryable
 
 
 def test_a_name_is_no_sign() -> None:
-    verdict = judge(OSError("cannot read bucket/SlowDown.tar"), "s3://bucket/SlowDown.tar")
-    assert not verdict.throttled
-    assert judge(OSError("SlowDown"), "s3://bucket/o").throttled
+    verdict = classify_error(OSError("cannot read bucket/SlowDown.tar"), "s3://bucket/SlowDown.tar")
+    assert not verdict.is_throttled
+    assert classify_error(OSError("SlowDown"), "s3://bucket/o").is_throttled
 
 
 def fail(text: str) -> None:
@@ -144,7 +150,7 @@ def fail(text: str) -> None:
 def test_no_secret_is_in_a_message_or_in_what_led_to_it(
     text: str, secrets: tuple[str, ...]
 ) -> None:
-    with pytest.raises(StorageError) as raised, explained(URL, lambda: secrets):
+    with pytest.raises(StorageError) as raised, translate_errors(URL, lambda: secrets):
         fail(text)
     assert SECRET not in "".join(traceback.format_exception(raised.value))
 
@@ -159,7 +165,7 @@ def test_no_secret_is_in_a_message_or_in_what_led_to_it(
     ],
 )
 def test_no_secret_of_the_options_is_in_a_message(options: dict[str, Any], text: str) -> None:
-    with pytest.raises(StorageError) as raised, Storage(options).explained(URL):
+    with pytest.raises(StorageError) as raised, Storage(options).translate_errors(URL):
         fail(text)
     assert SECRET not in "".join(traceback.format_exception(raised.value))
 
@@ -168,7 +174,10 @@ def test_what_is_too_short_for_a_secret_does_not_mar_messages(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "o")
-    with pytest.raises(StorageError, match="OSError: no such colour"), Storage().explained(URL):
+    with (
+        pytest.raises(StorageError, match="OSError: no such colour"),
+        Storage().translate_errors(URL),
+    ):
         fail("no such colour")
 
 
@@ -181,6 +190,6 @@ def test_a_url_that_cannot_be_opened_shows_no_secret() -> None:
 
 def test_what_shows_nothing_stays_the_cause() -> None:
     cause = OSError("plain")
-    with pytest.raises(StorageError) as raised, explained(URL, lambda: (SECRET,)):
+    with pytest.raises(StorageError) as raised, translate_errors(URL, lambda: (SECRET,)):
         raise cause
     assert raised.value.__cause__ is cause

@@ -14,7 +14,7 @@ from shardstream.errors import NotFoundError
 from shardstream.storage import listing
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.listing import (
-    Listed,
+    ListedFile,
     list_all,
     list_beginning,
     list_files,
@@ -85,7 +85,7 @@ def test_odd_names_on_s3_are_found_and_markers_of_folders_are_not(
 def test_frames_with_dotted_numbers_that_become_one_sample_are_warned_of(
     count: int, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    files = [Listed(f"frame.{number:06d}.jpg", "", 1) for number in range(count)]
+    files = [ListedFile(f"frame.{number:06d}.jpg", "", 1) for number in range(count)]
     sample_members("root", files)
     assert ("1 sample with 43 fields. A key ends at the first dot" in caplog.text) is warns
 

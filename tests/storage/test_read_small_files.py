@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 import shardstream as ss
 from shardstream.storage.atomic_write import publish_bytes, remove
-from shardstream.storage.read_small_files import glance, sign
+from shardstream.storage.read_small_files import read_small_files, sign_request
 from shardstream.storage.s3_config import S3Settings
 from shardstream.storage.store import Storage
 from tests.servers import S3Server
@@ -102,10 +102,10 @@ def test_what_is_not_plain_is_not_looked_at(
 ) -> None:
     path = f"{bucket.removeprefix('s3://')}/file"
     publish_bytes(Storage(), f"{bucket}/file", b"12")
-    assert glance(settings, [path], MOST) == [b"12"]
-    assert glance(settings, [path] * 20, MOST) == [b"12"] * 20
+    assert read_small_files(settings, [path], MOST) == [b"12"]
+    assert read_small_files(settings, [path] * 20, MOST) == [b"12"] * 20
     missing = f"{path}-none"
-    assert glance(settings, [path, missing, path], MOST) == [b"12", None, None]
+    assert read_small_files(settings, [path, missing, path], MOST) == [b"12", None, None]
     for change in (
         {"verify": False},
         {"virtual_hosts": True},
@@ -113,14 +113,14 @@ def test_what_is_not_plain_is_not_looked_at(
         {"credentials": None},
         {"anonymous": True},  # the server refuses it
     ):
-        assert glance(replace(settings, **change), [path], MOST) == [None]
+        assert read_small_files(replace(settings, **change), [path], MOST) == [None]
     for odd in (f"{path}/../file", f"{path}//", "./x"):
-        assert glance(settings, [odd], MOST) == [None]
+        assert read_small_files(settings, [odd], MOST) == [None]
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
-    assert glance(settings, [path], MOST) == [None]
+    assert read_small_files(settings, [path], MOST) == [None]
     monkeypatch.delenv("HTTP_PROXY")
-    assert glance(settings, [path], 2) == [b"12"]
-    assert glance(settings, [path], 1) == [None]
+    assert read_small_files(settings, [path], 2) == [b"12"]
+    assert read_small_files(settings, [path], 1) == [None]
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,9 @@ def test_no_signature_goes_to_an_odd_place(
 
     monkeypatch.setattr(http.client.HTTPConnection, "connect", connect)
     monkeypatch.setattr(http.client.HTTPSConnection, "connect", connect)
-    assert glance(replace(settings, endpoint=endpoint, region=region), ["b/key"], MOST) == [None]
+    assert read_small_files(
+        replace(settings, endpoint=endpoint, region=region), ["b/key"], MOST
+    ) == [None]
     assert asked == []
 
 
@@ -175,7 +177,7 @@ def test_an_answer_of_another_length_is_none(head: bytes, settings: S3Settings) 
         thread = threading.Thread(target=answer)
         thread.start()
         endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
-        assert glance(replace(settings, endpoint=endpoint), ["b/key"], MOST) == [None]
+        assert read_small_files(replace(settings, endpoint=endpoint), ["b/key"], MOST) == [None]
         thread.join()
 
 
@@ -204,7 +206,9 @@ def silent() -> Iterator[str]:
 def test_a_server_that_says_nothing_is_not_waited_for_long(
     silent: str, settings: S3Settings
 ) -> None:
-    assert glance(replace(settings, endpoint=silent, read_timeout_s=0.1), ["b/key"], MOST) == [None]
+    assert read_small_files(
+        replace(settings, endpoint=silent, read_timeout_s=0.1), ["b/key"], MOST
+    ) == [None]
 
 
 @pytest.mark.parametrize(
@@ -228,7 +232,7 @@ def test_a_server_that_drips_is_not_waited_for_long(said: bytes, settings: S3Set
         thread.start()
         endpoint = f"http://127.0.0.1:{server.getsockname()[1]}"
         slow = replace(settings, endpoint=endpoint, read_timeout_s=0.1)
-        assert glance(slow, ["b/key"], MOST) == [None]
+        assert read_small_files(slow, ["b/key"], MOST) == [None]
         ended.set()
         thread.join()
 
@@ -244,7 +248,7 @@ def test_signatures_are_those_of_botocore(name: str, region: str, token: str | N
         "secret_access_key": "sec/ret",
         "token": token,
     }
-    ours = sign(target, host="h:9", region=region, credentials=keys, now=datetime.now(UTC))
+    ours = sign_request(target, host="h:9", region=region, credentials=keys, now=datetime.now(UTC))
     request = AWSRequest("GET", f"http://h:9{target}", headers={"Host": "h:9"})
     request.context["timestamp"] = ours["x-amz-date"]
     auth = S3SigV4Auth(Credentials("AKID", "sec/ret", token), "s3", region)
@@ -283,10 +287,10 @@ def test_many_or_large_indexes_are_left_to_the_workers(
     monkeypatch.setattr(f"shardstream.storage.discover.{limit}", 2)
     seen: list[str] = []
 
-    def glance(storage: Storage, urls: Sequence[str], *, max_bytes: int) -> list[bytes]:
+    def read_small_files(storage: Storage, urls: Sequence[str], *, max_bytes: int) -> list[bytes]:
         seen.extend(urls)
         return [storage.read(url, max_bytes=max_bytes) for url in urls]
 
-    monkeypatch.setattr(Storage, "glance", glance)
+    monkeypatch.setattr(Storage, "read_small_files", read_small_files)
     assert len(ss.ShardDataset(packed)) == 12
     assert [url.rpartition("/")[2] for url in seen] == ["index.json", "000002.tar.idx"]

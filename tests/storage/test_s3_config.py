@@ -12,7 +12,7 @@ import s3fs
 from shardstream.errors import AccessDeniedError, OptionError
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.retry import fetch
-from shardstream.storage.s3_config import for_s3fs, understand
+from shardstream.storage.s3_config import complete_s3fs_options, parse_s3_options
 from shardstream.storage.store import Storage
 from tests.servers import S3Server
 
@@ -62,7 +62,7 @@ def _bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_options_win_over_variables(
     options: dict[str, Any], variables: dict[str, str], found: dict[str, Any]
 ) -> None:
-    settings = understand(options | KEYS, variables, read_timeout_s=20.0)
+    settings = parse_s3_options(options | KEYS, variables, read_timeout_s=20.0)
     assert {name: getattr(settings, name) for name in found} == found
 
 
@@ -85,7 +85,7 @@ def test_options_win_over_variables(
 def test_what_only_s3fs_knows_is_left_to_s3fs(
     options: dict[str, Any], variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert understand(options, variables, read_timeout_s=20.0) is None
+    assert parse_s3_options(options, variables, read_timeout_s=20.0) is None
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(OptionError, match="for s3fs alone"):
@@ -93,7 +93,7 @@ def test_what_only_s3fs_knows_is_left_to_s3fs(
 
 
 def credentials(options: dict[str, Any], variables: dict[str, str]) -> tuple[Any, ...]:
-    settings = understand(options, variables, read_timeout_s=20.0)
+    settings = parse_s3_options(options, variables, read_timeout_s=20.0)
     assert settings is not None
     assert settings.credentials is not None
     found = settings.credentials()
@@ -107,14 +107,18 @@ def test_credentials_are_never_put_together_from_two_places() -> None:
 
 
 def test_both_timeouts_reach_s3fs_and_the_users_own_win() -> None:
-    config = for_s3fs({"config_kwargs": {"read_timeout": 7}}, {}, read_timeout_s=5)["config_kwargs"]
+    config = complete_s3fs_options({"config_kwargs": {"read_timeout": 7}}, {}, read_timeout_s=5)[
+        "config_kwargs"
+    ]
     assert (config["connect_timeout"], config["read_timeout"]) == (5, 7)
     assert config["request_checksum_calculation"] == "when_required"
-    assert "read_timeout" not in for_s3fs({}, {}, read_timeout_s=None)["config_kwargs"]
+    assert "read_timeout" not in complete_s3fs_options({}, {}, read_timeout_s=None)["config_kwargs"]
 
 
 def test_s3fs_hears_of_aws_region() -> None:
-    told = for_s3fs({"client_kwargs": {"verify": False}}, {"AWS_REGION": "a"}, read_timeout_s=None)
+    told = complete_s3fs_options(
+        {"client_kwargs": {"verify": False}}, {"AWS_REGION": "a"}, read_timeout_s=None
+    )
     assert told["client_kwargs"] == {"verify": False, "region_name": "a"}
 
 
@@ -160,7 +164,7 @@ def test_a_user_without_a_home_has_no_profile(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("pwd.getpwuid", unknown)
     for name in ("AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE"):
         monkeypatch.delenv(name, raising=False)
-    settings = understand(KEYS, {}, 20.0)
+    settings = parse_s3_options(KEYS, {}, 20.0)
     assert settings is not None
     assert settings.region == "us-east-1"
 
@@ -174,7 +178,7 @@ def test_files_of_profiles_are_looked_for_as_botocore_does(
     out_of_reach = "/" + "x" * 300  # as a file in somebody else's home
     for place, region in (("$PLACE/config", "eu-x"), (out_of_reach, "us-east-1")):
         monkeypatch.setenv("AWS_CONFIG_FILE", place)
-        settings = understand(KEYS, {"AWS_CONFIG_FILE": place}, 20.0)
+        settings = parse_s3_options(KEYS, {"AWS_CONFIG_FILE": place}, 20.0)
         assert settings is not None
         assert settings.region == region
 
