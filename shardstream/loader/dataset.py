@@ -19,16 +19,16 @@ from shardstream.loader.collation import shared_numbers
 from shardstream.loader.iterator import DatasetIterator
 from shardstream.loader.steps import StreamSteps
 from shardstream.order.partition import PartitionConfig, Remainder
-from shardstream.pipeline.bad_samples import OnError, Skips
+from shardstream.pipeline.bad_samples import OnError, SkipTracker
 from shardstream.pipeline.indexed_source import (
-    Options,
-    PlannedSamples,
-    PlannedSource,
-    plain_partition,
+    CatalogSource,
+    IndexedSource,
+    ReadOptions,
+    default_partition,
 )
 from shardstream.pipeline.pipeline import Pipeline
-from shardstream.pipeline.sequential_source import WholeShards, whole_shards
-from shardstream.pipeline.stage import Stage, at_least, check_epoch
+from shardstream.pipeline.sequential_source import SequentialSource, open_sequential_source
+from shardstream.pipeline.stage import Stage, check_at_least, check_epoch
 from shardstream.pipeline.stream_ops import Shuffle
 from shardstream.storage.cache import open_cache
 from shardstream.storage.discover import Urls, locate_shards
@@ -97,7 +97,7 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
         self._epoch[1] += 1
 
     def __iter__(self) -> DatasetIterator:
-        worker_info, source = current_worker_info(self.placement), self.pipeline.planned
+        worker_info, source = current_worker_info(self.placement), self.pipeline.indexed_source
         unsaid = source is not None and source.options.microbatch is None
         if (
             unsaid
@@ -111,10 +111,10 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
     def __len__(self) -> int:
         if self._length is not None:
             return self._length
-        source = self.pipeline.planned
+        source = self.pipeline.indexed_source
         if source is None:
             raise TypeError("the length is not known in advance: say it with .with_length(n)")
-        return plain_partition(source, WorkerInfo(self.placement), self.epoch).num_samples
+        return default_partition(source, WorkerInfo(self.placement), self.epoch).num_samples
 
     def __getitem__(self, number: object) -> Any:
         """Refuse to read by number."""
@@ -143,7 +143,7 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
         Raises:
             OptionError: If it is no whole number from 0 on.
         """
-        at_least(0, length=length)
+        check_at_least(0, length=length)
         changed = self._copy()
         changed._length = length
         return changed
@@ -234,15 +234,15 @@ class ShardDataset(StreamDataset):
     ) -> None:
         if index not in ("auto", "require", "ignore"):
             raise OptionError(f"index is 'auto', 'require' or 'ignore', not {index!r}")
-        Skips(on_error)  # refuses nonsense now
+        SkipTracker(on_error)  # refuses nonsense now
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
         located = locate_shards(urls, storage)
         self._class_names = ClassNames(located, storage)
         unindexed = located.shards[0].url if index == "ignore" else lacks_index(located, storage)
-        source: PlannedSource | WholeShards
+        source: IndexedSource | SequentialSource
         stages: tuple[Stage, ...] = ()
         if unindexed is None:
-            options = Options(
+            options = ReadOptions(
                 shuffle=shuffle,
                 seed=seed,
                 lanes=lanes,
@@ -253,7 +253,7 @@ class ShardDataset(StreamDataset):
                 prefetch_bytes=prefetch_bytes,
                 hedge=hedge,
             )
-            source = PlannedSamples(catalog=ShardCatalog(located, storage, verify), options=options)
+            source = CatalogSource(catalog=ShardCatalog(located, storage, verify), options=options)
             source.order(batch=microbatch or 1, lanes=1, epoch=0)  # refuses nonsense now
             PartitionConfig(remainder=remainder)
         else:
@@ -261,7 +261,7 @@ class ShardDataset(StreamDataset):
                 raise _lacking_index(unindexed, index)
             if index == "auto":
                 _warn_no_index(unindexed)
-            source = whole_shards(located, storage, shuffle=shuffle, seed=seed)
+            source = open_sequential_source(located, storage, shuffle=shuffle, seed=seed)
             stages = (Shuffle(window=window or _WHOLE_SHARD_WINDOW),) if shuffle else ()
         super().__init__(Pipeline(source=source, stages=stages, on_error=on_error), placement)
         if len(self._class_names.folders) > 1:  # one alone is read when it is asked for

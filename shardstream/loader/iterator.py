@@ -8,7 +8,7 @@ from typing import Any
 
 from shardstream.distributed import WorkerInfo, accelerate_loader, is_one_of_several
 from shardstream.errors import StateError
-from shardstream.loader.state import check_state, sealed
+from shardstream.loader.state import check_state, seal_state
 from shardstream.pipeline.bad_sample_report import BadSample
 from shardstream.pipeline.pipeline import Pipeline
 from shardstream.pipeline.stage import Run, State
@@ -44,7 +44,7 @@ class DatasetIterator:
                 rank=self._worker_info.placement.rank,
                 worker=self._worker_info.worker,
             )
-            for one in self._context.skips.drain()
+            for one in self._context.skips.drain_bad_samples()
         )
         return list(self._bad)
 
@@ -74,7 +74,7 @@ class DatasetIterator:
                 "resume would begin the epoch again; say dispatch_batches=False beside use_stateful_dataloader=True, or prepare a "
                 "ShardLoader"
             )
-        return sealed({**self._identity(), "epoch": self._epoch, "run": self._run.state_dict()})
+        return seal_state({**self._identity(), "epoch": self._epoch, "run": self._run.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state of the same worker was taken, in its epoch.

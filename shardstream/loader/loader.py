@@ -26,14 +26,14 @@ from shardstream.loader.option_checks import check_options, warn_of_lanes
 from shardstream.loader.rank_consistency import compare_ranks
 from shardstream.loader.state import check_state, part_state, plan_state
 from shardstream.loader.stats import LoaderStats, Stopwatch
-from shardstream.loader.worker import Batches, WorkerBatch
-from shardstream.loader.worker_errors import WorkerWatch, end_workers, living
+from shardstream.loader.worker import BatchDataset, WorkerBatch
+from shardstream.loader.worker_errors import WorkerWatch, end_workers, live_workers
 from shardstream.order.partition import PartitionConfig, RankPartition
 from shardstream.order.permutation import derive_key
-from shardstream.pipeline.bad_sample_report import BadSample, BadSampleReport, tell
-from shardstream.pipeline.bad_samples import Skips
-from shardstream.pipeline.indexed_source import Options, PlannedSource, plain_partition
-from shardstream.pipeline.stage import Position, State, check_epoch, whole
+from shardstream.pipeline.bad_sample_report import BadSample, BadSampleReport, warn_or_raise
+from shardstream.pipeline.bad_samples import SkipTracker
+from shardstream.pipeline.indexed_source import IndexedSource, ReadOptions, default_partition
+from shardstream.pipeline.stage import Position, State, check_epoch, whole_number
 from shardstream.process_memory import keep_freed_memory
 
 
@@ -69,7 +69,7 @@ class ShardLoader(DataLoader[Any]):
         drop_last: bool = False,
         **options: Any,
     ) -> None:
-        batch_size = None if batch_size is None else whole("batch_size", batch_size)
+        batch_size = None if batch_size is None else whole_number("batch_size", batch_size)
         check_options(dataset, batch_size, shuffle, options | {"drop_last": drop_last})
         self._begin = self._position = Position(epoch=dataset.epoch)
         self._partition: RankPartition | None = None
@@ -80,8 +80,8 @@ class ShardLoader(DataLoader[Any]):
         self._epoch_calls = dataset.epoch_calls
         self._is_compared = False
         self._stopwatch = Stopwatch(epoch=dataset.epoch, workers=num_workers)
-        source = dataset.pipeline.planned
-        self._given = Options() if source is None else source.options
+        source = dataset.pipeline.indexed_source
+        self._given = ReadOptions() if source is None else source.options
         partition_config = PartitionConfig(drop_last=drop_last)
         if source is not None and batch_size is not None:
             partition_config = PartitionConfig(
@@ -91,7 +91,7 @@ class ShardLoader(DataLoader[Any]):
                 drop_last=drop_last,
             )
         lanes = partition_config.batches_per_step * max(1, num_workers)
-        self._batches = Batches(
+        self._batches = BatchDataset(
             dataset,
             batch_size=batch_size,
             collate_fn=collate_fn or collate,
@@ -99,7 +99,7 @@ class ShardLoader(DataLoader[Any]):
             lanes=lanes,
             num_workers=num_workers,
         )
-        report = Skips(dataset.pipeline.on_error).report
+        report = SkipTracker(dataset.pipeline.on_error).report
         storage = dataset.pipeline.storage_for(report or "")
         self._bad_sample_report = BadSampleReport(report, dataset.placement, storage)
         warn_of_lanes(self._batches, max(1, num_workers))
@@ -139,7 +139,9 @@ class ShardLoader(DataLoader[Any]):
         Raises:
             StateError: If Accelerate asks, but each rank has a position of its own: Accelerate keeps one for all.
         """
-        is_same = self._batches.planned is not None or self._batches.placement.world_size == 1
+        is_same = (
+            self._batches.indexed_source is not None or self._batches.placement.world_size == 1
+        )
         if not is_same and is_called_by_accelerate():
             raise StateError(
                 "Accelerate saves one loader state for all ranks, but the steps of this pipeline change counts, so each rank has "
@@ -219,10 +221,10 @@ class ShardLoader(DataLoader[Any]):
             partition = self._batches.partition(Position(epoch=self.epoch))
             if partition is not None:
                 return partition.num_steps
-            source = dataset.pipeline.planned
+            source = dataset.pipeline.indexed_source
             if source is not None:
                 worker_info = WorkerInfo(dataset.placement, 0, max(1, self.num_workers))
-                return plain_partition(source, worker_info, self.epoch).num_samples
+                return default_partition(source, worker_info, self.epoch).num_samples
         length = len(dataset)
         return length // size if self._batches.partition_config.drop_last else -(-length // size)
 
@@ -239,18 +241,18 @@ class ShardLoader(DataLoader[Any]):
         seed = self._batches.source_dataset.pipeline.seed
         if self._seeds_workers:
             self.generator.manual_seed(derive_key(seed, begin.epoch) >> 1)
-        self._iterator = living(self._iterator)
+        self._iterator = live_workers(self._iterator)
         if self._iterator is None:  # workers will be started
             can_pin = getattr(torch, "accelerator", torch.cuda).is_available()  # cuda: torch < 2.6
-            self._batches.open_ways(self.num_workers, pins=self.pin_memory and can_pin)
+            self._batches.open_channels(self.num_workers, pins=self.pin_memory and can_pin)
         keep_freed_memory()
-        self._batches.rounds.begin()
+        self._batches.message_sizes.begin()
         # In this process torch's iterator adds nothing but 11 us a batch.
         here = self.num_workers == 0 and not self.pin_memory
-        with self._batches.serving():
+        with self._batches.serve_loader():
             worker_batches = workers = iter(self._batches) if here else super().__iter__()
         if self.num_workers:
-            worker_batches = self._batches.receive(
+            worker_batches = self._batches.receive_batches(
                 workers, self.num_workers, self.prefetch_factor or 1
             )
         if not self.persistent_workers:  # they take as much memory as was on its way at one time
@@ -293,7 +295,7 @@ class ShardLoader(DataLoader[Any]):
         else:
             numbers = self.state_dict() | asdict(batches.partition_config)
             del numbers["state_checksum"]
-            budget = Skips(batches.source_dataset.pipeline.on_error).budget
+            budget = SkipTracker(batches.source_dataset.pipeline.on_error).budget
             numbers["refill"] = budget is not None and budget.refill
         fingerprint = batches.source_dataset.pipeline.fingerprint
         compare_ranks(fingerprint, numbers, batches.placement)
@@ -304,12 +306,12 @@ class ShardLoader(DataLoader[Any]):
     ) -> Iterator[Any]:
         parts = dict(begin.parts)
         batches = self._batches
-        catalog = None if batches.planned is None else batches.planned.catalog
+        catalog = None if batches.indexed_source is None else batches.indexed_source.catalog
         watch = WorkerWatch(workers, batches.begun, self._partition, catalog)
         stopwatch, asked = self._stopwatch, time.perf_counter()
         with self._ending_workers_on_error(workers), watch:
             for steps, worker_batch in enumerate(worker_batches, start=1):
-                stopwatch.took(
+                stopwatch.add_batch(
                     worker_batch.part, worker_batch.timings, waited_s=time.perf_counter() - asked
                 )
                 self._bad_sample_report.add(
@@ -346,7 +348,7 @@ class ShardLoader(DataLoader[Any]):
                     warnings.warn(f"{problem}", ReportWarning, stacklevel=2)
             raise
         if (problem := self._bad_sample_report.finish()) is not None:
-            tell(problem)
+            warn_or_raise(problem)
 
     def _position_after(
         self, worker_batch: WorkerBatch, steps: int, epoch: int, parts: dict[int, State]
@@ -369,10 +371,10 @@ class ShardLoader(DataLoader[Any]):
         """
         self._follow_dataset()
         batches, position = self._batches, self._position
-        if batches.planned is not None:
+        if batches.indexed_source is not None:
             return plan_state(
                 batches.order(position.epoch),
-                data=self._data(batches.planned),
+                data=self._data(batches.indexed_source),
                 epoch=position.epoch,
                 consumed=position.consumed,
             )
@@ -385,12 +387,12 @@ class ShardLoader(DataLoader[Any]):
             StateError: If that cannot be done exactly: other data, seed or steps; for pipelines that change counts also
                 another number of ranks or workers.
         """
-        if self._batches.planned is None:
+        if self._batches.indexed_source is None:
             check_state(state, mine=self._topology())
             parts = {int(part): value for part, value in state["parts"].items()}
             position = Position(epoch=state["epoch"], parts=parts, next_part=state["next_part"])
         else:
-            self._adopt(state)
+            self._load_order(state)
             position = Position(epoch=state["epoch"], consumed=state["consumed"])
             nsamples = self._batches.order(position.epoch).nsamples
             if position.consumed > nsamples:
@@ -406,10 +408,10 @@ class ShardLoader(DataLoader[Any]):
             self._batches.source_dataset.epoch_calls
         )  # what was chosen before is over
 
-    def _adopt(self, state: Mapping[str, Any]) -> None:
+    def _load_order(self, state: Mapping[str, Any]) -> None:
         """Take the order of samples from a state."""
         batches = self._batches
-        source = batches.planned
+        source = batches.indexed_source
         assert source is not None  # noqa: S101  (asked by load_state_dict)
         options = self._given
         mine = {name: getattr(options, name) for name in ("seed", "shuffle", "microbatch", "lanes")}
@@ -422,7 +424,7 @@ class ShardLoader(DataLoader[Any]):
                 f"microbatch: the state says {microbatch}, which does not divide batch_size={batch_size} here; "
                 "use a multiple of it, or start anew"
             )
-        batches.adopt(
+        batches.set_order_options(
             {
                 name: state[name]
                 for name in (
@@ -438,7 +440,7 @@ class ShardLoader(DataLoader[Any]):
         warn_of_lanes(self._batches, max(1, self.num_workers))
 
     @staticmethod
-    def _data(source: PlannedSource) -> State:
+    def _data(source: IndexedSource) -> State:
         """Return what a state must agree with of the data."""
         mixed = source.describe(steps=False)
         catalog = source.catalog

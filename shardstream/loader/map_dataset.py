@@ -18,8 +18,8 @@ from shardstream.errors import OptionError
 from shardstream.fetch.fetcher import Fetcher, open_batch_fetcher
 from shardstream.format.samples import Sample
 from shardstream.loader.steps import ItemSteps
-from shardstream.pipeline.bad_samples import Skips
-from shardstream.pipeline.indexed_source import Options, PlannedSamples
+from shardstream.pipeline.bad_samples import SkipTracker
+from shardstream.pipeline.indexed_source import CatalogSource, ReadOptions
 from shardstream.pipeline.pipeline import ItemChain, Pipeline
 from shardstream.pipeline.stage import ItemStage, Stage, check_epoch
 from shardstream.storage.cache import open_cache
@@ -39,7 +39,7 @@ class _Opened(NamedTuple):
     chain: ItemChain
 
 
-class NumberedDataset(ItemSteps, Dataset[Any]):
+class MapDataset(ItemSteps, Dataset[Any]):
     """Samples by number, of shards or of loose files; safe among threads, if the user's functions are.
 
     Args:
@@ -51,7 +51,7 @@ class NumberedDataset(ItemSteps, Dataset[Any]):
         self._catalog = catalog
         self._numbers: Numbers | range = range(len(catalog))
         self._pipeline = Pipeline(
-            source=PlannedSamples(catalog=catalog, options=Options(seed=seed))
+            source=CatalogSource(catalog=catalog, options=ReadOptions(seed=seed))
         )
         self._opened: _Opened | None = None
         self.epoch = 0
@@ -114,7 +114,7 @@ class NumberedDataset(ItemSteps, Dataset[Any]):
             else:
                 fetcher = opened.fetcher
             # Steps with threads keep them: to start four takes three times as long as to decode a small image.
-            opened = _Opened(pid, epoch, fetcher, self._pipeline.chain(epoch, Skips()))
+            opened = _Opened(pid, epoch, fetcher, self._pipeline.chain(epoch, SkipTracker()))
             self._opened = opened
             return opened
 
@@ -147,7 +147,7 @@ class NumberedDataset(ItemSteps, Dataset[Any]):
         return changed
 
 
-class ShardMapDataset(NumberedDataset):
+class ShardMapDataset(MapDataset):
     """Samples of tar shards by number: ``ds[i]``, ``ds[-1]``, ``ds[10:20]``, ``len(ds)``.
 
     For torch's ``DataLoader`` with a sampler (``DistributedSampler``, ``WeightedRandomSampler``), ``Subset`` and

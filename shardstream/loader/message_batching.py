@@ -18,13 +18,13 @@ from typing import Any, NamedTuple, TypeVar
 
 from shardstream.errors import OptionError
 from shardstream.loader.collation import shared_numbers
-from shardstream.loader.worker_errors import wrapped
+from shardstream.loader.worker_errors import wrap_exception
 
 _T = TypeVar("_T")
-_MOST = 16
-_WORTH_S, _LATE_S = 0.002, 0.05
+_MAX_ITEMS = 16
+_MESSAGE_WORK_S, _MAX_DELAY_S = 0.002, 0.05
 _LARGE_BYTES = 1 << 20
-_JUDGED = 5
+_SIZES_KEPT = 5
 
 
 class WorkerMessage(NamedTuple):
@@ -42,17 +42,17 @@ class WorkerMessage(NamedTuple):
     """Why, if it failed (torch's ``ExceptionWrapper``)."""
 
 
-class Rounds:
+class MessageSizes:
     """How many items a worker sends in each round of messages; in memory that workers and the main process share."""
 
     def __init__(self) -> None:
         # From which round on, how many before, how many then: one number, so that all of it is read at once.
-        self._told = shared_numbers(0)
+        self._packed = shared_numbers(0)
         self.begin()
 
     def begin(self) -> None:
         """Send one at a time, from round 0 on."""
-        self._tell(0, 1, 1)
+        self._store(0, 1, 1)
 
     def size(self, number: int) -> int:
         """Return how many items are sent in round ``number``."""
@@ -61,38 +61,43 @@ class Rounds:
 
     def change(self, number: int, size: int) -> None:
         """Let ``size`` items be sent from a round on that no worker has begun."""
-        self._tell(number, self._read()[2], size)
+        self._store(number, self._read()[2], size)
 
     def is_changing(self, number: int) -> bool:
         """Tell whether a change is still to come in round ``number``."""
         return number < self._read()[0]
 
     def _read(self) -> tuple[int, int, int]:
-        told = int(self._told.numpy()[0])
-        return told >> 16, told >> 8 & 0xFF, told & 0xFF
+        value = int(self._packed.numpy()[0])
+        return value >> 16, value >> 8 & 0xFF, value & 0xFF
 
-    def _tell(self, number: int, before: int, then: int) -> None:
-        self._told.numpy()[0] = number << 16 | before << 8 | then
+    def _store(self, number: int, before: int, then: int) -> None:
+        self._packed.numpy()[0] = number << 16 | before << 8 | then
 
 
 def send_messages(
-    items: Generator[_T], worker: int, rounds: Rounds, pack: Callable[[_T], tuple[Any, float]]
+    items: Generator[_T],
+    worker: int,
+    message_sizes: MessageSizes,
+    pack: Callable[[_T], tuple[Any, float]],
 ) -> Generator[WorkerMessage]:
     """In a worker: send what it makes in messages of several items. An error comes behind what was made before it.
 
     Args:
         items: What it makes.
         worker: Its number.
-        rounds: How many are sent at once.
+        message_sizes: How many are sent at once.
         pack: Returns what is sent for an item, and its bytes as in `WorkerMessage`. Called as soon as it is made.
     """
     owed = 0  # what was late is sent with later rounds, so that all workers have sent equally many again
     with closing(items):
         for number in count():
-            begun, size = perf_counter(), owed + rounds.size(number)
-            made, end = _take(items, size, pack, until=begun + _LATE_S)
+            begun, size = perf_counter(), owed + message_sizes.size(number)
+            made, end = _take_items(items, size, pack, until=begun + _MAX_DELAY_S)
             owed = size - len(made)
-            error = wrapped(end, worker) if end and not isinstance(end, StopIteration) else None
+            error = (
+                wrap_exception(end, worker) if end and not isinstance(end, StopIteration) else None
+            )
             packed, nbytes = [one for one, _ in made], sum(nbytes for _, nbytes in made)
             made_s = perf_counter() - begun
             messages = [WorkerMessage(worker, packed, made_s, nbytes, end is not None, error)]
@@ -105,7 +110,7 @@ def send_messages(
 def receive_items(
     messages: Iterator[WorkerMessage],
     workers: int,
-    rounds: Rounds,
+    message_sizes: MessageSizes,
     unpack: Callable[[Any], _T],
     *,
     ahead: int,
@@ -115,7 +120,7 @@ def receive_items(
     Args:
         messages: Of worker 0, 1, … in turn; a worker that has ended is passed over.
         workers: How many there are.
-        rounds: How many items they send at once; changed here by what comes.
+        message_sizes: How many items they send at once; changed here by what comes.
         unpack: Returns the item of what was sent for it.
         ahead: For how many messages each worker is asked before the first is taken.
 
@@ -125,7 +130,7 @@ def receive_items(
     """
     waiting: list[deque[Any]] = [deque() for _ in range(workers)]
     ended, failed, number, turn = set[int](), dict[int, Any](), 0, 0
-    worth: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=_JUDGED))
+    sizes: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=_SIZES_KEPT))
     while len(ended) < workers or any(waiting) or failed:
         while not waiting[turn] and turn not in ended:
             if (message := next(messages, None)) is None:
@@ -139,12 +144,12 @@ def receive_items(
             if message.ended:
                 ended.add(message.worker)
                 continue
-            worth[message.worker].append(_worth(message))
+            sizes[message.worker].append(_preferred_size(message))
             # Once one has ended, the others are asked more often.
             if message.worker == workers - 1 and not ended:
-                crowded = max(map(len, waiting)) > 2 * _MOST
-                size = 1 if crowded else int(min(median(judged) for judged in worth.values()))
-                _adapt(rounds, number, size, ahead)
+                crowded = max(map(len, waiting)) > 2 * _MAX_ITEMS
+                size = 1 if crowded else int(min(median(judged) for judged in sizes.values()))
+                _adapt_size(message_sizes, number, size, ahead)
                 number += 1
         if waiting[turn]:
             yield unpack(waiting[turn].popleft())
@@ -154,23 +159,23 @@ def receive_items(
     next(messages, None)  # lets torch end the workers
 
 
-def _adapt(rounds: Rounds, number: int, size: int, ahead: int) -> None:
+def _adapt_size(message_sizes: MessageSizes, number: int, size: int, ahead: int) -> None:
     """Let so many items be sent at once, now that round ``number`` has come from all."""
-    now = rounds.size(number)
-    if not rounds.is_changing(number) and not now / 2 < size < now * 2:
+    now = message_sizes.size(number)
+    if not message_sizes.is_changing(number) and not now / 2 < size < now * 2:
         # Those rounds behind this one that have been asked for are done as they were.
-        rounds.change(number + ahead + 1, size)
+        message_sizes.change(number + ahead + 1, size)
 
 
-def _worth(message: WorkerMessage) -> int:
+def _preferred_size(message: WorkerMessage) -> int:
     """Return how many items like these are worth a message."""
     size = max(1, len(message.packed))
-    by_time = _WORTH_S * size / max(message.made_s, 1e-6)
+    by_time = _MESSAGE_WORK_S * size / max(message.made_s, 1e-6)
     by_bytes = _LARGE_BYTES * size / max(message.nbytes, 1)
-    return int(max(1, min(_MOST, by_time, by_bytes)))
+    return int(max(1, min(_MAX_ITEMS, by_time, by_bytes)))
 
 
-def _take(
+def _take_items(
     items: Iterator[_T], size: int, pack: Callable[[_T], tuple[Any, float]], until: float
 ) -> tuple[list[tuple[Any, float]], Exception | None]:
     """Take and pack some items, fewer if it gets late; with what ended that."""

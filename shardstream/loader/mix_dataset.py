@@ -11,9 +11,9 @@ from shardstream.distributed import WorkerInfo
 from shardstream.errors import OptionError, plural
 from shardstream.loader.dataset import StreamDataset
 from shardstream.order.partition import Remainder
-from shardstream.pipeline.indexed_source import Options
-from shardstream.pipeline.mix import MixedSamples, Recipe, Stop, Weights
-from shardstream.pipeline.mix_streams import MixedStreams
+from shardstream.pipeline.indexed_source import ReadOptions
+from shardstream.pipeline.mix import MixIndexedSource, MixRecipe, Stop, Weights
+from shardstream.pipeline.mix_streams import MixStreamSource
 from shardstream.pipeline.pipeline import Pipeline
 
 _ASKED_AT_ONCE = 16
@@ -31,7 +31,7 @@ def mix(  # noqa: PLR0913  (the public door)
     window: int | None = None,
     remainder: Remainder = "pad",
     prefetch_bytes: int = 64 << 20,
-) -> MixedDataset:
+) -> MixDataset:
     """Mix datasets, each with its own decode and steps; a mix is a dataset, and may be mixed again.
 
     Datasets that number their classes differently are a `ClassesWarning`.
@@ -70,8 +70,8 @@ def mix(  # noqa: PLR0913  (the public door)
             )
         weights = dict(zip(named, weights, strict=True))
     parts = {name: dataset.pipeline for name, dataset in named.items()}
-    recipe = Recipe(parts=parts, weights=weights, stop=stop, samples=samples)
-    options = Options(
+    recipe = MixRecipe(parts=parts, weights=weights, stop=stop, samples=samples)
+    options = ReadOptions(
         shuffle=True,
         seed=seed,
         lanes=lanes,
@@ -80,7 +80,8 @@ def mix(  # noqa: PLR0913  (the public door)
         remainder=remainder,
         prefetch_bytes=prefetch_bytes,
         hedge=any(
-            part.planned is not None and part.planned.options.hedge for part in parts.values()
+            part.indexed_source is not None and part.indexed_source.options.hedge
+            for part in parts.values()
         ),
     )
     policies = [part.on_error for part in parts.values()]
@@ -94,7 +95,7 @@ def mix(  # noqa: PLR0913  (the public door)
             f"the datasets of a mix differ in placement: {placements}; give all the same"
         )
     pipeline = Pipeline(source=_source(recipe, options), on_error=policies[0])
-    mixed = MixedDataset(pipeline, placements.pop())
+    mixed = MixDataset(pipeline, placements.pop())
     found = _classes(named)
     warn_of_difference(found)
     mixed.classes = common_classes(found)
@@ -112,16 +113,18 @@ def _classes(named: Mapping[str, StreamDataset]) -> dict[str, Classes]:
         }
 
 
-def _source(recipe: Recipe, options: Options) -> MixedSamples | MixedStreams:
-    sources = [part.planned for part in recipe.parts.values()]
-    planned = tuple(source for source in sources if source is not None)
-    if len(planned) < len(sources):
-        return MixedStreams(recipe=recipe, shuffle=True, seed=options.seed)
-    catalog = ConcatCatalog([source.catalog for source in planned])
-    return MixedSamples(recipe=recipe, sources=planned, catalog=catalog, options=options)
+def _source(recipe: MixRecipe, options: ReadOptions) -> MixIndexedSource | MixStreamSource:
+    sources = [part.indexed_source for part in recipe.parts.values()]
+    indexed_sources = tuple(source for source in sources if source is not None)
+    if len(indexed_sources) < len(sources):
+        return MixStreamSource(recipe=recipe, shuffle=True, seed=options.seed)
+    catalog = ConcatCatalog([source.catalog for source in indexed_sources])
+    return MixIndexedSource(
+        recipe=recipe, sources=indexed_sources, catalog=catalog, options=options
+    )
 
 
-class MixedDataset(StreamDataset):
+class MixDataset(StreamDataset):
     """What `mix` returns."""
 
     classes: tuple[str, ...] | None = None
@@ -138,7 +141,7 @@ class MixedDataset(StreamDataset):
             OptionError: If that is not known in advance, because steps change counts.
         """
         source = self.pipeline.source
-        if not isinstance(source, MixedSamples):
+        if not isinstance(source, MixIndexedSource):
             raise OptionError("counts of a mix are not known in advance where steps change counts")
         worker_info = WorkerInfo(self.placement)
         batch = source.options.microbatch or batch_size or 1

@@ -10,10 +10,10 @@ from shardstream.catalog.object_catalog import LabelFunction, ObjectCatalog, fol
 from shardstream.distributed import Placement
 from shardstream.errors import NotFoundError, OptionError
 from shardstream.loader.dataset import StreamDataset
-from shardstream.loader.map_dataset import NumberedDataset
+from shardstream.loader.map_dataset import MapDataset
 from shardstream.order.partition import PartitionConfig, Remainder
-from shardstream.pipeline.bad_samples import OnError, Skips
-from shardstream.pipeline.indexed_source import Options, PlannedSamples
+from shardstream.pipeline.bad_samples import OnError, SkipTracker
+from shardstream.pipeline.indexed_source import CatalogSource, ReadOptions
 from shardstream.pipeline.pipeline import Pipeline
 from shardstream.storage.cache import open_cache
 from shardstream.storage.discover import Urls
@@ -23,7 +23,7 @@ from shardstream.storage.store import Storage
 Label = Literal["folder"] | LabelFunction
 
 
-class _LooseFiles:
+class _ObjectDatasetMixin:
     """What datasets of loose files have in common: how the files are named, and their classes."""
 
     classes: tuple[str, ...] | None
@@ -46,7 +46,7 @@ class _LooseFiles:
         return made
 
 
-class ObjectDataset(_LooseFiles, StreamDataset):
+class ObjectDataset(_ObjectDatasetMixin, StreamDataset):
     """Samples that are files of their own, not packed: the same splitting, order, state and steps as `ShardDataset`.
 
     Keys and fields are those that ``shardstream pack URL DEST --kind files`` gives: the key is the path up to the first dot of its last
@@ -106,9 +106,9 @@ class ObjectDataset(_LooseFiles, StreamDataset):
         hedge: bool = False,
         placement: Placement | None = None,
     ) -> None:
-        Skips(on_error)  # refuses nonsense now
+        SkipTracker(on_error)  # refuses nonsense now
         PartitionConfig(remainder=remainder)
-        options = Options(
+        options = ReadOptions(
             shuffle=shuffle,
             seed=seed,
             lanes=lanes,
@@ -120,12 +120,12 @@ class ObjectDataset(_LooseFiles, StreamDataset):
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
         catalog = _open(urls, storage, suffixes)
         _set_labels(catalog, label, classes)
-        source = PlannedSamples(catalog=catalog, options=options)
+        source = CatalogSource(catalog=catalog, options=options)
         super().__init__(Pipeline(source=source, on_error=on_error), placement)
         self.classes = catalog.classes
 
 
-class ObjectMapDataset(_LooseFiles, NumberedDataset):
+class ObjectMapDataset(_ObjectDatasetMixin, MapDataset):
     """Samples that are files of their own, by number: ``ds[i]``, ``len(ds)``, for samplers, subsets and splits.
 
     As `ShardMapDataset` is to `ShardDataset`. A batch is fetched 32 files at a time.

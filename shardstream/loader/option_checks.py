@@ -9,10 +9,10 @@ from typing import Any
 
 from shardstream.errors import OptionError
 from shardstream.loader.dataset import StreamDataset
-from shardstream.loader.worker import Batches
+from shardstream.loader.worker import BatchDataset
 from shardstream.order.partition import fitting_lanes
-from shardstream.pipeline.bad_samples import Skips
-from shardstream.pipeline.indexed_source import Options
+from shardstream.pipeline.bad_samples import SkipTracker
+from shardstream.pipeline.indexed_source import ReadOptions
 
 _MUCH_BYTES = 4_000_000_000  # of windows in one worker
 
@@ -41,7 +41,7 @@ def check_options(
         raise OptionError(
             f"the order belongs to the dataset: say ShardDataset(..., shuffle={shuffle}) there, nothing here"
         )
-    misplaced = sorted({field.name for field in fields(Options)} & set(options))
+    misplaced = sorted({field.name for field in fields(ReadOptions)} & set(options))
     if misplaced:
         raise OptionError(
             f"{', '.join(misplaced)}: the order belongs to the dataset, say it in ShardDataset(...)"
@@ -52,8 +52,8 @@ def check_options(
         raise OptionError("in_order=False: a position counts batches in order; leave it at True")
     if batch_size is not None and batch_size < 1:
         raise OptionError(f"batch_size must be at least 1, not {batch_size}")
-    source = dataset.pipeline.planned
-    budget = Skips(dataset.pipeline.on_error).budget
+    source = dataset.pipeline.indexed_source
+    budget = SkipTracker(dataset.pipeline.on_error).budget
     if budget is not None and budget.refill and (source is None or batch_size is None):
         why = (
             "with batch_size=None"
@@ -71,11 +71,11 @@ def check_options(
         )
 
 
-def warn_of_lanes(batches: Batches, num_workers: int) -> None:
+def warn_of_lanes(batches: BatchDataset, num_workers: int) -> None:
     """Say when several workers must read the same windows, or one must hold very many."""
-    if batches.planned is None or not batches.planned.options.shuffle:
+    if batches.indexed_source is None or not batches.indexed_source.options.shuffle:
         return
-    config, lanes = batches.partition_config, batches.planned.options.lanes or batches.lanes
+    config, lanes = batches.partition_config, batches.indexed_source.options.lanes or batches.lanes
     unit = config.batches_per_step * num_workers
     fitting = sorted(set(fitting_lanes(config, num_workers, lanes)))
     if lanes % unit:
@@ -85,7 +85,7 @@ def warn_of_lanes(batches: Batches, num_workers: int) -> None:
             UserWarning,
             stacklevel=4,
         )
-    catalog, window = batches.planned.catalog, batches.order(0).window
+    catalog, window = batches.indexed_source.catalog, batches.order(0).window
     held_bytes = min(-(-lanes * config.microbatches // unit) * window, len(catalog)) * (
         catalog.total_bytes // max(1, len(catalog))
     )

@@ -19,7 +19,7 @@ _POLL = timedelta(seconds=1)  # a wait in the store cannot be interrupted
 _begun: Counter[str] = Counter()  # loaders of each dataset that this process has compared
 
 
-class Store(Protocol):
+class KeyValueStore(Protocol):
     """What is used of a ``torch.distributed`` store; unlike a collective it needs no order of calls, and no rank can hang in it."""
 
     def set(self, key: str, value: str, /) -> None:
@@ -62,7 +62,11 @@ def compare_ranks(dataset: str, numbers: Mapping[str, Any], placement: Placement
 
 
 def compare_in_store(
-    store: Store, key: str, numbers: Mapping[str, Any], placement: Placement, wait_s: float = WAIT_S
+    store: KeyValueStore,
+    key: str,
+    numbers: Mapping[str, Any],
+    placement: Placement,
+    wait_s: float = WAIT_S,
 ) -> None:
     """Compare numbers with those of the next rank, and hear whether all ranks agree with theirs.
 
@@ -104,7 +108,7 @@ def compare_in_store(
         raise OptionError(verdict)
 
 
-def _wait_for(store: Store, key: str, until: float) -> str | None:
+def _wait_for(store: KeyValueStore, key: str, until: float) -> str | None:
     while (left := until - time.monotonic()) > 0:
         try:
             store.wait([key], min(_POLL, timedelta(seconds=left)))

@@ -13,7 +13,7 @@ from shardstream.errors import SampleError
 from shardstream.format.samples import read_sample
 from shardstream.order.partition import RankPartition
 from shardstream.order.permutation import derive_key
-from shardstream.pipeline.bad_samples import Skips
+from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.indexed_source import Chain
 
 _log = logging.getLogger(__name__)
@@ -21,13 +21,13 @@ _ATTEMPTS = 16  # for each sample
 _SUBSTITUTE = 5
 
 
-def refilled(
+def replace_bad_samples(
     catalog: AnyCatalog,
     chain: Chain,
     partition: RankPartition,
     step: int,
     done: tuple[Sequence[Any], list[int]],
-    skips: Skips,
+    skips: SkipTracker,
 ) -> Sequence[Any]:
     """Return the items of a step with others in place of bad ones: of all with ``refill``, else of one where all are bad.
 
@@ -61,7 +61,7 @@ def refilled(
         try:
             sample = _read(catalog, number)
         except Exception as error:  # noqa: BLE001  (the skip policy decides)
-            skips.take(error, number=number)
+            skips.skip_or_raise(error, number=number)
             bad.add(number)
             continue
         good, _ = chain([sample], [number])

@@ -25,7 +25,7 @@ _TORCHS = torch.Tensor, torch.UntypedStorage, torch.TypedStorage
 _PLAIN = frozenset({str, int, float})
 
 
-class Kind(NamedTuple):
+class TensorLayout(NamedTuple):
     """What makes a tensor of bytes."""
 
     dtype: torch.dtype
@@ -35,10 +35,10 @@ class Kind(NamedTuple):
     """Where its dimensions are in there; None for as they are."""
 
 
-Load = Callable[[int, Kind | None], Any]
+LoadPiece = Callable[[int, TensorLayout | None], Any]
 
 
-class Apart(NamedTuple):
+class SerializedValue(NamedTuple):
     """What a value was taken apart to."""
 
     pieces: list[bytes | torch.Tensor]
@@ -47,38 +47,38 @@ class Apart(NamedTuple):
     """What torch has to send: tensors that are not just their bytes, or very large; storages."""
 
 
-def take_apart(value: Any) -> Apart:
+def serialize_value(value: Any) -> SerializedValue:
     """Take a value apart; tensors are not copied.
 
     Raises:
         Exception: Whatever its pickling raises.
     """
     with suppress(RecursionError):  # it holds itself, or is very deep: pickle may know how
-        value = _marked(value)
+        value = _mark_large_bytes(value)
     packer = _Packer()
     packer.dump(value)
-    return Apart([*packer.pieces, packer.file.getvalue()], packer.rest)
+    return SerializedValue([*packer.pieces, packer.file.getvalue()], packer.rest)
 
 
-def put_together(pickled: bytes, rest: list[Any], load: Load) -> Any:
+def deserialize_value(pickled: bytes, rest: list[Any], load: LoadPiece) -> Any:
     """Return the value of a pickle; ``load`` returns a piece by its number, a tensor of this kind as it lay."""
     return _Unpacker(pickled, rest, load).load()
 
 
-def bytes_of(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def tensor_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     """Return the bytes of a contiguous tensor, shape (nbytes,), uint8."""
     # One element is contiguous whatever its stride, but viewed as bytes only with 1.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
-def tensor_of(kind: Kind, data: memoryview) -> torch.Tensor:
+def tensor_from_bytes(kind: TensorLayout, data: memoryview) -> torch.Tensor:
     """Return a tensor with a copy of these bytes."""
     tensor = torch.empty(kind.shape, dtype=kind.dtype, device="cpu")
-    bytes_of(tensor)[:] = data
+    tensor_bytes(tensor)[:] = data
     return tensor
 
 
-def unsendable(error: Exception) -> SampleError:
+def unsendable_error(error: Exception) -> SampleError:
     """Return what to say of a batch that cannot be sent."""
     remedy = "turn what cannot be pickled to arrays, numbers or text in a map, or pass collate_fn"
     if isinstance(error, OSError):
@@ -90,7 +90,7 @@ def unsendable(error: Exception) -> SampleError:
     )
 
 
-class Sealed:
+class PickledValue:
     """A value that is pickled now, and is itself again where it is unpickled.
 
     torch's queue pickles in a thread of its own, where an error is printed and the batch never comes: the loader would wait for ever.
@@ -105,13 +105,13 @@ class Sealed:
         try:
             self._pickled = bytes(reduction.ForkingPickler.dumps(value))
         except Exception as error:
-            raise unsendable(error) from error
+            raise unsendable_error(error) from error
 
     def __reduce__(self) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
         return pickle.loads, (self._pickled,)
 
 
-def can_be_sent(kind: type) -> bool:
+def is_picklable_type(kind: type) -> bool:
     """Tell whether another process finds a class by its name."""
     try:
         pickle.dumps(kind)
@@ -130,17 +130,17 @@ class _Large:
         self.pieces = value if isinstance(value, list) else [value]
 
 
-def _marked(value: Any) -> Any:
+def _mark_large_bytes(value: Any) -> Any:
     """Return a value whose large bytes stand out: a pickler asks nobody about bytes, or, if it is told to, about every number."""
     kind = type(value)
     if kind is bytes:
         return _Large(value) if len(value) >= _LEAST_BYTES else value
     if kind is dict:
-        return {name: _marked(one) for name, one in value.items()}
+        return {name: _mark_large_bytes(one) for name, one in value.items()}
     if (kind is list or kind is tuple) and value and type(value[0]) not in _PLAIN:
         if kind is list and type(value[0]) is bytes and _are_large(value):
             return _Large(value)
-        return kind(map(_marked, value))
+        return kind(map(_mark_large_bytes, value))
     return value
 
 
@@ -177,14 +177,14 @@ class _Packer(reduction.ForkingPickler):
     def _take(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor, order = tensor.resolve_conj().resolve_neg(), None
         if not tensor.is_contiguous():
-            tensor, order = _as_it_lies(tensor)
+            tensor, order = _contiguous_order(tensor)
         self.pieces.append(tensor)
-        kind = Kind(tensor.dtype, tuple(tensor.shape), order)
+        kind = TensorLayout(tensor.dtype, tuple(tensor.shape), order)
         return _tensor, (len(self.pieces) - 1, kind)
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, pickled: bytes, rest: list[Any], load: Load) -> None:
+    def __init__(self, pickled: bytes, rest: list[Any], load: LoadPiece) -> None:
         super().__init__(io.BytesIO(pickled))
 
         def large(numbers: int | range) -> bytes | list[bytes]:
@@ -193,7 +193,7 @@ class _Unpacker(pickle.Unpickler):
                 return one
             return [load(number, None) for number in numbers]
 
-        def tensor(number: int, kind: Kind) -> torch.Tensor:
+        def tensor(number: int, kind: TensorLayout) -> torch.Tensor:
             found: torch.Tensor = load(number, kind)
             return found if kind.order is None else found.permute(kind.order)
 
@@ -209,7 +209,7 @@ def _large(numbers: int | range) -> Any:
     """Stand in a pickle for large bytes, or a list of them, that an unpacker finds."""
 
 
-def _tensor(number: int, kind: Kind) -> Any:
+def _tensor(number: int, kind: TensorLayout) -> Any:
     """Stand in a pickle for a tensor that an unpacker finds."""
 
 
@@ -227,7 +227,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def _as_it_lies(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
+def _contiguous_order(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
     """Return a contiguous tensor, and the order in which its dimensions make up this one, such as that of channels_last.
 
     A copy, in the usual order, where elements lie apart.

@@ -18,12 +18,12 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from shardstream.loader.serialize import (
-    Kind,
-    bytes_of,
-    put_together,
-    take_apart,
-    tensor_of,
-    unsendable,
+    TensorLayout,
+    deserialize_value,
+    serialize_value,
+    tensor_bytes,
+    tensor_from_bytes,
+    unsendable_error,
 )
 
 _RING_BYTES = 256 << 20  # of addresses: memory is taken by what is on its way at one time
@@ -56,7 +56,7 @@ class RingMessage(NamedTuple):
         return self.places[-1][1]
 
 
-class Ring:
+class RingBuffer:
     """Memory that a worker fills and the main process empties, in the same order.
 
     Picklable while a process is being started. Needs ``memfd_create`` (Linux), which has no limit of its own, where
@@ -67,24 +67,24 @@ class Ring:
         self._handle = os.memfd_create("shardstream") if handle is None else handle
         os.ftruncate(self._handle, _HEAD_BYTES + _RING_BYTES)
         self._memory = mmap.mmap(self._handle, _HEAD_BYTES + _RING_BYTES)
-        self._on_way: deque[RingMessage] = deque()
+        self._in_flight: deque[RingMessage] = deque()
         self._number = 0
 
-    def __reduce__(self) -> tuple[Callable[[Any], Ring], tuple[Any]]:
+    def __reduce__(self) -> tuple[Callable[[Any], RingBuffer], tuple[Any]]:
         return _attach, (reduction.DupFd(self._handle),)
 
     def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit `os` may be gone
         if hasattr(self, "_handle"):
             close(self._handle)
 
-    def forget(self, *, give_back: bool) -> None:
+    def reset(self, *, give_back: bool) -> None:
         """In the worker: take all room as free, because nobody waits any more for what is on its way.
 
         Args:
             give_back: Return its memory to the system: what was taken when the main process was late once is held for good otherwise. To
                 take it anew costs milliseconds, a fifth of an epoch of 2,000 photos from the page cache.
         """
-        self._on_way.clear()
+        self._in_flight.clear()
         if give_back:
             with suppress(OSError):  # a sandbox that cannot
                 self._memory.madvise(mmap.MADV_REMOVE, _HEAD_BYTES, _RING_BYTES)
@@ -96,55 +96,55 @@ class Ring:
             SampleError: If it cannot be pickled.
         """
         try:
-            pieces, rest = take_apart(value)
+            pieces, rest = serialize_value(value)
         except Exception as error:
-            raise unsendable(error) from error
-        places = _laid_out(pieces)
+            raise unsendable_error(error) from error
+        places = _lay_out_pieces(pieces)
         base = self._find_room(places[-1][1])
         if base is None:
             # The queue's thread sends them later: a step may have changed its tensors by then.
             copies = [one if isinstance(one, bytes) else one.clone() for one in pieces]
             return RingMessage(worker, 0, 0, places, copies, rest)
         for (start, end), piece in zip(places, pieces, strict=True):
-            data = piece if isinstance(piece, bytes) else bytes_of(piece).data
+            data = piece if isinstance(piece, bytes) else tensor_bytes(piece).data
             self._memory[_HEAD_BYTES + base + start : _HEAD_BYTES + base + end] = data
         self._number += 1
         message = RingMessage(worker, self._number, base, places, None, rest)
-        self._on_way.append(message._replace(rest=[]))
+        self._in_flight.append(message._replace(rest=[]))
         return message
 
     def unpack(self, message: RingMessage) -> Any:
         """In the main process: return the value, and let its room be used again."""
         if (pieces := message.pieces) is not None:
-            return put_together(pieces[-1], message.rest, lambda number, _: pieces[number])
+            return deserialize_value(pieces[-1], message.rest, lambda number, _: pieces[number])
         base = _HEAD_BYTES + message.start
         view = memoryview(self._memory)
 
-        def load(number: int, kind: Kind | None) -> Any:
+        def load(number: int, kind: TensorLayout | None) -> Any:
             start, end = message.places[number]
             if kind is None:
                 return self._memory[base + start : base + end]
-            return tensor_of(kind, view[base + start : base + end])
+            return tensor_from_bytes(kind, view[base + start : base + end])
 
         start, end = message.places[-1]
-        value = put_together(self._memory[base + start : base + end], message.rest, load)
+        value = deserialize_value(self._memory[base + start : base + end], message.rest, load)
         _COUNT.pack_into(self._memory, 0, message.number)
         return value
 
     def _find_room(self, size: int) -> int | None:
         """Return the first place with that many free bytes, so that few pages are used."""
         (unpacked,) = _COUNT.unpack_from(self._memory)
-        while self._on_way and self._on_way[0].number <= unpacked:
-            self._on_way.popleft()
+        while self._in_flight and self._in_flight[0].number <= unpacked:
+            self._in_flight.popleft()
         place, step = 0, _STEP_BYTES if size > _STEP_BYTES // 2 else _SMALL_STEP_BYTES
-        for message in sorted(self._on_way, key=_START):
+        for message in sorted(self._in_flight, key=_START):
             if place + size <= message.start:
                 return place
             place = -(-(message.start + message.nbytes) // step) * step
         return place if place + size <= _RING_BYTES else None
 
 
-def _laid_out(pieces: list[Any]) -> list[tuple[int, int]]:
+def _lay_out_pieces(pieces: list[Any]) -> list[tuple[int, int]]:
     """Return where each piece begins and ends in a message."""
     places, end = [], 0
     for piece in pieces:
@@ -157,15 +157,15 @@ def _laid_out(pieces: list[Any]) -> list[tuple[int, int]]:
     return places
 
 
-def open_rings(workers: int) -> list[Ring]:
+def open_rings(workers: int) -> list[RingBuffer]:
     """Return a ring for each worker; none where the system cannot, or may not."""
     if not hasattr(os, "memfd_create"):
         return []
     try:
-        return [Ring() for _ in range(workers)]
+        return [RingBuffer() for _ in range(workers)]
     except OSError:  # a sandbox, or a limit of addresses, files or their size
         return []
 
 
-def _attach(handle: Any) -> Ring:
-    return Ring(handle.detach())
+def _attach(handle: Any) -> RingBuffer:
+    return RingBuffer(handle.detach())

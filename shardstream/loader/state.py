@@ -17,7 +17,7 @@ from shardstream.pipeline.stage import EPOCHS, Position, State
 VERSION = 2
 
 
-def sealed(state: State) -> State:
+def seal_state(state: State) -> State:
     """Return a state with its version and a checksum, so that an edited or damaged one is noticed."""
     state = {"version": VERSION, **state}
     return {**state, "state_checksum": _checksum(state)}
@@ -39,7 +39,7 @@ def plan_state(order: EpochOrder, *, data: State, epoch: int, consumed: int) -> 
     """
     if consumed >= order.nsamples > 0:
         epoch, consumed = epoch + 1, 0
-    return sealed(
+    return seal_state(
         {
             "kind": "plan",
             **data,
@@ -63,7 +63,7 @@ def part_state(topology: State, position: Position) -> State:
         position: Where it is.
     """
     parts = {str(part): value for part, value in position.parts.items()}
-    return sealed(
+    return seal_state(
         {
             **topology,
             "epoch": position.epoch,

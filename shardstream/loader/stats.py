@@ -33,14 +33,14 @@ class WorkerTimings:
     requests: float = 0
     throttled: float = 0
 
-    def took(self, samples: int, read_s: float, steps_s: float, collate_s: float) -> None:
+    def add_batch(self, samples: int, read_s: float, steps_s: float, collate_s: float) -> None:
         """Count a batch."""
         self.samples += samples
         self.read_s += read_s
         self.steps_s += steps_s
         self.collate_s += collate_s
 
-    def with_costs(self, costs: Mapping[str, float]) -> WorkerTimings:
+    def with_read_costs(self, costs: Mapping[str, float]) -> WorkerTimings:
         """Return a copy with what a fetcher says of itself."""
         return WorkerTimings(
             samples=self.samples,
@@ -130,7 +130,7 @@ class Stopwatch:
     _ended: float | None = None
     _timings: dict[int, WorkerTimings] = field(default_factory=dict)
 
-    def took(self, part: int, timings: WorkerTimings, *, waited_s: float) -> None:
+    def add_batch(self, part: int, timings: WorkerTimings, *, waited_s: float) -> None:
         """Hear of a batch that a worker has sent."""
         self.batches += 1
         self.wait_s += waited_s

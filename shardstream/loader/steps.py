@@ -14,7 +14,7 @@ from shardstream.pipeline.group_batch import GroupBatched, Leftover
 from shardstream.pipeline.image_decode import EXTENSIONS, IMAGE_NAMES, ImageDecoder
 from shardstream.pipeline.map import Map, MapDict, MapTuple, Rename, Select, ToTuple, find_field
 from shardstream.pipeline.sequence_packing import PackSequences
-from shardstream.pipeline.stage import Stage, at_least
+from shardstream.pipeline.stage import Stage, check_at_least
 from shardstream.pipeline.stream_ops import Compose, Repeat, Shuffle, Slice
 
 
@@ -63,8 +63,8 @@ class ItemSteps:
         Raises:
             OptionError: If there is no such image name, or something else makes no sense.
         """
-        at_least(0, threads=threads)
-        at_least(1, max_side=max_side)
+        check_at_least(0, threads=threads)
+        check_at_least(1, max_side=max_side)
         names = [handler for handler in handlers if isinstance(handler, str)]
         functions = tuple(handler for handler in handlers if not isinstance(handler, str))
         if len(names) > 1:
@@ -115,7 +115,7 @@ class ItemSteps:
                 the name instead of the function's own, for one that was renamed or moved.
             version: Change it when the function does, so that states from before are refused.
         """
-        at_least(0, threads=threads)
+        check_at_least(0, threads=threads)
         stage = Map(
             function=function,
             rng=rng,

@@ -18,18 +18,18 @@ from shardstream.distributed import WorkerInfo
 from shardstream.errors import OptionError, SkipBudgetError
 from shardstream.loader.collation import collate, shared_numbers
 from shardstream.loader.dataset import StreamDataset, current_worker_info
-from shardstream.loader.message_batching import Rounds, receive_items, send_messages
-from shardstream.loader.replacement_samples import refilled
-from shardstream.loader.serialize import Sealed
-from shardstream.loader.shared_memory import Ring, RingMessage, open_rings
+from shardstream.loader.message_batching import MessageSizes, receive_items, send_messages
+from shardstream.loader.replacement_samples import replace_bad_samples
+from shardstream.loader.serialize import PickledValue
+from shardstream.loader.shared_memory import RingBuffer, RingMessage, open_rings
 from shardstream.loader.stats import WorkerTimings
-from shardstream.loader.worker_errors import marked
+from shardstream.loader.worker_errors import track_progress
 from shardstream.order.epoch_plan import EpochOrder
 from shardstream.order.partition import PartitionConfig, RankPartition
-from shardstream.pipeline.bad_sample_report import BadSample, located
-from shardstream.pipeline.bad_samples import Skips
-from shardstream.pipeline.indexed_run import own_steps
-from shardstream.pipeline.indexed_source import PlannedSource, open_partition
+from shardstream.pipeline.bad_sample_report import BadSample, with_locations
+from shardstream.pipeline.bad_samples import SkipTracker
+from shardstream.pipeline.indexed_run import worker_steps
+from shardstream.pipeline.indexed_source import IndexedSource, open_run
 from shardstream.pipeline.stage import Position, Run, State
 from shardstream.process_memory import tune_worker_process
 
@@ -63,7 +63,7 @@ class WorkerBatch(NamedTuple):
     """There were too many of them: there is no batch, and will be none."""
 
 
-class Batches(IterableDataset[Any]):
+class BatchDataset(IterableDataset[Any]):
     """Batches of one rank, split over the loader's workers.
 
     Args:
@@ -98,10 +98,10 @@ class Batches(IterableDataset[Any]):
         # loading a state ends them.
         self._control = shared_numbers(0, 0)
         self.begun = shared_numbers(*[0] * max(1, num_workers))
-        """Which batch each worker is at (see `marked`)."""
-        self.rings: list[Ring] = []
+        """Which batch each worker is at (see `track_progress`)."""
+        self.rings: list[RingBuffer] = []
         """Of each worker, if there are workers and the system can."""
-        self.rounds = Rounds()
+        self.message_sizes = MessageSizes()
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has workers of its own.
@@ -117,7 +117,7 @@ class Batches(IterableDataset[Any]):
         self.begun.zero_()
 
     @contextmanager
-    def serving(self) -> Iterator[None]:
+    def serve_loader(self) -> Iterator[None]:
         """Let the iterators made inside, and the workers started inside, hand out worker batches: to the `ShardLoader` alone."""
         self._serves_loader = True
         try:
@@ -125,7 +125,7 @@ class Batches(IterableDataset[Any]):
         finally:
             self._serves_loader = False
 
-    def open_ways(self, num_workers: int, *, pins: bool) -> None:
+    def open_channels(self, num_workers: int, *, pins: bool) -> None:
         """Make what batches of new workers come by; called before those are started.
 
         Args:
@@ -133,9 +133,11 @@ class Batches(IterableDataset[Any]):
             pins: Whether torch pins their tensors: it finds them in what torch itself has sent, not in rings.
         """
         if num_workers:
-            self.rings, self.rounds = [] if pins else open_rings(num_workers), Rounds()
+            self.rings, self.message_sizes = [] if pins else open_rings(num_workers), MessageSizes()
 
-    def receive(self, sent: Iterator[Any], num_workers: int, ahead: int) -> Iterator[WorkerBatch]:
+    def receive_batches(
+        self, sent: Iterator[Any], num_workers: int, ahead: int
+    ) -> Iterator[WorkerBatch]:
         """In the main process: hand out what the workers of now send, each of which is asked for so many messages ahead."""
         rings = self.rings  # another iteration has its own workers, or these
 
@@ -145,31 +147,33 @@ class Batches(IterableDataset[Any]):
             worker_batch: WorkerBatch = packed
             return worker_batch
 
-        return receive_items(sent, num_workers, self.rounds, unpack, ahead=ahead)
+        return receive_items(sent, num_workers, self.message_sizes, unpack, ahead=ahead)
 
     @property
-    def planned(self) -> PlannedSource | None:
+    def indexed_source(self) -> IndexedSource | None:
         """The source, where positions are arithmetic; None where each worker has a position of its own."""
-        return None if self.batch_size is None else self.source_dataset.pipeline.planned
+        return None if self.batch_size is None else self.source_dataset.pipeline.indexed_source
 
-    def adopt(self, order: Mapping[str, Any]) -> None:
+    def set_order_options(self, order: Mapping[str, Any]) -> None:
         """Take numbers of the order from a state; they hold for the epochs after it too."""
-        assert self.planned is not None  # noqa: S101  (asked by the callers)
+        assert self.indexed_source is not None  # noqa: S101  (asked by the callers)
         dataset = copy.copy(self.source_dataset)
-        dataset.pipeline = replace(dataset.pipeline, source=self.planned.with_options(**order))
+        dataset.pipeline = replace(
+            dataset.pipeline, source=self.indexed_source.with_options(**order)
+        )
         self.source_dataset = dataset
 
     def order(self, epoch: int) -> EpochOrder:
         """Return the order of samples of an epoch."""
-        assert self.planned is not None and self.batch_size is not None  # noqa: S101, PT018  (asked by the callers)
-        batch = self.planned.options.microbatch or self.batch_size
-        return self.planned.order(batch=batch, lanes=self.lanes, epoch=epoch)
+        assert self.indexed_source is not None and self.batch_size is not None  # noqa: S101, PT018  (asked by the callers)
+        batch = self.indexed_source.options.microbatch or self.batch_size
+        return self.indexed_source.order(batch=batch, lanes=self.lanes, epoch=epoch)
 
     def partition(self, position: Position) -> RankPartition | None:
         """Return the steps of this rank from a position on; None where they cannot be known."""
-        if self.planned is None:
+        if self.indexed_source is None:
             return None
-        plan = self.planned.plan(self.order(position.epoch), position.epoch)
+        plan = self.indexed_source.plan(self.order(position.epoch), position.epoch)
         return RankPartition(
             plan, self.partition_config, rank=self.placement.rank, consumed=position.consumed
         )
@@ -177,7 +181,7 @@ class Batches(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         if not self._serves_loader:
             raise OptionError(_NOT_FOR_OTHERS)
-        position = self._begin_here()
+        position = self._start_position()
         worker_info = current_worker_info(self.placement)
         partition = self.partition(position)
         worker_batches = (
@@ -188,27 +192,32 @@ class Batches(IterableDataset[Any]):
         if get_worker_info() is None:
             return worker_batches
         tune_worker_process()
-        marks = marked(worker_batches, self.begun, worker_info.worker)
+        tracked = track_progress(worker_batches, self.begun, worker_info.worker)
         return send_messages(
-            marks, worker_info.worker, self.rounds, self._pack_in(worker_info.worker)
+            tracked,
+            worker_info.worker,
+            self.message_sizes,
+            self._message_packer(worker_info.worker),
         )
 
-    def _pack_in(self, worker: int) -> Callable[[WorkerBatch], tuple[Any, float]]:
+    def _message_packer(self, worker: int) -> Callable[[WorkerBatch], tuple[Any, float]]:
         """Return what makes of a worker batch what is sent, and says how large that is (see `WorkerMessage`)."""
         if not self.rings:
-            return lambda worker_batch: (Sealed(worker_batch), math.inf)
+            return lambda worker_batch: (PickledValue(worker_batch), math.inf)
         ring = self.rings[worker]
-        ring.forget(give_back=self.planned is not None and not self.planned.catalog.is_local)
+        ring.reset(
+            give_back=self.indexed_source is not None and not self.indexed_source.catalog.is_local
+        )
 
         def pack(worker_batch: WorkerBatch) -> tuple[Any, float]:
             message = ring.pack(tuple(worker_batch), worker)
             if message.pieces or message.rest:
-                return Sealed(message), math.inf
+                return PickledValue(message), math.inf
             return message, message.nbytes
 
         return pack
 
-    def _begin_here(self) -> Position:
+    def _start_position(self) -> Position:
         """Return where to begin: what this worker was started with, or, if it is used again, what is in shared memory."""
         if get_worker_info() is None or not self._is_used:
             self._is_used = get_worker_info() is not None
@@ -219,14 +228,14 @@ class Batches(IterableDataset[Any]):
     def _read_steps(
         self, partition: RankPartition, worker_info: WorkerInfo
     ) -> Generator[WorkerBatch]:
-        assert self.planned is not None  # noqa: S101  (it has a partition)
-        pipeline, catalog = self.source_dataset.pipeline, self.planned.catalog
-        skips, timings = Skips(pipeline.on_error), WorkerTimings()
+        assert self.indexed_source is not None  # noqa: S101  (it has a partition)
+        pipeline, catalog = self.source_dataset.pipeline, self.indexed_source.catalog
+        skips, timings = SkipTracker(pipeline.on_error), WorkerTimings()
 
         def worker_batch(
             batch: Any, *, empty: bool, error: SkipBudgetError | None = None
         ) -> WorkerBatch:
-            bad = located(skips.drain(), catalog)
+            bad = with_locations(skips.drain_bad_samples(), catalog)
             counts, samples_per_dataset = dict(skips.counts), dict(skips.samples_per_dataset)
             return WorkerBatch(
                 batch,
@@ -237,22 +246,22 @@ class Batches(IterableDataset[Any]):
                 samples_per_dataset,
                 skips.refilled,
                 bad,
-                timings.with_costs(run.costs()),
+                timings.with_read_costs(run.costs()),
                 error,
             )
 
-        run = open_partition(self.planned, partition, worker_info, skips)
+        run = open_run(self.indexed_source, partition, worker_info, skips)
         chain = pipeline.chain(partition.plan.epoch, skips)
         try:
             begun = perf_counter()
-            steps = iter(own_steps(partition, worker_info.worker, worker_info.num_workers))
+            steps = iter(worker_steps(partition, worker_info.worker, worker_info.num_workers))
             for numbers, samples in run.steps():
                 read, step = perf_counter(), next(steps)
                 done = chain(samples, numbers)
-                items = refilled(catalog, chain, partition, step, done, skips)
+                items = replace_bad_samples(catalog, chain, partition, step, done, skips)
                 ready = perf_counter()
                 batch = self._collate(items)
-                timings.took(len(items), read - begun, ready - read, perf_counter() - ready)
+                timings.add_batch(len(items), read - begun, ready - read, perf_counter() - ready)
                 made = [worker_batch(batch, empty=not items)]
                 # While the next are read, only who has taken the worker batch holds these: photos are many MB.
                 del samples, done, items, batch
@@ -286,7 +295,7 @@ class Batches(IterableDataset[Any]):
                 dict(context.skips.counts),
                 dict(context.skips.samples_per_dataset),
             )
-            bad = tuple(context.skips.drain())
+            bad = tuple(context.skips.drain_bad_samples())
             return WorkerBatch(
                 batch,
                 empty,
@@ -296,7 +305,7 @@ class Batches(IterableDataset[Any]):
                 samples_per_dataset,
                 context.skips.refilled,
                 bad,
-                timings.with_costs({}),
+                timings.with_read_costs({}),
                 error,
             )
 
@@ -322,6 +331,6 @@ class Batches(IterableDataset[Any]):
                 return
             done = perf_counter()
             batch = items[0] if size is None else self._collate(items)
-            timings.took(len(items), done - begun, 0.0, perf_counter() - done)
+            timings.add_batch(len(items), done - begun, 0.0, perf_counter() - done)
             yield batch
             begun = perf_counter()

@@ -21,9 +21,9 @@ from torch.utils.data._utils import signal_handling
 
 from shardstream.catalog.concat_catalog import AnyCatalog
 from shardstream.errors import ShardStreamError, WorkerError, plural, redact
-from shardstream.loader.serialize import can_be_sent
+from shardstream.loader.serialize import is_picklable_type
 from shardstream.order.partition import RankPartition
-from shardstream.pipeline.indexed_run import own_steps
+from shardstream.pipeline.indexed_run import worker_steps
 
 _T = TypeVar("_T")
 _REMEDIES = {
@@ -35,11 +35,11 @@ _CRASHED = "a library crashed: iterate with num_workers=0 and python -X faulthan
 _IN_WORKER = "in DataLoader worker process"
 # A worker's connections are closed before it is dead: long before, on a machine that is busy, or where it writes a core dump.
 _DEATH_S = 60.0
-_open: WeakSet[WorkerWatch] = WeakSet()
+_open_watches: WeakSet[WorkerWatch] = WeakSet()
 _is_installed = False
 
 
-def marked(worker_batches: Generator[_T], begun: Any, worker: int) -> Generator[_T]:
+def track_progress(worker_batches: Generator[_T], begun: Any, worker: int) -> Generator[_T]:
     """Hand worker batches on, and note in shared memory which is being made: number n from 1, or -n once it has been handed on.
 
     Args:
@@ -65,7 +65,7 @@ class WorkerWatch:
 
     Args:
         workers: torch's iterator, which holds the processes; any other has none.
-        begun: As in `marked`.
+        begun: As in `track_progress`.
         partition: The rank's steps, where they are known.
         catalog: Whose samples they are.
     """
@@ -83,16 +83,16 @@ class WorkerWatch:
 
     def __enter__(self) -> Self:
         if self._workers:
-            _open.add(self)
-            _install()
+            _open_watches.add(self)
+            _install_sigchld_handler()
         return self
 
     def __exit__(self, _: object, error: object, __: object) -> None:
         try:
             if self._workers and _is_lost_connection(error):
-                self._await_a_death()
+                self._wait_for_exit()
         finally:
-            _open.discard(self)
+            _open_watches.discard(self)
         if isinstance(error, RuntimeError | OSError | EOFError) and not isinstance(
             error, ShardStreamError
         ):
@@ -100,7 +100,7 @@ class WorkerWatch:
             if told is not None:
                 raise told from error
 
-    def _await_a_death(self) -> None:
+    def _wait_for_exit(self) -> None:
         """Give a worker whose connections are closed the moment that it takes to be dead."""
         until = time.monotonic() + _DEATH_S
         while all(worker.is_alive() for worker in self._workers) and time.monotonic() < until:
@@ -132,7 +132,7 @@ class WorkerWatch:
         text = f"{doing} batch {abs(begun)} of its own"
         if self._partition is None or self._catalog is None:
             return text
-        steps = own_steps(self._partition, worker, len(self._workers))
+        steps = worker_steps(self._partition, worker, len(self._workers))
         if abs(begun) > len(steps):
             return "after its last batch"
         step = steps[abs(begun) - 1]
@@ -181,7 +181,7 @@ def end_workers(workers: Any, *, at_once: bool = False) -> None:
     end()
 
 
-def living(workers: Any) -> Any:
+def live_workers(workers: Any) -> Any:
     """Return torch's iterator of persistent workers if all live; else end it, so that new ones are started."""
     if all(worker.is_alive() for worker in getattr(workers, "_workers", ())):
         return workers
@@ -189,7 +189,7 @@ def living(workers: Any) -> Any:
     return None
 
 
-def _install() -> None:
+def _install_sigchld_handler() -> None:
     """Let torch's handler of SIGCHLD, which raises wherever the main thread is, speak of what we know."""
     global _is_installed  # noqa: PLW0603  (once a process, as torch does)
     torchs = signal.getsignal(signal.SIGCHLD)
@@ -203,7 +203,7 @@ def _install() -> None:
         try:
             inner(number, frame)
         except RuntimeError as error:
-            for watch in list(_open):
+            for watch in list(_open_watches):
                 told = watch.explain()
                 if told is not None:
                     raise told from error
@@ -213,12 +213,12 @@ def _install() -> None:
     _is_installed = True
 
 
-def wrapped(error: Exception, worker: int) -> ExceptionWrapper:
+def wrap_exception(error: Exception, worker: int) -> ExceptionWrapper:
     """In a worker: return an error as torch sends it, with the worker's traceback in its text.
 
     Its class is the nearest one that the main process can find: a class made in a function cannot be sent.
     """
     where = (type(error), error, error.__traceback__)
     told = ExceptionWrapper(where, f"{_IN_WORKER} {worker}")  # type: ignore[no-untyped-call]
-    told.exc_type = next(kind for kind in type(error).__mro__ if can_be_sent(kind))
+    told.exc_type = next(kind for kind in type(error).__mro__ if is_picklable_type(kind))
     return told

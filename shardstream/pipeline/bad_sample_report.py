@@ -84,7 +84,7 @@ class BadSample:
         return self.shard, self.offset, self.key, self.field, self.error
 
 
-def located(bad: Iterable[BadSample], catalog: AnyCatalog) -> tuple[BadSample, ...]:
+def with_locations(bad: Iterable[BadSample], catalog: AnyCatalog) -> tuple[BadSample, ...]:
     """Complete shard and offset from the sample's number.
 
     In a mix a number may be that of one of its datasets, so it says nothing, and is left out.
@@ -144,7 +144,7 @@ class BadSampleReport:
         is_idle = self._writing is None or self._writing.done()
         if self._is_new and is_idle and time.monotonic() - self._begun_at >= _EVERY_S:
             if (problem := self._problem()) is not None:
-                tell(problem)
+                warn_or_raise(problem)
             self._begin()
 
     def finish(self, *, waits: bool = True) -> Exception | None:
@@ -208,7 +208,7 @@ class BadSampleReport:
         publish_bytes(self._storage, url, "".join(f"{line}\n" for line in lines).encode())
 
 
-def tell(problem: Exception) -> None:
+def warn_or_raise(problem: Exception) -> None:
     """Warn of a report that cannot be written; a wrong name for it is an error.
 
     Raises:

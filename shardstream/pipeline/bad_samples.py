@@ -52,7 +52,7 @@ class SkipBudget:
 OnError = Literal["raise", "warn", "skip"] | SkipBudget
 
 
-class Skips:
+class SkipTracker:
     """Bad samples so far.
 
     Args:
@@ -81,12 +81,12 @@ class Skips:
         """Where they are listed, if anywhere."""
         return None if self.budget is None else self.budget.report
 
-    def drain(self) -> list[BadSample]:
+    def drain_bad_samples(self) -> list[BadSample]:
         """Return the bad samples since the last call."""
         bad, self._bad = self._bad, []
         return bad
 
-    def take(self, error: Exception, item: Any = None, number: int | None = None) -> None:
+    def skip_or_raise(self, error: Exception, item: Any = None, number: int | None = None) -> None:
         """Count a bad sample, or raise its error again.
 
         Args:

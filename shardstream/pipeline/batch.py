@@ -11,7 +11,7 @@ from typing import Any
 from shardstream.errors import SampleError
 from shardstream.order.permutation import derive_key
 from shardstream.pipeline.map import like_tuple
-from shardstream.pipeline.stage import Context, Run, SourceRun, State, at_least
+from shardstream.pipeline.stage import Context, Run, SourceRun, State, check_at_least
 
 Collate = Callable[[list[Any]], Any]
 
@@ -35,7 +35,7 @@ class Batched:
     version: int | str | None = None
 
     def __post_init__(self) -> None:
-        at_least(1, batch_size=self.size)
+        check_at_least(1, batch_size=self.size)
 
     def open(self, source: Run, context: Context) -> Run:  # noqa: ARG002
         """Start it on a stream."""

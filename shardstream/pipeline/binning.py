@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
-from shardstream.pipeline.bad_samples import Skips
+from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.stage import Run, SourceRun, State
 
 
@@ -22,10 +22,10 @@ class _Waiting:
     before: State  # position of the run before, in front of this item
 
 
-class CollectRun(SourceRun, ABC):
+class BinningRun(SourceRun, ABC):
     """Reads items to bins; what a bin is, and when it goes out, is said below."""
 
-    def __init__(self, source: Run, skips: Skips) -> None:
+    def __init__(self, source: Run, skips: SkipTracker) -> None:
         super().__init__(source)
         self._skips = skips
         self._bins: dict[Hashable, list[_Waiting]] = {}
@@ -34,7 +34,7 @@ class CollectRun(SourceRun, ABC):
         self._resume: State | None = None
 
     @abstractmethod
-    def choose(self, item: Any) -> Hashable | None:
+    def choose_bin(self, item: Any) -> Hashable | None:
         """Return the bin of an item: one that is open, or a new one; None drops it. Must depend on waiting items alone."""
 
     @abstractmethod
@@ -42,7 +42,7 @@ class CollectRun(SourceRun, ABC):
         """Tell whether a bin goes out now."""
 
     @abstractmethod
-    def overflow(self) -> Hashable | None:
+    def overflowing_bin(self) -> Hashable | None:
         """Return the bin that must go out because too much is waiting; None if nothing must."""
 
     @abstractmethod
@@ -53,7 +53,7 @@ class CollectRun(SourceRun, ABC):
     def batch(self, items: list[Any]) -> Any:
         """Return what goes out for the items of a bin."""
 
-    def forget(self, name: Hashable) -> None:
+    def drop_bin(self, name: Hashable) -> None:
         """Hear that a bin has gone out."""
 
     def clear(self) -> None:
@@ -65,7 +65,7 @@ class CollectRun(SourceRun, ABC):
             name = self._read_item()
             if name is not None and self.is_full(name):
                 return self._hand_out(name)
-            crowded = self.overflow()
+            crowded = self.overflowing_bin()
             if crowded is not None:
                 return self._hand_out(crowded)
         if not self.leftover() or not self._bins:
@@ -88,9 +88,9 @@ class CollectRun(SourceRun, ABC):
         if wanted is not None and place not in wanted:
             return None
         try:
-            name = self.choose(item)
+            name = self.choose_bin(item)
         except Exception as error:  # noqa: BLE001  (the skip policy decides)
-            self._skips.take(error, item)
+            self._skips.skip_or_raise(error, item)
             return None
         if name is not None:
             self._bins.setdefault(name, []).append(_Waiting(item, place, before))
@@ -98,7 +98,7 @@ class CollectRun(SourceRun, ABC):
 
     def _hand_out(self, name: Hashable) -> Any:
         waiting = self._bins.pop(name)
-        self.forget(name)
+        self.drop_bin(name)
         return self.batch([one.item for one in waiting])
 
     def _oldest(self) -> _Waiting | None:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from shardstream.errors import OptionError
 from shardstream.pipeline.batch import Collate, collated
-from shardstream.pipeline.binning import CollectRun
+from shardstream.pipeline.binning import BinningRun
 from shardstream.pipeline.map import add_place, name_of
 from shardstream.pipeline.stage import Context, Run
 
@@ -50,12 +50,12 @@ class GroupBatched:
         return _GroupBatchedRun(source, self, context)
 
 
-class _GroupBatchedRun(CollectRun):
+class _GroupBatchedRun(BinningRun):
     def __init__(self, source: Run, stage: GroupBatched, context: Context) -> None:
         super().__init__(source, context.skips)
         self._stage = stage
 
-    def choose(self, item: Any) -> Hashable:
+    def choose_bin(self, item: Any) -> Hashable:
         try:
             group: Hashable = self._stage.group(item)
             hash(group)
@@ -67,7 +67,7 @@ class _GroupBatchedRun(CollectRun):
     def is_full(self, name: Hashable) -> bool:
         return self.sizes()[name] >= self._stage.size
 
-    def overflow(self) -> Hashable | None:
+    def overflowing_bin(self) -> Hashable | None:
         sizes = self.sizes()
         return (
             max(sizes, key=sizes.__getitem__) if sum(sizes.values()) > self._stage.buffer else None

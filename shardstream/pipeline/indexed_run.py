@@ -14,7 +14,7 @@ from shardstream.format.columns import Columns, Samples
 from shardstream.format.samples import Sample
 from shardstream.order.partition import RankPartition
 from shardstream.order.permutation import Ints
-from shardstream.pipeline.bad_samples import Skips
+from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.stage import State
 
 # Planned and parsed at a time, so that a sample costs a fraction of a microsecond of each; of what is parsed no more bytes, and of
@@ -23,12 +23,12 @@ _CHUNK_SAMPLES, _FOUND_BYTES, _COPIED_BYTES = 16384, 64 << 20, 10 << 20
 _CHUNK_STEPS = 1024
 
 
-def own_steps(partition: RankPartition, worker: int, num_workers: int, first: int = 0) -> range:
+def worker_steps(partition: RankPartition, worker: int, num_workers: int, first: int = 0) -> range:
     """Return the steps that a worker takes, from its ``first``-th on."""
     return range(worker + first * num_workers, partition.num_steps, num_workers)
 
 
-def planned(partition: RankPartition, steps: range) -> Iterator[list[Ints]]:
+def plan_steps(partition: RankPartition, steps: range) -> Iterator[list[Ints]]:
     """Yield the sample numbers of the steps, an array a step, some steps at a time: one at first, to begin at once."""
     width = partition.config.microbatches * partition.plan.order.batch
     start, size = 0, 1
@@ -43,7 +43,7 @@ def _together(steps: list[Ints], most: int) -> Iterator[list[Ints]]:
     return (steps[first : first + size] for first in range(0, len(steps), size))
 
 
-def upcoming(partition: RankPartition, steps: range) -> Iterator[Ints]:
+def group_by_window(partition: RankPartition, steps: range) -> Iterator[Ints]:
     """Yield the sample numbers of these steps again, grouped by window: what is worth reading together, in order of first need."""
     plan, lanes = partition.plan, partition.plan.order.lanes
     reached: dict[int, int] = {}  # lane -> its last window
@@ -90,7 +90,7 @@ def _by_step(
         first += len(numbers)
 
 
-class PlannedRun:
+class IndexedRun:
     """Raw samples of one reader, in the order of the plan.
 
     Args:
@@ -110,7 +110,7 @@ class PlannedRun:
         *,
         worker: int,
         num_workers: int,
-        skips: Skips,
+        skips: SkipTracker,
         prefetch_bytes: int,
         hedge: bool = False,
     ) -> None:
@@ -123,7 +123,7 @@ class PlannedRun:
         self._fetcher: Fetcher | None = None
         self._samples: Generator[tuple[int, Sample], None, None] | None = None
 
-    def __iter__(self) -> PlannedRun:
+    def __iter__(self) -> IndexedRun:
         return self
 
     def __next__(self) -> Sample:
@@ -141,7 +141,7 @@ class PlannedRun:
                 kept, samples = [], []
                 for number, sample in zip(numbers, found, strict=True):
                     if isinstance(sample, Exception):
-                        self._skips.take(sample, number=number)
+                        self._skips.skip_or_raise(sample, number=number)
                     else:
                         kept.append(number)
                         samples.append(sample)
@@ -175,10 +175,10 @@ class PlannedRun:
         """Start reading at the position; yield numbers and samples of each step."""
         width = self._partition.config.microbatches * self._partition.plan.order.batch
         first, within = divmod(self._taken, width)
-        steps = own_steps(self._partition, self._worker, self._num_workers, first)
-        ahead = upcoming(self._partition, steps)
+        steps = worker_steps(self._partition, self._worker, self._num_workers, first)
+        ahead = group_by_window(self._partition, steps)
         if within:  # what a resume passes over in its first step is not fetched
-            passed = next(planned(self._partition, steps))[0][:within]
+            passed = next(plan_steps(self._partition, steps))[0][:within]
             ahead = (kept for numbers in ahead if len(kept := numbers[~np.isin(numbers, passed)]))
         catalog = self._catalog
         mean_bytes = max(1, catalog.total_bytes) / max(1, len(catalog))
@@ -186,7 +186,7 @@ class PlannedRun:
             catalog, ahead, prefetch_bytes=self._prefetch_bytes, hedge=self._hedge
         )
         with closing(self._fetcher) as fetcher:
-            for chunk in planned(self._partition, steps):
+            for chunk in plan_steps(self._partition, steps):
                 chunk[0], within = chunk[0][within:], 0
                 for some in _together(chunk, int(_FOUND_BYTES / mean_bytes)):
                     yield from _read(fetcher, some, int(_COPIED_BYTES / mean_bytes))
@@ -197,6 +197,6 @@ class PlannedRun:
             for number, sample in zip(numbers, found, strict=True):
                 self._taken += 1
                 if isinstance(sample, Exception):
-                    self._skips.take(sample, number=number)
+                    self._skips.skip_or_raise(sample, number=number)
                 else:
                     yield number, sample

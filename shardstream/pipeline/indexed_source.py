@@ -13,11 +13,11 @@ from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.distributed import WorkerInfo
 from shardstream.order.epoch_plan import EpochOrder, EpochPlan, default_block, default_window
 from shardstream.order.partition import PartitionConfig, RankPartition, Remainder
-from shardstream.pipeline.bad_samples import Skips
-from shardstream.pipeline.indexed_run import PlannedRun
-from shardstream.pipeline.stage import Context, State, at_least, whole
+from shardstream.pipeline.bad_samples import SkipTracker
+from shardstream.pipeline.indexed_run import IndexedRun
+from shardstream.pipeline.stage import Context, State, check_at_least, whole_number
 
-_PLAIN_MICROBATCH = 64
+_DEFAULT_MICROBATCH = 64
 _LOOSE_WINDOW = 64
 
 
@@ -32,7 +32,7 @@ class Chain(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class ReadOptions:
     """What a user may say about the order of samples; None stands for a default computed from the data.
 
     Args:
@@ -56,17 +56,19 @@ class Options:
         for name in ("seed", "lanes", "microbatch", "window", "block"):
             value = getattr(self, name)
             if value is not None:
-                object.__setattr__(self, name, whole(name, value))  # states hold them as JSON
-        at_least(
+                object.__setattr__(
+                    self, name, whole_number(name, value)
+                )  # states hold them as JSON
+        check_at_least(
             1, lanes=self.lanes, microbatch=self.microbatch, window=self.window, block=self.block
         )
 
 
-class PlannedSource(Protocol):
+class IndexedSource(Protocol):
     """What a loader needs of a source whose positions are arithmetic."""
 
     @property
-    def options(self) -> Options:
+    def options(self) -> ReadOptions:
         """What the user said about the order."""
 
     @property
@@ -79,7 +81,7 @@ class PlannedSource(Protocol):
     def plan(self, order: EpochOrder, epoch: int) -> EpochPlan:
         """Return the batches of an epoch."""
 
-    def with_options(self, **changes: Any) -> PlannedSource:
+    def with_options(self, **changes: Any) -> IndexedSource:
         """Return the same source with other options."""
 
     def describe(self, *, steps: bool) -> State:
@@ -89,12 +91,12 @@ class PlannedSource(Protocol):
             steps: With the stages of its parts.
         """
 
-    def chain(self, epoch: int, skips: Skips) -> Chain | None:
+    def chain(self, epoch: int, skips: SkipTracker) -> Chain | None:
         """Return what is done to raw samples before the pipeline's own stages, if anything."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedSamples:
+class CatalogSource:
     """One dataset.
 
     Args:
@@ -103,7 +105,7 @@ class PlannedSamples:
     """
 
     catalog: ShardCatalog | ObjectCatalog
-    options: Options
+    options: ReadOptions
 
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:  # noqa: ARG002  (the same every epoch)
         """Return the order for a microbatch, with that many lanes unless the user said otherwise."""
@@ -133,33 +135,35 @@ class PlannedSamples:
         """Return nothing: data and order say it all."""
         return {}
 
-    def with_options(self, **changes: Any) -> PlannedSamples:
+    def with_options(self, **changes: Any) -> CatalogSource:
         """Return the same source with other options."""
         return replace(self, options=replace(self.options, **changes))
 
-    def chain(self, epoch: int, skips: Skips) -> Chain | None:  # noqa: ARG002
+    def chain(self, epoch: int, skips: SkipTracker) -> Chain | None:  # noqa: ARG002
         """Return nothing: samples come as they are."""
         return None
 
 
-def open_plain(source: PlannedSource, worker_info: WorkerInfo, context: Context) -> PlannedRun:
+def open_default_run(
+    source: IndexedSource, worker_info: WorkerInfo, context: Context
+) -> IndexedRun:
     """Start reading what one loader worker takes of a dataset that is iterated by itself."""
-    partition = plain_partition(source, worker_info, context.epoch)
-    return open_partition(source, partition, worker_info, context.skips)
+    partition = default_partition(source, worker_info, context.epoch)
+    return open_run(source, partition, worker_info, context.skips)
 
 
-def plain_microbatch(nsamples: int, readers: int) -> int:
+def default_microbatch(nsamples: int, readers: int) -> int:
     """Return the microbatch of a dataset that is iterated without a `ShardLoader`: 64, or less where readers would get none.
 
-    >>> plain_microbatch(100_000, 8), plain_microbatch(25, 2)
+    >>> default_microbatch(100_000, 8), default_microbatch(25, 2)
     (64, 1)
     """
-    return max(1, min(_PLAIN_MICROBATCH, nsamples // (8 * readers)))
+    return max(1, min(_DEFAULT_MICROBATCH, nsamples // (8 * readers)))
 
 
-def plain_partition(source: PlannedSource, worker_info: WorkerInfo, epoch: int) -> RankPartition:
+def default_partition(source: IndexedSource, worker_info: WorkerInfo, epoch: int) -> RankPartition:
     """Return the steps of a rank of a dataset that is iterated by itself."""
-    batch = source.options.microbatch or plain_microbatch(len(source.catalog), worker_info.total)
+    batch = source.options.microbatch or default_microbatch(len(source.catalog), worker_info.total)
     if source.options.microbatch is None and source.options.window is not None:
         batch = math.gcd(batch, source.options.window)
     order = source.order(batch=batch, lanes=worker_info.total, epoch=epoch)
@@ -169,11 +173,11 @@ def plain_partition(source: PlannedSource, worker_info: WorkerInfo, epoch: int) 
     return RankPartition(source.plan(order, epoch), config, rank=worker_info.placement.rank)
 
 
-def open_partition(
-    source: PlannedSource, partition: RankPartition, worker_info: WorkerInfo, skips: Skips
-) -> PlannedRun:
+def open_run(
+    source: IndexedSource, partition: RankPartition, worker_info: WorkerInfo, skips: SkipTracker
+) -> IndexedRun:
     """Start reading what one loader worker takes of a rank's partition."""
-    return PlannedRun(
+    return IndexedRun(
         source.catalog,
         partition,
         worker=worker_info.worker,

@@ -188,7 +188,7 @@ class _SelectRun(SourceRun):
                     return item
             except Exception as error:  # noqa: BLE001  (the skip policy decides)
                 add_place(error, f"select({name_of(self._predicate)})", item)
-                self._skips.take(error, item)
+                self._skips.skip_or_raise(error, item)
         raise StopIteration
 
 

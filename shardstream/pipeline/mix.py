@@ -13,8 +13,8 @@ from shardstream.errors import OptionError
 from shardstream.order.epoch_plan import EpochOrder, EpochPlan, default_window
 from shardstream.order.mix_schedule import MixSchedule
 from shardstream.order.permutation import Ints, derive_key
-from shardstream.pipeline.bad_samples import Skips
-from shardstream.pipeline.indexed_source import Chain, Options, PlannedSource
+from shardstream.pipeline.bad_samples import SkipTracker
+from shardstream.pipeline.indexed_source import Chain, IndexedSource, ReadOptions
 from shardstream.pipeline.pipeline import ItemChain, Pipeline
 from shardstream.pipeline.stage import State
 from shardstream.pipeline.step_signatures import function_name
@@ -22,14 +22,14 @@ from shardstream.pipeline.step_signatures import function_name
 Stop = Literal["first_exhausted", "all_exhausted"]
 Weights = Mapping[str, float] | Callable[[int], Mapping[str, float]]
 
-PASS = 1 << 32
-"""Pass p of a part in epoch e of its mix is epoch ``e + p * PASS`` of its own."""
+EPOCHS_PER_PASS = 1 << 32
+"""Pass p of a part in epoch e of its mix is epoch ``e + p * EPOCHS_PER_PASS`` of its own."""
 
 _MIX = 5  # what a random key is for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recipe:
+class MixRecipe:
     """What is mixed, and how.
 
     Args:
@@ -85,7 +85,7 @@ class Recipe:
         """
         if self.weights is None:
             return None
-        weights = self.weights(epoch % PASS) if callable(self.weights) else self.weights
+        weights = self.weights(epoch % EPOCHS_PER_PASS) if callable(self.weights) else self.weights
         if set(weights) != set(self.parts):
             raise OptionError(
                 f"weights are for {sorted(weights)}, the datasets are {sorted(self.parts)}"
@@ -94,7 +94,7 @@ class Recipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedSamples:
+class MixIndexedSource:
     """A mix of datasets that are all read by number.
 
     Args:
@@ -104,10 +104,10 @@ class MixedSamples:
         options: About the order of the mix.
     """
 
-    recipe: Recipe
-    sources: tuple[PlannedSource, ...]
+    recipe: MixRecipe
+    sources: tuple[IndexedSource, ...]
     catalog: ConcatCatalog
-    options: Options
+    options: ReadOptions
 
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:
         """Return the order of an epoch for a microbatch, with that many lanes unless the user said otherwise."""
@@ -133,11 +133,11 @@ class MixedSamples:
             else MixEpochPlan(order, epoch, self._lanes(order, epoch))
         )
 
-    def with_options(self, **changes: Any) -> MixedSamples:
+    def with_options(self, **changes: Any) -> MixIndexedSource:
         """Return the same mix with other options."""
         return replace(self, options=replace(self.options, **changes))
 
-    def chain(self, epoch: int, skips: Skips) -> Chain | None:
+    def chain(self, epoch: int, skips: SkipTracker) -> Chain | None:
         """Return the steps of the parts, each applied to its own samples."""
         chains = {name: part.chain(epoch, skips) for name, part in self.recipe.parts.items()}
         return _PartChains(self.catalog, chains, skips)
@@ -159,17 +159,17 @@ class MixedSamples:
         )
         return dict(zip(self.recipe.parts, counts.tolist(), strict=True))
 
-    def _lanes(self, order: EpochOrder, epoch: int) -> _Lanes:
+    def _lanes(self, order: EpochOrder, epoch: int) -> _MixLanes:
         weights = self.recipe.weights_of(epoch)
         assert weights is not None  # noqa: S101  (asked by the callers)
-        return _Lanes(self, weights, order, epoch)
+        return _MixLanes(self, weights, order, epoch)
 
 
 class _PartChains:
     """The steps of each part, applied to its own samples."""
 
     def __init__(
-        self, catalog: ConcatCatalog, chains: Mapping[str, ItemChain], skips: Skips
+        self, catalog: ConcatCatalog, chains: Mapping[str, ItemChain], skips: SkipTracker
     ) -> None:
         self._catalog = catalog
         self._names, self._chains = list(chains), list(chains.values())
@@ -196,11 +196,11 @@ class _PartChains:
             chain.close()
 
 
-class _Lanes:
+class _MixLanes:
     """Lane l of a mix is made of the lanes l of its parts: which sample is at each place."""
 
     def __init__(
-        self, mix: MixedSamples, weights: list[float], order: EpochOrder, epoch: int
+        self, mix: MixIndexedSource, weights: list[float], order: EpochOrder, epoch: int
     ) -> None:
         self._mix = mix
         self._lanes = order.lanes
@@ -252,7 +252,7 @@ class _Lanes:
         plan = self._plans.get((part, again))
         if plan is None:
             source = self._mix.sources[part]
-            epoch = self._epoch + again * PASS
+            epoch = self._epoch + again * EPOCHS_PER_PASS
             order = source.order(batch=1, lanes=self._lanes, epoch=epoch)
             order = replace(
                 order, lanes=self._lanes, window=source.options.window or self._windows[part]
@@ -264,7 +264,7 @@ class _Lanes:
 class MixEpochPlan(EpochPlan):
     """The batches of one epoch of a mix."""
 
-    def __init__(self, order: EpochOrder, epoch: int, lanes: _Lanes) -> None:
+    def __init__(self, order: EpochOrder, epoch: int, lanes: _MixLanes) -> None:
         super().__init__(order, epoch)
         self._lanes = lanes
         self.passes = lanes.passes(order)
@@ -287,7 +287,7 @@ def _lane_lengths(batches: int, lanes: int) -> Ints:
     return -((np.arange(lanes, dtype=np.int64) - batches) // lanes)
 
 
-def _length(lanes: _Lanes, recipe: Recipe, batch: int) -> int:
+def _length(lanes: _MixLanes, recipe: MixRecipe, batch: int) -> int:
     """Return the samples of an epoch: whole batches, found by bisection, as counts grow with the length."""
     if recipe.samples is not None:
         return recipe.samples // batch * batch

@@ -11,7 +11,7 @@ import numpy as np
 from shardstream.distributed import WorkerInfo
 from shardstream.order.mix_schedule import MixSchedule
 from shardstream.order.permutation import derive_key
-from shardstream.pipeline.mix import PASS, Recipe
+from shardstream.pipeline.mix import EPOCHS_PER_PASS, MixRecipe
 from shardstream.pipeline.stage import Context, Run, State
 from shardstream.pipeline.stream_source import StreamSource
 from shardstream.storage.store import Storage
@@ -20,14 +20,14 @@ _MIX_STREAM = 6  # what a random key is for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixedStreams(StreamSource):
+class MixStreamSource(StreamSource):
     """A mix whose parts are streams.
 
     Args:
         recipe: What is mixed.
     """
 
-    recipe: Recipe
+    recipe: MixRecipe
 
     @property
     def fingerprint(self) -> str:
@@ -50,13 +50,13 @@ class MixedStreams(StreamSource):
 
     def open(self, worker_info: WorkerInfo, context: Context) -> Run:
         """Start the stream of one loader worker."""
-        return MixRun(self.recipe, worker_info, context)
+        return MixStreamRun(self.recipe, worker_info, context)
 
 
-class MixRun:
+class MixStreamRun:
     """Items of several runs, by weight."""
 
-    def __init__(self, recipe: Recipe, worker_info: WorkerInfo, context: Context) -> None:
+    def __init__(self, recipe: MixRecipe, worker_info: WorkerInfo, context: Context) -> None:
         self.number = -1
         self._recipe, self._worker_info, self._context = recipe, worker_info, context
         weights = recipe.weights_of(context.epoch)
@@ -79,7 +79,7 @@ class MixRun:
         self._runs = [self._open(part) for part in range(len(recipe.parts))]
         self._pattern: tuple[int, list[int]] = (-1, [])
 
-    def __iter__(self) -> MixRun:
+    def __iter__(self) -> MixStreamRun:
         return self
 
     def __next__(self) -> Any:
@@ -132,7 +132,7 @@ class MixRun:
     def _open(self, part: int) -> Run:
         pipeline = list(self._recipe.parts.values())[part]
         epoch, again = self._context.epoch, self._passes[part]
-        context = replace(self._context, seed=pipeline.seed, epoch=epoch + again * PASS)
+        context = replace(self._context, seed=pipeline.seed, epoch=epoch + again * EPOCHS_PER_PASS)
         return pipeline.open(self._worker_info, context)
 
     def state_dict(self) -> State:

@@ -10,8 +10,13 @@ from typing import Any
 
 from shardstream.catalog.concat_catalog import ConcatCatalog
 from shardstream.distributed import WorkerInfo
-from shardstream.pipeline.bad_samples import OnError, Skips
-from shardstream.pipeline.indexed_source import Chain, PlannedSource, open_plain, plain_partition
+from shardstream.pipeline.bad_samples import OnError, SkipTracker
+from shardstream.pipeline.indexed_source import (
+    Chain,
+    IndexedSource,
+    default_partition,
+    open_default_run,
+)
 from shardstream.pipeline.stage import (
     Context,
     ItemFunction,
@@ -38,7 +43,7 @@ class Pipeline:
         steps: What a state says of the stages: described before they run, for functions may count in fields of their own.
     """
 
-    source: PlannedSource | StreamSource
+    source: IndexedSource | StreamSource
     stages: tuple[Stage, ...] = ()
     on_error: OnError = "raise"
     steps: tuple[str, ...] = ()
@@ -52,7 +57,7 @@ class Pipeline:
         return replace(self, stages=(*self.stages, stage))
 
     @property
-    def planned(self) -> PlannedSource | None:
+    def indexed_source(self) -> IndexedSource | None:
         """The source, if each sample of its plan comes out as one item, so that positions are a matter of arithmetic."""
         if isinstance(self.source, StreamSource) or not all(
             isinstance(stage, ItemStage) for stage in self.stages
@@ -125,7 +130,7 @@ class Pipeline:
         if described:
             identity["mix"] = described
         if not isinstance(self.source, StreamSource):
-            partition = plain_partition(self.source, worker_info, epoch)
+            partition = default_partition(self.source, worker_info, epoch)
             order = partition.plan.order
             identity |= {"microbatch": order.batch, "lanes": order.lanes, "block": order.block}
             identity |= {"remainder": partition.config.remainder}
@@ -152,7 +157,7 @@ class Pipeline:
             seed=self.seed,
             epoch=epoch,
             worker_number=worker_info.number,
-            skips=Skips(self.on_error),
+            skips=SkipTracker(self.on_error),
         )
 
     def open(self, worker_info: WorkerInfo, context: Context) -> Run:
@@ -160,18 +165,18 @@ class Pipeline:
         if isinstance(self.source, StreamSource):
             run = self.source.open(worker_info, context)
         else:
-            run = open_plain(self.source, worker_info, context)
+            run = open_default_run(self.source, worker_info, context)
             chain = self.source.chain(context.epoch, context.skips)
             run = run if chain is None else ChainRun(run, chain)
         for stage in self.stages:
             run = stage.open(run, context)
         return run
 
-    def chain(self, epoch: int, skips: Skips) -> ItemChain:
+    def chain(self, epoch: int, skips: SkipTracker) -> ItemChain:
         """Return all steps of an exact pipeline as one function on the samples of a step."""
-        assert self.planned is not None  # noqa: S101  (asked by the callers)
+        assert self.indexed_source is not None  # noqa: S101  (asked by the callers)
         context = Context(seed=self.seed, epoch=epoch, skips=skips)
-        return ItemChain(self.planned.chain(epoch, skips), self.stages, context)
+        return ItemChain(self.indexed_source.chain(epoch, skips), self.stages, context)
 
 
 class ChainRun(SourceRun):
@@ -231,7 +236,7 @@ class ItemChain:
                         function(item, number) for item, number in zip(items, numbers, strict=True)
                     ]
                 except StopIteration as error:  # outside of a generator it would end the epoch
-                    self._skips.take(error)
+                    self._skips.skip_or_raise(error)
             else:
                 items, numbers = self._guarded(function, pool, items, numbers)
         return items, numbers
@@ -264,7 +269,7 @@ class ItemChain:
             try:
                 kept.append((call(), number))
             except Exception as error:  # noqa: BLE001  (the skip policy decides)
-                self._skips.take(error, item, number)
+                self._skips.skip_or_raise(error, item, number)
         return [item for item, _ in kept], [number for _, number in kept]
 
 

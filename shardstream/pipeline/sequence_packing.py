@@ -10,7 +10,7 @@ import numpy as np
 
 from shardstream.errors import OptionError, SampleError
 from shardstream.format.samples import Sample
-from shardstream.pipeline.binning import CollectRun
+from shardstream.pipeline.binning import BinningRun
 from shardstream.pipeline.map import find_field
 from shardstream.pipeline.stage import Context, Run, SourceRun, State
 
@@ -97,7 +97,7 @@ class _ConcatRun(SourceRun):
             try:
                 self._tokens = _tokens(item, self._stage)
             except Exception as error:  # noqa: BLE001  (the skip policy decides)
-                self._skips.take(error, item)
+                self._skips.skip_or_raise(error, item)
                 continue
             self._before, self._used = before, used
             return True
@@ -112,14 +112,14 @@ class _ConcatRun(SourceRun):
         self.source.load_state_dict(self._before)
 
 
-class _FirstFitRun(CollectRun):
+class _FirstFitRun(BinningRun):
     def __init__(self, source: Run, stage: PackSequences, context: Context) -> None:
         super().__init__(source, context.skips)
         self._stage = stage
         self._filled: dict[Hashable, int] = {}  # tokens of each open row
         self._made = 0
 
-    def choose(self, item: Any) -> Hashable | None:
+    def choose_bin(self, item: Any) -> Hashable | None:
         size = len(_tokens(item, self._stage))
         if size == 0:
             return None
@@ -143,7 +143,7 @@ class _FirstFitRun(CollectRun):
     def is_full(self, name: Hashable) -> bool:
         return self._filled[name] == self._stage.length
 
-    def overflow(self) -> Hashable | None:
+    def overflowing_bin(self) -> Hashable | None:
         return (
             max(self._filled, key=self._filled.__getitem__)
             if len(self._filled) > self._stage.open_rows
@@ -153,7 +153,7 @@ class _FirstFitRun(CollectRun):
     def leftover(self) -> bool:
         return True
 
-    def forget(self, name: Hashable) -> None:
+    def drop_bin(self, name: Hashable) -> None:
         del self._filled[name]
 
     def clear(self) -> None:

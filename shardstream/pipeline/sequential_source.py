@@ -18,7 +18,7 @@ from shardstream.format.manifest import ShardInfo, checksum, fingerprint
 from shardstream.format.samples import Sample, iter_samples
 from shardstream.format.tar_diagnostics import TarNotes
 from shardstream.order.permutation import derive_key, permute
-from shardstream.pipeline.bad_samples import Skips
+from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.stage import Context, Run, State
 from shardstream.pipeline.stream_source import StreamSource
 from shardstream.storage.discover import LocatedShards, is_compressed
@@ -30,7 +30,7 @@ _STREAM_READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WholeShards(StreamSource):
+class SequentialSource(StreamSource):
     """A dataset that can only be split by whole shards.
 
     Args:
@@ -65,17 +65,17 @@ class WholeShards(StreamSource):
         order = np.arange(len(self.shards))
         if self.shuffle and len(order):
             order = permute(order, len(order), derive_key(self.seed, context.epoch, _SHARD_ORDER))
-        return WholeShardRun(
+        return SequentialRun(
             self, order[worker_info.number :: worker_info.total].tolist(), context.skips
         )
 
 
-def whole_shards(
+def open_sequential_source(
     located: LocatedShards, storage: Storage, *, shuffle: bool, seed: int
-) -> WholeShards:
+) -> SequentialSource:
     """Return a source of shards as they are now."""
     files = FileVersions([storage.local_path(shard.url) for shard in located.shards])
-    return WholeShards(
+    return SequentialSource(
         shards=located.shards,
         storage=storage,
         files=files,
@@ -85,10 +85,10 @@ def whole_shards(
     )
 
 
-class WholeShardRun:
+class SequentialRun:
     """Raw samples of some shards, one shard after the other."""
 
-    def __init__(self, source: WholeShards, shards: list[int], skips: Skips) -> None:
+    def __init__(self, source: SequentialSource, shards: list[int], skips: SkipTracker) -> None:
         self.number = -1
         self._source = source
         self._shards = shards
@@ -98,7 +98,7 @@ class WholeShardRun:
         self._offset = 0  # behind the last of them
         self._samples: Generator[Sample, None, None] | None = None
 
-    def __iter__(self) -> WholeShardRun:
+    def __iter__(self) -> SequentialRun:
         return self
 
     def __next__(self) -> Sample:
@@ -133,7 +133,7 @@ class WholeShardRun:
             # A file that is being written over looks damaged, or ends early.
             self._source.files.check([shard])
             if error is not None:
-                self._skips.take(error)
+                self._skips.skip_or_raise(error)
             self._place, self._taken, self._offset = self._place + 1, 0, 0
         self._source.manifests.check(self._source.shards)
 

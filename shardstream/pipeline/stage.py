@@ -13,7 +13,7 @@ import numpy as np
 
 from shardstream.errors import OptionError
 from shardstream.order.permutation import derive_key
-from shardstream.pipeline.bad_samples import Skips
+from shardstream.pipeline.bad_samples import SkipTracker
 
 EPOCHS = 1 << 31
 """Epochs are numbered below this: a mix uses the bits above for its own purposes."""
@@ -39,7 +39,7 @@ class Context:
     seed: int = 0
     epoch: int = 0
     worker_number: int = 0
-    skips: Skips = field(default_factory=Skips)
+    skips: SkipTracker = field(default_factory=SkipTracker)
 
     def generator(self, number: int, purpose: int) -> np.random.Generator:
         """Return the generator of a sample: the same on every topology and after every resume."""
@@ -65,18 +65,18 @@ class Position:
     next_part: int = 0
 
 
-def at_least(least: int, **options: int | None) -> None:
+def check_at_least(least: int, **options: int | None) -> None:
     """Refuse options that are no whole numbers, or below a number; None is no number to refuse.
 
     Raises:
         OptionError: Naming the first that is.
     """
     for name, value in options.items():
-        if value is not None and whole(name, value) < least:
+        if value is not None and whole_number(name, value) < least:
             raise OptionError(f"{name} must be at least {least}, not {value}")
 
 
-def whole(name: str, value: SupportsIndex) -> int:
+def whole_number(name: str, value: SupportsIndex) -> int:
     """Return an option as a plain ``int``, which JSON can hold; NumPy's numbers are taken, too.
 
     Raises:
@@ -94,7 +94,7 @@ def check_epoch(epoch: SupportsIndex) -> int:
     Raises:
         OptionError: If it is no whole number from 0 to 2**31 - 1.
     """
-    number = whole("epoch", epoch)
+    number = whole_number("epoch", epoch)
     if not 0 <= number < EPOCHS:
         raise OptionError(f"epoch must be from 0 to {EPOCHS - 1}, not {number}")
     return number
@@ -187,7 +187,7 @@ class _ItemRun(SourceRun):
             try:
                 return self._function(item, self.source.number)
             except Exception as error:  # noqa: BLE001  (the skip policy decides)
-                self._skips.take(error, item)
+                self._skips.skip_or_raise(error, item)
 
 
 class _ThreadedItemRun(SourceRun):
@@ -226,7 +226,7 @@ class _ThreadedItemRun(SourceRun):
             try:
                 return future.result()
             except Exception as error:  # noqa: BLE001  (the skip policy decides)
-                self._skips.take(error)
+                self._skips.skip_or_raise(error)
 
     def state_dict(self) -> State:
         return self._state

@@ -15,7 +15,7 @@ import numpy as np
 from shardstream.errors import StateError
 from shardstream.order.permutation import derive_key, permute
 from shardstream.pipeline.map import name_of
-from shardstream.pipeline.stage import Context, Run, SourceRun, State, at_least
+from shardstream.pipeline.stage import Context, Run, SourceRun, State, check_at_least
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +26,7 @@ class Shuffle:
     purpose: int = 0
 
     def __post_init__(self) -> None:
-        at_least(1, window=self.window)
+        check_at_least(1, window=self.window)
 
     def open(self, source: Run, context: Context) -> Run:
         """Start it on a stream."""
@@ -130,7 +130,7 @@ class Repeat:
     items: int | None = None
 
     def __post_init__(self) -> None:
-        at_least(0, times=self.times, items=self.items)
+        check_at_least(0, times=self.times, items=self.items)
 
     def open(self, source: Run, context: Context) -> Run:  # noqa: ARG002
         """Start it on a stream."""

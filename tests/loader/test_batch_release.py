@@ -24,7 +24,7 @@ def test_a_batch_that_was_taken_is_held_by_nobody_else(many: bool, tmp_path: Pat
     url = make_shards(tmp_path, samples=200, per_shard=200 if many else 9)
     dataset = ss.ShardDataset(url, shuffle=True).map(Thing)
     loader = ss.ShardLoader(dataset, 20, num_workers=0, collate_fn=list)
-    with loader._batches.serving():
+    with loader._batches.serve_loader():
         worker_batches = iter(loader._batches)
         for _ in range(5):
             worker_batch = next(worker_batches)

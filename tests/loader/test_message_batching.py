@@ -21,7 +21,12 @@ from hypothesis import strategies as st
 import shardstream as ss
 from shardstream.loader import message_batching as module
 from shardstream.loader import worker as batches
-from shardstream.loader.message_batching import Rounds, WorkerMessage, receive_items, send_messages
+from shardstream.loader.message_batching import (
+    MessageSizes,
+    WorkerMessage,
+    receive_items,
+    send_messages,
+)
 from tests.small_datasets import FEW_CORES, numbered
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -94,12 +99,12 @@ class Line:
         sizes: list[int],
         clock: Callable[[], float],
     ) -> None:
-        self.rounds, self.waited = Rounds(), 0
+        self.message_sizes, self.waited = MessageSizes(), 0
         self._sizes = cycle(sizes)
         self._clock = clock
         self.sent = [0] * len(workers)
         senders = [
-            self._counted(number, send_messages(one, number, self.rounds, as_it_is))
+            self._counted(number, send_messages(one, number, self.message_sizes, as_it_is))
             for number, one in enumerate(workers)
         ]
         self._messages = in_turn(senders, ahead)
@@ -112,11 +117,11 @@ class Line:
 
     def __iter__(self) -> Iterator[Any]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "_worth", lambda _: next(self._sizes))
-            patch.setattr(module, "_JUDGED", 1)
+            patch.setattr(module, "_preferred_size", lambda _: next(self._sizes))
+            patch.setattr(module, "_SIZES_KEPT", 1)
             patch.setattr(module, "perf_counter", self._clock)
             yield from receive_items(
-                self._messages, self._workers, self.rounds, self._unpack, ahead=self._ahead
+                self._messages, self._workers, self.message_sizes, self._unpack, ahead=self._ahead
             )
 
     def _unpack(self, item: Any) -> Any:
@@ -170,7 +175,7 @@ def test_a_worker_that_is_always_late_is_not_left_behind() -> None:
 
 def test_what_takes_long_or_is_large_is_sent_alone() -> None:
     def worth(made_s: float, nbytes: float, size: int = 1) -> int:
-        return module._worth(WorkerMessage(0, [None] * size, made_s, nbytes, ended=False))
+        return module._preferred_size(WorkerMessage(0, [None] * size, made_s, nbytes, ended=False))
 
     assert worth(0.0001, 0) == 16
     assert worth(0.0005, 0) == 4
@@ -193,15 +198,15 @@ def test_small_batches_are_sent_together(
     many: str, context: str, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes: list[int] = []
-    really = module._worth
+    really = module._preferred_size
 
     def worth(message: WorkerMessage) -> int:
         sizes.append(len(message.packed))
         return really(message)
 
-    monkeypatch.setattr(module, "_worth", worth)
-    monkeypatch.setattr(module, "_WORTH_S", 100)  # also on the busiest machine
-    monkeypatch.setattr(module, "_LATE_S", 100)
+    monkeypatch.setattr(module, "_preferred_size", worth)
+    monkeypatch.setattr(module, "_MESSAGE_WORK_S", 100)  # also on the busiest machine
+    monkeypatch.setattr(module, "_MAX_DELAY_S", 100)
     dataset = ss.ShardDataset(many, shuffle=True).decode()
     options: dict[str, Any] = {"num_workers": num_workers, "multiprocessing_context": context}
     loader = ss.ShardLoader(dataset, 4, persistent_workers=True, **options)
@@ -218,13 +223,13 @@ def test_without_rings_torch_sends_batches_one_at_a_time(
 ) -> None:
     """Each tensor has a descriptor then, and of these a process has few."""
     sizes: list[int] = []
-    really = module._worth
+    really = module._preferred_size
 
     def worth(message: WorkerMessage) -> int:
         sizes.append(len(message.packed))
         return really(message)
 
-    monkeypatch.setattr(module, "_worth", worth)
+    monkeypatch.setattr(module, "_preferred_size", worth)
     monkeypatch.setattr(batches, "open_rings", lambda _: [])
     loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=1)
     assert all(batch["cls"].is_shared() for batch in loader)
@@ -234,7 +239,7 @@ def test_without_rings_torch_sends_batches_one_at_a_time(
 def test_what_torch_pins_does_not_go_through_rings(many: str) -> None:
     loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=2)
     for pins, num_rings in ((False, 2), (True, 0)):
-        loader._batches.open_ways(2, pins=pins)
+        loader._batches.open_channels(2, pins=pins)
         assert len(loader._batches.rings) == num_rings
 
 

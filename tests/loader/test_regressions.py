@@ -15,7 +15,7 @@ import pytest
 import shardstream as ss
 from shardstream.errors import OptionError, StateError, StorageError
 from shardstream.format.manifest import ShardInfo, fingerprint
-from shardstream.loader.state import sealed
+from shardstream.loader.state import seal_state
 from shardstream.storage.response import RangeResponse
 from shardstream.storage.retry import fetch
 from shardstream.storage.store import Storage
@@ -70,7 +70,7 @@ def test_set_epoch_in_the_middle_counts_for_the_next_iteration(folder: str) -> N
 @pytest.mark.parametrize("workers", [0, 1])
 def test_an_iterator_begins_where_it_was_made(folder: str, workers: int) -> None:
     one = loader(folder, num_workers=workers)
-    one.load_state_dict(sealed({**one.state_dict(), "consumed": 48}))
+    one.load_state_dict(seal_state({**one.state_dict(), "consumed": 48}))
     first, second = iter(one), iter(one)
     assert next(first)["cls"][0] == 48
     assert next(second)["cls"][0] == 0
@@ -130,7 +130,7 @@ def test_a_repeated_epoch_draws_other_augmentations(folder: str) -> None:
 def test_more_samples_consumed_than_there_are_is_a_damaged_state(folder: str) -> None:
     one = loader(folder)
     with pytest.raises(StateError, match="4000 of 100 samples"):
-        one.load_state_dict(sealed({**one.state_dict(), "consumed": 4000}))
+        one.load_state_dict(seal_state({**one.state_dict(), "consumed": 4000}))
 
 
 def test_a_store_out_of_reach_is_no_bad_sample(

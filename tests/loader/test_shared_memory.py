@@ -26,7 +26,7 @@ import shardstream as ss
 from shardstream.loader import serialize
 from shardstream.loader import shared_memory as module
 from shardstream.loader.serialize import MOST_BYTES
-from shardstream.loader.shared_memory import Ring, RingMessage, open_rings
+from shardstream.loader.shared_memory import RingBuffer, RingMessage, open_rings
 
 _LEAST = serialize._LEAST_BYTES
 
@@ -53,7 +53,7 @@ batches = st.recursive(
 
 @given(st.lists(st.tuples(batches, st.integers(0, 3)), max_size=12))
 def test_what_is_packed_is_unpacked_in_turn(sent: list[tuple[Any, int]]) -> None:
-    ring = Ring()
+    ring = RingBuffer()
     room, module._RING_BYTES = module._RING_BYTES, 8 * _LEAST  # soon full
     try:
         on_way: deque[tuple[Any, Any]] = deque()
@@ -71,7 +71,7 @@ def test_what_is_packed_is_unpacked_in_turn(sent: list[tuple[Any, int]]) -> None
 def test_a_full_ring_sends_the_usual_way_and_goes_on_when_it_is_emptied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    ring = Ring()
+    ring = RingBuffer()
     monkeypatch.setattr(module, "_RING_BYTES", 2 * _LEAST + 200)  # and what is pickled
     monkeypatch.setattr(module, "_STEP_BYTES", 1)
     batch = {"jpg": [b"x" * _LEAST]}
@@ -89,7 +89,7 @@ def test_a_full_ring_sends_the_usual_way_and_goes_on_when_it_is_emptied(
 
 
 def test_messages_of_nearly_one_size_use_the_same_places_again() -> None:
-    ring, rng = Ring(), random.Random(0)
+    ring, rng = RingBuffer(), random.Random(0)
     on_way: deque[Any] = deque()
     for _ in range(100):
         message = ring.pack([b"x" * rng.randrange(5 << 19, 3 << 20)], 0)
@@ -100,11 +100,11 @@ def test_messages_of_nearly_one_size_use_the_same_places_again() -> None:
 
 
 def test_memory_is_given_back_where_that_is_asked_for() -> None:
-    ring = Ring()
+    ring = RingBuffer()
     batch = [b"x" * (1 << 20)]
     message = ring.pack(batch, 0)
     for give_back in (False, True):
-        ring.forget(give_back=give_back)
+        ring.reset(give_back=give_back)
         assert (os.fstat(ring._handle).st_blocks * 512 < len(batch[0])) == give_back
     assert bytes(ring._memory[message.start + 4096 :][:99]) == bytes(99)  # which nobody waits for
     assert ring.unpack(ring.pack(batch, 0)) == batch
@@ -160,7 +160,7 @@ def test_tensors_come_out_as_they_went_in(
 ) -> None:
     if is_full:
         monkeypatch.setattr(module, "_RING_BYTES", 0)
-    ring = Ring()
+    ring = RingBuffer()
     batch = {"odd": b"x" * (_LEAST + 1), "x": tensor, "again": [tensor]}
     back = ring.unpack(pickle.loads(pickle.dumps(ring.pack(batch, 0))))  # noqa: S301  (our own)
     assert (back["x"].dtype, back["x"].shape) == (tensor.dtype, tensor.shape)
@@ -170,7 +170,7 @@ def test_tensors_come_out_as_they_went_in(
 
 
 def test_tensors_are_in_memory_of_their_own_and_aligned() -> None:
-    ring = Ring()
+    ring = RingBuffer()
     messages = [ring.pack([b"y" * (_LEAST + 1), torch.full((5,), n)], 0) for n in range(3)]
     ones = [ring.unpack(message)[1] for message in messages]
     ring.pack([torch.full((5,), 9)], 0)
@@ -179,7 +179,7 @@ def test_tensors_are_in_memory_of_their_own_and_aligned() -> None:
 
 
 def test_a_very_large_tensor_is_left_to_torch() -> None:
-    ring = Ring()
+    ring = RingBuffer()
     message = ring.pack(torch.zeros(MOST_BYTES + 1, dtype=torch.uint8), 0)
     assert isinstance(message, RingMessage)
     assert message.nbytes < 10_000
@@ -188,7 +188,7 @@ def test_a_very_large_tensor_is_left_to_torch() -> None:
 
 
 def test_a_tensor_lies_as_it_lay() -> None:
-    ring = Ring()
+    ring = RingBuffer()
     for tensor in (
         torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
         torch.zeros(2, 3, 4).permute(2, 0, 1),
@@ -197,19 +197,19 @@ def test_a_tensor_lies_as_it_lay() -> None:
 
 
 def test_numbers_of_numpy_can_be_written_as_when_torch_sends_them() -> None:
-    ring = Ring()
+    ring = RingBuffer()
     array = np.frombuffer(bytes(99), dtype=np.uint8)
     ring.unpack(ring.pack(array, 0))[0] = 1
 
 
 def test_what_cannot_be_pickled_is_an_error_at_once() -> None:
     with pytest.raises(ss.SampleError, match="cannot be sent to the main process"):
-        Ring().pack({"x": lambda: None}, 0)
+        RingBuffer().pack({"x": lambda: None}, 0)
 
 
 def test_packing_leaves_nothing_to_the_collector() -> None:
     """Or batches of many megabytes would live until it comes by."""
-    ring, data = Ring(), [bytes([n]) * (2 * _LEAST) for n in range(3)]
+    ring, data = RingBuffer(), [bytes([n]) * (2 * _LEAST) for n in range(3)]
     tensor = torch.zeros(5000)
     gc.disable()
     try:
@@ -235,7 +235,7 @@ def test_a_ring_gives_its_descriptor_back_when_modules_are_gone(
 ) -> None:
     gc.collect()
     before = len(os.listdir("/proc/self/fd"))
-    ring = Ring()
+    ring = RingBuffer()
     with monkeypatch.context() as at_exit:
         at_exit.setattr("shardstream.loader.shared_memory.os", None)
         del ring
@@ -304,13 +304,13 @@ def test_batches_do_not_go_through_the_pipe(
     photos: str, tensors: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     messages: list[RingMessage] = []
-    really = Ring.unpack
+    really = RingBuffer.unpack
 
-    def unpack(self: Ring, message: RingMessage) -> Any:
+    def unpack(self: RingBuffer, message: RingMessage) -> Any:
         messages.append(message)
         return really(self, message)
 
-    monkeypatch.setattr(Ring, "unpack", unpack)
+    monkeypatch.setattr(RingBuffer, "unpack", unpack)
     dataset = ss.ShardDataset(Path(photos).as_uri())
     if tensors:
         dataset = dataset.map(as_array)

@@ -10,7 +10,7 @@ import pytest
 
 import shardstream as ss
 from shardstream.errors import OptionError, StateError
-from shardstream.loader.state import VERSION, check_state, part_state, plan_state, sealed
+from shardstream.loader.state import VERSION, check_state, part_state, plan_state, seal_state
 from shardstream.order.epoch_plan import EpochOrder
 from shardstream.pipeline.stage import Position
 from shardstream.testing import make_shards
@@ -293,7 +293,7 @@ def test_a_difference_comes_with_its_remedy(name: str, remedy: str) -> None:
 @pytest.mark.parametrize(("name", "limit"), [("lanes", 1 << 24), ("window", 1 << 62)])
 def test_numbers_have_a_limit(name: str, limit: int) -> None:
     for value, is_fine in ((limit - 1, True), (limit, False)):
-        state = sealed({**plan_state(ORDER, data={}, epoch=2, consumed=40), name: value})
+        state = seal_state({**plan_state(ORDER, data={}, epoch=2, consumed=40), name: value})
         if is_fine:
             check_state(state, mine={})
         else:

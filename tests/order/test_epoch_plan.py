@@ -11,7 +11,7 @@ from shardstream.errors import OptionError
 from shardstream.order import epoch_plan as module
 from shardstream.order.epoch_plan import EpochOrder, EpochPlan, default_block, default_window
 from shardstream.order.partition import PartitionConfig, RankPartition
-from shardstream.pipeline.indexed_run import own_steps, planned, upcoming
+from shardstream.pipeline.indexed_run import group_by_window, plan_steps, worker_steps
 
 
 @st.composite
@@ -125,9 +125,9 @@ def test_ten_thousand_million_samples_take_no_memory(*, shuffle: bool) -> None:
     partition = RankPartition(
         EpochPlan(order, 0), PartitionConfig(world_size=64), rank=5, consumed=order.batch * 10**8
     )
-    steps = own_steps(partition, 1, 8)
-    some = np.concatenate([next(planned(partition, steps[at:]))[0] for at in (0, 10_000, -1)])
-    ahead = next(iter(upcoming(partition, steps)))
+    steps = worker_steps(partition, 1, 8)
+    some = np.concatenate([next(plan_steps(partition, steps[at:]))[0] for at in (0, 10_000, -1)])
+    ahead = next(iter(group_by_window(partition, steps)))
     tail = partition.tail()
     _, peak_bytes = tracemalloc.get_traced_memory()
     tracemalloc.stop()

@@ -12,7 +12,7 @@ from shardstream.distributed import Placement
 from shardstream.errors import OptionError
 from shardstream.order.epoch_plan import EpochOrder, EpochPlan
 from shardstream.order.partition import PartitionConfig, RankPartition, Remainder, fitting_lanes
-from shardstream.pipeline.indexed_run import own_steps, planned, upcoming
+from shardstream.pipeline.indexed_run import group_by_window, plan_steps, worker_steps
 from tests.order.test_epoch_plan import epochs, orders
 
 many = settings(max_examples=120, deadline=None)
@@ -194,14 +194,14 @@ def test_workers_part_the_steps_of_a_rank_in_turn(
     partition = RankPartition(
         EpochPlan(order, 0), config, rank=rank, consumed=draw_consumed(data, order)
     )
-    workers = [own_steps(partition, worker, num_workers) for worker in range(num_workers)]
+    workers = [worker_steps(partition, worker, num_workers) for worker in range(num_workers)]
     assert sorted(step for steps in workers for step in steps) == list(range(partition.num_steps))
     everything = steps_of(partition)
     for worker, steps in enumerate(workers):
-        found = [numbers.tolist() for some in planned(partition, steps) for numbers in some]
+        found = [numbers.tolist() for some in plan_steps(partition, steps) for numbers in some]
         assert found == everything[worker::num_workers]
         first = data.draw(st.integers(0, len(steps)))
-        assert own_steps(partition, worker, num_workers, first) == steps[first:]
+        assert worker_steps(partition, worker, num_workers, first) == steps[first:]
 
 
 @many
@@ -230,14 +230,14 @@ def test_what_is_fetched_ahead_is_what_is_planned(
         EpochPlan(order, 0), config, rank=rank, consumed=draw_consumed(data, order)
     )
     first = data.draw(st.integers(0, 5))
-    steps = own_steps(partition, worker, num_workers, first)
+    steps = worker_steps(partition, worker, num_workers, first)
     wanted = [
         number
-        for some in planned(partition, steps)
+        for some in plan_steps(partition, steps)
         for numbers in some
         for number in numbers.tolist()
     ]
-    groups = [numbers.tolist() for numbers in upcoming(partition, steps)]
+    groups = [numbers.tolist() for numbers in group_by_window(partition, steps)]
     assert sorted(number for group in groups for number in group) == sorted(wanted)
     first_needs = [min(map(wanted.index, group)) for group in groups]
     assert first_needs == sorted(first_needs)

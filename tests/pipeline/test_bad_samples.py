@@ -12,13 +12,13 @@ from shardstream.errors import (
     SkipBudgetError,
     StorageError,
 )
-from shardstream.pipeline.bad_samples import SkipBudget, Skips
+from shardstream.pipeline.bad_samples import SkipBudget, SkipTracker
 
 
 def test_by_default_the_first_error_is_raised_again() -> None:
     error = ValueError("bad")
     with pytest.raises(ValueError, match="bad") as caught:
-        Skips().take(error)
+        SkipTracker().skip_or_raise(error)
     assert caught.value is error
 
 
@@ -27,16 +27,16 @@ def test_by_default_the_first_error_is_raised_again() -> None:
     [("skip", 100), ("warn", 100), (SkipBudget(), 100), (SkipBudget(samples=2), 2)],
 )
 def test_a_budget_allows_so_many_and_not_one_more(on_error: Any, allowed: int) -> None:
-    skips = Skips(on_error)
+    skips = SkipTracker(on_error)
     for number in range(allowed):
-        skips.take((ValueError if number % 2 else DecodeError)(f"{number}"))
+        skips.skip_or_raise((ValueError if number % 2 else DecodeError)(f"{number}"))
     assert skips.counts.total() == allowed
     error = ValueError("x")
     error.add_note("n")
     with pytest.raises(
         SkipBudgetError, match=rf"{allowed + 1} bad samples?, {allowed} are allowed"
     ):
-        skips.take(ValueError("the last"))
+        skips.skip_or_raise(ValueError("the last"))
 
 
 def test_a_budget_of_none_counts_the_first() -> None:
@@ -45,7 +45,7 @@ def test_a_budget_of_none_counts_the_first() -> None:
     with pytest.raises(
         SkipBudgetError, match=r"1 bad sample, 0 .*the last one: ValueError: x \(n\)"
     ):
-        Skips(SkipBudget(samples=0)).take(error)
+        SkipTracker(SkipBudget(samples=0)).skip_or_raise(error)
 
 
 @pytest.mark.parametrize(
@@ -53,16 +53,16 @@ def test_a_budget_of_none_counts_the_first() -> None:
     [StorageError("away"), IndexMismatchError("misfit"), SkipBudgetError("x"), MemoryError()],
 )
 def test_what_is_no_fault_of_a_sample_is_never_passed_over(error: Exception) -> None:
-    skips = Skips("skip")
+    skips = SkipTracker("skip")
     with pytest.raises(type(error)):
-        skips.take(error)
+        skips.skip_or_raise(error)
     assert not skips.counts
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
 def test_stop_iteration_never_ends_a_stream(on_error: Any) -> None:
     with pytest.raises(RuntimeError, match="raised StopIteration"):
-        Skips(on_error).take(StopIteration())
+        SkipTracker(on_error).skip_or_raise(StopIteration())
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_stop_iteration_never_ends_a_stream(on_error: Any) -> None:
 )
 def test_each_one_is_logged(on_error: Any, level: int, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="shardstream.pipeline.bad_samples"):
-        Skips(on_error).take(DecodeError("bad", key="0042"))
+        SkipTracker(on_error).skip_or_raise(DecodeError("bad", key="0042"))
     assert [record.levelno for record in caplog.records] == [level]
     assert caplog.messages == ["skipped a sample: DecodeError: bad [sample '0042']"]
 
@@ -79,7 +79,7 @@ def test_each_one_is_logged(on_error: Any, level: int, caplog: pytest.LogCapture
 @pytest.mark.parametrize("on_error", ["ignore", None, 3, "RAISE"])
 def test_other_policies_are_refused(on_error: Any) -> None:
     with pytest.raises(OptionError, match="on_error is 'raise', 'warn', 'skip' or ss.SkipBudget"):
-        Skips(on_error)
+        SkipTracker(on_error)
 
 
 def test_a_budget_below_nothing_is_refused() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstream.errors import OptionError
-from shardstream.pipeline.bad_samples import SkipBudget, Skips
+from shardstream.pipeline.bad_samples import SkipBudget, SkipTracker
 from shardstream.pipeline.group_batch import GroupBatched
 from shardstream.pipeline.stage import Context
 from shardstream.testing import ListRun, assert_resumes_exactly
@@ -80,7 +80,7 @@ def test_an_item_without_a_group_is_a_bad_sample() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         list(stage.open(ListRun([1, 0]), Context()))
     assert "in group_batched(" in caught.value.__notes__[0]
-    context = Context(skips=Skips(SkipBudget(samples=1)))
+    context = Context(skips=SkipTracker(SkipBudget(samples=1)))
     assert list(stage.open(ListRun([1, 0, 1]), context)) == [[1, 1]]
     assert context.skips.counts == {"ZeroDivisionError": 1}
 

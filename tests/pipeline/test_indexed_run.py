@@ -11,8 +11,8 @@ from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.errors import IndexMismatchError, ShardError
 from shardstream.order.epoch_plan import EpochOrder, EpochPlan
 from shardstream.order.partition import PartitionConfig, RankPartition
-from shardstream.pipeline.bad_samples import SkipBudget, Skips
-from shardstream.pipeline.indexed_run import PlannedRun
+from shardstream.pipeline.bad_samples import SkipBudget, SkipTracker
+from shardstream.pipeline.indexed_run import IndexedRun
 from shardstream.storage.discover import locate_shards
 from shardstream.storage.store import Storage
 from shardstream.testing import assert_resumes_exactly
@@ -25,7 +25,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return numbered(place if request.param == "memory" else tmp_path, 37, 9)
 
 
-def opener(url: str, *, worker: int = 0, skips: Skips | None = None) -> Callable[[], PlannedRun]:
+def opener(
+    url: str, *, worker: int = 0, skips: SkipTracker | None = None
+) -> Callable[[], IndexedRun]:
     storage = Storage()
     catalog = ShardCatalog(locate_shards(url, storage), storage)
     order = EpochOrder(
@@ -34,12 +36,12 @@ def opener(url: str, *, worker: int = 0, skips: Skips | None = None) -> Callable
     partition = RankPartition(
         EpochPlan(order, 0), PartitionConfig(world_size=2, microbatches=2), rank=1, consumed=4
     )
-    return lambda: PlannedRun(
+    return lambda: IndexedRun(
         catalog,
         partition,
         worker=worker,
         num_workers=2,
-        skips=skips or Skips(),
+        skips=skips or SkipTracker(),
         prefetch_bytes=1000,
     )
 
@@ -89,11 +91,11 @@ def test_a_damaged_sample_is_named_or_passed_over(tmp_path: Path) -> None:
     tar.write_bytes(data)
     with pytest.raises(ShardError, match=rf"checksum.*{tar.name}, at byte {start}"):
         list(opener(url)())
-    skips = Skips(SkipBudget(samples=1))
+    skips = SkipTracker(SkipBudget(samples=1))
     found = [sample["__key__"] for sample in opener(url, skips=skips)()]
     assert found == keys[:5] + keys[6:]
     assert skips.counts == {"ShardError": 1}
-    assert_resumes_exactly(opener(url, skips=Skips(SkipBudget(samples=1000))))
+    assert_resumes_exactly(opener(url, skips=SkipTracker(SkipBudget(samples=1000))))
 
 
 def test_an_index_that_does_not_fit_is_never_passed_over(tmp_path: Path) -> None:
@@ -104,6 +106,6 @@ def test_an_index_that_does_not_fit_is_never_passed_over(tmp_path: Path) -> None
     offsets = np.fromfile(index, dtype="<u8")
     offsets[place + 1] += 1024  # one member of the next sample counts as this one's
     offsets.tofile(index)
-    skips = Skips(SkipBudget(samples=100))
+    skips = SkipTracker(SkipBudget(samples=100))
     with pytest.raises(IndexMismatchError, match=rf"two samples.*{shard:06d}\.tar, at byte"):
         list(opener(url, skips=skips)())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from shardstream.errors import OptionError, SampleError, SkipBudgetError
-from shardstream.pipeline.bad_samples import SkipBudget, Skips
+from shardstream.pipeline.bad_samples import SkipBudget, SkipTracker
 from shardstream.pipeline.map import Map, MapDict, MapTuple, Rename, Select, ToTuple, find_field
 from shardstream.pipeline.stage import Context, ItemStage, Stage
 from shardstream.testing import ListRun
@@ -105,7 +105,7 @@ def test_an_item_that_does_not_fit_says_what_there_is(
     [Map(function=inverse), Map(function=inverse, threads=2), Select(predicate=inverse)],  # type: ignore[arg-type]
 )
 def test_bad_items_are_passed_over_within_the_budget(stage: Stage) -> None:
-    context = Context(skips=Skips(SkipBudget(samples=2)))
+    context = Context(skips=SkipTracker(SkipBudget(samples=2)))
     assert len(through(stage, 1, 0, 2, 0, 4, context=context)) == 3
     assert context.skips.counts == {"ZeroDivisionError": 2}
     with pytest.raises(SkipBudgetError, match="3 bad samples, 2 are allowed"):

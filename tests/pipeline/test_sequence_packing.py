@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardstream.errors import OptionError, SampleError
-from shardstream.pipeline.bad_samples import Skips
+from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.sequence_packing import Packing, PackSequences
 from shardstream.pipeline.stage import Context, Run
 from shardstream.testing import ListRun, assert_resumes_exactly
@@ -79,7 +79,7 @@ def test_what_cannot_be_packed_is_named_or_skipped(sample: dict[str, Any], match
     stage = PackSequences(field="ids", length=10, packing="first_fit")
     with pytest.raises(SampleError, match=match):
         list(stage.open(ListRun([sample]), Context()))
-    skips = Skips("skip")
+    skips = SkipTracker("skip")
     good = sequences([3])
     assert len(list(stage.open(ListRun([sample, *good]), Context(skips=skips)))) == 1
     assert skips.counts.total() == 1
@@ -92,7 +92,7 @@ def test_an_item_that_is_no_sample_does_not_end_the_epoch(packing: Packing, item
     items = [*sequences([4, 4]), item, *sequences([4, 4, 4])]
     with pytest.raises(SampleError, match="pack_sequences"):
         list(stage.open(ListRun(items), Context()))
-    skips = Skips("skip")
+    skips = SkipTracker("skip")
     assert len(list(stage.open(ListRun(items), Context(skips=skips)))) == 5
     assert skips.counts == {"SampleError": 1}
 

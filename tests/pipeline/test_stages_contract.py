@@ -17,7 +17,7 @@ from shardstream import pipeline
 from shardstream.errors import SampleError, StateError
 from shardstream.loader.collation import collate
 from shardstream.order.permutation import derive_key
-from shardstream.pipeline.bad_samples import SkipBudget, Skips
+from shardstream.pipeline.bad_samples import SkipBudget, SkipTracker
 from shardstream.pipeline.batch import Batched, Unbatched
 from shardstream.pipeline.decode import BASIC, Decode
 from shardstream.pipeline.group_batch import GroupBatched
@@ -137,7 +137,7 @@ def test_closing_a_run_closes_the_one_before_and_may_be_repeated(
 def chained(*stages: Stage) -> Callable[[], Run]:
     def open_run() -> Run:
         run: Run = ListRun(range(31))
-        context = Context(seed=1, epoch=1, skips=Skips(SkipBudget(samples=1000)))
+        context = Context(seed=1, epoch=1, skips=SkipTracker(SkipBudget(samples=1000)))
         for stage in stages:
             run = stage.open(run, context)
         return run
