@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardstream.cli.options import StorageOption, parse_options
-from shardstream.cli.pack_progress import farewell, packing_bar
+from shardstream.cli.pack_progress import packing_bar, report_interruption
 from shardstream.cli.terminal_text import aligned, human_bytes, printable
 from shardstream.errors import plural
 
@@ -200,7 +200,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
     """
     from shardstream.packing import job  # noqa: PLC0415  (numpy, pillow and fsspec take 300 ms)
 
-    with farewell(), packing_bar() as progress:
+    with report_interruption(), packing_bar() as progress:
         report = job.pack(
             source,
             dest,

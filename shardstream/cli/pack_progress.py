@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def farewell() -> Iterator[None]:
+def report_interruption() -> Iterator[None]:
     """Say how to go on to who stops the command."""
     try:
         yield

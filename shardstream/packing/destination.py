@@ -10,7 +10,7 @@ from shardstream.errors import ManifestError, NotFoundError, OptionError
 from shardstream.format.classes_json import CLASSES_NAME
 from shardstream.format.index import INDEX_SUFFIX, OFFSET_BYTES
 from shardstream.format.manifest import MANIFEST_NAME, ShardInfo, decode_manifest
-from shardstream.packing.journal import Finished, Journal, Task, read_head, read_journal
+from shardstream.packing.journal import FinishedShard, Journal, Task, read_head, read_journal
 from shardstream.packing.shard_names import ShardNames
 from shardstream.storage.atomic_write import final_name, remove
 from shardstream.storage.journal_marker import is_journal, journal_name
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
+class Destination:
     """A place that may be written to.
 
     Args:
@@ -39,7 +39,7 @@ class Claim:
     names: ShardNames
     files: Mapping[str, int]
     stale: frozenset[str] = frozenset()
-    finished: tuple[Finished, ...] = ()
+    finished: tuple[FinishedShard, ...] = ()
     journal_files: int = 0
     journal_head: bytes | None = None
     extras: frozenset[str] = frozenset()
@@ -81,13 +81,13 @@ class Claim:
         return is_shard or is_journal(name) or name in (MANIFEST_NAME, *self.extras)
 
 
-def claim(
+def claim_destination(
     storage: Storage,
     names: ShardNames,
     *,
     overwrite: bool,
     extras: frozenset[str] = frozenset(),
-) -> Claim:
+) -> Destination:
     """Make sure that nothing is destroyed by mistake; what is there is replaced or refused.
 
     Raises:
@@ -99,7 +99,7 @@ def claim(
     there = frozenset(name for name in files if names.is_ours(name))
     if not overwrite:
         if MANIFEST_NAME in files:
-            raise _published(names)
+            raise _published_error(names)
         if there:
             raise OptionError(
                 "a shard of this name is here without an index.json: left by a run that failed, or another tool's; "
@@ -107,19 +107,19 @@ def claim(
                 shard=names.url(min(there)),
             )
         if journal is not None and _may_have_shards(journal, files):
-            raise _unfinished(names)
-    stale = there | _known_to_manifest(storage, names, files) | _known_to_journal(journal)
-    return _claim_of(storage, names, files, stale=stale, extras=extras, journal=journal)
+            raise _unfinished_error(names)
+    stale = there | _shards_in_manifest(storage, names, files) | _shards_in_journal(journal)
+    return _make_destination(storage, names, files, stale=stale, extras=extras, journal=journal)
 
 
-def claim_or_resume(
+def claim_or_resume_destination(
     storage: Storage,
     names: ShardNames,
     task: Task,
     *,
     overwrite: bool,
     extras: frozenset[str] = frozenset(),
-) -> Claim:
+) -> Destination:
     """Make sure that nothing is destroyed by mistake, and go on where an earlier run of the same task was stopped.
 
     Raises:
@@ -129,10 +129,10 @@ def claim_or_resume(
     files = _list(storage, names)
     journal = _read_journal(storage, names, files, overwrite=overwrite)
     if journal is None or journal.is_of_writer:
-        return claim(storage, names, overwrite=overwrite, extras=extras)
+        return claim_destination(storage, names, overwrite=overwrite, extras=extras)
     differences = task.differences(journal.task)
-    if not overwrite and MANIFEST_NAME in files and not _is_about(journal, names):
-        raise _published(names)  # the run that was to replace it was stopped before it began
+    if not overwrite and MANIFEST_NAME in files and not _is_published_by(journal, names):
+        raise _published_error(names)  # the run that was to replace it was stopped before it began
     if differences and _may_have_shards(journal, files) and not overwrite:
         raise OptionError(
             f"an unfinished pack is here, and it is another one: {'; '.join(differences)}. Finish that with its own source "
@@ -140,10 +140,12 @@ def claim_or_resume(
             shard=names.folder,
         )
     can_go_on = not differences and task.source is not None
-    finished = _intact(journal, names, files) if can_go_on else ()
-    stale = _known_to_journal(journal) | {name for name in files if names.is_ours(name)}
-    claimed = _claim_of(storage, names, files, stale=stale, extras=extras, journal=journal)
-    return replace(claimed, finished=finished)
+    finished = _intact_shards(journal, names, files) if can_go_on else ()
+    stale = _shards_in_journal(journal) | {name for name in files if names.is_ours(name)}
+    destination = _make_destination(
+        storage, names, files, stale=stale, extras=extras, journal=journal
+    )
+    return replace(destination, finished=finished)
 
 
 def is_deletable(name: str) -> bool:
@@ -155,7 +157,7 @@ def is_deletable(name: str) -> bool:
     return name.lower().endswith(".tar") and not any(sign in name for sign in ("/", "\\", "::"))
 
 
-def _claim_of(
+def _make_destination(
     storage: Storage,
     names: ShardNames,
     files: Mapping[str, int],
@@ -163,11 +165,11 @@ def _claim_of(
     stale: frozenset[str],
     extras: frozenset[str],
     journal: Journal | None,
-) -> Claim:
+) -> Destination:
     head = None if journal is None else journal.head
     if head is None and journal_name(0) in files:  # one that cannot be read, and is replaced
         head = read_head(storage, names.folder)
-    return Claim(
+    return Destination(
         storage=storage,
         names=names,
         files=files,
@@ -193,14 +195,14 @@ def _may_have_shards(journal: Journal, files: Mapping[str, int]) -> bool:
     return bool(journal.finished) or any(map(is_deletable, files))
 
 
-def _known_to_journal(journal: Journal | None) -> frozenset[str]:
+def _shards_in_journal(journal: Journal | None) -> frozenset[str]:
     if journal is None:
         return frozenset()
     named = journal.stale | {one.info.url for one in journal.finished}
     return frozenset(filter(is_deletable, named))
 
 
-def _unfinished(names: ShardNames) -> OptionError:
+def _unfinished_error(names: ShardNames) -> OptionError:
     return OptionError(
         "another pack or ShardWriter is writing here, or was stopped; wait for it, replace what it made with overwrite=True "
         "(--overwrite), or write elsewhere",
@@ -208,22 +210,24 @@ def _unfinished(names: ShardNames) -> OptionError:
     )
 
 
-def _published(names: ShardNames) -> OptionError:
+def _published_error(names: ShardNames) -> OptionError:
     return OptionError(
         "a dataset is published here; replace it with overwrite=True (--overwrite), or write elsewhere",
         shard=names.url(MANIFEST_NAME),
     )
 
 
-def _is_about(journal: Journal, names: ShardNames) -> bool:
+def _is_published_by(journal: Journal, names: ShardNames) -> bool:
     """Tell whether the published dataset is what the pack of a journal made, stopped on its way out."""
     shards = _manifest_shards(journal.storage, names)
     return bool(shards) and shards == tuple(one.info for one in journal.finished)
 
 
-def _intact(journal: Journal, names: ShardNames, files: Mapping[str, int]) -> tuple[Finished, ...]:
+def _intact_shards(
+    journal: Journal, names: ShardNames, files: Mapping[str, int]
+) -> tuple[FinishedShard, ...]:
     """Return the finished shards up to the first that is not as it was left."""
-    kept: list[Finished] = []
+    kept: list[FinishedShard] = []
     for number, one in enumerate(journal.finished):
         name, index_bytes = names.name(number), OFFSET_BYTES * ((one.info.nsamples or 0) + 1)
         found = files.get(name), files.get(name + INDEX_SUFFIX)
@@ -241,7 +245,7 @@ def _list(storage: Storage, names: ShardNames) -> dict[str, int]:
     return {file.url.rsplit("/", 1)[-1]: file.size for file in files}
 
 
-def _known_to_manifest(
+def _shards_in_manifest(
     storage: Storage, names: ShardNames, files: Mapping[str, int]
 ) -> frozenset[str]:
     shards = _manifest_shards(storage, names) if MANIFEST_NAME in files else ()

@@ -45,7 +45,9 @@ class FolderLock:
         except OSError as error:
             if error.errno == errno.EWOULDBLOCK:
                 os.close(handle)
-                raise _taken(url, by_us=folder in (one for one, _ in _held.values())) from None
+                raise _locked_error(
+                    url, by_us=folder in (one for one, _ in _held.values())
+                ) from None
             _log.info("%s: the folder cannot be locked: %s", url, error)
         token = object()
         _held[token] = folder, handle
@@ -57,7 +59,7 @@ class FolderLock:
             self._close()
 
 
-def _taken(url: str, *, by_us: bool) -> StorageError:
+def _locked_error(url: str, *, by_us: bool) -> StorageError:
     if by_us:
         return StorageError(
             "a pack or ShardWriter of this process has this folder open; call the writer's close() or abort(), or write elsewhere",

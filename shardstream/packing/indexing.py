@@ -13,7 +13,7 @@ from shardstream.errors import ManifestError, OptionError, StorageError
 from shardstream.format.dali_index import WDS2IDX_SUFFIX, encode_wds2idx
 from shardstream.format.index import INDEX_SUFFIX, encode_index
 from shardstream.format.manifest import MANIFEST_NAME, Manifest, ShardInfo, encode_manifest
-from shardstream.packing.shard_scan import Meter, ProgressFunction, ShardPass, run_all
+from shardstream.packing.shard_scan import ProgressFunction, ProgressMeter, ShardScanner, run_all
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.discover import (
     TAR_SUFFIXES,
@@ -82,7 +82,7 @@ def index(  # noqa: PLR0913  (the public door)
     """
     storage = Storage(storage_options, filesystem)
     folder, tars, others = _find_tars(urls, storage)
-    meter = Meter(sum(tar.size for tar in tars), progress)
+    meter = ProgressMeter(sum(tar.size for tar in tars), progress)
     work = partial(_index_shard, storage=storage, meter=meter, wds2idx=wds2idx)
     done = run_all(work, tars, threads=threads, meter=meter)
     url = join_url(folder, MANIFEST_NAME)
@@ -110,7 +110,7 @@ def _find_tars(urls: Urls, storage: Storage) -> tuple[str, list[FileInfo], list[
         raise OptionError("no shards: the list of URLs is empty")
     listed: dict[str, dict[str, FileInfo]] = {}
     found = [tar for url in expanded for tar in _tars_of(url, storage, listed)]
-    _refuse_what_has_no_manifest(found, storage)
+    _refuse_without_manifest(found, storage)
     folder = parent_url(found[0].url)
     names = {_name(tar.url) for tar in found}
     present = [_name(file.url) for file in storage.list_folder(folder)[0]]
@@ -118,7 +118,7 @@ def _find_tars(urls: Urls, storage: Storage) -> tuple[str, list[FileInfo], list[
     return folder, found, [name for name in present if is_tar(name) and name not in names]
 
 
-def _refuse_what_has_no_manifest(tars: Sequence[FileInfo], storage: Storage) -> None:
+def _refuse_without_manifest(tars: Sequence[FileInfo], storage: Storage) -> None:
     folders = dict.fromkeys(parent_url(storage.resolve(tar.url)[1]) for tar in tars)
     if len(folders) > 1:
         raise OptionError(
@@ -166,8 +166,10 @@ def _tars_of(url: str, storage: Storage, listed: dict[str, dict[str, FileInfo]])
     )
 
 
-def _index_shard(tar: FileInfo, *, storage: Storage, meter: Meter, wds2idx: bool) -> _Indexed:
-    with ShardPass(storage, tar.url, tar.size, meter) as shard:
+def _index_shard(
+    tar: FileInfo, *, storage: Storage, meter: ProgressMeter, wds2idx: bool
+) -> _Indexed:
+    with ShardScanner(storage, tar.url, tar.size, meter) as shard:
         scan = shard.scan(keep_members=wds2idx)
         sha256, nbytes = shard.finish()
     text = encode_wds2idx(shard.members, shard=tar.url) if wds2idx and scan.keys else None

@@ -22,7 +22,7 @@ from shardstream.format.forward_reader import ForwardReader, open_decompressed
 from shardstream.format.manifest import MANIFEST_NAME, ShardInfo
 from shardstream.format.samples import Group, Sample, iter_groups, iter_samples, read_sample
 from shardstream.format.tar_reader import ReadAt, iter_members
-from shardstream.packing.shard_scan import Meter, ProgressFunction
+from shardstream.packing.shard_scan import ProgressFunction, ProgressMeter
 from shardstream.storage.discover import (
     LocatedShards,
     Urls,
@@ -218,7 +218,7 @@ def _read_number(number: int, located: LocatedShards, storage: Storage) -> Sampl
 def _search(
     key: str, located: LocatedShards, storage: Storage, progress: ProgressFunction | None
 ) -> Sample:
-    meter = Meter(sum(shard.filesize or 0 for shard in located.shards), progress)
+    meter = ProgressMeter(sum(shard.filesize or 0 for shard in located.shards), progress)
     for shard in located.shards:
         if is_compressed(shard.url):
             with closing(_stream(shard, storage)) as samples:

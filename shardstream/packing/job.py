@@ -126,7 +126,7 @@ def pack(  # noqa: PLR0913  (public door)
         "max_bytes": parse_bytes(max_bytes),
         "name": name,
     }
-    _check_apart(opened, names.folder, reading)
+    _check_source_is_elsewhere(opened, names.folder, reading)
     folders = [_folder_of(names, one) for one in _split_names(opened, split or {})]
     opened = number_classes(opened, classes, folders, Storage(storage_options))
     plan = _plan(opened, shuffle=shuffle, seed=seed, split=split or {})
@@ -194,7 +194,7 @@ def _plan(source: Source, *, shuffle: bool | None, seed: int, split: Mapping[str
     return _Plan(source=source, records=records, total=total, splits=splits, assigned=assigned)
 
 
-def _check_apart(source: Source, folder: str, storage: Storage) -> None:
+def _check_source_is_elsewhere(source: Source, folder: str, storage: Storage) -> None:
     place = storage.resolve(folder)[1].rstrip("/")
     for taken in source.folders:
         if storage.resolve(taken)[1].rstrip("/") == place:
@@ -213,23 +213,23 @@ class _Job:
     skips: bool
     progress: Callable[[Progress], object] | None
     skipped: list[NumberedSkip] = field(default_factory=list)
-    told_s: float = 0.0
+    reported_s: float = 0.0
 
     def run(self, encoder: RecordEncoder, *, processes: int) -> PackReport:
         start_s = time.monotonic()
         with ExitStack() as stack:
             writers = self._open_writers(stack)
-            self._go_on(writers)
-            todo = itertools.tee(self._todo(writers))
+            self._resume(writers)
+            todo = itertools.tee(self._remaining_records(writers))
             records = (record for _, _, record in todo[0])
             encoded = stack.enter_context(
                 closing(encode_in_order(records, encoder, processes=processes))
             )
             for sample, (number, writer, _) in zip(encoded, todo[1], strict=False):
                 self._write(writer, number, sample)
-                self._tell(writers)
-            self._tell(writers, last=True)
-            self._check_some(writers)
+                self._report_progress(writers)
+            self._report_progress(writers, last=True)
+            self._check_not_empty(writers)
             self._publish(writers)
         return PackReport(
             source=self.plan.source.name,
@@ -293,7 +293,7 @@ class _Job:
         for writer in writers:
             writer.remove_journal()
 
-    def _go_on(self, writers: list[PackWriter]) -> None:
+    def _resume(self, writers: list[PackWriter]) -> None:
         """Take over what an earlier run has done."""
         for writer in writers:
             if writer.kept:
@@ -310,7 +310,9 @@ class _Job:
                 shard=writers[0].folder,
             )
 
-    def _todo(self, writers: list[PackWriter]) -> Iterator[tuple[int, PackWriter, Record]]:
+    def _remaining_records(
+        self, writers: list[PackWriter]
+    ) -> Iterator[tuple[int, PackWriter, Record]]:
         """Yield the records that are in no finished shard, with their numbers and where they go."""
         starts = [writer.position for writer in writers]
         first, assigned = min(starts), self.plan.assigned
@@ -332,17 +334,17 @@ class _Job:
             self.skipped.append(NumberedSkip(number, sample.where, str(error)))
             writer.skip(self.skipped[-1])
 
-    def _tell(self, writers: list[PackWriter], *, last: bool = False) -> None:
+    def _report_progress(self, writers: list[PackWriter], *, last: bool = False) -> None:
         now_s = time.monotonic()
-        if self.progress is None or (now_s - self.told_s < _PROGRESS_EVERY_S and not last):
+        if self.progress is None or (now_s - self.reported_s < _PROGRESS_EVERY_S and not last):
             return
-        self.told_s = now_s
+        self.reported_s = now_s
         samples = sum(writer.nsamples for writer in writers)
         size_bytes = sum(writer.size_bytes for writer in writers)
         kept = sum(shard.info.nsamples or 0 for writer in writers for shard in writer.kept)
         self.progress(Progress(samples, len(self.skipped), size_bytes, self.plan.total, kept))
 
-    def _check_some(self, writers: list[PackWriter]) -> None:
+    def _check_not_empty(self, writers: list[PackWriter]) -> None:
         for writer in writers:
             if not writer.nsamples:
                 raise SourceError(

@@ -36,7 +36,7 @@ class NumberedSkip(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finished:
+class FinishedShard:
     """A shard that is there, with its index.
 
     Args:
@@ -98,7 +98,7 @@ class Journal:
     folder: str
     task: Task
     stale: frozenset[str] = frozenset()
-    finished: list[Finished] = field(default_factory=list)
+    finished: list[FinishedShard] = field(default_factory=list)
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
     head: bytes | None = None
 
@@ -119,7 +119,7 @@ class Journal:
         for number in range(1, self._last + 1):
             self._write(number)
 
-    def add(self, finished: Finished) -> None:
+    def add(self, finished: FinishedShard) -> None:
         """Note that a shard is there.
 
         Raises:
@@ -146,7 +146,7 @@ class Journal:
                 shard=url,
             )
         if owner != self.run:
-            raise self._taken()
+            raise self._owner_changed_error()
 
     def remove(self) -> None:
         """Delete it; the beginning last.
@@ -178,7 +178,7 @@ class Journal:
         try:
             publish_bytes_over(self.storage, self._url(0), data, old=self.head)
         except ChangedError as error:
-            raise self._taken() from error
+            raise self._owner_changed_error() from error
         self.head = data
 
     def _remove(self, number: int) -> None:
@@ -187,7 +187,7 @@ class Journal:
     def _url(self, number: int) -> str:
         return join_url(self.folder, journal_name(number))
 
-    def _taken(self) -> StorageError:
+    def _owner_changed_error(self) -> StorageError:
         return StorageError(
             "another pack or ShardWriter writes here, so this one stops and publishes nothing; wait until it ends, or write elsewhere",
             shard=self.folder,
@@ -222,7 +222,7 @@ def read_journal(storage: Storage, folder: str, names: Sequence[str]) -> Journal
             document = json.loads(data)
             if number and document["run"] != journal.run:
                 break  # left by an earlier run, which another one took the place of
-            _take(journal, document, number)
+            _load_document(journal, document, number)
             journal.head = data if number == 0 else journal.head
         except _MALFORMED as error:
             raise OptionError(
@@ -252,7 +252,7 @@ def _fetch_listed(storage: Storage, url: str) -> bytes:
         ) from error
 
 
-def _take(journal: Journal, document: Any, number: int) -> None:
+def _load_document(journal: Journal, document: Any, number: int) -> None:
     """Add to a journal what one of its files says."""
     if document["version"] != VERSION:
         raise ValueError(f"its version is {document['version']!r}")
@@ -263,9 +263,9 @@ def _take(journal: Journal, document: Any, number: int) -> None:
     journal.finished += map(_decode, document["finished"])
 
 
-def _decode(document: Any) -> Finished:
+def _decode(document: Any) -> FinishedShard:
     info = document["info"]
-    return Finished(
+    return FinishedShard(
         info=ShardInfo(
             url=str(info["url"]),
             nsamples=int(info["nsamples"]),

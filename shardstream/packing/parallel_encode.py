@@ -204,7 +204,7 @@ def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
     size = 0
     for record in records:
         chunk.append(record)
-        size += sum(map(_weight, record.fields.values()))
+        size += sum(map(_value_bytes, record.fields.values()))
         if len(chunk) >= _CHUNK_RECORDS or size >= _RECORD_CHUNK_BYTES:
             yield chunk
             chunk, size = [], 0
@@ -212,7 +212,7 @@ def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
         yield chunk
 
 
-def _weight(value: object) -> int:
+def _value_bytes(value: object) -> int:
     if isinstance(value, FileRef):
         return value.size
     return len(value) if isinstance(value, bytes | str) else 0
@@ -246,11 +246,11 @@ def _begin(encoder: RecordEncoder) -> None:
     # Ctrl-C, or the end of a whole group of processes, reaches all; the main process ends the rest.
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_end_with_parent, name="shardstream-parent", daemon=True).start()
+    threading.Thread(target=_exit_with_parent, name="shardstream-parent", daemon=True).start()
     _here[:] = [encoder]
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     """End this process when the main one was killed: the pool's queue would be waited on for ever."""
     parent = multiprocessing.parent_process()
     if parent is not None:

@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 from shardstream.format.manifest import ShardInfo, encode_manifest
-from shardstream.packing.destination import Claim, claim_or_resume
-from shardstream.packing.journal import Finished, NumberedSkip, Task
+from shardstream.packing.destination import Destination, claim_or_resume_destination
+from shardstream.packing.journal import FinishedShard, NumberedSkip, Task
 from shardstream.packing.shard_writer import ShardWriter
 
 
@@ -54,7 +54,7 @@ class PackWriter(ShardWriter):
             StorageError: If one cannot be written, or another pack writes here.
         """
         self._check_usable()
-        self._send_rest()
+        self._upload_rest()
 
     def publish(self) -> None:
         """Write ``index.json``.
@@ -78,14 +78,16 @@ class PackWriter(ShardWriter):
         """Delete the journal: all is published."""
         self._remove_journal()
 
-    def _claim(self, *, overwrite: bool) -> tuple[Task, Claim]:
-        claimed = claim_or_resume(
+    def _claim_destination(self, *, overwrite: bool) -> tuple[Task, Destination]:
+        destination = claim_or_resume_destination(
             self._storage, self._names, self._task, overwrite=overwrite, extras=self._extras
         )
-        return self._task, claimed
+        return self._task, destination
 
-    def _when_sent(self, info: ShardInfo, fields: Mapping[str, int]) -> Callable[[], None]:
+    def _upload_callback(self, info: ShardInfo, fields: Mapping[str, int]) -> Callable[[], None]:
         skipped = tuple(one for one in self._skipped if one.number < self.position)
         self._skipped = self._skipped[len(skipped) :]
-        finished = Finished(info=info, fields=dict(fields), position=self.position, skipped=skipped)
+        finished = FinishedShard(
+            info=info, fields=dict(fields), position=self.position, skipped=skipped
+        )
         return partial(self._journal.add, finished)

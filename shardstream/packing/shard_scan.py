@@ -31,7 +31,7 @@ class StoppedError(Exception):
     """Raised inside a pass when the whole job is given up."""
 
 
-class Meter:
+class ProgressMeter:
     """Counts the bytes of all passes for the caller's progress function, and stops them all when told."""
 
     def __init__(self, total: int, progress: ProgressFunction | None) -> None:
@@ -59,7 +59,7 @@ class Meter:
         self._stopped.set()
 
 
-class ShardPass:
+class ShardScanner:
     """Reads one tar from its first byte to its last, once.
 
     Use it as a context manager; call `scan`, then `finish`, which holds even after a scan that failed.
@@ -71,7 +71,7 @@ class ShardPass:
         meter: Counts what is read.
     """
 
-    def __init__(self, storage: Storage, url: str, size: int, meter: Meter) -> None:
+    def __init__(self, storage: Storage, url: str, size: int, meter: ProgressMeter) -> None:
         self.url = url
         self.members: list[Member] = []
         self.notes = TarNotes()
@@ -85,7 +85,7 @@ class ShardPass:
 
     def __enter__(self) -> Self:
         keep_freed_memory()  # of one chunk for the next: a fifth faster
-        source = _Watched(RangeStream(self._storage, self.url, self._size), self._heard)
+        source = _TappedStream(RangeStream(self._storage, self.url, self._size), self._on_chunk)
         stream: Readable = source
         if is_compressed(self.url):
             stream = self._stack.enter_context(
@@ -110,7 +110,7 @@ class ShardPass:
         """
         end = None if is_compressed(self.url) else self._size
         members = iter_whole(self._read, end=end, shard=self.url, notes=self.notes)
-        return scan_members(self._tapped(members, keep=keep_members), shard=self.url)
+        return scan_members(self._collect_members(members, keep=keep_members), shard=self.url)
 
     def finish(self) -> tuple[str, int]:
         """Read what is left of the file; return its sha256 as hex digits and its length in bytes."""
@@ -118,24 +118,24 @@ class ShardPass:
             pass
         return self._digest.hexdigest(), self._nbytes
 
-    def _tapped(self, members: Iterator[Member], *, keep: bool) -> Iterator[Member]:
+    def _collect_members(self, members: Iterator[Member], *, keep: bool) -> Iterator[Member]:
         for member in members:
             if keep:
                 self.members.append(member)
             yield member
 
-    def _heard(self, chunk: bytes) -> None:
+    def _on_chunk(self, chunk: bytes) -> None:
         self._meter.add(len(chunk))
         self._digest.update(chunk)
         self._nbytes += len(chunk)
 
 
-class _Watched:
+class _TappedStream:
     """A stream whose bytes are shown to a listener as they pass: also those that a decompressor takes, bit by bit."""
 
-    def __init__(self, stream: RangeStream, heard: Callable[[bytes], None]) -> None:
+    def __init__(self, stream: RangeStream, on_chunk: Callable[[bytes], None]) -> None:
         self._stream = stream
-        self._heard = heard
+        self._on_chunk = on_chunk
         self._kept = b""
         self._at = 0
 
@@ -143,7 +143,7 @@ class _Watched:
         if self._at >= len(self._kept):
             self._kept, self._at = self._stream.read(_SCAN_READ_BYTES), 0
             if self._kept:
-                self._heard(self._kept)
+                self._on_chunk(self._kept)
         end = len(self._kept) if size < 0 else self._at + size
         piece = self._kept[self._at : end]
         self._at += len(piece)
@@ -154,7 +154,11 @@ class _Watched:
 
 
 def run_all(
-    function: Callable[[_Item], _Result], items: Sequence[_Item], *, threads: int, meter: Meter
+    function: Callable[[_Item], _Result],
+    items: Sequence[_Item],
+    *,
+    threads: int,
+    meter: ProgressMeter,
 ) -> list[_Result]:
     """Call ``function`` for every item, some at a time; return the results in order.
 

@@ -26,7 +26,7 @@ class _Upload(NamedTuple):
     pending: PendingFile
 
 
-class ShardSender:
+class ShardUploader:
     """Publishes shards with their indexes, in order, in a thread of its own; an error comes out at the next call.
 
     Args:
@@ -60,7 +60,7 @@ class ShardSender:
         pending: PendingFile,
         info: ShardInfo,
         offsets: Offsets,
-        when_sent: Callable[[], None] | None = None,
+        on_uploaded: Callable[[], None] | None = None,
     ) -> None:
         """Hand over a finished shard; waits while two others are on their way.
 
@@ -68,7 +68,7 @@ class ShardSender:
             pending: Its bytes.
             info: What is known of it.
             offsets: Its index.
-            when_sent: Called in the thread when both are there.
+            on_uploaded: Called in the thread when both are there.
 
         Raises:
             StorageError: If an earlier one could not be published.
@@ -79,7 +79,7 @@ class ShardSender:
         except BaseException:
             pending.discard()
             raise
-        future = self._thread.submit(self._publish, pending, info, offsets, when_sent)
+        future = self._thread.submit(self._publish, pending, info, offsets, on_uploaded)
         self._uploads.append(_Upload(future, pending))
 
     def check(self) -> None:
@@ -145,7 +145,7 @@ class ShardSender:
         pending: PendingFile,
         info: ShardInfo,
         offsets: Offsets,
-        when_sent: Callable[[], None] | None,
+        on_uploaded: Callable[[], None] | None,
     ) -> ShardInfo:
         if self._has_failed:  # no shard is there without those before it
             pending.discard()
@@ -154,8 +154,8 @@ class ShardSender:
             self._publish_both(pending, self._names.url(info.url + INDEX_SUFFIX), offsets)
             if pending.etag is not None:
                 self._etags[info.url] = pending.etag
-            if when_sent is not None:
-                when_sent()
+            if on_uploaded is not None:
+                on_uploaded()
         except BaseException:
             self._has_failed = True
             raise

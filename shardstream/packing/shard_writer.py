@@ -14,12 +14,12 @@ from shardstream.errors import NotFoundError, OptionError, SampleError, StorageE
 from shardstream.format.index import INDEX_SUFFIX
 from shardstream.format.manifest import MANIFEST_NAME, Manifest, ShardInfo, encode_manifest
 from shardstream.format.tar_writer import END_OF_ARCHIVE
-from shardstream.packing.destination import Claim, claim
+from shardstream.packing.destination import Destination, claim_destination
 from shardstream.packing.encode import encode_sample
 from shardstream.packing.folder_lock import FolderLock
-from shardstream.packing.journal import WRITER_TASK, Finished, Journal, Task
+from shardstream.packing.journal import WRITER_TASK, FinishedShard, Journal, Task
 from shardstream.packing.shard_names import ShardNames
-from shardstream.packing.shard_upload import ShardSender
+from shardstream.packing.shard_upload import ShardUploader
 from shardstream.packing.tar_shard import TarShard, sample_pieces
 from shardstream.process_memory import keep_freed_memory
 from shardstream.storage.atomic_write import PendingFile, open_pending, publish_bytes, remove
@@ -90,19 +90,19 @@ class ShardWriter:
         """Bytes of the tars so far, without their ends."""
         self._lock = FolderLock(self._storage, self.folder)
         try:
-            self._taken = self._take(overwrite=overwrite)
+            self._destination = self._take_destination(overwrite=overwrite)
         except BaseException:
             self._lock.close()
             raise
-        self._sender = ShardSender(
+        self._uploader = ShardUploader(
             self._storage,
             self._names,
-            replaces=self._taken.replaces,
-            check_owner=self._begin_change,
+            replaces=self._destination.replaces,
+            check_owner=self._prepare_first_change,
         )
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="shardstream-hash")
         keep_freed_memory()
-        self._keep(self._taken.finished)
+        self._count_finished(self._destination.finished)
 
     @property
     def folder(self) -> str:
@@ -152,9 +152,9 @@ class ShardWriter:
         pieces = sample_pieces(key, fields)
         size = sum(map(len, pieces))
         try:
-            self._sender.check()
+            self._uploader.check()
             if self._shard is not None and self._is_full(self._shard, size):
-                self._send_shard()
+                self._upload_shard()
             if self._shard is None:
                 self._begin_shard()
             self._current.add_pieces(key, fields, pieces)
@@ -181,7 +181,7 @@ class ShardWriter:
                 raise SampleError(
                     "no samples were written, so there is no dataset to publish", shard=self.folder
                 )
-            self._send_rest()
+            self._upload_rest()
             self._publish_manifest()
             self._remove_journal()
         finally:
@@ -194,10 +194,10 @@ class ShardWriter:
             self._pending.discard()
             self._pending = self._shard = None
         self._hashing.shutdown(wait=True, cancel_futures=True)
-        self._sender.stop()
+        self._uploader.stop()
         if is_first and not self._is_changed:
             with suppress(StorageError):  # what went wrong before is what matters
-                self._give_back()
+                self._release_destination()
         self._lock.close()
 
     def __enter__(self) -> Self:
@@ -214,53 +214,57 @@ class ShardWriter:
         else:
             self.abort()
 
-    def _claim(self, *, overwrite: bool) -> tuple[Task, Claim]:
+    def _claim_destination(self, *, overwrite: bool) -> tuple[Task, Destination]:
         """Make sure that the place may be written to, and say for what."""
-        return WRITER_TASK, claim(self._storage, self._names, overwrite=overwrite)
+        return WRITER_TASK, claim_destination(self._storage, self._names, overwrite=overwrite)
 
-    def _take(self, *, overwrite: bool) -> Claim:
+    def _take_destination(self, *, overwrite: bool) -> Destination:
         """Take the place: from here on, it is marked, and without a manifest unfinished."""
-        task, taken = self._claim(overwrite=overwrite)
+        task, destination = self._claim_destination(overwrite=overwrite)
         self._is_changed = False
         self._journal = Journal(
             storage=self._storage,
             folder=self.folder,
             task=task,
-            stale=taken.stale,
-            finished=list(taken.finished),
-            head=taken.journal_head,
+            stale=destination.stale,
+            finished=list(destination.finished),
+            head=destination.journal_head,
         )
-        self._journal.begin(taken.journal_files)
-        taken.remove_parts()
-        return taken
+        self._journal.begin(destination.journal_files)
+        destination.remove_parts()
+        return destination
 
-    def _begin_change(self) -> None:
+    def _prepare_first_change(self) -> None:
         """Make sure that the place is still ours; before the first shard appears, unpublish what it replaces."""
         self._journal.check_owner()
         if self._is_changed:
             return
         self._is_changed = True
-        if self._taken.has_manifest:
-            self._taken.unpublish()
+        if self._destination.has_manifest:
+            self._destination.unpublish()
             self._journal.check_owner()  # who has taken the place meanwhile may have counted on it
 
-    def _give_back(self) -> None:
+    def _release_destination(self) -> None:
         """Delete the journal, where the place is as it was before: free, or with the manifest of its dataset."""
-        if self._taken.has_manifest:
+        if self._destination.has_manifest:
             self._storage.read(self._names.url(MANIFEST_NAME))  # raises if another run removed it
-        if self._taken.has_manifest or self._taken.is_free:
+        if self._destination.has_manifest or self._destination.is_free:
             self._journal.remove()
 
-    def _when_sent(self, info: ShardInfo, fields: Mapping[str, int]) -> Callable[[], None] | None:  # noqa: ARG002
+    def _upload_callback(
+        self,
+        info: ShardInfo,  # noqa: ARG002
+        fields: Mapping[str, int],  # noqa: ARG002
+    ) -> Callable[[], None] | None:
         """Return what the sending thread is to do when the shard at hand is there."""
         return None
 
-    def _keep(self, finished: Iterable[Finished]) -> None:
+    def _count_finished(self, finished: Iterable[FinishedShard]) -> None:
         """Count shards of an earlier run as sent."""
         for one in finished:
             self._begun += 1
             self._count_fields(one.fields)
-            self._sender.sent.append(one.info)
+            self._uploader.sent.append(one.info)
             self.nsamples += one.info.nsamples or 0
             self.size_bytes += (one.info.filesize or 0) - len(END_OF_ARCHIVE)
 
@@ -285,7 +289,7 @@ class ShardWriter:
         self._shard = TarShard(self._pending, url=name, hashing=self._hashing)
         self._begun += 1
 
-    def _send_shard(self) -> None:
+    def _upload_shard(self) -> None:
         """Finish the shard at hand and hand it to the thread that sends."""
         shard, pending = self._shard, self._pending
         if shard is None or pending is None:
@@ -294,24 +298,24 @@ class ShardWriter:
         pending.end()
         self._count_fields(shard.fields)
         self._shard = self._pending = None
-        self._sender.send(pending, info, shard.offsets, self._when_sent(info, shard.fields))
+        self._uploader.send(pending, info, shard.offsets, self._upload_callback(info, shard.fields))
 
     def _count_fields(self, fields: Mapping[str, int]) -> None:
         for field, count in fields.items():
             self._fields[field] = self._fields.get(field, 0) + count
 
-    def _send_rest(self) -> None:
+    def _upload_rest(self) -> None:
         """Send what is left, and make sure that all shards are there; stale ones are deleted."""
-        self._send_shard()
-        self._sender.drain()
-        self._begin_change()
-        self._sender.check_in_place()
-        for name in sorted(self._taken.stale - {info.url for info in self._sender.sent}):
+        self._upload_shard()
+        self._uploader.drain()
+        self._prepare_first_change()
+        self._uploader.check_in_place()
+        for name in sorted(self._destination.stale - {info.url for info in self._uploader.sent}):
             remove(self._storage, self._names.url(name))
             remove(self._storage, self._names.url(name + INDEX_SUFFIX))
 
     def _publish_manifest(self) -> None:
-        manifest = Manifest(shards=tuple(self._sender.sent), name=self._name, fields=self._fields)
+        manifest = Manifest(shards=tuple(self._uploader.sent), name=self._name, fields=self._fields)
         self._journal.check_owner()
         data = encode_manifest(manifest)
         try:

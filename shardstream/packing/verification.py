@@ -13,14 +13,14 @@ from shardstream.format.index import INDEX_SUFFIX, Offsets, ShardScan, decode_in
 from shardstream.format.manifest import MANIFEST_NAME, ShardInfo
 from shardstream.format.names import split_member_name
 from shardstream.format.tar_reader import iter_members
-from shardstream.packing.shard_scan import Meter, ProgressFunction, ShardPass, run_all
+from shardstream.packing.shard_scan import ProgressFunction, ProgressMeter, ShardScanner, run_all
 from shardstream.packing.verify_checks import (
-    Keys,
     Problem,
+    ShardKeys,
     check_file,
     check_index,
     hash_keys,
-    problem_of,
+    problem_from_error,
     repeated_keys,
 )
 from shardstream.storage.atomic_write import is_part
@@ -54,7 +54,7 @@ class VerifyReport:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verified:
     problems: tuple[Problem, ...]
-    keys: Keys | None = None
+    keys: ShardKeys | None = None
     nbytes: int = 0
 
 
@@ -87,12 +87,12 @@ def verify(
     """
     storage = Storage(storage_options, filesystem)
     located = locate_shards(urls, storage)
-    meter = Meter(sum(shard.filesize or 0 for shard in located.shards), progress)
+    meter = ProgressMeter(sum(shard.filesize or 0 for shard in located.shards), progress)
     work = partial(_verify_shard, located=located, storage=storage, meter=meter)
     done = run_all(work, located.shards, threads=threads, meter=meter)
     keys = [one.keys for one in done if one.keys is not None]
     repeated = repeated_keys(keys, partial(_read_key, storage))
-    problems = chain(*(one.problems for one in done), repeated, _strays(located, storage))
+    problems = chain(*(one.problems for one in done), repeated, _find_stray_files(located, storage))
     return VerifyReport(
         shards=len(located.shards),
         samples=sum(len(one.hashes) for one in keys),
@@ -102,32 +102,32 @@ def verify(
 
 
 def _verify_shard(
-    info: ShardInfo, *, located: LocatedShards, storage: Storage, meter: Meter
+    info: ShardInfo, *, located: LocatedShards, storage: Storage, meter: ProgressMeter
 ) -> _Verified:
     problems: list[Problem] = []
     scan: ShardScan | None = None
     try:
         size = storage.info(info.url).size
-        with ShardPass(storage, info.url, size, meter) as shard:
+        with ShardScanner(storage, info.url, size, meter) as shard:
             try:
                 scan = shard.scan()
                 problems += _check_notes(shard, scan)
             except StorageError:
                 raise
             except ShardStreamError as error:
-                problems.append(problem_of(error, shard=info.url))
+                problems.append(problem_from_error(error, shard=info.url))
             sha256, nbytes = shard.finish()
     except ShardStreamError as error:  # it cannot be read at all
-        return _Verified(problems=(*problems, problem_of(error, shard=info.url)))
+        return _Verified(problems=(*problems, problem_from_error(error, shard=info.url)))
     problems += check_file(info, sha256=sha256, nbytes=nbytes)
     if scan is None:
         return _Verified(problems=tuple(problems), nbytes=nbytes)
     problems += _check_count(info, scan.offsets, located, storage)
-    keys = Keys(info.url, hash_keys(scan.keys), scan.offsets)
+    keys = ShardKeys(info.url, hash_keys(scan.keys), scan.offsets)
     return _Verified(problems=tuple(problems), keys=keys, nbytes=nbytes)
 
 
-def _check_notes(shard: ShardPass, scan: ShardScan) -> Iterator[Problem]:
+def _check_notes(shard: ShardScanner, scan: ShardScan) -> Iterator[Problem]:
     is_loss = shard.notes.has_links_of_samples(scan.keys, scan.fields)
     for finding in shard.notes.findings():
         yield Problem(
@@ -148,7 +148,7 @@ def _check_count(
         try:
             problem = check_index(decode_index(storage.read(url), url=url), scanned, url=url)
         except ShardStreamError as error:
-            problem = problem_of(error, shard=url)
+            problem = problem_from_error(error, shard=url)
         if problem is not None:
             yield problem
     elif not is_compressed(info.url):
@@ -167,7 +167,7 @@ def _check_count(
         )
 
 
-def _strays(located: LocatedShards, storage: Storage) -> Iterator[Problem]:
+def _find_stray_files(located: LocatedShards, storage: Storage) -> Iterator[Problem]:
     """List what lies beside the shards and belongs to no dataset."""
     if located.manifest_url is None:
         return

@@ -50,7 +50,7 @@ class Problem:
         return f"{place}: {self.what}" + (f"; {self.remedy}" if self.remedy else "")
 
 
-class Keys(NamedTuple):
+class ShardKeys(NamedTuple):
     """The keys of one shard, small enough to keep for all shards."""
 
     shard: str
@@ -59,7 +59,7 @@ class Keys(NamedTuple):
     """Shape (n + 1,): where each sample is."""
 
 
-def problem_of(error: ShardStreamError, *, shard: str) -> Problem:
+def problem_from_error(error: ShardStreamError, *, shard: str) -> Problem:
     """Return an error as a problem of the shard that it was met in."""
     return Problem(
         shard=error.shard or shard,
@@ -112,7 +112,7 @@ def hash_keys(keys: Sequence[str]) -> Hashes:
 
 
 def repeated_keys(
-    shards: Sequence[Keys], read_key: Callable[[str, int, int], str | None]
+    shards: Sequence[ShardKeys], read_key: Callable[[str, int, int], str | None]
 ) -> Iterator[Problem]:
     """Find keys that are in more than one shard, by sorting the hashes of all: 24 bytes a sample.
 

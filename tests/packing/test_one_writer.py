@@ -173,7 +173,7 @@ def test_a_shard_of_another_in_its_place_is_noticed(remote: str) -> None:
     filesystem, path = storage.resolve(f"{remote}/000000.tar")
     writer = ss.ShardWriter(remote, max_samples=10)
     write(writer, "a", 20)
-    writer._sender.drain()
+    writer._uploader.drain()
     if remote.startswith("s3"):
         filesystem.pipe_file(path, bytes(storage.info(f"{remote}/000000.tar").size))
     else:
@@ -253,7 +253,7 @@ def test_a_pack_does_not_go_on_where_a_writer_was_stopped_unless_it_replaces(
 ) -> None:
     writer = ss.ShardWriter(tmp_path / "a-{shard}.tar", max_samples=10)
     write(writer, "a")
-    writer._sender.drain()
+    writer._uploader.drain()
     writer.abort()
     before = sorted(path.name for path in tmp_path.iterdir())
     assert "a-0.tar" in before

@@ -22,9 +22,9 @@ import shardstream as ss
 from shardstream.errors import OptionError, SourceError
 from shardstream.format.manifest import ShardInfo
 from shardstream.packing import journal as journal_module
-from shardstream.packing.destination import Claim
+from shardstream.packing.destination import Destination
 from shardstream.packing.job import pack
-from shardstream.packing.journal import Finished, Journal, Task, read_journal
+from shardstream.packing.journal import FinishedShard, Journal, Task, read_journal
 from shardstream.packing.parallel_encode import Encoded, RecordEncoder
 from shardstream.packing.report import PackReport
 from shardstream.packing.shard_writer import ShardWriter
@@ -104,7 +104,7 @@ def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     original = Journal.add
     left = [0]
 
-    def add(self: Journal, finished: Finished) -> None:
+    def add(self: Journal, finished: FinishedShard) -> None:
         original(self, finished)
         left[0] -= 1
         if left[0] == 0:
@@ -446,11 +446,11 @@ def test_a_replacement_that_was_stopped_at_once_leaves_the_old_dataset(
 ) -> None:
     pack(files, tmp_path / "out", max_samples=10)
 
-    def stop(_: Claim) -> None:
+    def stop(_: Destination) -> None:
         raise StoppedError
 
     with monkeypatch.context() as patched:
-        patched.setattr(Claim, "unpublish", stop)
+        patched.setattr(Destination, "unpublish", stop)
         with pytest.raises(StoppedError):
             pack(files, tmp_path / "out", max_samples=50, overwrite=True)
     before = contents(tmp_path / "out")
@@ -648,7 +648,7 @@ from shardstream.packing.shard_writer import ShardWriter
 with ShardWriter(sys.argv[1], max_samples=10) as writer:
     for i in range(55):
         writer.write({"bin": bytes(500_000)})
-    writer._sender.drain()
+    writer._uploader.drain()
     os.kill(os.getpid(), signal.SIGKILL)
 """
 

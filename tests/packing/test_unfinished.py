@@ -144,7 +144,7 @@ def test_while_a_dataset_is_replaced_it_is_not_finished(tmp_path: Path) -> None:
     assert len(ss.ShardDataset(str(tmp_path))) == 50
     for sample in NUMBERS[:11]:
         writer.write(sample)
-    writer._sender.drain()
+    writer._uploader.drain()
     with pytest.raises(ss.UnfinishedError, match=r"run the same command again .* delete \.shard"):
         ss.ShardDataset(str(tmp_path))
     writer.abort()

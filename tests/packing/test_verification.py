@@ -12,7 +12,7 @@ import zstandard
 from shardstream.errors import ManifestError, StorageError
 from shardstream.packing.indexing import index
 from shardstream.packing.verification import VerifyReport, verify
-from shardstream.packing.verify_checks import Keys, hash_keys, repeated_keys
+from shardstream.packing.verify_checks import ShardKeys, hash_keys, repeated_keys
 from shardstream.storage.store import Storage
 from tests.small_tars import flip, make_dataset, samples, tar_bytes
 
@@ -125,7 +125,7 @@ def test_a_shard_copied_under_another_name_is_not_listed_key_by_key(tmp_path: Pa
 
 def test_equal_hashes_of_different_keys_are_no_problem() -> None:
     hashes = hash_keys(["a"])
-    shards = [Keys(name, hashes, np.array([0, 1024])) for name in ("1.tar", "2.tar")]
+    shards = [ShardKeys(name, hashes, np.array([0, 1024])) for name in ("1.tar", "2.tar")]
     assert list(repeated_keys(shards, lambda shard, _start, _end: shard)) == []
 
 
