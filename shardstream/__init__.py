@@ -35,7 +35,7 @@ from shardstream.errors import (
     UnfinishedError,
     WorkerError,
 )
-from shardstream.process_memory import importing
+from shardstream.process_memory import pause_gc_for_import
 
 if TYPE_CHECKING:
     from shardstream.loader.checkpoint import load_checkpoint, save_checkpoint
@@ -116,7 +116,7 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'shardstream' has no attribute {name!r}")
-    with importing():
+    with pause_gc_for_import():
         return getattr(import_module(f"shardstream.{_LAZY[name]}"), name)
 
 

@@ -91,7 +91,7 @@ def accelerate_loader() -> str | None:
     while frame is not None:
         if frame.f_globals.get("__name__") == "accelerate.data_loader":
             loader = frame.f_locals.get("self")
-            if _deals_out(loader):
+            if _splits_samples(loader):
                 return type(loader).__name__
         frame = frame.f_back
     return None
@@ -103,7 +103,7 @@ def is_called_by_accelerate() -> bool:
     return name.startswith("accelerate.")
 
 
-def _deals_out(loader: Any) -> bool:
+def _splits_samples(loader: Any) -> bool:
     """Return whether an object of ``accelerate.data_loader`` decides which samples a rank gets."""
     accelerate = sys.modules["accelerate.data_loader"]
     if isinstance(loader, accelerate.IterableDatasetShard):

@@ -12,7 +12,7 @@ import pytest
 
 import shardstream as ss
 from shardstream import process_memory
-from shardstream.process_memory import importing
+from shardstream.process_memory import pause_gc_for_import
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -20,7 +20,7 @@ def test_the_collector_is_left_as_it_was(enabled: bool) -> None:
     was = gc.isenabled()
     try:
         (gc.enable if enabled else gc.disable)()
-        with pytest.raises(ZeroDivisionError), importing():
+        with pytest.raises(ZeroDivisionError), pause_gc_for_import():
             1 // gc.isenabled()
         assert gc.isenabled() == enabled
     finally:

@@ -21,7 +21,7 @@ class FileVersion(NamedTuple):
     inode: int
     ctime_ns: int
 
-    def is_other(self, before: FileVersion) -> bool:
+    def differs_from(self, before: FileVersion) -> bool:
         """Tell whether the bytes may differ from those of the version before.
 
         An inode alone proves nothing: some network file systems number their files anew now and then. Nor does the time of the
@@ -42,7 +42,7 @@ class FileVersions:
     def __init__(self, paths: Sequence[str | None]) -> None:
         self._paths = tuple(paths)
         # Of a file that is not there yet, or out of reach, nothing is known: to open it tells what is wrong.
-        self._known = [_look(path) for path in paths]
+        self._known = [_stat_version(path) for path in paths]
 
     def check(self, shards: Iterable[int]) -> None:
         """Look whether shards are what they were; called after their bytes were read.
@@ -66,11 +66,11 @@ class FileVersions:
             ):
                 continue
             now = _version(found)
-            if now.is_other(before):
+            if now.differs_from(before):
                 raise ChangedError(_difference(before, now), shard=path)
 
 
-def _look(path: str | None) -> FileVersion | None:
+def _stat_version(path: str | None) -> FileVersion | None:
     if path is None:
         return None
     try:
@@ -89,19 +89,19 @@ def _difference(before: FileVersion, now: FileVersion) -> str:
     if (now.size, now.inode) == (before.size, before.inode):
         return (
             "the file may have been overwritten after the dataset was opened: "
-            f"it was changed at {_time(before)} then, at {_time(now)} now; "
+            f"it was changed at {_format_time(before)} then, at {_format_time(now)} now; "
             "open the dataset again, and if the bytes are the same, start the epoch again or load the state"
         )
     return (
         "the file was overwritten after the dataset was opened "
-        f"({_shown(before)} then, {_shown(now)} now); open the dataset again"
+        f"({_format_version(before)} then, {_format_version(now)} now); open the dataset again"
     )
 
 
-def _shown(version: FileVersion) -> str:
-    return f"{version.size} bytes, changed at {_time(version)}, inode {version.inode}"
+def _format_version(version: FileVersion) -> str:
+    return f"{version.size} bytes, changed at {_format_time(version)}, inode {version.inode}"
 
 
-def _time(version: FileVersion) -> str:
+def _format_time(version: FileVersion) -> str:
     seconds, rest = divmod(version.mtime_ns, 10**9)
     return f"{seconds}.{rest:09d}"

@@ -49,7 +49,7 @@ class ManifestVersions:
                     FileInfo(url=url, size_or_none=None), self._storage
                 )
             except NotFoundError as error:
-                raise _replaced("its manifest is gone", url) from error
+                raise _replaced_error("its manifest is gone", url) from error
             except StorageError as error:
                 warnings.warn(
                     f"whether the dataset was replaced during this epoch is not known: {error}",
@@ -58,29 +58,29 @@ class ManifestVersions:
                 )
                 continue
             if digest != before:
-                others = _others(shards, manifest, parent_url(url))
+                others = _changed_shards(shards, manifest, parent_url(url))
                 if others:
                     how = f"{plural(len(others), 'shard')} changed in its manifest, such as {others[0]}"
-                    raise _replaced(how, url)
+                    raise _replaced_error(how, url)
 
 
-def _others(shards: Iterable[ShardInfo], manifest: Manifest, folder: str) -> list[str]:
+def _changed_shards(shards: Iterable[ShardInfo], manifest: Manifest, folder: str) -> list[str]:
     """Return the URLs of shards under a folder that a manifest does not name as they were."""
     named = {join_url(folder, shard.url): shard for shard in manifest.shards}
     return [
         shard.url
         for shard in shards
-        if parent_url(shard.url).startswith(folder) and _is_other(shard, named.get(shard.url))
+        if parent_url(shard.url).startswith(folder) and _has_changed(shard, named.get(shard.url))
     ]
 
 
-def _is_other(before: ShardInfo, now: ShardInfo | None) -> bool:
+def _has_changed(before: ShardInfo, now: ShardInfo | None) -> bool:
     if now is None or (before.nsamples, before.filesize) != (now.nsamples, now.filesize):
         return True
     return None not in (before.sha256, now.sha256) and before.sha256 != now.sha256
 
 
-def _replaced(how: str, url: str) -> ChangedError:
+def _replaced_error(how: str, url: str) -> ChangedError:
     return ChangedError(
         f"the dataset was replaced during this epoch, so the samples read may be of both datasets: {how}",
         remedy="open the dataset again and start the epoch again; write a new dataset to a folder of its own",

@@ -205,10 +205,10 @@ class ObjectCatalog:
             try:
                 data = fetch(self.storage, url, 0, end, **(hints_of(concurrency) | {"size": size}))
             except ChangedError as error:
-                raise _changed(url) from error
+                raise _changed_error(url) from error
             if len(data) != size:
                 if self.storage.info(url).size != size:
-                    raise _changed(url)
+                    raise _changed_error(url)
                 raise AnswerCutError(f"got {len(data)} of {size} bytes")
             return data
 
@@ -281,7 +281,7 @@ def _key_and_field(path: str) -> tuple[str, str]:
     return parts[0], canonical_field(parts[1])
 
 
-def _changed(url: str) -> ChangedError:
+def _changed_error(url: str) -> ChangedError:
     return ChangedError(
         "the file was changed after it was listed; open the dataset anew", shard=url
     )

@@ -150,7 +150,7 @@ class LocalFetcher:
         self._catalog, self._readahead = catalog, readahead
         self._read_bytes = 0
         mean_bytes = catalog.total_bytes / max(1, len(catalog))
-        self._finds = mean_bytes >= _LARGE_BYTES
+        self._is_lazy = mean_bytes >= _LARGE_BYTES
 
     def samples(self, numbers: Numbers) -> Samples:
         """Return for each number its sample, or what is wrong with it."""
@@ -167,13 +167,13 @@ class LocalFetcher:
 
         Photos are looked at by the window: in a batch there are too few of each shard to be read side by side.
         """
-        if not self._finds or not len(numbers):
+        if not self._is_lazy or not len(numbers):
             return None
         extents = self._catalog.extents(numbers)
         by_shard = np.argsort(extents.shards, kind="stable")
         found = find_samples(self._shard_slices(extents, by_shard))
         if found is None:  # the next ones will hardly be other ones
-            self._finds = len(numbers) < _FEW
+            self._is_lazy = len(numbers) < _FEW
             return None
         self._record_read(extents)
         return MappedSamples(self._catalog, extents.shards, found.restore_order(by_shard))

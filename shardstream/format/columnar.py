@@ -62,14 +62,14 @@ def read_samples(shard_slices: Sequence[ShardSlice]) -> Samples:
     starts = np.concatenate([shard_slice.starts - shard_slice.base for shard_slice in shard_slices])
     if not is_worth_vectorizing(len(starts), len(shard_slices)):
         return [sample for shard_slice in shard_slices for sample in _read_each(shard_slice)]
-    return _Read(shard_slices, starts).samples()
+    return _ColumnarParser(shard_slices, starts).samples()
 
 
 def find_samples(shard_slices: Sequence[ShardSlice]) -> Found | None:
     """Read samples as `read_samples`, all but their fields' bytes; None unless all look like the first."""
     starts = np.concatenate([shard_slice.starts - shard_slice.base for shard_slice in shard_slices])
     many = len(starts) > 1 and is_worth_vectorizing(len(starts), len(shard_slices))
-    return _Read(shard_slices, starts).found() if many else None
+    return _ColumnarParser(shard_slices, starts).found() if many else None
 
 
 def _read_each(shard_slice: ShardSlice) -> list[Sample | Exception]:
@@ -85,7 +85,7 @@ def read_one(buffer: Buffer, base: int, start: int, end: int, url: str) -> Sampl
         return error
 
 
-class _Read:
+class _ColumnarParser:
     """Samples under way.
 
     Args:
@@ -107,21 +107,21 @@ class _Read:
         self._columns: dict[str, list[Any]] = {}
 
     def samples(self) -> Samples:
-        has_fields = self._go_through(self._copy)
+        has_fields = self._parse_members(self._copy)
         return (
-            self._mended()
+            self._repaired()
             if has_fields
             else [s for each in self._shard_slices for s in _read_each(each)]
         )
 
     def found(self) -> Found | None:
         places: dict[str, tuple[Column, Column]] = {}
-        has_fields = self._go_through(places.__setitem__)
+        has_fields = self._parse_members(places.__setitem__)
         if not has_fields or not self._are_sound().all():
             return None
         return Found(self._columns, self._buffers, places)
 
-    def _go_through(self, take: Callable[[str, tuple[Column, Column]], None]) -> bool:
+    def _parse_members(self, take: Callable[[str, tuple[Column, Column]], None]) -> bool:
         """Hand on the places of each field; False if the first sample has none."""
         shard_slice = self._shard_slices[0]
         first = read_one(
@@ -213,7 +213,7 @@ class _Read:
         sound: Column = self._sound & (self._at == self._ends) & (self._at <= self._limits)
         return sound
 
-    def _mended(self) -> Samples:
+    def _repaired(self) -> Samples:
         """Return the samples, those that do not look like the first read anew."""
         columns = Columns(self._columns)
         unsound = np.flatnonzero(~self._are_sound())

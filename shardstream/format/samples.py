@@ -85,7 +85,7 @@ def iter_groups(members: Iterable[Member], *, shard: str = "") -> Iterator[Group
                 key=key[:80],
             )
         if parts[1] in fields or parts[1] in RESERVED_FIELDS:
-            raise _twice(parts[1], key, shard, header)
+            raise _duplicate_error(parts[1], key, shard, header)
         fields[parts[1]] = body, size
         end = body + (size + 511 & -512)
     if key is not None:
@@ -131,7 +131,7 @@ def iter_samples(
                 )
             data = read(body, size)
             if len(data) < size:
-                raise _cut(name, len(data), size, shard, header)
+                raise _cut_error(name, len(data), size, shard, header)
             kept[body] = data
             yield member
 
@@ -236,27 +236,27 @@ def _read_any(buffer: Buffer, base: int, start: int, end: int, shard: str) -> Sa
     for name, header, body, size in iter_members(read, start=start, shard=shard, notes=notes):
         data = read(body, size)
         if end <= base + len(buffer) and body + (size + 511 & -512) > end:
-            raise _misfit(f"{name} goes on behind its end", shard, header)
+            raise _mismatch_error(f"{name} goes on behind its end", shard, header)
         if len(data) < size:
-            raise _cut(name, len(data), size, shard, header)
+            raise _cut_error(name, len(data), size, shard, header)
         parts = split_member_name(name)
         if parts is None or is_meta_name(name):
             continue
         key, field = parts
         if sample["__key__"] not in (None, key):
-            raise _misfit(f"two samples, {sample['__key__']!r} and {key!r}", shard, header)
+            raise _mismatch_error(f"two samples, {sample['__key__']!r} and {key!r}", shard, header)
         if field in sample:
-            raise _twice(field, key, shard, header)
+            raise _duplicate_error(field, key, shard, header)
         sample["__key__"], sample[field] = key, data
     if sample["__key__"] is None:
         if end > base + len(buffer):
-            raise _cut("a sample", 0, end - start, shard, start)
-        raise _misfit("no sample", shard, start)
+            raise _cut_error("a sample", 0, end - start, shard, start)
+        raise _mismatch_error("no sample", shard, start)
     notes.warn_of_links(shard)
     return sample
 
 
-def _cut(name: str, found: int, size: int, shard: str, offset: int) -> ShardError:
+def _cut_error(name: str, found: int, size: int, shard: str, offset: int) -> ShardError:
     return ShardError(
         f"the tar is cut: {found} of {size} bytes of {name}",
         remedy="fetch or write the shard again",
@@ -265,13 +265,13 @@ def _cut(name: str, found: int, size: int, shard: str, offset: int) -> ShardErro
     )
 
 
-def _twice(field: str, key: str | None, shard: str, offset: int) -> SampleError:
+def _duplicate_error(field: str, key: str | None, shard: str, offset: int) -> SampleError:
     return SampleError(
         "a sample has a field twice", shard=shard, offset=offset, key=key, field=field
     )
 
 
-def _misfit(found: str, shard: str, offset: int) -> IndexMismatchError:
+def _mismatch_error(found: str, shard: str, offset: int) -> IndexMismatchError:
     return IndexMismatchError(
         f"the index does not fit its tar: {found} where it says that one sample is",
         remedy="run 'shardstream index' again",

@@ -17,7 +17,7 @@ from shardstream.format.names import is_meta_name, split_member_name
 _HARD_LINK, _SYMBOLIC_LINK = b"1", b"2"
 _NO_DATA = frozenset((b"5", b"g", b"D", b"N", b"V"))
 """Directories, global headers, and GNU's lists of directories, old long names and volume labels."""
-_MOST_NAMES = 100  # of symbolic links; a stream holds no more
+_MAX_NAMES = 100  # of symbolic links; a stream holds no more
 
 
 class Finding(NamedTuple):
@@ -74,7 +74,7 @@ class TarNotes:
             self.hard_links += 1
         elif kind == _SYMBOLIC_LINK:
             self.symbolic_links += 1
-            if len(self._names) < _MOST_NAMES:
+            if len(self._names) < _MAX_NAMES:
                 self._names.append(parts)
         else:
             self.others += 1

@@ -13,7 +13,7 @@ from torch.utils.data import get_worker_info
 
 from shardstream.errors import SampleError
 from shardstream.format.columns import Columns
-from shardstream.loader.serialize import MOST_BYTES
+from shardstream.loader.serialize import MAX_TENSOR_BYTES
 from shardstream.pipeline.map import like_tuple
 
 _REPEATED_LIMIT_BYTES = 1 << 30
@@ -160,7 +160,7 @@ def _new_batch(like: torch.Tensor, count: int) -> torch.Tensor:
     """Return a batch to be filled, shape (count, …); in a worker where torch, not a ring, can send it without a copy."""
     worker = get_worker_info()
     has_ring = worker is not None and getattr(worker.dataset, "rings", None)
-    if worker is None or (has_ring and count * like.nbytes <= MOST_BYTES):
+    if worker is None or (has_ring and count * like.nbytes <= MAX_TENSOR_BYTES):
         return like.new_empty((count, *like.shape))
     typed: Any = like._typed_storage()  # type: ignore[no-untyped-call]
     storage = typed._new_shared(

@@ -16,7 +16,7 @@ from shardstream.pipeline.mix import MixIndexedSource, MixRecipe, Stop, Weights
 from shardstream.pipeline.mix_streams import MixStreamSource
 from shardstream.pipeline.pipeline import Pipeline
 
-_ASKED_AT_ONCE = 16
+_CONCURRENT_REQUESTS = 16
 
 
 def mix(  # noqa: PLR0913  (the public door)
@@ -104,7 +104,7 @@ def mix(  # noqa: PLR0913  (the public door)
 
 def _classes(named: Mapping[str, StreamDataset]) -> dict[str, Classes]:
     """Return name -> class names of the datasets that have some."""
-    with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="shardstream-look") as pool:
+    with ThreadPoolExecutor(_CONCURRENT_REQUESTS, thread_name_prefix="shardstream-look") as pool:
         asked = pool.map(lambda dataset: getattr(dataset, "classes", None), named.values())
         return {
             f"dataset {name!r}": names

@@ -140,7 +140,7 @@ def _check_checksums(theirs: Any, mine: Sequence[str | None] | None) -> None:
 def _check_position(state: Mapping[str, Any]) -> None:
     """Refuse a position that no state has."""
     for name in _NUMBERS.get(state["kind"], ()):
-        value, limit = state.get(name), _LIMITS.get(name, _MOST)
+        value, limit = state.get(name), _LIMITS.get(name, _MAX_VALUE)
         if not isinstance(value, int) or not (name in _ORDER) <= value < limit:
             raise StateError(f"this state is damaged: {name} is {reprlib.repr(value)}")
     for name in _POSITIONS.get(state["kind"], ()):
@@ -153,7 +153,7 @@ def _check_position(state: Mapping[str, Any]) -> None:
 
 
 _ORDER = ("microbatch", "lanes", "window", "block")
-_MOST = 1 << 62
+_MAX_VALUE = 1 << 62
 _LIMITS = {"epoch": EPOCHS, "lanes": 1 << 24}
 _NUMBERS = {
     "plan": ("epoch", "consumed", *_ORDER),

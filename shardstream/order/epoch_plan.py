@@ -120,14 +120,14 @@ class EpochPlan:
             np.repeat(size, order.batch),
             np.repeat(keys, order.batch),
         ).reshape(shape)
-        return self._line((first[:, None] + within).ravel()).reshape(shape)
+        return self._samples_at((first[:, None] + within).ravel()).reshape(shape)
 
     def rest(self, start: int) -> Ints:
         """Return the samples of the batches from ``start`` on and of those under a full batch, in order, shape (n,)."""
         order = self.order
         full = self.batches(np.arange(start, order.num_batches, dtype=np.int64)).ravel()
         left = np.arange(order.num_batches * order.batch, order.nsamples, dtype=np.int64)
-        return np.concatenate((full, self._line(left) if order.shuffle else left))
+        return np.concatenate((full, self._samples_at(left) if order.shuffle else left))
 
     def windows(self, numbers: Ints) -> Ints:
         """Return a number for the window that each batch is a part of, shape (n,): batches of one window share their reads."""
@@ -174,7 +174,7 @@ class EpochPlan:
     def _block_order(self) -> Ints:
         return permute(np.arange(self._blocks, dtype=np.int64), self._blocks, self._block_key)
 
-    def _line(self, places: Ints) -> Ints:
+    def _samples_at(self, places: Ints) -> Ints:
         """Return the samples at places of the permuted line of blocks."""
         short = (places >= self._short_start) & (places < self._short_start + self._short)
         shifted = np.where(places < self._short_start, places, places - self._short)

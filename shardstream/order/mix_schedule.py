@@ -45,7 +45,7 @@ class MixSchedule:
                 f"weights differ too much to be kept: {list(weights)}; leave out what hardly ever comes"
             )
 
-    def take(self, places: Ints, streams: Ints) -> tuple[Ints, Ints]:
+    def assign_sources(self, places: Ints, streams: Ints) -> tuple[Ints, Ints]:
         """Return for each place of a stream its source, and how often that source was taken before.
 
         Args:

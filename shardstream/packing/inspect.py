@@ -36,8 +36,8 @@ from shardstream.storage.range_file import RangeStream
 from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
 
 _log = logging.getLogger(__name__)
-_MOST_DIGITS = 18  # of a class number
-_MOST_SPLITS = 100  # each folder is listed
+_MAX_DIGITS = 18  # of a class number
+_MAX_SPLITS = 100  # each folder is listed
 _HEADERS_CHUNK_BYTES = 256 << 10  # searching remote headers: larger bodies are jumped over
 
 
@@ -135,7 +135,7 @@ def list_splits(
         files, folders = storage.list_folder(folder)
     except NotFoundError:
         return {}
-    if _holds_shards(files) or len(folders) > _MOST_SPLITS:
+    if _holds_shards(files) or len(folders) > _MAX_SPLITS:
         return {}
     inside = {name: join_url(folder, name) for name in folders if not name.startswith(".")}
     splits: dict[str, Listing | None] = {}
@@ -159,7 +159,7 @@ def _holds_shards(files: Sequence[FileInfo]) -> bool:
 def class_name(sample: Sample, storage_options: Mapping[str, Any] | None = None) -> str | None:
     """Return the name of a sample's class, by its field ``cls`` and the ``classes.json`` beside its shard; None if unknown."""
     number = sample.get("cls", b"")
-    if not number.isdigit() or len(number) > _MOST_DIGITS:
+    if not number.isdigit() or len(number) > _MAX_DIGITS:
         return None
     folder = parent_url(sample["__url__"])
     names = read_all_classes([folder], Storage(storage_options)).get(folder, ())

@@ -23,7 +23,7 @@ from shardstream.storage.store import Storage, parent_url
 _log = logging.getLogger(__name__)
 
 _RANGE_BYTES = 8 << 20  # of one range read
-_ASKED_AT_ONCE = 16
+_CONCURRENT_REQUESTS = 16
 
 
 class TarSource:
@@ -85,7 +85,9 @@ class TarSource:
     @property
     def fingerprint(self) -> str:
         """Changes with names, sizes, counts, and sha256 if a manifest tells, else times or ETags."""
-        with ThreadPoolExecutor(_ASKED_AT_ONCE, thread_name_prefix="shardstream-look") as pool:
+        with ThreadPoolExecutor(
+            _CONCURRENT_REQUESTS, thread_name_prefix="shardstream-look"
+        ) as pool:
             stamps = list(pool.map(self._stamp, self._shards))
         names = [shard.url.rsplit("/", 1)[-1] for shard in self._shards]
         counts = [shard.nsamples for shard in self._shards]

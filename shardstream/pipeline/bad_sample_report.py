@@ -198,7 +198,7 @@ class BadSampleReport:
             )
         self._writing = None
         self._is_new |= error is not None  # it is tried again
-        return _named(error, str(self._url))
+        return _as_report_error(error, str(self._url))
 
     def _write(self, url: str, found: dict[tuple[Any, ...], BadSample]) -> None:
         """Publish the report, whole; what an earlier run wrote there stays in it."""
@@ -219,7 +219,7 @@ def warn_or_raise(problem: Exception) -> None:
     warnings.warn(f"{problem}; training goes on", ReportWarning, stacklevel=2)
 
 
-def _named(error: BaseException | None, url: str) -> Exception | None:
+def _as_report_error(error: BaseException | None, url: str) -> Exception | None:
     """Return an error as that of the report."""
     if error is None or isinstance(error, OptionError):
         return error

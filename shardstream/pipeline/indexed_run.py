@@ -37,7 +37,7 @@ def plan_steps(partition: RankPartition, steps: range) -> Iterator[list[Ints]]:
         start, size = start + size, min(4 * size, max(1, _CHUNK_SAMPLES // width))
 
 
-def _together(steps: list[Ints], most: int) -> Iterator[list[Ints]]:
+def _chunk_steps(steps: list[Ints], most: int) -> Iterator[list[Ints]]:
     """Yield some steps at a time, of so many samples at most."""
     size = max(1, most // max(1, len(steps[-1])))
     return (steps[first : first + size] for first in range(0, len(steps), size))
@@ -73,15 +73,15 @@ def _read(fetcher: Fetcher, steps: list[Ints], most: int) -> Iterator[tuple[list
     """Yield numbers and samples of each step; no more samples than ``most``, or a step, are copied at a time."""
     found = fetcher.find(np.concatenate(steps))
     if found is not None:
-        yield from _by_step(steps, found)
+        yield from _split_by_step(steps, found)
         return
-    for some in _together(steps, most):
+    for some in _chunk_steps(steps, most):
         samples = fetcher.samples(np.concatenate(some))
-        yield from _by_step(some, samples)
+        yield from _split_by_step(some, samples)
         del samples  # before the next are read
 
 
-def _by_step(
+def _split_by_step(
     steps: list[Ints], samples: Samples | MappedSamples
 ) -> Iterator[tuple[list[int], Samples]]:
     first = 0
@@ -188,7 +188,7 @@ class IndexedRun:
         with closing(self._fetcher) as fetcher:
             for chunk in plan_steps(self._partition, steps):
                 chunk[0], within = chunk[0][within:], 0
-                for some in _together(chunk, int(_FOUND_BYTES / mean_bytes)):
+                for some in _chunk_steps(chunk, int(_FOUND_BYTES / mean_bytes)):
                     yield from _read(fetcher, some, int(_COPIED_BYTES / mean_bytes))
         catalog.check_manifests()
 

@@ -225,7 +225,7 @@ class _MixLanes:
 
     def samples(self, lanes: Ints, places: Ints) -> Ints:
         """Return the sample numbers, in the joined catalog, at places of lanes; shape (n,) each."""
-        part, turn = self._schedule.take(places, lanes)
+        part, turn = self._schedule.assign_sources(places, lanes)
         passes, turn = np.divmod(turn, self.sizes[lanes, part])
         numbers = np.empty_like(places)
         catalog = self._mix.catalog

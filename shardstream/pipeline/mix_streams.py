@@ -125,7 +125,9 @@ class MixStreamRun:
             places = pattern * self._schedule.length + np.arange(
                 self._schedule.length, dtype=np.int64
             )
-            sources, _ = self._schedule.take(places, np.full_like(places, self._worker_info.number))
+            sources, _ = self._schedule.assign_sources(
+                places, np.full_like(places, self._worker_info.number)
+            )
             self._pattern = pattern, sources.tolist()
         return self._pattern[1][slot]
 

@@ -29,7 +29,7 @@ from shardstream.storage.cache_space import CacheSpace, on_disk
 
 _log = logging.getLogger(__name__)
 
-_LEAST_BYTES = 4 * CACHE_CHUNK_BYTES
+_MIN_BYTES = 4 * CACHE_CHUNK_BYTES
 _NAME_BYTES = 16
 
 ReadRange = Callable[[int, int | None], bytes | memoryview]
@@ -273,6 +273,6 @@ def open_cache(
     if "://" in folder or not folder:
         raise OptionError(f"cache_dir is a folder on this machine, not {folder!r}")
     max_bytes = None if cache_bytes is None else parse_bytes(cache_bytes)
-    if max_bytes is not None and max_bytes < _LEAST_BYTES:
-        raise OptionError(f"cache_bytes must be {_LEAST_BYTES:,} or more, not {max_bytes:,}")
+    if max_bytes is not None and max_bytes < _MIN_BYTES:
+        raise OptionError(f"cache_bytes must be {_MIN_BYTES:,} or more, not {max_bytes:,}")
     return Cache(os.path.abspath(os.path.expanduser(folder)), max_bytes)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, cast
 from fsspec.core import url_to_fs
 
 from shardstream.errors import OptionError
-from shardstream.process_memory import importing
+from shardstream.process_memory import pause_gc_for_import
 from shardstream.storage import fork_safety
 from shardstream.storage.aws_environment import aws_variables
 from shardstream.storage.error_messages import remove_secrets, safe_cause, translate_errors
@@ -56,7 +56,7 @@ _UNKNOWN_OPTION = "one of the storage options, or of the AWS profile, is for s3f
 _SECRET_NAMES = (
     "key", "secret", "token", "password", "credential", "sas", "passphrase", "connection_string", "authorization",
 )  # fmt: skip
-_LEAST_SECRET = 4  # characters: less would be found in any message
+_MIN_SECRET_CHARACTERS = 4  # characters: less would be found in any message
 _client_choice_lock = fork_safety.new_lock()  # one thread at a time, whether obstore reads
 
 
@@ -210,7 +210,7 @@ class Clients:
 
     def read_small_files(self, urls: Sequence[str], max_bytes: int) -> list[bytes | None]:
         """Return files of ``max_bytes`` bytes of one server, if this process has set up no client yet and can do without; None says nothing."""
-        is_first = "s3fs" not in sys.modules and not fork_safety.has_threads()
+        is_first = "s3fs" not in sys.modules and not fork_safety.has_obstore_threads()
         settings = None
         if is_first and self._s3_client is None and all(map(self.is_s3, urls)):
             settings = self._settings()
@@ -255,7 +255,7 @@ class Clients:
         found = self._obstore  # in a forked child another thread may just be taking it away
         if found is None:
             settings = self._settings()
-            if fork_safety.has_dead_threads():
+            if fork_safety.has_lost_obstore_threads():
                 _log.info("reading S3 with s3fs: %s", _FORKED)
                 found = _FORKED
             else:
@@ -285,7 +285,9 @@ class Clients:
         """Tell whether this may be a process that reads little and then forks workers, for whom obstore's threads would be lost."""
         if multiprocessing.parent_process() is not None:
             return False
-        return whole or not (fork_safety.has_threads() or self._read_bytes >= _SMALL_READS_BYTES)
+        return whole or not (
+            fork_safety.has_obstore_threads() or self._read_bytes >= _SMALL_READS_BYTES
+        )
 
     def _settings(self) -> S3Settings | None:
         with translate_errors("s3://", lambda: self.secrets):
@@ -311,7 +313,7 @@ class Clients:
                 )
             elif protocol in _HTTP:
                 options = self._http_options()
-            with importing():
+            with pause_gc_for_import():
                 filesystem, path = cast("tuple[Any, str]", url_to_fs(url, **options))
         except ImportError as error:
             install = _INSTALL.get(protocol, "install the package it names")
@@ -345,12 +347,12 @@ class Clients:
         from shardstream.storage.obstore_filesystem import ObstoreFilesystem  # noqa: PLC0415
         from shardstream.storage.s3_obstore import store_arguments  # noqa: PLC0415
 
-        if fork_safety.has_dead_threads():
+        if fork_safety.has_lost_obstore_threads():
             raise OptionError(f"{_FORKED}; {self._remedy(_FORKED)}")
         settings = self._settings()
         if settings is None:
             raise OptionError(f"{_UNKNOWN_OPTION}; {self._remedy(_UNKNOWN_OPTION)}")
-        fork_safety.note_threads_started()
+        fork_safety.note_obstore_started()
         return ObstoreFilesystem(store_arguments(settings, retries=not reading))
 
 
@@ -378,4 +380,4 @@ def _secret_values(options: Mapping[str, Any]) -> set[str]:
             found |= _secret_values(inner)
         elif isinstance(value, str) and name.lower().endswith(_SECRET_NAMES):
             found.add(value.strip())  # a message shows a line's end in its own way
-    return {value for value in found if len(value) >= _LEAST_SECRET}
+    return {value for value in found if len(value) >= _MIN_SECRET_CHARACTERS}

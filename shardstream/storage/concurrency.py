@@ -18,7 +18,7 @@ _WINDOW_S = 0.1  # a rate is measured over at least that long
 _HOLD_WINDOWS = 16  # without gain, before it is tried again
 _COOLDOWN_S = 1.0  # answers to what was sent before a halving come in for about that long
 _LATENCIES_KEPT = 32  # of which the middle one is the usual
-_LATE, _LEAST_LATE_S = 3, 0.2  # times the usual, but not below
+_LATE, _MIN_LATE_S = 3, 0.2  # times the usual, but not below
 _FEW, _LATE_AT_FIRST_S = 4, 2.0  # the first answers take long: connections are made
 
 
@@ -98,7 +98,7 @@ class AdaptiveLimit:
                 return math.inf
             if len(self._latencies_s) < _FEW:
                 return _LATE_AT_FIRST_S
-            return max(_LEAST_LATE_S, _LATE * median(self._latencies_s))
+            return max(_MIN_LATE_S, _LATE * median(self._latencies_s))
 
     def record_response(self, nbytes: int, seconds: float) -> None:
         """Hear that a request has brought so many bytes in so many seconds."""

@@ -40,17 +40,17 @@ def keep_inherited(*things: object) -> None:
     _inherited.extend(things)
 
 
-def note_threads_started() -> None:
+def note_obstore_started() -> None:
     """Say that obstore is used in this process from now on."""
     _threads["started"] = True
 
 
-def has_threads() -> bool:
+def has_obstore_threads() -> bool:
     """Tell whether obstore is known to be used in this process."""
     return _threads["started"]
 
 
-def has_dead_threads() -> bool:
+def has_lost_obstore_threads() -> bool:
     """Tell whether this process was forked from one in which obstore had started its threads."""
     return _threads["dead"]
 
@@ -61,10 +61,10 @@ def _before_fork() -> None:
         kinds += kind.__subclasses__()
         _held.extend(getattr(kind, "_cache", {}).values())
     if not _threads["started"] and "obstore" in sys.modules:
-        _threads["started"] = _runs_threads()  # somebody else uses it, too
+        _threads["started"] = _finds_obstore_threads()  # somebody else uses it, too
 
 
-def _runs_threads() -> bool:
+def _finds_obstore_threads() -> bool:
     """Look for obstore's threads, where the system shows them (Linux)."""
     try:
         names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]

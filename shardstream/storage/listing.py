@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 _THREADS = 16
 _RARE, _MANY_RARE_FIELDS = 20, 10  # a field is rare in one of 20 samples or fewer
 _MANY_FIELDS = 30  # more are odd where samples are fewer than that
-_MOST_FOLDERS = 4096  # with more, one listing of everything is fewer requests
+_MAX_FOLDERS = 4096  # with more, one listing of everything is fewer requests
 
 
 class ListedFile(NamedTuple):
@@ -210,7 +210,7 @@ def _name(file: FileInfo) -> str:
 
 def _find(root: str, storage: Storage) -> list[FileInfo]:
     files, folders = storage.list_folder(root)
-    if len(folders) > _MOST_FOLDERS or "" in folders:
+    if len(folders) > _MAX_FOLDERS or "" in folders:
         return storage.find(root)
     urls = [join_url(root, folder) for folder in folders if not folder.startswith(".")]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-list") as pool:

@@ -57,7 +57,7 @@ class S3Upload(io.RawIOBase):
         self._pieces: list[memoryview] = []
         self._held_bytes = 0
         self._parts: list[Future[_Part]] = []
-        self._under_way: deque[Future[_Part]] = deque()
+        self._uploads_under_way: deque[Future[_Part]] = deque()
         self._pool: ThreadPoolExecutor | None = None
         self._upload_id: Future[str] | None = None
         self.etag: str | None = None
@@ -117,7 +117,7 @@ class S3Upload(io.RawIOBase):
         """Forget what was sent; after `finish`, or a second time, it does nothing."""
         self._pieces.clear()
         self._held_bytes = 0
-        self._object.give_up(self._under_way)
+        self._object.give_up(self._uploads_under_way)
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
         begun, self._upload_id = self._upload_id, None
@@ -138,11 +138,11 @@ class S3Upload(io.RawIOBase):
         if self._upload_id is None or self._pool is None:
             self._pool = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="shardstream-part")
             self._upload_id = self._pool.submit(self._object.begin, alone=self._alone)
-        while len(self._under_way) >= _IN_FLIGHT:
-            self._under_way.popleft().result()
+        while len(self._uploads_under_way) >= _IN_FLIGHT:
+            self._uploads_under_way.popleft().result()
         number = len(self._parts) + 1
         future = self._pool.submit(self._object.put_part, self._upload_id, number, self._take())
-        self._under_way.append(future)
+        self._uploads_under_way.append(future)
         self._parts.append(future)
 
 

@@ -29,7 +29,7 @@ from shardstream.storage.s3_config import S3Settings
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-_AT_ONCE = 8
+_CONCURRENT_REQUESTS = 8
 _TIMEOUT_S = 5.0  # without a byte
 _TIMEOUTS = 6  # of these, all answers take: a server may send a byte now and then
 _REGION = re.compile(r"[a-z0-9-]+")  # it becomes a part of a host's name
@@ -94,14 +94,14 @@ class _Server:
 
     def get(self, paths: Sequence[str], max_bytes: int) -> Iterator[bytes | None]:
         """Yield the files, in order; None for what is no plain answer."""
-        self._connections = [self._connect() for _ in paths[:_AT_ONCE]]
+        self._connections = [self._connect() for _ in paths[:_CONCURRENT_REQUESTS]]
         for path, connection in zip(paths, self._connections, strict=False):
             self._ask(path, connection)
         for number in range(len(paths)):
-            connection = self._connections[number % _AT_ONCE]
-            yield _answer(connection, max_bytes)
-            if number + _AT_ONCE < len(paths):
-                self._ask(paths[number + _AT_ONCE], connection)
+            connection = self._connections[number % _CONCURRENT_REQUESTS]
+            yield _read_body(connection, max_bytes)
+            if number + _CONCURRENT_REQUESTS < len(paths):
+                self._ask(paths[number + _CONCURRENT_REQUESTS], connection)
 
     def close(self) -> None:
         """Close the connections."""
@@ -162,7 +162,7 @@ class _DeadlineReader(io.RawIOBase):
         super().close()
 
 
-def _answer(connection: http.client.HTTPConnection, max_bytes: int) -> bytes | None:
+def _read_body(connection: http.client.HTTPConnection, max_bytes: int) -> bytes | None:
     answer = connection.getresponse()
     size = int(answer.headers["Content-Length"])
     if answer.status != http.client.OK or not 0 <= size <= max_bytes:

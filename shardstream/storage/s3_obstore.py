@@ -46,7 +46,7 @@ class ObstoreReader:
             options = {"range": (start, end)}
         elif start:
             options = {"range": {"offset": start}}
-        fork_safety.note_threads_started()
+        fork_safety.note_obstore_started()
         answer = obstore.get(self._store(bucket), key, options=options)
         meta = answer.meta
         parts: list[Any] = []

@@ -16,8 +16,8 @@ _DEPTH_LIMIT = 20
 _DEEP_STARS_LIMIT = 4  # a match takes time that grows with the path's length to this power
 _RANGE = re.compile(r"(?:(-?\d+)\.\.(-?\d+)|([A-Za-z])\.\.([A-Za-z]))(?:\.\.-?(\d+))?")
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase  # as `braceexpand` counts them
-_MOST_DIGITS = 18
-_BEYOND: int = 10**_MOST_DIGITS
+_MAX_DIGITS = 18
+_BEYOND: int = 10**_MAX_DIGITS
 _BRACES = re.compile(r"\\.|[{},]", re.DOTALL)
 
 
@@ -115,7 +115,7 @@ def _range_size(text: str) -> int | None:
     found = _RANGE.fullmatch(text)
     if found is None:
         return None
-    if max(map(len, found.groups(""))) > _MOST_DIGITS:
+    if max(map(len, found.groups(""))) > _MAX_DIGITS:
         return _BEYOND
     first, last = (
         (int(found[1]), int(found[2]))

@@ -26,7 +26,7 @@ BEFORE = FileVersion(size=10, mtime_ns=5, inode=7, ctime_ns=6)
     ],
 )
 def test_a_file_is_another_one_if_its_bytes_may_differ(now: dict[str, int], other: bool) -> None:
-    assert BEFORE._replace(**now).is_other(BEFORE) is other
+    assert BEFORE._replace(**now).differs_from(BEFORE) is other
 
 
 def test_files_are_compared_with_what_they_were(tmp_path: Path) -> None:

@@ -25,10 +25,10 @@ from hypothesis import strategies as st
 import shardstream as ss
 from shardstream.loader import serialize
 from shardstream.loader import shared_memory as module
-from shardstream.loader.serialize import MOST_BYTES
+from shardstream.loader.serialize import MAX_TENSOR_BYTES
 from shardstream.loader.shared_memory import RingBuffer, RingMessage, open_rings
 
-_LEAST = serialize._LEAST_BYTES
+_LEAST = serialize._MIN_BYTES
 
 batches = st.recursive(
     st.one_of(
@@ -180,7 +180,7 @@ def test_tensors_are_in_memory_of_their_own_and_aligned() -> None:
 
 def test_a_very_large_tensor_is_left_to_torch() -> None:
     ring = RingBuffer()
-    message = ring.pack(torch.zeros(MOST_BYTES + 1, dtype=torch.uint8), 0)
+    message = ring.pack(torch.zeros(MAX_TENSOR_BYTES + 1, dtype=torch.uint8), 0)
     assert isinstance(message, RingMessage)
     assert message.nbytes < 10_000
     [left] = message.rest

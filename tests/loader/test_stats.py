@@ -79,7 +79,7 @@ def keep_all(sample: dict[str, Any]) -> bool:
 
 def test_a_worker_that_must_hold_very_much_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     url = numbered(f"memory://lanes-{random.getrandbits(64):x}", 100, 25)
-    monkeypatch.setattr("shardstream.loader.option_checks._MUCH_BYTES", 60_000)
+    monkeypatch.setattr("shardstream.loader.option_checks._WARN_WINDOWS_BYTES", 60_000)
     with pytest.warns(
         UserWarning, match=r"with lanes=20 each of 1 workers holds .* smaller window="
     ):

@@ -79,7 +79,7 @@ def test_a_source_is_taken_at_its_rate_and_counted_without_gaps(
     weights: list[float], stream: int, length: int
 ) -> None:
     stratified = MixSchedule(weights, derive_key(3))
-    sources, before = stratified.take(np.arange(400), np.full(400, stream))
+    sources, before = stratified.assign_sources(np.arange(400), np.full(400, stream))
     for kind, weight in enumerate(weights):
         assert before[sources == kind].tolist() == list(range((sources == kind).sum()))
         expected = 400 * weight / sum(weights)

@@ -102,8 +102,8 @@ LOADERS = """
     import shardstream as ss
 
     def look(sample):
-        from shardstream.storage.fork_safety import has_dead_threads
-        return sample["__key__"], has_dead_threads(), "shardstream.storage.s3_obstore" in sys.modules
+        from shardstream.storage.fork_safety import has_lost_obstore_threads
+        return sample["__key__"], has_lost_obstore_threads(), "shardstream.storage.s3_obstore" in sys.modules
 
     if __name__ == "__main__":
         url, method, look_bytes, *order = sys.argv[1:]

@@ -43,7 +43,7 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def test_all_files_are_found_by_folder_and_at_once(
     root: str, slash: str, most_folders: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(listing, "_MOST_FOLDERS", most_folders)
+    monkeypatch.setattr(listing, "_MAX_FOLDERS", most_folders)
     found = list_files(root + slash, Storage())
     assert [file[:3] for file in found] == [(name, f"{root}/{name}", len(name)) for name in NAMES]
 
