@@ -10,10 +10,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable
 
-from shardstream.errors import ChangedError, NotFoundError, StorageError, plural
+from shardstream.errors import ChangedError, ManifestError, NotFoundError, StorageError, plural
 from shardstream.format.manifest import Manifest, ShardInfo
 from shardstream.storage.discover import LocatedShards, read_manifest
 from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
+
+_ATTEMPTS = 4
+_RETRY_S = 5.0  # a training that has all data in its cache does not stop for a server that is down
 
 
 class ManifestVersions:
@@ -30,7 +33,7 @@ class ManifestVersions:
             for url, digest in located.manifests.items()
             if storage.local_path(url) is None
         }
-        self._storage = storage.uncached()
+        self._storage = storage.uncached(max_retry_s=_RETRY_S)
 
     def check(self, shards: Iterable[ShardInfo]) -> None:
         """Compare the manifests with what they are now; a warning where a server does not answer.
@@ -45,9 +48,7 @@ class ManifestVersions:
         """
         for url, before in self._digests.items():
             try:
-                manifest, digest = read_manifest(
-                    FileInfo(url=url, size_or_none=None), self._storage
-                )
+                manifest = self._read_changed(url, before)
             except NotFoundError as error:
                 raise _replaced_error("its manifest is gone", url) from error
             except StorageError as error:
@@ -57,11 +58,36 @@ class ManifestVersions:
                     stacklevel=2,
                 )
                 continue
-            if digest != before:
-                others = _changed_shards(shards, manifest, parent_url(url))
-                if others:
-                    how = f"{plural(len(others), 'shard')} changed in its manifest, such as {others[0]}"
-                    raise _replaced_error(how, url)
+            others = [] if manifest is None else _changed_shards(shards, manifest, parent_url(url))
+            if others:
+                how = f"{plural(len(others), 'shard')} changed in its manifest, such as {others[0]}"
+                raise _replaced_error(how, url)
+
+    def _read_changed(self, url: str, before: str) -> Manifest | None:
+        """Return a manifest whose bytes are not those of before; None if they are.
+
+        Other bytes are believed when they come twice: a single answer may have been damaged on its way.
+
+        Raises:
+            ManifestError: If it cannot be understood, several times.
+            StorageError: If it is missing or out of reach.
+        """
+        file = FileInfo(url=url, size_or_none=None)
+        seen: set[str] = set()
+        manifest: Manifest | None = None
+        for attempts_left in reversed(range(_ATTEMPTS)):
+            try:
+                manifest, digest = read_manifest(file, self._storage)
+            except ManifestError:
+                if not attempts_left:
+                    raise
+                continue
+            if digest == before:
+                return None
+            if digest in seen:
+                return manifest
+            seen.add(digest)
+        return manifest
 
 
 def _changed_shards(shards: Iterable[ShardInfo], manifest: Manifest, folder: str) -> list[str]:

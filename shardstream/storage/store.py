@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, BinaryIO, cast
 
 import fsspec
@@ -14,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from shardstream.errors import AccessDeniedError, NotFoundError, StorageError
 from shardstream.storage.cache import Cache, version_of
-from shardstream.storage.clients import Clients, Timeouts
+from shardstream.storage.clients import Clients
 from shardstream.storage.error_messages import translate_errors
 from shardstream.storage.fork_safety import new_lock
 from shardstream.storage.range_file import open_ranges
@@ -81,6 +82,8 @@ class Storage:
     ) -> None:
         self.cache = cache
         self._clients = Clients(options or {}, filesystem)
+        self.timeouts = self._clients.timeouts
+        """How long a server is waited for."""
         self._versions: OrderedDict[str, str] = OrderedDict()
         self.reached = False
         """Whether a server has answered, with bytes or an HTTP error; one that never did is not waited for that long."""
@@ -88,16 +91,17 @@ class Storage:
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_versions": OrderedDict()}
 
-    def uncached(self) -> Storage:
-        """Return a storage with the same options, and no cache: for what is written, too."""
+    def uncached(self, *, max_retry_s: float = math.inf) -> Storage:
+        """Return a storage with the same options, and no cache: for what is written, too.
+
+        Args:
+            max_retry_s: Upper limit of its ``retry_timeout_s``.
+        """
         other = copy.copy(self)
         other.cache = None
+        retry_s = min(max_retry_s, self.timeouts.retry_timeout_s)
+        other.timeouts = replace(self.timeouts, retry_timeout_s=retry_s)
         return other
-
-    @property
-    def timeouts(self) -> Timeouts:
-        """How long a server is waited for."""
-        return self._clients.timeouts
 
     @property
     def secrets(self) -> tuple[str, ...]:

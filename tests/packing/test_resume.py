@@ -578,9 +578,9 @@ def test_a_journal_reads_back_as_it_was(tmp_path: Path) -> None:
     assert read_journal(storage, str(tmp_path), []) is None
 
 
-def finished_shards(count: int) -> list[Finished]:
+def finished_shards(count: int) -> list[FinishedShard]:
     return [
-        Finished(
+        FinishedShard(
             info=ShardInfo(url=f"{n}.tar", nsamples=1, filesize=1024, sha256=""),
             fields={"cls": 1},
             position=n,
