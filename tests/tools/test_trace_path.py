@@ -1,0 +1,40 @@
+"""The tracer runs, and counts the functions of the package alone."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+TRACER = Path(__file__).parent.parent.parent / "tools" / "trace_path.py"
+
+
+def run_tracer(*options: str) -> list[str]:
+    command = [sys.executable, "-W", "error", str(TRACER), *options]
+    done = subprocess.run(
+        command, check=False, cwd=TRACER.parent.parent, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_table_has_a_row_for_each_path_and_the_list_agrees_with_it() -> None:
+    head, *lines = run_tracer("--list")
+    assert head.split()[:3] == ["path", "files", "limit"]
+    paths = ("open to first batch", "next batch", "state_dict", "ShardWriter, 40 samples")
+    for path, row in zip(paths, lines[:4], strict=True):
+        files, _, functions, _, comprehensions = map(int, row.removeprefix(path).split())
+        assert 0 < files <= functions
+        assert comprehensions < functions
+        begin = lines.index(path, 4) + 1
+        listed = [line for line in lines[begin : begin + files] if line.startswith("  ")]
+        names = [line.partition(": ")[2].split(", ") for line in listed]
+        assert len(listed) == files
+        assert sum(map(len, names)) == functions
+
+
+def test_plain_samples_take_a_shorter_path_than_decoded_ones() -> None:
+    def num_functions(*options: str) -> int:
+        return int(run_tracer(*options)[1].removeprefix("open to first batch").split()[2])
+
+    assert num_functions("--plain") < num_functions()
