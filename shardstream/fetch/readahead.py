@@ -36,7 +36,7 @@ class Readahead:
         """Whether a page had to be waited for."""
 
     def record_read(self, nbytes: int) -> None:
-        """Hear that so many bytes have been used, and ask for what comes next."""
+        """Count bytes that have been used, and ask for what comes next."""
         self._used_bytes += nbytes
         faults = _page_faults()
         self.has_waited = self.has_waited or faults > self._page_faults

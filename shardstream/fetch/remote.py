@@ -118,7 +118,7 @@ class RangeFetcher:
         return list(dict.fromkeys(map(self._parts.__getitem__, wanted)))
 
     def _mark_started(self, groups: set[_Group]) -> None:
-        """Hear that something is taken of these groups."""
+        """Mark groups as started and raise the prefetch limit."""
         for group in groups - self._started:
             self._started.add(group)
             begun_bytes = sum(one.left_bytes for one in self._started)

@@ -131,7 +131,7 @@ class Stopwatch:
     _timings: dict[int, WorkerTimings] = field(default_factory=dict)
 
     def add_batch(self, part: int, timings: WorkerTimings, *, waited_s: float) -> None:
-        """Hear of a batch that a worker has sent."""
+        """Count a batch that a worker has sent."""
         self.batches += 1
         self.wait_s += waited_s
         self._timings[part] = timings

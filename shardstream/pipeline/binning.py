@@ -18,7 +18,7 @@ from shardstream.pipeline.stage import Run, SourceRun, State
 @dataclass(slots=True)
 class _Waiting:
     item: Any
-    place: int  # in the stream of this reader
+    place: int  # in the stream of this worker
     before: State  # position of the run before, in front of this item
 
 
@@ -54,10 +54,10 @@ class BinningRun(SourceRun, ABC):
         """Return what goes out for the items of a bin."""
 
     def drop_bin(self, name: Hashable) -> None:
-        """Hear that a bin has gone out."""
+        """Drop a bin that has gone out."""
 
     def clear(self) -> None:
-        """Hear that all bins are empty again."""
+        """Drop all bins: they are empty again."""
 
     def __next__(self) -> Any:
         self._refill()

@@ -101,7 +101,7 @@ class AdaptiveLimit:
             return max(_MIN_LATE_S, _LATE * median(self._latencies_s))
 
     def record_response(self, nbytes: int, seconds: float) -> None:
-        """Hear that a request has brought so many bytes in so many seconds."""
+        """Record the bytes and the seconds of a request that has ended."""
         with self._changed:
             self._latencies_s.append(seconds)
             self._bytes += nbytes
@@ -115,12 +115,12 @@ class AdaptiveLimit:
             self._admit_waiting()
 
     def record_activity(self) -> None:
-        """Hear that bytes come which a request waits for, though it is not the one that asked for them."""
+        """Record that bytes came which a request waits for, though another one asked for them."""
         with self._changed:
             self.last_response_at = self._clock()
 
     def record_throttling(self) -> None:
-        """Hear that the server asked for fewer requests."""
+        """Record that the server asked for fewer requests."""
         with self._changed:
             self.num_throttled += 1
             now = self._throttled_at = self._clock()
