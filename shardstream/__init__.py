@@ -117,7 +117,9 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'shardstream' has no attribute {name!r}")
     with pause_gc_for_import():
-        return getattr(import_module(f"shardstream.{_LAZY[name]}"), name)
+        value = getattr(import_module(f"shardstream.{_LAZY[name]}"), name)
+    globals()[name] = value
+    return value
 
 
 def __dir__() -> list[str]:

@@ -241,12 +241,14 @@ class ShardLoader(DataLoader[Any]):
         seed = self._batches.source_dataset.pipeline.seed
         if self._seeds_workers:
             self.generator.manual_seed(derive_key(seed, begin.epoch) >> 1)
-        self._iterator = live_workers(self._iterator)
+        if self._iterator is not None:
+            self._iterator = live_workers(self._iterator)
         if self._iterator is None:  # workers will be started
             can_pin = getattr(torch, "accelerator", torch.cuda).is_available()  # cuda: torch < 2.6
             self._batches.open_channels(self.num_workers, pins=self.pin_memory and can_pin)
         keep_freed_memory()
-        self._batches.message_sizes.begin()
+        if self.num_workers:
+            self._batches.message_sizes.begin()
         # In this process torch's iterator adds nothing but 11 us a batch.
         here = self.num_workers == 0 and not self.pin_memory
         with self._batches.serve_loader():
@@ -286,9 +288,10 @@ class ShardLoader(DataLoader[Any]):
 
     def _compare_ranks(self) -> None:
         """Compare once what fixes the order with the other ranks, where the placement is theirs."""
-        if self._is_compared or self._batches.source_dataset.given_placement is not None:
-            return
         batches = self._batches
+        is_given = batches.source_dataset.given_placement is not None
+        if self._is_compared or is_given or batches.placement.world_size == 1:
+            return
         if self._partition is None:
             numbers = self._topology() | {"epoch": self._position.epoch}
             del numbers["rank"]

@@ -1,19 +1,17 @@
-"""Loader workers that die: a clear error at once, with what each was reading.
+"""Errors for loader workers that die, with the samples that each was reading.
 
-torch notices a dead worker by SIGCHLD, or at the next look at its queue, and says its process id. What is added here: which worker
-it was, which samples of which shards it was at, and what to do. A worker tells its place by one number a batch, in shared memory.
+torch notices a dead worker by SIGCHLD, or when it next waits for the worker's queue, and names its process id. Where the loader waits
+for a batch, this module adds which worker it was, which samples of which shards it was reading, and what to do. A worker reports its
+position as one number for each batch, in shared memory.
 """
 
 from __future__ import annotations
 
 import signal
-import threading
 import time
 from collections.abc import Generator
 from contextlib import closing
-from types import FrameType
 from typing import Any, Self, TypeVar
-from weakref import WeakSet
 
 import numpy as np
 from torch._utils import ExceptionWrapper
@@ -35,8 +33,6 @@ _CRASHED = "a library crashed: iterate with num_workers=0 and python -X faulthan
 _IN_WORKER = "in DataLoader worker process"
 # A worker's connections are closed before it is dead: long before, on a machine that is busy, or where it writes a core dump.
 _DEATH_S = 60.0
-_open_watches: WeakSet[WorkerWatch] = WeakSet()
-_is_installed = False
 
 
 def track_progress(worker_batches: Generator[_T], begun: Any, worker: int) -> Generator[_T]:
@@ -82,17 +78,11 @@ class WorkerWatch:
         self._partition, self._catalog = partition, catalog
 
     def __enter__(self) -> Self:
-        if self._workers:
-            _open_watches.add(self)
-            _install_sigchld_handler()
         return self
 
     def __exit__(self, _: object, error: object, __: object) -> None:
-        try:
-            if self._workers and _is_lost_connection(error):
-                self._wait_for_exit()
-        finally:
-            _open_watches.discard(self)
+        if self._workers and _is_lost_connection(error):
+            self._wait_for_exit()
         if isinstance(error, RuntimeError | OSError | EOFError) and not isinstance(
             error, ShardStreamError
         ):
@@ -187,30 +177,6 @@ def live_workers(workers: Any) -> Any:
         return workers
     end_workers(workers, at_once=True)
     return None
-
-
-def _install_sigchld_handler() -> None:
-    """Let torch's handler of SIGCHLD, which raises wherever the main thread is, speak of what we know."""
-    global _is_installed  # noqa: PLW0603  (once a process, as torch does)
-    torchs = signal.getsignal(signal.SIGCHLD)
-    is_main = threading.current_thread() is threading.main_thread()
-    is_torchs = getattr(torchs, "__module__", None) == signal_handling.__name__
-    if _is_installed or not is_main or not is_torchs or not callable(torchs):
-        return  # a handler of the user's is left alone
-    inner = torchs
-
-    def handler(number: int, frame: FrameType | None) -> None:
-        try:
-            inner(number, frame)
-        except RuntimeError as error:
-            for watch in list(_open_watches):
-                told = watch.explain()
-                if told is not None:
-                    raise told from error
-            raise
-
-    signal.signal(signal.SIGCHLD, handler)
-    _is_installed = True
 
 
 def wrap_exception(error: Exception, worker: int) -> ExceptionWrapper:

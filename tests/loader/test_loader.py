@@ -657,6 +657,8 @@ def test_a_refused_iteration_changes_nothing(folder: str, monkeypatch: pytest.Mo
     def refuse(*_: Any) -> None:
         raise OptionError("other ranks read in another order")
 
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     whole, left = labels(loader(folder)), loader(folder)
     take(left, 3)
     resumed = loader(folder)
