@@ -108,7 +108,7 @@ LOADERS = """
     if __name__ == "__main__":
         url, method, look_bytes, *order = sys.argv[1:]
         from shardstream.storage import clients
-        clients._LOOK_BYTES = int(look_bytes)
+        clients._SMALL_READS_BYTES = int(look_bytes)
         found = []
         for num_workers in map(int, order):
             dataset = ss.ShardDataset(url, shuffle=True).map(look)
