@@ -124,6 +124,15 @@ def test_every_block_runs(path: Path, here: Path, readme_bucket: None) -> None:
         assert namespace["loader"].skipped == {}
 
 
+def test_every_block_about_extending_runs(here: Path) -> None:
+    found = [b.code for b in blocks(ROOT / "docs" / "extending.md") if b.language == "python"]
+    (here / "extending.py").write_text("\n".join(found))  # classes need a module
+    done = subprocess.run(
+        [sys.executable, "extending.py"], cwd=here, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_documents_have_blocks_to_run() -> None:
     languages = [block.language for path in RUN for block in blocks(path)]
     assert languages.count("bash") >= 6
@@ -133,7 +142,7 @@ def test_the_documents_have_blocks_to_run() -> None:
 @pytest.mark.parametrize("path", [README, *DOCS], ids=lambda path: path.name)
 def test_blocks_have_a_known_language_and_shell_commands_are_no_mere_text(path: Path) -> None:
     for block in blocks(path):
-        assert block.language in {"bash", "python", "text", "yaml", "json"}, block.where
+        assert block.language in {"bash", "python", "text", "yaml", "json", "toml"}, block.where
         if block.language == "text":
             assert not re.search(r"^shardstream ", block.code, re.MULTILINE), block.where
 

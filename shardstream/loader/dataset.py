@@ -28,7 +28,7 @@ from shardstream.pipeline.indexed_source import (
 )
 from shardstream.pipeline.pipeline import Pipeline
 from shardstream.pipeline.sequential_source import SequentialSource, open_sequential_source
-from shardstream.pipeline.stage import Stage, check_at_least, check_epoch
+from shardstream.pipeline.stage import Stage, check_at_least, check_epoch, check_stage
 from shardstream.pipeline.stream_ops import Shuffle
 from shardstream.storage.cache import open_cache
 from shardstream.storage.discover import Urls, locate_shards
@@ -152,7 +152,9 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
     def _num_stages(self) -> int:
         return len(self.pipeline.stages)
 
-    def _then(self, stage: Stage) -> Self:
+    def then(self, stage: Stage) -> Self:
+        """Append a stage of your own, see `ItemSteps.then`."""
+        check_stage(stage)
         changed = self._copy()
         changed.pipeline = self.pipeline.then(stage)
         changed._length = None

@@ -21,7 +21,7 @@ from shardstream.loader.steps import ItemSteps
 from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.indexed_source import CatalogSource, ReadOptions
 from shardstream.pipeline.pipeline import ItemChain, Pipeline
-from shardstream.pipeline.stage import ItemStage, Stage, check_epoch
+from shardstream.pipeline.stage import ItemStage, Stage, check_epoch, check_stage
 from shardstream.storage.cache import open_cache
 from shardstream.storage.discover import Urls, locate_shards
 from shardstream.storage.fork_safety import new_lock
@@ -132,7 +132,9 @@ class MapDataset(ItemSteps, Dataset[Any]):
     def _num_stages(self) -> int:
         return len(self._pipeline.stages)
 
-    def _then(self, stage: Stage) -> Self:
+    def then(self, stage: Stage) -> Self:
+        """Append a stage of your own that returns one item for each item, see `ItemSteps.then`."""
+        check_stage(stage)
         if not isinstance(stage, ItemStage):
             raise OptionError(
                 f"a dataset by number has no {type(stage).__name__}: it would change what the numbers mean"

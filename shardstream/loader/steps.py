@@ -12,6 +12,7 @@ from shardstream.pipeline.batch import Batched, Unbatched
 from shardstream.pipeline.decode import BASIC, Decode, Decoder, Handler
 from shardstream.pipeline.group_batch import GroupBatched, Leftover
 from shardstream.pipeline.image_decode import EXTENSIONS, IMAGE_NAMES, ImageDecoder
+from shardstream.pipeline.installed_decoders import installed_decoders
 from shardstream.pipeline.map import Map, MapDict, MapTuple, Rename, Select, ToTuple, find_field
 from shardstream.pipeline.sequence_packing import PackSequences
 from shardstream.pipeline.stage import Stage, check_at_least
@@ -26,8 +27,18 @@ class ItemSteps:
         """Steps so far."""
         raise NotImplementedError
 
-    def _then(self, stage: Stage) -> Self:
-        """Return a copy with one more stage."""
+    def then(self, stage: Stage) -> Self:
+        """Append a stage of your own: a frozen dataclass with ``open(source, context)``.
+
+        An `ItemStage` has ``bind(context)`` instead, returns one item for each item, and keeps positions exact on any number of ranks
+        and workers. See docs/extending.md.
+
+        Args:
+            stage: Can be pickled. Its fields are compared when a state is loaded where steps change counts.
+
+        Raises:
+            OptionError: If it is no stage, or changes counts in a dataset that is read by number.
+        """
         raise NotImplementedError
 
     def decode(
@@ -72,6 +83,9 @@ class ItemSteps:
                 f"decode takes one image name, not {names}; name fields: fields={{'seg.png': 'mask'}}"
             )
         table: dict[str, Decoder] = {**BASIC, "pt": load_tensors, "pth": load_tensors}
+        # An installed package never changes what a name means that is known here: a jpg stays bytes unless an image name is given.
+        ours = table.keys() | set(EXTENSIONS)
+        table |= {name: one for name, one in installed_decoders().items() if name not in ours}
         mask_table = dict(table)
         for spec in names:
             decoder = ImageDecoder(
@@ -94,7 +108,7 @@ class ItemSteps:
             threads=threads,
             given={name: value for name, value in given.items() if value} or None,
         )
-        return self._then(stage)
+        return self.then(stage)
 
     def map(
         self,
@@ -124,23 +138,23 @@ class ItemSteps:
             name=name,
             version=version,
         )
-        return self._then(stage)
+        return self.then(stage)
 
     def map_dict(self, **functions: Callable[[Any], Any]) -> Self:
         """Apply functions to single fields: ``map_dict(json=len)``."""
-        return self._then(MapDict(functions=functions))
+        return self.then(MapDict(functions=functions))
 
     def map_tuple(self, *functions: Callable[[Any], Any] | None) -> Self:
         """Apply the first function to the first element of each tuple, and so on; None leaves an element as it is."""
-        return self._then(MapTuple(functions=functions))
+        return self.then(MapTuple(functions=functions))
 
     def rename(self, keep: bool = True, **names: str) -> Self:
         """Give fields new names: ``rename(image="jpg;png", label="cls")``; ``keep=False`` drops the others."""
-        return self._then(Rename(names=names, keep=keep))
+        return self.then(Rename(names=names, keep=keep))
 
     def to_tuple(self, *names: str) -> Self:
         """Take fields in order: ``to_tuple("jpg;png", "cls")`` or ``to_tuple("jpg;png cls")``."""
-        return self._then(ToTuple(names=tuple(part for name in names for part in name.split())))
+        return self.then(ToTuple(names=tuple(part for name in names for part in name.split())))
 
 
 class StreamSteps(ItemSteps):
@@ -154,13 +168,13 @@ class StreamSteps(ItemSteps):
         version: int | str | None = None,
     ) -> Self:
         """Keep the items that ``predicate`` says yes to; ``name`` and ``version`` as in `map`."""
-        return self._then(Select(predicate=predicate, name=name, version=version))
+        return self.then(Select(predicate=predicate, name=name, version=version))
 
     def shuffle(self, window: int) -> Self:
         """Shuffle runs of ``window`` items of each worker, 0 for none; ``ShardDataset(shuffle=True)`` needs no such step."""
         if window == 0:
             return self
-        return self._then(Shuffle(window=window, purpose=self._num_stages))
+        return self.then(Shuffle(window=window, purpose=self._num_stages))
 
     def batched(
         self,
@@ -172,7 +186,7 @@ class StreamSteps(ItemSteps):
         version: int | str | None = None,
     ) -> Self:
         """Collate items to batches within each worker; then use the loader with ``batch_size=None``."""
-        return self._then(
+        return self.then(
             Batched(
                 size=batch_size, collate=collate_fn, partial=partial, name=name, version=version
             )
@@ -180,7 +194,7 @@ class StreamSteps(ItemSteps):
 
     def unbatched(self) -> Self:
         """Take batches apart again; after ``map(to_list)`` it is a flat-map that resumes at once."""
-        return self._then(Unbatched())
+        return self.then(Unbatched())
 
     def map_batches(
         self,
@@ -206,7 +220,7 @@ class StreamSteps(ItemSteps):
     ) -> Self:
         """Batch items that share a group: a field, or what ``group(item)`` returns (a shape, a length rounded up, …)."""
         function = _FieldOf(group) if isinstance(group, str) else group
-        return self._then(
+        return self.then(
             GroupBatched(
                 group=function,
                 size=batch_size,
@@ -220,7 +234,7 @@ class StreamSteps(ItemSteps):
 
     def pack_sequences(self, field: str, length: int, **options: Any) -> Self:
         """Pack token sequences to rows of ``length`` tokens: ``packing="concat"`` or ``"first_fit"``; see `PackSequences`."""
-        return self._then(PackSequences(field=field, length=length, **options))
+        return self.then(PackSequences(field=field, length=length, **options))
 
     def slice(self, *bounds: int | None) -> Self:
         """Take ``stop`` items, or those from ``start`` to ``stop`` by ``step``, of each worker, as ``itertools.islice``."""
@@ -228,15 +242,15 @@ class StreamSteps(ItemSteps):
         start, step = cut.start or 0, 1 if cut.step is None else cut.step
         if start < 0 or step < 1 or (cut.stop is not None and cut.stop < 0):
             raise OptionError(f"slice{bounds} makes no sense: bounds of a stream are not negative")
-        return self._then(Slice(start=start, stop=cut.stop, step=step))
+        return self.then(Slice(start=start, stop=cut.stop, step=step))
 
     def repeat(self, times: int | None = None) -> Self:
         """Go through the epoch ``times`` times, or for ever."""
-        return self._then(Repeat(times=times))
+        return self.then(Repeat(times=times))
 
     def with_epoch(self, items: int) -> Self:
         """Let an epoch of each worker have exactly ``items`` items, by repeating or cutting."""
-        return self._then(Repeat(items=items))
+        return self.then(Repeat(items=items))
 
     def compose(
         self,
@@ -247,7 +261,7 @@ class StreamSteps(ItemSteps):
         """Put the stream through functions from iterator to iterator; a resume runs them from the epoch's start."""
         changed = self
         for function in functions:
-            changed = changed._then(Compose(function=function, name=name, version=version))
+            changed = changed.then(Compose(function=function, name=name, version=version))
         return changed
 
 

@@ -8,8 +8,21 @@ A stage describes a step and can be pickled; a run is that step at work in one p
     mix, mix_streams                    several datasets as one
     pipeline                            source + stages: the only file that composes them
     decode, fast_decode, image_decode, raw_image_decode   field bytes -> values
+    installed_decoders                  decoders of installed packages, by entry point
     map, stream_ops                     steps on single samples; shuffle, slice, repeat, compose
     batch, binning, group_batch, sequence_packing         samples -> batches
 
 ``bad_samples`` counts samples that are skipped, ``bad_sample_report`` lists them, ``step_signatures`` names steps in states.
 """
+
+from shardstream.pipeline.stage import (
+    Context,
+    ItemFunction,
+    ItemStage,
+    Run,
+    SourceRun,
+    Stage,
+    State,
+)
+
+__all__ = ["Context", "ItemFunction", "ItemStage", "Run", "SourceRun", "Stage", "State"]

@@ -6,7 +6,7 @@ import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
@@ -128,6 +128,22 @@ class Stage(Protocol):
 
     def open(self, source: Run, context: Context) -> Run:
         """Start the step on what the step before hands out."""
+
+
+def check_stage(stage: object) -> None:
+    """Refuse what is no stage.
+
+    Raises:
+        OptionError: If it is no dataclass, or has no ``open``.
+    """
+    if not is_dataclass(stage) or isinstance(stage, type):
+        raise OptionError(
+            f"a stage is an instance of a frozen dataclass, not {stage!r}; for a function use map()"
+        )
+    if not callable(getattr(stage, "open", None)):
+        raise OptionError(
+            f"{type(stage).__name__} has no open(source, context); write one, or inherit from ItemStage"
+        )
 
 
 class ItemStage:

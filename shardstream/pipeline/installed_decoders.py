@@ -1,0 +1,67 @@
+"""Decoders that installed packages bring by the entry point group ``shardstream.decoders``."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from shardstream.errors import OptionError
+
+GROUP = "shardstream.decoders"
+
+
+@dataclass(frozen=True, slots=True)
+class InstalledDecoder:
+    """A decoder that is imported when the first field of its name is decoded; picklable.
+
+    Args:
+        name: Last part of the field name, such as ``dcm``.
+        targets: ``module:function`` of each package that offers it.
+    """
+
+    name: str
+    targets: tuple[str, ...]
+
+    def __call__(self, data: bytes) -> Any:
+        """Decode the bytes of a field.
+
+        Raises:
+            OptionError: If several packages offer this name, or the function cannot be imported.
+        """
+        return _load_decoder(self)(data)
+
+
+@cache
+def _load_decoder(decoder: InstalledDecoder) -> Callable[[bytes], Any]:
+    choice = f"choose one with decode(fields={{{decoder.name!r}: function}})"
+    if len(decoder.targets) > 1:
+        raise OptionError(
+            f"several installed packages decode {decoder.name!r}: {', '.join(decoder.targets)}; {choice}"
+        )
+    entry = EntryPoint(name=decoder.name, value=decoder.targets[0], group=GROUP)
+    try:
+        found = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise OptionError(
+            f"the installed decoder of {decoder.name!r}, {entry.value}, cannot be imported: {error}; "
+            f"install what it needs, or {choice}"
+        ) from error
+    if not callable(found):
+        raise OptionError(
+            f"the installed decoder of {decoder.name!r}, {entry.value}, is no function"
+        )
+    return found  # type: ignore[no-any-return]  # of a type that is known to its package alone
+
+
+@cache
+def installed_decoders() -> dict[str, InstalledDecoder]:
+    """Return the decoders of all installed packages by field name; nothing of them is imported yet."""
+    targets = defaultdict[str, list[str]](list)
+    for entry in entry_points(group=GROUP):
+        if entry.value not in targets[entry.name]:
+            targets[entry.name].append(entry.value)
+    return {name: InstalledDecoder(name, tuple(found)) for name, found in targets.items()}

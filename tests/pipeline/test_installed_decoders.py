@@ -1,0 +1,98 @@
+"""Decoders of installed packages: found by entry point, imported late, never in place of a known name."""
+
+from __future__ import annotations
+
+import copy
+import textwrap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardstream as ss
+from shardstream.errors import OptionError
+from shardstream.pipeline.installed_decoders import installed_decoders
+from shardstream.testing import make_shards
+
+Install = Callable[..., None]
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Install a package with entry points and a module, as pip leaves them."""
+
+    def install(package: str, code: str, **decoders: str) -> None:
+        site = tmp_path / f"site-{package}"
+        info = site / f"{package}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        lines = [f"{name} = {target}" for name, target in decoders.items()]
+        (info / "entry_points.txt").write_text("\n".join(["[shardstream.decoders]", *lines]))
+        (site / f"{package}.py").write_text(textwrap.dedent(code))
+        monkeypatch.syspath_prepend(site)
+        installed_decoders.cache_clear()
+
+    yield install
+    installed_decoders.cache_clear()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    samples = [
+        {"__key__": f"{n:02d}", "seg.rev": b"ab%d" % n, "json": {"n": n}, "jpg": b"\xff\xd8 no"}
+        for n in range(8)
+    ]
+    return make_shards(tmp_path / "set", samples=samples)
+
+
+@pytest.mark.parametrize("method", [None, "fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_package_decodes_fields_of_its_name(
+    method: str | None, install: Install, folder: str
+) -> None:
+    install("revdec", "def reverse(data): return data[::-1].decode()", rev="revdec:reverse")
+    dataset = ss.ShardDataset(folder).decode()
+    options: dict[str, Any] = {}
+    if method is not None:
+        options = {"num_workers": 2, "multiprocessing_context": method}
+    found = [text for batch in ss.ShardLoader(dataset, 2, **options) for text in batch["seg.rev"]]
+    assert found == [f"{n}ba" for n in range(8)]
+
+
+def test_known_names_keep_their_meaning(install: Install, folder: str) -> None:
+    code = "def taken(data): raise AssertionError"
+    install("grabber", code, json="grabber:taken", jpg="grabber:taken", npy="grabber:taken")
+    sample = next(iter(ss.ShardDataset(folder).decode()))
+    assert (sample["json"], sample["jpg"]) == ({"n": 0}, b"\xff\xd8 no")
+
+
+def test_nothing_is_imported_before_a_field_needs_it(install: Install, folder: str) -> None:
+    install("broken", "raise ImportError('needs libbroken')", rev="broken:read", other="gone:read")
+    dataset = ss.ShardDataset(folder).decode(only="json")
+    assert len(list(dataset)) == 8
+    with pytest.raises(
+        ss.DecodeError,
+        match=r"the installed decoder of 'rev', broken:read, cannot be imported: needs lib",
+    ):
+        next(iter(ss.ShardDataset(folder).decode()))
+    own = ss.ShardDataset(folder).decode(fields={"rev": len})
+    assert next(iter(own))["seg.rev"] == 3
+
+
+def test_two_packages_for_one_name_are_an_error_that_names_both(
+    install: Install, folder: str
+) -> None:
+    for name in ("one", "two"):
+        install(name, "def read(data): return data", rev=f"{name}:read")
+    with pytest.raises(
+        ss.DecodeError, match=r"several installed packages decode 'rev': (one|two):read, .*fields="
+    ):
+        next(iter(ss.ShardDataset(folder).decode()))
+
+
+@pytest.mark.parametrize("target", ["revdec:gone", "revdec:number"])
+def test_what_is_no_function_is_refused(target: str, install: Install) -> None:
+    install("revdec", "number = 3", rev=target)
+    decoder = copy.deepcopy(installed_decoders()["rev"])  # as a pickle does
+    with pytest.raises(OptionError, match="the installed decoder of 'rev'"):
+        decoder(b"1")
