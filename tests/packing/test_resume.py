@@ -603,6 +603,14 @@ def test_a_long_journal_is_of_several_files_of_one_run(tmp_path: Path) -> None:
     back = read_journal(storage, folder, names)
     assert back is not None
     assert back.finished == shards
+    assert back.head == (tmp_path / names[0]).read_bytes()
+    last = tmp_path / names[2]
+    own = last.read_text()
+    last.write_text(own.replace(journal.run, "another"))
+    back = read_journal(storage, folder, names)
+    assert back is not None
+    assert back.finished == shards[:512]
+    last.write_text(own)
     (tmp_path / names[1]).rename(tmp_path / ".shardstream-pack-000009.json")
     back = read_journal(storage, folder, os.listdir(tmp_path))
     assert back is not None
