@@ -834,5 +834,18 @@ def test_what_was_replaced_after_it_was_listed_is_not_kept_under_the_old_version
     assert fetch(Storage(s3.storage_options, cache=cached(folder)), url, 0, 10) == bytes(10)
 
 
+def test_a_whole_file_may_be_read_again_after_it_was_replaced_and_a_range_may_not(
+    bucket: str, s3: S3Server
+) -> None:
+    url, storage = f"{bucket}/index.json", Storage(s3.storage_options)
+    for data in (b"old!", b"new!"):
+        publish_bytes(Storage(s3.storage_options), url, data)
+        assert storage.read(url) == data
+    assert storage.read(url, 0, 2) == b"ne"
+    publish_bytes(Storage(s3.storage_options), url, b"last")
+    with pytest.raises(ChangedError, match="the file changed while it was read: its ETag was"):
+        storage.read(url, 0, 2)
+
+
 def test_the_warning_is_public() -> None:
     assert ss.CacheWarning is CacheWarning
