@@ -342,3 +342,9 @@ def test_urls_are_joined_and_parted(folder_url: str, name: str, joined: str) -> 
     assert join_url(folder_url, name) == joined
     if name == "a.tar":
         assert parent_url(joined) == folder_url.rstrip("/")
+
+
+def test_an_error_of_a_store_keeps_its_cause() -> None:
+    with pytest.raises(NotFoundError) as caught:
+        Storage().read("memory://no-such-folder/a.tar")
+    assert type(caught.value.__cause__) is FileNotFoundError
