@@ -250,7 +250,7 @@ def main() -> None:
                     f"{number}: {outcome}: {where}: {mutant.edit}\n{show(source, mutant)}\n",
                     flush=True,
                 )
-    share = killed / len(chosen)
+    share = killed / max(1, len(chosen))
     print(
         f"{arguments.module}: {killed} of {len(chosen)} mutants killed ({share:.1%}), {len(found)} exist"
     )

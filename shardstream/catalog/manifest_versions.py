@@ -91,17 +91,19 @@ class ManifestVersions:
 
 
 def _changed_shards(shards: Iterable[ShardInfo], manifest: Manifest, folder: str) -> list[str]:
-    """Return the URLs of shards under a folder that a manifest does not name as they were."""
+    """Return the URLs of shards under a folder that a manifest does not name as they were; one it never named has no sha256."""
     named = {join_url(folder, shard.url): shard for shard in manifest.shards}
     return [
         shard.url
         for shard in shards
-        if parent_url(shard.url).startswith(folder) and _has_changed(shard, named.get(shard.url))
+        if shard.url.startswith(f"{folder}/") and _has_changed(shard, named.get(shard.url))
     ]
 
 
 def _has_changed(before: ShardInfo, now: ShardInfo | None) -> bool:
-    if now is None or (before.nsamples, before.filesize) != (now.nsamples, now.filesize):
+    if now is None:
+        return before.sha256 is not None
+    if (before.nsamples, before.filesize) != (now.nsamples, now.filesize):
         return True
     return None not in (before.sha256, now.sha256) and before.sha256 != now.sha256
 

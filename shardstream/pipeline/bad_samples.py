@@ -19,7 +19,7 @@ from shardstream.pipeline.bad_sample_report import BadSample
 
 _log = logging.getLogger(__name__)
 _LISTED = 10_000  # in each worker and epoch; more are counted only
-_FATAL = (StorageError, IndexMismatchError, SkipBudgetError, MemoryError)
+_FATAL = (OptionError, StorageError, IndexMismatchError, SkipBudgetError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +95,8 @@ class SkipTracker:
             number: Of the sample in the dataset, if that is known.
 
         Raises:
-            Exception: The error itself if nothing may be skipped, or if it is no fault of the sample: a store out of reach,
-                an index that does not fit.
+            Exception: The error itself if nothing may be skipped, or if it is no fault of the sample: a wrong option, a store out
+                of reach, an index that does not fit.
             SkipBudgetError: If the budget is spent.
         """
         if isinstance(error, StopIteration):  # raised on, it would end the epoch without a word

@@ -229,6 +229,8 @@ class Decode(ItemStage):
                     f"while decoding field {name!r} of sample {sample.get('__key__')!r} in {redact(str(sample.get('__url__')))}"
                 )
                 raise
+            except OptionError:  # a fault of the program or the installation, not of the sample
+                raise
             except Exception as error:
                 raise DecodeError(
                     f"cannot be decoded: {type(error).__name__}: {error}",

@@ -45,7 +45,7 @@ def _load_decoder(decoder: InstalledDecoder) -> Callable[[bytes], Any]:
     entry = EntryPoint(name=decoder.name, value=decoder.targets[0], group=GROUP)
     try:
         found = entry.load()
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
         raise OptionError(
             f"the installed decoder of {decoder.name!r}, {entry.value}, cannot be imported: {error}; "
             f"install what it needs, or {choice}"

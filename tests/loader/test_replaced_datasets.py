@@ -83,6 +83,24 @@ def test_a_dataset_on_s3_may_grow_and_its_manifest_be_written_again(
     assert found == list(range(1000, 1000 + NSAMPLES))
 
 
+def test_a_dataset_beside_it_whose_name_begins_alike_may_be_read_with_it(
+    remote: str, pair: list[Path], tmp_path: Path
+) -> None:
+    upload(pair[0], f"{remote}-more")
+    strange = f"{remote}/strange.tar"  # never named by the manifest
+    fsspec.filesystem("s3").put_file(str(next(pair[0].glob("*.tar"))), strange)
+    fsspec.filesystem("s3").put_file(str(next(pair[0].glob("*.idx"))), f"{strange}.idx")
+    tars = [f"{remote}/{path.name}" for path in sorted(pair[0].glob("*.tar"))]
+    loader = ss.ShardLoader(ss.ShardDataset([*tars, strange, f"{remote}-more"]).decode(), 5)
+    batches, found = iter(loader), list[int]()
+    read(batches, found, 1)
+    manifest = f"{remote}/index.json"
+    text = fsspec.filesystem("s3").cat_file(manifest)
+    fsspec.filesystem("s3").pipe_file(manifest, text + b"\n")  # the same shards, other bytes
+    found += [label for batch in batches for label in batch["cls"].tolist()]
+    assert len(found) == 2 * NSAMPLES + 20
+
+
 def test_a_manifest_on_s3_that_is_deleted_ends_the_epoch(remote: str) -> None:
     batches = iter(ss.ShardLoader(ss.ShardDataset(remote).decode(), 5))
     next(batches)

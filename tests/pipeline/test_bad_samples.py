@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import shardstream as ss
 from shardstream.errors import (
     DecodeError,
     IndexMismatchError,
@@ -13,6 +15,7 @@ from shardstream.errors import (
     StorageError,
 )
 from shardstream.pipeline.bad_samples import SkipBudget, SkipTracker
+from shardstream.testing import make_shards
 
 
 def test_by_default_the_first_error_is_raised_again() -> None:
@@ -85,3 +88,10 @@ def test_other_policies_are_refused(on_error: Any) -> None:
 def test_a_budget_below_nothing_is_refused() -> None:
     with pytest.raises(OptionError, match="a budget of -1 samples makes no sense"):
         SkipBudget(samples=-1)
+
+
+def test_a_step_in_the_wrong_place_is_no_bad_sample(tmp_path: Path) -> None:
+    folder = make_shards(tmp_path, samples=10)
+    dataset = ss.ShardDataset(folder, on_error="skip").to_tuple("cls").decode()
+    with pytest.raises(OptionError, match="put it before to_tuple"):
+        list(dataset)
