@@ -39,7 +39,7 @@ def test_what_is_counted_is_what_is_expanded(pattern: str) -> None:
         assert len(url_patterns.expand_braces(pattern)) == len(wanted)
         if len(wanted) > 1:
             patch.setattr(url_patterns, "_URLS_LIMIT", len(wanted) - 1)
-            with pytest.raises(OptionError, match=f"stands for {len(wanted)} URLs"):
+            with pytest.raises(OptionError, match=f"stands for {len(wanted):,} URLs"):
                 url_patterns.expand_braces(pattern)
 
 
