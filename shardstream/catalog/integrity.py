@@ -18,7 +18,6 @@ from shardstream.format.manifest import ShardInfo
 from shardstream.format.tar_reader import Buffer
 from shardstream.storage.concurrency import AdaptiveLimit, hints_of
 from shardstream.storage.error_messages import translate_errors
-from shardstream.storage.retry import fetch
 from shardstream.storage.store import Storage
 
 Verify = Literal["sha256"]
@@ -231,7 +230,7 @@ class VerifiedReader:
 
     def _fetch(self, shard: int, low: int, high: int, concurrency: AdaptiveLimit | None) -> bytes:
         told = hints_of(concurrency) | {"size": self._sizes[shard]}
-        return fetch(self._storage, self._shards[shard].url, low, high, **told)
+        return self._storage.read(self._shards[shard].url, low, high, **told)
 
     def _bounds(self, shard: int, first: int, last: int) -> tuple[int, int]:
         size = self._sizes[shard]

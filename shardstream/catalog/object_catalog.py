@@ -20,7 +20,7 @@ from shardstream.format.tar_reader import Buffer
 from shardstream.format.tar_writer import encode_member, member_bytes
 from shardstream.storage.concurrency import AdaptiveLimit, hints_of
 from shardstream.storage.listing import ListedFile, sample_members
-from shardstream.storage.retry import AnswerCutError, fetch, retry_call
+from shardstream.storage.retry import AnswerCutError, retry_call
 from shardstream.storage.store import Storage
 
 _Unsigned = npt.NDArray[np.unsignedinteger[Any]]
@@ -203,7 +203,7 @@ class ObjectCatalog:
 
         def ask() -> bytes:
             try:
-                data = fetch(self.storage, url, 0, end, **(hints_of(concurrency) | {"size": size}))
+                data = self.storage.read(url, 0, end, **(hints_of(concurrency) | {"size": size}))
             except ChangedError as error:
                 raise _changed_error(url) from error
             if len(data) != size:

@@ -13,10 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.catalog.file_versions import FileVersions
 from shardstream.catalog.integrity import Verify, open_verified_reader
 from shardstream.catalog.manifest_versions import ManifestVersions
-from shardstream.catalog.mmap_pool import MmapPool, map_file
 from shardstream.errors import IndexMismatchError, OptionError, plural
 from shardstream.format.index import (
     INDEX_SUFFIX,
@@ -33,7 +31,7 @@ from shardstream.format.tar_reader import BLOCK_BYTES, Buffer, empty_tar
 from shardstream.storage.concurrency import AdaptiveLimit, hints_of
 from shardstream.storage.discover import LocatedShards, is_compressed
 from shardstream.storage.fork_safety import new_lock
-from shardstream.storage.retry import fetch, fetch_view
+from shardstream.storage.local_files import FileVersions, MmapPool, map_file
 from shardstream.storage.store import Storage
 
 Numbers = npt.NDArray[np.int64]
@@ -197,7 +195,7 @@ class ShardCatalog:
             return self._verified_reader.read(shard, start, end, concurrency)
         info = self.shards[shard]
         hints = hints_of(concurrency) | {"size": info.filesize}
-        data = fetch_view(self.storage, info.url, start, end, **hints)
+        data = self.storage.read_view(info.url, start, end, **hints)
         self._files.check([shard])
         return data
 
@@ -290,7 +288,7 @@ class ShardCatalog:
         max_bytes = OFFSET_BYTES * (
             nsamples + 2
         )  # one more than it should be: `_checked` says what is wrong
-        data = fetch(self.storage, url, max_bytes=max_bytes + 1)
+        data = self.storage.read(url, max_bytes=max_bytes + 1)
         if len(data) > max_bytes:
             raise IndexMismatchError(
                 f"the index has more than the {plural(nsamples, 'sample')} that the manifest, or its size in a listing, says; "

@@ -18,7 +18,6 @@ import torch
 from shardstream.errors import NotFoundError, OptionError, StateError
 from shardstream.storage.atomic_write import PendingFile, is_part, open_pending, remove
 from shardstream.storage.error_messages import translate_errors
-from shardstream.storage.retry import fetch
 from shardstream.storage.store import Storage, join_url
 
 _PART_BYTES = 8 << 20  # of one request
@@ -257,7 +256,7 @@ def _open(url: str, storage: Storage) -> BinaryIO:
 
     def read(start: int) -> None:
         end = min(start + _PART_BYTES, size)
-        view[start:end] = fetch(storage, url, start, end)
+        view[start:end] = storage.read(url, start, end)
 
     with (
         stream.getbuffer() as view,

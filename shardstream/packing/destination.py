@@ -14,7 +14,6 @@ from shardstream.packing.journal import FinishedShard, Journal, Task, read_head,
 from shardstream.packing.shard_names import ShardNames
 from shardstream.storage.atomic_write import final_name, remove
 from shardstream.storage.journal_marker import is_journal, journal_name
-from shardstream.storage.retry import fetch
 from shardstream.storage.store import Storage
 
 _log = logging.getLogger(__name__)
@@ -256,6 +255,6 @@ def _manifest_shards(storage: Storage, names: ShardNames) -> tuple[ShardInfo, ..
     """Return what the manifest there lists; nothing if it cannot be understood."""
     url = names.url(MANIFEST_NAME)
     try:
-        return decode_manifest(fetch(storage, url), url=url).shards
+        return decode_manifest(storage.read(url), url=url).shards
     except ManifestError:
         return ()

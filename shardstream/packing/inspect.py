@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardstream.catalog.class_names import ClassNames, read_all_classes
-from shardstream.catalog.mmap_pool import map_file
 from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
 from shardstream.errors import (
     NotFoundError,
@@ -32,6 +31,7 @@ from shardstream.storage.discover import (
     read_manifest,
 )
 from shardstream.storage.journal_marker import is_journal
+from shardstream.storage.local_files import map_file
 from shardstream.storage.range_file import RangeStream
 from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
 

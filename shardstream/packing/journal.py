@@ -17,7 +17,6 @@ from shardstream.errors import ChangedError, NotFoundError, OptionError, Storage
 from shardstream.format.manifest import ShardInfo
 from shardstream.storage.atomic_write import publish_bytes, publish_bytes_over, remove
 from shardstream.storage.journal_marker import is_journal, journal_name
-from shardstream.storage.retry import fetch
 from shardstream.storage.store import Storage, join_url
 
 VERSION = 2  # of the files, and of the bytes that a pack writes: with another, nothing goes on
@@ -136,7 +135,7 @@ class Journal:
         """
         url = self._url(0)
         try:
-            owner = json.loads(fetch(self.storage, url))["run"]
+            owner = json.loads(self.storage.read(url))["run"]
         except (NotFoundError, *_MALFORMED):
             owner = None
         if owner is None:
@@ -244,7 +243,7 @@ def read_head(storage: Storage, folder: str) -> bytes:
 
 def _fetch_listed(storage: Storage, url: str) -> bytes:
     try:
-        return fetch(storage, url)
+        return storage.read(url)
     except NotFoundError as error:
         raise StorageError(
             "another pack or ShardWriter has just ended here; look at what it made, then run this again",

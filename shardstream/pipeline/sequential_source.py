@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog.file_versions import FileVersions
 from shardstream.catalog.manifest_versions import ManifestVersions
 from shardstream.distributed import WorkerInfo
 from shardstream.errors import ChangedError
@@ -22,6 +21,7 @@ from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.stage import Context, Run, State
 from shardstream.pipeline.stream_source import StreamSource
 from shardstream.storage.discover import LocatedShards, is_compressed
+from shardstream.storage.local_files import FileVersions
 from shardstream.storage.range_file import RangeStream
 from shardstream.storage.store import Storage
 

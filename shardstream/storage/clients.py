@@ -155,11 +155,6 @@ class Clients:
             return filesystem, path
         return filesystem, filesystem._strip_protocol(url)
 
-    def is_plain_path(self, url: str) -> bool:
-        """Tell whether a URL is the path of a local file as it is: asked for every file, so not of fsspec, which takes 10 us."""
-        absolute = url.startswith("/") and not url.endswith("/") and "::" not in url
-        return absolute and self._filesystem is None
-
     def is_s3(self, url: str) -> bool:
         """Tell whether a URL is read by an S3 client of ours: no chain, no file system of the user's."""
         return self._filesystem is None and protocol_of(url) in S3 and "::" not in url

@@ -161,7 +161,7 @@ class AdaptiveLimit:
 
 
 def hints_of(concurrency: AdaptiveLimit | None) -> ReadHints:
-    """Return the arguments of `retry.fetch` that keep to a limit."""
+    """Return the arguments of `Storage.read` that keep to a limit."""
     if concurrency is None:
         return {}
     return {"on_throttle": concurrency.record_throttling, "cancelled": concurrency.closed}

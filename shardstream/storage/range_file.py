@@ -6,8 +6,6 @@ import io
 import os
 from typing import TYPE_CHECKING
 
-from shardstream.storage.retry import fetch
-
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
@@ -49,7 +47,7 @@ class RangeStream:
         at = start - self._kept_start
         if not 0 <= at < len(self._kept):
             far = min(max(end, start + self._least_bytes), self._size)
-            self._kept = fetch(self._storage, self._url, start, far, size=self._size)
+            self._kept = self._storage.read(self._url, start, far, size=self._size)
             self._kept_start, at = start, 0
         data = self._kept[at : at + end - start]
         self._position = start + len(data)

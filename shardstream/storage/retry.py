@@ -30,86 +30,26 @@ _NEVER_REACHED_S = 10.0
 _jitter = random.Random()  # of its own: the user's global generator is left alone
 
 
-def fetch(
-    storage: Storage, url: str, start: int = 0, end: int | None = None, **told: Unpack[ReadHints]
-) -> bytes:
-    """Read a range, or a whole file, as `fetch_view` does, to bytes of its own."""
-    return bytes(fetch_view(storage, url, start, end, **told))
-
-
 class ReadHints(TypedDict, total=False):
-    """What may be known of a read: see `fetch_view`."""
+    """What the caller knows and wants of a read."""
 
     size: int | None
+    """Length of the file as a manifest says; None is unknown."""
     max_bytes: int | None
+    """Bytes to return of a file that is read to its end, however long a hostile server says it is."""
     on_throttle: Callable[[], None] | None
+    """Called each time the server asks for fewer requests (503 SlowDown, 429)."""
     cancelled: threading.Event | None
+    """Once set, nobody waits for the bytes: a pause is cut short and no more requests are sent."""
 
 
-def fetch_view(  # noqa: PLR0913  (the one way in: what may be known of a read)
-    storage: Storage,
-    url: str,
-    start: int = 0,
-    end: int | None = None,
-    *,
-    size: int | None = None,
-    max_bytes: int | None = None,
-    on_throttle: Callable[[], None] | None = None,
-    cancelled: threading.Event | None = None,
+def read_remote(
+    storage: Storage, url: str, start: int, end: int | None, **hints: Unpack[ReadHints]
 ) -> bytes | memoryview:
-    """Read a range, or a whole file; after a fault go on at the byte reached, with growing pauses. Through the cache, if any.
-
-    All bytes are of one version of the file: its ETag must stay what it was when this storage first read a range of it in this
-    process, and its length what the caller says.
-
-    Args:
-        storage: Where the file is.
-        url: Its URL.
-        start: Offset of the first byte.
-        end: Offset behind the last; None is the end of the file.
-        size: Length of the file as a manifest says; None is unknown.
-        max_bytes: Bytes to return of a file that is read to its end, however long a hostile server says it is.
-        on_throttle: Called each time the server asks for fewer requests (503 SlowDown, 429).
-        cancelled: Once set, nobody waits for the bytes any more: a pause is cut short and no more requests are sent.
-
-    Returns:
-        The bytes; a view of a client's own memory where that saves a copy.
-
-    Raises:
-        NotFoundError: If the file is missing; at once.
-        AccessDeniedError: If access is refused; at once.
-        ChangedError: If the file is not the one that was indexed, or changes meanwhile; at once.
-        StorageError: If no byte comes for ``retry_timeout_s`` of the storage options.
-    """
-
-    def read(start: int, end: int | None) -> bytes | memoryview:
-        # What the cache keeps under the version of a listing must be of that version.
-        if storage.cache is not None and (etag := storage.cache.etag(url)) is not None:
-            storage.pin(url, etag)
-        range_read = _RangeRead(storage, url, start, end, size)
-        range_read.max_bytes = max_bytes
-        return _read(range_read, on_throttle, cancelled)
-
-    if storage.cache is None or storage.local_path(url) is not None:
-        return read(start, end)
-    return storage.cache.read(
-        url,
-        start,
-        end,
-        size=size,
-        max_bytes=max_bytes,
-        read=read,
-        look_up=lambda: storage.info(url),
-    )
-
-
-def _read(
-    range_read: _RangeRead,
-    on_throttle: Callable[[], None] | None,
-    cancelled: threading.Event | None,
-) -> bytes | memoryview:
-    storage, url, end = range_read.storage, range_read.url, range_read.end
-    backoff = Backoff(storage, url, on_throttle, cancelled)
+    """Read a range, or a whole file; after a fault continue at the byte reached, with growing pauses (see `Storage.read_view`)."""
+    range_read = _RangeRead(storage, url, start, end, hints.get("size"))
+    range_read.max_bytes = hints.get("max_bytes")
+    backoff = Backoff(storage, url, hints.get("on_throttle"), hints.get("cancelled"))
     while not range_read.is_complete:
         try:
             response = storage.read_once(

@@ -19,7 +19,7 @@ _STREAM_CHUNK_BYTES = 256 << 10
 
 
 class ObstoreReader:
-    """Reads by obstore's own calls, with its retries switched off: `retry.fetch` does better.
+    """Reads by obstore's own calls, with its retries switched off: `retry` does better.
 
     Args:
         settings: Server and credentials.

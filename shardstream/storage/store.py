@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, Unpack, cast
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
@@ -18,12 +19,19 @@ from shardstream.storage.cache import Cache, version_of
 from shardstream.storage.clients import Clients
 from shardstream.storage.error_messages import translate_errors
 from shardstream.storage.fork_safety import new_lock
+from shardstream.storage.local_files import read_range, scan_folder
 from shardstream.storage.range_file import open_ranges
 from shardstream.storage.response import RangeResponse
-from shardstream.storage.retry import fetch, retry_call
+from shardstream.storage.retry import ReadHints, read_remote, retry_call
 from shardstream.storage.url_patterns import simplify_glob
 
 _VERSIONS_KEPT = 1 << 16
+_NO_PATH = (
+    "~",
+    "file:",
+    "local:",
+    "pipe:",
+)  # fsspec expands the first, and knows the next two as protocols
 _pinning = new_lock()
 
 
@@ -60,7 +68,7 @@ class FileInfo:
 class Storage:
     """Reads and lists files by URL; picklable, opens its clients anew in each process.
 
-    What is read is asked for again where that can help (see `retry.fetch`).
+    Requests that fail are retried where that can help (see `retry`). Local files are read without a client.
 
     Args:
         options: What fsspec takes as ``storage_options``, e.g. ``{"key": …, "secret": …, "endpoint_url": …}``, and beside
@@ -68,7 +76,7 @@ class Storage:
             ``read_timeout_s`` (limit of the time without a byte, 20) and ``retry_timeout_s`` (how long a server that fails is asked
             again, 60).
         filesystem: An fsspec file system to use for every URL instead of looking one up by protocol.
-        cache: Where `retry.fetch` keeps what it reads from afar.
+        cache: Keeps what is read from remote files.
 
     Raises:
         OptionError: If one of those three makes no sense.
@@ -81,6 +89,7 @@ class Storage:
         cache: Cache | None = None,
     ) -> None:
         self.cache = cache
+        self._reads_paths = filesystem is None
         self._clients = Clients(options or {}, filesystem)
         self.timeouts = self._clients.timeouts
         """How long a server is waited for."""
@@ -132,7 +141,7 @@ class Storage:
         keep_partial: bool = False,
         max_bytes: int | None = None,
     ) -> RangeResponse:
-        """Ask a client once, and raise what it raises: for `retry.fetch`, which has the words and the pauses."""
+        """Send one request, and raise what the client raises: for `retry`, which pauses and explains."""
         return self._clients.read(url, start, end, keep_partial=keep_partial, max_bytes=max_bytes)
 
     def pin(self, url: str, version: str) -> str:
@@ -148,9 +157,18 @@ class Storage:
         return self._clients.is_s3(url)
 
     def local_path(self, url: str) -> str | None:
-        """Return the path of a file on this machine, None for anything else."""
-        if self._clients.is_plain_path(url):
-            return url
+        """Return the absolute path of a file on this machine, None for anything else."""
+        if (
+            self._reads_paths
+            and "://" not in url
+            and "::" not in url
+            and not url.startswith(_NO_PATH)
+        ):
+            # Asked for every file, and fsspec takes 10 us for it.
+            path = url.rstrip("/") or "/"
+            if path.startswith("/"):
+                return path
+            return f"{os.getcwd()}/{path.removeprefix('./')}" if path != "." else os.getcwd()
         if self._clients.is_s3(url):  # not opened to find that out
             return None
         filesystem, path = self._clients.filesystem(url, reading=True)
@@ -183,6 +201,11 @@ class Storage:
         Raises:
             StorageError: If it is missing, empty or out of reach.
         """
+        local = None if "://" in url else self.local_path(url)
+        if local is not None:
+            with suppress(OSError, ValueError):  # the error is raised, and explained, below
+                found, names = scan_folder(local)
+                return [_local_info(path, status) for path, status in found], names
         _, path = self._clients.filesystem(url, reading=True)
         entries = self._ask(url, "ls", detail=True)
         nameless = any(e["type"] == "directory" and e["name"] == f"{path}/" for e in entries)
@@ -210,14 +233,58 @@ class Storage:
         return self._files(pattern, [entry for entry in found if entry["type"] == "file"])
 
     def read(
-        self, url: str, start: int = 0, end: int | None = None, *, max_bytes: int | None = None
+        self, url: str, start: int = 0, end: int | None = None, **hints: Unpack[ReadHints]
     ) -> bytes:
-        """Read a whole file (``max_bytes`` bytes of it, if given), or the bytes ``start`` to ``end``: `retry.fetch`.
+        """Read a whole file, or the bytes ``start`` to ``end``, as `read_view` does, to bytes of its own."""
+        return bytes(self.read_view(url, start, end, **hints))
+
+    def read_view(
+        self, url: str, start: int = 0, end: int | None = None, **hints: Unpack[ReadHints]
+    ) -> bytes | memoryview:
+        """Read a whole file, or the bytes ``start`` to ``end``; a remote one with retries, and through the cache, if any.
+
+        All bytes of a remote file are of one version: its ETag must stay what it was when this storage first read a range of
+        it in this process, and its length what the caller says.
+
+        Args:
+            url: URL of the file.
+            start: Offset of the first byte.
+            end: Offset after the last; None is the end of the file.
+            hints: See `ReadHints`.
+
+        Returns:
+            The bytes; a view of a client's own memory where that saves a copy.
 
         Raises:
-            StorageError: If it is missing, out of reach, or shorter than asked for.
+            NotFoundError: If the file is missing; at once.
+            AccessDeniedError: If access is refused; at once.
+            ChangedError: If the file is not the one that was indexed, or changes meanwhile; at once.
+            StorageError: If no byte comes for ``retry_timeout_s`` of the storage options.
         """
-        return fetch(self, url, start, end, max_bytes=max_bytes)
+        path = self.local_path(url)
+        if path is not None:
+            with suppress(OSError, ValueError):  # the error is raised, and explained, below
+                data = read_range(path, start, end, hints.get("max_bytes"))
+                if data is not None:
+                    return data
+        if self.cache is None or path is not None:
+            return read_remote(self, url, start, end, **hints)
+
+        def read(start: int, end: int | None) -> bytes | memoryview:
+            # What the cache keeps under the version of a listing must be of that version.
+            if self.cache is not None and (etag := self.cache.etag(url)) is not None:
+                self.pin(url, etag)
+            return read_remote(self, url, start, end, **hints)
+
+        return self.cache.read(
+            url,
+            start,
+            end,
+            size=hints.get("size"),
+            max_bytes=hints.get("max_bytes"),
+            read=read,
+            look_up=lambda: self.info(url),
+        )
 
     def read_small_files(self, urls: Sequence[str], *, max_bytes: int) -> list[bytes | None]:
         """Return files of ``max_bytes`` bytes that can be had without setting up a client; None says nothing about a file."""
@@ -287,6 +354,11 @@ class Storage:
         if "://" not in asked or "://" in name:
             return name
         return f"{asked.split('://', 1)[0]}://{name.lstrip('/') if not asked.startswith('file:') else name}"
+
+
+def _local_info(path: str, status: os.stat_result) -> FileInfo:
+    version = f"mtime {status.st_mtime}" if status.st_mtime else f"created {status.st_ctime}"
+    return FileInfo(url=path, size_or_none=status.st_size, version=version)  # as `version_of`
 
 
 def join_url(folder: str, name: str) -> str:

@@ -29,7 +29,6 @@ from shardstream.storage.cache import open_cache
 from shardstream.storage.concurrency import AdaptiveLimit
 from shardstream.storage.discover import locate_shards
 from shardstream.storage.response import RangeResponse
-from shardstream.storage.retry import fetch
 from shardstream.storage.store import Storage
 from shardstream.testing import make_shards
 from tests.small_datasets import FEW_CORES, flat, labels
@@ -217,10 +216,10 @@ def test_a_flipped_bit_in_the_cache_is_replaced_there(wire: Wire, tmp_path: Path
 
     wire.spoil = once(5 * MIB)
     damaged = storage()
-    assert fetch(damaged, shard.url, 0, len(DATA)) == flipped(DATA, 5 * MIB)  # it is in the cache
+    assert damaged.read(shard.url, 0, len(DATA)) == flipped(DATA, 5 * MIB)  # it is in the cache
     assert VerifiedReader([shard], storage()).read(0, 5 * MIB, 6 * MIB) == DATA[5 * MIB : 6 * MIB]
     wire.reads.clear()
-    assert fetch(storage(), shard.url, 0, len(DATA)) == DATA
+    assert storage().read(shard.url, 0, len(DATA)) == DATA
     assert wire.reads == []
 
 

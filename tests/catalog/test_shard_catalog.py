@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardstream.catalog import shard_catalog as catalog_module
-from shardstream.catalog.mmap_pool import map_file
 from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
 from shardstream.errors import IndexMismatchError, OptionError, ShardError, StorageError
 from shardstream.format.manifest import Manifest, ShardInfo, encode_manifest
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.discover import locate_shards
+from shardstream.storage.local_files import map_file
 from shardstream.storage.response import RangeResponse
 from shardstream.storage.store import Storage
 from tests.servers import S3Server

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import resource
 import threading
 import time
 from collections import Counter
@@ -18,7 +19,6 @@ from hypothesis import strategies as st
 
 import shardstream as ss
 from shardstream import process_memory
-from shardstream.catalog import mmap_pool
 from shardstream.catalog.shard_catalog import Extents, ShardCatalog
 from shardstream.errors import AccessDeniedError, ChangedError, NotFoundError, StorageError
 from shardstream.fetch.coalesce import coalesce
@@ -27,8 +27,8 @@ from shardstream.fetch.remote import RangeFetcher
 from shardstream.order.permutation import Ints
 from shardstream.pipeline import indexed_run
 from shardstream.storage.discover import locate_shards
+from shardstream.storage.local_files import num_maps
 from shardstream.storage.response import RangeResponse
-from shardstream.storage.retry import fetch
 from shardstream.storage.store import Storage
 from tests.small_datasets import FEW_CORES, flat, labels, loader, numbered
 
@@ -418,13 +418,13 @@ def test_large_samples_are_looked_at_by_the_window(
 def test_few_maps_are_kept_open_over_all_data_sets(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(mmap_pool, "_MAX_MAPS", 3)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (6, 6))  # half of them for maps
     catalogs = [catalog_of(numbered(tmp_path / name, 10, 2)) for name in "ab"]
-    before = sum(len(one._kept) for one in mmap_pool._all)
+    before = num_maps()
     for _ in range(2):
         for catalog in catalogs:
             assert keys(open_fetcher(catalog, (), prefetch_bytes=0), range(10)) == names(range(10))
-            assert sum(len(one._kept) for one in mmap_pool._all) <= max(3, before)
+            assert num_maps() <= max(3, before)
 
 
 def test_a_second_epoch_maps_nothing_anew(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -439,6 +439,10 @@ def test_a_second_epoch_maps_nothing_anew(tmp_path: Any, monkeypatch: pytest.Mon
 # -- failing -------------------------------------------------------------------------------------------------------------------
 
 
+def read(storage: Storage, url: str, *arguments: int, **hints: Any) -> bytes:
+    return storage.read(url, *arguments, **hints)
+
+
 def first_range(url: str) -> tuple[Storage, str, int, int]:
     catalog = catalog_of(url)
     return catalog.storage, catalog.shards[0].url, 0, 1024
@@ -447,7 +451,7 @@ def first_range(url: str) -> tuple[Storage, str, int, int]:
 @pytest.mark.parametrize("faults", [0, 1, 4])
 def test_a_read_is_tried_again_with_growing_pauses(faults: int, url: str, wire: Wire) -> None:
     wire.faults += [OSError("503 SlowDown")] * faults
-    assert len(fetch(*first_range(url))) == 1024
+    assert len(read(*first_range(url))) == 1024
     assert len(wire.reads) == faults + 1
     assert len(wire.sleeps) == faults
     bounds = [(0.1, 0.2), (0.2, 0.4), (0.4, 0.8), (0.8, 1.6)]
@@ -457,7 +461,7 @@ def test_a_read_is_tried_again_with_growing_pauses(faults: int, url: str, wire: 
 def test_after_its_patience_the_error_is_the_users(url: str, wire: Wire) -> None:
     wire.faults += [OSError(f"attempt {number}") for number in range(99)]
     with pytest.raises(StorageError, match="attempt") as raised:
-        fetch(*first_range(url))
+        read(*first_range(url))
     assert 52 < sum(wire.sleeps) <= 60
     assert raised.value.__notes__ == [f"tried {len(wire.reads)} times in {sum(wire.sleeps):.0f} s"]
 
@@ -466,14 +470,14 @@ def test_a_server_that_never_answered_is_waited_for_less(url: str, wire: Wire) -
     _, shard, start, end = first_range(url)
     wire.faults += [OSError("no route")] * 99
     with pytest.raises(StorageError, match="no route"):
-        fetch(Storage(), shard, start, end)
+        Storage().read(shard, start, end)
     assert sum(wire.sleeps) <= 10
 
 
 def test_a_caller_hears_of_a_server_that_is_overloaded(url: str, wire: Wire) -> None:
     heard: list[int] = []
     wire.faults += [OSError("503 SlowDown"), OSError("reset"), OSError("429 Too Many Requests")]
-    fetch(*first_range(url), on_throttle=lambda: heard.append(len(wire.reads)))
+    read(*first_range(url), on_throttle=lambda: heard.append(len(wire.reads)))
     assert heard == [1, 3]
 
 
@@ -483,7 +487,7 @@ def test_what_trying_again_cannot_help_is_raised_at_once(
 ) -> None:
     wire.faults.append(fault)
     with pytest.raises(type(fault)):
-        fetch(*first_range(url))
+        read(*first_range(url))
     assert len(wire.reads) == 1
 
 

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import shardstream as ss
-from shardstream.catalog.file_versions import FileVersions
 from shardstream.errors import ChangedError
+from shardstream.storage.local_files import FileVersions
 from shardstream.testing import make_shards
 from tests.small_datasets import FEW_CORES
 

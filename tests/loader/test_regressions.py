@@ -17,7 +17,6 @@ from shardstream.errors import OptionError, StateError, StorageError
 from shardstream.format.manifest import ShardInfo, fingerprint
 from shardstream.loader.state import seal_state
 from shardstream.storage.response import RangeResponse
-from shardstream.storage.retry import fetch
 from shardstream.storage.store import Storage
 from tests.small_datasets import FEW_CORES, flat, labels, loader, numbered, take
 
@@ -163,7 +162,7 @@ def test_retries_leave_the_global_generators_alone(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(Storage, "read_once", unreachable)
     before = random.getstate()
     with pytest.raises(StorageError, match="transient"):
-        fetch(Storage(), "memory://a.tar", 0, 1)
+        Storage().read("memory://a.tar", 0, 1)
     assert random.getstate() == before
 
 

@@ -31,7 +31,6 @@ from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.cache import Cache, open_cache, version_of
 from shardstream.storage.cache_chunk import CACHE_CHUNK_BYTES, HEADER_BYTES
 from shardstream.storage.cache_usage import load_usage
-from shardstream.storage.retry import fetch
 from shardstream.storage.store import Storage
 from tests.servers import S3Server
 
@@ -809,14 +808,14 @@ def test_files_are_read_through_the_cache_and_local_ones_are_not(
     url = f"memory://cache-{random.getrandbits(64):x}/a.tar"
     filesystem, path = storage.resolve(url)
     filesystem.pipe_file(path, DATA)
-    assert fetch(storage, url, 5, 9) == DATA[5:9]  # looked up, for no listing named it
+    assert storage.read(url, 5, 9) == DATA[5:9]  # looked up, for no listing named it
     assert len(chunks(folder)) == 1
     filesystem.rm(path)
-    assert fetch(storage, url, 7, MIB) == DATA[7:MIB]
+    assert storage.read(url, 7, MIB) == DATA[7:MIB]
     with pytest.raises(NotFoundError):
-        fetch(Storage(cache=cached(folder)), url, 7, MIB)
+        Storage(cache=cached(folder)).read(url, 7, MIB)
     (tmp_path / "b.tar").write_bytes(DATA)
-    assert fetch(storage, str(tmp_path / "b.tar"), 5, 9) == DATA[5:9]
+    assert storage.read(str(tmp_path / "b.tar"), 5, 9) == DATA[5:9]
     assert len(chunks(folder)) == 1
 
 
@@ -829,9 +828,9 @@ def test_what_was_replaced_after_it_was_listed_is_not_kept_under_the_old_version
     storage.info(url)
     publish_bytes(Storage(s3.storage_options), url, bytes(len(DATA)))
     with pytest.raises(ChangedError, match="the file changed while it was read: its ETag was"):
-        fetch(storage, url, 0, 10)
+        storage.read(url, 0, 10)
     assert chunks(folder) == []
-    assert fetch(Storage(s3.storage_options, cache=cached(folder)), url, 0, 10) == bytes(10)
+    assert Storage(s3.storage_options, cache=cached(folder)).read(url, 0, 10) == bytes(10)
 
 
 def test_a_whole_file_may_be_read_again_after_it_was_replaced_and_a_range_may_not(

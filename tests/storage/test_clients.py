@@ -30,7 +30,6 @@ from shardstream.errors import (
 from shardstream.storage import s3_obstore
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.clients import Clients
-from shardstream.storage.retry import fetch
 from shardstream.storage.store import Storage
 from tests.servers import S3Server, ShapedS3, nginx_or_skip
 from tests.small_datasets import numbered
@@ -129,17 +128,17 @@ def faults(shaped: ShapedS3, bucket: str) -> Faults:
     ],
 )
 def test_a_range_has_the_bytes_of_the_file(place: Place, start: int, end: int | None) -> None:
-    assert fetch(place.storage, place.url("a.tar"), start, end) == BODY[start:end]
+    assert place.storage.read(place.url("a.tar"), start, end) == BODY[start:end]
 
 
 def test_a_length_that_is_right_is_fine(place: Place) -> None:
     url = place.url("a.tar")
-    assert fetch(place.storage, url, 0, 10, size=len(BODY)) == BODY[:10]
-    assert fetch(place.storage, url, size=len(BODY)) == BODY
+    assert place.storage.read(url, 0, 10, size=len(BODY)) == BODY[:10]
+    assert place.storage.read(url, size=len(BODY)) == BODY
 
 
 def test_an_empty_file_is_read(place: Place) -> None:
-    assert fetch(place.storage, place.url("empty.tar", b"")) == b""
+    assert place.storage.read(place.url("empty.tar", b"")) == b""
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -151,17 +150,17 @@ def test_any_name_is_read(client: str, s3: S3Server, bucket: str, name: str) -> 
     url, wanted = f"{bucket}/{name}", name.encode()
     if client == "obstore" and ("//" in name or "/./" in name):
         with pytest.raises(OptionError, match="obstore cannot ask for a key of that name"):
-            fetch(storage, url, 1, 3)
+            storage.read(url, 1, 3)
         storage = Storage(s3.storage_options)  # unless it must be obstore, s3fs reads it
-    assert fetch(storage, url) == wanted
-    assert fetch(storage, url, 1, 3) == wanted[1:3]
+    assert storage.read(url) == wanted
+    assert storage.read(url, 1, 3) == wanted[1:3]
 
 
 def test_threads_share_a_client(place: Place) -> None:
     url = place.url("a.tar")
     starts = [i * 65_536 for i in range(48)]
     with ThreadPoolExecutor(8) as pool:
-        parts = list(pool.map(lambda at: fetch(place.storage, url, at, at + 65_536), starts))
+        parts = list(pool.map(lambda at: place.storage.read(url, at, at + 65_536), starts))
     assert b"".join(parts) == BODY
 
 
@@ -172,12 +171,12 @@ def test_threads_share_a_client(place: Place) -> None:
 def test_a_range_past_the_end_says_so(place: Place, start: int, end: int | None) -> None:
     url = place.url("a.tar", b"0123456789")
     if (end, place.folder[:3]) == (None, "mem") or (end is None and "://" not in url):
-        assert fetch(place.storage, url, start, end) == b""  # as files do
+        assert place.storage.read(url, start, end) == b""  # as files do
         return
     with pytest.raises(
         ChangedError, match=r"shorter than its index says: it has 10 bytes.*shardstream index"
     ) as raised:
-        fetch(place.storage, url, start, end)
+        place.storage.read(url, start, end)
     assert (raised.value.shard, raised.value.offset) == (url, start)
 
 
@@ -189,16 +188,16 @@ def test_a_length_that_differs_from_the_manifest_says_so(
     with pytest.raises(
         ChangedError, match=r"has 10 bytes, the manifest .* 12; run 'shardstream index'"
     ):
-        fetch(place.storage, url, 0, 5, size=12)
+        place.storage.read(url, 0, 5, size=12)
     with pytest.raises(ChangedError, match="has 10 bytes, the manifest"):
-        fetch(place.storage, url, 0, 12, size=12)
+        place.storage.read(url, 0, 12, size=12)
 
 
 def test_a_missing_file_is_told_at_once(place: Place) -> None:
     place.url("there.tar")
     begun = time.monotonic()
     with pytest.raises(NotFoundError, match="nothing is there; check the URL"):
-        fetch(place.storage, f"{place.folder}/none.tar", 0, 10)
+        place.storage.read(f"{place.folder}/none.tar", 0, 10)
     assert time.monotonic() - begun < 60  # its patience
 
 
@@ -206,7 +205,7 @@ def test_a_missing_bucket_is_told(client: str, s3: S3Server) -> None:
     storage = Storage(s3.storage_options | {"s3_client": client})
     name = f"none-{uuid.uuid4().hex}"
     with pytest.raises(NotFoundError, match=f"the bucket '{name}' does not exist; create it"):
-        fetch(storage, f"s3://{name}/a.tar", 0, 10)
+        storage.read(f"s3://{name}/a.tar", 0, 10)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +230,7 @@ def test_refused_access_is_told_and_no_secret_shown(
     url = Place(Storage(s3.storage_options), bucket).url("a.tar")
     storage = Storage(s3.storage_options | wrong | {"s3_client": client})
     caplog.set_level("DEBUG", "shardstream")
-    for read in (lambda: fetch(storage, url, 0, 10), lambda: storage.info(url)):
+    for read in (lambda: storage.read(url, 0, 10), lambda: storage.info(url)):
         with pytest.raises(
             AccessDeniedError, match="access refused; check the credentials"
         ) as raised:
@@ -278,7 +277,7 @@ def test_an_endpoint_out_of_reach_is_told(client: str, s3: S3Server) -> None:
     with pytest.raises(
         StorageError, match="the server cannot be reached; check AWS_ENDPOINT_URL"
     ) as raised:
-        fetch(storage, "s3://b/a.tar", 0, 10)
+        storage.read("s3://b/a.tar", 0, 10)
     assert "tried" in raised.value.__notes__[0]
 
 
@@ -292,8 +291,8 @@ def test_bytes_come_right_through_faults(client: str, fault: str, faults: Faults
     starts = range(0, len(BODY), 1 << 18)
     with ThreadPoolExecutor(8) as pool:
         while not faults.count(fault):  # which requests are hit depends on the bucket's name
-            parts = pool.map(lambda at: fetch(storage, faults.url, at, at + (1 << 18)), starts)
-            assert b"".join(parts) == fetch(storage, faults.url) == BODY
+            parts = pool.map(lambda at: storage.read(faults.url, at, at + (1 << 18)), starts)
+            assert b"".join(parts) == storage.read(faults.url) == BODY
 
 
 def test_a_cut_answer_is_continued_where_it_ended(client: str, faults: Faults) -> None:
@@ -309,7 +308,7 @@ def test_a_cut_answer_is_continued_where_it_ended(client: str, faults: Faults) -
         return really_read(url, start, end, **options)
 
     storage.read_once = read_once  # type: ignore[method-assign]
-    assert fetch(storage, faults.url, 0, len(BODY)) == BODY
+    assert storage.read(faults.url, 0, len(BODY)) == BODY
     assert len(positions) == 6
     assert positions == sorted(positions)
     assert positions[-1] > len(BODY) // 2  # each cut is at a random place of what is left
@@ -320,7 +319,7 @@ def test_a_server_that_stalls_is_asked_again(client: str, faults: Faults) -> Non
     storage = faults.storage(client, read_timeout_s=0.5)
     threading.Timer(1.0, faults.set).start()
     begun = time.monotonic()
-    assert fetch(storage, faults.url, 0, 1 << 20) == BODY[: 1 << 20]
+    assert storage.read(faults.url, 0, 1 << 20) == BODY[: 1 << 20]
     assert time.monotonic() - begun < 25  # less than one stall
 
 
@@ -329,7 +328,7 @@ def test_a_server_that_always_fails_is_an_error_in_the_end(client: str, faults: 
     heard: list[int] = []
     storage = faults.storage(client, retry_timeout_s=1)
     with pytest.raises(StorageError, match="the server asks for fewer requests") as raised:
-        fetch(storage, faults.url, 0, 10, on_throttle=lambda: heard.append(1))
+        storage.read(faults.url, 0, 10, on_throttle=lambda: heard.append(1))
     assert len(heard) == faults.count("slow") >= 2
     assert raised.value.__notes__[0].startswith(f"tried {len(heard)} times")
 
@@ -371,7 +370,7 @@ def test_what_obstore_cannot_read_s3fs_reads(
             parts = [
                 b"".join(
                     pool.map(
-                        lambda at, storage=storage: fetch(storage, "s3://b/a", at, at + 100),
+                        lambda at, storage=storage: storage.read("s3://b/a", at, at + 100),
                         range(0, 800, 100),
                     )
                 )
@@ -414,7 +413,7 @@ def test_a_byte_now_and_then_is_no_answer() -> None:
         options |= {"key": "some", "secret": "thing"}
         storage = Storage(options | {"read_timeout_s": 0.2, "retry_timeout_s": 0.3})
         with pytest.raises(StorageError, match="did not answer in time"):
-            fetch(storage, "s3://b/a", 0, 1_000_000)
+            storage.read("s3://b/a", 0, 1_000_000)
         storage.resolve("s3://b/a")[0].clear_instance_cache()
         server.shutdown()
         thread.join()
@@ -457,9 +456,9 @@ def test_a_server_that_comes_back_is_waited_for(client: str, s3: S3Server, bucke
     options = s3.storage_options | {"endpoint_url": f"http://127.0.0.1:{port}", "s3_client": client}
     storage = Storage(options)
     with forwarded(port, s3.endpoint):
-        assert fetch(storage, url, 0, 4) == BODY[:4]
+        assert storage.read(url, 0, 4) == BODY[:4]
     with ThreadPoolExecutor(1) as pool:
-        reading = pool.submit(fetch, storage, url, 4, 8)
+        reading = pool.submit(storage.read, url, 4, 8)
         time.sleep(1)
         assert not reading.done()
         with forwarded(port, s3.endpoint):
@@ -471,7 +470,7 @@ def test_a_read_that_nobody_waits_for_ends_soon(client: str, faults: Faults) -> 
     storage, cancelled = faults.storage(client), threading.Event()
     threading.Timer(0.5, cancelled.set).start()
     with pytest.raises(StorageError, match="the server asks for fewer requests"):
-        fetch(storage, faults.url, 0, 10, cancelled=cancelled)
+        storage.read(faults.url, 0, 10, cancelled=cancelled)
 
 
 @contextmanager
@@ -512,7 +511,7 @@ def test_a_server_that_throttles_from_the_first_request_on_has_the_whole_patienc
 
     monkeypatch.setattr("shardstream.storage.retry.time.sleep", pause)
     if operation == "read":
-        assert fetch(storage, faults.url, 0, 10) == BODY[:10]
+        assert storage.read(faults.url, 0, 10) == BODY[:10]
     else:
         assert storage.info(faults.url).size == len(BODY)
     assert 30 < sum(paused) < 60
@@ -542,7 +541,7 @@ def test_any_http_error_is_an_answer(way: str, status: int, paused: list[float])
             }
             storage, url = Storage(options), "s3://b/k"
         with pytest.raises(StorageError, match=r"\[in ") as raised:
-            fetch(storage, url, 0, 10)
+            storage.read(url, 0, 10)
     assert 50 < sum(paused) < 60
     assert raised.value.__notes__[0].startswith(f"tried {len(paused) + 1} times in ")
 
@@ -554,7 +553,7 @@ def test_an_address_where_nothing_answers_is_given_up_sooner(way: str, paused: l
     options = {"endpoint_url": endpoint, "key": "key12", "secret": "secret", "s3_client": way}
     storage, url = (Storage(), f"{endpoint}/k") if way == "http" else (Storage(options), "s3://b/k")
     with pytest.raises(StorageError, match="the server cannot be reached"):
-        fetch(storage, url, 0, 10)
+        storage.read(url, 0, 10)
     assert 1 < sum(paused) < 10
 
 
@@ -573,7 +572,7 @@ def test_patience_begins_anew_with_each_byte_that_comes(
         return really_read(url, start, min(end, start + 5), **options)
 
     storage.read_once = read_once  # type: ignore[method-assign]
-    assert fetch(storage, faults.url, 0, 200) == BODY[:200]
+    assert storage.read(faults.url, 0, 200) == BODY[:200]
     assert sum(paused) > 20
 
 
@@ -583,7 +582,7 @@ def test_what_is_missing_is_asked_for_once(
 ) -> None:
     url = "s3://shardstream-no-such-bucket/a.tar" if name == "no-bucket" else f"{faults.url}.{name}"
     with pytest.raises(NotFoundError):
-        fetch(faults.storage(client), url, 0, 10)
+        faults.storage(client).read(url, 0, 10)
     assert paused == []
     assert faults.count("requests") == 1
 
@@ -613,20 +612,20 @@ def test_a_file_that_is_replaced_meanwhile_is_an_error(client: str, faults: Faul
 
     storage.read_once = read_once  # type: ignore[method-assign]
     with pytest.raises(ChangedError, match="the file changed while it was read: its ETag was"):
-        fetch(storage, faults.url, 0, len(BODY))
+        storage.read(faults.url, 0, len(BODY))
 
 
 def test_an_epoch_never_mixes_two_versions(client: str, s3: S3Server, bucket: str) -> None:
     place = Place(Storage(s3.storage_options | {"s3_client": client}), bucket)
     url = place.url("a.tar", b"old old old")
-    assert fetch(place.storage, url, 0, 3) == b"old"
+    assert place.storage.read(url, 0, 3) == b"old"
     publish_bytes(Storage(s3.storage_options), url, b"new new new")
     with pytest.raises(ChangedError, match="shardstream index"):
-        fetch(place.storage, url, 4, 7)
-    assert fetch(Storage(s3.storage_options), url, 4, 7) == b"new"
+        place.storage.read(url, 4, 7)
+    assert Storage(s3.storage_options).read(url, 4, 7) == b"new"
 
 
 def test_what_this_storage_writes_itself_may_change(client: str, s3: S3Server, bucket: str) -> None:
     place = Place(Storage(s3.storage_options | {"s3_client": client}), bucket)
     for text in (b"old", b"new"):
-        assert fetch(place.storage, place.url("a.tar", text), 0, 3) == text
+        assert place.storage.read(place.url("a.tar", text), 0, 3) == text

@@ -11,7 +11,6 @@ import s3fs
 
 from shardstream.errors import AccessDeniedError, OptionError
 from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.retry import fetch
 from shardstream.storage.s3_config import complete_s3fs_options, parse_s3_options
 from shardstream.storage.store import Storage
 from tests.servers import S3Server
@@ -152,7 +151,7 @@ def test_a_server_is_found_by_variables_a_profile_or_options(
         else:
             options["profile"] = "lab"
     storage = Storage(options)
-    assert fetch(storage, url, 1, 3) == b"23"
+    assert storage.read(url, 1, 3) == b"23"
     assert storage.info(url).size == 4
 
 
@@ -189,7 +188,7 @@ def test_missing_credentials_are_told_at_once(client: str, s3: S3Server) -> None
     with pytest.raises(
         AccessDeniedError, match="no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET"
     ):
-        fetch(storage, f"s3://{uuid.uuid4().hex}/a.tar", 0, 1)
+        storage.read(f"s3://{uuid.uuid4().hex}/a.tar", 0, 1)
 
 
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
@@ -198,7 +197,7 @@ def test_a_profile_that_does_not_exist_is_told(
 ) -> None:
     monkeypatch.setenv("AWS_PROFILE", "nobody")
     with pytest.raises(AccessDeniedError, match=r"no credentials; .*nobody"):
-        fetch(Storage({"s3_client": client}), "s3://b/a.tar", 0, 1)
+        Storage({"s3_client": client}).read("s3://b/a.tar", 0, 1)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from shardstream.catalog.file_versions import FileVersion, FileVersions
 from shardstream.errors import ChangedError
+from shardstream.storage.local_files import FileVersion, FileVersions
 
 BEFORE = FileVersion(size=10, mtime_ns=5, inode=7, ctime_ns=6)
 

@@ -8,7 +8,6 @@ import signal
 import sys
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,12 +15,12 @@ from pathlib import Path
 import pytest
 
 import shardstream as ss
-from shardstream.catalog import mmap_pool as module
 from shardstream.catalog import shard_catalog as catalog_module
-from shardstream.catalog.mmap_pool import MmapPool
 from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.errors import IndexMismatchError, NotFoundError
+from shardstream.storage import local_files
 from shardstream.storage.discover import locate_shards
+from shardstream.storage.local_files import MmapPool, num_maps
 from shardstream.storage.store import Storage
 
 
@@ -42,7 +41,7 @@ def checked(folder: Path) -> ShardCatalog:
 def test_a_map_does_not_vouch_for_a_file_that_took_its_place(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_MAX_MAPS", 1)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2, 2))  # half of them for maps
     catalog, tar = checked(folder), folder / "000000.tar"
     assert catalog.map_shard(0) is catalog.map_shard(0)
     whole = tar.read_bytes()
@@ -64,8 +63,8 @@ def test_a_map_does_not_vouch_for_a_file_that_took_its_place(
 
 @pytest.mark.parametrize(("files", "kept"), [(resource.RLIM_INFINITY, 3), (1, 1)])
 def test_any_limit_of_files_will_do(files: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_all", weakref.WeakSet())  # not those of other tests
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (files, files))
+    limit = files if files < 0 else files + 2 * num_maps()  # those of other tests stay
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     maps = MmapPool()
     for number in range(3):
         maps.keep(number, b"tar")
@@ -109,7 +108,7 @@ def use_indexes(catalog: ShardCatalog) -> None:
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize(
-    ("lock", "use"), [(module._lock, use_maps), (catalog_module._lock, use_indexes)]
+    ("lock", "use"), [(local_files._lock, use_maps), (catalog_module._lock, use_indexes)]
 )
 def test_a_child_that_is_forked_meanwhile_does_not_wait_for_ever(
     lock: threading.Lock, use: Callable[[ShardCatalog], None], folder: Path

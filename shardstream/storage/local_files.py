@@ -1,0 +1,220 @@
+"""Files of this machine: list and read them, map them to memory, and notice that one is overwritten.
+
+Local files need none of what remote ones do: no client, no retries, no cache. What fails here is tried once more by
+`Storage` on the general path, which explains the error.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+from weakref import WeakSet
+
+from shardstream.errors import ChangedError
+from shardstream.format.tar_reader import Buffer, empty_tar
+from shardstream.storage.error_messages import translate_errors
+from shardstream.storage.fork_safety import new_lock
+
+MAX_MAPS = 4096
+"""Shards that a process keeps mapped to memory: each map holds a file descriptor."""
+_pools: WeakSet[MmapPool] = WeakSet()
+_lock = new_lock()
+
+
+def scan_folder(path: str) -> tuple[list[tuple[str, os.stat_result]], list[str]]:
+    """Return the files (path and status) and the names of the folders in a folder, sorted; links are followed.
+
+    Raises:
+        OSError: If it is no folder, or cannot be read.
+    """
+    files: list[tuple[str, os.stat_result]] = []
+    folders: list[str] = []
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_dir():
+                folders.append(entry.name)
+            elif entry.is_file():
+                try:
+                    files.append((entry.path, entry.stat()))
+                except FileNotFoundError:  # deleted meanwhile
+                    continue
+    return sorted(files), sorted(folders)
+
+
+def read_range(path: str, start: int, end: int | None, max_bytes: int | None) -> bytes | None:
+    """Return the bytes ``start`` to ``end``, at most ``max_bytes``; None if the file ends before.
+
+    Raises:
+        OSError: If the file cannot be read.
+    """
+    size = max_bytes if end is None else max(0, end - start)
+    with open(path, "rb", buffering=0) as file:
+        file.seek(start)
+        parts: list[bytes] = []
+        # A raw file may return less than asked for: Linux reads 2 GiB at most at a time.
+        while (left := -1 if size is None else size - sum(map(len, parts))) and (
+            part := file.read(left)
+        ):
+            parts.append(part)
+    data = parts[0] if len(parts) == 1 else b"".join(parts)
+    return None if end is not None and len(data) < end - start else data
+
+
+def map_file(path: str, url: str) -> mmap.mmap:
+    """Map a local file to memory, for reading.
+
+    Raises:
+        StorageError: If it cannot be opened.
+        ShardError: If it is empty.
+    """
+    try:
+        handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        with translate_errors(url):
+            raise
+    try:
+        size = os.fstat(handle).st_size
+        if size == 0:
+            raise empty_tar(url)
+        return mmap.mmap(handle, size, access=mmap.ACCESS_READ)
+    finally:
+        os.close(handle)
+
+
+class MmapPool:
+    """The mapped shards of a dataset, by number, kept over the epochs.
+
+    Mapping a page again takes as long as copying it: a second epoch over kept maps is half again as fast. All pools of a
+    process together keep at most `MAX_MAPS` maps, or half as many as the process may open files.
+    """
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[int, Buffer] = OrderedDict()
+        with _lock:
+            _pools.add(self)
+
+    def __reduce__(self) -> tuple[type[MmapPool], tuple[()]]:
+        return MmapPool, ()
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, shard: int) -> Buffer | None:
+        """Return the map of a shard, if it is kept."""
+        with _lock:
+            tar = self._kept.get(shard)
+            if tar is not None:
+                self._kept.move_to_end(shard)
+            return tar
+
+    def keep(self, shard: int, tar: Buffer) -> None:
+        """Keep a map, and drop the least used one of the largest pool if there are too many; readers still hold theirs."""
+        files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        most = MAX_MAPS if files == resource.RLIM_INFINITY else max(1, min(MAX_MAPS, files // 2))
+        with _lock:
+            if num_maps() >= most:
+                max(_pools, key=len)._kept.popitem(last=False)
+            self._kept[shard] = tar
+
+
+def num_maps() -> int:
+    """Return how many shards this process keeps mapped to memory."""
+    return sum(map(len, _pools))
+
+
+class FileVersion(NamedTuple):
+    """What tells a file from another one at the same path."""
+
+    size: int
+    mtime_ns: int
+    inode: int
+    ctime_ns: int
+
+    def differs_from(self, before: FileVersion) -> bool:
+        """Tell whether the bytes may differ from those of the version before.
+
+        An inode alone proves nothing: some network file systems renumber their files now and then. Nor does the time of the
+        last change of the inode: permissions or another link change that.
+        """
+        if (self.size, self.mtime_ns) != (before.size, before.mtime_ns):
+            return True
+        return self.inode != before.inode and self.ctime_ns != before.ctime_ns
+
+
+class FileVersions:
+    """The local files of a dataset as they were when it was opened; picklable, so workers compare with the same.
+
+    A store tells the version of a file with each answer; a disk does not. A map of a file that is overwritten in place shows
+    the new bytes at once, and other shards of the dataset may be old or new: without a look at each file an epoch would mix both.
+
+    Args:
+        paths: Of each shard; None for one that is not on this machine.
+    """
+
+    def __init__(self, paths: Sequence[str | None]) -> None:
+        self._paths = tuple(paths)
+        # Of a file that is missing or out of reach nothing is known: opening it gives the error.
+        self._known = [None if path is None else _stat_version(path) for path in paths]
+
+    def check(self, shards: Iterable[int]) -> None:
+        """Compare shards with what they were; called after their bytes were read.
+
+        Raises:
+            ChangedError: If one has changed. One that was deleted is fine: what is mapped or open is whole.
+        """
+        for shard in shards:
+            path, before = self._paths[shard], self._known[shard]
+            if path is None or before is None:
+                continue
+            try:
+                found = os.stat(path)
+            except OSError:
+                continue
+            # Called for each shard of each batch: no objects are built for a file that has not changed.
+            if (
+                found.st_mtime_ns == before[1]
+                and found.st_size == before[0]
+                and found.st_ctime_ns == before[3]
+            ):
+                continue
+            now = _version_of(found)
+            if now.differs_from(before):
+                raise ChangedError(_difference(before, now), shard=path)
+
+
+def _stat_version(path: str) -> FileVersion | None:
+    try:
+        return _version_of(os.stat(path))
+    except OSError:
+        return None
+
+
+def _version_of(found: os.stat_result) -> FileVersion:
+    return FileVersion(found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns)
+
+
+def _difference(before: FileVersion, now: FileVersion) -> str:
+    """Return the text of a change; a time alone may be of the same bytes, copied again or touched."""
+    if (now.size, now.inode) == (before.size, before.inode):
+        return (
+            "the file may have been overwritten after the dataset was opened: "
+            f"it was changed at {_format_time(before)} then, at {_format_time(now)} now; "
+            "open the dataset again, and if the bytes are the same, start the epoch again or load the state"
+        )
+    return (
+        "the file was overwritten after the dataset was opened "
+        f"({_format_version(before)} then, {_format_version(now)} now); open the dataset again"
+    )
+
+
+def _format_version(version: FileVersion) -> str:
+    return f"{version.size} bytes, changed at {_format_time(version)}, inode {version.inode}"
+
+
+def _format_time(version: FileVersion) -> str:
+    seconds, rest = divmod(version.mtime_ns, 10**9)
+    return f"{seconds}.{rest:09d}"
