@@ -8,86 +8,79 @@ hand out old samples and then new ones.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from shardstream.errors import ChangedError, ManifestError, NotFoundError, StorageError, plural
 from shardstream.format.manifest import Manifest, ShardInfo
-from shardstream.storage.discover import LocatedShards, read_manifest
+from shardstream.storage.discover import read_manifest
 from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
 
 _ATTEMPTS = 4
 _RETRY_S = 5.0  # a training that has all data in its cache does not stop for a server that is down
 
 
-class ManifestVersions:
-    """The remote manifests of a dataset as they were when it was opened; picklable, so workers compare with the same.
+def check_manifests(
+    digests: Mapping[str, str], shards: Iterable[ShardInfo], storage: Storage
+) -> None:
+    """Compare the remote manifests of a dataset with what they are now; a warning where a server does not answer.
+
+    Shards that were added to a manifest do not matter. Manifests on this machine are not read: local shards are compared by
+    their own versions.
 
     Args:
-        located: The shards, with the manifests that named them.
-        storage: Where they are.
+        digests: URL of each manifest -> the SHA-256 of its bytes when the dataset was opened.
+        shards: Of the dataset, as they were then.
+        storage: Where the manifests are.
+
+    Raises:
+        ChangedError: If a manifest is gone, or does not name one of the shards as it was.
     """
+    reading = storage.uncached(max_retry_s=_RETRY_S)
+    for url, before in digests.items():
+        if storage.local_path(url) is not None:
+            continue
+        try:
+            manifest = _read_changed(url, before, reading)
+        except NotFoundError as error:
+            raise _replaced_error("its manifest is gone", url) from error
+        except StorageError as error:
+            warnings.warn(
+                f"whether the dataset was replaced during this epoch is not known: {error}",
+                UserWarning,
+                stacklevel=2,
+            )
+            continue
+        others = [] if manifest is None else _changed_shards(shards, manifest, parent_url(url))
+        if others:
+            how = f"{plural(len(others), 'shard')} changed in its manifest, such as {others[0]}"
+            raise _replaced_error(how, url)
 
-    def __init__(self, located: LocatedShards, storage: Storage) -> None:
-        self._digests = {
-            url: digest
-            for url, digest in located.manifests.items()
-            if storage.local_path(url) is None
-        }
-        self._storage = storage.uncached(max_retry_s=_RETRY_S)
 
-    def check(self, shards: Iterable[ShardInfo]) -> None:
-        """Compare the manifests with what they are now; a warning where a server does not answer.
+def _read_changed(url: str, before: str, storage: Storage) -> Manifest | None:
+    """Return a manifest whose bytes have changed; None if they have not.
 
-        Shards that were added to a manifest do not matter.
+    Other bytes are believed when they come twice: a single answer may have been damaged in transfer.
 
-        Args:
-            shards: Of the dataset, as they were when it was opened.
-
-        Raises:
-            ChangedError: If a manifest is gone, or does not name one of the shards as it was.
-        """
-        for url, before in self._digests.items():
-            try:
-                manifest = self._read_changed(url, before)
-            except NotFoundError as error:
-                raise _replaced_error("its manifest is gone", url) from error
-            except StorageError as error:
-                warnings.warn(
-                    f"whether the dataset was replaced during this epoch is not known: {error}",
-                    UserWarning,
-                    stacklevel=2,
-                )
-                continue
-            others = [] if manifest is None else _changed_shards(shards, manifest, parent_url(url))
-            if others:
-                how = f"{plural(len(others), 'shard')} changed in its manifest, such as {others[0]}"
-                raise _replaced_error(how, url)
-
-    def _read_changed(self, url: str, before: str) -> Manifest | None:
-        """Return a manifest whose bytes are not those of before; None if they are.
-
-        Other bytes are believed when they come twice: a single answer may have been damaged on its way.
-
-        Raises:
-            ManifestError: If it cannot be understood, several times.
-            StorageError: If it is missing or out of reach.
-        """
-        file = FileInfo(url=url, size_or_none=None)
-        seen: set[str] = set()
-        manifest: Manifest | None = None
-        for attempts_left in reversed(range(_ATTEMPTS)):
-            try:
-                manifest, digest = read_manifest(file, self._storage)
-            except ManifestError:
-                if not attempts_left:
-                    raise
-                continue
-            if digest == before:
-                return None
-            if digest in seen:
-                return manifest
-            seen.add(digest)
-        return manifest
+    Raises:
+        ManifestError: If it cannot be understood, several times.
+        StorageError: If it is missing or out of reach.
+    """
+    file = FileInfo(url=url, size_or_none=None)
+    seen: set[str] = set()
+    manifest: Manifest | None = None
+    for attempts_left in reversed(range(_ATTEMPTS)):
+        try:
+            manifest, digest = read_manifest(file, storage)
+        except ManifestError:
+            if not attempts_left:
+                raise
+            continue
+        if digest == before:
+            return None
+        if digest in seen:
+            return manifest
+        seen.add(digest)
+    return manifest
 
 
 def _changed_shards(shards: Iterable[ShardInfo], manifest: Manifest, folder: str) -> list[str]:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.catalog.integrity import Verify, open_verified_reader
-from shardstream.catalog.manifest_versions import ManifestVersions
+from shardstream.catalog.manifest_versions import check_manifests
 from shardstream.errors import IndexMismatchError, OptionError, plural
 from shardstream.format.index import (
     INDEX_SUFFIX,
@@ -79,19 +79,22 @@ class ShardCatalog:
         self, located: LocatedShards, storage: Storage, verify: Verify | None = None
     ) -> None:
         self.storage = storage
-        self._files = FileVersions([storage.local_path(shard.url) for shard in located.shards])
-        self._manifests = ManifestVersions(located, storage)
+        paths = [storage.local_path(shard.url) for shard in located.shards]
+        self._is_local = None not in paths
+        self._files = FileVersions(paths)
+        self._manifests = located.manifests
         self._scanned: dict[int, Offsets] = {}
         self.shards = tuple(
-            self._count(number, shard, located) for number, shard in enumerate(located.shards)
+            [self._count(number, shard, located) for number, shard in enumerate(located.shards)]
         )
-        self._verified_reader = open_verified_reader(verify, self.shards, storage)
+        self._verified_reader = verify and open_verified_reader(verify, self.shards, storage)
         counts = np.array([shard.nsamples for shard in self.shards], dtype=np.int64)
         self._firsts = np.concatenate(([0], np.cumsum(counts)))
         self._kept: OrderedDict[int, Offsets] = OrderedDict()
         self._kept_bytes = 0
         self._mmap_pool = MmapPool()
-        self._keep_read(located.indexes)
+        if located.indexes:
+            self._keep_read(located.indexes)
 
     def __getstate__(self) -> dict[str, Any]:
         with _lock:  # another thread may be reading
@@ -116,12 +119,12 @@ class ShardCatalog:
     @property
     def is_local(self) -> bool:
         """Whether all shards lie on this machine."""
-        return all(self.storage.local_path(shard.url) for shard in self.shards)
+        return self._is_local
 
     @cached_property
     def total_bytes(self) -> int:
         """Bytes of all tars."""
-        return sum(shard.filesize or 0 for shard in self.shards)
+        return sum([shard.filesize or 0 for shard in self.shards])
 
     @cached_property
     def fingerprint(self) -> str:
@@ -180,7 +183,8 @@ class ShardCatalog:
         Raises:
             ChangedError: If the dataset was replaced.
         """
-        self._manifests.check(self.shards)
+        if self._manifests:
+            check_manifests(self._manifests, self.shards, self.storage)
 
     def fetch(
         self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None = None
@@ -268,7 +272,7 @@ class ShardCatalog:
 
     def _keep_read(self, indexes: Mapping[str, bytes]) -> None:
         """Take the indexes that are at hand; one that does not fit is read again when it is needed."""
-        for number, shard in enumerate(self.shards if indexes else ()):
+        for number, shard in enumerate(self.shards):
             data = indexes.get(shard.url + INDEX_SUFFIX)
             if data is not None:
                 with suppress(IndexMismatchError):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from shardstream.catalog.manifest_versions import ManifestVersions
+from shardstream.catalog.manifest_versions import check_manifests
 from shardstream.distributed import WorkerInfo
 from shardstream.errors import ChangedError
 from shardstream.format.forward_reader import ForwardReader, open_decompressed
@@ -37,14 +37,14 @@ class SequentialSource(StreamSource):
         shards: In the order of the dataset.
         storage: Where they are.
         files: What those on this machine were when the dataset was opened.
-        manifests: What remote manifests said of them.
+        manifests: URL of each manifest that names them -> SHA-256 of its bytes.
         shuffle: Permute the shards; samples are shuffled by a stage behind.
     """
 
     shards: tuple[ShardInfo, ...]
     storage: Storage
     files: FileVersions
-    manifests: ManifestVersions
+    manifests: Mapping[str, str]
 
     @property
     def fingerprint(self) -> str:
@@ -79,7 +79,7 @@ def open_sequential_source(
         shards=located.shards,
         storage=storage,
         files=files,
-        manifests=ManifestVersions(located, storage),
+        manifests=located.manifests,
         shuffle=shuffle,
         seed=seed,
     )
@@ -135,7 +135,7 @@ class SequentialRun:
             if error is not None:
                 self._skips.skip_or_raise(error)
             self._place, self._taken, self._offset = self._place + 1, 0, 0
-        self._source.manifests.check(self._source.shards)
+        check_manifests(self._source.manifests, self._source.shards, self._source.storage)
 
     def _read_shard(self, shard: int, info: ShardInfo) -> Generator[Sample, None, None]:
         compressed = is_compressed(info.url)

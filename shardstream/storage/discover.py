@@ -77,8 +77,12 @@ def expand_urls(urls: Urls) -> list[str]:
     Raises:
         OptionError: If a brace is not closed, or too many URLs are meant (see `url_patterns`).
     """
-    parts = [urls] if isinstance(urls, str | os.PathLike) else list(urls)
-    return [url for part in parts for url in expand_braces(*_split_join(os.fspath(part)))]
+    expanded: list[str] = []
+    for part in [urls] if isinstance(urls, str | os.PathLike) else urls:
+        text = os.fspath(part)
+        patterns = _split_join(text) if "::" in text else [text]
+        expanded += expand_braces(*patterns) if "{" in text else patterns
+    return expanded
 
 
 def locate_shards(urls: Urls, storage: Storage) -> LocatedShards:
@@ -142,7 +146,8 @@ def read_manifest(file: FileInfo, storage: Storage) -> tuple[Manifest, str]:
 
 def _decoded(data: bytes, url: str) -> tuple[Manifest, str]:
     manifest = decode_manifest(data, url=url)
-    check_names(url, [shard.url for shard in manifest.shards])
+    if "://" in url:  # a manifest on this machine may name anything
+        check_names(url, [shard.url for shard in manifest.shards])
     return manifest, hashlib.sha256(data).hexdigest()
 
 
@@ -153,11 +158,11 @@ def _too_large(size: str, url: str) -> ManifestError:
     )
 
 
-def _by_folder(urls: Iterable[str]) -> dict[str, list[str]]:
-    """Group URLs by their folders, in order."""
+def _by_folder(shards: Iterable[ShardInfo]) -> dict[str, list[str]]:
+    """Group the URLs of shards by their folders, in order."""
     found: dict[str, list[str]] = {}
-    for url in urls:
-        found.setdefault(parent_url(url), []).append(url)
+    for shard in shards:
+        found.setdefault(parent_url(shard.url), []).append(shard.url)
     return found
 
 
@@ -199,9 +204,9 @@ def _from_manifest(
         raise StorageError(
             "the manifest names no shards: the dataset is empty; pack it again", shard=url
         )
-    shards = tuple(replace(shard, url=join_url(folder, shard.url)) for shard in manifest.shards)
+    shards = [replace(shard, url=join_url(folder, shard.url)) for shard in manifest.shards]
     indexed: set[str] = set()
-    folders = _by_folder(shard.url for shard in shards)
+    folders = _by_folder(shards)
     if len(folders) > _FOLDERS_LIMIT:
         raise ManifestError(
             f"shards in {len(folders)} folders, the limit is {_FOLDERS_LIMIT}; move them together",
@@ -213,9 +218,9 @@ def _from_manifest(
             continue
         listed = storage.list_folder(one)[0] if here is None or one != folder else here
         there = {file.url.rsplit("/", 1)[-1] for file in listed}
-        indexed.update(tar for tar in mine if tar.rsplit("/", 1)[-1] + INDEX_SUFFIX in there)
+        indexed.update([tar for tar in mine if tar.rsplit("/", 1)[-1] + INDEX_SUFFIX in there])
     return LocatedShards(
-        shards=shards, manifest_url=url, manifests={url: digest}, indexed=frozenset(indexed)
+        shards=tuple(shards), manifest_url=url, manifests={url: digest}, indexed=frozenset(indexed)
     )
 
 
@@ -247,8 +252,7 @@ def _from_small_reads(folder: str, storage: Storage) -> LocatedShards | None:
 
 
 def _from_folder(url: str, storage: Storage) -> LocatedShards:
-    located = _from_small_reads(url, storage)
-    if located is not None:
+    if "://" in url and (located := _from_small_reads(url, storage)) is not None:
         return located
     files, folders = storage.list_folder(url)
     by_name = {file.url.rsplit("/", 1)[-1]: file for file in files}
@@ -291,7 +295,7 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
     found: dict[str, ShardInfo] = {}
     indexed: set[str] = set()
     manifests: dict[str, str] = {}
-    for folder, inside in _by_folder(urls).items():
+    for folder, inside in _by_folder([ShardInfo(url=url) for url in urls]).items():
         names = {url.rsplit("/", 1)[-1]: url for url in inside}
         by_name = _look_up(names, folder, storage)
         if folder in globbed:
