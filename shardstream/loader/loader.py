@@ -238,7 +238,7 @@ class ShardLoader(DataLoader[Any]):
         self._iteration += 1
         self._stopwatch = Stopwatch(epoch=begin.epoch, workers=self.num_workers)
         self._batches.begin(begin)
-        seed = self._batches.source_dataset.pipeline.seed
+        seed = self._batches.source_dataset.pipeline.source.seed
         if self._seeds_workers:
             self.generator.manual_seed(derive_key(seed, begin.epoch) >> 1)
         if self._iterator is not None:
@@ -300,7 +300,7 @@ class ShardLoader(DataLoader[Any]):
             del numbers["state_checksum"]
             budget = SkipTracker(batches.source_dataset.pipeline.on_error).budget
             numbers["refill"] = budget is not None and budget.refill
-        fingerprint = batches.source_dataset.pipeline.fingerprint
+        fingerprint = batches.source_dataset.pipeline.source.fingerprint
         compare_ranks(fingerprint, numbers, batches.placement)
         self._is_compared = True
 

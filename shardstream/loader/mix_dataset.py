@@ -117,7 +117,7 @@ def _source(recipe: MixRecipe, options: ReadOptions) -> MixIndexedSource | MixSt
     sources = [part.indexed_source for part in recipe.parts.values()]
     indexed_sources = tuple(source for source in sources if source is not None)
     if len(indexed_sources) < len(sources):
-        return MixStreamSource(recipe=recipe, shuffle=True, seed=options.seed)
+        return MixStreamSource(recipe=recipe, seed=options.seed)
     catalog = ConcatCatalog([source.catalog for source in indexed_sources])
     return MixIndexedSource(
         recipe=recipe, sources=indexed_sources, catalog=catalog, options=options

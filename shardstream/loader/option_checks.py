@@ -37,7 +37,7 @@ def check_options(
         raise OptionError(
             f"a ShardLoader reads a ShardDataset, not {type(dataset).__name__}; use torch's DataLoader for that"
         )
-    if shuffle is not None and shuffle != dataset.pipeline.shuffle:
+    if shuffle is not None and shuffle != dataset.pipeline.source.shuffle:
         raise OptionError(
             f"the order belongs to the dataset: say ShardDataset(..., shuffle={shuffle}) there, nothing here"
         )

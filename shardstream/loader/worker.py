@@ -28,8 +28,7 @@ from shardstream.order.epoch_plan import EpochOrder
 from shardstream.order.partition import PartitionConfig, RankPartition
 from shardstream.pipeline.bad_sample_report import BadSample, with_locations
 from shardstream.pipeline.bad_samples import SkipTracker
-from shardstream.pipeline.indexed_run import worker_steps
-from shardstream.pipeline.indexed_source import IndexedSource, open_run
+from shardstream.pipeline.indexed_source import IndexedRun, IndexedSource, worker_steps
 from shardstream.pipeline.stage import Position, Run, State
 from shardstream.process_memory import tune_worker_process
 
@@ -250,7 +249,7 @@ class BatchDataset(IterableDataset[Any]):
                 error,
             )
 
-        run = open_run(self.indexed_source, partition, worker_info, skips)
+        run = IndexedRun(self.indexed_source, partition, worker_info, skips)
         chain = pipeline.chain(partition.plan.epoch, skips)
         try:
             begun = perf_counter()

@@ -21,7 +21,7 @@ from shardstream.catalog.concat_catalog import AnyCatalog
 from shardstream.errors import ShardStreamError, WorkerError, plural, redact
 from shardstream.loader.serialize import is_picklable_type
 from shardstream.order.partition import RankPartition
-from shardstream.pipeline.indexed_run import worker_steps
+from shardstream.pipeline.indexed_source import worker_steps
 
 _T = TypeVar("_T")
 _REMEDIES = {

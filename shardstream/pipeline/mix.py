@@ -94,7 +94,7 @@ class MixRecipe:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixIndexedSource:
+class MixIndexedSource(IndexedSource):
     """A mix of datasets that are all read by number.
 
     Args:

@@ -12,33 +12,39 @@ from shardstream.distributed import WorkerInfo
 from shardstream.order.mix_schedule import MixSchedule
 from shardstream.order.permutation import derive_key
 from shardstream.pipeline.mix import EPOCHS_PER_PASS, MixRecipe
+from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import Context, Run, State
-from shardstream.pipeline.stream_source import StreamSource
 from shardstream.storage.store import Storage
 
 _MIX_STREAM = 6  # what a random key is for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MixStreamSource(StreamSource):
+class MixStreamSource(Source):
     """A mix whose parts are streams.
 
     Args:
         recipe: What is mixed.
+        seed: Seed of the order.
+        shuffle: Whether every epoch has another order; a mix always has.
     """
 
     recipe: MixRecipe
+    seed: int = 0
+    shuffle: bool = True
 
     @property
     def fingerprint(self) -> str:
         """16 hex digits that change with any of the datasets."""
-        parts = "\n".join(f"{name}\0{part.fingerprint}" for name, part in self.recipe.parts.items())
+        parts = "\n".join(
+            f"{name}\0{part.source.fingerprint}" for name, part in self.recipe.parts.items()
+        )
         return hashlib.sha256(parts.encode()).hexdigest()[:16]
 
     @property
     def checksums(self) -> list[str | None]:
         """16 hex digits for each dataset that change with its bytes; None where no checksums are known."""
-        return [one for part in self.recipe.parts.values() for one in part.checksums]
+        return [one for part in self.recipe.parts.values() for one in part.source.checksums]
 
     def describe(self, *, steps: bool) -> State:
         """Return what a state must agree with beside the data."""
@@ -46,7 +52,7 @@ class MixStreamSource(StreamSource):
 
     def place(self) -> tuple[Storage, str]:
         """Return the storage of the first part's first shard, and the URL of that."""
-        return next(iter(self.recipe.parts.values())).place
+        return next(iter(self.recipe.parts.values())).source.place()
 
     def open(self, worker_info: WorkerInfo, context: Context) -> Run:
         """Start the stream of one loader worker."""
@@ -134,7 +140,9 @@ class MixStreamRun:
     def _open(self, part: int) -> Run:
         pipeline = list(self._recipe.parts.values())[part]
         epoch, again = self._context.epoch, self._passes[part]
-        context = replace(self._context, seed=pipeline.seed, epoch=epoch + again * EPOCHS_PER_PASS)
+        context = replace(
+            self._context, seed=pipeline.source.seed, epoch=epoch + again * EPOCHS_PER_PASS
+        )
         return pipeline.open(self._worker_info, context)
 
     def state_dict(self) -> State:

@@ -5,29 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from shardstream.catalog.concat_catalog import ConcatCatalog
 from shardstream.distributed import WorkerInfo
 from shardstream.pipeline.bad_samples import OnError, SkipTracker
-from shardstream.pipeline.indexed_source import (
-    Chain,
-    IndexedSource,
-    default_partition,
-    open_default_run,
-)
+from shardstream.pipeline.indexed_source import Chain, IndexedSource
+from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import (
     Context,
     ItemFunction,
     ItemStage,
     Run,
-    SourceRun,
     Stage,
     State,
 )
 from shardstream.pipeline.step_signatures import describe
-from shardstream.pipeline.stream_source import StreamSource
 from shardstream.storage.clients import protocol_of
 from shardstream.storage.store import Storage
 
@@ -43,84 +36,36 @@ class Pipeline:
         steps: What a state says of the stages: described before they run, for functions may count in fields of their own.
     """
 
-    source: IndexedSource | StreamSource
+    source: Source
     stages: tuple[Stage, ...] = ()
     on_error: OnError = "raise"
     steps: tuple[str, ...] = ()
+    indexed_source: IndexedSource | None = field(init=False, repr=False, compare=False)
+    """The source, if each sample of its plan comes out as one item, so that a position is one number."""
 
     def __post_init__(self) -> None:
-        new = map(describe, self.stages[len(self.steps) :])
-        object.__setattr__(self, "steps", (*self.steps, *new))
+        new = self.stages[len(self.steps) :]
+        if new:
+            object.__setattr__(self, "steps", (*self.steps, *map(describe, new)))
+        changes_counts = [stage for stage in self.stages if not isinstance(stage, ItemStage)]
+        object.__setattr__(self, "indexed_source", None if changes_counts else self.source.indexed)
 
     def then(self, stage: Stage) -> Pipeline:
         """Return the pipeline with one more stage."""
         return replace(self, stages=(*self.stages, stage))
 
-    @property
-    def indexed_source(self) -> IndexedSource | None:
-        """The source, if each sample of its plan comes out as one item, so that positions are a matter of arithmetic."""
-        if isinstance(self.source, StreamSource) or not all(
-            isinstance(stage, ItemStage) for stage in self.stages
-        ):
-            return None
-        return self.source
-
-    @property
-    def place(self) -> tuple[Storage, str]:
-        """The storage of the dataset, or of the first one of a mix, and the URL of a shard there."""
-        if isinstance(self.source, StreamSource):
-            return self.source.place()
-        catalog = self.source.catalog
-        while isinstance(catalog, ConcatCatalog):
-            catalog = catalog.parts[0]
-        return catalog.storage, catalog.url_of(0) if catalog.num_shards else ""
-
     def storage_for(self, url: str) -> Storage:
         """Return the storage for another file: with the options of the data's, if the protocol is theirs."""
-        storage, shard = self.place
+        storage, shard = self.source.place()
         return storage.uncached() if protocol_of(url) == protocol_of(shard) else Storage()
-
-    @property
-    def seed(self) -> int:
-        """Seed of the dataset."""
-        return (
-            self.source.seed if isinstance(self.source, StreamSource) else self.source.options.seed
-        )
-
-    @property
-    def shuffle(self) -> bool:
-        """Whether every epoch has another order."""
-        return (
-            self.source.shuffle
-            if isinstance(self.source, StreamSource)
-            else self.source.options.shuffle
-        )
-
-    @property
-    def fingerprint(self) -> str:
-        """16 hex digits that change with the dataset."""
-        return (
-            self.source.fingerprint
-            if isinstance(self.source, StreamSource)
-            else self.source.catalog.fingerprint
-        )
-
-    @property
-    def checksums(self) -> list[str | None]:
-        """16 hex digits for each dataset that change with its bytes; None where no checksums are known."""
-        return (
-            self.source.checksums
-            if isinstance(self.source, StreamSource)
-            else self.source.catalog.checksums
-        )
 
     def identity(self, worker_info: WorkerInfo, epoch: int) -> State:
         """Return what the state of a stream must agree with to be continued."""
         identity: State = {
-            "fingerprint": self.fingerprint,
-            "checksums": self.checksums,
-            "seed": self.seed,
-            "shuffle": self.shuffle,
+            "fingerprint": self.source.fingerprint,
+            "checksums": self.source.checksums,
+            "seed": self.source.seed,
+            "shuffle": self.source.shuffle,
             "stages": list(self.steps),
             "rank": worker_info.placement.rank,
             "world_size": worker_info.placement.world_size,
@@ -129,13 +74,7 @@ class Pipeline:
         described = self.source.describe(steps=True)
         if described:
             identity["mix"] = described
-        if not isinstance(self.source, StreamSource):
-            partition = default_partition(self.source, worker_info, epoch)
-            order = partition.plan.order
-            identity |= {"microbatch": order.batch, "lanes": order.lanes, "block": order.block}
-            identity |= {"remainder": partition.config.remainder}
-            identity |= {"window": order.window} if order.shuffle else {}
-        return identity
+        return identity | self.source.order_identity(worker_info, epoch)
 
     def describe(self, *, steps: bool) -> State:
         """Return what a part of a mix is, for the mix's state.
@@ -143,18 +82,17 @@ class Pipeline:
         Args:
             steps: With its stages, on which positions depend where some step changes counts.
         """
-        described: State = {"seed": self.seed, "shuffle": self.shuffle}
+        described: State = {"seed": self.source.seed, "shuffle": self.source.shuffle}
         described |= {"stages": list(self.steps)} if steps else {}
-        if not isinstance(self.source, StreamSource):
-            options = self.source.options
-            described |= {"window": options.window, "block": options.block}
+        if (source := self.source.indexed) is not None:
+            described |= {"window": source.options.window, "block": source.options.block}
         mixed = self.source.describe(steps=steps)
         return described | ({"mix": mixed} if mixed else {})
 
     def context(self, worker_info: WorkerInfo, epoch: int) -> Context:
         """Return what the stages of one loader worker share."""
         return Context(
-            seed=self.seed,
+            seed=self.source.seed,
             epoch=epoch,
             worker_number=worker_info.number,
             skips=SkipTracker(self.on_error),
@@ -162,12 +100,7 @@ class Pipeline:
 
     def open(self, worker_info: WorkerInfo, context: Context) -> Run:
         """Start the whole chain for one loader worker, item by item."""
-        if isinstance(self.source, StreamSource):
-            run = self.source.open(worker_info, context)
-        else:
-            run = open_default_run(self.source, worker_info, context)
-            chain = self.source.chain(context.epoch, context.skips)
-            run = run if chain is None else ChainRun(run, chain)
+        run = self.source.open(worker_info, context)
         for stage in self.stages:
             run = stage.open(run, context)
         return run
@@ -175,28 +108,8 @@ class Pipeline:
     def chain(self, epoch: int, skips: SkipTracker) -> ItemChain:
         """Return all steps of an exact pipeline as one function on the samples of a step."""
         assert self.indexed_source is not None  # noqa: S101  (asked by the callers)
-        context = Context(seed=self.seed, epoch=epoch, skips=skips)
+        context = Context(seed=self.source.seed, epoch=epoch, skips=skips)
         return ItemChain(self.indexed_source.chain(epoch, skips), self.stages, context)
-
-
-class ChainRun(SourceRun):
-    """A chain on single items, for a pipeline that is read item by item."""
-
-    def __init__(self, source: Run, chain: Chain) -> None:
-        super().__init__(source)
-        self._chain = chain
-
-    def __next__(self) -> Any:
-        for item in self.source:
-            items, _ = self._chain([item], [self.source.number])
-            if items:
-                return items[0]
-        raise StopIteration
-
-    def close(self) -> None:
-        """Join the chain's threads, and close the run before."""
-        self._chain.close()
-        super().close()
 
 
 class ItemChain:

@@ -18,8 +18,8 @@ from shardstream.format.samples import Sample, iter_samples
 from shardstream.format.tar_diagnostics import TarNotes
 from shardstream.order.permutation import derive_key, permute
 from shardstream.pipeline.bad_samples import SkipTracker
+from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import Context, Run, State
-from shardstream.pipeline.stream_source import StreamSource
 from shardstream.storage.discover import LocatedShards, is_compressed
 from shardstream.storage.local_files import FileVersions
 from shardstream.storage.range_file import RangeStream
@@ -30,7 +30,7 @@ _STREAM_READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequentialSource(StreamSource):
+class SequentialSource(Source):
     """A dataset that can only be split by whole shards.
 
     Args:
@@ -38,13 +38,16 @@ class SequentialSource(StreamSource):
         storage: Where they are.
         files: What those on this machine were when the dataset was opened.
         manifests: URL of each manifest that names them -> SHA-256 of its bytes.
-        shuffle: Permute the shards; samples are shuffled by a stage behind.
+        shuffle: Permute the shards; samples are shuffled by a later stage.
+        seed: Seed of the order.
     """
 
     shards: tuple[ShardInfo, ...]
     storage: Storage
     files: FileVersions
     manifests: Mapping[str, str]
+    shuffle: bool = False
+    seed: int = 0
 
     @property
     def fingerprint(self) -> str:

@@ -25,7 +25,7 @@ from shardstream.fetch.coalesce import coalesce
 from shardstream.fetch.fetcher import LocalFetcher, open_fetcher
 from shardstream.fetch.remote import RangeFetcher
 from shardstream.order.permutation import Ints
-from shardstream.pipeline import indexed_run
+from shardstream.pipeline import indexed_source
 from shardstream.storage.discover import locate_shards
 from shardstream.storage.local_files import num_maps
 from shardstream.storage.response import RangeResponse
@@ -322,7 +322,7 @@ def test_an_epoch_reads_each_byte_once(
         wire.reads.clear()
         one = loader(url, shuffle=True, window=8)
         assert sorted(flat(labels(one))) == list(range(100))
-        total = one._batches.source_dataset.pipeline.source.catalog.total_bytes  # type: ignore[union-attr]
+        total = one._batches.source_dataset.pipeline.indexed_source.catalog.total_bytes  # type: ignore[union-attr]
         assert wire.tar_bytes <= total
 
 
@@ -407,7 +407,7 @@ def test_large_samples_are_looked_at_by_the_window(
         return really_read(self, numbers)
 
     monkeypatch.setattr(LocalFetcher, "samples", samples)
-    monkeypatch.setattr(indexed_run, "_FOUND_BYTES", 2 << 20)  # 100 samples
+    monkeypatch.setattr(indexed_source, "_FOUND_BYTES", 2 << 20)  # 100 samples
     dataset = ss.ShardDataset(tmp_path, shuffle=True, on_error="skip" if bad else "raise")
     found = [sample for sample in dataset if sample["bin"][:-2] == body]
     numbers = sorted(int.from_bytes(sample["bin"][-2:], "big") for sample in found)

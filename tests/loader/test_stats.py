@@ -30,7 +30,7 @@ def test_a_whole_epoch_is_accounted_for(tmp_path: Path, workers: int) -> None:
     for _ in one:
         time.sleep(0.001)
     stats = one.stats()
-    catalog = one._batches.source_dataset.pipeline.source.catalog  # type: ignore[union-attr]
+    catalog = one._batches.source_dataset.pipeline.indexed_source.catalog  # type: ignore[union-attr]
     assert (stats.epoch, stats.batches, stats.workers) == (0, 9, workers)
     assert (stats.timings.samples, stats.timings.read_bytes) == (60, catalog.total_bytes - 3 * 1024)
     assert stats.timings.steps_s >= 60 * 0.002

@@ -11,7 +11,7 @@ from shardstream.errors import OptionError
 from shardstream.order import epoch_plan as module
 from shardstream.order.epoch_plan import EpochOrder, EpochPlan, default_block, default_window
 from shardstream.order.partition import PartitionConfig, RankPartition
-from shardstream.pipeline.indexed_run import group_by_window, plan_steps, worker_steps
+from shardstream.pipeline.indexed_source import group_by_window, plan_steps, worker_steps
 
 
 @st.composite

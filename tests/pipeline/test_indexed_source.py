@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from shardstream.catalog.shard_catalog import ShardCatalog
+from shardstream.distributed import Placement, WorkerInfo
 from shardstream.errors import IndexMismatchError, ShardError
 from shardstream.order.epoch_plan import EpochOrder, EpochPlan
 from shardstream.order.partition import PartitionConfig, RankPartition
 from shardstream.pipeline.bad_samples import SkipBudget, SkipTracker
-from shardstream.pipeline.indexed_run import IndexedRun
+from shardstream.pipeline.indexed_source import CatalogSource, IndexedRun, ReadOptions
 from shardstream.storage.discover import locate_shards
 from shardstream.storage.store import Storage
 from shardstream.testing import assert_resumes_exactly
@@ -36,14 +37,9 @@ def opener(
     partition = RankPartition(
         EpochPlan(order, 0), PartitionConfig(world_size=2, microbatches=2), rank=1, consumed=4
     )
-    return lambda: IndexedRun(
-        catalog,
-        partition,
-        worker=worker,
-        num_workers=2,
-        skips=skips or SkipTracker(),
-        prefetch_bytes=1000,
-    )
+    source = CatalogSource(catalog=catalog, options=ReadOptions(prefetch_bytes=1000))
+    worker_info = WorkerInfo(Placement(1, 2), worker, 2)
+    return lambda: IndexedRun(source, partition, worker_info, skips or SkipTracker())
 
 
 @pytest.mark.parametrize("worker", [0, 1])

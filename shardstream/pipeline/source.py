@@ -1,0 +1,68 @@
+"""Where the samples of a pipeline come from: the protocol that all sources share."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
+
+from shardstream.distributed import WorkerInfo
+from shardstream.pipeline.stage import Context, Run, State
+from shardstream.storage.store import Storage
+
+if TYPE_CHECKING:
+    from shardstream.pipeline.indexed_source import IndexedSource
+
+
+class Source(ABC):
+    """Raw samples of one or several datasets; a frozen dataclass, picklable.
+
+    A source splits its samples over loader workers. `IndexedSource` does so by a plan, so that a position is one number; others
+    give each worker a stream with a position of its own.
+    """
+
+    __slots__ = ()
+
+    @property
+    @abstractmethod
+    def seed(self) -> int:
+        """Seed of the order."""
+
+    @property
+    @abstractmethod
+    def shuffle(self) -> bool:
+        """Whether every epoch has another order."""
+
+    @property
+    @abstractmethod
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the dataset."""
+
+    @property
+    @abstractmethod
+    def checksums(self) -> list[str | None]:
+        """16 hex digits for each dataset that change with its bytes; None where no checksums are known."""
+
+    @property
+    def indexed(self) -> IndexedSource | None:
+        """This source, if it reads samples by number in the order of a plan."""
+        return None
+
+    def describe(self, *, steps: bool) -> State:  # noqa: ARG002
+        """Return what the state of a mix must agree with; nothing for a single dataset.
+
+        Args:
+            steps: With the stages of its parts.
+        """
+        return {}
+
+    def order_identity(self, worker_info: WorkerInfo, epoch: int) -> State:  # noqa: ARG002
+        """Return the numbers of the order that the state of a stream must agree with."""
+        return {}
+
+    @abstractmethod
+    def open(self, worker_info: WorkerInfo, context: Context) -> Run:
+        """Start the stream of one loader worker."""
+
+    @abstractmethod
+    def place(self) -> tuple[Storage, str]:
+        """Return the storage of the first shard, and its URL; an empty text if there are no shards."""
