@@ -80,7 +80,8 @@ class ShardCatalog:
     ) -> None:
         self.storage = storage
         paths = [storage.local_path(shard.url) for shard in located.shards]
-        self._is_local = None not in paths
+        self.is_local = None not in paths
+        """Whether all shards lie on this machine."""
         self._files = FileVersions(paths)
         self._manifests = located.manifests
         self._scanned: dict[int, Offsets] = {}
@@ -115,11 +116,6 @@ class ShardCatalog:
     def summary(self) -> str:
         """How much it is, for people."""
         return f"{plural(len(self.shards), 'shard')}, {plural(len(self), 'sample')}"
-
-    @property
-    def is_local(self) -> bool:
-        """Whether all shards lie on this machine."""
-        return self._is_local
 
     @cached_property
     def total_bytes(self) -> int:
@@ -276,30 +272,21 @@ class ShardCatalog:
             data = indexes.get(shard.url + INDEX_SUFFIX)
             if data is not None:
                 with suppress(IndexMismatchError):
-                    self._keep(number, _checked(data, shard))
+                    self._keep(number, _checked(data, shard, max_bytes=len(data)))
 
     def _read_index(self, shard: ShardInfo) -> Offsets:
-        """Read an index; one that does not fit is read again: it may have been damaged on its way."""
-        for _ in range(_INDEX_TRIES - 1):
-            try:
-                return self._read_index_once(shard)
-            except IndexMismatchError:
-                self.storage.forget(shard.url + INDEX_SUFFIX)
-        return self._read_index_once(shard)
-
-    def _read_index_once(self, shard: ShardInfo) -> Offsets:
+        """Read an index; one that does not fit is read again: it may have been damaged in transfer."""
         url, nsamples = shard.url + INDEX_SUFFIX, shard.nsamples or 0
-        max_bytes = OFFSET_BYTES * (
-            nsamples + 2
-        )  # one more than it should be: `_checked` says what is wrong
-        data = self.storage.read(url, max_bytes=max_bytes + 1)
-        if len(data) > max_bytes:
-            raise IndexMismatchError(
-                f"the index has more than the {plural(nsamples, 'sample')} that the manifest, or its size in a listing, says; "
-                "run 'shardstream index' again",
-                shard=url,
-            )
-        return _checked(data, shard)
+        max_bytes = OFFSET_BYTES * (nsamples + 2)  # one offset too many: `_checked` reports it
+        for attempts_left in reversed(range(_INDEX_TRIES)):
+            data = self.storage.read(url, max_bytes=max_bytes + 1)
+            try:
+                return _checked(data, shard, max_bytes=max_bytes)
+            except IndexMismatchError:
+                if not attempts_left:
+                    raise
+                self.storage.forget(url)
+        raise AssertionError  # for the type checker: the last attempt returns or raises
 
     def _count(self, number: int, shard: ShardInfo, located: LocatedShards) -> ShardInfo:
         """Complete what is known of a shard; scan a local tar that has no index."""
@@ -345,8 +332,14 @@ def _check_count(shard: ShardInfo) -> None:
         )
 
 
-def _checked(data: bytes, shard: ShardInfo) -> Offsets:
+def _checked(data: bytes, shard: ShardInfo, *, max_bytes: int) -> Offsets:
     url = shard.url + INDEX_SUFFIX
+    if len(data) > max_bytes:
+        raise IndexMismatchError(
+            f"the index has more than the {plural(shard.nsamples or 0, 'sample')} that the manifest, or its size in a listing, says; "
+            "run 'shardstream index' again",
+            shard=url,
+        )
     offsets = decode_index(data, url=url)
     filesize = shard.filesize or int(offsets[-1])
     check_extent(offsets, filesize=filesize, nsamples=shard.nsamples, url=url)

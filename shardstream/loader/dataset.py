@@ -237,7 +237,8 @@ class ShardDataset(StreamDataset):
         if index not in ("auto", "require", "ignore"):
             raise OptionError(f"index is 'auto', 'require' or 'ignore', not {index!r}")
         SkipTracker(on_error)  # refuses nonsense now
-        storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
+        cache = None if cache_dir is cache_bytes is None else open_cache(cache_dir, cache_bytes)
+        storage = Storage(storage_options, filesystem, cache)
         located = locate_shards(urls, storage)
         self._class_names = ClassNames(located, storage)
         unindexed = located.shards[0].url if index == "ignore" else lacks_index(located, storage)

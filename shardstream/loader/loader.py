@@ -6,7 +6,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -73,6 +73,9 @@ class ShardLoader(DataLoader[Any]):
         check_options(dataset, batch_size, shuffle, options | {"drop_last": drop_last})
         self._begin = self._position = Position(epoch=dataset.epoch)
         self._partition: RankPartition | None = None
+        self._data: State | None = (
+            None  # made for the first state: it hashes the names of all shards
+        )
         self._skipped: dict[int, dict[str, int]] = {}
         self._samples_per_dataset: dict[int, dict[str, int]] = {}
         self._refilled: dict[int, int] = {}
@@ -99,9 +102,11 @@ class ShardLoader(DataLoader[Any]):
             lanes=lanes,
             num_workers=num_workers,
         )
-        report = SkipTracker(dataset.pipeline.on_error).report
-        storage = dataset.pipeline.storage_for(report or "")
-        self._bad_sample_report = BadSampleReport(report, dataset.placement, storage)
+        self._bad_sample_report: BadSampleReport | None = None
+        budget = SkipTracker(dataset.pipeline.on_error).budget
+        if budget is not None:
+            storage = dataset.pipeline.storage_for(budget.report or "")
+            self._bad_sample_report = BadSampleReport(budget.report, dataset.placement, storage)
         warn_of_lanes(self._batches, max(1, num_workers))
         self._serves_accelerate = False
         # torch would draw the workers' seeds from the global generator
@@ -162,7 +167,7 @@ class ShardLoader(DataLoader[Any]):
     @property
     def bad_samples(self) -> list[BadSample]:
         """The bad samples passed over by this loader so far, in all epochs, each once; up to 10,000 a worker and epoch."""
-        return self._bad_sample_report.samples
+        return [] if self._bad_sample_report is None else self._bad_sample_report.samples
 
     @property
     def samples_per_dataset(self) -> dict[str, int]:
@@ -238,17 +243,9 @@ class ShardLoader(DataLoader[Any]):
         self._iteration += 1
         self._stopwatch = Stopwatch(epoch=begin.epoch, workers=self.num_workers)
         self._batches.begin(begin)
-        seed = self._batches.source_dataset.pipeline.source.seed
-        if self._seeds_workers:
-            self.generator.manual_seed(derive_key(seed, begin.epoch) >> 1)
-        if self._iterator is not None:
-            self._iterator = live_workers(self._iterator)
-        if self._iterator is None:  # workers will be started
-            can_pin = getattr(torch, "accelerator", torch.cuda).is_available()  # cuda: torch < 2.6
-            self._batches.open_channels(self.num_workers, pins=self.pin_memory and can_pin)
         keep_freed_memory()
         if self.num_workers:
-            self._batches.message_sizes.begin()
+            self._prepare_workers(begin.epoch)
         # In this process torch's iterator adds nothing but 11 us a batch.
         here = self.num_workers == 0 and not self.pin_memory
         with self._batches.serve_loader():
@@ -257,13 +254,25 @@ class ShardLoader(DataLoader[Any]):
             worker_batches = self._batches.receive_batches(
                 workers, self.num_workers, self.prefetch_factor or 1
             )
-        if not self.persistent_workers:  # they take as much memory as was on its way at one time
+        if not self.persistent_workers:  # they take as much memory as was in flight at one time
             self._batches.rings = []
         hand_out = self._serve_accelerate if self._serves_accelerate else self._hand_out
         handed_out = hand_out(worker_batches, workers, begin, self._iteration)
         # Last: after a refusal above, the next iteration begins where this one would have.
         self._begin = Position(epoch=begin.epoch)
         return handed_out
+
+    def _prepare_workers(self, epoch: int) -> None:
+        """Open what the batches of workers pass through, before those are started or asked for another epoch."""
+        if self._seeds_workers:
+            seed = self._batches.source_dataset.pipeline.source.seed
+            self.generator.manual_seed(derive_key(seed, epoch) >> 1)
+        if self._iterator is not None:
+            self._iterator = live_workers(self._iterator)
+        if self._iterator is None:  # workers will be started
+            can_pin = getattr(torch, "accelerator", torch.cuda).is_available()  # cuda: torch < 2.6
+            self._batches.open_channels(self.num_workers, pins=self.pin_memory and can_pin)
+        self._batches.message_sizes.begin()
 
     def _serve_accelerate(
         self, worker_batches: Iterator[WorkerBatch], workers: Any, begin: Position, iteration: int
@@ -310,16 +319,19 @@ class ShardLoader(DataLoader[Any]):
         parts = dict(begin.parts)
         batches = self._batches
         catalog = None if batches.indexed_source is None else batches.indexed_source.catalog
-        watch = WorkerWatch(workers, batches.begun, self._partition, catalog)
+        watch: AbstractContextManager[object] = nullcontext()
+        if self.num_workers:
+            watch = WorkerWatch(workers, batches.begun, self._partition, catalog)
         stopwatch, asked = self._stopwatch, time.perf_counter()
         with self._ending_workers_on_error(workers), watch:
             for steps, worker_batch in enumerate(worker_batches, start=1):
                 stopwatch.add_batch(
                     worker_batch.part, worker_batch.timings, waited_s=time.perf_counter() - asked
                 )
-                self._bad_sample_report.add(
-                    worker_batch.bad, epoch=begin.epoch, worker=worker_batch.part
-                )
+                if self._bad_sample_report is not None:
+                    self._bad_sample_report.add(
+                        worker_batch.bad, epoch=begin.epoch, worker=worker_batch.part
+                    )
                 if worker_batch.error is not None:
                     raise worker_batch.error
                 if iteration == self._iteration:
@@ -345,13 +357,17 @@ class ShardLoader(DataLoader[Any]):
                 end_workers(workers, at_once=isinstance(error, WorkerError))
                 self._iterator = None
             waits = not isinstance(error, KeyboardInterrupt)
-            if (problem := self._bad_sample_report.finish(waits=waits)) is not None:
+            if (problem := self._finish_report(waits=waits)) is not None:
                 error.add_note(str(problem))
                 if isinstance(error, GeneratorExit):  # a break: nobody sees it
                     warnings.warn(f"{problem}", ReportWarning, stacklevel=2)
             raise
-        if (problem := self._bad_sample_report.finish()) is not None:
+        if (problem := self._finish_report(waits=True)) is not None:
             warn_or_raise(problem)
+
+    def _finish_report(self, *, waits: bool) -> Exception | None:
+        report = self._bad_sample_report
+        return None if report is None else report.finish(waits=waits)
 
     def _position_after(
         self, worker_batch: WorkerBatch, steps: int, epoch: int, parts: dict[int, State]
@@ -375,11 +391,11 @@ class ShardLoader(DataLoader[Any]):
         self._follow_dataset()
         batches, position = self._batches, self._position
         if batches.indexed_source is not None:
+            partition = self._partition
+            order = batches.order(position.epoch) if partition is None else partition.plan.order
+            self._data = self._data or _data_identity(batches.indexed_source)
             return plan_state(
-                batches.order(position.epoch),
-                data=self._data(batches.indexed_source),
-                epoch=position.epoch,
-                consumed=position.consumed,
+                order, data=self._data, epoch=position.epoch, consumed=position.consumed
             )
         return part_state(self._topology(), position)
 
@@ -420,7 +436,7 @@ class ShardLoader(DataLoader[Any]):
         mine = {name: getattr(options, name) for name in ("seed", "shuffle", "microbatch", "lanes")}
         if options.shuffle:  # in order, these two say nothing about the sequence
             mine |= {"window": options.window, "block": options.block}
-        check_state(state, mine={"kind": "plan"} | mine | self._data(source))
+        check_state(state, mine={"kind": "plan"} | mine | _data_identity(source))
         batch_size, microbatch = batches.batch_size or 1, state["microbatch"]
         if batch_size % microbatch:
             raise StateError(
@@ -442,21 +458,21 @@ class ShardLoader(DataLoader[Any]):
         )
         warn_of_lanes(self._batches, max(1, self.num_workers))
 
-    @staticmethod
-    def _data(source: IndexedSource) -> State:
-        """Return what a state must agree with of the data."""
-        mixed = source.describe(steps=False)
-        catalog = source.catalog
-        return {"fingerprint": catalog.fingerprint, "checksums": catalog.checksums} | (
-            {"mix": mixed} if mixed else {}
-        )
-
     def _topology(self) -> State:
         """Return what a state with a position for each worker must agree with."""
         batches = self._batches
         worker_info = WorkerInfo(batches.placement, 0, max(1, self.num_workers))
         identity = batches.source_dataset.pipeline.identity(worker_info, self._position.epoch)
         return {"kind": "parts", **identity, "batch_size": batches.batch_size}
+
+
+def _data_identity(source: IndexedSource) -> State:
+    """Return what a state must agree with of the data."""
+    mixed = source.describe(steps=False)
+    catalog = source.catalog
+    return {"fingerprint": catalog.fingerprint, "checksums": catalog.checksums} | (
+        {"mix": mixed} if mixed else {}
+    )
 
 
 def _as_is(worker_batch: Any) -> Any:

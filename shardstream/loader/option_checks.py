@@ -14,6 +14,7 @@ from shardstream.order.partition import fitting_lanes
 from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.indexed_source import ReadOptions
 
+_READ_OPTIONS = frozenset(field.name for field in fields(ReadOptions))
 _WARN_WINDOWS_BYTES = 4_000_000_000  # of windows in one worker
 
 
@@ -41,7 +42,7 @@ def check_options(
         raise OptionError(
             f"the order belongs to the dataset: say ShardDataset(..., shuffle={shuffle}) there, nothing here"
         )
-    misplaced = sorted({field.name for field in fields(ReadOptions)} & set(options))
+    misplaced = sorted(_READ_OPTIONS.intersection(options))
     if misplaced:
         raise OptionError(
             f"{', '.join(misplaced)}: the order belongs to the dataset, say it in ShardDataset(...)"

@@ -28,7 +28,7 @@ from shardstream.order.epoch_plan import EpochOrder
 from shardstream.order.partition import PartitionConfig, RankPartition
 from shardstream.pipeline.bad_sample_report import BadSample, with_locations
 from shardstream.pipeline.bad_samples import SkipTracker
-from shardstream.pipeline.indexed_source import IndexedRun, IndexedSource, worker_steps
+from shardstream.pipeline.indexed_source import IndexedRun, worker_steps
 from shardstream.pipeline.stage import Position, Run, State
 from shardstream.process_memory import tune_worker_process
 
@@ -100,7 +100,9 @@ class BatchDataset(IterableDataset[Any]):
         """Which batch each worker is at (see `track_progress`)."""
         self.rings: list[RingBuffer] = []
         """Of each worker, if there are workers and the system can."""
-        self.message_sizes = MessageSizes()
+        self.message_sizes: MessageSizes
+        self.indexed_source = None if batch_size is None else dataset.pipeline.indexed_source
+        """The source, where positions are arithmetic; None where each worker has a position of its own."""
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy has workers of its own.
@@ -128,11 +130,11 @@ class BatchDataset(IterableDataset[Any]):
         """Make what batches of new workers come by; called before those are started.
 
         Args:
-            num_workers: How many; none needs nothing.
+            num_workers: How many.
             pins: Whether torch pins their tensors: it finds them in what torch itself has sent, not in rings.
         """
-        if num_workers:
-            self.rings, self.message_sizes = [] if pins else open_rings(num_workers), MessageSizes()
+        self.rings = [] if pins else open_rings(num_workers)
+        self.message_sizes = MessageSizes()
 
     def receive_batches(
         self, sent: Iterator[Any], num_workers: int, ahead: int
@@ -148,18 +150,12 @@ class BatchDataset(IterableDataset[Any]):
 
         return receive_items(sent, num_workers, self.message_sizes, unpack, ahead=ahead)
 
-    @property
-    def indexed_source(self) -> IndexedSource | None:
-        """The source, where positions are arithmetic; None where each worker has a position of its own."""
-        return None if self.batch_size is None else self.source_dataset.pipeline.indexed_source
-
     def set_order_options(self, order: Mapping[str, Any]) -> None:
         """Take numbers of the order from a state; they hold for the epochs after it too."""
         assert self.indexed_source is not None  # noqa: S101  (asked by the callers)
+        self.indexed_source = self.indexed_source.with_options(**order)
         dataset = copy.copy(self.source_dataset)
-        dataset.pipeline = replace(
-            dataset.pipeline, source=self.indexed_source.with_options(**order)
-        )
+        dataset.pipeline = replace(dataset.pipeline, source=self.indexed_source)
         self.source_dataset = dataset
 
     def order(self, epoch: int) -> EpochOrder:
@@ -234,7 +230,7 @@ class BatchDataset(IterableDataset[Any]):
         def worker_batch(
             batch: Any, *, empty: bool, error: SkipBudgetError | None = None
         ) -> WorkerBatch:
-            bad = with_locations(skips.drain_bad_samples(), catalog)
+            bad = with_locations(skips.drain_bad_samples(), catalog) if skips.bad else ()
             counts, samples_per_dataset = dict(skips.counts), dict(skips.samples_per_dataset)
             return WorkerBatch(
                 batch,
@@ -254,16 +250,18 @@ class BatchDataset(IterableDataset[Any]):
         try:
             begun = perf_counter()
             steps = iter(worker_steps(partition, worker_info.worker, worker_info.num_workers))
-            for numbers, samples in run.steps():
+            for planned, samples in run.steps():
                 read, step = perf_counter(), next(steps)
-                done = chain(samples, numbers)
-                items = replace_bad_samples(catalog, chain, partition, step, done, skips)
+                items, numbers = chain(samples, planned)
+                if len(items) < partition.step_size(step):
+                    done = items, numbers
+                    items = replace_bad_samples(catalog, chain, partition, step, done, skips)
                 ready = perf_counter()
                 batch = self._collate(items)
                 timings.add_batch(len(items), read - begun, ready - read, perf_counter() - ready)
                 made = [worker_batch(batch, empty=not items)]
                 # While the next are read, only who has taken the worker batch holds these: photos are many MB.
-                del samples, done, items, batch
+                del samples, items, batch
                 yield made.pop()
                 begun = perf_counter()
         except SkipBudgetError as error:

@@ -74,16 +74,12 @@ class SkipTracker:
         """Not bad, but counted beside them: samples of each part of a mix."""
         self.refilled = 0
         """Samples that stood in for bad ones."""
-        self._bad: list[BadSample] = []
-
-    @property
-    def report(self) -> str | None:
-        """Where they are listed, if anywhere."""
-        return None if self.budget is None else self.budget.report
+        self.bad: list[BadSample] = []
+        """Bad samples since the last `drain_bad_samples`."""
 
     def drain_bad_samples(self) -> list[BadSample]:
         """Return the bad samples since the last call."""
-        bad, self._bad = self._bad, []
+        bad, self.bad = self.bad, []
         return bad
 
     def skip_or_raise(self, error: Exception, item: Any = None, number: int | None = None) -> None:
@@ -106,7 +102,7 @@ class SkipTracker:
             raise error
         self.counts[type(error).__name__] += 1
         if self.counts.total() <= _LISTED:
-            self._bad.append(BadSample.of(error, item, number))
+            self.bad.append(BadSample.of(error, item, number))
         notes = "; ".join(getattr(error, "__notes__", ()))
         text = shown(f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else ""))
         _log.log(

@@ -244,9 +244,9 @@ def worker_steps(partition: RankPartition, worker: int, num_workers: int, first:
 
 
 def plan_steps(partition: RankPartition, steps: range) -> Iterator[list[Ints]]:
-    """Yield the sample numbers of the steps, an array a step, some steps at a time: one at first, to begin at once."""
+    """Yield the sample numbers of the steps, an array a step, some steps at a time: few at first, to begin at once."""
     width = partition.config.microbatches * partition.plan.order.batch
-    start, size = 0, 1
+    start, size = 0, 4
     while start < len(steps):
         yield partition.samples(_array(steps[start : start + size]))
         start, size = start + size, min(4 * size, max(1, _CHUNK_SAMPLES // width))
@@ -395,10 +395,12 @@ class IndexedRun:
             catalog, ahead, prefetch_bytes=options.prefetch_bytes, hedge=options.hedge
         )
         with closing(self._fetcher) as fetcher:
+            most = 1  # the first few steps are read one by one: the first batch waits for its own samples only
             for chunk in plan_steps(self._partition, steps):
                 chunk[0], within = chunk[0][within:], 0
-                for some in _chunk_steps(chunk, int(_FOUND_BYTES / mean_bytes)):
+                for some in _chunk_steps(chunk, most):
                     yield from _read(fetcher, some, int(_COPIED_BYTES / mean_bytes))
+                most = int(_FOUND_BYTES / mean_bytes)
         catalog.check_manifests()
 
     def _read_samples(self) -> Generator[tuple[int, Sample], None, None]:

@@ -47,8 +47,11 @@ class Pipeline:
         new = self.stages[len(self.steps) :]
         if new:
             object.__setattr__(self, "steps", (*self.steps, *map(describe, new)))
-        changes_counts = [stage for stage in self.stages if not isinstance(stage, ItemStage)]
-        object.__setattr__(self, "indexed_source", None if changes_counts else self.source.indexed)
+        source = self.source.indexed
+        for stage in self.stages:
+            if not isinstance(stage, ItemStage):  # it changes counts
+                source = None
+        object.__setattr__(self, "indexed_source", source)
 
     def then(self, stage: Stage) -> Pipeline:
         """Return the pipeline with one more stage."""
