@@ -8,22 +8,20 @@ from functools import cached_property
 
 import numpy as np
 
-from shardstream.catalog.object_catalog import ObjectCatalog
-from shardstream.catalog.shard_catalog import Extents, Numbers, ShardCatalog
-from shardstream.errors import plural
-from shardstream.format.index import Offsets
+from shardstream.catalog.base import Catalog, Extents, Numbers
 from shardstream.format.tar_reader import Buffer
 from shardstream.storage.concurrency import AdaptiveLimit
+from shardstream.storage.store import Storage
 
 
-class ConcatCatalog:
+class ConcatCatalog(Catalog):
     """Sample numbers of several datasets, one after the other; numbers past the end start again (a later pass).
 
     Args:
         parts: At least one.
     """
 
-    def __init__(self, parts: Sequence[AnyCatalog]) -> None:
+    def __init__(self, parts: Sequence[Catalog]) -> None:
         self.parts = tuple(parts)
         self.firsts: Numbers = np.concatenate(([0], np.cumsum([len(part) for part in parts])))
         self._first_shards = np.concatenate(
@@ -32,24 +30,22 @@ class ConcatCatalog:
         self.can_coalesce: bool = all(part.can_coalesce for part in parts)
         self.threads: int = max(part.threads for part in parts)
         self.max_prefetch_samples: int = max(part.max_prefetch_samples for part in parts)
+        self.is_local = all(part.is_local for part in parts)
+        self.timeout_s = max(part.timeout_s for part in parts)
+        self.has_indexes = any(part.has_indexes for part in parts)
 
     def __len__(self) -> int:
         return int(self.firsts[-1])
 
     @property
+    def storage(self) -> Storage:
+        """The storage of the first part."""
+        return self.parts[0].storage
+
+    @property
     def num_shards(self) -> int:
         """How many shards there are."""
         return int(self._first_shards[-1])
-
-    @property
-    def summary(self) -> str:
-        """How much it is, for people."""
-        return f"{plural(self.num_shards, 'shard')}, {plural(len(self), 'sample')}"
-
-    @property
-    def is_local(self) -> bool:
-        """Whether all shards lie on this machine."""
-        return all(part.is_local for part in self.parts)
 
     @cached_property
     def total_bytes(self) -> int:
@@ -63,7 +59,7 @@ class ConcatCatalog:
             " ".join(part.fingerprint for part in self.parts).encode()
         ).hexdigest()[:16]
 
-    @property
+    @cached_property
     def checksums(self) -> list[str | None]:
         """Those of each dataset."""
         return [one for part in self.parts for one in part.checksums]
@@ -72,10 +68,10 @@ class ConcatCatalog:
         """Return which dataset each sample is of."""
         return np.searchsorted(self.firsts, numbers % len(self), side="right") - 1
 
-    def extents(self, numbers: Numbers) -> Extents:
+    def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
         """Return where samples are, in the order given."""
-        within = numbers % len(self)
-        parts = self.part_of(numbers)
+        wanted = np.asarray(numbers, dtype=np.int64)
+        within, parts = wanted % len(self), self.part_of(wanted)
         columns = Extents(*(np.empty_like(within) for _ in range(3)))
         for part in np.unique(parts).tolist():
             mine = parts == part
@@ -93,10 +89,10 @@ class ConcatCatalog:
             for shard in self.parts[part].shards_of(within[parts == part] - self.firsts[part])
         ]
 
-    def offsets(self, shard: int) -> Offsets:
-        """Return the index of a shard, shape (n + 1,)."""
+    def load_index(self, shard: int) -> None:
+        """Read what `extents` needs of a shard."""
         part, within = self._within(shard)
-        return part.offsets(within)
+        part.load_index(within)
 
     def url_of(self, shard: int) -> str:
         """Return the URL of a shard."""
@@ -126,16 +122,7 @@ class ConcatCatalog:
         part, within = self._within(shard)
         return part.fetch(within, start, end, concurrency)
 
-    @property
-    def timeout_s(self) -> float:
-        """Seconds within which `fetch` ends, unless bytes come."""
-        return max(part.timeout_s for part in self.parts)
-
-    def _within(self, shard: int) -> tuple[AnyCatalog, int]:
+    def _within(self, shard: int) -> tuple[Catalog, int]:
         """Return the part that a shard is of, and its number there."""
         part = int(np.searchsorted(self._first_shards, shard, side="right")) - 1
         return self.parts[part], shard - self._first_shards[part]
-
-
-AnyCatalog = ShardCatalog | ObjectCatalog | ConcatCatalog
-"""Samples by number, of any kind."""

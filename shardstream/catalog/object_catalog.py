@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
@@ -12,11 +12,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.catalog.shard_catalog import Extents, Numbers
+from shardstream.catalog.base import Catalog, Extents, Numbers, check_numbers
 from shardstream.errors import ChangedError, OptionError, plural
-from shardstream.format.index import Offsets
 from shardstream.format.names import canonical_field, split_member_name
-from shardstream.format.tar_reader import Buffer
 from shardstream.format.tar_writer import encode_member, member_bytes
 from shardstream.storage.concurrency import AdaptiveLimit, hints_of
 from shardstream.storage.listing import ListedFile, sample_members
@@ -31,7 +29,7 @@ LabelFunction = Callable[[str], Any]
 """A file's path under the prefix -> its class: a name, or a number."""
 
 
-class ObjectCatalog:
+class ObjectCatalog(Catalog):
     """Sample numbers of loose files (0 to n - 1, sorted by key) -> their bytes.
 
     Files that share a key (``a.jpg`` and ``a.json``) are one sample. Each sample is handed out as a tar of its own, as `shardstream
@@ -50,13 +48,15 @@ class ObjectCatalog:
     """
 
     can_coalesce = False
-    # Read ahead on this machine too: to open a small file may take as long as a request.
-    is_local = False
+    is_local = (
+        False  # local files are read ahead, too: to open a small file may take as long as a request
+    )
     threads = 32
     max_prefetch_samples = 1024
 
     def __init__(self, root: str, files: Sequence[ListedFile], storage: Storage) -> None:
-        self.storage = storage
+        self._storage = storage
+        self.timeout_s = storage.timeouts.total_s
         self._root = files[0].url.removesuffix(files[0].path)
         if any(file.url != self._root + file.path for file in files):
             raise OptionError("the files of this folder have no URLs of their own", shard=root)
@@ -68,14 +68,18 @@ class ObjectCatalog:
         keys = [key for key, _, _ in members]
         starts = [0] + [i for i, (one, other) in enumerate(pairwise(keys), 1) if one != other]
         self._firsts = _compact([*starts, len(members)])
-        self.checksums: list[str | None] = [_checksum(members)]
-        """16 hex digits that change with the bytes of the files, where the store tells an MD5 of each; else None."""
+        self._checksum = _checksum(members)
         self._labels: npt.NDArray[np.int64] | None = None
         self.classes: tuple[str, ...] | None = None
         """Names of the classes, in the order of their labels; None if labels are numbers, or there are none."""
 
     def __len__(self) -> int:
         return len(self._firsts) - 1
+
+    @property
+    def storage(self) -> Storage:
+        """The storage of the files."""
+        return self._storage
 
     @property
     def num_shards(self) -> int:
@@ -104,6 +108,11 @@ class ObjectCatalog:
         if self._labels is not None:
             digest.update(self._labels.astype("<i8").tobytes())
         return digest.hexdigest()[:16]
+
+    @property
+    def checksums(self) -> list[str | None]:
+        """16 hex digits that change with the bytes of the files, where the store tells an MD5 of each; else None."""
+        return [self._checksum]
 
     def set_labels(self, label: LabelFunction, classes: Sequence[str] | None = None) -> None:
         """Give each sample a field ``cls``: what a function says of the path of its first file.
@@ -145,10 +154,6 @@ class ObjectCatalog:
         """Return the URL of a sample's first file."""
         return self._root + self._path(int(self._firsts[shard]))
 
-    def map_shard(self, shard: int) -> Buffer:
-        """Return a sample's tar, which is made in memory."""
-        return self.fetch(shard, 0, self._tar_bytes(shard))
-
     def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
         """Return where samples are: each is the whole of its shard.
 
@@ -156,26 +161,13 @@ class ObjectCatalog:
             IndexError: If there is no such sample.
         """
         wanted = np.asarray(numbers, dtype=np.int64)
-        if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
-            raise IndexError(
-                f"sample numbers go from 0 to {len(self) - 1}, asked for {wanted.min()} to {wanted.max()}"
-            )
+        check_numbers(wanted, len(self))
         ends = [self._tar_bytes(number) for number in wanted.tolist()]
         return Extents(wanted, np.zeros_like(wanted), np.array(ends, dtype=np.int64))
 
-    def shards_of(self, numbers: Numbers) -> list[int]:  # noqa: ARG002
-        """Return the shards whose index must be read first: none has one."""
-        return []
-
-    def offsets(self, shard: int) -> Offsets:
-        """Return where the one sample of a shard is."""
-        return np.array([0, self._tar_bytes(shard)], dtype=np.int64)
-
-    def check_unchanged(self, shards: Iterable[int]) -> None:
-        """Do nothing: no file is mapped; `fetch` compares lengths."""
-
-    def check_manifests(self) -> None:
-        """Do nothing: there is none."""
+    def shards_of(self, numbers: Numbers) -> list[int]:
+        """Return the samples themselves: each is a shard."""
+        return sorted(set(numbers.tolist()))
 
     def fetch(
         self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None = None
@@ -199,25 +191,20 @@ class ObjectCatalog:
     def _read(self, url: str, size: int, concurrency: AdaptiveLimit | None) -> bytes:
         """Read a file that must have the length it was listed with."""
         # S3 tells the length with a range; elsewhere only the whole file shows that it has grown.
-        end = size if self.storage.is_s3(url) else None
+        end = size if self._storage.is_s3(url) else None
 
         def ask() -> bytes:
             try:
-                data = self.storage.read(url, 0, end, **(hints_of(concurrency) | {"size": size}))
+                data = self._storage.read(url, 0, end, **(hints_of(concurrency) | {"size": size}))
             except ChangedError as error:
                 raise _changed_error(url) from error
             if len(data) != size:
-                if self.storage.info(url).size != size:
+                if self._storage.info(url).size != size:
                     raise _changed_error(url)
                 raise AnswerCutError(f"got {len(data)} of {size} bytes")
             return data
 
-        return retry_call(self.storage, url, ask)
-
-    @property
-    def timeout_s(self) -> float:
-        """Seconds within which `fetch` ends, unless bytes come."""
-        return self.storage.timeouts.total_s
+        return retry_call(self._storage, url, ask)
 
     def _members(self, number: int) -> list[tuple[str, int | None]]:
         """Return names in the tar, in the order of their fields, with the number of the file; None stands for the label."""
@@ -283,7 +270,7 @@ def _key_and_field(path: str) -> tuple[str, str]:
 
 def _changed_error(url: str) -> ChangedError:
     return ChangedError(
-        "the file was changed after it was listed; open the dataset anew", shard=url
+        "the file was changed after it was listed; open the dataset again", shard=url
     )
 
 

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from shardstream.catalog.base import Catalog, Extents, Numbers, check_numbers
 from shardstream.catalog.integrity import Verify, open_verified_reader
 from shardstream.catalog.manifest_versions import check_manifests
 from shardstream.errors import IndexMismatchError, OptionError, plural
@@ -34,25 +33,13 @@ from shardstream.storage.fork_safety import new_lock
 from shardstream.storage.local_files import FileVersions, MmapPool, map_file
 from shardstream.storage.store import Storage
 
-Numbers = npt.NDArray[np.int64]
 _OFFSETS_KEPT_BYTES = 64 << 20
 _OFFSETS_SENT_BYTES = 1 << 20  # to a spawned worker
 _INDEX_TRIES = 4
 _lock = new_lock()  # of what catalogs keep
 
 
-class Extents(NamedTuple):
-    """Where some samples are: arrays of equal length, int64."""
-
-    shards: Numbers
-    """Number of the shard, from 0."""
-    starts: Numbers
-    """Offset of the sample's first header in its tar."""
-    ends: Numbers
-    """Offset behind the sample."""
-
-
-class ShardCatalog:
+class ShardCatalog(Catalog):
     """Sample numbers of a dataset (0 to n - 1, in the order of its shards) -> shards and byte ranges.
 
     Counts are known at once; the offsets of a shard are read when first asked for, and the least used forgotten.
@@ -68,17 +55,13 @@ class ShardCatalog:
         ShardError: If a local tar that is scanned is damaged.
     """
 
-    can_coalesce = True
-    """Whether samples with neighbouring numbers are read together."""
-    threads = 24
-    """Requests in flight."""
-    max_prefetch_samples = sys.maxsize
-    """Samples that are asked for ahead of use, at most."""
+    has_indexes = True
 
     def __init__(
         self, located: LocatedShards, storage: Storage, verify: Verify | None = None
     ) -> None:
-        self.storage = storage
+        self._storage = storage
+        self.timeout_s = storage.timeouts.total_s
         paths = [storage.local_path(shard.url) for shard in located.shards]
         self.is_local = None not in paths
         """Whether all shards lie on this machine."""
@@ -108,14 +91,14 @@ class ShardCatalog:
         return int(self._firsts[-1])
 
     @property
+    def storage(self) -> Storage:
+        """The storage of the shards."""
+        return self._storage
+
+    @property
     def num_shards(self) -> int:
         """How many shards there are."""
         return len(self.shards)
-
-    @property
-    def summary(self) -> str:
-        """How much it is, for people."""
-        return f"{plural(len(self.shards), 'shard')}, {plural(len(self), 'sample')}"
 
     @cached_property
     def total_bytes(self) -> int:
@@ -147,7 +130,7 @@ class ShardCatalog:
         if kept is not None and self._verified_reader is None:
             return kept
         url = self.shards[shard].url
-        path = self.storage.local_path(url) or url
+        path = self._storage.local_path(url) or url
         if (
             kept is not None
             and self._verified_reader is not None
@@ -180,7 +163,7 @@ class ShardCatalog:
             ChangedError: If the dataset was replaced.
         """
         if self._manifests:
-            check_manifests(self._manifests, self.shards, self.storage)
+            check_manifests(self._manifests, self.shards, self._storage)
 
     def fetch(
         self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None = None
@@ -195,14 +178,9 @@ class ShardCatalog:
             return self._verified_reader.read(shard, start, end, concurrency)
         info = self.shards[shard]
         hints = hints_of(concurrency) | {"size": info.filesize}
-        data = self.storage.read_view(info.url, start, end, **hints)
+        data = self._storage.read_view(info.url, start, end, **hints)
         self._files.check([shard])
         return data
-
-    @property
-    def timeout_s(self) -> float:
-        """Seconds within which `fetch` ends, unless bytes come."""
-        return self.storage.timeouts.total_s
 
     def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
         """Return where samples are, in the order given.
@@ -212,10 +190,7 @@ class ShardCatalog:
             IndexMismatchError: If the index of a shard does not fit it.
         """
         wanted = np.asarray(numbers, dtype=np.int64)
-        if wanted.size and (wanted.min() < 0 or wanted.max() >= len(self)):
-            raise IndexError(
-                f"sample numbers go from 0 to {len(self) - 1}, asked for {wanted.min()} to {wanted.max()}"
-            )
+        check_numbers(wanted, len(self))
         shards = np.searchsorted(self._firsts, wanted, side="right") - 1
         within = wanted - self._firsts[shards]
         starts, ends = np.empty_like(wanted), np.empty_like(wanted)
@@ -231,6 +206,10 @@ class ShardCatalog:
     def shards_of(self, numbers: Numbers) -> list[int]:
         """Return which shards some samples are in, each once."""
         return sorted(set((np.searchsorted(self._firsts, numbers, side="right") - 1).tolist()))
+
+    def load_index(self, shard: int) -> None:
+        """Read the index of a shard."""
+        self.offsets(shard)
 
     def offsets(self, shard: int) -> Offsets:
         """Return the index of a shard, shape (n + 1,).
@@ -279,13 +258,13 @@ class ShardCatalog:
         url, nsamples = shard.url + INDEX_SUFFIX, shard.nsamples or 0
         max_bytes = OFFSET_BYTES * (nsamples + 2)  # one offset too many: `_checked` reports it
         for attempts_left in reversed(range(_INDEX_TRIES)):
-            data = self.storage.read(url, max_bytes=max_bytes + 1)
+            data = self._storage.read(url, max_bytes=max_bytes + 1)
             try:
                 return _checked(data, shard, max_bytes=max_bytes)
             except IndexMismatchError:
                 if not attempts_left:
                     raise
-                self.storage.forget(url)
+                self._storage.forget(url)
         raise AssertionError  # for the type checker: the last attempt returns or raises
 
     def _count(self, number: int, shard: ShardInfo, located: LocatedShards) -> ShardInfo:
@@ -295,7 +274,7 @@ class ShardCatalog:
         if shard.url in located.indexed and shard.nsamples is not None:
             _check_count(shard)
             return shard
-        path = None if is_compressed(shard.url) else self.storage.local_path(shard.url)
+        path = None if is_compressed(shard.url) else self._storage.local_path(shard.url)
         if path is None:
             raise OptionError(
                 "no index: run 'shardstream index' on it first, then it is read by number",

@@ -8,8 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from shardstream.catalog.concat_catalog import AnyCatalog
-from shardstream.catalog.shard_catalog import Extents, Numbers
+from shardstream.catalog.base import Catalog, Extents, Numbers
 from shardstream.fetch.coalesce import coalesce
 from shardstream.fetch.in_flight import RequestPool
 from shardstream.fetch.readahead import Readahead
@@ -44,7 +43,7 @@ class Fetcher(Protocol):
 
 
 def open_fetcher(
-    catalog: AnyCatalog,
+    catalog: Catalog,
     upcoming: Iterable[Numbers],
     *,
     prefetch_bytes: int,
@@ -63,7 +62,7 @@ def open_fetcher(
     return RangeFetcher(catalog, iter(upcoming), prefetch_bytes=prefetch_bytes, hedges=hedge)
 
 
-def open_batch_fetcher(catalog: AnyCatalog) -> Fetcher:
+def open_batch_fetcher(catalog: Catalog) -> Fetcher:
     """Open a reader of batches that nobody announces, safe among threads.
 
     Args:
@@ -81,7 +80,7 @@ class BatchFetcher:
         catalog: The dataset.
     """
 
-    def __init__(self, catalog: AnyCatalog) -> None:
+    def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
         self._pool = RequestPool(catalog, hedges=False)
 
@@ -124,7 +123,7 @@ class MappedSamples:
         found: The samples.
     """
 
-    def __init__(self, catalog: AnyCatalog, shards: Numbers, found: Found) -> None:
+    def __init__(self, catalog: Catalog, shards: Numbers, found: Found) -> None:
         self._catalog, self._shards, self._found = catalog, shards, found
 
     def __getitem__(self, taken: slice) -> Columns:
@@ -146,7 +145,7 @@ class LocalFetcher:
         readahead: Has pages read before they are needed.
     """
 
-    def __init__(self, catalog: AnyCatalog, readahead: Readahead) -> None:
+    def __init__(self, catalog: Catalog, readahead: Readahead) -> None:
         self._catalog, self._readahead = catalog, readahead
         self._read_bytes = 0
         mean_bytes = catalog.total_bytes / max(1, len(catalog))

@@ -7,7 +7,7 @@ import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from shardstream.catalog.concat_catalog import AnyCatalog
+from shardstream.catalog.base import Catalog
 from shardstream.errors import StorageError
 from shardstream.fetch.coalesce import ByteRange
 from shardstream.storage.concurrency import AdaptiveLimit, Slot
@@ -50,7 +50,7 @@ class RequestPool:
         hedges: Send a second request where an answer takes three times as long as usual, and take what comes first.
     """
 
-    def __init__(self, catalog: AnyCatalog, *, hedges: bool) -> None:
+    def __init__(self, catalog: Catalog, *, hedges: bool) -> None:
         self.concurrency = AdaptiveLimit(catalog.threads, _THREADS)
         self._catalog, self._hedges = catalog, hedges
         self._pending: list[InFlightRange] = []
@@ -71,7 +71,7 @@ class RequestPool:
 
     def submit_index(self, shard: int) -> Future[object]:
         """Have the index of a shard read."""
-        return self._side_pool.submit(self._catalog.offsets, shard)
+        return self._side_pool.submit(self._catalog.load_index, shard)
 
     def wait_for_index(self, shard: int, index: Future[object], sent_at: float) -> None:
         """Wait for an index, or for the answer to a second request for it."""

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shardstream.catalog.concat_catalog import AnyCatalog
-from shardstream.catalog.shard_catalog import Numbers
+from shardstream.catalog.base import Catalog, Numbers
 from shardstream.fetch.coalesce import coalesce
 
 
@@ -26,7 +25,7 @@ class Readahead:
         budget_bytes: How much to have read ahead.
     """
 
-    def __init__(self, catalog: AnyCatalog, upcoming: Iterator[Numbers], budget_bytes: int) -> None:
+    def __init__(self, catalog: Catalog, upcoming: Iterator[Numbers], budget_bytes: int) -> None:
         self._catalog = catalog
         self._upcoming = upcoming
         self._budget = budget_bytes if catalog.can_coalesce else 0

@@ -10,8 +10,7 @@ from itertools import repeat
 
 import numpy as np
 
-from shardstream.catalog.concat_catalog import AnyCatalog
-from shardstream.catalog.shard_catalog import Numbers
+from shardstream.catalog.base import Catalog, Numbers
 from shardstream.errors import IndexMismatchError, StorageError
 from shardstream.fetch.coalesce import ByteRange, coalesce
 from shardstream.fetch.in_flight import InFlightRange, RequestPool
@@ -58,7 +57,7 @@ class RangeFetcher:
 
     def __init__(
         self,
-        catalog: AnyCatalog,
+        catalog: Catalog,
         upcoming: Iterator[Numbers],
         *,
         prefetch_bytes: int,
@@ -160,7 +159,7 @@ class RangeFetcher:
 
     def _request_indexes(self) -> tuple[Numbers, dict[int, Future[object]]]:
         numbers = next(self._upcoming, np.empty(0, dtype=np.int64))
-        shards = self._catalog.shards_of(numbers) if len(numbers) else []
+        shards = self._catalog.shards_of(numbers) if self._catalog.has_indexes else []
         self._indexes_requested_at = time.monotonic()
         return numbers, {shard: self._requests.submit_index(shard) for shard in shards}
 

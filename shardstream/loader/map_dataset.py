@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, Self, overload
 import numpy as np
 from torch.utils.data import Dataset
 
+from shardstream.catalog.base import Numbers
 from shardstream.catalog.class_names import ClassNames, warn_of_difference
 from shardstream.catalog.integrity import Verify
 from shardstream.catalog.object_catalog import ObjectCatalog
-from shardstream.catalog.shard_catalog import Numbers, ShardCatalog
+from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.errors import OptionError
 from shardstream.fetch.fetcher import Fetcher, open_batch_fetcher
 from shardstream.format.samples import Sample

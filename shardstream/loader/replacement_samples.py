@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog.concat_catalog import AnyCatalog
+from shardstream.catalog.base import Catalog
 from shardstream.errors import SampleError
 from shardstream.format.samples import read_sample
 from shardstream.order.partition import RankPartition
@@ -22,7 +22,7 @@ _SUBSTITUTE = 5
 
 
 def replace_bad_samples(
-    catalog: AnyCatalog,
+    catalog: Catalog,
     chain: Chain,
     partition: RankPartition,
     step: int,
@@ -91,7 +91,7 @@ def _draw(partition: RankPartition, step: int, attempt: int) -> int:
     return int(plan.batches(np.array([batch], dtype=np.int64))[0, slot])
 
 
-def _read(catalog: AnyCatalog, number: int) -> dict[str, Any]:
+def _read(catalog: Catalog, number: int) -> dict[str, Any]:
     shards, starts, ends = catalog.extents(np.array([number], dtype=np.int64))
     shard, start, end = int(shards[0]), int(starts[0]), int(ends[0])
     data = bytes(catalog.fetch(shard, start, end))

@@ -17,7 +17,7 @@ import numpy as np
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import signal_handling
 
-from shardstream.catalog.concat_catalog import AnyCatalog
+from shardstream.catalog.base import Catalog
 from shardstream.errors import ShardStreamError, WorkerError, plural, redact
 from shardstream.loader.serialize import is_picklable_type
 from shardstream.order.partition import RankPartition
@@ -71,7 +71,7 @@ class WorkerWatch:
         workers: Any,
         begun: Any,
         partition: RankPartition | None,
-        catalog: AnyCatalog | None,
+        catalog: Catalog | None,
     ) -> None:
         self._workers: list[Any] = list(getattr(workers, "_workers", ()))
         self._begun = begun

@@ -12,7 +12,8 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from shardstream.catalog.concat_catalog import AnyCatalog, ConcatCatalog
+from shardstream.catalog.base import Catalog
+from shardstream.catalog.concat_catalog import ConcatCatalog
 from shardstream.distributed import Placement
 from shardstream.errors import (
     OptionError,
@@ -84,7 +85,7 @@ class BadSample:
         return self.shard, self.offset, self.key, self.field, self.error
 
 
-def with_locations(bad: Iterable[BadSample], catalog: AnyCatalog) -> tuple[BadSample, ...]:
+def with_locations(bad: Iterable[BadSample], catalog: Catalog) -> tuple[BadSample, ...]:
     """Complete shard and offset from the sample's number.
 
     In a mix a number may be that of one of its datasets, so it says nothing, and is left out.

@@ -11,7 +11,8 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from shardstream.catalog.concat_catalog import AnyCatalog, ConcatCatalog
+from shardstream.catalog.base import Catalog
+from shardstream.catalog.concat_catalog import ConcatCatalog
 from shardstream.distributed import WorkerInfo
 from shardstream.fetch.fetcher import Fetcher, MappedSamples, open_fetcher
 from shardstream.format.columns import Columns, Samples
@@ -89,7 +90,7 @@ class IndexedSource(Source):
 
     options: ReadOptions
     """What the user said about the order."""
-    catalog: AnyCatalog
+    catalog: Catalog
     """All samples by number."""
 
     @property
@@ -165,7 +166,7 @@ class CatalogSource(IndexedSource):
         options: What the user said about their order.
     """
 
-    catalog: AnyCatalog
+    catalog: Catalog
     options: ReadOptions
 
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:  # noqa: ARG002  (the same every epoch)

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 
 import shardstream as ss
 from shardstream import process_memory
-from shardstream.catalog.shard_catalog import Extents, ShardCatalog
+from shardstream.catalog.base import Extents
+from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.errors import AccessDeniedError, ChangedError, NotFoundError, StorageError
 from shardstream.fetch.coalesce import coalesce
 from shardstream.fetch.fetcher import LocalFetcher, open_fetcher
