@@ -38,9 +38,10 @@ from shardstream.errors import (
 from shardstream.process_memory import pause_gc_for_import
 
 if TYPE_CHECKING:
+    from shardstream.catalog.base import Catalog
     from shardstream.loader.checkpoint import load_checkpoint, save_checkpoint
     from shardstream.loader.collation import collate
-    from shardstream.loader.dataset import ShardDataset
+    from shardstream.loader.dataset import CatalogDataset, ShardDataset
     from shardstream.loader.loader import ShardLoader
     from shardstream.loader.map_dataset import ShardMapDataset
     from shardstream.loader.mix_dataset import mix
@@ -51,11 +52,14 @@ if TYPE_CHECKING:
     from shardstream.packing.verification import verify
     from shardstream.pipeline.bad_sample_report import BadSample
     from shardstream.pipeline.bad_samples import SkipBudget
+    from shardstream.pipeline.indexed_source import ReadOptions
 
 __all__ = [
     "AccessDeniedError",
     "BadSample",
     "CacheWarning",
+    "Catalog",
+    "CatalogDataset",
     "ChangedError",
     "ClassesWarning",
     "DecodeError",
@@ -68,6 +72,7 @@ __all__ = [
     "ObjectMapDataset",
     "OptionError",
     "Placement",
+    "ReadOptions",
     "ReportWarning",
     "SampleError",
     "ShardDataset",
@@ -96,8 +101,11 @@ __all__ = [
 # Looked up when first used: torch takes over a second to import, and the command line does without.
 _LAZY = {
     "BadSample": "pipeline.bad_sample_report",
+    "Catalog": "catalog.base",
+    "CatalogDataset": "loader.dataset",
     "ObjectDataset": "loader.object_dataset",
     "ObjectMapDataset": "loader.object_dataset",
+    "ReadOptions": "pipeline.indexed_source",
     "ShardDataset": "loader.dataset",
     "ShardLoader": "loader.loader",
     "ShardMapDataset": "loader.map_dataset",

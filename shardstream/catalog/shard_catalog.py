@@ -33,8 +33,8 @@ from shardstream.storage.fork_safety import new_lock
 from shardstream.storage.local_files import FileVersions, MmapPool, map_file
 from shardstream.storage.store import Storage
 
-_OFFSETS_KEPT_BYTES = 64 << 20
-_OFFSETS_SENT_BYTES = 1 << 20  # to a spawned worker
+OFFSETS_KEPT_BYTES = 64 << 20
+OFFSETS_SENT_BYTES = 1 << 20  # to a spawned worker
 _INDEX_TRIES = 4
 _lock = new_lock()  # of what catalogs keep
 
@@ -83,7 +83,7 @@ class ShardCatalog(Catalog):
     def __getstate__(self) -> dict[str, Any]:
         with _lock:  # another thread may be reading
             kept, nbytes = self._kept.copy(), self._kept_bytes
-        if nbytes > _OFFSETS_SENT_BYTES:
+        if nbytes > OFFSETS_SENT_BYTES:
             kept, nbytes = OrderedDict(), 0
         return self.__dict__ | {"_kept": kept, "_kept_bytes": nbytes}
 
@@ -242,7 +242,7 @@ class ShardCatalog(Catalog):
             if shard not in self._kept:
                 self._kept[shard] = offsets
                 self._kept_bytes += offsets.nbytes
-            while self._kept_bytes > _OFFSETS_KEPT_BYTES and len(self._kept) > 1:
+            while self._kept_bytes > OFFSETS_KEPT_BYTES and len(self._kept) > 1:
                 self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
 
     def _keep_read(self, indexes: Mapping[str, bytes]) -> None:

@@ -11,7 +11,7 @@ from shardstream.catalog.base import Extents, Numbers
 # Of one request: large enough to hide latency, small enough to spread over connections.
 _RANGE_BYTES = 4 << 20
 # Read through: another request costs as much of a processor as so many bytes, and its latency is hidden by those beside it.
-_GAP_BYTES = 256 << 10
+GAP_BYTES = 256 << 10
 
 
 class ByteRange:
@@ -44,7 +44,7 @@ def coalesce(extents: Extents) -> list[ByteRange]:
     shards, starts, ends = extents
     order = np.lexsort((starts, shards))
     shards, starts, ends = shards[order], starts[order], ends[order]
-    apart = (np.diff(shards) != 0) | (starts[1:] - ends[:-1] > _GAP_BYTES)
+    apart = (np.diff(shards) != 0) | (starts[1:] - ends[:-1] > GAP_BYTES)
     runs = [0, *(np.flatnonzero(apart) + 1).tolist(), len(order)]
     ranges: list[ByteRange] = []
     for run, run_end in pairwise(runs):

@@ -13,7 +13,7 @@ from shardstream.format.samples import Sample, read_sample
 from shardstream.format.tar_reader import BLOCK_BYTES, Buffer
 
 # With fewer, and fewer in a slice, NumPy's calls cost more than they save.
-_FEW, _FEW_IN_ONE = 40, 6
+MIN_SAMPLES, MIN_SAMPLES_PER_SLICE = 40, 6
 _SMALL_BYTES = 4096  # larger bodies are copied one by one: NumPy copies twice
 _POWERS_OF_8 = 8 ** np.arange(
     10, -1, -1, dtype=np.int64
@@ -45,7 +45,7 @@ class ShardSlice(NamedTuple):
 
 def is_worth_vectorizing(samples: int, shard_slices: int) -> bool:
     """Tell whether it pays to read samples together."""
-    return samples >= max(_FEW, _FEW_IN_ONE * shard_slices)
+    return samples >= max(MIN_SAMPLES, MIN_SAMPLES_PER_SLICE * shard_slices)
 
 
 def read_samples(shard_slices: Sequence[ShardSlice]) -> Samples:

@@ -11,8 +11,10 @@ from typing import Any, BinaryIO, Protocol, cast
 from shardstream.errors import OptionError, ShardError
 
 DEFAULT_READ_BYTES = 1 << 20
-_FREE_BYTES = 4 << 30  # a compressed tar may unpack to so much, whatever its size
-_RATIO_LIMIT = 1000  # and beyond, to so many times its size; labels alone reach 540 with zstd
+INFLATED_FREE_BYTES = 4 << 30  # a compressed tar may unpack to so much, whatever its size
+INFLATED_RATIO_LIMIT = (
+    1000  # and beyond, to so many times its size; labels alone reach 540 with zstd
+)
 
 
 class Readable(Protocol):
@@ -163,7 +165,7 @@ class _DecompressedStream:
     def read(self, size: int, /) -> bytes:
         data = self._read(size)
         self._given += len(data)
-        if self._given > _FREE_BYTES + _RATIO_LIMIT * self._packed.taken:
+        if self._given > INFLATED_FREE_BYTES + INFLATED_RATIO_LIMIT * self._packed.taken:
             raise ShardError(
                 f"{self._packed.taken} bytes unpack to more than {self._given}: a decompression bomb? "
                 "If it is none, unpack it to a plain tar",

@@ -26,7 +26,7 @@ FIELDS_LIMIT = 1 << 16
 STREAMED_SAMPLE_LIMIT_BYTES = 2 << 30
 """Of one sample in a stream that may be unpacked from next to nothing."""
 
-_KEYS_KEPT = 1 << 20  # in each of two halves, 200 MB in all
+KEYS_KEPT = 1 << 20  # in each of two halves, 200 MB in all
 
 Sample = dict[str, Any]
 """A plain dict: ``__key__``, ``__url__`` and one entry a field, as bytes until a decoder has seen it."""
@@ -74,7 +74,7 @@ def iter_groups(members: Iterable[Member], *, shard: str = "") -> Iterator[Group
                     key=key,
                 )
             seen.add(mark)
-            if len(seen) >= _KEYS_KEPT:
+            if len(seen) >= KEYS_KEPT:
                 before, seen = seen, set()
         if len(fields) >= FIELDS_LIMIT:
             raise SampleError(

@@ -10,6 +10,7 @@ from typing import Any, Literal, Self
 
 from torch.utils.data import IterableDataset, get_worker_info
 
+from shardstream.catalog.base import Catalog
 from shardstream.catalog.class_names import ClassNames, warn_of_difference
 from shardstream.catalog.integrity import Verify
 from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
@@ -18,7 +19,7 @@ from shardstream.errors import NoIndexWarning, NotFoundError, OptionError, redac
 from shardstream.loader.collation import shared_numbers
 from shardstream.loader.iterator import DatasetIterator
 from shardstream.loader.steps import StreamSteps
-from shardstream.order.partition import PartitionConfig, Remainder
+from shardstream.order.partition import Remainder
 from shardstream.pipeline.bad_samples import OnError, SkipTracker
 from shardstream.pipeline.indexed_source import (
     CatalogSource,
@@ -166,6 +167,35 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
         return changed
 
 
+class CatalogDataset(StreamDataset):
+    """Samples of a `Catalog`: the way to read data that are stored as neither tar shards nor loose files.
+
+    Splits, orders, lengths, states and steps are those of `ShardDataset`.
+
+    Args:
+        catalog: The samples by number.
+        options: Order of the samples and prefetching; by default in the order of their numbers.
+        on_error: As in `ShardDataset`.
+        placement: As in `ShardDataset`.
+
+    Raises:
+        OptionError: If an argument makes no sense.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        options: ReadOptions | None = None,
+        *,
+        on_error: OnError = "raise",
+        placement: Placement | None = None,
+    ) -> None:
+        SkipTracker(on_error)  # refuses nonsense now
+        source = CatalogSource(catalog=catalog, options=options or ReadOptions())
+        source.order(batch=source.options.microbatch or 1, lanes=1, epoch=0)  # the same
+        super().__init__(Pipeline(source=source, on_error=on_error), placement)
+
+
 class ShardDataset(StreamDataset):
     """Samples of tar shards, split exactly over ranks and workers, as plain dicts: ``__key__``, ``__url__``, fields.
 
@@ -258,7 +288,6 @@ class ShardDataset(StreamDataset):
             )
             source = CatalogSource(catalog=ShardCatalog(located, storage, verify), options=options)
             source.order(batch=microbatch or 1, lanes=1, epoch=0)  # refuses nonsense now
-            PartitionConfig(remainder=remainder)
         else:
             if verify is not None or index == "require":
                 raise _lacking_index(unindexed, index)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
+from functools import partial
 from itertools import count
 from statistics import median
 from time import perf_counter
@@ -22,9 +23,9 @@ from shardstream.loader.worker_errors import wrap_exception
 
 _T = TypeVar("_T")
 _MAX_ITEMS = 16
-_MESSAGE_WORK_S, _MAX_DELAY_S = 0.002, 0.05
+MESSAGE_WORK_S, MAX_DELAY_S = 0.002, 0.05
 _LARGE_BYTES = 1 << 20
-_SIZES_KEPT = 5
+SIZES_KEPT = 5
 
 
 class WorkerMessage(NamedTuple):
@@ -80,6 +81,8 @@ def send_messages(
     worker: int,
     message_sizes: MessageSizes,
     pack: Callable[[_T], tuple[Any, float]],
+    *,
+    clock: Callable[[], float] = perf_counter,
 ) -> Generator[WorkerMessage]:
     """In a worker: send what it makes in messages of several items. An error comes behind what was made before it.
 
@@ -88,18 +91,20 @@ def send_messages(
         worker: Its number.
         message_sizes: How many are sent at once.
         pack: Returns what is sent for an item, and its bytes as in `WorkerMessage`. Called as soon as it is made.
+        clock: Seconds, growing.
     """
     owed = 0  # what was late is sent with later rounds, so that all workers have sent equally many again
     with closing(items):
         for number in count():
-            begun, size = perf_counter(), owed + message_sizes.size(number)
-            made, end = _take_items(items, size, pack, until=begun + _MAX_DELAY_S)
+            begun, size = clock(), owed + message_sizes.size(number)
+            late = partial(_is_past, clock, begun + MAX_DELAY_S)
+            made, end = _take_items(items, size, pack, late)
             owed = size - len(made)
             error = (
                 wrap_exception(end, worker) if end and not isinstance(end, StopIteration) else None
             )
             packed, nbytes = [one for one, _ in made], sum(nbytes for _, nbytes in made)
-            made_s = perf_counter() - begun
+            made_s = clock() - begun
             messages = [WorkerMessage(worker, packed, made_s, nbytes, end is not None, error)]
             del made, packed
             yield messages.pop()  # while the next are made, only who has taken it holds what is in it
@@ -114,6 +119,7 @@ def receive_items(
     unpack: Callable[[Any], _T],
     *,
     ahead: int,
+    choose_size: Callable[[WorkerMessage], int] | None = None,
 ) -> Generator[_T]:
     """In the main process: hand out items, one of each worker in turn, as if they came one by one.
 
@@ -123,6 +129,7 @@ def receive_items(
         message_sizes: How many items they send at once; changed here by what comes.
         unpack: Returns the item of what was sent for it.
         ahead: For how many messages each worker is asked before the first is taken.
+        choose_size: Returns how many items like those of a message are worth one; by default `preferred_size`.
 
     Raises:
         OptionError: If another iteration has taken them.
@@ -130,7 +137,7 @@ def receive_items(
     """
     waiting: list[deque[Any]] = [deque() for _ in range(workers)]
     ended, failed, number, turn = set[int](), dict[int, Any](), 0, 0
-    sizes: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=_SIZES_KEPT))
+    sizes: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=SIZES_KEPT))
     while len(ended) < workers or any(waiting) or failed:
         while not waiting[turn] and turn not in ended:
             if (message := next(messages, None)) is None:
@@ -144,7 +151,7 @@ def receive_items(
             if message.ended:
                 ended.add(message.worker)
                 continue
-            sizes[message.worker].append(_preferred_size(message))
+            sizes[message.worker].append((choose_size or preferred_size)(message))
             # Once one has ended, the others are asked more often.
             if message.worker == workers - 1 and not ended:
                 crowded = max(map(len, waiting)) > 2 * _MAX_ITEMS
@@ -167,21 +174,28 @@ def _adapt_size(message_sizes: MessageSizes, number: int, size: int, ahead: int)
         message_sizes.change(number + ahead + 1, size)
 
 
-def _preferred_size(message: WorkerMessage) -> int:
+def preferred_size(message: WorkerMessage) -> int:
     """Return how many items like these are worth a message."""
     size = max(1, len(message.packed))
-    by_time = _MESSAGE_WORK_S * size / max(message.made_s, 1e-6)
+    by_time = MESSAGE_WORK_S * size / max(message.made_s, 1e-6)
     by_bytes = _LARGE_BYTES * size / max(message.nbytes, 1)
     return int(max(1, min(_MAX_ITEMS, by_time, by_bytes)))
 
 
+def _is_past(clock: Callable[[], float], until: float) -> bool:
+    return clock() >= until
+
+
 def _take_items(
-    items: Iterator[_T], size: int, pack: Callable[[_T], tuple[Any, float]], until: float
+    items: Iterator[_T],
+    size: int,
+    pack: Callable[[_T], tuple[Any, float]],
+    is_late: Callable[[], bool],
 ) -> tuple[list[tuple[Any, float]], Exception | None]:
     """Take and pack some items, fewer if it gets late; with what ended that."""
     made: list[tuple[Any, float]] = []
     try:
-        while not made or (len(made) < size and perf_counter() < until):
+        while not made or (len(made) < size and not is_late()):
             made.append(pack(next(items)))
     except Exception as end:  # noqa: BLE001  (told to the caller)
         return made, end

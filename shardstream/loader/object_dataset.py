@@ -9,12 +9,11 @@ from typing import Any, Literal, Self, cast
 from shardstream.catalog.object_catalog import LabelFunction, ObjectCatalog, folder_label
 from shardstream.distributed import Placement
 from shardstream.errors import NotFoundError, OptionError
-from shardstream.loader.dataset import StreamDataset
+from shardstream.loader.dataset import CatalogDataset
 from shardstream.loader.map_dataset import MapDataset
-from shardstream.order.partition import PartitionConfig, Remainder
+from shardstream.order.partition import Remainder
 from shardstream.pipeline.bad_samples import OnError, SkipTracker
-from shardstream.pipeline.indexed_source import CatalogSource, ReadOptions
-from shardstream.pipeline.pipeline import Pipeline
+from shardstream.pipeline.indexed_source import ReadOptions
 from shardstream.storage.cache import open_cache
 from shardstream.storage.discover import Urls
 from shardstream.storage.listing import list_all, list_beginning
@@ -46,7 +45,7 @@ class _ObjectDatasetMixin:
         return made
 
 
-class ObjectDataset(_ObjectDatasetMixin, StreamDataset):
+class ObjectDataset(_ObjectDatasetMixin, CatalogDataset):
     """Samples that are files of their own, not packed: the same splitting, order, state and steps as `ShardDataset`.
 
     Keys and fields are those that ``shardstream pack URL DEST --kind files`` gives: the key is the path up to the first dot of its last
@@ -106,8 +105,7 @@ class ObjectDataset(_ObjectDatasetMixin, StreamDataset):
         hedge: bool = False,
         placement: Placement | None = None,
     ) -> None:
-        SkipTracker(on_error)  # refuses nonsense now
-        PartitionConfig(remainder=remainder)
+        SkipTracker(on_error)  # refuses nonsense before anything is listed
         options = ReadOptions(
             shuffle=shuffle,
             seed=seed,
@@ -120,8 +118,7 @@ class ObjectDataset(_ObjectDatasetMixin, StreamDataset):
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
         catalog = _open(urls, storage, suffixes)
         _set_labels(catalog, label, classes)
-        source = CatalogSource(catalog=catalog, options=options)
-        super().__init__(Pipeline(source=source, on_error=on_error), placement)
+        super().__init__(catalog, options, on_error=on_error, placement=placement)
         self.classes = catalog.classes
 
 

@@ -15,7 +15,7 @@ from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.indexed_source import ReadOptions
 
 _READ_OPTIONS = frozenset(field.name for field in fields(ReadOptions))
-_WARN_WINDOWS_BYTES = 4_000_000_000  # of windows in one worker
+WARN_WINDOWS_BYTES = 4_000_000_000  # of windows in one worker
 
 
 def check_options(
@@ -90,7 +90,7 @@ def warn_of_lanes(batches: BatchDataset, num_workers: int) -> None:
     held_bytes = min(-(-lanes * config.microbatches // unit) * window, len(catalog)) * (
         catalog.total_bytes // max(1, len(catalog))
     )
-    if held_bytes > _WARN_WINDOWS_BYTES and not catalog.is_local:
+    if held_bytes > WARN_WINDOWS_BYTES and not catalog.is_local:
         warnings.warn(
             f"with lanes={lanes} each of {num_workers} workers holds {held_bytes / 1e9:.1f} GB of windows; "
             f"say a smaller window= than {window} samples, or use more workers",

@@ -26,9 +26,9 @@ from shardstream.loader.serialize import (
     unsendable_error,
 )
 
-_RING_BYTES = 256 << 20  # of addresses: memory is taken by what is on its way at one time
+RING_BYTES = 256 << 20  # of addresses: memory is taken by what is on its way at one time
 # Messages begin at multiples of that: one that is a little larger than another still fits its place.
-_STEP_BYTES, _SMALL_STEP_BYTES = 1 << 20, 1 << 16
+RING_STEP_BYTES, _SMALL_STEP_BYTES = 1 << 20, 1 << 16
 _HEAD_BYTES = mmap.PAGESIZE  # which begin with how many messages are unpacked
 _COUNT = struct.Struct("q")
 _ALIGN_BYTES = 64
@@ -65,8 +65,8 @@ class RingBuffer:
 
     def __init__(self, handle: int | None = None) -> None:
         self._handle = os.memfd_create("shardstream") if handle is None else handle
-        os.ftruncate(self._handle, _HEAD_BYTES + _RING_BYTES)
-        self._memory = mmap.mmap(self._handle, _HEAD_BYTES + _RING_BYTES)
+        os.ftruncate(self._handle, _HEAD_BYTES + RING_BYTES)
+        self._memory = mmap.mmap(self._handle, _HEAD_BYTES + RING_BYTES)
         self._in_flight: deque[RingMessage] = deque()
         self._number = 0
 
@@ -87,7 +87,7 @@ class RingBuffer:
         self._in_flight.clear()
         if give_back:
             with suppress(OSError):  # a sandbox that cannot
-                self._memory.madvise(mmap.MADV_REMOVE, _HEAD_BYTES, _RING_BYTES)
+                self._memory.madvise(mmap.MADV_REMOVE, _HEAD_BYTES, RING_BYTES)
 
     def pack(self, value: Any, worker: int) -> RingMessage:
         """In the worker: copy a value; return what is to be sent for it.
@@ -136,12 +136,12 @@ class RingBuffer:
         (unpacked,) = _COUNT.unpack_from(self._memory)
         while self._in_flight and self._in_flight[0].number <= unpacked:
             self._in_flight.popleft()
-        place, step = 0, _STEP_BYTES if size > _STEP_BYTES // 2 else _SMALL_STEP_BYTES
+        place, step = 0, RING_STEP_BYTES if size > RING_STEP_BYTES // 2 else _SMALL_STEP_BYTES
         for message in sorted(self._in_flight, key=_START):
             if place + size <= message.start:
                 return place
             place = -(-(message.start + message.nbytes) // step) * step
-        return place if place + size <= _RING_BYTES else None
+        return place if place + size <= RING_BYTES else None
 
 
 def _lay_out_pieces(pieces: list[Any]) -> list[tuple[int, int]]:

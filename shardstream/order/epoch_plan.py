@@ -18,7 +18,7 @@ _BLOCK_BYTES = 2 << 20
 _WINDOW_BYTES = 64 << 20
 _BLOCKS_PER_EPOCH = 128  # at least, where there are so many samples
 _WINDOW_SAMPLES = 16_384
-_FEW_BLOCKS = 4096  # their order is computed once an epoch: for small data sets a call costs more than what it computes
+FEW_BLOCKS = 4096  # their order is computed once an epoch: for small data sets a call costs more than what it computes
 _BLOCK_ORDER, _SHORT_BLOCK, _WINDOW_ORDER = 1, 2, 3  # what a random key is for
 
 
@@ -163,7 +163,7 @@ class EpochPlan:
     def _permuted(self, blocks: Ints) -> Ints:
         """Return where blocks come from, shape (n,); each is computed once if they are near each other, as those of a window are."""
         first, last = (int(blocks.min()), int(blocks.max())) if blocks.size else (0, 0)
-        if self._blocks <= _FEW_BLOCKS:
+        if self._blocks <= FEW_BLOCKS:
             return self._block_order[blocks]
         if last - first >= blocks.size:
             return permute(blocks, self._blocks, self._block_key)

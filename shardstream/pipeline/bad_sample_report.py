@@ -27,7 +27,7 @@ from shardstream.storage.store import Storage
 
 _MESSAGE_CHARACTERS = 500
 _EVERY_S = 10.0  # a report is written again, at most so often
-_WAIT_S = 30.0  # for it at the end of an epoch
+REPORT_TIMEOUT_S = 30.0  # for it at the end of an epoch
 _RANK = "{rank}"
 
 
@@ -191,10 +191,10 @@ class BadSampleReport:
         if self._writing is None:
             return None
         try:
-            error = self._writing.exception(_WAIT_S)
+            error = self._writing.exception(REPORT_TIMEOUT_S)
         except TimeoutError:
             return StorageError(
-                f"the report of bad samples is not written after {_WAIT_S:.0f} s; check the server, or write it to a local file",
+                f"the report of bad samples is not written after {REPORT_TIMEOUT_S:.0f} s; check the server, or write it to a local file",
                 shard=self._url,
             )
         self._writing = None

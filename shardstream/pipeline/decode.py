@@ -31,7 +31,7 @@ Table = Mapping[str, Decoder]
 
 _TEXT = ("txt", "text", "transcript")
 _WHOLE_NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
-_INFLATED_LIMIT_BYTES = 1 << 30
+INFLATED_LIMIT_BYTES = 1 << 30
 _PIECE_BYTES = 1 << 18
 _LAYOUTS_KEPT = 1000
 _REMEDY = "repack this sample, or pass over it with on_error"
@@ -129,10 +129,8 @@ def decode_gzip(data: bytes) -> bytes:
 
 
 def _check_inflated(size: int) -> None:
-    if size > _INFLATED_LIMIT_BYTES:
-        raise ValueError(
-            f"it unpacks to {size} bytes or more, the limit is {_INFLATED_LIMIT_BYTES}"
-        )
+    if size > INFLATED_LIMIT_BYTES:
+        raise ValueError(f"it unpacks to {size} bytes or more, the limit is {INFLATED_LIMIT_BYTES}")
 
 
 def decode_json(data: bytes) -> Any:

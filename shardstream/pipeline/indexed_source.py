@@ -36,7 +36,7 @@ _DEFAULT_MICROBATCH = 64
 _LOOSE_WINDOW = 64
 # Planned and parsed at a time, so that a sample costs a fraction of a microsecond of each; of what is parsed no more bytes, and of
 # what is copied.
-_CHUNK_SAMPLES, _FOUND_BYTES, _COPIED_BYTES = 16384, 64 << 20, 10 << 20
+_CHUNK_SAMPLES, LOOK_AHEAD_BYTES, _COPIED_BYTES = 16384, 64 << 20, 10 << 20
 _CHUNK_STEPS = 1024
 
 
@@ -52,13 +52,21 @@ class Chain(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOptions:
-    """What a user may say about the order of samples; None stands for a default computed from the data.
+    """Options of the order of samples and of prefetching, as `ShardDataset` documents them; None is a default computed from the data.
 
     Args:
-        shuffle: As in `EpochOrder`, like the next five.
-        remainder: As in `PartitionConfig`.
-        prefetch_bytes: Held, or asked for, by each worker before it is used.
-        hedge: Ask a second time where an answer is late.
+        shuffle: Another order in each epoch.
+        seed: Seed of the order.
+        lanes: Canonical streams that an epoch is cut into.
+        microbatch: Samples that always stay together.
+        window: Samples shuffled together, a multiple of the microbatch.
+        block: Consecutive samples that are fetched together.
+        remainder: "pad", "drop" or "keep" the samples that do not fill a last step of all ranks.
+        prefetch_bytes: Bytes that each worker holds, or has requested, before they are used.
+        hedge: Send a second request where the first is late.
+
+    Raises:
+        OptionError: If one makes no sense.
     """
 
     shuffle: bool = False
@@ -78,6 +86,7 @@ class ReadOptions:
                 object.__setattr__(
                     self, name, whole_number(name, value)
                 )  # states hold them as JSON
+        PartitionConfig(remainder=self.remainder)  # refuses nonsense
         check_at_least(
             1, lanes=self.lanes, microbatch=self.microbatch, window=self.window, block=self.block
         )
@@ -401,7 +410,7 @@ class IndexedRun:
                 chunk[0], within = chunk[0][within:], 0
                 for some in _chunk_steps(chunk, most):
                     yield from _read(fetcher, some, int(_COPIED_BYTES / mean_bytes))
-                most = int(_FOUND_BYTES / mean_bytes)
+                most = int(LOOK_AHEAD_BYTES / mean_bytes)
         catalog.check_manifests()
 
     def _read_samples(self) -> Generator[tuple[int, Sample], None, None]:

@@ -26,7 +26,7 @@ from shardstream.storage.range_file import RangeStream
 from shardstream.storage.store import Storage
 
 _SHARD_ORDER = 4
-_STREAM_READ_BYTES = 4 << 20
+STREAM_READ_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,7 +144,7 @@ class SequentialRun:
         compressed = is_compressed(info.url)
         start, passed = (0, self._taken) if compressed else (self._offset, 0)
         with self._open(info) as raw, open_decompressed(raw, shard=info.url) as stream:
-            read = ForwardReader(stream, chunk_bytes=_STREAM_READ_BYTES)
+            read = ForwardReader(stream, chunk_bytes=STREAM_READ_BYTES)
             end = None if compressed else self._size(info)
             notes = TarNotes()
             samples = iter_samples(read, start=start, end=end, shard=info.url, notes=notes)
@@ -176,7 +176,7 @@ class SequentialRun:
             with storage.open(info.url) as stream:
                 yield stream
         else:
-            yield RangeStream(storage, info.url, self._size(info), least_bytes=_STREAM_READ_BYTES)
+            yield RangeStream(storage, info.url, self._size(info), least_bytes=STREAM_READ_BYTES)
 
     def _size(self, info: ShardInfo) -> int:
         return self._source.storage.info(info.url).size if info.filesize is None else info.filesize

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardstream.catalog import shard_catalog as catalog_module
 from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
 from shardstream.errors import IndexMismatchError, OptionError, ShardError, StorageError
 from shardstream.format.manifest import Manifest, ShardInfo, encode_manifest
@@ -23,6 +22,7 @@ from shardstream.storage.discover import locate_shards
 from shardstream.storage.local_files import map_file
 from shardstream.storage.response import RangeResponse
 from shardstream.storage.store import Storage
+from tests.limits import set_limits
 from tests.servers import S3Server
 from tests.strategies import make_index, make_shard
 
@@ -210,7 +210,7 @@ def test_indexes_are_read_once_and_the_least_used_forgotten(
 ) -> None:
     folder = new_folder()
     write_dataset(folder, (1, 1, 1, 1))
-    monkeypatch.setattr(catalog_module, "_OFFSETS_KEPT_BYTES", 2 * 16)  # two indexes of one sample
+    set_limits(monkeypatch, ShardCatalog, OFFSETS_KEPT_BYTES=2 * 16)  # two indexes of one sample
     catalog = open_catalog(folder)
     reads: list[str] = []
     original = catalog.storage.read_once
@@ -228,7 +228,7 @@ def test_indexes_are_read_once_and_the_least_used_forgotten(
 def test_an_index_over_the_bound_is_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = new_folder()
     write_dataset(folder, (3, 3))
-    monkeypatch.setattr(catalog_module, "_OFFSETS_KEPT_BYTES", 1)
+    set_limits(monkeypatch, ShardCatalog, OFFSETS_KEPT_BYTES=1)
     catalog = open_catalog(folder)
     assert read_keys(catalog) == [f"{number:04d}" for number in range(6)]
     assert vars(catalog)["_kept_bytes"] == 4 * 8
@@ -237,7 +237,7 @@ def test_an_index_over_the_bound_is_still_read(monkeypatch: pytest.MonkeyPatch) 
 def test_threads_share_a_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = new_folder()
     write_dataset(folder, (4,) * 8)
-    monkeypatch.setattr(catalog_module, "_OFFSETS_KEPT_BYTES", 3 * 5 * 8)
+    set_limits(monkeypatch, ShardCatalog, OFFSETS_KEPT_BYTES=3 * 5 * 8)
     catalog = open_catalog(folder)
     barrier = threading.Barrier(4)
 
@@ -262,7 +262,7 @@ def test_a_pickled_catalog_leaves_a_large_cache_behind(
     before = len(pickle.dumps(catalog))
     keys = read_keys(catalog)
     assert len(pickle.dumps(catalog)) > before
-    monkeypatch.setattr(catalog_module, "_OFFSETS_SENT_BYTES", 0)
+    set_limits(monkeypatch, ShardCatalog, OFFSETS_SENT_BYTES=0)
     assert len(pickle.dumps(catalog)) == before < 4000
     again = pickle.loads(pickle.dumps(catalog))  # noqa: S301  (our own bytes)
     assert (read_keys(again), again.fingerprint) == (keys, catalog.fingerprint)

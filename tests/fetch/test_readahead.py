@@ -10,7 +10,9 @@ import pytest
 
 import shardstream as ss
 from shardstream.fetch import readahead
+from shardstream.fetch.coalesce import coalesce
 from shardstream.testing import make_shards
+from tests.limits import set_limits
 
 
 class Spy(mmap.mmap):
@@ -40,7 +42,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, in
         return tar
 
     monkeypatch.setattr("shardstream.catalog.shard_catalog.map_file", map_file)
-    monkeypatch.setattr("shardstream.fetch.coalesce._GAP_BYTES", 0)  # nothing read on the way
+    set_limits(monkeypatch, coalesce, GAP_BYTES=0)  # nothing read on the way
     return found
 
 
@@ -81,7 +83,7 @@ def test_what_comes_next_is_asked_for_once_somebody_waited(
 def test_what_was_used_before_is_not_asked_for(
     asked: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faults_from(monkeypatch, 2)  # when the third chunk, of 16 of 40 batches, is looked up
+    faults_from(monkeypatch, 4)  # when the fifth chunk, of 16 of 40 batches, is looked up
     total = epoch(tmp_path, window=20)
     assert 0 < sum(length for _, length in asked) < 0.5 * total
 

@@ -26,11 +26,12 @@ from shardstream.fetch.coalesce import coalesce
 from shardstream.fetch.fetcher import LocalFetcher, open_fetcher
 from shardstream.fetch.remote import RangeFetcher
 from shardstream.order.permutation import Ints
-from shardstream.pipeline import indexed_source
+from shardstream.pipeline.indexed_source import IndexedRun
 from shardstream.storage.discover import locate_shards
 from shardstream.storage.local_files import num_maps
 from shardstream.storage.response import RangeResponse
 from shardstream.storage.store import Storage
+from tests.limits import set_limits
 from tests.small_datasets import FEW_CORES, flat, labels, loader, numbered
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -318,7 +319,7 @@ def test_an_epoch_reads_each_byte_once(
     url: str, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # shards this small are all gap
-    monkeypatch.setattr("shardstream.fetch.coalesce._GAP_BYTES", 0)
+    set_limits(monkeypatch, coalesce, GAP_BYTES=0)
     for _ in range(2):
         wire.reads.clear()
         one = loader(url, shuffle=True, window=8)
@@ -408,7 +409,7 @@ def test_large_samples_are_looked_at_by_the_window(
         return really_read(self, numbers)
 
     monkeypatch.setattr(LocalFetcher, "samples", samples)
-    monkeypatch.setattr(indexed_source, "_FOUND_BYTES", 2 << 20)  # 100 samples
+    set_limits(monkeypatch, IndexedRun, LOOK_AHEAD_BYTES=2 << 20)  # 100 samples
     dataset = ss.ShardDataset(tmp_path, shuffle=True, on_error="skip" if bad else "raise")
     found = [sample for sample in dataset if sample["bin"][:-2] == body]
     numbers = sorted(int.from_bytes(sample["bin"][-2:], "big") for sample in found)

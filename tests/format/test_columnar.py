@@ -15,6 +15,7 @@ from shardstream.format.columns import Columns, Samples, as_rows, from_rows, res
 from shardstream.format.names import member_name
 from shardstream.format.samples import iter_groups, read_sample
 from shardstream.format.tar_reader import iter_members
+from tests.limits import set_limits
 from tests.small_tars import samples as two_fields
 from tests.small_tars import tar_bytes
 from tests.strategies import archives, raw_samples
@@ -59,8 +60,8 @@ def crowd(count: int) -> bytes:
 
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(columnar, "_FEW", 1)
-    monkeypatch.setattr(columnar, "_FEW_IN_ONE", 0)
+    set_limits(monkeypatch, read_samples, MIN_SAMPLES=1)
+    set_limits(monkeypatch, read_samples, MIN_SAMPLES_PER_SLICE=0)
 
 
 def test_many_plain_samples_never_take_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,8 +92,8 @@ def test_any_shards_in_any_stretches(data: st.DataObject) -> None:
             ShardSlice(shard, f"{URL}{shard}", tar[base:], base, starts[order], ends[order])
         )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(columnar, "_FEW", 1)
-        patch.setattr(columnar, "_FEW_IN_ONE", 0)
+        set_limits(patch, read_samples, MIN_SAMPLES=1)
+        set_limits(patch, read_samples, MIN_SAMPLES_PER_SLICE=0)
         assert together(shard_slices) == one_by_one(shard_slices)
         found = find_samples(shard_slices) if shard_slices else None
         assert found is None or [*found[:]] == one_by_one(shard_slices)
@@ -149,8 +150,8 @@ def test_tars_of_any_form(archive: Any) -> None:
         return
     shard_slices = [ShardSlice(0, URL, archive.data, 0, starts, ends)] if len(starts) else []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(columnar, "_FEW", 1)
-        patch.setattr(columnar, "_FEW_IN_ONE", 0)
+        set_limits(patch, read_samples, MIN_SAMPLES=1)
+        set_limits(patch, read_samples, MIN_SAMPLES_PER_SLICE=0)
         assert together(shard_slices) == one_by_one(shard_slices)
 
 

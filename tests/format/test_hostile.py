@@ -16,8 +16,6 @@ import pytest
 import zstandard
 
 from shardstream.errors import IndexMismatchError, ManifestError, SampleError, ShardError
-from shardstream.format import forward_reader
-from shardstream.format import samples as group
 from shardstream.format.forward_reader import ForwardReader, open_decompressed
 from shardstream.format.index import check_extent, decode_index
 from shardstream.format.manifest import decode_manifest
@@ -25,6 +23,7 @@ from shardstream.format.samples import iter_groups, iter_samples, read_sample
 from shardstream.format.tar_reader import iter_members
 from shardstream.format.tar_writer import END_OF_ARCHIVE, encode_member
 from tests.attack import survived
+from tests.limits import set_limits
 from tests.strategies import base_256, make_header, octal, padded
 
 SHARD = "s3://b/train-0007.tar"
@@ -132,7 +131,7 @@ def test_a_name_that_goes_on_for_ever_is_refused() -> None:
 
 
 def test_millions_of_tiny_members_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "_KEYS_KEPT", 10_000)  # of a million: the ratio is what counts
+    set_limits(monkeypatch, iter_groups, KEYS_KEPT=10_000)  # of a million: the ratio is what counts
 
     def attack() -> int:
         many = ((f"{n:0250d}.x", n * 512, n * 512 + 512, 0) for n in range(400_000))
@@ -144,7 +143,7 @@ def test_millions_of_tiny_members_take_bounded_memory(monkeypatch: pytest.Monkey
 def test_a_key_that_comes_back_soon_is_noticed_however_many_there_are(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(group, "_KEYS_KEPT", 4)
+    set_limits(monkeypatch, iter_groups, KEYS_KEPT=4)
     for between in (1, 2, 3):
         names = [*(f"{n}" for n in range(20 + between)), "19"]
         many = [(f"{name}.x", n * 512, n * 512 + 512, 0) for n, name in enumerate(names)]
@@ -169,7 +168,7 @@ def test_a_member_that_unpacks_to_more_than_memory_is_refused() -> None:
 
 
 def test_fields_of_one_sample_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(group, "STREAMED_SAMPLE_LIMIT_BYTES", 100_000)
+    set_limits(monkeypatch, iter_groups, STREAMED_SAMPLE_LIMIT_BYTES=100_000)
     tar = b"".join(bytes(p) for n in range(300) for p in encode_member(f"a.{n}", b"1"))
     with pytest.raises(ShardError, match="over 100000 bytes in a stream whose length nobody knows"):
         list(samples(gzip.compress(tar), "a.tar.gz"))
@@ -180,8 +179,8 @@ def test_fields_of_one_sample_count_together(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("suffix", [".tar.gz", ".tar.zst"])
 def test_a_bomb_of_empty_samples_ends(suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forward_reader, "_FREE_BYTES", 1 * MiB)
-    monkeypatch.setattr(forward_reader, "_RATIO_LIMIT", 20)
+    set_limits(monkeypatch, ForwardReader, INFLATED_FREE_BYTES=1 * MiB)
+    set_limits(monkeypatch, ForwardReader, INFLATED_RATIO_LIMIT=20)
     tar = b"".join(bytes(p) for n in range(20_000) for p in encode_member(f"{n}.x", b""))
     packed = gzip.compress(tar) if suffix == ".tar.gz" else zstandard.compress(tar)
     with pytest.raises(ShardError, match=r"a decompression bomb\?"):

@@ -19,14 +19,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstream as ss
-from shardstream.loader import message_batching as module
 from shardstream.loader import worker as batches
 from shardstream.loader.message_batching import (
     MessageSizes,
     WorkerMessage,
+    preferred_size,
     receive_items,
     send_messages,
 )
+from shardstream.loader.worker import BatchDataset
+from tests.limits import set_limits
 from tests.small_datasets import FEW_CORES, numbered
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -101,10 +103,11 @@ class Line:
     ) -> None:
         self.message_sizes, self.waited = MessageSizes(), 0
         self._sizes = cycle(sizes)
-        self._clock = clock
         self.sent = [0] * len(workers)
         senders = [
-            self._counted(number, send_messages(one, number, self.message_sizes, as_it_is))
+            self._counted(
+                number, send_messages(one, number, self.message_sizes, as_it_is, clock=clock)
+            )
             for number, one in enumerate(workers)
         ]
         self._messages = in_turn(senders, ahead)
@@ -117,11 +120,14 @@ class Line:
 
     def __iter__(self) -> Iterator[Any]:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(module, "_preferred_size", lambda _: next(self._sizes))
-            patch.setattr(module, "_SIZES_KEPT", 1)
-            patch.setattr(module, "perf_counter", self._clock)
+            set_limits(patch, MessageSizes, SIZES_KEPT=1)
             yield from receive_items(
-                self._messages, self._workers, self.message_sizes, self._unpack, ahead=self._ahead
+                self._messages,
+                self._workers,
+                self.message_sizes,
+                self._unpack,
+                ahead=self._ahead,
+                choose_size=lambda _: next(self._sizes),
             )
 
     def _unpack(self, item: Any) -> Any:
@@ -175,7 +181,7 @@ def test_a_worker_that_is_always_late_is_not_left_behind() -> None:
 
 def test_what_takes_long_or_is_large_is_sent_alone() -> None:
     def worth(made_s: float, nbytes: float, size: int = 1) -> int:
-        return module._preferred_size(WorkerMessage(0, [None] * size, made_s, nbytes, ended=False))
+        return preferred_size(WorkerMessage(0, [None] * size, made_s, nbytes, ended=False))
 
     assert worth(0.0001, 0) == 16
     assert worth(0.0005, 0) == 4
@@ -193,20 +199,31 @@ def batches_of(loader: ss.ShardLoader) -> list[list[int]]:
     return [batch["cls"].tolist() for batch in loader]
 
 
+def message_sizes_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Note how many batches the main process receives in each message."""
+    sizes: list[int] = []
+    really = BatchDataset.receive_batches
+
+    def receive(self: BatchDataset, sent: Iterator[WorkerMessage], *rest: int) -> Any:
+        return really(self, tapped(sent), *rest)
+
+    def tapped(sent: Iterator[WorkerMessage]) -> Iterator[WorkerMessage]:
+        for message in sent:
+            if message.packed:  # the last may only say that there are no more
+                sizes.append(len(message.packed))
+            yield message
+
+    monkeypatch.setattr(BatchDataset, "receive_batches", receive)
+    return sizes
+
+
 @pytest.mark.parametrize(("context", "num_workers"), [("fork", 2), ("spawn", 1)])
 def test_small_batches_are_sent_together(
     many: str, context: str, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sizes: list[int] = []
-    really = module._preferred_size
-
-    def worth(message: WorkerMessage) -> int:
-        sizes.append(len(message.packed))
-        return really(message)
-
-    monkeypatch.setattr(module, "_preferred_size", worth)
-    monkeypatch.setattr(module, "_MESSAGE_WORK_S", 100)  # also on the busiest machine
-    monkeypatch.setattr(module, "_MAX_DELAY_S", 100)
+    sizes = message_sizes_of(monkeypatch)
+    set_limits(monkeypatch, MessageSizes, MESSAGE_WORK_S=100)  # also on the busiest machine
+    set_limits(monkeypatch, MessageSizes, MAX_DELAY_S=100)
     dataset = ss.ShardDataset(many, shuffle=True).decode()
     options: dict[str, Any] = {"num_workers": num_workers, "multiprocessing_context": context}
     loader = ss.ShardLoader(dataset, 4, persistent_workers=True, **options)
@@ -222,14 +239,7 @@ def test_without_rings_torch_sends_batches_one_at_a_time(
     many: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each tensor has a descriptor then, and of these a process has few."""
-    sizes: list[int] = []
-    really = module._preferred_size
-
-    def worth(message: WorkerMessage) -> int:
-        sizes.append(len(message.packed))
-        return really(message)
-
-    monkeypatch.setattr(module, "_preferred_size", worth)
+    sizes = message_sizes_of(monkeypatch)
     monkeypatch.setattr(batches, "open_rings", lambda _: [])
     loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=1)
     assert all(batch["cls"].is_shared() for batch in loader)

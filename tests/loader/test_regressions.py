@@ -16,8 +16,10 @@ import shardstream as ss
 from shardstream.errors import OptionError, StateError, StorageError
 from shardstream.format.manifest import ShardInfo, fingerprint
 from shardstream.loader.state import seal_state
+from shardstream.pipeline.sequential_source import SequentialRun
 from shardstream.storage.response import RangeResponse
 from shardstream.storage.store import Storage
+from tests.limits import set_limits
 from tests.small_datasets import FEW_CORES, flat, labels, loader, numbered, take
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -147,7 +149,7 @@ def test_a_store_out_of_reach_is_no_bad_sample(
 
     dataset = ss.ShardDataset(f"{bucket}/set", index="ignore", on_error="skip")
     monkeypatch.setattr("shardstream.storage.retry.time.sleep", lambda _: None)
-    monkeypatch.setattr("shardstream.pipeline.sequential_source._STREAM_READ_BYTES", 2048)
+    set_limits(monkeypatch, SequentialRun, STREAM_READ_BYTES=2048)
     monkeypatch.setattr(Storage, "read_once", broken)
     with pytest.raises(StorageError, match="connection reset"):
         list(dataset)

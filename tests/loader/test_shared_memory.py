@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 import shardstream as ss
 from shardstream.loader import serialize
-from shardstream.loader import shared_memory as module
 from shardstream.loader.serialize import MAX_TENSOR_BYTES
 from shardstream.loader.shared_memory import RingBuffer, RingMessage, open_rings
+from tests.limits import set_limits
 
 _LEAST = serialize._MIN_BYTES
 
@@ -54,8 +54,8 @@ batches = st.recursive(
 @given(st.lists(st.tuples(batches, st.integers(0, 3)), max_size=12))
 def test_what_is_packed_is_unpacked_in_turn(sent: list[tuple[Any, int]]) -> None:
     ring = RingBuffer()
-    room, module._RING_BYTES = module._RING_BYTES, 8 * _LEAST  # soon full
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        set_limits(patch, RingBuffer, RING_BYTES=8 * _LEAST)  # soon full
         on_way: deque[tuple[Any, Any]] = deque()
         for batch, received in sent:
             on_way.append((batch, ring.pack(batch, 0)))
@@ -64,16 +64,14 @@ def test_what_is_packed_is_unpacked_in_turn(sent: list[tuple[Any, int]]) -> None
                 assert ring.unpack(packed) == came
         for came, packed in on_way:
             assert ring.unpack(packed) == came
-    finally:
-        module._RING_BYTES = room
 
 
 def test_a_full_ring_sends_the_usual_way_and_goes_on_when_it_is_emptied(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ring = RingBuffer()
-    monkeypatch.setattr(module, "_RING_BYTES", 2 * _LEAST + 200)  # and what is pickled
-    monkeypatch.setattr(module, "_STEP_BYTES", 1)
+    set_limits(monkeypatch, RingBuffer, RING_BYTES=2 * _LEAST + 200)  # and what is pickled
+    set_limits(monkeypatch, RingBuffer, RING_STEP_BYTES=1)
     batch = {"jpg": [b"x" * _LEAST]}
     first, second, third = (ring.pack(batch, 0) for _ in range(3))
     assert third.pieces is not None
@@ -159,7 +157,7 @@ def test_tensors_come_out_as_they_went_in(
     tensor: torch.Tensor, is_full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_full:
-        monkeypatch.setattr(module, "_RING_BYTES", 0)
+        set_limits(monkeypatch, RingBuffer, RING_BYTES=0)
     ring = RingBuffer()
     batch = {"odd": b"x" * (_LEAST + 1), "x": tensor, "again": [tensor]}
     back = ring.unpack(pickle.loads(pickle.dumps(ring.pack(batch, 0))))  # noqa: S301  (our own)
@@ -284,7 +282,7 @@ def test_large_bytes_come_whole_from_every_kind_of_worker(
 def test_a_batch_that_is_never_taken_costs_no_room_for_long(
     photos: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_RING_BYTES", 600_000)  # of two or three batches
+    set_limits(monkeypatch, RingBuffer, RING_BYTES=600_000)  # of two or three batches
     loader = ss.ShardLoader(
         ss.ShardDataset(photos, shuffle=True), batch_size=4, num_workers=2, persistent_workers=True
     )

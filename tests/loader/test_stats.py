@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 import shardstream as ss
+from shardstream.loader.option_checks import warn_of_lanes
+from tests.limits import set_limits
 from tests.small_datasets import FEW_CORES, loader, numbered
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -79,7 +81,7 @@ def keep_all(sample: dict[str, Any]) -> bool:
 
 def test_a_worker_that_must_hold_very_much_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     url = numbered(f"memory://lanes-{random.getrandbits(64):x}", 100, 25)
-    monkeypatch.setattr("shardstream.loader.option_checks._WARN_WINDOWS_BYTES", 60_000)
+    set_limits(monkeypatch, warn_of_lanes, WARN_WINDOWS_BYTES=60_000)
     with pytest.warns(
         UserWarning, match=r"with lanes=20 each of 1 workers holds .* smaller window="
     ):

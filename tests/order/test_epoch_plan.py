@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstream.errors import OptionError
-from shardstream.order import epoch_plan as module
 from shardstream.order.epoch_plan import EpochOrder, EpochPlan, default_block, default_window
 from shardstream.order.partition import PartitionConfig, RankPartition
 from shardstream.pipeline.indexed_source import group_by_window, plan_steps, worker_steps
+from tests.limits import set_limits
 
 
 @st.composite
@@ -57,7 +57,7 @@ def test_the_order_is_the_same_where_there_are_too_many_blocks_to_keep_theirs(
     kept = EpochPlan(order, epoch)
     everything, some = kept.rest(0), kept.batches(numbers)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_FEW_BLOCKS", 0)
+        set_limits(patch, EpochPlan, FEW_BLOCKS=0)
         computed = EpochPlan(order, epoch)
         assert computed.rest(0).tolist() == everything.tolist()
         assert computed.batches(numbers).tolist() == some.tolist()

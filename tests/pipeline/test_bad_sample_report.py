@@ -19,6 +19,7 @@ from shardstream.errors import OptionError, SkipBudgetError
 from shardstream.pipeline.bad_sample_report import BadSample, BadSampleReport
 from shardstream.storage.store import Storage
 from shardstream.testing import make_shards
+from tests.limits import set_limits
 from tests.small_datasets import FEW_CORES, labels
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -286,13 +287,13 @@ def test_the_newest_report_stays_and_an_interrupted_run_waits_for_none(
     report.add([first], epoch=0, worker=0)
     assert Slow.asked.wait(300)  # the first is being written
     report.add([second], epoch=0, worker=0)
-    monkeypatch.setattr("shardstream.pipeline.bad_sample_report._WAIT_S", 0.01)
+    set_limits(monkeypatch, BadSample, REPORT_TIMEOUT_S=0.01)
     assert "is not written after" in str(report.finish())
     assert report.finish(waits=False) is None
     names = [thread.name for thread in threading.enumerate()]
     assert names.count("shardstream-report") == 2  # one writes, the other waits for it
     Slow.may_answer.set()
-    monkeypatch.setattr("shardstream.pipeline.bad_sample_report._WAIT_S", 300.0)
+    set_limits(monkeypatch, BadSample, REPORT_TIMEOUT_S=300.0)
     assert report.finish() is None
     written = storage.read("slowmemory://logs/report-newest.jsonl").splitlines()
     assert [json.loads(line)["key"] for line in written] == ["a", "b"]

@@ -20,6 +20,7 @@ from shardstream.format.samples import Sample
 from shardstream.pipeline.decode import BASIC, Decode, decode_gzip, decode_npy, decode_npz
 from shardstream.pipeline.stage import Context
 from shardstream.testing import make_shards
+from tests.limits import set_limits
 from tests.small_datasets import picture
 
 
@@ -245,7 +246,7 @@ def test_what_cannot_be_decoded_names_shard_key_and_field(
 
 
 def test_contents_that_inflate_past_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardstream.pipeline.decode._INFLATED_LIMIT_BYTES", 1000)
+    set_limits(monkeypatch, Decode, INFLATED_LIMIT_BYTES=1000)
     zeros = saved(lambda stream: np.savez_compressed(stream, x=np.zeros(2000, dtype=np.uint8)))
     with pytest.raises(ValueError, match="the limit is 1000"):
         decode_npz(zeros)

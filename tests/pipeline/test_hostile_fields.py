@@ -28,6 +28,7 @@ from shardstream.pipeline.stage import Context
 from shardstream.testing import make_shards
 from tests.attack import survived
 from tests.format.test_hostile import zeros_packed
+from tests.limits import set_limits
 from tests.small_datasets import picture
 
 MiB = 1 << 20
@@ -179,7 +180,7 @@ ATTACKS: dict[str, tuple[str, bytes, str]] = {
 def test_a_hostile_field_is_a_bad_sample_in_bounded_memory(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardstream.pipeline.decode._INFLATED_LIMIT_BYTES", 64 * MiB)
+    set_limits(monkeypatch, Decode, INFLATED_LIMIT_BYTES=64 * MiB)
     field, data, message = ATTACKS[name]
     told = attacked(field, data, memory_bytes=256 * MiB)
     assert told.startswith("DecodeError: cannot be decoded")
