@@ -13,3 +13,7 @@ A shard that is read passes through these files, in this order:
 A shard that is written passes through ``names`` and ``tar_writer`` (members -> headers and padded bodies). Files beside
 the shards: ``index`` (``NAME.tar.idx``), ``manifest`` (``index.json``), ``classes_json`` and ``dali_index``.
 """
+
+from shardstream.format.tar_writer import encode_member, member_bytes
+
+__all__ = ["encode_member", "member_bytes"]

@@ -3,8 +3,9 @@
 A stage describes a step and can be pickled; a run is that step at work in one process. A sample passes through these files:
 
     stage                               the protocols of stages and runs
-    indexed_source, indexed_run         samples by number, in the order of an epoch plan
-    stream_source, sequential_source    whole shards, for data without an index
+    source                              the protocol of sources
+    indexed_source                      samples by number, in the order of an epoch plan
+    sequential_source                   whole shards, for data without an index
     mix, mix_streams                    several datasets as one
     pipeline                            source + stages: the only file that composes them
     decode, fast_decode, image_decode, raw_image_decode   field bytes -> values

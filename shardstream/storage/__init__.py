@@ -5,6 +5,7 @@ A URL becomes bytes in these steps:
     discover, url_patterns, check_manifest_urls   URL, pattern, list or manifest -> shards
     listing, journal_marker      files below a folder; refuse a dataset that is not finished
     store, clients               one door for all stores; clients are opened once in each process
+    local_files                  list, read and map files of this machine; notice that one is overwritten
     s3_config, aws_environment   storage options and variables -> settings of the S3 clients
     s3_obstore, s3_s3fs, http_reader, fsspec_reader   send one request; return a ``response``
     obstore_filesystem, read_small_files   list and write without s3fs; read a manifest before a client is imported
