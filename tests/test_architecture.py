@@ -42,7 +42,7 @@ FUNCTION_LINES = 60
 HOMES = {
     "fsspec": ("storage/",),
     "s3fs": ("storage/",),
-    "botocore": ("storage/s3_config.py",),
+    "botocore": ("storage/s3_config.py", "storage/read_small_files.py"),
     "obstore": ("storage/s3_obstore.py", "storage/obstore_filesystem.py"),
     "accelerate": ("loader/accelerate.py",),
     "transformers": ("integrations/hf.py",),
