@@ -151,7 +151,7 @@ class Storage:
         """Return the path of a file on this machine, None for anything else."""
         if self._clients.is_plain_path(url):
             return url
-        if self._clients.is_s3(url):  # not opened to find that out
+        if self._clients.kind_of(url) is not None:  # an object store need not be opened for this
             return None
         filesystem, path = self._clients.filesystem(url, reading=True)
         return path if isinstance(filesystem, LocalFileSystem) else None
