@@ -1,16 +1,27 @@
-"""For tests of pipelines and of stages of one's own: tiny shards, a stream over a list, the check that a resume is exact."""
+"""Helpers for tests: small shards, and contract suites for stages, stores and catalogs.
+
+`assert_resumes_exactly` checks a stage, `check_store` and `check_reader` check a store, `check_catalog` checks a catalog. They
+raise an AssertionError that says what differs, and need no test framework.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from shardstream.errors import ChangedError, NotFoundError, StorageError
 from shardstream.packing.shard_writer import ShardWriter
 from shardstream.pipeline.stage import Run, State
+from shardstream.storage.atomic_write import publish, publish_bytes, remove
+from shardstream.storage.store import Storage
 
 
 def make_shards(
@@ -23,8 +34,8 @@ def make_shards(
     """Write a dataset of small shards, with index and manifest.
 
     Args:
-        folder: Where to; any URL that fsspec knows.
-        samples: Samples to write, or how many to make up: number i has key ``f"{i:06d}"`` and ``cls`` i.
+        folder: The folder to write to; any URL that fsspec knows.
+        samples: Samples to write, or their number: sample i then has key ``f"{i:06d}"`` and ``cls`` i.
         per_shard: Samples of a shard.
         options: Of `ShardWriter`: ``storage_options``, ``filesystem``, …
 
@@ -40,7 +51,7 @@ def make_shards(
 
 
 class ListRun:
-    """A stream over a list: what a stage under test is opened on. The number of an item is its place.
+    """A run over a list, as the source of a stage under test. The number of an item is its position.
 
     >>> run = ListRun(["a", "b"])
     >>> next(run), run.number, run.state_dict()
@@ -68,7 +79,7 @@ class ListRun:
         return {"taken": self._taken}
 
     def load_state_dict(self, state: State) -> None:
-        """Go behind the first ``taken`` items."""
+        """Continue after the first ``taken`` items."""
         self._taken = state["taken"]
 
     def close(self) -> None:
@@ -77,17 +88,17 @@ class ListRun:
 
 
 def assert_resumes_exactly(open_run: Callable[[], Run]) -> None:
-    """Check that a run can be stopped anywhere and goes on with the same items and numbers.
+    """Check that a run can be stopped at every position and continues with the same items and numbers.
 
-    At every position, the end included: the state is the same when asked twice, survives JSON, and what a fresh run that
-    loads it says before it reads anything; the rest is the same in a fresh run, in one that was used before, and after a
-    second stop one item later.
+    At every position, including the end: two calls of ``state_dict`` return the same, the state survives JSON, and a fresh run that
+    loads it returns it before it reads anything. The remaining items are the same in a fresh run, in a run that was used before,
+    and after a second stop one item later.
 
     Args:
         open_run: Opens the run under test, from its start.
 
     Raises:
-        AssertionError: Naming the position and what differs.
+        AssertionError: With the position and the difference.
     """
     states, items = _walk(open_run)
     for place, state in enumerate(states):
@@ -102,7 +113,7 @@ def _walk(open_run: Callable[[], Run]) -> tuple[list[State], list[Any]]:
     for item in run:
         items.append(_comparable((run.number, item)))
         states.append(_saved(run, len(items)))
-    states.append(_saved(run, len(items)))  # behind the end: as good as the one before it
+    states.append(_saved(run, len(items)))  # after the end: equal to the one before it
     run.close()
     return states, items
 
@@ -132,12 +143,12 @@ def _check_rest(run: Run, rest: list[Any], where: str) -> None:
 def _saved(run: Run, place: int) -> State:
     state: State = json.loads(json.dumps(run.state_dict()))
     again = json.loads(json.dumps(run.state_dict()))
-    assert state == again, f"at {place}, the state is {state} and, asked again, {again}"
+    assert state == again, f"at {place}, the state is {state}, and a second call returns {again}"
     return state
 
 
 def _comparable(item: Any) -> Any:
-    """Replace arrays, tensors and pictures by what ``==`` can compare."""
+    """Replace arrays, tensors and images by values that ``==`` can compare."""
     if isinstance(item, Mapping):
         return {name: _comparable(value) for name, value in item.items()}
     if isinstance(item, list):
@@ -148,3 +159,195 @@ def _comparable(item: Any) -> Any:
         array = np.asarray(item)
         return type(item), array.dtype.str, array.shape, array.tobytes()
     return item
+
+
+def check_reader(storage: Storage, url: str, data: bytes) -> None:
+    """Check that a file is read as shardstream expects; for a store that cannot be written.
+
+    Checked: reads of ranges, of the whole file, by threads, by an open file and by a pickled copy of the storage; ranges past the
+    end; the length; a missing file.
+
+    Args:
+        storage: The store under test.
+        url: A file that exists; nothing must exist at ``url + ".missing"``.
+        data: Its bytes, 1,000 or more.
+
+    Raises:
+        AssertionError: With the difference.
+    """
+    _check_ranges(storage, url, data)
+    found = storage.info(url)
+    assert found.size == len(data), f"info() says {found.size} bytes, not {len(data)}"
+    with storage.open(url) as stream:
+        stream.seek(10)
+        assert stream.read(5) == data[10:15], "an open file has other bytes after a seek"
+    _check_missing(storage, url)
+    copy: Storage = pickle.loads(pickle.dumps(storage))  # noqa: S301  (made in the same line)
+    assert copy.read(url, 3, 9) == data[3:9], "a pickled copy of the storage reads other bytes"
+
+
+def check_store(storage: Storage, folder: str) -> None:
+    """Check that a store keeps what shardstream expects; for a new fsspec file system or reader.
+
+    Checked: what `check_reader` checks; empty files; listing, look-up and deletion; that a file is published whole or not at all,
+    and replaced whole; that the ranges that one storage reads of a file are of one version.
+
+    Args:
+        storage: The store under test.
+        folder: URL of an empty folder, to which the check writes.
+
+    Raises:
+        AssertionError: With the difference.
+    """
+    folder, data = folder.rstrip("/"), bytes(range(256)) * 40
+    url = f"{folder}/inner/a b.tar"
+    _check_publish(storage, url, data)
+    check_reader(storage, url, data)
+    _check_listing(storage, folder, data)
+    empty = f"{folder}/inner/empty"
+    publish_bytes(storage, empty, b"")
+    assert storage.read(empty) == b"", "an empty file has bytes"
+    remove(storage, empty)
+    _check_versions(storage, url, data)
+    remove(storage, url)
+    assert not storage.exists(url), f"{url} exists after it was deleted"
+
+
+def _check_publish(storage: Storage, url: str, data: bytes) -> None:
+    with contextlib.suppress(_StopError), publish(storage, url) as stream:
+        stream.write(data)
+        raise _StopError
+    assert not storage.exists(url), "a file whose writer failed is visible"
+    with publish(storage, url) as stream:
+        stream.write(b"old")
+    publish_bytes(storage, url, data)
+    assert storage.read(url) == data, "a file that was replaced does not have the new bytes"
+
+
+class _StopError(Exception):
+    """Ends a write under test."""
+
+
+def _check_ranges(storage: Storage, url: str, data: bytes) -> None:
+    size = len(data)
+    ranges = [(0, None), (5, None), (0, 1), (0, size), (100, 900), (size - 1, size), (7, 7)]
+    for start, end in ranges:
+        found = storage.read(url, start, end)
+        assert found == data[start:end], f"the range {start} to {end} has other bytes"
+    assert storage.read(url, max_bytes=size) == data, "a read with max_bytes has other bytes"
+    for start, end in ((size - 1, size + 1), (size, size + 2), (size + 10, size + 20)):
+        name = f"a read of the range {start} to {end}, past the end at {size},"
+        _check_raises(ChangedError, name, url, partial(storage.read, url, start, end))
+    with ThreadPoolExecutor(4) as pool:
+        parts = list(pool.map(lambda at: storage.read(url, at, at + 250), range(0, 1000, 250)))
+    assert b"".join(parts) == data[:1000], "threads that share a storage read other bytes"
+
+
+def _check_listing(storage: Storage, folder: str, data: bytes) -> None:
+    files, folders = storage.list_folder(folder)
+    assert (files, folders) == ([], ["inner"]), f"list_folder() gives {files} and {folders}"
+    for name, listed in (
+        ("list_folder", storage.list_folder(f"{folder}/inner")[0]),
+        ("find", storage.find(folder)),
+        ("glob", storage.glob(f"{folder}/inner/*.tar")),
+    ):
+        shown = [(file.url.rpartition("/")[2], file.size) for file in listed]
+        assert shown == [("a b.tar", len(data))], f"{name}() gives {shown}"
+        assert storage.read(listed[0].url, 0, 2) == data[:2], f"{name}() gives a URL of other bytes"
+
+
+def _check_missing(storage: Storage, url: str) -> None:
+    missing = f"{url}.missing"
+    assert not storage.exists(missing), f"{missing} does not exist, but exists() says so"
+    _check_raises(NotFoundError, "read()", missing, lambda: storage.read(missing, 0, 10))
+    _check_raises(NotFoundError, "info()", missing, lambda: storage.info(missing))
+
+
+def _check_raises(
+    expected: type[StorageError], name: str, url: str, ask: Callable[[], object]
+) -> None:
+    try:
+        ask()
+    except expected as error:
+        named = error.shard
+    else:
+        raise AssertionError(f"{name} raises no {expected.__name__}")
+    assert named == url, f"the error of {name} names {named}, not {url}"
+
+
+def _check_versions(storage: Storage, url: str, data: bytes) -> None:
+    """Replace a file between two range reads; a store without versions may return the new bytes."""
+    reader: Storage = pickle.loads(pickle.dumps(storage))  # noqa: S301  (made in the same line)
+    first, replaced = reader.read(url, 0, 100), data[::-1]
+    publish_bytes(storage, url, replaced)
+    try:
+        second = reader.read(url, 100, 200)
+    except ChangedError:
+        second = replaced[100:200]
+    assert first == data[:100], "a range has other bytes"
+    assert second == replaced[100:200], "a range of a replaced file has bytes of neither version"
+
+
+def check_catalog(open_catalog: Callable[[], Any], *, samples: int) -> None:
+    """Check that a catalog keeps what readers expect of one.
+
+    Checked: its length; the shards, byte ranges and bytes of all samples, asked for in any order; that a number outside raises
+    `IndexError` or is taken modulo the length; that a fingerprint is the same for a catalog opened again and for a pickled copy, which gives the same bytes.
+
+    Args:
+        open_catalog: Opens the catalog under test.
+        samples: How many samples it has.
+
+    Raises:
+        AssertionError: With the difference.
+    """
+    catalog = open_catalog()
+    assert len(catalog) == samples, f"its length is {len(catalog)}, not {samples}"
+    expected = _check_extents(catalog, samples)
+    for name, other in (
+        ("a catalog that was opened again", open_catalog()),
+        ("a pickled copy", pickle.loads(pickle.dumps(catalog))),  # noqa: S301  (made in the same line)
+    ):
+        assert other.fingerprint == catalog.fingerprint, f"{name} has another fingerprint"
+        assert _check_extents(other, samples) == expected, f"{name} gives other bytes"
+
+
+def _check_extents(catalog: Any, samples: int) -> list[bytes]:
+    """Return the bytes of all samples, after checks of how they are found."""
+    forward = catalog.extents(np.arange(samples))
+    assert len(forward.shards) == samples, "extents() gives another number of rows than asked for"
+    assert all(np.diff(forward.shards) >= 0), "the shards of ascending numbers do not ascend"
+    assert all((forward.shards >= 0) & (forward.shards < catalog.num_shards)), "no such shard"
+    assert all((forward.starts >= 0) & (forward.starts < forward.ends)), "a sample has no bytes"
+    order = np.random.default_rng(0).permutation(samples)
+    for name, column, shuffled in zip(
+        forward._fields, forward, catalog.extents(order), strict=True
+    ):
+        assert np.array_equal(shuffled, np.asarray(column)[order]), (
+            f"{name} depend on the order asked"
+        )
+    assert len(catalog.extents(np.arange(0)).shards) == 0, "extents() of no number gives rows"
+    for number in (-1, samples):
+        with contextlib.suppress(IndexError):
+            outside = [int(column[0]) for column in catalog.extents(np.array([number]))]
+            inside = [int(column[number % samples]) for column in forward]
+            assert outside == inside, f"the sample {number} of {samples} raises no IndexError"
+    shards = set(map(int, forward.shards))
+    assert shards >= set(catalog.shards_of(np.arange(samples))), "shards_of() gives other shards"
+    for shard in shards:
+        offsets = np.asarray(catalog.offsets(shard))
+        mine = np.flatnonzero(forward.shards == shard)
+        ranges = (offsets[:-1].tolist(), offsets[1:].tolist())
+        assert ranges == (forward.starts[mine].tolist(), forward.ends[mine].tolist()), (
+            f"offsets({shard}) differ from extents()"
+        )
+        assert catalog.url_of(shard), f"the shard {shard} has no URL"
+    rows = list(zip(*(column.tolist() for column in forward), strict=True))
+    found = [bytes(catalog.fetch(shard, start, end)) for shard, start, end in rows]
+    sizes = [len(data) for data in found]
+    assert sizes == (forward.ends - forward.starts).tolist(), "fetch() gives other lengths"
+    if getattr(catalog, "is_local", False):
+        for (shard, start, end), data in zip(rows, found, strict=True):
+            mapped = bytes(memoryview(catalog.map_shard(shard))[start:end])
+            assert mapped == data, f"map_shard({shard}) and fetch() give different bytes"
+    return found

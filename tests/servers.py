@@ -8,8 +8,10 @@ runs against something weaker, or not at all, would be taken for a passed one.
 
 from __future__ import annotations
 
+import base64
 import fcntl
 import getpass
+import hmac
 import os
 import random
 import shutil
@@ -24,6 +26,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any, Literal
 
@@ -316,6 +319,62 @@ def _read_server(path: Path, kind: Literal["ceph", "moto"]) -> S3Server:
     )
 
 
+@contextmanager
+def start_azurite(workdir: Path) -> Iterator[str]:
+    """Run Azurite, a server of Azure blobs, with an empty container "test"; yields its connection string.
+
+    Raises:
+        ServerMissingError: Azurite is not installed.
+    """
+    program = shutil.which("azurite-blob")
+    if program is None:
+        raise ServerMissingError("azurite-blob is missing (npm install -g azurite)")
+    workdir.mkdir(parents=True, exist_ok=True)
+    with _one_start_at_a_time():
+        port = _find_free_ports(1)
+        command = [program, "--silent", "--inMemoryPersistence", "--disableTelemetry"]
+        command += ["--skipApiVersionCheck", "--blobPort", str(port)]
+        process = subprocess.Popen(
+            command, cwd=workdir, stdout=subprocess.DEVNULL, start_new_session=True
+        )
+        try:
+            _await_port(port, process)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+    try:
+        endpoint = f"http://127.0.0.1:{port}/{_AZURITE_ACCOUNT}"
+        _create_container(endpoint, "test")
+        yield (
+            f"DefaultEndpointsProtocol=http;AccountName={_AZURITE_ACCOUNT};"
+            f"AccountKey={_AZURITE_KEY};BlobEndpoint={endpoint};"
+        )
+    finally:
+        process.terminate()
+        process.wait()
+
+
+# Known to all: https://learn.microsoft.com/azure/storage/common/storage-use-azurite
+_AZURITE_ACCOUNT = "devstoreaccount1"
+_AZURITE_KEY = (
+    "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+)
+
+
+def _create_container(endpoint: str, name: str) -> None:
+    headers = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": "2021-08-06"}
+    lines = "".join(f"{key}:{value}\n" for key, value in sorted(headers.items()))
+    resource = f"/{_AZURITE_ACCOUNT}/{_AZURITE_ACCOUNT}/{name}\nrestype:container"
+    text = "PUT" + "\n" * 12 + lines + resource
+    digest = hmac.digest(base64.b64decode(_AZURITE_KEY), text.encode(), "sha256")
+    signature = base64.b64encode(digest).decode()
+    headers["Authorization"] = f"SharedKey {_AZURITE_ACCOUNT}:{signature}"
+    url = f"{endpoint}/{name}?restype=container"
+    request = urllib.request.Request(url, method="PUT", headers=headers)  # noqa: S310
+    urllib.request.urlopen(request, timeout=10).close()  # noqa: S310
+
+
 _TLS_CONF = """
 daemon off; user {user}; pid nginx.pid; error_log error.log warn;
 events {{ worker_connections 256; }}
@@ -376,5 +435,5 @@ def _await_port(port: int, process: subprocess.Popen[bytes]) -> None:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
                 return
         if process.poll() is not None:
-            raise ServerError("nginx did not start, see its error.log")
+            raise ServerError("the server did not start, see its log")
         time.sleep(0.02)

@@ -53,6 +53,16 @@ def test_every_error_is_one_of_ours() -> None:
     assert all(issubclass(error, ss.ShardStreamError) for error in errors)
 
 
-@pytest.mark.parametrize("name", ["ListRun", "assert_resumes_exactly", "make_shards"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ListRun",
+        "assert_resumes_exactly",
+        "check_catalog",
+        "check_reader",
+        "check_store",
+        "make_shards",
+    ],
+)
 def test_the_helpers_for_tests_are_there(name: str) -> None:
     assert len(inspect.getdoc(getattr(testing, name)) or "") > 20

@@ -6,9 +6,9 @@ A URL becomes bytes in these steps:
     listing, journal_marker      files below a folder; refuse a dataset that is not finished
     store, clients               one door for all stores; clients are opened once in each process
     local_files                  list, read and map files of this machine; notice that one is overwritten
-    s3_config, aws_environment   storage options and variables -> settings of the S3 clients
-    s3_obstore, s3_s3fs, http_reader, fsspec_reader   send one request; return a ``response``
-    obstore_filesystem, read_small_files   list and write without s3fs; read a manifest before a client is imported
+    s3_config, gcs_azure_config  storage options and variables -> settings of the clients of S3, Google and Azure
+    obstore_client, s3_s3fs, http_reader, fsspec_reader   send one request; return a ``response``
+    read_small_files             read a manifest before a client of S3 is imported
     retry, concurrency, error_messages     retry and resume, limit requests in flight, explain errors
     range_file                   a remote file as a stream
     cache, cache_chunk, cache_space, cache_usage      a bounded cache on the local disk

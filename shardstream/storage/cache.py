@@ -26,6 +26,7 @@ from shardstream.storage.cache_chunk import (
     read_chunk,
 )
 from shardstream.storage.cache_space import CacheSpace, on_disk
+from shardstream.storage.response import plain_etag
 
 _log = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ ReadRange = Callable[[int, int | None], bytes | memoryview]
 
 
 # As the file systems of fsspec call them; what stands for the bytes first.
-_ETAGS = ("ETag", "etag", "e_tag", "md5Hash", "generation", "content_hash", "sha", "blob_id")
+_ETAGS = ("ETag", "etag", "e_tag", "md5Hash", "content_hash", "sha", "blob_id")
 _TIMES = (
     "LastModified",
     "Last-Modified",
@@ -54,6 +55,10 @@ def version_of(entry: Mapping[str, Any]) -> str | None:
     >>> version_of({"size": 3, "ETag": "9a0364b9"}), version_of({"size": 3, "mtime": 12.5}), version_of({"size": 3})
     ('ETag 9a0364b9', 'mtime 12.5', None)
     """
+    if generation := entry.get("generation"):
+        return (
+            f"generation {generation}"  # gcsfs; Google's listings have other ETags than its files
+        )
     for name in _ETAGS:
         if entry.get(name):
             return f"ETag {entry[name]}"
@@ -100,10 +105,13 @@ class Cache:
         if version is not None:
             # An ETag stands for the bytes, whatever a signature in the query says today.
             place = redact(url) if version.startswith("ETag") else url
-            text = "\0".join((place, version, str(size)))
+            # Azure quotes ETags in headers, but not in listings.
+            text = "\0".join((place, version.replace('"', ""), str(size)))
             identity = hashlib.blake2b(text.encode(), digest_size=_NAME_BYTES).digest()
         kind, _, value = (version or "").partition(" ")
-        known = self._known[url] = FileRecord(size, identity, value if kind == "ETag" else None)
+        known = self._known[url] = FileRecord(
+            size, identity, plain_etag(value) if kind == "ETag" else None
+        )
         return known
 
     def etag(self, url: str) -> str | None:

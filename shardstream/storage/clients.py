@@ -1,4 +1,4 @@
-"""Which client serves a URL, opened in the process that uses it."""
+"""Choose the client of a URL and open it in the process that uses it."""
 
 from __future__ import annotations
 
@@ -19,30 +19,41 @@ from fsspec.core import url_to_fs
 from shardstream.errors import OptionError
 from shardstream.process_memory import pause_gc_for_import
 from shardstream.storage import fork_safety
-from shardstream.storage.aws_environment import aws_variables
 from shardstream.storage.error_messages import remove_secrets, safe_cause, translate_errors
 from shardstream.storage.fsspec_reader import FilesystemReader
+from shardstream.storage.gcs_azure_config import (
+    CloudSettings,
+    parse_azure_options,
+    parse_connection_string,
+    parse_gcs_options,
+)
 from shardstream.storage.http_reader import HttpReader
 from shardstream.storage.read_small_files import read_small_files
 from shardstream.storage.response import RangeReader, RangeResponse
-from shardstream.storage.s3_config import S3Settings, complete_s3fs_options, parse_s3_options
+from shardstream.storage.s3_config import (
+    S3Settings,
+    cloud_variables,
+    complete_s3fs_options,
+    parse_s3_options,
+)
 
 if TYPE_CHECKING:
-    from shardstream.storage.s3_obstore import ObstoreReader
+    from shardstream.storage.obstore_client import ObstoreReader
 
 _log = logging.getLogger(__name__)
 S3 = ("s3", "s3a")
+# Protocols that obstore can serve: its kind of store, and the fsspec package that serves every option.
+_KINDS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az"}
+_PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
 _HTTP = ("http", "https")
 _HTTP_ANSWER_S = 300.0  # aiohttp's own limit of a whole answer
 _INSTALL = {
     "s3": "pip install 'shardstream[s3]'",
-    "s3a": "pip install 'shardstream[s3]'",
-    "gs": "pip install gcsfs",
-    "abfs": "pip install adlfs",
+    "gs": "pip install 'shardstream[gcs]'",
+    "az": "pip install 'shardstream[azure]'",
 }
-_SMALL_READS_BYTES = 64 << 20  # who looks at a few samples reads less
-# What obstore says where s3fs can help: another region (which s3fs finds), a chunked answer, a certificate that signed itself
-# (webpki takes none that may sign others for a server's own; OpenSSL does).
+# Errors of obstore after which s3fs can read: another region (s3fs finds it), a chunked response, a self-signed certificate
+# (webpki refuses one that may sign others as the server's own; OpenSSL accepts it).
 _S3FS_CAN_HELP = (
     "PermanentRedirect",
     "redirect without LOCATION",
@@ -50,26 +61,26 @@ _S3FS_CAN_HELP = (
     "Content-Length Header missing",
     "InvalidCertificate",
 )
-_FORKED = "this process was forked from one that had used obstore, whose threads stayed there"
+_FORKED = "this process was forked from one that had used obstore, and obstore's threads do not survive a fork"
 _SPAWN = "or start workers with multiprocessing_context='spawn'"
-_UNKNOWN_OPTION = "one of the storage options, or of the AWS profile, is for s3fs alone"
+_UNKNOWN_OPTION = "only {package} knows one of the storage options{profile}"
 _SECRET_NAMES = (
     "key", "secret", "token", "password", "credential", "sas", "passphrase", "connection_string", "authorization",
 )  # fmt: skip
 _MIN_SECRET_CHARACTERS = 4  # characters: less would be found in any message
-_client_choice_lock = fork_safety.new_lock()  # one thread at a time, whether obstore reads
+_client_choice_lock = fork_safety.new_lock()  # held while a thread decides whether obstore reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timeouts:
-    """How long a server is waited for.
+    """Time limits of requests.
 
     Args:
-        read_timeout_s: Without a byte, before a request is given up and sent again.
-        retry_timeout_s: Of failing requests without a byte, before that is an error.
+        read_timeout_s: Time without a byte after which a request is sent again.
+        retry_timeout_s: Time of failing requests without a byte after which an error is raised.
 
     Raises:
-        OptionError: If one is no positive number.
+        OptionError: If one is not a positive number.
     """
 
     read_timeout_s: float = 20.0
@@ -77,7 +88,7 @@ class Timeouts:
 
     @property
     def total_s(self) -> float:
-        """Within which a read that brings nothing has failed."""
+        """Time after which a read without a byte has failed."""
         return self.retry_timeout_s + 2 * self.read_timeout_s
 
     def __post_init__(self) -> None:
@@ -91,15 +102,18 @@ class Timeouts:
 
 
 class Clients:
-    """The clients of one `Storage`; picklable, opened anew in each process.
+    """The clients of one `Storage`; picklable, opened again in each process.
 
     Args:
-        options: As the user gave them.
+        options: The storage options of the user.
         filesystem: An fsspec file system to use for every URL.
 
     Raises:
-        OptionError: If an option of ours makes no sense.
+        OptionError: If an option of shardstream has an invalid value.
     """
+
+    small_reads_bytes = 64 << 20
+    """A main process that has read less than this starts no obstore threads, because workers may be forked from it."""
 
     def __init__(self, options: Mapping[str, Any], filesystem: Any) -> None:
         self._options = dict(options)
@@ -114,17 +128,18 @@ class Clients:
         self.timeouts = Timeouts(**given)
         self._filesystem = filesystem
         self._opened: dict[tuple[str, bool], Any] = {}
-        self._obstore: ObstoreReader | str | None = None
+        self._obstore: dict[str, ObstoreReader | str] = {}
+        """By kind: the reader, or the reason why there is none."""
         self._read_bytes = 0
         self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_opened": {}, "_obstore": None, "_read_bytes": 0}
+        return self.__dict__ | {"_opened": {}, "_obstore": {}, "_read_bytes": 0}
 
     @property
     def secrets(self) -> tuple[str, ...]:
         """Values that no message may show."""
-        found = _secret_values(self._options) | _secret_values(aws_variables())
+        found = _secret_values(self._options) | _secret_values(cloud_variables())
         found |= _secret_values({"filesystem": self._filesystem})
         return tuple(sorted(found, key=len, reverse=True))  # one may be part of another
 
@@ -156,8 +171,14 @@ class Clients:
         return filesystem, filesystem._strip_protocol(url)
 
     def is_s3(self, url: str) -> bool:
-        """Tell whether a URL is read by an S3 client of ours: no chain, no file system of the user's."""
-        return self._filesystem is None and protocol_of(url) in S3 and "::" not in url
+        """Tell whether a URL is read by an S3 client: no chain of URLs, no file system of the user."""
+        return self.kind_of(url) == "s3"
+
+    def kind_of(self, url: str) -> str | None:
+        """Return the kind of object store ("s3", "gs", "az") that obstore may read a URL from; None for any other."""
+        if self._filesystem is not None or "::" in url:
+            return None
+        return _KINDS.get(protocol_of(url))
 
     def reader(self, url: str, *, whole: bool) -> tuple[RangeReader, str]:
         """Return what reads a URL, and the path to ask it for.
@@ -167,9 +188,10 @@ class Clients:
             whole: The file will be read from its start to its end, as small ones are.
         """
         self._drop_inherited_clients()
-        if self.is_s3(url):
+        kind = self.kind_of(url)
+        if kind is not None:
             path = url.partition("://")[2]
-            reader = self._obstore_reader_or_none(path, whole=whole)
+            reader = self._obstore_reader_or_none(kind, path, whole=whole)
             if reader is not None:
                 return reader, path
         filesystem, path = self.filesystem(url, reading=True)
@@ -196,7 +218,7 @@ class Clients:
         try:
             response = reader.read(path, start, end, keep_partial=keep_partial, max_bytes=max_bytes)
         except Exception as error:
-            if not self._switch_to_s3fs(error):
+            if not self.is_s3(url) or not self._switch_to_s3fs(error):
                 raise
             reader, path = self.reader(url, whole=False)
             response = reader.read(path, start, end, keep_partial=keep_partial, max_bytes=max_bytes)
@@ -208,7 +230,7 @@ class Clients:
         is_first = "s3fs" not in sys.modules and not fork_safety.has_obstore_threads()
         settings = None
         if is_first and self._s3_client is None and all(map(self.is_s3, urls)):
-            settings = self._settings()
+            settings = self._s3_settings()
         if settings is None:
             return [None] * len(urls)
         return read_small_files(settings, [url.partition("://")[2] for url in urls], max_bytes)
@@ -219,9 +241,9 @@ class Clients:
         if known is None or self._s3_client is not None or not _is_installed("s3fs"):
             return False
         with _client_choice_lock:
-            if not isinstance(self._obstore, str):  # else another thread has found out
+            if not isinstance(self._obstore.get("s3"), str):  # else another thread was first
                 _log.info("reading S3 with s3fs, not obstore: %s", known)
-                self._obstore = known
+                self._obstore["s3"] = known
         return True
 
     def _drop_inherited_clients(self) -> None:
@@ -232,62 +254,75 @@ class Clients:
                 return
             # forked: connections and threads stayed with the parent
             fork_safety.keep_inherited(self._opened, self._obstore, self._filesystem)
-            self._opened, self._obstore = {}, None
+            self._opened, self._obstore = {}, {}
             if getattr(self._filesystem, "async_impl", False):
                 self._filesystem = copy.deepcopy(self._filesystem)  # opens it anew
             self._pid = os.getpid()
 
-    def _obstore_reader_or_none(self, path: str, *, whole: bool) -> ObstoreReader | None:
-        if self._s3_client == "s3fs" or not _is_installed("obstore"):
-            if self._s3_client == "obstore":
+    def _obstore_reader_or_none(self, kind: str, path: str, *, whole: bool) -> ObstoreReader | None:
+        client = self._s3_client if kind == "s3" else None
+        if client == "s3fs" or not _is_installed("obstore"):
+            if client == "obstore":
                 raise OptionError("s3_client='obstore' needs one more package: pip install obstore")
             return None
-        forced = self._s3_client == "obstore" or not _is_installed("s3fs")
+        forced = client == "obstore" or not _is_installed(_PACKAGES[kind])
         if not forced and self._reads_little(whole=whole):
             return None
-        from shardstream.storage.s3_obstore import ObstoreReader, can_name  # noqa: PLC0415
+        from shardstream.storage.obstore_client import ObstoreReader, can_name  # noqa: PLC0415
 
-        found = self._obstore  # in a forked child another thread may just be taking it away
+        # A local name: in a forked child another thread may empty the table at the same time.
+        readers = self._obstore
+        found = readers.get(kind)
         if found is None:
-            settings = self._settings()
+            settings = self._settings(kind)
             if fork_safety.has_lost_obstore_threads():
-                _log.info("reading S3 with s3fs: %s", _FORKED)
+                _log.info("reading %s:// with %s: %s", kind, _PACKAGES[kind], _FORKED)
                 found = _FORKED
+            elif settings is None:
+                found = _unknown_option(kind)
             else:
-                found = _UNKNOWN_OPTION if settings is None else ObstoreReader(settings)
-            with _client_choice_lock:  # another thread may have decided meanwhile, and given it up
-                found = self._obstore = self._obstore or found
-        why = found if can_name(path) else "obstore cannot ask for a key of that name"
+                found = ObstoreReader(kind, settings)
+            with _client_choice_lock:  # another thread may have decided, and switched to s3fs
+                found = readers.setdefault(kind, found)
+        why = found if can_name(path) else "obstore cannot request a key of that name"
         if isinstance(why, ObstoreReader):
             return why
         if forced:
             raise OptionError(
-                f"obstore cannot read this: {why}; {self._remedy(why)}", shard=f"s3://{path}"
+                f"obstore cannot read this: {why}; {self._remedy(kind, why)}",
+                shard=f"{kind}://{path}",
             )
         return None
 
-    def _remedy(self, why: str) -> str:
-        """Return how S3 can be read where obstore cannot."""
-        remedies = []
-        if self._s3_client == "obstore":
+    def _remedy(self, kind: str, why: str) -> str:
+        """Return how an object store can be read where obstore cannot read it."""
+        remedies, package = [], _PACKAGES[kind]
+        if kind == "s3" and self._s3_client == "obstore":
             remedies.append("leave s3_client='obstore' out, so that s3fs reads it")
-        if not _is_installed("s3fs"):
-            remedies.append("install s3fs")
+        if not _is_installed(package):
+            remedies.append(f"install {package}")
         together = " and ".join(remedies)
         return f"{together}, {_SPAWN}" if why == _FORKED else together
 
     def _reads_little(self, *, whole: bool) -> bool:
-        """Tell whether this may be a process that reads little and then forks workers, for whom obstore's threads would be lost."""
+        """Tell whether this process may read little and then fork workers, which would lose obstore's threads."""
         if multiprocessing.parent_process() is not None:
             return False
         return whole or not (
-            fork_safety.has_obstore_threads() or self._read_bytes >= _SMALL_READS_BYTES
+            fork_safety.has_obstore_threads() or self._read_bytes >= self.small_reads_bytes
         )
 
-    def _settings(self) -> S3Settings | None:
+    def _settings(self, kind: str) -> S3Settings | CloudSettings | None:
+        """Return the settings of obstore's store; None if it does not know one of the options."""
+        if kind == "s3":
+            return self._s3_settings()
+        parse = parse_gcs_options if kind == "gs" else parse_azure_options
+        return parse(self._options, cloud_variables(), self.timeouts.read_timeout_s)
+
+    def _s3_settings(self) -> S3Settings | None:
         with translate_errors("s3://", lambda: self.secrets):
             settings = parse_s3_options(
-                self._options, aws_variables(), self.timeouts.read_timeout_s
+                self._options, cloud_variables(), self.timeouts.read_timeout_s
             )
         trusted = None if settings is None else settings.verify
         if isinstance(trusted, str) and not os.path.exists(trusted):
@@ -297,21 +332,22 @@ class Clients:
         return settings
 
     def _open(self, url: str, protocol: str, *, reading: bool) -> tuple[Any, str]:
-        options = self._options
+        options, kind = self._options, self.kind_of(url)
+        if kind is not None and not _is_installed(_PACKAGES[kind]) and _is_installed("obstore"):
+            filesystem = self._open_obstore(kind, reading=reading)
+            return filesystem, url.partition("://")[2].rstrip("/")
         try:
             if protocol in S3:
-                if not _is_installed("s3fs") and _is_installed("obstore"):
-                    return self._open_obstore(reading=reading), url.partition("://")[2].rstrip("/")
-                self._settings()  # says what is wrong with them
+                self._s3_settings()  # reports invalid options
                 options = complete_s3fs_options(
-                    options, aws_variables(), self.timeouts.read_timeout_s if reading else None
+                    options, cloud_variables(), self.timeouts.read_timeout_s if reading else None
                 )
             elif protocol in _HTTP:
                 options = self._http_options()
             with pause_gc_for_import():
                 filesystem, path = cast("tuple[Any, str]", url_to_fs(url, **options))
         except ImportError as error:
-            install = _INSTALL.get(protocol, "install the package it names")
+            install = _INSTALL.get(_KINDS.get(protocol, ""), "install the package it names")
             raise OptionError(
                 f"{protocol}:// needs one more package ({error}): {install}", shard=url
             ) from error
@@ -328,7 +364,7 @@ class Clients:
         return filesystem, path
 
     def _http_options(self) -> dict[str, Any]:
-        """Complete the options of an ``HTTPFileSystem``, which waits for five minutes for a server that says nothing."""
+        """Add time limits to the options of an ``HTTPFileSystem``, which waits five minutes for a silent server."""
         import aiohttp  # noqa: PLC0415  (fsspec needs it for HTTP alone)
 
         read_timeout_s = self.timeouts.read_timeout_s
@@ -338,17 +374,22 @@ class Clients:
         client = {"timeout": timeouts, **(self._options.get("client_kwargs") or {})}
         return {**self._options, "client_kwargs": client}
 
-    def _open_obstore(self, *, reading: bool) -> Any:
-        from shardstream.storage.obstore_filesystem import ObstoreFilesystem  # noqa: PLC0415
-        from shardstream.storage.s3_obstore import store_arguments  # noqa: PLC0415
+    def _open_obstore(self, kind: str, *, reading: bool) -> Any:
+        from shardstream.storage.obstore_client import open_filesystem  # noqa: PLC0415
 
         if fork_safety.has_lost_obstore_threads():
-            raise OptionError(f"{_FORKED}; {self._remedy(_FORKED)}")
-        settings = self._settings()
+            raise OptionError(f"{_FORKED}; {self._remedy(kind, _FORKED)}")
+        settings = self._settings(kind)
         if settings is None:
-            raise OptionError(f"{_UNKNOWN_OPTION}; {self._remedy(_UNKNOWN_OPTION)}")
+            why = _unknown_option(kind)
+            raise OptionError(f"{why}; {self._remedy(kind, why)}")
         fork_safety.note_obstore_started()
-        return ObstoreFilesystem(store_arguments(settings, retries=not reading))
+        return open_filesystem(kind, settings, retries=not reading)
+
+
+def _unknown_option(kind: str) -> str:
+    profile = ", or of the AWS profile" if kind == "s3" else ""
+    return _UNKNOWN_OPTION.format(package=_PACKAGES[kind], profile=profile)
 
 
 def _is_http(filesystem: Any) -> bool:
@@ -374,5 +415,7 @@ def _secret_values(options: Mapping[str, Any]) -> set[str]:
         if isinstance(inner, Mapping):
             found |= _secret_values(inner)
         elif isinstance(value, str) and name.lower().endswith(_SECRET_NAMES):
-            found.add(value.strip())  # a message shows a line's end in its own way
+            found.add(value.strip())  # messages show line ends differently
+            if name.lower().endswith("connection_string"):
+                found |= _secret_values(parse_connection_string(value) or {})
     return {value for value in found if len(value) >= _MIN_SECRET_CHARACTERS}

@@ -57,3 +57,12 @@ def max_response_bytes(start: int, end: int | None, max_bytes: int | None) -> fl
     if end is not None:
         return end - start
     return math.inf if max_bytes is None else max_bytes
+
+
+def plain_etag(etag: str | None) -> str | None:
+    """Return an ETag without quotes: Azure quotes it in headers, but not in listings.
+
+    >>> plain_etag('"0x8D"')
+    '0x8D'
+    """
+    return None if etag is None else etag.strip('"')

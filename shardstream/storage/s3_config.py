@@ -88,6 +88,15 @@ class S3Settings:
     read_timeout_s: float = 20.0
 
 
+def cloud_variables() -> Mapping[str, str]:
+    """Return the environment variables of the clouds (``AWS_…``, ``AZURE_…``, Google's) that are not empty."""
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if value and name.startswith(("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST"))
+    }
+
+
 def parse_s3_options(
     options: Mapping[str, Any], variables: Mapping[str, str], read_timeout_s: float
 ) -> S3Settings | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from fsspec.asyn import sync
 
-from shardstream.storage.response import RangeResponse, max_response_bytes
+from shardstream.storage.response import RangeResponse, max_response_bytes, plain_etag
 
 _BODY_READ_BYTES = 1 << 20
 _SLOWEST_BYTES_PER_S = 1000  # a server that sends a byte now and then does not answer
@@ -73,7 +73,7 @@ class S3fsReader:
         return RangeResponse(
             data=b"".join(parts),
             size=size,
-            version=answer.get("ETag"),
+            version=plain_etag(answer.get("ETag")),
             error=error,
         )
 

@@ -169,7 +169,7 @@ class Storage:
             if path.startswith("/"):
                 return path
             return f"{os.getcwd()}/{path.removeprefix('./')}" if path != "." else os.getcwd()
-        if self._clients.is_s3(url):  # not opened to find that out
+        if self._clients.kind_of(url) is not None:  # an object store need not be opened for this
             return None
         filesystem, path = self._clients.filesystem(url, reading=True)
         return path if isinstance(filesystem, LocalFileSystem) else None

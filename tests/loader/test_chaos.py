@@ -185,7 +185,7 @@ PROGRAM = """
     from tests.loader import test_chaos
 
     def digest(sample):
-        return test_chaos.digest(sample), "shardstream.storage.s3_obstore" in sys.modules
+        return test_chaos.digest(sample), "shardstream.storage.obstore_client" in sys.modules
 
     if __name__ == "__main__":
         told = json.loads(sys.argv[1])

@@ -27,9 +27,9 @@ from shardstream.errors import (
     OptionError,
     StorageError,
 )
-from shardstream.storage import s3_obstore
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.clients import Clients
+from shardstream.storage.obstore_client import ObstoreReader
 from shardstream.storage.store import Storage
 from tests.servers import S3Server, ShapedS3, nginx_or_skip
 from tests.small_datasets import numbered
@@ -149,7 +149,7 @@ def test_any_name_is_read(client: str, s3: S3Server, bucket: str, name: str) -> 
     storage = Storage(s3.storage_options | {"s3_client": client})
     url, wanted = f"{bucket}/{name}", name.encode()
     if client == "obstore" and ("//" in name or "/./" in name):
-        with pytest.raises(OptionError, match="obstore cannot ask for a key of that name"):
+        with pytest.raises(OptionError, match="obstore cannot request a key of that name"):
             storage.read(url, 1, 3)
         storage = Storage(s3.storage_options)  # unless it must be obstore, s3fs reads it
     assert storage.read(url) == wanted
@@ -266,9 +266,9 @@ def test_threads_of_a_forked_child_do_not_take_each_others_readers_away(
         clients._drop_inherited_clients()
         return True
 
-    monkeypatch.setattr(s3_obstore, "can_name", can_name)
+    monkeypatch.setattr("shardstream.storage.obstore_client.can_name", can_name)
     reader, path = clients.reader("s3://b/k", whole=False)
-    assert (type(reader), path) == (s3_obstore.ObstoreReader, "b/k")
+    assert (type(reader), path) == (ObstoreReader, "b/k")
 
 
 def test_an_endpoint_out_of_reach_is_told(client: str, s3: S3Server) -> None:
@@ -355,7 +355,7 @@ class Chunked(http.server.BaseHTTPRequestHandler):
 def test_what_obstore_cannot_read_s3fs_reads(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardstream.storage.clients._SMALL_READS_BYTES", 0)
+    monkeypatch.setattr(Clients, "small_reads_bytes", 0)
     caplog.set_level("INFO", "shardstream")
     often = 8  # threads that find out together say so once, however they meet
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Chunked) as server:

@@ -103,12 +103,12 @@ LOADERS = """
 
     def look(sample):
         from shardstream.storage.fork_safety import has_lost_obstore_threads
-        return sample["__key__"], has_lost_obstore_threads(), "shardstream.storage.s3_obstore" in sys.modules
+        return sample["__key__"], has_lost_obstore_threads(), "shardstream.storage.obstore_client" in sys.modules
 
     if __name__ == "__main__":
         url, method, look_bytes, *order = sys.argv[1:]
-        from shardstream.storage import clients
-        clients._SMALL_READS_BYTES = int(look_bytes)
+        from shardstream.storage.clients import Clients
+        Clients.small_reads_bytes = int(look_bytes)
         found = []
         for num_workers in map(int, order):
             dataset = ss.ShardDataset(url, shuffle=True).map(look)

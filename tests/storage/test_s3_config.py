@@ -87,7 +87,7 @@ def test_what_only_s3fs_knows_is_left_to_s3fs(
     assert parse_s3_options(options, variables, read_timeout_s=20.0) is None
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(OptionError, match="for s3fs alone"):
+    with pytest.raises(OptionError, match="only s3fs knows one of the storage options"):
         Storage(options | {"s3_client": "obstore"}).read("s3://b/a.tar", 0, 1)
 
 

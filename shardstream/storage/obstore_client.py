@@ -1,0 +1,169 @@
+"""obstore: a client in Rust for S3, Google Cloud Storage and Azure, without Python's lock while bytes arrive.
+
+One reader and one file system serve all three; `open_bucket` builds the store of a bucket from its settings.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import obstore
+from obstore.fsspec import FsspecStore
+from obstore.store import AzureStore, GCSStore, S3Store
+
+from shardstream.storage import fork_safety
+from shardstream.storage.gcs_azure_config import CloudSettings
+from shardstream.storage.response import RangeResponse, max_response_bytes, plain_etag
+from shardstream.storage.s3_config import S3Settings
+
+_AT_ONCE_BYTES = 8 << 20
+_STREAM_CHUNK_BYTES = 256 << 10
+
+
+class ObstoreReader:
+    """Reads ranges with obstore; its retries are switched off, because `retry` retries.
+
+    Args:
+        kind: "s3", "gs" or "az".
+        settings: Server and credentials.
+    """
+
+    def __init__(self, kind: str, settings: S3Settings | CloudSettings) -> None:
+        self._open = partial(open_bucket, kind, settings, retries=False)
+        self._stores: dict[str, Any] = {}
+        self._lock = threading.Lock()
+
+    def read(
+        self,
+        path: str,
+        start: int,
+        end: int | None,
+        *,
+        keep_partial: bool = False,
+        max_bytes: int | None = None,
+    ) -> RangeResponse:
+        """Request the bytes ``start`` to ``end`` once."""
+        bucket, _, key = path.partition("/")
+        options: Any = {}
+        if end is not None:
+            options = {"range": (start, end)}
+        elif start:
+            options = {"range": {"offset": start}}
+        fork_safety.note_obstore_started()
+        answer = obstore.get(self._store(bucket), key, options=options)
+        meta = answer.meta
+        parts: list[Any] = []
+        error: Exception | None = None
+        first, last = answer.range
+        try:
+            if last - first <= _AT_ONCE_BYTES and not keep_partial:
+                parts.append(answer.bytes())
+            else:
+                left = max_response_bytes(start, end, max_bytes)
+                for part in answer.stream(_STREAM_CHUNK_BYTES):
+                    parts.append(part)
+                    left -= len(part)
+                    if left < 0:
+                        break
+        except Exception as broken:  # noqa: BLE001  (the caller judges it and keeps the bytes before it)
+            error = broken
+        data = memoryview(parts[0]) if len(parts) == 1 else b"".join(parts)
+        return RangeResponse(
+            data=data, size=meta["size"], version=plain_etag(meta["e_tag"]), error=error
+        )
+
+    def _store(self, bucket: str) -> Any:
+        with self._lock:
+            if bucket not in self._stores:
+                self._stores[bucket] = self._open(bucket)
+            return self._stores[bucket]
+
+
+class ObstoreFilesystem(FsspecStore):
+    """An fsspec file system by obstore alone: it lists and writes where s3fs, gcsfs or adlfs is not installed.
+
+    obstore opens buckets with ``from_url``, which does not accept all settings that a reader has.
+
+    Args:
+        kind: "s3", "gs" or "az".
+        open_store: Opens the store of a bucket.
+    """
+
+    cachable = False
+    protocol = ("s3", "s3a", "gs", "gcs", "az", "abfs")  # type: ignore[assignment]  # as fsspec has it
+
+    def __init__(self, kind: str, open_store: Callable[[str], Any]) -> None:
+        self._open_store = open_store
+        super().__init__(kind)  # type: ignore[call-overload]
+
+    def _construct_store(self, bucket: str) -> Any:
+        return self._open_store(bucket)
+
+
+def open_filesystem(
+    kind: str, settings: S3Settings | CloudSettings, *, retries: bool
+) -> ObstoreFilesystem:
+    """Open a file system for buckets of one kind."""
+    return ObstoreFilesystem(kind, partial(open_bucket, kind, settings, retries=retries))
+
+
+def open_bucket(
+    kind: str, settings: S3Settings | CloudSettings, bucket: str, *, retries: bool
+) -> Any:
+    """Open the store of a bucket.
+
+    Args:
+        kind: "s3", "gs" or "az".
+        settings: Server and credentials.
+        bucket: Its name.
+        retries: Whether obstore retries requests by itself.
+    """
+    options: dict[str, Any] = {
+        "client_options": _client_options(settings),
+        "retry_config": None if retries else {"max_retries": 0},
+    }
+    if isinstance(settings, S3Settings):
+        provider: Any = None if settings.anonymous else settings.credentials
+        return S3Store(bucket, config=_s3_config(settings), credential_provider=provider, **options)
+    store: Any = {"gs": GCSStore, "az": AzureStore}[kind]
+    return store(bucket, config=settings.config, **options)
+
+
+def can_name(path: str) -> bool:
+    """Tell whether obstore can request a path: no empty, "." or ".." part, and no control characters."""
+    parts = path.split("/")
+    return len(parts) > 1 and all(
+        part not in ("", ".", "..") and part.isprintable() for part in parts
+    )
+
+
+def _s3_config(settings: S3Settings) -> Any:
+    """Return the configuration of an `S3Store`; every value is given, so that no variable changes it."""
+    config: dict[str, Any] = {
+        "region": settings.region,
+        "skip_signature": settings.anonymous,
+        "virtual_hosted_style_request": settings.virtual_hosts,
+        "request_payer": settings.requester_pays,
+    }
+    if settings.endpoint:
+        config |= {"endpoint": settings.endpoint, "aws_endpoint_url_s3": settings.endpoint}
+    return config
+
+
+def _client_options(settings: S3Settings | CloudSettings) -> dict[str, Any]:
+    client: dict[str, Any] = {
+        "allow_http": bool(settings.endpoint and settings.endpoint.startswith("http://")),
+        "connect_timeout": timedelta(seconds=settings.connect_s),
+        "read_timeout": timedelta(seconds=settings.read_timeout_s),
+        "timeout": timedelta(days=1),  # of a whole response; the time without a byte is limited
+    }
+    if isinstance(settings, S3Settings) and settings.verify is False:
+        client["allow_invalid_certificates"] = True
+    elif isinstance(settings, S3Settings) and isinstance(settings.verify, str):
+        client["root_certificate"] = Path(settings.verify).read_text()
+    return client

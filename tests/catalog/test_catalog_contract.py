@@ -1,0 +1,66 @@
+"""Every catalog passes the contract suite."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from shardstream.catalog.concat_catalog import ConcatCatalog
+from shardstream.catalog.object_catalog import ObjectCatalog
+from shardstream.catalog.shard_catalog import ShardCatalog
+from shardstream.storage.atomic_write import publish_bytes
+from shardstream.storage.discover import locate_shards
+from shardstream.storage.listing import list_files
+from shardstream.storage.store import Storage
+from shardstream.testing import check_catalog, make_shards
+
+
+def open_shards(folder: str) -> Callable[[], ShardCatalog]:
+    storage = Storage()
+    make_shards(folder, samples=23, per_shard=5)
+    return lambda: ShardCatalog(locate_shards(folder, storage), storage)
+
+
+def open_objects(folder: str) -> Callable[[], ObjectCatalog]:
+    storage = Storage()
+    for number in range(7):
+        publish_bytes(storage, f"{folder}/{number}.txt", bytes(number + 1))
+        publish_bytes(storage, f"{folder}/{number}.cls", b"1")
+    return lambda: ObjectCatalog(folder, list_files(folder, storage), storage)
+
+
+@pytest.fixture(params=["local", "memory"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(tmp_path) if request.param == "local" else f"memory://test-{uuid.uuid4().hex}"
+
+
+def test_shards(folder: str) -> None:
+    check_catalog(open_shards(folder), samples=23)
+
+
+def test_loose_objects(folder: str) -> None:
+    check_catalog(open_objects(folder), samples=7)
+
+
+def test_a_concatenation(folder: str) -> None:
+    one, other = open_shards(f"{folder}/one"), open_shards(f"{folder}/other")
+    objects = open_objects(f"{folder}/objects")
+    check_catalog(lambda: ConcatCatalog([one(), other(), objects()]), samples=53)
+
+
+class Broken(ShardCatalog):
+    """A catalog whose ranges depend on the order in which they are asked for."""
+
+    def extents(self, numbers: Any) -> Any:
+        return super().extents(np.sort(numbers))
+
+
+def test_the_suite_finds_a_broken_catalog(tmp_path: Path) -> None:
+    storage, folder = Storage(), make_shards(tmp_path, samples=23, per_shard=5)
+    with pytest.raises(AssertionError, match="depend on the order"):
+        check_catalog(lambda: Broken(locate_shards(folder, storage), storage), samples=23)
