@@ -2,7 +2,8 @@
 
 The rooms, lowest first: `format` says what the bytes mean, `order` which sample comes when; `storage` reads bytes by URL,
 `catalog` knows the shard and byte range of each sample, `fetch` reads samples ahead of their use; `pipeline` turns them into
-batches, `loader` runs that in torch's workers. `packing` turns sources into shards; `cli` is the command line.
+batches, `loader` runs that in torch's workers. `tasks` runs work on shards in threads or processes, `packing` turns sources
+into shards; `cli` is the command line.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from shardstream.packing.verification import verify
     from shardstream.pipeline.bad_sample_report import BadSample
     from shardstream.pipeline.bad_samples import SkipBudget
+    from shardstream.tasks.executor import Executor, FuturesExecutor, LocalExecutor, Task
 
 __all__ = [
     "AccessDeniedError",
@@ -59,8 +61,11 @@ __all__ = [
     "ChangedError",
     "ClassesWarning",
     "DecodeError",
+    "Executor",
+    "FuturesExecutor",
     "ImageWarning",
     "IndexMismatchError",
+    "LocalExecutor",
     "ManifestError",
     "NoIndexWarning",
     "NotFoundError",
@@ -82,6 +87,7 @@ __all__ = [
     "SourceError",
     "StateError",
     "StorageError",
+    "Task",
     "UnfinishedError",
     "WorkerError",
     "collate",
@@ -96,6 +102,9 @@ __all__ = [
 # Looked up when first used: torch takes over a second to import, and the command line does without.
 _LAZY = {
     "BadSample": "pipeline.bad_sample_report",
+    "Executor": "tasks.executor",
+    "FuturesExecutor": "tasks.executor",
+    "LocalExecutor": "tasks.executor",
     "ObjectDataset": "loader.object_dataset",
     "ObjectMapDataset": "loader.object_dataset",
     "ShardDataset": "loader.dataset",
@@ -103,6 +112,7 @@ _LAZY = {
     "ShardMapDataset": "loader.map_dataset",
     "SkipBudget": "pipeline.bad_samples",
     "ShardWriter": "packing.shard_writer",
+    "Task": "tasks.executor",
     "collate": "loader.collation",
     "index": "packing.indexing",
     "load_checkpoint": "loader.checkpoint",

@@ -298,7 +298,7 @@ def test_where_a_process_dies_the_others_are_not_waited_for(
 def test_files_that_are_only_copied_are_not_carried_through_processes(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardstream.packing.parallel_encode.ProcessPoolExecutor", None)
+    monkeypatch.setattr("shardstream.packing.parallel_encode.ProcessPool", None)
     assert pack(photos, tmp_path / "out", processes=2).samples > 0
 
 
