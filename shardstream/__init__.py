@@ -2,7 +2,8 @@
 
 The rooms, lowest first: `format` says what the bytes mean, `order` which sample comes when; `storage` reads bytes by URL,
 `catalog` knows the shard and byte range of each sample, `fetch` reads samples ahead of their use; `pipeline` turns them into
-batches, `loader` runs that in torch's workers. `packing` turns sources into shards; `cli` is the command line.
+batches, `loader` runs that in torch's workers. `tasks` runs work on shards in threads or processes, `packing` turns sources
+into shards; `cli` is the command line.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from shardstream.pipeline.bad_sample_report import BadSample
     from shardstream.pipeline.bad_samples import SkipBudget
     from shardstream.pipeline.indexed_source import ReadOptions
+    from shardstream.tasks.executor import Executor, FuturesExecutor, LocalExecutor, Task
 
 __all__ = [
     "AccessDeniedError",
@@ -63,8 +65,11 @@ __all__ = [
     "ChangedError",
     "ClassesWarning",
     "DecodeError",
+    "Executor",
+    "FuturesExecutor",
     "ImageWarning",
     "IndexMismatchError",
+    "LocalExecutor",
     "ManifestError",
     "NoIndexWarning",
     "NotFoundError",
@@ -87,6 +92,7 @@ __all__ = [
     "SourceError",
     "StateError",
     "StorageError",
+    "Task",
     "UnfinishedError",
     "WorkerError",
     "collate",
@@ -103,6 +109,9 @@ _LAZY = {
     "BadSample": "pipeline.bad_sample_report",
     "Catalog": "catalog.base",
     "CatalogDataset": "loader.dataset",
+    "Executor": "tasks.executor",
+    "FuturesExecutor": "tasks.executor",
+    "LocalExecutor": "tasks.executor",
     "ObjectDataset": "loader.object_dataset",
     "ObjectMapDataset": "loader.object_dataset",
     "ReadOptions": "pipeline.indexed_source",
@@ -111,6 +120,7 @@ _LAZY = {
     "ShardMapDataset": "loader.map_dataset",
     "SkipBudget": "pipeline.bad_samples",
     "ShardWriter": "packing.shard_writer",
+    "Task": "tasks.executor",
     "collate": "loader.collation",
     "index": "packing.indexing",
     "load_checkpoint": "loader.checkpoint",

@@ -15,7 +15,7 @@
     ├── SourceError         a file or row that cannot be packed
     ├── StateError          a state that cannot be continued exactly
     ├── SkipBudgetError  more bad samples than the caller allowed
-    └── WorkerError         a loader worker that died (also a RuntimeError, as torch raises)
+    └── WorkerError         a worker process that died (also a RuntimeError, as torch raises)
 
 Every message says what is wrong, where (shard, byte, key, field) and what to do. Loader workers rebuild an exception as
 ``type(message)``, so each class takes one positional message; the rest are optional keywords kept as attributes.
@@ -168,7 +168,7 @@ class SkipBudgetError(ShardStreamError):
 
 
 class WorkerError(ShardStreamError, RuntimeError):
-    """A loader worker that died."""
+    """A loader worker, or a process that runs tasks, that died."""
 
 
 class NoIndexWarning(UserWarning):

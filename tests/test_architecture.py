@@ -30,11 +30,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "fetch": (*BASE, "format", "storage", "catalog"),
     "pipeline": (*BASE, "format", "order", "storage", "catalog", "fetch"),
     "loader": (*BASE, "format", "order", "storage", "catalog", "fetch", "pipeline"),
-    "packing": (*BASE, "format", "storage", "catalog"),
+    "tasks": BASE,
+    "packing": (*BASE, "format", "storage", "catalog", "tasks"),
     "integrations": (*BASE, *READING),
-    "testing": (*BASE, *READING, "packing"),
-    "__init__": (*BASE, *READING, "packing"),
-    "cli": ("__init__", *BASE, *READING, "packing"),
+    "testing": (*BASE, *READING, "tasks", "packing"),
+    "__init__": (*BASE, *READING, "tasks", "packing"),
+    "cli": ("__init__", *BASE, *READING, "tasks", "packing"),
     "__main__": ("cli",),
 }
 MODULE_LINES = 600

@@ -1,40 +1,115 @@
-"""Decide whether a place may be written to, and what of it is kept or deleted, before anything is touched."""
+"""Names of shards in a folder, and the decision whether the folder may be written to, before anything is changed."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from shardstream.errors import ManifestError, NotFoundError, OptionError
+from shardstream.errors import ManifestError, OptionError
 from shardstream.format.classes_json import CLASSES_NAME
 from shardstream.format.index import INDEX_SUFFIX, OFFSET_BYTES
 from shardstream.format.manifest import MANIFEST_NAME, ShardInfo, decode_manifest
-from shardstream.packing.journal import FinishedShard, Journal, Task, read_head, read_journal
-from shardstream.packing.shard_names import ShardNames
-from shardstream.storage.atomic_write import final_name, remove
+from shardstream.packing.journal import (
+    WRITER_TASK,
+    FinishedShard,
+    Journal,
+    Task,
+    read_journal,
+    read_listed,
+)
+from shardstream.storage.atomic_write import final_name
 from shardstream.storage.journal_marker import is_journal, journal_name
-from shardstream.storage.store import Storage
+from shardstream.storage.output_folder import OutputFolder
+from shardstream.storage.store import join_url, parent_url
 
 _log = logging.getLogger(__name__)
+
+DEFAULT_NAME = "{shard:06d}.tar"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShardNames:
+    """Where a dataset goes and what its shards are called.
+
+    Args:
+        folder: URL of the folder, without a slash at its end.
+        template: Name of a shard, with ``{shard}`` where its number goes.
+    """
+
+    folder: str
+    template: str
+
+    @classmethod
+    def parse(cls, url: str | os.PathLike[str]) -> ShardNames:
+        """Read a pattern such as ``s3://bucket/train/{shard:06d}.tar``, or the URL of a folder.
+
+        >>> ShardNames.parse("s3://bucket/train/").template
+        '{shard:06d}.tar'
+
+        Raises:
+            OptionError: If the pattern does not give each shard its own name in one folder.
+        """
+        text = os.fspath(url)
+        if "{" not in text and not text.lower().endswith(".tar"):
+            return cls(folder=text.rstrip("/") or "/", template=DEFAULT_NAME)
+        names = cls(folder=parent_url(text), template=text.rsplit("/", 1)[-1])
+        example = f"write {join_url(parent_url(text.partition('{')[0]), DEFAULT_NAME)!r}, say"
+        try:
+            same = names.name(0) == names.name(1)
+        except (LookupError, ValueError, AttributeError, TypeError) as error:
+            raise OptionError(
+                f"the pattern knows no name but {{shard}} ({error!r}); {example}", shard=text
+            ) from error
+        if same or "{" in names.folder or not names.template.endswith(".tar"):
+            raise OptionError(
+                "the name of a shard needs {shard} where its number goes, in its last part, and ends in .tar; "
+                + example,
+                shard=text,
+            )
+        return names
+
+    def name(self, shard: int) -> str:
+        """Return the name of a shard in its folder.
+
+        >>> ShardNames(folder="x", template="{shard:06d}.tar").name(7)
+        '000007.tar'
+        """
+        return self.template.format(shard=shard)
+
+    def url(self, name: str) -> str:
+        """Return the URL of a file in the folder."""
+        return join_url(self.folder, name)
+
+    def is_ours(self, name: str) -> bool:
+        """Tell whether a shard of this pattern may be called so.
+
+        >>> ShardNames(folder="x", template="a-{shard:06d}.tar").is_ours("a-000012.tar")
+        True
+        """
+        start, _, rest = self.template.partition("{")
+        end = rest.partition("}")[2]
+        number = name[len(start) : len(name) - len(end)]
+        return number.isdecimal() and name == self.name(int(number))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """A place that may be written to.
+    """A folder that may be written to, as it was before anything was changed.
 
     Args:
-        storage: Where it is.
-        names: What its shards are called.
-        files: What is there now: name -> bytes.
-        stale: Names of shards that are there; those not written again are deleted at last.
+        folder: The folder.
+        names: Names of its shards.
+        files: Sizes of the files in it, by name.
+        stale: Names of shards of an earlier dataset; those that are not written again are deleted at the end.
         finished: Shards of an earlier run that are kept, in order.
-        journal_files: How many files the journal of an earlier run has.
+        journal_files: Number of files of an earlier run's journal.
         journal_head: The first of them.
-        extras: Names of small files that are written, too.
+        extras: Names of small files that the job writes, too.
     """
 
-    storage: Storage
+    folder: OutputFolder
     names: ShardNames
     files: Mapping[str, int]
     stale: frozenset[str] = frozenset()
@@ -60,7 +135,7 @@ class Destination:
 
     def unpublish(self) -> None:
         """Delete the manifest that is there; its shards are deleted or replaced later."""
-        remove(self.storage, self.names.url(MANIFEST_NAME))
+        self.folder.remove(MANIFEST_NAME)
         if CLASSES_NAME in self.files and CLASSES_NAME not in self.extras:
             _log.warning(
                 "%s is of the dataset that is replaced, and stays; delete it if its names are not those of the new class numbers",
@@ -72,7 +147,7 @@ class Destination:
         for name in self.files:
             final = final_name(name)
             if final is not None and self._is_written(final):
-                remove(self.storage, self.names.url(name))
+                self.folder.remove(name)
 
     def _is_written(self, name: str) -> bool:
         """Tell whether a writer of this dataset makes a file of that name."""
@@ -81,56 +156,88 @@ class Destination:
 
 
 def claim_destination(
-    storage: Storage,
+    folder: OutputFolder,
     names: ShardNames,
     *,
-    overwrite: bool,
-    extras: frozenset[str] = frozenset(),
-) -> Destination:
-    """Make sure that nothing is destroyed by mistake; what is there is replaced or refused.
-
-    Raises:
-        OptionError: If something is there and ``overwrite`` is not set.
-        StorageError: If the place is out of reach.
-    """
-    files = _list(storage, names)
-    journal = _read_journal(storage, names, files, overwrite=overwrite)
-    there = frozenset(name for name in files if names.is_ours(name))
-    if not overwrite:
-        if MANIFEST_NAME in files:
-            raise _published_error(names)
-        if there:
-            raise OptionError(
-                "a shard of this name is here without an index.json: left by a run that failed, or another tool's; "
-                "write over it with overwrite=True (--overwrite), or write elsewhere",
-                shard=names.url(min(there)),
-            )
-        if journal is not None and _may_have_shards(journal, files):
-            raise _unfinished_error(names)
-    stale = there | _shards_in_manifest(storage, names, files) | _shards_in_journal(journal)
-    return _make_destination(storage, names, files, stale=stale, extras=extras, journal=journal)
-
-
-def claim_or_resume_destination(
-    storage: Storage,
-    names: ShardNames,
     task: Task,
-    *,
     overwrite: bool,
     extras: frozenset[str] = frozenset(),
 ) -> Destination:
-    """Make sure that nothing is destroyed by mistake, and go on where an earlier run of the same task was stopped.
+    """Decide what happens to the files of the folder; nothing is changed, and nothing is replaced by mistake.
+
+    An unfinished pack of the same task is resumed: its intact shards are kept.
 
     Raises:
         OptionError: If something else is there and ``overwrite`` is not set.
-        StorageError: If the place is out of reach.
+        StorageError: If the folder is out of reach.
     """
-    files = _list(storage, names)
-    journal = _read_journal(storage, names, files, overwrite=overwrite)
-    if journal is None or journal.is_of_writer:
-        return claim_destination(storage, names, overwrite=overwrite, extras=extras)
+    listed = folder.list_files()
+    if not listed:
+        return Destination(folder=folder, names=names, files={}, extras=extras)
+    files = {name: file.size for name, file in listed.items()}
+    journal = _read_journal(folder, files, overwrite=overwrite)
+    there = frozenset(name for name in files if names.is_ours(name))
+    finished: tuple[FinishedShard, ...] = ()
+    if task == WRITER_TASK or journal is None or journal.is_of_writer:
+        if not overwrite:
+            _refuse_what_is_there(names, files, there, journal)
+        stale = there | _shards_in_manifest(folder, files) | _shards_in_journal(journal)
+    else:
+        finished = _finished_before(journal, names, files, task=task, overwrite=overwrite)
+        stale = there | _shards_in_journal(journal)
+    head = None if journal is None else journal.head
+    if head is None and journal_name(0) in files:  # one that cannot be read, and is replaced
+        head = read_listed(folder, journal_name(0))
+    return Destination(
+        folder=folder,
+        names=names,
+        files=files,
+        stale=stale,
+        finished=finished,
+        journal_files=sum(map(is_journal, files)),
+        journal_head=head,
+        extras=extras,
+    )
+
+
+def _refuse_what_is_there(
+    names: ShardNames,
+    files: Mapping[str, int],
+    shards: frozenset[str],
+    journal: Journal | None,
+) -> None:
+    """Raise `OptionError` if a dataset, finished or not, would be replaced."""
+    if MANIFEST_NAME in files:
+        raise _published_error(names)
+    if shards:
+        raise OptionError(
+            "a shard of this name is here without an index.json: left by a run that failed, or another tool's; "
+            "write over it with overwrite=True (--overwrite), or write elsewhere",
+            shard=names.url(min(shards)),
+        )
+    if journal is not None and _may_have_shards(journal, files):
+        raise OptionError(
+            "another pack or ShardWriter is writing here, or was stopped; wait for it, replace what it made with overwrite=True "
+            "(--overwrite), or write elsewhere",
+            shard=names.folder,
+        )
+
+
+def _finished_before(
+    journal: Journal,
+    names: ShardNames,
+    files: Mapping[str, int],
+    *,
+    task: Task,
+    overwrite: bool,
+) -> tuple[FinishedShard, ...]:
+    """Return the shards of an unfinished pack that this task keeps.
+
+    Raises:
+        OptionError: If it is a pack of another task and ``overwrite`` is not set.
+    """
     differences = task.differences(journal.task)
-    if not overwrite and MANIFEST_NAME in files and not _is_published_by(journal, names):
+    if not overwrite and MANIFEST_NAME in files and not _is_published_by(journal):
         raise _published_error(names)  # the run that was to replace it was stopped before it began
     if differences and _may_have_shards(journal, files) and not overwrite:
         raise OptionError(
@@ -138,13 +245,9 @@ def claim_or_resume_destination(
             "and options, or replace it with overwrite=True (--overwrite), or write elsewhere",
             shard=names.folder,
         )
-    can_go_on = not differences and task.source is not None
-    finished = _intact_shards(journal, names, files) if can_go_on else ()
-    stale = _shards_in_journal(journal) | {name for name in files if names.is_ours(name)}
-    destination = _make_destination(
-        storage, names, files, stale=stale, extras=extras, journal=journal
-    )
-    return replace(destination, finished=finished)
+    if differences or task.source is None:
+        return ()
+    return _intact_shards(journal, names, files)
 
 
 def is_deletable(name: str) -> bool:
@@ -156,34 +259,11 @@ def is_deletable(name: str) -> bool:
     return name.lower().endswith(".tar") and not any(sign in name for sign in ("/", "\\", "::"))
 
 
-def _make_destination(
-    storage: Storage,
-    names: ShardNames,
-    files: Mapping[str, int],
-    *,
-    stale: frozenset[str],
-    extras: frozenset[str],
-    journal: Journal | None,
-) -> Destination:
-    head = None if journal is None else journal.head
-    if head is None and journal_name(0) in files:  # one that cannot be read, and is replaced
-        head = read_head(storage, names.folder)
-    return Destination(
-        storage=storage,
-        names=names,
-        files=files,
-        stale=stale,
-        extras=extras,
-        journal_files=sum(map(is_journal, files)),
-        journal_head=head,
-    )
-
-
 def _read_journal(
-    storage: Storage, names: ShardNames, files: Mapping[str, int], *, overwrite: bool
+    folder: OutputFolder, files: Mapping[str, int], *, overwrite: bool
 ) -> Journal | None:
     try:
-        return read_journal(storage, names.folder, list(files))
+        return read_journal(folder, files)
     except OptionError:
         if not overwrite:
             raise
@@ -201,14 +281,6 @@ def _shards_in_journal(journal: Journal | None) -> frozenset[str]:
     return frozenset(filter(is_deletable, named))
 
 
-def _unfinished_error(names: ShardNames) -> OptionError:
-    return OptionError(
-        "another pack or ShardWriter is writing here, or was stopped; wait for it, replace what it made with overwrite=True "
-        "(--overwrite), or write elsewhere",
-        shard=names.folder,
-    )
-
-
 def _published_error(names: ShardNames) -> OptionError:
     return OptionError(
         "a dataset is published here; replace it with overwrite=True (--overwrite), or write elsewhere",
@@ -216,16 +288,16 @@ def _published_error(names: ShardNames) -> OptionError:
     )
 
 
-def _is_published_by(journal: Journal, names: ShardNames) -> bool:
-    """Tell whether the published dataset is what the pack of a journal made, stopped on its way out."""
-    shards = _manifest_shards(journal.storage, names)
+def _is_published_by(journal: Journal) -> bool:
+    """Tell whether the published dataset is that of a journal, whose run was stopped before it deleted the journal."""
+    shards = _manifest_shards(journal.folder)
     return bool(shards) and shards == tuple(one.info for one in journal.finished)
 
 
 def _intact_shards(
     journal: Journal, names: ShardNames, files: Mapping[str, int]
 ) -> tuple[FinishedShard, ...]:
-    """Return the finished shards up to the first that is not as it was left."""
+    """Return the finished shards up to the first whose files are missing or of another size."""
     kept: list[FinishedShard] = []
     for number, one in enumerate(journal.finished):
         name, index_bytes = names.name(number), OFFSET_BYTES * ((one.info.nsamples or 0) + 1)
@@ -236,25 +308,15 @@ def _intact_shards(
     return tuple(kept)
 
 
-def _list(storage: Storage, names: ShardNames) -> dict[str, int]:
-    try:
-        files, _ = storage.list_folder(names.folder)
-    except NotFoundError:
-        return {}
-    return {file.url.rsplit("/", 1)[-1]: file.size for file in files}
-
-
-def _shards_in_manifest(
-    storage: Storage, names: ShardNames, files: Mapping[str, int]
-) -> frozenset[str]:
-    shards = _manifest_shards(storage, names) if MANIFEST_NAME in files else ()
+def _shards_in_manifest(folder: OutputFolder, files: Mapping[str, int]) -> frozenset[str]:
+    shards = _manifest_shards(folder) if MANIFEST_NAME in files else ()
     return frozenset(shard.url for shard in shards if is_deletable(shard.url))
 
 
-def _manifest_shards(storage: Storage, names: ShardNames) -> tuple[ShardInfo, ...]:
-    """Return what the manifest there lists; nothing if it cannot be understood."""
-    url = names.url(MANIFEST_NAME)
+def _manifest_shards(folder: OutputFolder) -> tuple[ShardInfo, ...]:
+    """Return the shards that the manifest lists; none if it cannot be understood."""
+    url = join_url(folder.url, MANIFEST_NAME)
     try:
-        return decode_manifest(storage.read(url), url=url).shards
+        return decode_manifest(folder.read(MANIFEST_NAME), url=url).shards
     except ManifestError:
         return ()

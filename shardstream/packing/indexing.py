@@ -1,19 +1,23 @@
-"""Tars made by others -> a dataset: ``NAME.tar.idx`` beside each, and ``index.json`` at last. No tar is touched."""
+"""Tars of other tools -> a dataset: an index ``NAME.tar.idx`` for each, then ``index.json``. No tar is changed."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
-from shardstream.errors import ManifestError, OptionError, StorageError
+from shardstream.errors import ManifestError, OptionError, StorageError, redact
 from shardstream.format.dali_index import WDS2IDX_SUFFIX, encode_wds2idx
 from shardstream.format.index import INDEX_SUFFIX, encode_index
 from shardstream.format.manifest import MANIFEST_NAME, Manifest, ShardInfo, encode_manifest
-from shardstream.packing.shard_scan import ProgressFunction, ProgressMeter, ShardScanner, run_all
+from shardstream.packing.shard_scan import (
+    ProgressFunction,
+    ProgressMeter,
+    ShardScanner,
+    run_shard_tasks,
+)
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.discover import (
     TAR_SUFFIXES,
@@ -25,6 +29,7 @@ from shardstream.storage.discover import (
 )
 from shardstream.storage.journal_marker import check_finished
 from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
+from shardstream.tasks.executor import JSON, Executor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +48,48 @@ class IndexReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Indexed:
-    info: ShardInfo
-    fields: Mapping[str, int]
-    warnings: tuple[str, ...]
+class IndexShard:
+    """The task that scans one tar and writes its index; the result is its line of the manifest.
+
+    Args:
+        tar: What to scan.
+        storage: Where it is.
+        wds2idx: Also write ``NAME.idx``.
+        meter: Counts bytes, in this process only; a task with a meter cannot be pickled.
+    """
+
+    tar: FileInfo
+    storage: Storage
+    wds2idx: bool
+    meter: ProgressMeter | None = None
+
+    @property
+    def name(self) -> str:
+        """Verb and tar."""
+        return f"index {redact(self.tar.url)}"
+
+    def run(self) -> Mapping[str, JSON]:
+        """Write the index; a second run writes the same bytes."""
+        tar, storage = self.tar, self.storage
+        with ShardScanner(storage, tar.url, tar.size, self.meter) as shard:
+            scan = shard.scan(keep_members=self.wds2idx)
+            sha256, nbytes = shard.finish()
+        text = None
+        if self.wds2idx and scan.keys:
+            text = encode_wds2idx(shard.members, shard=tar.url)
+        publish_bytes(storage, tar.url + INDEX_SUFFIX, encode_index(scan.offsets))
+        if text is not None:
+            publish_bytes(storage, tar.url[: -len(TAR_SUFFIXES[0])] + WDS2IDX_SUFFIX, text)
+        warnings = [f"{tar.url}: {finding}" for finding in shard.notes.findings()]
+        if not scan.keys:
+            warnings.append(f"{tar.url}: no samples in it (members need a name like KEY.FIELD)")
+        return {
+            "samples": len(scan.keys),
+            "bytes": nbytes,
+            "sha256": sha256,
+            "fields": dict(scan.fields),
+            "warnings": [*warnings],
+        }
 
 
 def index(  # noqa: PLR0913  (the public door)
@@ -58,6 +101,7 @@ def index(  # noqa: PLR0913  (the public door)
     name: str = "",
     wds2idx: bool = False,
     progress: ProgressFunction | None = None,
+    executor: Executor | None = None,
 ) -> IndexReport:
     """Make tars readable by number: write an index beside each and one manifest for all.
 
@@ -71,7 +115,10 @@ def index(  # noqa: PLR0913  (the public door)
         threads: Tars to read at a time; each takes about 32 MiB of memory.
         name: Name of the dataset; by default the one in a manifest that is there already.
         wds2idx: Also write ``NAME.idx``, the text index of NVIDIA DALI.
-        progress: Told bytes done and bytes in all, from the threads that read, one at a time.
+        progress: Called with bytes done and bytes in all, from the threads that read, one at a time; with an executor after
+            each tar, from this thread.
+        executor: Where the tars are scanned, instead of ``threads`` threads of this process: e.g. ``LocalExecutor(processes=8)``.
+            Storage options travel with the tasks.
 
     Raises:
         OptionError: If the tars are compressed, in several folders or named twice.
@@ -83,24 +130,37 @@ def index(  # noqa: PLR0913  (the public door)
     storage = Storage(storage_options, filesystem)
     folder, tars, others = _find_tars(urls, storage)
     meter = ProgressMeter(sum(tar.size for tar in tars), progress)
-    work = partial(_index_shard, storage=storage, meter=meter, wds2idx=wds2idx)
-    done = run_all(work, tars, threads=threads, meter=meter)
+    counted = meter if executor is None else None
+    tasks = [IndexShard(tar=tar, storage=storage, wds2idx=wds2idx, meter=counted) for tar in tars]
+    results = run_shard_tasks(tasks, executor, threads=threads, meter=meter)
     url = join_url(folder, MANIFEST_NAME)
-    manifest = _manifest_of(done, name=name or _name_before(url, storage))
+    manifest = _manifest_of(tars, results, name=name or _name_before(url, storage))
     publish_bytes(storage, url, encode_manifest(manifest))
-    warnings = (*chain.from_iterable(one.warnings for one in done), *_left_out(others, url))
+    found = chain.from_iterable(cast("list[str]", one["warnings"]) for one in results)
+    warnings = (*found, *_left_out(others, url))
     return IndexReport(manifest_url=url, manifest=manifest, warnings=warnings)
 
 
-def _manifest_of(done: Sequence[_Indexed], *, name: str) -> Manifest:
+def _manifest_of(
+    tars: Sequence[FileInfo], results: Sequence[Mapping[str, JSON]], *, name: str
+) -> Manifest:
     fields: Counter[str] = Counter()
-    for one in done:
-        fields.update(one.fields)
-    return Manifest(shards=tuple(one.info for one in done), name=name, fields=dict(fields))
+    for result in results:
+        fields.update(cast("dict[str, int]", result["fields"]))
+    shards = tuple(
+        ShardInfo(
+            url=_name(tar.url),
+            nsamples=cast("int", result["samples"]),
+            filesize=cast("int", result["bytes"]),
+            sha256=cast("str", result["sha256"]),
+        )
+        for tar, result in zip(tars, results, strict=True)
+    )
+    return Manifest(shards=shards, name=name, fields=dict(fields))
 
 
 def _find_tars(urls: Urls, storage: Storage) -> tuple[str, list[FileInfo], list[str]]:
-    """Find what to index; a manifest that is there does not count, as it may be what is to be mended.
+    """Find the tars to index; an existing manifest is ignored, since it may be the one to repair.
 
     Returns:
         The folder, the tars in order, and the names of other tars in that folder.
@@ -166,23 +226,6 @@ def _tars_of(url: str, storage: Storage, listed: dict[str, dict[str, FileInfo]])
     )
 
 
-def _index_shard(
-    tar: FileInfo, *, storage: Storage, meter: ProgressMeter, wds2idx: bool
-) -> _Indexed:
-    with ShardScanner(storage, tar.url, tar.size, meter) as shard:
-        scan = shard.scan(keep_members=wds2idx)
-        sha256, nbytes = shard.finish()
-    text = encode_wds2idx(shard.members, shard=tar.url) if wds2idx and scan.keys else None
-    publish_bytes(storage, tar.url + INDEX_SUFFIX, encode_index(scan.offsets))
-    if text is not None:
-        publish_bytes(storage, tar.url[: -len(TAR_SUFFIXES[0])] + WDS2IDX_SUFFIX, text)
-    warnings = [f"{tar.url}: {finding}" for finding in shard.notes.findings()]
-    if not scan.keys:
-        warnings.append(f"{tar.url}: no samples in it (members need a name like KEY.FIELD)")
-    info = ShardInfo(url=_name(tar.url), nsamples=len(scan.keys), filesize=nbytes, sha256=sha256)
-    return _Indexed(info=info, fields=scan.fields, warnings=tuple(warnings))
-
-
 def _name_before(url: str, storage: Storage) -> str:
     """Return the dataset's name in a manifest that is about to be replaced; none if it cannot be read."""
     if not storage.exists(url):
@@ -201,6 +244,6 @@ def _left_out(names: Sequence[str], url: str) -> Iterator[str]:
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         yield (
-            f"{url}: {', '.join(names[:3])}{more} in the same folder left out, so who reads the folder does not see "
+            f"{url}: {', '.join(names[:3])}{more} in the same folder left out, so readers of the folder do not see "
             f"{'them' if len(names) > 1 else 'it'}; index the folder itself to have all"
         )

@@ -16,18 +16,23 @@ from typing import Any, Literal
 from shardstream.errors import OptionError, SampleError, SourceError, StorageError, plural
 from shardstream.format.classes_json import CLASSES_NAME, decode_classes
 from shardstream.packing.class_numbering import AnyClasses, number_classes, warn_of_siblings
+from shardstream.packing.destination import ShardNames
 from shardstream.packing.image_encode import DEFAULT_QUALITY, ImageOptions
 from shardstream.packing.journal import NumberedSkip, Task
 from shardstream.packing.parallel_encode import Encoded, RecordEncoder, encode_in_order, named
 from shardstream.packing.report import PackReport, Progress, Skip, SplitReport
-from shardstream.packing.resume import PackWriter
-from shardstream.packing.shard_names import ShardNames
-from shardstream.packing.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES
+from shardstream.packing.shard_writer import (
+    DEFAULT_MAX_BYTES,
+    DEFAULT_MAX_SAMPLES,
+    DatasetWriter,
+    WriterOptions,
+)
 from shardstream.packing.source import Record, Source, SplitSource, records_from
 from shardstream.packing.source_detection import AnySource, SourceOptions, open_source
 from shardstream.packing.split import Numbers, assign_splits, shuffled_order
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.byte_sizes import parse_bytes
+from shardstream.storage.output_folder import open_output_folder
 from shardstream.storage.store import Storage, join_url
 
 _log = logging.getLogger(__name__)
@@ -121,22 +126,24 @@ def pack(  # noqa: PLR0913  (public door)
         source, reading, SourceOptions(kind=kind, key=key, fields=fields or {}, root=root)
     )
     names = ShardNames.parse(dest)
-    limits: dict[str, Any] = {
-        "max_samples": max_samples,
-        "max_bytes": parse_bytes(max_bytes),
-        "name": name,
-    }
+    limits: dict[str, Any] = {"max_samples": max_samples, "max_bytes": parse_bytes(max_bytes)}
+    limits["name"] = name
     _check_source_is_elsewhere(opened, names.folder, reading)
     folders = [_folder_of(names, one) for one in _split_names(opened, split or {})]
     opened = number_classes(opened, classes, folders, Storage(storage_options))
-    plan = _plan(opened, shuffle=shuffle, seed=seed, split=split or {})
     asked: dict[str, Any] = {"kind": kind, "key": key, "fields": fields, "root": root, "seed": seed}
     asked |= {"shuffle": shuffle, "split": list((split or {}).items()), "template": names.template}
     asked |= {"class_numbers": _digest(opened.extras.get(CLASSES_NAME))}
     task = Task(source=opened.fingerprint, options=limits | asked | images.decisive())
-    limits |= {"overwrite": overwrite, "storage_options": storage_options}
-    limits |= {"task": task, "extras": opened.extras}
-    job = _Job(plan=plan, names=names, limits=limits, skips=on_error == "skip", progress=progress)
+    job = _Job(
+        plan=_plan(opened, shuffle=shuffle, seed=seed, split=split or {}),
+        names=names,
+        task=task,
+        options=WriterOptions(**limits, overwrite=overwrite, extras=frozenset(opened.extras)),
+        storage_options=storage_options,
+        skips=on_error == "skip",
+        progress=progress,
+    )
     return job.run(RecordEncoder(storage=reading, images=images), processes=processes)
 
 
@@ -209,7 +216,9 @@ class _Job:
 
     plan: _Plan
     names: ShardNames
-    limits: Mapping[str, Any]
+    task: Task
+    options: WriterOptions
+    storage_options: Mapping[str, Any] | None
     skips: bool
     progress: Callable[[Progress], object] | None
     skipped: list[NumberedSkip] = field(default_factory=list)
@@ -250,9 +259,9 @@ class _Job:
             folders = [_folder_of(self.names, split) for split in self.plan.splits]
             warn_of_siblings(decode_classes(data, url=CLASSES_NAME), folders, storage)
 
-    def _open_writers(self, stack: ExitStack) -> list[PackWriter]:
+    def _open_writers(self, stack: ExitStack) -> list[DatasetWriter]:
         """Open the writers of all splits, or none; if one is refused, those of published splits delete forgotten journals as they end."""
-        writers: list[PackWriter] = []
+        writers: list[DatasetWriter] = []
         refusals: list[OptionError] = []
         for name in self.plan.splits:
             try:
@@ -265,15 +274,17 @@ class _Job:
             raise refusals[0]
         return writers
 
-    def _open_writer(self, split: str) -> PackWriter:
+    def _open_writer(self, split: str) -> DatasetWriter:
         folder = _folder_of(self.names, split)
-        return PackWriter(join_url(folder, self.names.template), **self.limits)
+        names = ShardNames.parse(join_url(folder, self.names.template))
+        output = open_output_folder(names.folder, self.storage_options, None)
+        return DatasetWriter(output, names, task=self.task, options=self.options)
 
-    def _publish(self, writers: list[PackWriter]) -> None:
+    def _publish(self, writers: list[DatasetWriter]) -> None:
         """Publish all data sets, or none: their manifests come last, and go again if one of them fails."""
         for writer in writers:
             writer.finish()
-        storage = Storage(self.limits["storage_options"])
+        storage = Storage(self.storage_options)
         self._check_classes(storage)
         for writer in writers:
             for name, data in self.plan.source.extras.items():
@@ -293,7 +304,7 @@ class _Job:
         for writer in writers:
             writer.remove_journal()
 
-    def _resume(self, writers: list[PackWriter]) -> None:
+    def _resume(self, writers: list[DatasetWriter]) -> None:
         """Take over what an earlier run has done."""
         for writer in writers:
             if writer.kept:
@@ -306,13 +317,13 @@ class _Job:
         if self.skipped and not self.skips:
             raise OptionError(
                 f"the run that was stopped had left out {plural(len(self.skipped), 'record')}, the first: {self.skipped[0].reason}; "
-                "go on with on_error='skip' (--skip-errors), or start anew with overwrite=True (--overwrite)",
+                "go on with on_error='skip' (--skip-errors), or start again with overwrite=True (--overwrite)",
                 shard=writers[0].folder,
             )
 
     def _remaining_records(
-        self, writers: list[PackWriter]
-    ) -> Iterator[tuple[int, PackWriter, Record]]:
+        self, writers: list[DatasetWriter]
+    ) -> Iterator[tuple[int, DatasetWriter, Record]]:
         """Yield the records that are in no finished shard, with their numbers and where they go."""
         starts = [writer.position for writer in writers]
         first, assigned = min(starts), self.plan.assigned
@@ -321,11 +332,11 @@ class _Job:
             if number >= starts[split]:
                 yield number, writers[split], record
 
-    def _write(self, writer: PackWriter, number: int, sample: Encoded) -> None:
+    def _write(self, writer: DatasetWriter, number: int, sample: Encoded) -> None:
         error = sample.error
         if error is None:
             try:
-                writer.write_numbered(number, sample.key, sample.fields)
+                writer.write(sample.key, sample.fields, position=number + 1)
             except SampleError as unfit:
                 error = named(unfit, sample.where)
         if error is not None:
@@ -334,7 +345,7 @@ class _Job:
             self.skipped.append(NumberedSkip(number, sample.where, str(error)))
             writer.skip(self.skipped[-1])
 
-    def _report_progress(self, writers: list[PackWriter], *, last: bool = False) -> None:
+    def _report_progress(self, writers: list[DatasetWriter], *, last: bool = False) -> None:
         now_s = time.monotonic()
         if self.progress is None or (now_s - self.reported_s < _PROGRESS_EVERY_S and not last):
             return
@@ -344,7 +355,7 @@ class _Job:
         kept = sum(shard.info.nsamples or 0 for writer in writers for shard in writer.kept)
         self.progress(Progress(samples, len(self.skipped), size_bytes, self.plan.total, kept))
 
-    def _check_not_empty(self, writers: list[PackWriter]) -> None:
+    def _check_not_empty(self, writers: list[DatasetWriter]) -> None:
         for writer in writers:
             if not writer.nsamples:
                 raise SourceError(
@@ -356,7 +367,7 @@ class _Job:
                 )
 
 
-def _report(name: str, writer: PackWriter) -> SplitReport:
+def _report(name: str, writer: DatasetWriter) -> SplitReport:
     manifest = writer.manifest
     return SplitReport(
         name=name,

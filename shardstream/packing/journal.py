@@ -1,26 +1,26 @@
-"""The journal of an unfinished pack or `ShardWriter`: small JSON files beside its shards, from its start until all is published.
+"""The journal of an unfinished pack or `ShardWriter`: small JSON files in the folder of its shards until all is published.
 
-Each file holds 256 records, one for each shard that is there with its index; the first also says what the pack was asked to do.
-Only the last file is written anew when a shard is finished, so that 100,000 shards cost no more for each than ten.
-All name the run that wrote them. The run that the first file names owns the place; one that finds another name there stops.
+Each file holds 256 records, one for each published shard; the first file also holds the task of the pack.
+Only the last file is rewritten when a shard is finished, so the cost of a shard does not grow with their number.
+Every file names the run that wrote it. The run that the first file names owns the folder; a run that finds another name stops.
 """
 
 from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from shardstream.errors import ChangedError, NotFoundError, OptionError, StorageError
 from shardstream.format.manifest import ShardInfo
-from shardstream.storage.atomic_write import publish_bytes, publish_bytes_over, remove
 from shardstream.storage.journal_marker import is_journal, journal_name
-from shardstream.storage.store import Storage, join_url
+from shardstream.storage.output_folder import OutputFolder
+from shardstream.storage.store import join_url
 
 VERSION = 2  # of the files, and of the bytes that a pack writes: with another, nothing goes on
-_RECORDS_A_FILE = 256
+RECORDS_PER_FILE = 256
 # What is raised by reading JSON that has another shape than ours.
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
@@ -64,7 +64,7 @@ class Task:
     options: Mapping[str, Any]
 
     def differences(self, earlier: Task) -> list[str]:
-        """Say for people what is another thing than in an earlier task; nothing if that can go on as this."""
+        """Describe what has changed since an earlier task; empty if that one can be resumed by this."""
         now, then = (json.loads(json.dumps(dict(task.options))) for task in (self, earlier))
         found = [
             f"{name} was {then.get(name)!r}, now {now.get(name)!r}"
@@ -84,17 +84,15 @@ class Journal:
     """The journal of one dataset; `read` one, or begin it.
 
     Args:
-        storage: Where it is.
-        folder: URL of the dataset.
+        folder: Of the dataset.
         task: What the pack was asked to do.
         stale: Names of shards that were there before; those not written again are to be deleted at last.
         finished: The shards that are there, in order.
-        run: Names the run that writes it, unlike any other.
+        run: Unique name of the run that writes it.
         head: The first file as it is there now; None if it is not.
     """
 
-    storage: Storage
-    folder: str
+    folder: OutputFolder
     task: Task
     stale: frozenset[str] = frozenset()
     finished: list[FinishedShard] = field(default_factory=list)
@@ -103,7 +101,7 @@ class Journal:
 
     @property
     def is_of_writer(self) -> bool:
-        """Whether it is the mark of a `ShardWriter`, which cannot go on."""
+        """Whether a `ShardWriter` wrote it, which cannot be resumed."""
         return self.task == WRITER_TASK
 
     def begin(self, num_files: int) -> None:
@@ -114,7 +112,7 @@ class Journal:
         """
         self._write(0)
         for number in reversed(range(self._last + 1, num_files)):
-            self._remove(number)
+            self.folder.remove(journal_name(number))
         for number in range(1, self._last + 1):
             self._write(number)
 
@@ -133,16 +131,16 @@ class Journal:
         Raises:
             StorageError: If one has, or the journal was deleted or cannot be read.
         """
-        url = self._url(0)
+        name = journal_name(0)
         try:
-            owner = json.loads(self.storage.read(url))["run"]
+            owner = json.loads(self.folder.read(name))["run"]
         except (NotFoundError, *_MALFORMED):
             owner = None
         if owner is None:
             raise StorageError(
                 "the journal of this pack or ShardWriter was deleted: another one has ended here meanwhile, or somebody removed it; "
-                "begin anew with overwrite=True (--overwrite)",
-                shard=url,
+                "start again with overwrite=True (--overwrite)",
+                shard=join_url(self.folder.url, name),
             )
         if owner != self.run:
             raise self._owner_changed_error()
@@ -155,51 +153,44 @@ class Journal:
         """
         self.check_owner()
         for number in reversed(range(self._last + 1)):
-            self._remove(number)
+            self.folder.remove(journal_name(number))
 
     @property
     def _last(self) -> int:
-        return max(0, len(self.finished) - 1) // _RECORDS_A_FILE
+        return max(0, len(self.finished) - 1) // RECORDS_PER_FILE
 
     def _write(self, number: int) -> None:
-        first = number * _RECORDS_A_FILE
+        first = number * RECORDS_PER_FILE
         document: dict[str, Any] = {"version": VERSION, "run": self.run}
         if number == 0:
             document |= {"source": self.task.source, "options": dict(self.task.options)}
             document["stale"] = sorted(self.stale)
         document["finished"] = [
-            asdict(one) for one in self.finished[first : first + _RECORDS_A_FILE]
+            asdict(one) for one in self.finished[first : first + RECORDS_PER_FILE]
         ]
         data = json.dumps(document).encode()
         if number:
-            publish_bytes(self.storage, self._url(number), data)
+            self.folder.write(journal_name(number), data)
             return
         try:
-            publish_bytes_over(self.storage, self._url(0), data, old=self.head)
+            self.folder.replace(journal_name(0), data, old=self.head)
         except ChangedError as error:
             raise self._owner_changed_error() from error
         self.head = data
 
-    def _remove(self, number: int) -> None:
-        remove(self.storage, self._url(number))
-
-    def _url(self, number: int) -> str:
-        return join_url(self.folder, journal_name(number))
-
     def _owner_changed_error(self) -> StorageError:
         return StorageError(
             "another pack or ShardWriter writes here, so this one stops and publishes nothing; wait until it ends, or write elsewhere",
-            shard=self.folder,
+            shard=self.folder.url,
         )
 
 
-def read_journal(storage: Storage, folder: str, names: Sequence[str]) -> Journal | None:
-    """Read what an earlier pack has left.
+def read_journal(folder: OutputFolder, names: Collection[str]) -> Journal | None:
+    """Read the journal that an earlier pack or writer has left.
 
     Args:
-        storage: Where it is.
-        folder: URL of the dataset.
-        names: Of the files there.
+        folder: Of the dataset.
+        names: Of the files in it.
 
     Returns:
         The journal; None if there is none.
@@ -210,13 +201,12 @@ def read_journal(storage: Storage, folder: str, names: Sequence[str]) -> Journal
     """
     if journal_name(0) not in names:
         return None
-    journal = Journal(storage=storage, folder=folder, task=Task(source=None, options={}))
+    journal = Journal(folder=folder, task=Task(source=None, options={}))
     for number in range(sum(map(is_journal, names))):
         name = journal_name(number)
         if name not in names:
             break
-        url = join_url(folder, name)
-        data = _fetch_listed(storage, url)
+        data = read_listed(folder, name)
         try:
             document = json.loads(data)
             if number and document["run"] != journal.run:
@@ -226,28 +216,24 @@ def read_journal(storage: Storage, folder: str, names: Sequence[str]) -> Journal
         except _MALFORMED as error:
             raise OptionError(
                 f"the notes of an unfinished pack cannot be read ({type(error).__name__}: {error}); "
-                "start anew with overwrite=True (--overwrite)",
-                shard=url,
+                "start again with overwrite=True (--overwrite)",
+                shard=join_url(folder.url, name),
             ) from error
     return journal
 
 
-def read_head(storage: Storage, folder: str) -> bytes:
-    """Return the first file of a journal that was listed, whatever is in it.
+def read_listed(folder: OutputFolder, name: str) -> bytes:
+    """Read a file of a journal that was listed a moment ago.
 
     Raises:
         StorageError: If it is gone, or out of reach.
     """
-    return _fetch_listed(storage, join_url(folder, journal_name(0)))
-
-
-def _fetch_listed(storage: Storage, url: str) -> bytes:
     try:
-        return storage.read(url)
+        return folder.read(name)
     except NotFoundError as error:
         raise StorageError(
             "another pack or ShardWriter has just ended here; look at what it made, then run this again",
-            shard=url,
+            shard=join_url(folder.url, name),
         ) from error
 
 

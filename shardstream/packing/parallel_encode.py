@@ -1,19 +1,13 @@
-"""Records -> encoded samples, in order: here, or in other processes with a bounded number of records on their way."""
+"""Records -> encoded samples, in order: here, or in other processes with a bounded number of records in flight."""
 
 from __future__ import annotations
 
 import itertools
-import multiprocessing
-import os
-import signal
-import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from multiprocessing import resource_tracker
-from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import NamedTuple
 
 from shardstream.errors import NotFoundError, SampleError, ShardStreamError, SourceError
@@ -21,10 +15,10 @@ from shardstream.packing.encode import encode_field
 from shardstream.packing.image_encode import ImageOptions, is_image_field, reencode
 from shardstream.packing.source import FileRef, Record
 from shardstream.storage.store import Storage
+from shardstream.tasks.process_pool import ProcessPool
 
 _CHUNK_RECORDS = 32
 _RECORD_CHUNK_BYTES = 16 << 20
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _READ_THREADS = 16  # for files behind a network, where each read waits
 
 
@@ -163,40 +157,21 @@ def encode_in_order(
         for chunk in chunks:
             yield from encoder.encode(chunk)
         return
-    # No fork: this process has threads (fsspec's, the sender's), and a child would inherit their locks. No fork server: it
-    # keeps the environment of its own start, and credentials may have been set since.
-    pool = ProcessPoolExecutor(
-        processes, mp_context=_EncodeContext(), initializer=_begin, initargs=(encoder,)
-    )
-    # Processes are started by a thread: a signal ends the main one, which would leave a process that was started halfway.
-    starter = ThreadPoolExecutor(
-        1, thread_name_prefix="shardstream-start", initializer=_hold_signals
-    )
-    under_way: deque[tuple[str, Future[list[Encoded]]]] = deque()
+    in_flight: deque[Future[list[Encoded]]] = deque()
     try:
-        for chunk in chunks:
-            future = starter.submit(pool.submit, _encode_here, chunk).result()
-            under_way.append((chunk[0].where, future))
-            if len(under_way) > 2 * processes:
-                yield from under_way.popleft()[1].result()
-        while under_way:
-            yield from under_way.popleft()[1].result()
+        # Not tasks of `tasks.executor`: samples are no JSON, and come in order, a bounded number ahead of the writer.
+        with ProcessPool(processes, _begin, (encoder,)) as pool:
+            for chunk in chunks:
+                in_flight.append(pool.submit(_encode_here, chunk))
+                if len(in_flight) > 2 * processes:
+                    yield from in_flight.popleft().result()
+            while in_flight:
+                yield from in_flight.popleft().result()
     except BrokenProcessPool as error:
         raise SourceError(
             "a process that encodes died: killed, out of memory, or the script that calls pack() lacks "
             "'if __name__ == \"__main__\":'; try fewer processes"
         ) from error
-    except (
-        BaseException
-    ):  # nobody wants their results, and some may be seconds into importing numpy
-        starter.shutdown(wait=True)
-        # Python 3.14 has kill_workers() for this.
-        for process in dict(getattr(pool, "_processes", None) or {}).values():
-            process.kill()
-        raise
-    finally:
-        starter.shutdown(wait=True)
-        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
@@ -218,44 +193,11 @@ def _value_bytes(value: object) -> int:
     return len(value) if isinstance(value, bytes | str) else 0
 
 
-def _hold_signals() -> None:
-    """Let processes that this thread starts inherit that signals wait."""
-    resource_tracker.ensure_running()  # it would undo this if it was started later
-    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-
-
-class _EncodeProcess(SpawnProcess):
-    """A process that ends at once when the pool terminates it.
-
-    Where one has died the pool terminates the others and waits for them, before it lets anyone submit. They ignore SIGTERM (see
-    `_begin`), so it would wait for what they are at, and from Python 3.12 on for ever, for it sends them no other word.
-    """
-
-    def terminate(self) -> None:
-        self.kill()
-
-
-class _EncodeContext(SpawnContext):
-    Process = _EncodeProcess
-
-
 _here: list[RecordEncoder] = []  # in a process of the pool: its one encoder
 
 
 def _begin(encoder: RecordEncoder) -> None:
-    # Ctrl-C, or the end of a whole group of processes, reaches all; the main process ends the rest.
-    for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    threading.Thread(target=_exit_with_parent, name="shardstream-parent", daemon=True).start()
     _here[:] = [encoder]
-
-
-def _exit_with_parent() -> None:
-    """End this process when the main one was killed: the pool's queue would be waited on for ever."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
 
 
 def _encode_here(records: Sequence[Record]) -> list[Encoded]:

@@ -1,11 +1,11 @@
-"""One pass over a whole shard: its samples and its checksum, from one reading; and many such passes side by side."""
+"""One pass over a whole shard, for its samples and its checksum; and many such passes at a time."""
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import BinaryIO, Self, TypeVar, cast
 
@@ -18,13 +18,13 @@ from shardstream.process_memory import keep_freed_memory
 from shardstream.storage.discover import is_compressed
 from shardstream.storage.range_file import RangeStream
 from shardstream.storage.store import Storage
+from shardstream.tasks.executor import JSON, Executor, FuturesExecutor, Task
 
 ProgressFunction = Callable[[int, int], None]
 """``progress(done, total)``: bytes read so far and bytes to read. Called from several threads, one at a time."""
 
 _SCAN_READ_BYTES = 8 << 20
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
+_Task = TypeVar("_Task", bound=Task)
 
 
 class StoppedError(Exception):
@@ -32,7 +32,7 @@ class StoppedError(Exception):
 
 
 class ProgressMeter:
-    """Counts the bytes of all passes for the caller's progress function, and stops them all when told."""
+    """Counts the bytes of all passes for the caller's progress function, and stops them all on demand."""
 
     def __init__(self, total: int, progress: ProgressFunction | None) -> None:
         self._total = total
@@ -68,10 +68,10 @@ class ShardScanner:
         storage: Where it is.
         url: Its URL.
         size: Its length in bytes.
-        meter: Counts what is read.
+        meter: Counts what is read; None counts nothing.
     """
 
-    def __init__(self, storage: Storage, url: str, size: int, meter: ProgressMeter) -> None:
+    def __init__(self, storage: Storage, url: str, size: int, meter: ProgressMeter | None) -> None:
         self.url = url
         self.members: list[Member] = []
         self.notes = TarNotes()
@@ -125,7 +125,8 @@ class ShardScanner:
             yield member
 
     def _on_chunk(self, chunk: bytes) -> None:
-        self._meter.add(len(chunk))
+        if self._meter is not None:
+            self._meter.add(len(chunk))
         self._digest.update(chunk)
         self._nbytes += len(chunk)
 
@@ -153,29 +154,36 @@ class _TappedStream:
         return False
 
 
-def run_all(
-    function: Callable[[_Item], _Result],
-    items: Sequence[_Item],
-    *,
-    threads: int,
-    meter: ProgressMeter,
-) -> list[_Result]:
-    """Call ``function`` for every item, some at a time; return the results in order.
+def run_shard_tasks(
+    tasks: Sequence[_Task], executor: Executor | None, *, threads: int, meter: ProgressMeter
+) -> list[Mapping[str, JSON]]:
+    """Run one task for each shard; return the results in order.
 
-    At the first error, or an interrupt, those under way end at their next chunk, and the error is raised.
+    Args:
+        tasks: They count their bytes by ``meter`` if it is theirs.
+        executor: Where they run; None is ``threads`` threads of this process.
+        threads: Used without an executor.
+        meter: Stopped at the first error, or an interrupt, so that threads end at their next chunk.
 
     Raises:
         OptionError: If ``threads`` is under 1.
     """
     if threads < 1:
         raise OptionError(f"threads must be 1 or more, not {threads}")
-    with ThreadPoolExecutor(threads, thread_name_prefix="shardstream-pass") as pool:
-        futures: list[Future[_Result]] = [pool.submit(function, item) for item in items]
-        try:
-            for future in as_completed(futures):
-                future.result()
-        except BaseException:
-            meter.stop()
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-        return [future.result() for future in futures]
+    results: dict[str, Mapping[str, JSON]] = {}
+
+    def done(task: Task, result: Mapping[str, JSON]) -> None:
+        results[task.name] = result
+        if executor is not None:  # its tasks may run in other processes, and count nothing
+            meter.add(cast("int", result["bytes"]))
+
+    if executor is not None:
+        executor.run(tasks, done)
+    else:
+        with ThreadPoolExecutor(threads, thread_name_prefix="shardstream-pass") as pool:
+            try:
+                FuturesExecutor(pool).run(tasks, done)
+            except BaseException:
+                meter.stop()  # before the end of the block waits for the threads
+                raise
+    return [results[task.name] for task in tasks]

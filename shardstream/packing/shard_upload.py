@@ -1,4 +1,4 @@
-"""Finished shards on their way: sent by one thread, while the next one is written."""
+"""Uploads finished shards in a thread while the next shard is written."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from shardstream.errors import NotFoundError, StorageError
+from shardstream.errors import StorageError
 from shardstream.format.index import INDEX_SUFFIX, OFFSET_BYTES, Offsets, encode_index
 from shardstream.format.manifest import ShardInfo
-from shardstream.packing.shard_names import ShardNames
-from shardstream.storage.atomic_write import PendingFile, publish_bytes, remove
-from shardstream.storage.store import FileInfo, Storage
+from shardstream.storage.atomic_write import PendingFile
+from shardstream.storage.output_folder import OutputFolder
+from shardstream.storage.store import join_url
 
 _log = logging.getLogger(__name__)
 
-# Finished shards that wait to be sent: on a disk, or as up to 72 MiB on their way to S3.
+# Finished shards that wait to be sent: on a disk, or as up to 72 MiB that are being sent to S3.
 _IN_FLIGHT = 2
 
 
@@ -27,32 +27,26 @@ class _Upload(NamedTuple):
 
 
 class ShardUploader:
-    """Publishes shards with their indexes, in order, in a thread of its own; an error comes out at the next call.
+    """Publishes shards with their indexes, in order, in a thread of its own; an error is raised by the next call.
 
     Args:
-        storage: Where they go.
-        names: What they are called there.
+        folder: Where they go.
         replaces: Whether shards of these names may be there already.
-        check_owner: Called before each is published; raises if the place belongs to another writer by now.
+        check_owner: Called before each is published; raises if the folder belongs to another writer by now.
     """
 
     def __init__(
-        self,
-        storage: Storage,
-        names: ShardNames,
-        *,
-        replaces: bool,
-        check_owner: Callable[[], None],
+        self, folder: OutputFolder, *, replaces: bool, check_owner: Callable[[], None]
     ) -> None:
         self.sent: list[ShardInfo] = []
-        """Shards that are there, in order."""
-        self._storage = storage
-        self._names = names
+        """Shards that are published, in order."""
+        self._folder = folder
         self._replaces = replaces
         self._check_owner = check_owner
         self._etags: dict[str, str] = {}
         self._has_failed = False
         self._uploads: deque[_Upload] = deque()
+        # One thread: the journal lists shards in order, and no shard may be there without those before it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardstream-send")
 
     def send(
@@ -62,7 +56,7 @@ class ShardUploader:
         offsets: Offsets,
         on_uploaded: Callable[[], None] | None = None,
     ) -> None:
-        """Hand over a finished shard; waits while two others are on their way.
+        """Hand over a finished shard; waits while two others are in flight.
 
         Args:
             pending: Its bytes.
@@ -106,7 +100,7 @@ class ShardUploader:
         Raises:
             StorageError: If a shard or its index is missing, or is another one.
         """
-        files = {file.url.rsplit("/", 1)[-1]: file for file in self._listed()}
+        files = self._folder.list_files()
         for info in self.sent:
             tar, index = files.get(info.url), files.get(info.url + INDEX_SUFFIX)
             index_bytes = OFFSET_BYTES * ((info.nsamples or 0) + 1)
@@ -120,17 +114,11 @@ class ShardUploader:
                 raise StorageError(
                     "the shard or its index was replaced or deleted while others were written: another pack or ShardWriter "
                     "writes here, or somebody changed it; nothing is published, run this again",
-                    shard=self._names.url(info.url),
+                    shard=join_url(self._folder.url, info.url),
                 )
 
-    def _listed(self) -> list[FileInfo]:
-        try:
-            return self._storage.list_folder(self._names.folder)[0]
-        except NotFoundError:  # all were deleted
-            return []
-
     def stop(self) -> None:
-        """Forget shards that have not been begun, wait for the one that has, end the thread. May be called again."""
+        """Drop waiting shards, wait for the one in flight, end the thread; a second call does nothing."""
         for upload in self._uploads:
             if upload.future.cancel():
                 upload.pending.discard()
@@ -147,11 +135,16 @@ class ShardUploader:
         offsets: Offsets,
         on_uploaded: Callable[[], None] | None,
     ) -> ShardInfo:
+        index_name = info.url + INDEX_SUFFIX
         if self._has_failed:  # no shard is there without those before it
             pending.discard()
             raise StorageError("an earlier shard could not be published", shard=info.url)
         try:
-            self._publish_both(pending, self._names.url(info.url + INDEX_SUFFIX), offsets)
+            self._check_owner()
+            if self._replaces:  # the old index must not stand beside the new shard
+                self._folder.remove(index_name)
+            pending.commit()
+            self._folder.write(index_name, encode_index(offsets))
             if pending.etag is not None:
                 self._etags[info.url] = pending.etag
             if on_uploaded is not None:
@@ -161,12 +154,5 @@ class ShardUploader:
             raise
         finally:
             pending.discard()
-        _log.info("published %s: %s samples", self._names.url(info.url), info.nsamples)
+        _log.info("published %s/%s: %s samples", self._folder.url, info.url, info.nsamples)
         return info
-
-    def _publish_both(self, pending: PendingFile, index_url: str, offsets: Offsets) -> None:
-        self._check_owner()
-        if self._replaces:  # the old index must not stand beside the new shard
-            remove(self._storage, index_url)
-        pending.commit()
-        publish_bytes(self._storage, index_url, encode_index(offsets))

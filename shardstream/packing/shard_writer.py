@@ -1,30 +1,30 @@
-"""Samples -> the shards of a dataset: the next one is begun when one is full, each is published whole, the manifest last."""
+"""Samples -> the shards of a dataset: a full shard is published while the next is written, the manifest at the end."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
 from shardstream.errors import NotFoundError, OptionError, SampleError, StorageError
 from shardstream.format.index import INDEX_SUFFIX
-from shardstream.format.manifest import MANIFEST_NAME, Manifest, ShardInfo, encode_manifest
+from shardstream.format.manifest import MANIFEST_NAME, Manifest, encode_manifest
 from shardstream.format.tar_writer import END_OF_ARCHIVE
-from shardstream.packing.destination import Destination, claim_destination
+from shardstream.packing.destination import ShardNames, claim_destination
 from shardstream.packing.encode import encode_sample
-from shardstream.packing.folder_lock import FolderLock
-from shardstream.packing.journal import WRITER_TASK, FinishedShard, Journal, Task
-from shardstream.packing.shard_names import ShardNames
+from shardstream.packing.journal import WRITER_TASK, FinishedShard, Journal, NumberedSkip, Task
 from shardstream.packing.shard_upload import ShardUploader
 from shardstream.packing.tar_shard import TarShard, sample_pieces
 from shardstream.process_memory import keep_freed_memory
-from shardstream.storage.atomic_write import PendingFile, open_pending, publish_bytes, remove
+from shardstream.storage.atomic_write import PendingFile
 from shardstream.storage.byte_sizes import parse_bytes
-from shardstream.storage.store import Storage
+from shardstream.storage.output_folder import OutputFolder, open_output_folder
 
 _log = logging.getLogger(__name__)
 
@@ -35,28 +35,29 @@ DEFAULT_MAX_SAMPLES = 10_000
 class ShardWriter:
     """Writes samples to the shards of a new dataset; use it as a context manager.
 
-    A shard is begun when the next sample would pass a limit; a sample larger than ``max_bytes`` gets a shard of its own.
-    Finished shards are sent in the background. When the block ends well, ``index.json`` is written, last; when it ends with
-    an error there is none, so the dataset is not published: the shard at hand is dropped, finished ones stay, and so does a small
-    file by which readers refuse the folder (``.shardstream-pack-000000.json``); before the first shard, the place stays as it was. So it is when the process is killed; run again with
-    ``overwrite=True``, the writer replaces what is left. (`pack` goes on instead.) Of two writers, or packs, at one place one fails.
+    A new shard is begun when the next sample would exceed a limit; a sample larger than ``max_bytes`` gets a shard of its own.
+    Finished shards are uploaded in the background. When the block ends without an error, ``index.json`` is written last. When it
+    ends with an error, or the process is killed, the dataset is not published: the unfinished shard is dropped, finished ones stay,
+    and a small file (``.shardstream-pack-000000.json``) makes readers refuse the folder; before the first shard, the folder stays
+    as it was. A writer with ``overwrite=True`` then replaces what is left (`pack` continues instead). Of two writers or packs in
+    one folder, one fails.
 
         with ShardWriter("s3://bucket/train/{shard:06d}.tar") as writer:
             writer.write({"__key__": "0001", "jpg": image, "cls": 3})
 
     Args:
         url: Pattern with ``{shard}``, or a folder: then the shards are ``000000.tar`` and so on.
-        max_bytes: Size of a tar, ends included: a number or "256MB" (10^6), "256MiB" (2^20).
-        max_samples: Samples of a shard.
-        name: Of the dataset, for people.
+        max_bytes: Maximum size of a tar, its end included: a number or "256MB" (10^6), "256MiB" (2^20).
+        max_samples: Maximum samples of a shard.
+        name: Name of the dataset, kept in the manifest.
         overwrite: Replace a dataset that is there, or shards of these names that a killed writer left. Its ``index.json`` is
-            removed before the first shard is there, its shards that were not written again last.
-        storage_options: What fsspec takes, e.g. ``{"endpoint_url": …}``.
+            removed before the first new shard appears, shards that were not written again at the end.
+        storage_options: As fsspec takes them, e.g. ``{"endpoint_url": …}``.
         filesystem: An fsspec file system to use instead of looking one up.
 
     Raises:
-        OptionError: If an argument makes no sense, or a dataset is there and ``overwrite`` is not set.
-        StorageError: If the place is out of reach, or another pack or `ShardWriter` writes there.
+        OptionError: If an argument is wrong, or a dataset is there and ``overwrite`` is not set.
+        StorageError: If the folder is out of reach, or another pack or `ShardWriter` writes there.
     """
 
     def __init__(  # noqa: PLR0913  (public door)
@@ -70,44 +71,30 @@ class ShardWriter:
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
     ) -> None:
-        if max_samples < 1:
-            raise OptionError(f"max_samples must be 1 or more, not {max_samples}")
-        self._names = ShardNames.parse(url)
-        self._max_bytes = parse_bytes(max_bytes)
-        self._max_samples = max_samples
-        self._name = name
-        self._storage = Storage(storage_options, filesystem)
-        self._fields: dict[str, int] = {}
-        self._shard: TarShard | None = None
-        self._pending: PendingFile | None = None
-        self._begun = 0
-        self._error: BaseException | None = None
-        self._manifest: Manifest | None = None
-        self._is_open = True
-        self.nsamples = 0
-        """Samples written so far."""
-        self.size_bytes = 0
-        """Bytes of the tars so far, without their ends."""
-        self._lock = FolderLock(self._storage, self.folder)
-        try:
-            self._destination = self._take_destination(overwrite=overwrite)
-        except BaseException:
-            self._lock.close()
-            raise
-        self._uploader = ShardUploader(
-            self._storage,
-            self._names,
-            replaces=self._destination.replaces,
-            check_owner=self._prepare_first_change,
+        options = WriterOptions(
+            max_samples=max_samples,
+            max_bytes=parse_bytes(max_bytes),
+            name=name,
+            overwrite=overwrite,
         )
-        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="shardstream-hash")
-        keep_freed_memory()
-        self._count_finished(self._destination.finished)
+        names = ShardNames.parse(url)
+        folder = open_output_folder(names.folder, storage_options, filesystem)
+        self._writer = DatasetWriter(folder, names, task=WRITER_TASK, options=options)
 
     @property
     def folder(self) -> str:
         """URL of the folder that the dataset goes to."""
-        return self._names.folder
+        return self._writer.folder
+
+    @property
+    def nsamples(self) -> int:
+        """Samples written so far."""
+        return self._writer.nsamples
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the tars so far, without their ends."""
+        return self._writer.size_bytes
 
     @property
     def manifest(self) -> Manifest:
@@ -116,89 +103,63 @@ class ShardWriter:
         Raises:
             OptionError: Before that.
         """
-        if self._manifest is None:
-            raise OptionError(
-                "the manifest is known when the writer has been closed, without error"
-            )
-        return self._manifest
+        return self._writer.manifest
 
     def write(self, sample: Mapping[str, object]) -> None:
         """Encode a sample (see `encode_field`) and append it.
 
-        ``__key__`` names it, else its running number does ("00000000"); other names like ``__this__`` are left out. Keys
+        ``__key__`` names it, by default its running number ("00000000"); other names like ``__this__`` are left out. Keys
         must differ within a shard, and should in the dataset.
 
         Raises:
-            SampleError: If it cannot be encoded, or would not read back as it is; then nothing of it is written.
+            SampleError: If it cannot be encoded, or would not read back equal; then nothing of it is written.
             StorageError: If this or an earlier shard cannot be written.
         """
-        key = sample.get("__key__", f"{self.nsamples:08d}")
+        key = sample.get("__key__", f"{self._writer.nsamples:08d}")
         if not isinstance(key, str):
             raise SampleError(f"__key__ is text, not {type(key).__name__} ({key!r}); use str(key)")
         try:
             fields = encode_sample(sample)
         except SampleError as error:
             raise SampleError(str(error), key=key) from error
-        self.write_encoded(key, fields)
+        self._writer.write(key, fields)
 
     def write_encoded(self, key: str, fields: Mapping[str, bytes | memoryview]) -> None:
         """Append a sample whose fields are bytes already.
 
         Raises:
-            SampleError: If it would not read back as it is; then nothing of it is written.
+            SampleError: If it would not read back equal; then nothing of it is written.
             StorageError: If this or an earlier shard cannot be written.
         """
-        self._check_usable()
-        pieces = sample_pieces(key, fields)
-        size = sum(map(len, pieces))
-        try:
-            self._uploader.check()
-            if self._shard is not None and self._is_full(self._shard, size):
-                self._upload_shard()
-            if self._shard is None:
-                self._begin_shard()
-            self._current.add_pieces(key, fields, pieces)
-        except SampleError:  # nothing of it was written: the shard is as it was
-            raise
-        except BaseException as error:  # what is missing now must not be missed later
-            self._error = error
-            raise
-        self.nsamples += 1
-        self.size_bytes += size
+        self._writer.write(key, fields)
+
+    def drain(self) -> None:
+        """Wait until the shards that are full so far are published.
+
+        Raises:
+            StorageError: If one cannot be published.
+        """
+        self._writer.drain()
 
     def close(self) -> None:
-        """Publish what is left, then the manifest; a second time it does nothing.
+        """Publish the last shard, then the manifest; a second call does nothing.
 
         Raises:
             SampleError: If no sample was written.
             StorageError: If a shard or the manifest cannot be written; then the dataset is not published.
         """
-        if not self._is_open:
+        if not self._writer.is_open:
             return
         try:
-            self._check_usable()
-            if not self.nsamples:
-                raise SampleError(
-                    "no samples were written, so there is no dataset to publish", shard=self.folder
-                )
-            self._upload_rest()
-            self._publish_manifest()
-            self._remove_journal()
+            self._writer.finish()
+            self._writer.publish()
+            self._writer.remove_journal()
         finally:
-            self.abort()
+            self._writer.abort()
 
     def abort(self) -> None:
-        """Drop the shard at hand and publish no manifest; finished shards stay. After `close` it does nothing."""
-        is_first, self._is_open = self._is_open, False
-        if self._pending is not None:
-            self._pending.discard()
-            self._pending = self._shard = None
-        self._hashing.shutdown(wait=True, cancel_futures=True)
-        self._uploader.stop()
-        if is_first and not self._is_changed:
-            with suppress(StorageError):  # what went wrong before is what matters
-                self._release_destination()
-        self._lock.close()
+        """Drop the unfinished shard and publish no manifest; finished shards stay. After `close` it does nothing."""
+        self._writer.abort()
 
     def __enter__(self) -> Self:
         return self
@@ -214,129 +175,258 @@ class ShardWriter:
         else:
             self.abort()
 
-    def _claim_destination(self, *, overwrite: bool) -> tuple[Task, Destination]:
-        """Make sure that the place may be written to, and say for what."""
-        return WRITER_TASK, claim_destination(self._storage, self._names, overwrite=overwrite)
 
-    def _take_destination(self, *, overwrite: bool) -> Destination:
-        """Take the place: from here on, it is marked, and without a manifest unfinished."""
-        task, destination = self._claim_destination(overwrite=overwrite)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WriterOptions:
+    """Options of a `DatasetWriter`: limits of a shard, as `ShardWriter` takes them, and names of small files written beside the shards."""
+
+    max_samples: int
+    max_bytes: int
+    name: str = ""
+    overwrite: bool = False
+    extras: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        if self.max_samples < 1:
+            raise OptionError(f"max_samples must be 1 or more, not {self.max_samples}")
+
+
+class DatasetWriter:
+    """Writes encoded samples; publishes shards, indexes and manifest in separate steps, for `ShardWriter` and `pack`.
+
+    The journal is written first and deleted last. While it exists and ``index.json`` does not, readers refuse the folder.
+
+    Args:
+        folder: Where the dataset goes; it is locked until `abort`.
+        names: Names of the shards.
+        task: Written to the journal. A pack is resumed after the finished shards of an earlier run of the same task.
+        options: Limits and names.
+
+    Raises:
+        OptionError: If another dataset is there and may not be replaced.
+        StorageError: If the folder is out of reach, or another writer is at work there.
+    """
+
+    def __init__(
+        self, folder: OutputFolder, names: ShardNames, *, task: Task, options: WriterOptions
+    ) -> None:
+        self.folder = folder.url
+        self.is_open = True
+        self.nsamples = self.size_bytes = self.position = 0
+        self._folder, self._names, self._options = folder, names, options
+        self._is_resumable = task != WRITER_TASK
+        self._skipped: list[NumberedSkip] = []
+        self._fields: dict[str, int] = {}
+        self._shard: TarShard | None = None
+        self._pending: PendingFile | None = None
+        self._error: BaseException | None = None
+        self._manifest: Manifest | None = None
         self._is_changed = False
-        self._journal = Journal(
-            storage=self._storage,
-            folder=self.folder,
-            task=task,
-            stale=destination.stale,
-            finished=list(destination.finished),
-            head=destination.journal_head,
+        folder.lock()
+        try:
+            self._destination = claim_destination(
+                folder, names, task=task, overwrite=options.overwrite, extras=options.extras
+            )
+            self.kept = self._destination.finished
+            self._journal = Journal(
+                folder=folder,
+                task=task,
+                stale=self._destination.stale,
+                finished=list(self.kept),
+                head=self._destination.journal_head,
+            )
+            self._journal.begin(self._destination.journal_files)
+            if self._destination.files:
+                self._destination.remove_parts()
+        except BaseException:
+            folder.unlock()
+            raise
+        self._uploader = ShardUploader(
+            folder,
+            replaces=self._destination.replaces,
+            check_owner=self._prepare_first_change,
         )
-        self._journal.begin(destination.journal_files)
-        destination.remove_parts()
-        return destination
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="shardstream-hash")
+        keep_freed_memory()
+        self._begun = len(self.kept)
+        if self.kept:
+            self._count_kept(self.kept)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The dataset, once it is published."""
+        if self._manifest is None:
+            raise OptionError(
+                "the manifest is known when the writer has been closed, without error"
+            )
+        return self._manifest
+
+    def write(
+        self, key: str, fields: Mapping[str, bytes | memoryview], *, position: int = 0
+    ) -> None:
+        """Append a sample.
+
+        Args:
+            key: Its key.
+            fields: Its fields, encoded.
+            position: Number of the source's record that follows it, for the journal.
+        """
+        self._check_usable()
+        pieces = sample_pieces(key, fields)
+        size = sum(map(len, pieces))
+        try:
+            self._uploader.check()
+            shard = self._shard
+            if shard is not None and (
+                shard.nsamples >= self._options.max_samples
+                or shard.size_bytes + size + len(END_OF_ARCHIVE) > self._options.max_bytes
+            ):
+                self._upload_shard()
+            (self._shard or self._begin_shard()).add_pieces(key, fields, pieces)
+        except SampleError:  # nothing of it was written: the shard is as it was
+            raise
+        except BaseException as error:  # a shard that is missing now must not be missed later
+            self._error = error
+            raise
+        self.nsamples += 1
+        self.size_bytes += size
+        self.position = position
+
+    def skip(self, skipped: NumberedSkip) -> None:
+        """Note a record of the source that is left out."""
+        self._skipped.append(skipped)
+
+    def drain(self) -> None:
+        """Wait until all finished shards are published."""
+        self._uploader.drain()
+
+    def finish(self) -> None:
+        """Publish the last shard, check that all are in place, and delete those of an earlier dataset."""
+        self._check_usable()
+        if not self.nsamples:
+            raise SampleError(
+                "no samples were written, so there is no dataset to publish", shard=self.folder
+            )
+        self._upload_shard()
+        self._uploader.drain()
+        self._prepare_first_change()
+        self._uploader.check_in_place()
+        if self._destination.stale:
+            self._remove_stale()
+
+    def publish(self) -> None:
+        """Write ``index.json``; if that fails, it is not there."""
+        manifest = Manifest(
+            shards=tuple(self._uploader.sent), name=self._options.name, fields=self._fields
+        )
+        self._journal.check_owner()
+        data = encode_manifest(manifest)
+        try:
+            self._folder.write(MANIFEST_NAME, data)
+            # A run that took the folder in between has not seen the manifest, so it must not stay.
+            self._journal.check_owner()
+        except BaseException:  # the write may have succeeded all the same
+            with suppress(StorageError):
+                self._remove_manifest(data)
+            raise
+        self._manifest = manifest
+
+    def unpublish(self) -> None:
+        """Delete ``index.json`` again, if this writer published it; shards and journal stay."""
+        if self._manifest is not None:
+            self._remove_manifest(encode_manifest(self._manifest))
+            self._manifest = None
+
+    def remove_journal(self) -> None:
+        """Delete the journal of the published dataset; readers ignore it if that fails."""
+        try:
+            self._journal.remove()
+        except StorageError as error:
+            _log.warning("%s: published, but its journal is still there: %s", self.folder, error)
+
+    def abort(self) -> None:
+        """Drop the unfinished shard, stop the threads and unlock the folder; a second call does nothing."""
+        is_first, self.is_open = self.is_open, False
+        if self._pending is not None:
+            self._pending.discard()
+            self._pending = self._shard = None
+        self._hashing.shutdown(wait=True, cancel_futures=True)
+        self._uploader.stop()
+        if is_first and not self._is_changed:
+            with suppress(StorageError):  # the earlier error is the one to report
+                self._release_destination()
+        self._folder.unlock()
+
+    def _check_usable(self) -> None:
+        if not self.is_open:
+            raise OptionError("the writer is closed; open another one")
+        if self._error is not None:
+            raise self._error
+
+    def _begin_shard(self) -> TarShard:
+        name = self._names.name(self._begun)
+        self._pending = self._folder.open(name)
+        self._shard = TarShard(self._pending, url=name, hashing=self._hashing)
+        self._begun += 1
+        return self._shard
+
+    def _upload_shard(self) -> None:
+        """Finish the current shard, if there is one, and hand it to the uploading thread."""
+        shard, pending = self._shard, self._pending
+        if shard is None or pending is None:
+            return
+        info = shard.finish()
+        pending.end()
+        for field, count in shard.fields.items():
+            self._fields[field] = self._fields.get(field, 0) + count
+        self._shard = self._pending = None
+        on_uploaded = None
+        if self._is_resumable:
+            # Only what belongs before this position: the record that filled the shard is not written yet.
+            skipped = tuple(one for one in self._skipped if one.number < self.position)
+            self._skipped = self._skipped[len(skipped) :]
+            finished = FinishedShard(
+                info=info, fields=dict(shard.fields), position=self.position, skipped=skipped
+            )
+            on_uploaded = partial(self._journal.add, finished)
+        self._uploader.send(pending, info, shard.offsets, on_uploaded)
 
     def _prepare_first_change(self) -> None:
-        """Make sure that the place is still ours; before the first shard appears, unpublish what it replaces."""
+        """Check that the folder is still ours; before the first shard appears, unpublish the dataset it replaces."""
         self._journal.check_owner()
         if self._is_changed:
             return
         self._is_changed = True
         if self._destination.has_manifest:
             self._destination.unpublish()
-            self._journal.check_owner()  # who has taken the place meanwhile may have counted on it
+            # A run that took the folder in between may rely on the manifest that is gone now.
+            self._journal.check_owner()
 
     def _release_destination(self) -> None:
-        """Delete the journal, where the place is as it was before: free, or with the manifest of its dataset."""
+        """Delete the journal where the folder is as before: free, or with the manifest of its dataset."""
         if self._destination.has_manifest:
-            self._storage.read(self._names.url(MANIFEST_NAME))  # raises if another run removed it
+            self._folder.read(MANIFEST_NAME)  # raises if another run removed it
         if self._destination.has_manifest or self._destination.is_free:
             self._journal.remove()
 
-    def _upload_callback(
-        self,
-        info: ShardInfo,  # noqa: ARG002
-        fields: Mapping[str, int],  # noqa: ARG002
-    ) -> Callable[[], None] | None:
-        """Return what the sending thread is to do when the shard at hand is there."""
-        return None
-
-    def _count_finished(self, finished: Iterable[FinishedShard]) -> None:
-        """Count shards of an earlier run as sent."""
+    def _count_kept(self, finished: Iterable[FinishedShard]) -> None:
+        """Count the shards of an earlier run as published."""
         for one in finished:
-            self._begun += 1
-            self._count_fields(one.fields)
+            for field, count in one.fields.items():
+                self._fields[field] = self._fields.get(field, 0) + count
             self._uploader.sent.append(one.info)
             self.nsamples += one.info.nsamples or 0
             self.size_bytes += (one.info.filesize or 0) - len(END_OF_ARCHIVE)
+            self.position = one.position
 
-    @property
-    def _current(self) -> TarShard:
-        assert self._shard is not None  # noqa: S101  (for the type checker)
-        return self._shard
-
-    def _check_usable(self) -> None:
-        if not self._is_open:
-            raise OptionError("the writer is closed; open another one")
-        if self._error is not None:
-            raise self._error
-
-    def _is_full(self, shard: TarShard, size: int) -> bool:
-        after = shard.size_bytes + size + len(END_OF_ARCHIVE)
-        return shard.nsamples >= self._max_samples or after > self._max_bytes
-
-    def _begin_shard(self) -> None:
-        name = self._names.name(self._begun)
-        self._pending = open_pending(self._storage, self._names.url(name), alone=True)
-        self._shard = TarShard(self._pending, url=name, hashing=self._hashing)
-        self._begun += 1
-
-    def _upload_shard(self) -> None:
-        """Finish the shard at hand and hand it to the thread that sends."""
-        shard, pending = self._shard, self._pending
-        if shard is None or pending is None:
-            return
-        info = shard.finish()
-        pending.end()
-        self._count_fields(shard.fields)
-        self._shard = self._pending = None
-        self._uploader.send(pending, info, shard.offsets, self._upload_callback(info, shard.fields))
-
-    def _count_fields(self, fields: Mapping[str, int]) -> None:
-        for field, count in fields.items():
-            self._fields[field] = self._fields.get(field, 0) + count
-
-    def _upload_rest(self) -> None:
-        """Send what is left, and make sure that all shards are there; stale ones are deleted."""
-        self._upload_shard()
-        self._uploader.drain()
-        self._prepare_first_change()
-        self._uploader.check_in_place()
+    def _remove_stale(self) -> None:
+        """Delete shards of the earlier dataset that were not written again."""
         for name in sorted(self._destination.stale - {info.url for info in self._uploader.sent}):
-            remove(self._storage, self._names.url(name))
-            remove(self._storage, self._names.url(name + INDEX_SUFFIX))
+            self._folder.remove(name)
+            self._folder.remove(name + INDEX_SUFFIX)
 
-    def _publish_manifest(self) -> None:
-        manifest = Manifest(shards=tuple(self._uploader.sent), name=self._name, fields=self._fields)
-        self._journal.check_owner()
-        data = encode_manifest(manifest)
-        try:
-            publish_bytes(self._storage, self._names.url(MANIFEST_NAME), data)
-            self._journal.check_owner()  # who takes the place now knows nothing of the manifest
-        except BaseException:  # it may be there all the same
-            with suppress(StorageError):
-                self._unpublish(data)
-            raise
-        self._manifest = manifest
-
-    def _unpublish(self, manifest: bytes) -> None:
-        """Delete a manifest of ours, if it is there."""
-        url = self._names.url(MANIFEST_NAME)
+    def _remove_manifest(self, manifest: bytes) -> None:
+        """Delete ``index.json`` if it is ours."""
         with suppress(NotFoundError):
-            if self._storage.read(url) == manifest:
-                remove(self._storage, url)
-
-    def _remove_journal(self) -> None:
-        """Delete the journal of what is published: if that fails, readers do not mind it."""
-        try:
-            self._journal.remove()
-        except StorageError as error:
-            _log.warning("%s: published, but its journal is still there: %s", self.folder, error)
+            if self._folder.read(MANIFEST_NAME) == manifest:
+                self._folder.remove(MANIFEST_NAME)

@@ -81,13 +81,10 @@ class TarShard:
         self._keys: set[str] = set()
         self.fields: dict[str, int] = {}
         """How many samples have each field."""
+        self.nsamples = 0
+        """Samples so far."""
         self.size_bytes = 0
         """Bytes so far, without the end of the archive."""
-
-    @property
-    def nsamples(self) -> int:
-        """Samples so far."""
-        return len(self._starts)
 
     @property
     def offsets(self) -> Offsets:
@@ -116,6 +113,7 @@ class TarShard:
             )
         self._keys.add(key)
         self._starts.append(self.size_bytes)
+        self.nsamples += 1
         for field in fields:
             self.fields[field] = self.fields.get(field, 0) + 1
         size = sum(map(len, pieces))

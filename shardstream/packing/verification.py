@@ -1,19 +1,27 @@
-"""A dataset against itself: every byte of every shard is read again, and every problem listed."""
+"""Read every byte of a dataset again, and list all problems."""
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
-from shardstream.errors import ShardStreamError, StorageError, plural
+import numpy as np
+
+from shardstream.errors import ShardStreamError, StorageError, plural, redact
 from shardstream.format.index import INDEX_SUFFIX, Offsets, ShardScan, decode_index
 from shardstream.format.manifest import MANIFEST_NAME, ShardInfo
 from shardstream.format.names import split_member_name
 from shardstream.format.tar_reader import iter_members
-from shardstream.packing.shard_scan import ProgressFunction, ProgressMeter, ShardScanner, run_all
+from shardstream.packing.shard_scan import (
+    ProgressFunction,
+    ProgressMeter,
+    ShardScanner,
+    run_shard_tasks,
+)
 from shardstream.packing.verify_checks import (
     Problem,
     ShardKeys,
@@ -27,6 +35,7 @@ from shardstream.storage.atomic_write import is_part
 from shardstream.storage.discover import LocatedShards, Urls, is_compressed, is_tar, locate_shards
 from shardstream.storage.journal_marker import is_journal
 from shardstream.storage.store import Storage, parent_url
+from shardstream.tasks.executor import JSON, Executor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +61,55 @@ class VerifyReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Verified:
-    problems: tuple[Problem, ...]
-    keys: ShardKeys | None = None
-    nbytes: int = 0
+class VerifyShard:
+    """The task that checks one tar; the result is its problems, and hashes of its keys.
+
+    Args:
+        info: The shard, as the manifest or its index describes it.
+        has_index: Whether it has an index.
+        storage: Where it is.
+        meter: Counts bytes, in this process only; a task with a meter cannot be pickled.
+    """
+
+    info: ShardInfo
+    has_index: bool
+    storage: Storage
+    meter: ProgressMeter | None = None
+
+    @property
+    def name(self) -> str:
+        """Verb and tar."""
+        return f"verify {redact(self.info.url)}"
+
+    def run(self) -> Mapping[str, JSON]:
+        """Read the shard; its problems are results, not errors."""
+        info, problems = self.info, list[Problem]()
+        scan: ShardScan | None = None
+        nbytes = 0
+        try:
+            size = self.storage.info(info.url).size
+            with ShardScanner(self.storage, info.url, size, self.meter) as shard:
+                try:
+                    scan = shard.scan()
+                    problems += _check_notes(shard, scan)
+                except StorageError:
+                    raise
+                except ShardStreamError as error:
+                    problems.append(problem_from_error(error, shard=info.url))
+                sha256, nbytes = shard.finish()
+        except ShardStreamError as error:  # it cannot be read at all
+            scan = None
+            problems.append(problem_from_error(error, shard=info.url))
+        else:
+            problems += check_file(info, sha256=sha256, nbytes=nbytes)
+        keys: JSON = None
+        if scan is not None:
+            problems += _check_count(info, scan.offsets, self.storage, has_index=self.has_index)
+            keys = {  # as bytes in base64: a million keys are no list of numbers
+                "hashes": b64encode(hash_keys(scan.keys).tobytes()).decode(),
+                "offsets": b64encode(scan.offsets.tobytes()).decode(),
+            }
+        return {"problems": [asdict(one) for one in problems], "keys": keys, "bytes": nbytes}
 
 
 def verify(
@@ -65,6 +119,7 @@ def verify(
     filesystem: Any = None,
     threads: int = 4,
     progress: ProgressFunction | None = None,
+    executor: Executor | None = None,
 ) -> VerifyReport:
     """Read a whole dataset again and compare it with its manifest, its indexes and itself.
 
@@ -77,7 +132,10 @@ def verify(
         storage_options: What fsspec takes.
         filesystem: An fsspec file system to use instead of looking one up.
         threads: Tars to read at a time; each takes about 32 MiB of memory, and each sample of the dataset 40 bytes.
-        progress: Told bytes done and bytes in all, from the threads that read, one at a time.
+        progress: Called with bytes done and bytes in all, from the threads that read, one at a time; with an executor after
+            each tar, from this thread.
+        executor: Where the tars are read, instead of ``threads`` threads of this process: e.g. ``LocalExecutor(processes=8)``.
+            Storage options travel with the tasks.
 
     Raises:
         OptionError: If there is nothing to look for.
@@ -88,43 +146,35 @@ def verify(
     storage = Storage(storage_options, filesystem)
     located = locate_shards(urls, storage)
     meter = ProgressMeter(sum(shard.filesize or 0 for shard in located.shards), progress)
-    work = partial(_verify_shard, located=located, storage=storage, meter=meter)
-    done = run_all(work, located.shards, threads=threads, meter=meter)
-    keys = [one.keys for one in done if one.keys is not None]
-    repeated = repeated_keys(keys, partial(_read_key, storage))
-    problems = chain(*(one.problems for one in done), repeated, _find_stray_files(located, storage))
+    counted = meter if executor is None else None
+    tasks = [
+        VerifyShard(
+            info=info, has_index=info.url in located.indexed, storage=storage, meter=counted
+        )
+        for info in located.shards
+    ]
+    results = run_shard_tasks(tasks, executor, threads=threads, meter=meter)
+    keys = [
+        _decode_keys(info.url, cast("dict[str, str]", result["keys"]))
+        for info, result in zip(located.shards, results, strict=True)
+        if result["keys"] is not None
+    ]
+    problems = chain(
+        (Problem(**one) for result in results for one in cast("list[Any]", result["problems"])),
+        repeated_keys(keys, partial(_read_key, storage)),
+        _find_stray_files(located, storage),
+    )
     return VerifyReport(
         shards=len(located.shards),
         samples=sum(len(one.hashes) for one in keys),
-        bytes=sum(one.nbytes for one in done),
+        bytes=sum(cast("int", result["bytes"]) for result in results),
         problems=tuple(problems),
     )
 
 
-def _verify_shard(
-    info: ShardInfo, *, located: LocatedShards, storage: Storage, meter: ProgressMeter
-) -> _Verified:
-    problems: list[Problem] = []
-    scan: ShardScan | None = None
-    try:
-        size = storage.info(info.url).size
-        with ShardScanner(storage, info.url, size, meter) as shard:
-            try:
-                scan = shard.scan()
-                problems += _check_notes(shard, scan)
-            except StorageError:
-                raise
-            except ShardStreamError as error:
-                problems.append(problem_from_error(error, shard=info.url))
-            sha256, nbytes = shard.finish()
-    except ShardStreamError as error:  # it cannot be read at all
-        return _Verified(problems=(*problems, problem_from_error(error, shard=info.url)))
-    problems += check_file(info, sha256=sha256, nbytes=nbytes)
-    if scan is None:
-        return _Verified(problems=tuple(problems), nbytes=nbytes)
-    problems += _check_count(info, scan.offsets, located, storage)
-    keys = ShardKeys(info.url, hash_keys(scan.keys), scan.offsets)
-    return _Verified(problems=tuple(problems), keys=keys, nbytes=nbytes)
+def _decode_keys(url: str, encoded: Mapping[str, str]) -> ShardKeys:
+    hashes = np.frombuffer(b64decode(encoded["hashes"]), dtype=np.uint64)
+    return ShardKeys(url, hashes, np.frombuffer(b64decode(encoded["offsets"]), dtype=np.int64))
 
 
 def _check_notes(shard: ShardScanner, scan: ShardScan) -> Iterator[Problem]:
@@ -140,11 +190,11 @@ def _check_notes(shard: ShardScanner, scan: ShardScan) -> Iterator[Problem]:
 
 
 def _check_count(
-    info: ShardInfo, scanned: Offsets, located: LocatedShards, storage: Storage
+    info: ShardInfo, scanned: Offsets, storage: Storage, *, has_index: bool
 ) -> Iterator[Problem]:
     """Compare the samples found with the index, and with the manifest."""
     url = info.url + INDEX_SUFFIX
-    if info.url in located.indexed:
+    if has_index:
         try:
             problem = check_index(decode_index(storage.read(url), url=url), scanned, url=url)
         except ShardStreamError as error:

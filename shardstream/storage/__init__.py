@@ -13,6 +13,7 @@ A URL becomes bytes in these steps:
     range_file                   a remote file as a stream
     cache, cache_chunk, cache_space, cache_usage      a bounded cache on the local disk
 
-Written files pass through ``atomic_write`` and, on S3, ``multipart_upload``. ``fork_safety`` protects forked children from
+Written files pass through ``atomic_write`` and, on S3, ``multipart_upload``; ``output_folder`` is the folder of a dataset
+that is being written, on this machine or elsewhere. ``fork_safety`` protects forked children from
 clients of their parent; ``byte_sizes`` parses sizes such as "2 GB".
 """

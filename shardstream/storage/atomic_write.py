@@ -86,7 +86,7 @@ def open_pending(storage: Storage, url: str, *, alone: bool = False) -> PendingF
     """
     path = storage.local_path(url)
     if path is not None:
-        return _LocalFile(Path(path))
+        return LocalFile(Path(path))
     if takes_parts(storage.resolve(url)[0]):
         return _S3File(storage, url, alone=alone)
     return _RemoteFile(storage, url)
@@ -187,10 +187,12 @@ def remove(storage: Storage, url: str) -> None:
         except FileNotFoundError:
             return
         if local is not None:
-            _sync_folder(Path(local).parent)
+            sync_folder(Path(local).parent)
 
 
-class _LocalFile(PendingFile):
+class LocalFile(PendingFile):
+    """A file of this machine: written beside its final place, flushed to the disk and renamed."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._part = path.with_name(_part_of(path.name))
@@ -204,15 +206,17 @@ class _LocalFile(PendingFile):
         super().__init__(str(path), stream)
 
     def commit(self) -> None:
+        """Flush the file to the disk, rename it and flush its folder."""
         with translate_errors(self._place):
             self.stream.flush()
             os.fchmod(self.stream.fileno(), 0o644)
             os.fsync(self.stream.fileno())
             self.stream.close()
             self._part.replace(self._path)
-            _sync_folder(self._path.parent)
+            sync_folder(self._path.parent)
 
     def discard(self) -> None:
+        """Delete what was written, if it was not committed."""
         _close_unsaved(self.stream)
         self._part.unlink(missing_ok=True)
 
@@ -258,7 +262,7 @@ class _RemoteFile(PendingFile):
         self._spool.unlink(missing_ok=True)
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Flush a folder's names to the disk, so that after a crash no later file is there without this one (POSIX fsync)."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

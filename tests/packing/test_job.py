@@ -21,7 +21,7 @@ from PIL import Image
 from shardstream.cli import main
 from shardstream.errors import OptionError, SourceError, StorageError, UnfinishedError
 from shardstream.format.samples import iter_samples
-from shardstream.packing import parallel_encode, shard_writer
+from shardstream.packing import parallel_encode
 from shardstream.packing.job import pack
 from shardstream.packing.parallel_encode import RecordEncoder
 from shardstream.packing.report import Progress
@@ -29,6 +29,7 @@ from shardstream.packing.source import FileRef, Record, SamplesSource
 from shardstream.packing.split import assign_splits, shuffled_order, split_counts
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.discover import locate_shards
+from shardstream.storage.output_folder import LocalFolder
 from shardstream.storage.store import Storage
 
 CLASSES = ("ant", "bee", "cat")
@@ -297,7 +298,7 @@ def test_where_a_process_dies_the_others_are_not_waited_for(
 def test_files_that_are_only_copied_are_not_carried_through_processes(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardstream.packing.parallel_encode.ProcessPoolExecutor", None)
+    monkeypatch.setattr("shardstream.packing.parallel_encode.ProcessPool", None)
     assert pack(photos, tmp_path / "out", processes=2).samples > 0
 
 
@@ -360,10 +361,10 @@ def test_a_split_that_stays_published_is_said(
     dest = tmp_path / "out"
     (dest / "b" / "index.json" / "x").mkdir(parents=True)
 
-    def fail(_storage: Storage, url: str) -> None:
-        raise StorageError("out of reach", shard=url)
+    def fail(_folder: LocalFolder, name: str) -> None:
+        raise StorageError("out of reach", shard=name)
 
-    monkeypatch.setattr(shard_writer, "remove", fail)
+    monkeypatch.setattr(LocalFolder, "remove", fail)
     command = ["pack", str(tmp_path / "t.csv"), str(dest), "--split", "a=0.5,b=0.5"]
     assert main(command) == 1
     said = capsys.readouterr().err

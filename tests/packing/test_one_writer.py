@@ -19,10 +19,10 @@ from botocore.exceptions import ClientError
 from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstream as ss
-from shardstream.packing.folder_lock import FolderLock
 from shardstream.packing.verification import verify
 from shardstream.storage.atomic_write import publish_bytes_over
 from shardstream.storage.journal_marker import journal_name
+from shardstream.storage.output_folder import LocalFolder
 from shardstream.storage.store import Storage
 
 ANOTHER = "another pack or ShardWriter writes here"
@@ -173,7 +173,7 @@ def test_a_shard_of_another_in_its_place_is_noticed(remote: str) -> None:
     filesystem, path = storage.resolve(f"{remote}/000000.tar")
     writer = ss.ShardWriter(remote, max_samples=10)
     write(writer, "a", 20)
-    writer._uploader.drain()
+    writer.drain()
     if remote.startswith("s3"):
         filesystem.pipe_file(path, bytes(storage.info(f"{remote}/000000.tar").size))
     else:
@@ -253,7 +253,7 @@ def test_a_pack_does_not_go_on_where_a_writer_was_stopped_unless_it_replaces(
 ) -> None:
     writer = ss.ShardWriter(tmp_path / "a-{shard}.tar", max_samples=10)
     write(writer, "a")
-    writer._uploader.drain()
+    writer.drain()
     writer.abort()
     before = sorted(path.name for path in tmp_path.iterdir())
     assert "a-0.tar" in before
@@ -322,20 +322,22 @@ def test_a_second_writer_of_this_process_is_told_to_close_the_first(tmp_path: Pa
 
 
 def test_a_forked_child_keeps_no_lock_and_cannot_give_one_back(tmp_path: Path) -> None:
-    lock = FolderLock(Storage(), str(tmp_path))
+    folder, other = (LocalFolder(str(tmp_path), str(tmp_path)) for _ in range(2))
+    folder.lock()
     done, child_waits = os.pipe()
     child = os.fork()
-    if child == 0:  # it waits for the parent, which closes the lock meanwhile
+    if child == 0:  # it waits for the parent, which unlocks meanwhile
         os.close(child_waits)
-        lock.close()
+        folder.unlock()
         os.read(done, 1)
         os._exit(0)
     try:
         os.close(done)
         with pytest.raises(ss.StorageError, match="has this folder open"):
-            FolderLock(Storage(), str(tmp_path))
-        lock.close()
-        FolderLock(Storage(), str(tmp_path)).close()
+            other.lock()
+        folder.unlock()
+        other.lock()
+        other.unlock()
     finally:
         os.close(child_waits)
         os.waitpid(child, 0)

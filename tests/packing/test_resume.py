@@ -30,6 +30,7 @@ from shardstream.packing.report import PackReport
 from shardstream.packing.shard_writer import ShardWriter
 from shardstream.packing.source import Record, SamplesSource
 from shardstream.storage.journal_marker import is_journal
+from shardstream.storage.output_folder import LocalFolder
 from shardstream.storage.store import Storage
 from tests.servers import S3Server
 
@@ -303,7 +304,7 @@ def test_finished_shards_are_neither_written_nor_encoded_again(
 def test_every_shard_may_be_the_last_before_a_stop(
     files: Path, tmp_path: Path, stop_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(journal_module, "_RECORDS_A_FILE", 3)  # several files, and their borders
+    monkeypatch.setattr(journal_module, "RECORDS_PER_FILE", 3)  # several files, and their borders
     options: dict[str, Any] = {"max_samples": 20, "shuffle": True, "split": {"x": 0.8, "y": 0.2}}
     pack(files, tmp_path / "clean", **options)
     clean = contents(tmp_path / "clean")
@@ -567,15 +568,15 @@ def test_notes_cannot_make_us_delete_elsewhere(files: Path, tmp_path: Path) -> N
 
 def test_a_journal_reads_back_as_it_was(tmp_path: Path) -> None:
     task = Task(source="é\udc80", options={"split": [["a", 0.1]], "key": None})
-    storage = Storage()
-    journal = Journal(storage=storage, folder=str(tmp_path), task=task, stale=frozenset({"a.tar"}))
+    folder = LocalFolder(str(tmp_path), str(tmp_path))
+    journal = Journal(folder=folder, task=task, stale=frozenset({"a.tar"}))
     journal.begin(0)
-    back = read_journal(storage, str(tmp_path), os.listdir(tmp_path))
+    back = read_journal(folder, os.listdir(tmp_path))
     assert back is not None
     assert (back.task.differences(task), back.stale, back.finished) == ([], journal.stale, [])
     journal.remove()
     assert os.listdir(tmp_path) == []
-    assert read_journal(storage, str(tmp_path), []) is None
+    assert read_journal(folder, []) is None
 
 
 def finished_shards(count: int) -> list[FinishedShard]:
@@ -592,33 +593,29 @@ def finished_shards(count: int) -> list[FinishedShard]:
 
 def test_a_long_journal_is_of_several_files_of_one_run(tmp_path: Path) -> None:
     """Those of another run, and those after a gap, are not read; a shorter journal leaves none."""
-    storage, folder = Storage(), str(tmp_path)
+    folder = LocalFolder(str(tmp_path), str(tmp_path))
     shards = finished_shards(600)
-    journal = Journal(
-        storage=storage, folder=folder, task=Task(source="x", options={}), finished=shards
-    )
+    journal = Journal(folder=folder, task=Task(source="x", options={}), finished=shards)
     journal.begin(0)
     names = sorted(os.listdir(tmp_path))
     assert names == [f".shardstream-pack-{number:06d}.json" for number in range(3)]
-    back = read_journal(storage, folder, names)
+    back = read_journal(folder, names)
     assert back is not None
     assert back.finished == shards
     assert back.head == (tmp_path / names[0]).read_bytes()
     last = tmp_path / names[2]
     own = last.read_text()
     last.write_text(own.replace(journal.run, "another"))
-    back = read_journal(storage, folder, names)
+    back = read_journal(folder, names)
     assert back is not None
     assert back.finished == shards[:512]
     last.write_text(own)
     (tmp_path / names[1]).rename(tmp_path / ".shardstream-pack-000009.json")
-    back = read_journal(storage, folder, os.listdir(tmp_path))
+    back = read_journal(folder, os.listdir(tmp_path))
     assert back is not None
     assert back.finished == shards[:256]
     (tmp_path / ".shardstream-pack-000009.json").rename(tmp_path / names[1])
-    again = Journal(
-        storage=storage, folder=folder, task=journal.task, finished=shards[:300], head=journal.head
-    )
+    again = Journal(folder=folder, task=journal.task, finished=shards[:300], head=journal.head)
     again.begin(3)
     assert sorted(os.listdir(tmp_path)) == names[:2]
     again.remove()
@@ -656,7 +653,7 @@ from shardstream.packing.shard_writer import ShardWriter
 with ShardWriter(sys.argv[1], max_samples=10) as writer:
     for i in range(55):
         writer.write({"bin": bytes(500_000)})
-    writer._uploader.drain()
+    writer.drain()
     os.kill(os.getpid(), signal.SIGKILL)
 """
 

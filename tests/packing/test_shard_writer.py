@@ -19,13 +19,12 @@ import pytest
 from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.errors import OptionError, SampleError, StorageError
 from shardstream.format.samples import iter_samples
-from shardstream.packing import shard_upload
-from shardstream.packing.shard_names import ShardNames
+from shardstream.packing.destination import ShardNames
 from shardstream.packing.shard_writer import ShardWriter
-from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.byte_sizes import parse_bytes
 from shardstream.storage.discover import locate_shards
 from shardstream.storage.journal_marker import journal_name
+from shardstream.storage.output_folder import LocalFolder
 from shardstream.storage.store import Storage
 
 
@@ -233,14 +232,15 @@ def test_a_shard_is_sent_while_the_next_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started, go_on = threading.Event(), threading.Event()
-    publish = publish_bytes
+    write = LocalFolder.write
 
-    def slow(storage: Storage, url: str, data: bytes) -> None:
-        started.set()
-        assert go_on.wait(10)
-        publish(storage, url, data)
+    def slow(folder: LocalFolder, name: str, data: bytes) -> None:
+        if name.endswith(".idx"):
+            started.set()
+            assert go_on.wait(10)
+        write(folder, name, data)
 
-    monkeypatch.setattr(shard_upload, "publish_bytes", slow)
+    monkeypatch.setattr(LocalFolder, "write", slow)
     with ShardWriter(tmp_path, max_samples=1) as writer:
         for i in range(3):  # one under way, one waiting, one at hand
             writer.write({"cls": i})
@@ -255,10 +255,14 @@ def test_a_shard_is_sent_while_the_next_is_written(
 def test_a_shard_that_cannot_be_sent_is_never_missed(
     caught: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_storage: Storage, url: str, _data: bytes) -> None:
-        raise StorageError("refused", shard=url)
+    write = LocalFolder.write
 
-    monkeypatch.setattr(shard_upload, "publish_bytes", fail)
+    def fail(folder: LocalFolder, name: str, data: bytes) -> None:
+        if name.endswith(".idx"):
+            raise StorageError("refused", shard=name)
+        write(folder, name, data)
+
+    monkeypatch.setattr(LocalFolder, "write", fail)
     writer = ShardWriter(tmp_path, max_samples=1)
     with pytest.raises(StorageError, match="refused"), writer:  # noqa: PT012  (both may raise)
         try:

@@ -19,6 +19,7 @@ import shardstream as ss
 from shardstream.cli import main
 from shardstream.packing.indexing import index
 from shardstream.packing.inspect import list_shards, read_one
+from shardstream.packing.journal import Journal
 from shardstream.packing.verification import verify
 from shardstream.storage.journal_marker import journal_name
 from shardstream.storage.store import Storage
@@ -144,7 +145,7 @@ def test_while_a_dataset_is_replaced_it_is_not_finished(tmp_path: Path) -> None:
     assert len(ss.ShardDataset(str(tmp_path))) == 50
     for sample in NUMBERS[:11]:
         writer.write(sample)
-    writer._uploader.drain()
+    writer.drain()
     with pytest.raises(ss.UnfinishedError, match=r"run the same command again .* delete \.shard"):
         ss.ShardDataset(str(tmp_path))
     writer.abort()
@@ -176,7 +177,7 @@ def test_splits_killed_between_two_journals_keep_no_journal(
 ) -> None:
     options: dict[str, Any] = {"split": {"train": 0.5, "val": 0.5}, "max_samples": 10}
     with monkeypatch.context() as patched:
-        patched.setattr("shardstream.packing.shard_writer.Journal.remove", lambda _: None)
+        patched.setattr(Journal, "remove", lambda _: None)
         ss.pack(NUMBERS, tmp_path, **options)
     (tmp_path / "train" / journal_name(0)).unlink()
     with pytest.raises(ss.OptionError, match="a dataset is published here"):

@@ -1,0 +1,243 @@
+"""The folder that a dataset is written to: files published whole, read back, listed and deleted by name.
+
+`LocalFolder` calls the operating system directly; `RemoteFolder` goes through `Storage`, with its clients and retries.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import weakref
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+from shardstream.errors import NotFoundError, StorageError
+from shardstream.storage.atomic_write import (
+    LocalFile,
+    PendingFile,
+    open_pending,
+    publish_bytes,
+    publish_bytes_over,
+    remove,
+    sync_folder,
+)
+from shardstream.storage.error_messages import translate_errors
+from shardstream.storage.store import FileInfo, Storage, join_url
+
+_log = logging.getLogger(__name__)
+
+# Locks of this process: a token of each -> the folder's device and inode, and the open handle.
+_held: dict[object, tuple[tuple[int, int], int]] = {}
+
+
+class OutputFolder(Protocol):
+    """A folder that one writer fills; all methods raise `StorageError` when the store fails."""
+
+    url: str
+
+    def lock(self) -> None:
+        """Lock out other writers until `unlock`, where the folder's file system can do that."""
+
+    def unlock(self) -> None:
+        """Release the lock; a second call does nothing."""
+
+    def list_files(self) -> dict[str, FileInfo]:
+        """Return the files right in the folder by name; none if the folder is missing."""
+
+    def read(self, name: str) -> bytes:
+        """Read a small file; raises `NotFoundError` if it is missing."""
+
+    def write(self, name: str, data: bytes) -> None:
+        """Publish a small file, whole or not at all."""
+
+    def replace(self, name: str, data: bytes, *, old: bytes | None) -> None:
+        """Publish a small file if ``old`` is still there (see `publish_bytes_over`)."""
+
+    def remove(self, name: str) -> None:
+        """Delete a file; a missing one is no error."""
+
+    def open(self, name: str) -> PendingFile:
+        """Open a new file that appears when it is committed."""
+
+
+def open_output_folder(
+    url: str, storage_options: Mapping[str, Any] | None, filesystem: Any
+) -> OutputFolder:
+    """Open a folder for writing: by system calls if it is on this machine, else through fsspec.
+
+    Raises:
+        OptionError: If a storage option is wrong or the protocol unknown.
+    """
+    if url.startswith("/") and "::" not in url and not storage_options and filesystem is None:
+        return LocalFolder(url, url)  # a plain path needs no file system to be looked up
+    storage = Storage(storage_options, filesystem)
+    path = storage.local_path(url)
+    return RemoteFolder(storage, url) if path is None else LocalFolder(path, url)
+
+
+class LocalFolder:
+    """A folder of this machine; its system calls are not retried.
+
+    Args:
+        path: Absolute path.
+        url: The same folder as the user named it, for messages.
+    """
+
+    def __init__(self, path: str, url: str) -> None:
+        self.url = url
+        self._path = Path(path)
+        self._unlock: weakref.finalize[..., LocalFolder] | None = None
+
+    def lock(self) -> None:
+        """Create the folder and lock it until `unlock` or the end of this process; no file is left behind.
+
+        A file system without such locks (some NFS) is used without.
+
+        Raises:
+            StorageError: If another pack or writer holds the lock, or the folder cannot be created.
+        """
+        with translate_errors(self.url):
+            os.makedirs(self._path, exist_ok=True)
+            handle = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        status = os.fstat(handle)
+        folder = (status.st_dev, status.st_ino)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno == errno.EWOULDBLOCK:
+                os.close(handle)
+                is_ours = folder in (one for one, _ in _held.values())
+                raise _locked_error(self.url, by_us=is_ours) from None
+            _log.info("%s: the folder cannot be locked: %s", self.url, error)
+        token = object()
+        _held[token] = folder, handle
+        # Also when the folder is collected: a writer that was never closed must not lock forever.
+        self._unlock = weakref.finalize(self, _release, token)
+
+    def unlock(self) -> None:
+        """Release the lock; a second call does nothing."""
+        if self._unlock is not None:
+            self._unlock()
+
+    def list_files(self) -> dict[str, FileInfo]:
+        """Return the files right in the folder by name; none if the folder is missing."""
+        files: dict[str, FileInfo] = {}
+        with (
+            translate_errors(self.url),
+            suppress(FileNotFoundError),
+            os.scandir(self._path) as all_,
+        ):
+            for entry in all_:
+                # A file may vanish between the two calls: another writer renames its own.
+                with suppress(FileNotFoundError):
+                    if not entry.is_dir():
+                        size = entry.stat().st_size
+                        files[entry.name] = FileInfo(url=entry.path, size_or_none=size)
+        return files
+
+    def read(self, name: str) -> bytes:
+        """Read a small file; raises `NotFoundError` if it is missing."""
+        path = self._path / name
+        with translate_errors(str(path)):
+            return path.read_bytes()
+
+    def write(self, name: str, data: bytes) -> None:
+        """Publish a small file, whole or not at all."""
+        file = self.open(name)
+        try:
+            file.write(data)
+            file.commit()
+        finally:
+            file.discard()
+
+    def replace(self, name: str, data: bytes, *, old: bytes | None) -> None:  # noqa: ARG002
+        """Publish a small file; the lock has kept other writers of this machine away from the old one."""
+        self.write(name, data)
+
+    def remove(self, name: str) -> None:
+        """Delete a file; a missing one is no error."""
+        path = self._path / name
+        with translate_errors(str(path)), suppress(FileNotFoundError):
+            os.unlink(path)
+            sync_folder(self._path)
+
+    def open(self, name: str) -> PendingFile:
+        """Open a new file that appears when it is committed."""
+        return LocalFile(self._path / name)
+
+
+class RemoteFolder:
+    """A folder of any other file system, through a `Storage`."""
+
+    def __init__(self, storage: Storage, url: str) -> None:
+        self.url = url
+        self._storage = storage
+
+    def lock(self) -> None:
+        """Do nothing: the journal tells writers of each other."""
+
+    def unlock(self) -> None:
+        """Do nothing."""
+
+    def list_files(self) -> dict[str, FileInfo]:
+        """Return the files right in the folder by name; none if the folder is missing."""
+        try:
+            files, _ = self._storage.list_folder(self.url)
+        except NotFoundError:
+            return {}
+        return {file.url.rsplit("/", 1)[-1]: file for file in files}
+
+    def read(self, name: str) -> bytes:
+        """Read a small file; raises `NotFoundError` if it is missing."""
+        return self._storage.read(join_url(self.url, name))
+
+    def write(self, name: str, data: bytes) -> None:
+        """Publish a small file, whole or not at all."""
+        publish_bytes(self._storage, join_url(self.url, name), data)
+
+    def replace(self, name: str, data: bytes, *, old: bytes | None) -> None:
+        """Publish a small file if ``old`` is still there (see `publish_bytes_over`)."""
+        publish_bytes_over(self._storage, join_url(self.url, name), data, old=old)
+
+    def remove(self, name: str) -> None:
+        """Delete a file; a missing one is no error."""
+        remove(self._storage, join_url(self.url, name))
+
+    def open(self, name: str) -> PendingFile:
+        """Open a new file that appears when it is committed; unfinished uploads of it are dropped."""
+        return open_pending(self._storage, join_url(self.url, name), alone=True)
+
+
+def _locked_error(url: str, *, by_us: bool) -> StorageError:
+    if by_us:
+        return StorageError(
+            "a pack or ShardWriter of this process has this folder open; call the writer's close() or abort(), or write elsewhere",
+            shard=url,
+        )
+    return StorageError(
+        "another pack or ShardWriter writes here; wait until it ends, or write elsewhere", shard=url
+    )
+
+
+def _release(token: object) -> None:
+    """Unlock for all that have the handle: a lock belongs to the opened file, which forked children share (flock(2))."""
+    _, handle = _held.pop(token, (None, None))
+    if handle is None:  # of the process that this one was forked from
+        return
+    with suppress(OSError):  # where there are no such locks
+        fcntl.flock(handle, fcntl.LOCK_UN)
+    os.close(handle)
+
+
+def _close_inherited() -> None:
+    """Close the handles in a forked child without unlocking, so that the locks end with their own process."""
+    for _, handle in _held.values():
+        os.close(handle)
+    _held.clear()
+
+
+os.register_at_fork(after_in_child=_close_inherited)

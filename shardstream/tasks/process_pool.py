@@ -1,0 +1,105 @@
+"""Worker processes: spawned, deaf to Ctrl-C, and ended when their parent ends or gives up."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import resource_tracker
+from multiprocessing.context import SpawnContext, SpawnProcess
+from typing import ParamSpec, Self, TypeVar
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+
+
+class ProcessPool:
+    """Runs functions in worker processes; use it as a context manager.
+
+    When the block ends with an exception, the processes are killed: nobody takes their results any more, and some may be
+    seconds into importing numpy. When a process dies, the futures raise `BrokenProcessPool`.
+
+    Args:
+        processes: How many.
+        initializer: Called once in each process, with ``arguments``.
+        arguments: Picklable.
+    """
+
+    def __init__(
+        self,
+        processes: int,
+        initializer: Callable[..., object] | None = None,
+        arguments: tuple[object, ...] = (),
+    ) -> None:
+        # No fork: this process has threads (fsspec's, the uploader's), and a child would inherit their locks. No fork server: it
+        # keeps the environment of its own start, and credentials may have been set since.
+        self._pool = ProcessPoolExecutor(
+            processes,
+            mp_context=_Context(),
+            initializer=_begin,
+            initargs=(initializer, arguments),
+        )
+        # Processes are started by a thread that blocks signals: a signal ends the main thread, which would leave a process
+        # that was started halfway.
+        self._starter = ThreadPoolExecutor(
+            1, thread_name_prefix="shardstream-start", initializer=_hold_signals
+        )
+
+    def submit(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
+        """Let a process call a function; returns its future."""
+        return self._starter.submit(self._pool.submit, function, *args, **kwargs).result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self._starter.shutdown(wait=True)
+            if kind is not None:
+                # Python 3.14 has kill_workers() for this.
+                for process in dict(getattr(self._pool, "_processes", None) or {}).values():
+                    process.kill()
+        finally:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _hold_signals() -> None:
+    """Let processes that this thread starts inherit blocked signals, until `_begin` ignores them."""
+    resource_tracker.ensure_running()  # it would undo this if it was started later
+    signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
+
+
+class _Process(SpawnProcess):
+    """A process that ends at once when the pool terminates it.
+
+    Where one has died the pool terminates the others and waits for them before it lets anyone submit. They ignore SIGTERM (see
+    `_begin`), so the wait would last as long as their work, and from Python 3.12 on forever: the pool sends nothing else.
+    """
+
+    def terminate(self) -> None:
+        self.kill()
+
+
+class _Context(SpawnContext):
+    Process = _Process
+
+
+def _begin(initializer: Callable[..., object] | None, arguments: tuple[object, ...]) -> None:
+    # Ctrl-C, or the end of a whole group of processes, reaches all; the main process ends the rest.
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, name="shardstream-parent", daemon=True).start()
+    if initializer is not None:
+        initializer(*arguments)
+
+
+def _exit_with_parent() -> None:
+    """End this process when its parent was killed: it would wait for the pool's queue forever."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

@@ -1,0 +1,219 @@
+"""Executors run the same tasks with the same results, and no failure is a hang."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import shardstream as ss
+from tests.small_tars import make_dataset
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@dataclass(frozen=True)
+class Square:
+    number: int
+
+    @property
+    def name(self) -> str:
+        return f"square {self.number}"
+
+    def run(self) -> Mapping[str, Any]:
+        return {"square": self.number**2, "process": os.getpid()}
+
+
+class Fails(Square):
+    def run(self) -> Mapping[str, Any]:
+        raise ss.ShardError("the tar is damaged", shard="s3://b/a.tar", offset=512)
+
+
+class DiesOfSigkill(Square):
+    def run(self) -> Mapping[str, Any]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError
+
+
+class Sleeps(Square):
+    def run(self) -> Mapping[str, Any]:
+        time.sleep(60)
+        return {}
+
+
+@contextmanager
+def local_1() -> Iterator[ss.Executor]:
+    yield ss.LocalExecutor()
+
+
+@contextmanager
+def local_2() -> Iterator[ss.Executor]:
+    yield ss.LocalExecutor(processes=2)
+
+
+@contextmanager
+def threads() -> Iterator[ss.Executor]:
+    with ThreadPoolExecutor(2) as pool:
+        yield ss.FuturesExecutor(pool)
+
+
+@contextmanager
+def forked() -> Iterator[ss.Executor]:
+    with ProcessPoolExecutor(2, mp_context=get_context("fork")) as pool:
+        yield ss.FuturesExecutor(pool)
+
+
+@contextmanager
+def spawned() -> Iterator[ss.Executor]:
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        yield ss.FuturesExecutor(pool, in_flight=3)
+
+
+Open = Callable[[], Any]
+ALL: list[Open] = [local_1, local_2, threads, forked, spawned]
+PROCESSES: list[Open] = [local_2, forked, spawned]
+
+
+def name_of(one: Open) -> str:
+    return one.__name__
+
+
+@pytest.mark.parametrize("open_executor", ALL, ids=name_of)
+def test_each_task_is_run_once_and_told_in_the_callers_thread(open_executor: Open) -> None:
+    results: dict[str, Mapping[str, Any]] = {}
+
+    def done(task: ss.Task, result: Mapping[str, Any]) -> None:
+        assert threading.current_thread() is threading.main_thread()
+        assert task.name not in results
+        results[task.name] = result
+
+    with open_executor() as executor:
+        executor.run(map(Square, range(20)), done)
+        assert {name: result["square"] for name, result in results.items()} == {
+            f"square {n}": n**2 for n in range(20)
+        }
+        executor.run([], done)
+    has_processes = open_executor in PROCESSES
+    assert (os.getpid() in {result["process"] for result in results.values()}) != has_processes
+
+
+@pytest.mark.parametrize("open_executor", ALL, ids=name_of)
+def test_an_error_keeps_its_type_and_names_its_task(open_executor: Open) -> None:
+    with open_executor() as executor, pytest.raises(ss.ShardError, match="is damaged") as caught:
+        executor.run([Square(1), Fails(2), Square(3)], lambda _task, _result: None)
+    assert caught.value.__notes__ == ["in task 'square 2'"]
+    assert (caught.value.shard, caught.value.offset) == ("s3://b/a.tar", 512)
+
+
+@pytest.mark.parametrize("open_executor", PROCESSES, ids=name_of)
+def test_a_killed_process_is_one_error_and_no_hang(open_executor: Open) -> None:
+    with open_executor() as executor, pytest.raises(ss.WorkerError, match="died: killed.*square 7"):
+        executor.run([DiesOfSigkill(7), *map(Square, range(50))], lambda _task, _result: None)
+
+
+def test_after_an_error_local_processes_are_not_waited_for() -> None:
+    begin = time.monotonic()
+    with pytest.raises(ss.ShardError):
+        ss.LocalExecutor(processes=2).run([Sleeps(1), Fails(2)], lambda _task, _result: None)
+    assert time.monotonic() - begin < 30
+
+
+@pytest.mark.parametrize("open_executor", ALL, ids=name_of)
+def test_an_error_of_done_ends_the_run(open_executor: Open) -> None:
+    def fail(_task: ss.Task, _result: Mapping[str, Any]) -> None:
+        raise KeyError("mine")
+
+    with open_executor() as executor, pytest.raises(KeyError, match="mine"):
+        executor.run(map(Square, range(10_000)), fail)
+
+
+def test_tasks_are_taken_as_they_are_run() -> None:
+    """A million tasks are not made before the first one runs."""
+    taken: list[int] = []
+
+    def tasks() -> Iterator[Square]:
+        for number in range(100):
+            taken.append(number)
+            yield Square(number)
+
+    first: list[int] = []
+    with ThreadPoolExecutor(1) as pool:
+        executor = ss.FuturesExecutor(pool, in_flight=4)
+        executor.run(tasks(), lambda _task, _result: first.append(len(taken)))
+    assert first[0] <= 5
+    assert len(first) == 100
+
+
+@pytest.mark.parametrize("count", [0, -1])
+def test_counts_under_one_are_refused(count: int) -> None:
+    with pytest.raises(ss.OptionError, match="processes must be 1 or more"):
+        ss.LocalExecutor(processes=count)
+    with ThreadPoolExecutor(1) as pool, pytest.raises(ss.OptionError, match="in_flight must be"):
+        ss.FuturesExecutor(pool, in_flight=count)
+
+
+def test_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    """They hold the write end of a pipe: it is at its end when the last of them has gone."""
+    code = (
+        "import os, signal\n"
+        "import shardstream as ss\n"
+        "from tests.tasks.test_executor import Square\n"
+        "if __name__ == '__main__':\n"
+        "    ss.LocalExecutor(processes=2).run(map(Square, range(10**9)),"
+        " lambda task, result: os.kill(os.getpid(), signal.SIGKILL))\n"
+    )
+    script = tmp_path / "script.py"
+    script.write_text(code)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, script], env=environment, capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("open_executor", ALL, ids=name_of)
+def test_index_and_verify_give_the_same_everywhere(open_executor: Open, tmp_path: Path) -> None:
+    paths = make_dataset(tmp_path)
+    expected = ss.index(str(tmp_path), wds2idx=True)
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    damaged = bytearray(paths[0].read_bytes())
+    damaged[600] ^= 1
+    for path in tmp_path.iterdir():
+        if path.suffix != ".tar":
+            path.unlink()
+    progress: list[tuple[int, int]] = []
+    with open_executor() as executor:
+        report = ss.index(
+            str(tmp_path),
+            wds2idx=True,
+            executor=executor,
+            progress=lambda *two: progress.append(two),
+        )
+        assert report == expected
+        assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
+        assert progress[-1] == (report.manifest.total_bytes,) * 2
+        assert len(progress) == len(paths)
+        paths[0].write_bytes(damaged)
+        found = ss.verify(str(tmp_path), executor=executor)
+    assert found == ss.verify(str(tmp_path))
+    assert "sha256" in found.errors[0].what
+
+
+def test_a_bad_tar_keeps_its_type_through_processes(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(b"x" * 1024)
+    with pytest.raises(ss.ShardError, match="a.tar") as caught:
+        ss.index(str(tmp_path), executor=ss.LocalExecutor(processes=2))
+    assert caught.value.__notes__ == [f"in task 'index {tmp_path}/a.tar'"]
+    assert not (tmp_path / "index.json").exists()
