@@ -61,8 +61,8 @@ HOMES = {
     "webdataset": (),
 }
 NEVER_IMPORTED = ("subprocess", "pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve")
-# `serialize` unpickles only what a worker of ours has sent.
-MAY_PICKLE = ("pipeline/decode.py", "loader/serialize.py")
+# `serialize` unpickles what a worker of ours has sent, `testing` what it has pickled itself.
+MAY_PICKLE = ("pipeline/decode.py", "loader/serialize.py", "testing.py")
 NEVER_CALLED = ("eval", "exec", "compile", "__import__", "os.system", "os.popen")
 
 

@@ -9,6 +9,6 @@ manifest_versions  notice remote datasets that are replaced while they are read
 class_names      class names, from the ``classes.json`` beside the shards
 """
 
-from shardstream.catalog.base import Catalog, Extents, Numbers
+from shardstream.catalog.base import Catalog, Extents, Numbers, check_numbers
 
-__all__ = ["Catalog", "Extents", "Numbers"]
+__all__ = ["Catalog", "Extents", "Numbers", "check_numbers"]
