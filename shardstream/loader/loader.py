@@ -243,7 +243,6 @@ class ShardLoader(DataLoader[Any]):
         self._iteration += 1
         self._stopwatch = Stopwatch(epoch=begin.epoch, workers=self.num_workers)
         self._batches.begin(begin)
-        keep_freed_memory()
         if self.num_workers:
             self._prepare_workers(begin.epoch)
         # In this process torch's iterator adds nothing but 11 us a batch.
@@ -273,6 +272,7 @@ class ShardLoader(DataLoader[Any]):
             can_pin = getattr(torch, "accelerator", torch.cuda).is_available()  # cuda: torch < 2.6
             self._batches.open_channels(self.num_workers, pins=self.pin_memory and can_pin)
         self._batches.message_sizes.begin()
+        keep_freed_memory()  # of the batches that come out of rings
 
     def _serve_accelerate(
         self, worker_batches: Iterator[WorkerBatch], workers: Any, begin: Position, iteration: int
