@@ -124,7 +124,7 @@ def _sigterm_raised() -> Iterator[None]:
 
 
 def _end_resource_tracker() -> None:
-    """Wait for the process that multiprocessing keeps beside spawned ones: it would outlive the command by moments."""
+    """Wait for the helper process of multiprocessing, which would outlive the command by moments."""
     tracker = sys.modules.get("multiprocessing.resource_tracker")
     stop = getattr(getattr(tracker, "_resource_tracker", None), "_stop", None)
     if stop is not None:

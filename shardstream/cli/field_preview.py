@@ -32,18 +32,18 @@ def describe(field: str, data: bytes, *, limit: int | None = _PREVIEW_CHARACTERS
     kind = field.rsplit(".", 1)[-1].lower()
     if not data:
         return "(empty)"
-    told = None
+    preview = None
     if kind in _TEXT:
-        told = _text(data, limit)
+        preview = _text(data, limit)
     elif kind in _IMAGES:
-        told = _image(data)
+        preview = _image(data)
     elif kind == "npy":
-        told = _array(data)
-    if told is None:
-        told = _preview(data)
+        preview = _array(data)
+    if preview is None:
+        preview = _preview(data)
         if kind in _PICKLES:
-            told += " (may hold a pickle: not opened)"
-    return told
+            preview += " (may hold a pickle: not opened)"
+    return preview
 
 
 def _text(data: bytes, limit: int | None) -> str | None:

@@ -28,7 +28,7 @@ def index(
 ) -> None:
     """Make existing tars ready for shuffled, resumable reading.
 
-    Reads every tar once and writes NAME.tar.idx beside it, then index.json for all of them. No tar is changed. Use it
+    Reads every tar once and writes NAME.tar.idx next to it, then index.json for all of them. No tar is changed. Use it
     for shards that other tools wrote; 'shardstream pack' does it by itself.
 
     Examples:

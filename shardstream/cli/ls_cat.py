@@ -69,8 +69,8 @@ def ls(
     else:
         splits = {"": listing}
     if as_json:
-        told = {name: split and _as_json(split) for name, split in splits.items()}
-        typer.echo(json.dumps(told.get("", {"splits": told}), indent=1))
+        splits_shown = {name: split and _as_json(split) for name, split in splits.items()}
+        typer.echo(json.dumps(splits_shown.get("", {"splits": splits_shown}), indent=1))
     else:
         _list_all(splits)
     if None in splits.values():

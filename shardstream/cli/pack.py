@@ -61,7 +61,7 @@ _Classes = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="Number the classes as this classes.json, or packed dataset, does. By default as a split beside DEST that is packed "
+        help="Number the classes as this classes.json, or packed dataset, does. By default as a split next to DEST that is packed "
         "already, else in the order of their names.",
         show_default=False,
     ),
@@ -114,12 +114,12 @@ _Masks = Annotated[
     typer.Option(
         metavar="FIELD,…",
         help="Fields whose pixels are numbers, such as class ids: made smaller without averaging, never turned into another "
-        "format; or none. By default seg.png, mask.png and the like, and a png beside a jpg.",
+        "format; or none. By default seg.png, mask.png and the like, and a png with a jpg of the same name.",
         show_default=False,
     ),
 ]
 _Quality = Annotated[
-    int, typer.Option(min=1, max=100, help="Of JPEG and WebP images that are written anew.")
+    int, typer.Option(min=1, max=100, help="Of JPEG and WebP images that are encoded again.")
 ]
 _Processes = Annotated[
     int,
@@ -185,7 +185,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
 ) -> None:
     """Pack images, files, tables or tars into shards for training.
 
-    Writes tars, an index beside each, and index.json last: without it a dataset is not published. Equal input gives equal
+    Writes tars, an index for each, and index.json last: without it a dataset is not published. Equal input gives equal
     bytes. A command that was stopped or killed goes on when it is given again: finished shards are kept.
 
     A folder of images has a folder for each class; labels go to "cls", names to classes.json. Where it has the folders train,
@@ -318,12 +318,12 @@ def _show(report: PackReport) -> None:
 def _fields(report: PackReport) -> str:
     """Say which fields the samples have, and of loose files how many have become how many samples."""
     most = sorted(report.fields.items(), key=lambda one: (-one[1], one[0]))
-    told = ", ".join(
+    listed = ", ".join(
         printable(name) if count == report.samples else f"{printable(name)} ({count:,})"
         for name, count in most[:_FIELDS_SHOWN]
     )
     more = ", …" if len(most) > _FIELDS_SHOWN else ""
-    made = f"{plural(len(most), 'field')}: {told}{more}"
+    made = f"{plural(len(most), 'field')}: {listed}{more}"
     if report.files is None:
         return f"  {made}"
     return f"  {plural(report.files, 'file')} -> {plural(report.samples, 'sample')}, {made}"

@@ -1,4 +1,4 @@
-"""What ``shardstream pack`` shows on its way, and says when it is stopped."""
+"""Progress bar of ``shardstream pack``, and its message when it is stopped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def report_interruption() -> Iterator[None]:
         yield
     except (KeyboardInterrupt, SystemExit):
         typer.echo(
-            "stopped before all was published: finished shards are kept; the same command goes on behind them",
+            "stopped before all was published: finished shards are kept; the same command continues after them",
             err=True,
         )
         raise

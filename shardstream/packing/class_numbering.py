@@ -96,7 +96,7 @@ def number_classes(
 
     Args:
         source: What is packed.
-        classes: As the user says; None: as a split beside the destination has them, if there is one.
+        classes: The user's choice; None takes those of a split in the same parent folder as the destination, if there is one.
         folders: Where the source goes to, a folder for each split.
         storage: Where these are, and ``classes``.
 

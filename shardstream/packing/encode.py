@@ -161,7 +161,7 @@ def _encode_torch(field: str, value: object) -> bytes:
 
 
 def _to_plain(field: str, value: object, torch: Any) -> object:
-    """Check that only tensors and plain values are there; a copy of a view leaves the rest of its storage behind."""
+    """Check that only tensors and plain values are there; copy views, so that the rest of their storage is not saved."""
     if type(value) is torch.Tensor or type(value) is torch.nn.Parameter:
         return value.detach().cpu().clone()  # type: ignore[attr-defined]
     if type(value) in (list, tuple):

@@ -101,7 +101,7 @@ class ClassFolderSource:
         return np.array([places[_top_folder(file)] for file in self._images], dtype=np.int64)
 
     def refuse_masks(self) -> None:
-        """Refuse photos in a folder beside one of their masks (``images/0001.jpg``, ``masks/0001.png``): these are no classes.
+        """Refuse a folder of photos next to a folder of their masks (``images/0001.jpg``, ``masks/0001.png``): these are no classes.
 
         Raises:
             SourceError: If half of the images in a folder named like masks have the stem of one in a folder named otherwise.

@@ -60,7 +60,7 @@ class ImageOptions:
 
     Args:
         max_side: Longest side in pixels; larger images are made smaller, keeping their aspect. None: any size.
-        quality: 1 to 100, of JPEG and WebP that are written anew.
+        quality: 1 to 100, of JPEG and WebP that are encoded again.
         format: Field that all images but masks become: "jpg", "png" or "webp". None: each stays what it is.
         masks: Fields that hold numbers, not shades: they keep their format, and are made smaller by taking the nearest pixel.
             None: by their names, see `mask_fields`.
@@ -99,7 +99,7 @@ class ImageOptions:
         return mask_fields(fields) if self.masks is None else frozenset(self.masks)
 
     def decisive(self) -> dict[str, Any]:
-        """Return what decides the bytes of images: for those written anew, the version of the encoder, too."""
+        """Return the options that decide the bytes of images, with the version of the encoder if images are encoded again."""
         if self.changes_nothing:
             return {}
         return {**asdict(self), "pillow": PIL.__version__}
@@ -189,7 +189,7 @@ def reencode(
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         detail = "unknown format" if isinstance(error, UnidentifiedImageError) else str(error)
         raise SourceError(
-            f"no image that can be read ({detail}); mend it, or leave such files out with on_error='skip' (--skip-errors)",
+            f"no image that can be read ({detail}); fix it, or leave such files out with on_error='skip' (--skip-errors)",
             shard=where,
         ) from error
     except Image.DecompressionBombWarning as error:
@@ -254,7 +254,7 @@ def _check_shades(image: Image.Image, field: str, option: str) -> None:
         raise _LossError(
             f"it has {len(shades)} shades of grey, as a mask has, and {option} would mix them; say which fields are masks, "
             f"masks=[{field!r}] (--masks {field}), or that none are, masks=[] (--masks none). A stopped pack with finished "
-            "shards has to begin anew then, with overwrite=True (--overwrite)"
+            "shards has to start again then, with overwrite=True (--overwrite)"
         )
 
 
@@ -319,7 +319,7 @@ def _save(
     if is_mask and form == "WEBP":
         options = {"lossless": True, "exact": True}
     if form == "GIF":
-        options["optimize"] = False  # would number the palette anew
+        options["optimize"] = False  # would renumber the palette
     if image.info.get("icc_profile") and form in ("JPEG", "PNG", "WEBP", "TIFF", "AVIF"):
         options["icc_profile"] = image.info["icc_profile"]
     if 2 <= orientation <= 8:

@@ -34,12 +34,12 @@ from shardstream.tasks.executor import JSON, Executor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IndexReport:
-    """What `index` wrote.
+    """Result of `index`.
 
     Args:
-        manifest_url: The ``index.json``.
-        manifest: What is in it.
-        warnings: What a person should look at, though every shard can be read; empty if nothing.
+        manifest_url: URL of the ``index.json``.
+        manifest: Its content.
+        warnings: Findings that may be mistakes, although every shard can be read.
     """
 
     manifest_url: str
@@ -103,7 +103,7 @@ def index(  # noqa: PLR0913  (the public door)
     progress: ProgressFunction | None = None,
     executor: Executor | None = None,
 ) -> IndexReport:
-    """Make tars readable by number: write an index beside each and one manifest for all.
+    """Make tars readable by number: write an index for each and one manifest for all.
 
     Every tar is read once, from its start to its end, in pieces of 8 MiB. Indexes and manifest that are there already are
     replaced. If a tar is bad, ``index.json`` is not written.

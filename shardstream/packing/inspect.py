@@ -157,7 +157,7 @@ def _holds_shards(files: Sequence[FileInfo]) -> bool:
 
 
 def class_name(sample: Sample, storage_options: Mapping[str, Any] | None = None) -> str | None:
-    """Return the name of a sample's class, by its field ``cls`` and the ``classes.json`` beside its shard; None if unknown."""
+    """Return the name of a sample's class, by its field ``cls`` and the ``classes.json`` in the folder of its shard; None if unknown."""
     number = sample.get("cls", b"")
     if not number.isdigit() or len(number) > _MAX_DIGITS:
         return None

@@ -69,16 +69,16 @@ def pack(  # noqa: PLR0913  (public door)
     """Pack a source into shards, and publish them as a dataset; equal input gives equal bytes, whatever ``processes`` is.
 
     A job that was stopped or killed goes on when it is called again with the same source and options: finished shards are kept.
-    Samples that are made in Python are packed anew, unless their source says by a ``fingerprint`` that they are the same.
+    Samples that are made in Python are packed again, unless their source says by a ``fingerprint`` that they are the same.
 
     Args:
         source: A folder of class folders with images (or of splits that hold class folders), a folder of loose files, a table (CSV, TSV, JSON lines, Parquet), tars;
             local or on any fsspec file system; or an iterable of samples as `ShardWriter.write` takes them.
         dest: Folder, or pattern with ``{shard}``.
         kind: "images", "files", "table" or "tars"; by default guessed.
-        name: Of the dataset, for people.
-        max_samples: Samples of a shard.
-        max_bytes: Size of a shard, e.g. "256MB".
+        name: Name of the dataset, kept in the manifest.
+        max_samples: Maximum samples of a shard.
+        max_bytes: Maximum size of a shard, e.g. "256MB".
         key: Template of the keys, e.g. "{index:08d}", "{class}/{stem}"; of a table also the name of a column. By default an image is
             named by its stem, or by its path without extension where another image of the dataset has the stem (docs/formats.md), loose
             files by their path up to the first dot, rows and samples by their number; tars keep their keys.
@@ -89,13 +89,13 @@ def pack(  # noqa: PLR0913  (public door)
         fields: Of a table: field -> column, e.g. {"jpg": "path", "cls": "label"}; by default all columns go to ``json``.
         root: Of a table: the folder that its paths are relative to; by default its own.
         classes: Which number each class gets: the names in order, or where they are, a ``classes.json`` or the folder of a packed
-            dataset. By default the numbers of a split beside the destination that is packed already (``out/train`` for ``out/val``), else
+            dataset. By default the numbers of a split that is already packed in the same parent folder (``out/train`` for ``out/val``), else
             those of the sorted names. Of a table: the column of the field ``cls`` holds these names.
         max_side: Make larger images smaller: the longest side in pixels.
-        quality: Of JPEG and WebP that are written anew, 1 to 100.
+        quality: Quality of JPEG and WebP that are encoded again, 1 to 100.
         image_format: Turn all images but masks into "jpg", "png" or "webp".
         masks: Fields whose pixels are numbers, which are never averaged: the nearest pixel is taken. By default those with a word
-            such as mask, seg, label or depth before their last part, and a png beside a jpg of the same name.
+            such as mask, seg, label or depth before their last part, and a png if there is a jpg of the same name.
         processes: That read and encode, where there is something to encode or files are far away; local files that are packed as
             they are do not gain by them.
         overwrite: Replace a dataset that is there, or what another job has left unfinished.
@@ -105,7 +105,7 @@ def pack(  # noqa: PLR0913  (public door)
         source_options: The same, of the source; by default the destination's.
 
     Raises:
-        OptionError: If an argument makes no sense, or a dataset is there already.
+        OptionError: If an argument is wrong, or a dataset is there already.
         SourceError: If a file or row cannot be packed, or there is nothing to pack.
         ShardError: If a tar that is packed again is damaged.
         StorageError: If a place is out of reach or full, or another pack writes there; then nothing is published, of several

@@ -19,7 +19,7 @@ from shardstream.tasks.process_pool import ProcessPool
 
 _CHUNK_RECORDS = 32
 _RECORD_CHUNK_BYTES = 16 << 20
-_READ_THREADS = 16  # for files behind a network, where each read waits
+_READ_THREADS = 16  # for remote files, where each read waits
 
 
 class Encoded(NamedTuple):
@@ -150,7 +150,7 @@ def encode_in_order(
         SourceError: If a process dies.
         StorageError: If files are out of reach.
     """
-    chunks = _chunks(records)
+    chunks = chunked(records)
     first = next(chunks, [])
     chunks = itertools.chain([first], chunks)
     if processes == 1 or encoder.only_copies(first):
@@ -174,7 +174,8 @@ def encode_in_order(
         ) from error
 
 
-def _chunks(records: Iterable[Record]) -> Iterator[list[Record]]:
+def chunked(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Yield lists of records, bounded by number and by bytes."""
     chunk: list[Record] = []
     size = 0
     for record in records:

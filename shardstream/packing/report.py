@@ -1,4 +1,4 @@
-"""What a packing job tells: on its way, and at its end."""
+"""Progress of a packing job, and its report at the end."""
 
 from __future__ import annotations
 

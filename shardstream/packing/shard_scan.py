@@ -99,7 +99,7 @@ class ShardScanner:
         self._stack.close()
 
     def scan(self, *, keep_members: bool = False) -> ShardScan:
-        """Find the samples, and make sure that nothing a reader would lose lies behind them.
+        """Find the samples, and check that nothing that a reader would lose follows them.
 
         Args:
             keep_members: Keep what `members` holds: 100 to 200 bytes a member.

@@ -95,7 +95,7 @@ class ShardUploader:
             self._take_oldest()
 
     def check_in_place(self) -> None:
-        """Compare what is there now with what was sent, by sizes, and by ETags where an S3 server told them.
+        """Compare the folder with what was sent: sizes, and the ETags of S3 servers.
 
         Raises:
             StorageError: If a shard or its index is missing, or is another one.
@@ -141,7 +141,7 @@ class ShardUploader:
             raise StorageError("an earlier shard could not be published", shard=info.url)
         try:
             self._check_owner()
-            if self._replaces:  # the old index must not stand beside the new shard
+            if self._replaces:  # the old index must never be next to the new shard
                 self._folder.remove(index_name)
             pending.commit()
             self._folder.write(index_name, encode_index(offsets))

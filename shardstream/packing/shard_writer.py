@@ -178,7 +178,7 @@ class ShardWriter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterOptions:
-    """Options of a `DatasetWriter`: limits of a shard, as `ShardWriter` takes them, and names of small files written beside the shards."""
+    """Options of a `DatasetWriter`: limits of a shard, as `ShardWriter` takes them, and names of other small files of the job."""
 
     max_samples: int
     max_bytes: int

@@ -1,4 +1,4 @@
-"""What is to be packed: a source yields light records; files are opened later, by whoever encodes them."""
+"""Sources of a pack: they yield light records; files are opened later, by the encoder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class FileRef(NamedTuple):
 
     url: str
     size: int = 0
-    """Bytes, where a listing told; else 0."""
+    """Bytes, if a listing says; else 0."""
 
 
 class Record(NamedTuple):
@@ -51,7 +51,7 @@ class Source(Protocol):
 
     @property
     def extras(self) -> Mapping[str, bytes]:
-        """Small files that go beside the manifest: name -> bytes."""
+        """Small files written to the folder of the manifest: name -> bytes."""
 
     @property
     def folders(self) -> frozenset[str]:
@@ -59,7 +59,7 @@ class Source(Protocol):
 
     @property
     def fingerprint(self) -> str | None:
-        """Text that changes when the records do; None if nobody can tell: then a pack that was stopped begins anew."""
+        """Text that changes when the records do; None if that is unknown: then a stopped pack starts again."""
 
     @property
     def shuffled(self) -> bool:
@@ -156,13 +156,13 @@ class KeyMaker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplesSource:
-    """Samples that are made in Python: a list of dicts, or anything else that can be gone through anew each time.
+    """Samples that are made in Python: a list of dicts, or any other iterable.
 
     Args:
         samples: Each a mapping as `ShardWriter.write` takes it; without ``__key__`` its number names it.
         name: For messages.
-        extras: Small files that go beside the manifest.
-        shuffled: Whether to shuffle unless told otherwise.
+        extras: Small files written to the folder of the manifest.
+        shuffled: Whether to shuffle by default.
         fingerprint: Any text, to say that these are the same samples in the same order whenever they are gone through
             under this text: then a pack that was stopped goes on.
     """

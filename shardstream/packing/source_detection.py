@@ -1,4 +1,4 @@
-"""What the user names -> a source: by its kind if told, else by what it looks like."""
+"""Path, URL or iterable of the user -> a source, by its kind if given, else by its look."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def open_source(source: AnySource, storage: Storage, options: SourceOptions) -> 
 
     Raises:
         OptionError: If an option does not go with the source.
-        SourceError: If there is nothing to pack, or it cannot be told how.
+        SourceError: If there is nothing to pack, or its kind cannot be guessed.
         StorageError: If it is out of reach.
     """
     if not isinstance(source, str | os.PathLike):

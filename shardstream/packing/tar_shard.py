@@ -1,4 +1,4 @@
-"""Samples -> one tar, by bytes alone: equal input gives equal bytes."""
+"""Samples -> the bytes of one tar; equal input gives equal bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardstream.format.names import member_name
 from shardstream.format.tar_writer import END_OF_ARCHIVE, encode_member
 
 _BUFFER_BYTES = 1 << 20
-_HASHED_BEHIND = 4  # buffers
+_MAX_UNHASHED_BUFFERS = 4
 
 Pieces = list[bytes | memoryview]
 """Headers, bodies and paddings of a sample, in the order of the tar."""
@@ -66,7 +66,7 @@ class TarShard:
     Args:
         stream: Where it goes, from its current position.
         url: Of the shard, for messages and for the manifest.
-        hashing: One thread that hashes beside the writing; None: it is done in between.
+        hashing: A pool of one thread that hashes during writing; None hashes in the calling thread.
     """
 
     def __init__(self, stream: Writable, *, url: str, hashing: Executor | None = None) -> None:
@@ -143,11 +143,11 @@ class TarShard:
         if self._hashing is None:
             self._digest.update(data)
         else:
-            self._wait_for_hashes(_HASHED_BEHIND - 1)
+            self._wait_for_hashes(_MAX_UNHASHED_BUFFERS - 1)
             self._hashed.append(self._hashing.submit(self._digest.update, data))
         self._stream.write(data)
 
     def _wait_for_hashes(self, most: int) -> None:
-        """Wait until so many are left at most."""
+        """Wait until at most so many buffers are not hashed yet."""
         while len(self._hashed) > most:
             self._hashed.popleft().result()

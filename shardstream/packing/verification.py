@@ -123,9 +123,8 @@ def verify(
 ) -> VerifyReport:
     """Read a whole dataset again and compare it with its manifest, its indexes and itself.
 
-    Of each tar: length and sha256 as in the manifest, sound headers, no links where fields should be, nothing behind its end, count of samples, index equal
-    to a fresh scan. Of all: no key twice, no tar or half-written file beside those of the manifest. It goes on after a bad
-    shard.
+    Of each tar: length and sha256 as in the manifest, sound headers, no links where fields should be, nothing after its end, count of samples, index equal
+    to a fresh scan. Of all: no key twice, no tar or half-written file that the manifest does not list. A bad shard does not stop it.
 
     Args:
         urls: A folder, a manifest, a pattern, a tar or a list. Without a manifest there is less to compare with.
@@ -218,7 +217,7 @@ def _check_count(
 
 
 def _find_stray_files(located: LocatedShards, storage: Storage) -> Iterator[Problem]:
-    """List what lies beside the shards and belongs to no dataset."""
+    """List files of the folder that belong to no dataset."""
     if located.manifest_url is None:
         return
     known = {shard.url.rsplit("/", 1)[-1] for shard in located.shards}

@@ -1,4 +1,4 @@
-"""What `verify` compares: pure checks that return problems, and the search for keys that are there twice."""
+"""Checks of `verify`: pure functions that return problems, and the search for repeated keys."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Problem:
     """One thing that is wrong.
 
     Args:
-        shard: URL of the shard, or of the file beside it.
-        what: What is wrong.
-        remedy: What to do about it; empty if it is not known.
+        shard: URL of the shard, or of its index.
+        what: Description of the problem.
+        remedy: One action; empty if none is known.
         offset: Byte offset in that file.
         key: Key of the sample.
         severity: An error loses or changes samples, or stops a reader; a warning does not.

@@ -134,7 +134,8 @@ class LocalFolder:
             for entry in all_:
                 # A file may vanish between the two calls: another writer renames its own.
                 with suppress(FileNotFoundError):
-                    if not entry.is_dir():
+                    # Links are left out, as `Storage.list_folder` does.
+                    if entry.is_file(follow_symlinks=False):
                         size = entry.stat().st_size
                         files[entry.name] = FileInfo(url=entry.path, size_or_none=size)
         return files

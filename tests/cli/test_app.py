@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from shardstream.cli import app as app_module
 from shardstream.cli import main
 from shardstream.errors import ShardError
 from tests.small_tars import make_dataset
@@ -76,7 +75,7 @@ def test_exit_codes_of_what_a_command_raises(
         raise error
 
     monkeypatch.setattr("shardstream.packing.inspect.list_shards", fail)
-    assert app_module.main(["ls", "x"]) == code
+    assert main(["ls", "x"]) == code
 
 
 def test_a_reader_that_has_seen_enough_causes_no_noise(tmp_path: Path) -> None:

@@ -21,9 +21,8 @@ from PIL import Image
 from shardstream.cli import main
 from shardstream.errors import OptionError, SourceError, StorageError, UnfinishedError
 from shardstream.format.samples import iter_samples
-from shardstream.packing import parallel_encode
 from shardstream.packing.job import pack
-from shardstream.packing.parallel_encode import RecordEncoder
+from shardstream.packing.parallel_encode import RecordEncoder, chunked
 from shardstream.packing.report import Progress
 from shardstream.packing.source import FileRef, Record, SamplesSource
 from shardstream.packing.split import assign_splits, shuffled_order, split_counts
@@ -390,7 +389,7 @@ def test_a_full_disk_publishes_nothing(tmp_path: Path) -> None:
 
 def test_chunks_are_bounded_by_bytes_too() -> None:
     records = [Record("a", {"bin": FileRef("x", 10 << 20)}, "x")] * 5
-    assert [len(chunk) for chunk in parallel_encode._chunks(records)] == [2, 2, 1]
+    assert [len(chunk) for chunk in chunked(records)] == [2, 2, 1]
 
 
 def test_packing_leaves_torch_out() -> None:

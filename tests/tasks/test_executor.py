@@ -22,6 +22,8 @@ import shardstream as ss
 from tests.small_tars import make_dataset
 
 ROOT = Path(__file__).parent.parent.parent
+# Python 3.12 and later warn of it; the forked children here use no lock of a thread.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
 
 @dataclass(frozen=True)
