@@ -6,11 +6,11 @@ A URL becomes bytes in these steps:
     listing, journal_marker      files below a folder; refuse a dataset that is not finished
     store, clients               one door for all stores; clients are opened once in each process
     s3_config, gcs_azure_config  storage options and variables -> settings of the clients of S3, Google and Azure
-    obstore_client, s3_s3fs, http_reader, fsspec_reader   send one request; return a ``response``
-    read_small_files             read a manifest before a client of S3 is imported
+    obstore_client, fsspec_readers   send one request; return a ``response``
+    read_small_files             read a manifest before an S3 client is imported
     retry, concurrency, error_messages     retry and resume, limit requests in flight, explain errors
     range_file                   a remote file as a stream
-    cache, cache_chunk, cache_space, cache_usage      a bounded cache on the local disk
+    cache, cache_space           a bounded cache on the local disk
 
 Written files pass through ``atomic_write`` and, on S3, ``multipart_upload``. ``fork_safety`` protects forked children from
 clients of their parent; ``byte_sizes`` parses sizes such as "2 GB".

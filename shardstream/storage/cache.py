@@ -1,8 +1,11 @@
-"""Chunks of remote files on a local disk, kept across epochs and processes.
+"""A cache of chunks of remote files on a local disk, kept across epochs and processes.
 
-A file is known by its URL and its version (the ETag, else length and time of change), so what was replaced is read anew. A chunk
-that is missing, damaged or something else is read from its source. Files are written beside their place and renamed: nothing
-half-written is ever seen, and a process that is killed leaves no more than a part that the next one deletes.
+A file is identified by its URL and its version (the ETag, else length and modification time), so a file that was replaced is read
+again. A chunk that is missing, damaged or of another file is read from its source. Chunks are written under a temporary name and
+renamed, so a partial chunk is never read; a process that is killed leaves a part that a later one deletes.
+
+A chunk is a header and up to 1 MiB of data. The header, little-endian, has the magic, the name of the chunk (16 bytes), its length, the
+CRC-32 of each 64 KiB page, and the CRC-32 of the header. Pages are checked one by one, so a small sample does not pay for a chunk.
 """
 
 from __future__ import annotations
@@ -11,24 +14,35 @@ import hashlib
 import io
 import logging
 import os
+import stat
+import struct
+import threading
 import warnings
+import zlib
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from shardstream.errors import CacheWarning, OptionError, redact
 from shardstream.storage.byte_sizes import parse_bytes
-from shardstream.storage.cache_chunk import (
-    CACHE_CHUNK_BYTES,
-    HEADER_BYTES,
-    ChunkError,
-    encode_header,
-    read_chunk,
+from shardstream.storage.cache_space import (
+    CacheSpace,
+    on_disk,
+    open_record,
+    record_bytes,
+    seal_record,
 )
-from shardstream.storage.cache_space import CacheSpace, on_disk
 from shardstream.storage.response import plain_etag
 
 _log = logging.getLogger(__name__)
+
+_PAGE_BYTES = 64 << 10
+_PAGES = 16
+CACHE_CHUNK_BYTES = _PAGES * _PAGE_BYTES
+"""Large enough that opening a chunk costs little, small enough that few bytes are read around a range."""
+_HEAD = struct.Struct(f"<8s16sI{_PAGES}I")
+HEADER_BYTES = record_bytes(_HEAD)
+_local = threading.local()
 
 _MIN_BYTES = 4 * CACHE_CHUNK_BYTES
 _NAME_BYTES = 16
@@ -284,3 +298,62 @@ def open_cache(
     if max_bytes is not None and max_bytes < _MIN_BYTES:
         raise OptionError(f"cache_bytes must be {_MIN_BYTES:,} or more, not {max_bytes:,}")
     return Cache(os.path.abspath(os.path.expanduser(folder)), max_bytes)
+
+
+class ChunkError(Exception):
+    """A file of the cache is damaged, or another file than its name says."""
+
+
+def encode_header(name: bytes, data: memoryview) -> bytes:
+    """Return the header of a chunk."""
+    sums = [zlib.crc32(data[at : at + _PAGE_BYTES]) for at in range(0, len(data), _PAGE_BYTES)]
+    return seal_record(_HEAD, name, len(data), *sums, *[0] * (_PAGES - len(sums)))
+
+
+def read_chunk(handle: int, name: bytes, length: int, start: int, end: int) -> memoryview:
+    """Return the bytes ``start`` to ``end`` of a chunk that is ``length`` bytes long, checked.
+
+    They are in memory that the next call of this thread overwrites: allocating it for each call would cost more than the rest.
+
+    Args:
+        handle: An open file of any kind.
+        name: The chunk's name.
+        length: The length of the chunk, by that of the remote file.
+        start: Within the chunk.
+        end: Within the chunk, above ``start``.
+
+    Raises:
+        ChunkError: If the file is not this chunk, or damaged where it is read.
+        OSError: If it cannot be read.
+    """
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode) or found.st_size != HEADER_BYTES + length:
+        raise ChunkError("no file of the right length")
+    sums = _read_sums(os.pread(handle, HEADER_BYTES, 0), name, length)
+    first, last = start // _PAGE_BYTES, -(-end // _PAGE_BYTES)
+    base = first * _PAGE_BYTES
+    size = min(last * _PAGE_BYTES, length) - base
+    data = _buffer()[:size]
+    if os.preadv(handle, [data], HEADER_BYTES + base) != size:
+        raise ChunkError("it was truncated")
+    for page in range(first, last):
+        at = page * _PAGE_BYTES - base
+        if zlib.crc32(data[at : at + _PAGE_BYTES]) != sums[page]:
+            raise ChunkError(f"the checksum of its page {page} is wrong")
+    return data[start - base : end - base]
+
+
+def _buffer() -> memoryview:
+    if not hasattr(_local, "buffer"):
+        _local.buffer = memoryview(bytearray(CACHE_CHUNK_BYTES))
+    return cast("memoryview", _local.buffer)
+
+
+def _read_sums(header: bytes, name: bytes, length: int) -> tuple[int, ...]:
+    values = open_record(_HEAD, header)
+    if values is None:
+        raise ChunkError("its header is damaged")
+    found, size, *sums = values
+    if (found, size) != (name, length):
+        raise ChunkError("it is another chunk")
+    return tuple(sums)

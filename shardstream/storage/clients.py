@@ -20,14 +20,13 @@ from shardstream.errors import OptionError
 from shardstream.process_memory import pause_gc_for_import
 from shardstream.storage import fork_safety
 from shardstream.storage.error_messages import remove_secrets, safe_cause, translate_errors
-from shardstream.storage.fsspec_reader import FilesystemReader
+from shardstream.storage.fsspec_readers import FilesystemReader, HttpReader, S3fsReader
 from shardstream.storage.gcs_azure_config import (
     CloudSettings,
     parse_azure_options,
     parse_connection_string,
     parse_gcs_options,
 )
-from shardstream.storage.http_reader import HttpReader
 from shardstream.storage.read_small_files import read_small_files
 from shardstream.storage.response import RangeReader, RangeResponse
 from shardstream.storage.s3_config import (
@@ -202,8 +201,6 @@ class Clients:
         filesystem, path = self.filesystem(url, reading=True)
         s3fs = sys.modules.get("s3fs")
         if s3fs is not None and isinstance(filesystem, s3fs.S3FileSystem):
-            from shardstream.storage.s3_s3fs import S3fsReader  # noqa: PLC0415
-
             return S3fsReader(filesystem, self.timeouts.read_timeout_s), path
         if _is_http(filesystem):
             return HttpReader(filesystem, self.timeouts.read_timeout_s), path

@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 _THREADS = 16
 _RARE, _MANY_RARE_FIELDS = 20, 10  # a field is rare in one of 20 samples or fewer
 _MANY_FIELDS = 30  # more are odd where samples are fewer than that
-_MAX_FOLDERS = 4096  # with more, one listing of everything is fewer requests
+MAX_FOLDERS = 4096  # with more, one listing of everything is fewer requests
 
 
 class ListedFile(NamedTuple):
@@ -38,16 +38,16 @@ class ListedFile(NamedTuple):
     """Changes with the bytes, as far as the file system tells."""
 
 
-def list_files(root: str, storage: Storage) -> list[ListedFile]:
-    """Return all files under a folder, sorted by path; hidden ones and half-written ones are left out.
+def list_files(root: str, storage: Storage, *, max_folders: int = MAX_FOLDERS) -> list[ListedFile]:
+    """Return all files under a folder, sorted by path, without hidden and unfinished ones.
 
-    An object store hands out its names a thousand at a time, one page after the other: the folders right under this one are
-    listed side by side.
+    An object store lists a thousand names per request, one page after the other. So the folders directly under this one are listed
+    concurrently, up to ``max_folders``; of more, one listing of everything takes fewer requests.
 
     Raises:
-        StorageError: If the folder is missing or out of reach.
+        StorageError: If the folder is missing or cannot be listed.
     """
-    return _shown(root, _find(root, storage), storage)
+    return _shown(root, _find(root, storage, max_folders), storage)
 
 
 def _shown(root: str, files: Iterable[FileInfo], storage: Storage) -> list[ListedFile]:
@@ -208,9 +208,9 @@ def _name(file: FileInfo) -> str:
     return file.url.rpartition("/")[2]
 
 
-def _find(root: str, storage: Storage) -> list[FileInfo]:
+def _find(root: str, storage: Storage, max_folders: int = MAX_FOLDERS) -> list[FileInfo]:
     files, folders = storage.list_folder(root)
-    if len(folders) > _MAX_FOLDERS or "" in folders:
+    if len(folders) > max_folders or "" in folders:
         return storage.find(root)
     urls = [join_url(root, folder) for folder in folders if not folder.startswith(".")]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-list") as pool:
