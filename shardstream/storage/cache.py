@@ -50,7 +50,7 @@ _NAME_BYTES = 16
 ReadRange = Callable[[int, int | None], bytes | memoryview]
 
 
-# As the file systems of fsspec call them; what stands for the bytes first.
+# The names that fsspec file systems use; digests of the bytes first.
 _ETAGS = ("ETag", "etag", "e_tag", "md5Hash", "content_hash", "sha", "blob_id")
 _TIMES = (
     "LastModified",
@@ -64,7 +64,7 @@ _TIMES = (
 
 
 def version_of(entry: Mapping[str, Any]) -> str | None:
-    """Return what tells one version of a file from another, as a listing of fsspec shows it; None if nothing does.
+    """Return the version of a file from an entry of an fsspec listing; None if it has none.
 
     >>> version_of({"size": 3, "ETag": "9a0364b9"}), version_of({"size": 3, "mtime": 12.5}), version_of({"size": 3})
     ('ETag 9a0364b9', 'mtime 12.5', None)
@@ -78,18 +78,18 @@ def version_of(entry: Mapping[str, Any]) -> str | None:
             return f"ETag {entry[name]}"
     for name in _TIMES:
         if time := entry.get(name):
-            # Some list seconds where a look-up gives a date.
+            # Some file systems list seconds, but look up a datetime.
             return f"{name} {time.timestamp() if isinstance(time, datetime) else time}"
     return None
 
 
 class FileRecord(NamedTuple):
-    """What is known of a remote file.
+    """Length and version of a remote file.
 
     Args:
-        size: Bytes.
-        identity: Names this file in this version; None if its version is not known.
-        etag: As the server says it, if it does.
+        size: Length in bytes.
+        identity: Digest of URL, version and length; None if the version is unknown.
+        etag: ETag without quotes, if there is one.
     """
 
     size: int
@@ -98,14 +98,14 @@ class FileRecord(NamedTuple):
 
 
 class Cache:
-    """Reads ranges of remote files, through chunks of them on a local disk; picklable, safe among threads and processes.
+    """Reads ranges of remote files through chunks on a local disk; picklable, safe with threads and processes.
 
     Args:
-        folder: On a local disk; made if need be, for this user alone.
-        max_bytes: How much to keep there, over all processes that use the folder; None leaves a tenth of the disk free.
+        folder: A folder on a local disk; created if missing, for this user alone.
+        max_bytes: Limit of the bytes of all processes that use the folder; None leaves a tenth of the disk free.
 
     Raises:
-        OptionError: If the folder is a file, or what is kept in it is a link, belongs to somebody else, or can be written by others.
+        OptionError: If the folder is a file, or the cache in it is a link, belongs to another user, or can be written by others.
     """
 
     def __init__(self, folder: str, max_bytes: int | None) -> None:
@@ -114,10 +114,10 @@ class Cache:
         self._warned = False
 
     def record(self, url: str, size: int, version: str | None) -> FileRecord:
-        """Remember what a listing said of a file, for the life of this object."""
+        """Record length and version of a file from a listing, for the life of this object."""
         identity = None
         if version is not None:
-            # An ETag stands for the bytes, whatever a signature in the query says today.
+            # An ETag identifies the bytes; the signature in a query changes.
             place = redact(url) if version.startswith("ETag") else url
             # Azure quotes ETags in headers, but not in listings.
             text = "\0".join((place, version.replace('"', ""), str(size)))
@@ -129,10 +129,10 @@ class Cache:
         return known
 
     def etag(self, url: str) -> str | None:
-        """Return the ETag that was learnt of a file."""
+        """Return the recorded ETag of a file."""
         return self._known[url].etag if url in self._known else None
 
-    def read(  # noqa: PLR0913  (what may be known of a read)
+    def read(  # noqa: PLR0913  (hints of the caller)
         self,
         url: str,
         start: int,
@@ -146,13 +146,13 @@ class Cache:
         """Return the bytes ``start`` to ``end`` of a remote file, or to its end.
 
         Args:
-            url: Its URL.
-            start: From which byte.
-            end: To which byte.
-            size: Length of the file, if the caller knows.
-            max_bytes: Bytes that are wanted, if it is read to its end.
+            url: The file.
+            start: Offset of the first byte.
+            end: Offset after the last byte; None is the end of the file.
+            size: Length of the file, if the caller knows it.
+            max_bytes: Bytes that are needed of a file that is read to its end.
             read: Reads a range from the source.
-            look_up: Makes `record` be called with this file, for one that no listing named.
+            look_up: Looks up a file that no listing named, which calls `record`.
         """
         if url not in self._known:
             look_up()
@@ -160,11 +160,14 @@ class Cache:
         if known is None or known.identity is None:
             self._warn_no_version(url)
             return read(start, end)
-        if size not in (None, known.size):  # another file than the caller means: the source says so
+        if size not in (
+            None,
+            known.size,
+        ):  # not the file that the caller means: the source raises the error
             return read(start, end)
         size, identity = known.size, known.identity
         end = _end(start, end, size, max_bytes)
-        if not start < end <= size:  # past the end: the source says what is wrong
+        if not start < end <= size:  # past the end: the source raises the error
             return read(start, end)
         file = _CachedFile(self._space, identity, size)
         numbers = range(start // CACHE_CHUNK_BYTES, -(-end // CACHE_CHUNK_BYTES))
@@ -179,14 +182,14 @@ class Cache:
                 out.write(file.read_source(gap, number, start, end, read))
                 gap = None
             out.write(piece)
-        if gap == numbers.start:  # nothing was here
+        if gap == numbers.start:  # no chunk was in the cache
             return bytes(file.read_source(gap, numbers.stop, start, end, read))
         if gap is not None:
             out.write(file.read_source(gap, numbers.stop, start, end, read))
         return out.getvalue()
 
     def forget(self, url: str, start: int = 0, end: int | None = None) -> None:
-        """Drop the chunks that hold any of the bytes ``start`` to ``end``; they came damaged."""
+        """Delete the chunks with any of the bytes ``start`` to ``end``, which are damaged."""
         size, identity, _ = self._known.get(url, FileRecord(0, None, None))
         if identity is not None:
             file = _CachedFile(self._space, identity, size)
@@ -206,18 +209,18 @@ class Cache:
 
 
 class _CachedFile:
-    """One remote file in one version, and its chunks."""
+    """The chunks of one version of a remote file."""
 
     def __init__(self, space: CacheSpace, identity: bytes, size: int) -> None:
         self._space, self._identity, self._size = space, identity, size
 
     def read_cached(self, number: int, start: int, end: int) -> memoryview | None:
-        """Return what a chunk has of the bytes ``start`` to ``end`` of the file; None if it is not here."""
+        """Return the bytes of a chunk between ``start`` and ``end`` of the file; None if it is not in the cache."""
         name, path = self._name(number)
         base = number * CACHE_CHUNK_BYTES
         length = min(CACHE_CHUNK_BYTES, self._size - base)
         try:
-            # Whatever lies there: no link is followed, no pipe waited for.
+            # The path may be anything: follow no link, wait for no pipe.
             flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             handle = os.open(path, flags)
         except FileNotFoundError:
@@ -238,7 +241,7 @@ class _CachedFile:
     def read_source(
         self, first: int, last: int, start: int, end: int, read: ReadRange
     ) -> bytes | memoryview:
-        """Read what chunks ``first`` to ``last`` have of these bytes from the source, and keep the chunks if there is room."""
+        """Read the bytes of chunks ``first`` to ``last`` from the source, and keep the chunks if there is room."""
         base, limit = first * CACHE_CHUNK_BYTES, min(last * CACHE_CHUNK_BYTES, self._size)
         low, high = max(start, base), min(end, limit)
         whole = on_disk(HEADER_BYTES + CACHE_CHUNK_BYTES)
@@ -248,7 +251,7 @@ class _CachedFile:
         room = self._space.make_room(cost)
         kept = last - first if room >= cost else max(0, room // whole)
         if not kept:
-            return read(low, high)  # around what is asked for no more is read than is kept
+            return read(low, high)  # no bytes around the range are read that will not be kept
         data = memoryview(read(base, limit if first + kept == last else high))
         for number in range(kept):
             chunk = data[number * CACHE_CHUNK_BYTES : (number + 1) * CACHE_CHUNK_BYTES]
@@ -257,7 +260,7 @@ class _CachedFile:
         return data[low - base : high - base]
 
     def delete_chunk(self, number: int) -> None:
-        """Delete a chunk, if it is here."""
+        """Delete a chunk, if it exists."""
         length = min(CACHE_CHUNK_BYTES, self._size - number * CACHE_CHUNK_BYTES)
         self._space.discard(self._name(number)[1], HEADER_BYTES + length)
 
@@ -273,7 +276,7 @@ class _CachedFile:
 
 
 def _end(start: int, end: int | None, size: int, max_bytes: int | None) -> int:
-    """Return where a read of a file ends."""
+    """Return the end of a read."""
     if end is not None:
         return end
     return size if max_bytes is None else min(size, start + max_bytes)
@@ -282,10 +285,10 @@ def _end(start: int, end: int | None, size: int, max_bytes: int | None) -> int:
 def open_cache(
     cache_dir: str | os.PathLike[str] | None, cache_bytes: int | str | None
 ) -> Cache | None:
-    """Open the cache that two options ask for; None if they ask for none.
+    """Open the cache of the options ``cache_dir`` and ``cache_bytes``; None without them.
 
     Raises:
-        OptionError: If they make no sense.
+        OptionError: If one is invalid.
     """
     if cache_dir is None:
         if cache_bytes is not None:

@@ -1,4 +1,4 @@
-"""Expand brace patterns and simplify globs, within bounds on what a short text may stand for."""
+"""Expand brace patterns and simplify globs, with limits on the number of URLs and on the time of a match."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _BRACES = re.compile(r"\\.|[{},]", re.DOTALL)
 
 
 def expand_braces(*patterns: str, limit: int = URLS_LIMIT) -> list[str]:
-    """Return the texts that brace patterns stand for, in order.
+    """Expand brace patterns into texts, in order.
 
     >>> expand_braces("{a,b}-{00..01}.tar")
     ['a-00.tar', 'a-01.tar', 'b-00.tar', 'b-01.tar']
@@ -102,7 +102,7 @@ def _count(pattern: str) -> int:
 
 
 class _Group:
-    """What is counted of an open brace."""
+    """The counts of an open brace."""
 
     __slots__ = ("done", "product", "start")
 
