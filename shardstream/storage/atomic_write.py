@@ -114,9 +114,9 @@ def publish_bytes(storage: Storage, url: str, data: bytes) -> None:
 
 
 def publish_bytes_over(storage: Storage, url: str, data: bytes, *, old: bytes | None) -> None:
-    """Publish a small file if nobody has replaced the one before it.
+    """Publish a small file unless another writer has replaced the older one.
 
-    S3 servers compare and write in one step; elsewhere whoever writes at the same moment is not noticed.
+    S3 servers compare and write atomically; elsewhere a writer at the same moment is not detected.
 
     Args:
         storage: Where it goes.

@@ -19,7 +19,7 @@ def check_names(manifest_url: str, names: Iterable[str]) -> None:
     """Refuse names of shards outside the store of a remote manifest.
 
     A manifest on this machine is trusted as the command line is: it may name anything. One that came over the network may name
-    what lies beside or below it, and absolute URLs of the same store: the same protocol, and for protocols that name a
+    names in or below its folder, and absolute URLs of the same store: the same protocol, and for protocols that name a
     server (http, sftp, ...) the same server.
 
     >>> check_names("s3://b/train/index.json", ["0.tar", "more/1.tar", "s3://b/2.tar"])

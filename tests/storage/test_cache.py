@@ -210,7 +210,7 @@ def test_only_this_user_can_look_in(folder: Path) -> None:
 # --- versions
 
 
-def test_a_file_that_was_replaced_is_read_anew(folder: Path) -> None:
+def test_a_file_that_was_replaced_is_read_again(folder: Path) -> None:
     old, new = Source(), Source(DATA[::-1], "ETag 2")
     old.through(cached(folder), 0, 100)
     assert new.through(cached(folder), 0, 100) == DATA[::-1][:100]
