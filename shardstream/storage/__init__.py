@@ -7,11 +7,11 @@ A URL becomes bytes in these steps:
     store, clients               one door for all stores; clients are opened once in each process
     local_files                  list, read and map files of this machine; notice that one is overwritten
     s3_config, gcs_azure_config  storage options and variables -> settings of the clients of S3, Google and Azure
-    obstore_client, s3_s3fs, http_reader, fsspec_reader   send one request; return a ``response``
-    read_small_files             read a manifest before a client of S3 is imported
+    obstore_client, fsspec_readers   send one request; return a ``response``
+    read_small_files             read a manifest before an S3 client is imported
     retry, concurrency, error_messages     retry and resume, limit requests in flight, explain errors
     range_file                   a remote file as a stream
-    cache, cache_chunk, cache_space, cache_usage      a bounded cache on the local disk
+    cache, cache_space           a bounded cache on the local disk
 
 Written files pass through ``atomic_write`` and, on S3, ``multipart_upload``; ``output_folder`` is the folder of a dataset
 that is being written, on this machine or elsewhere. ``fork_safety`` protects forked children from

@@ -1,4 +1,4 @@
-"""Publish whole or not at all: nothing half-written is ever visible under its final name."""
+"""Publish files atomically: no unfinished file is ever visible under its final name."""
 
 from __future__ import annotations
 
@@ -19,67 +19,67 @@ from shardstream.storage.error_messages import translate_errors
 from shardstream.storage.multipart_upload import S3Upload, put_if, takes_parts
 from shardstream.storage.store import Storage, parent_url
 
-# Where a PUT is one act: the object is there whole or not at all.
+# Stores on which a PUT is atomic.
 _ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "memory", "hf"})
 _PART = re.compile(r"\.part-[0-9a-f]{12}\Z")  # what `_part_of` appends, and nothing else
 
 
 class PendingFile(ABC):
-    """A file that is being written and not there yet: `commit` makes it appear, `discard` forgets it.
+    """A file that is written and not visible yet: `commit` publishes it, `discard` drops it.
 
-    What is written may come from one thread and be committed by another, one after the other.
+    One thread may write and another one commit, one after the other.
 
     Args:
-        place: What is written to meanwhile, for messages: a full disk is full there.
-        stream: Where the bytes go, from first to last: what is written may be on its way, so nobody can seek in it.
+        place: The place of the unfinished file, for messages about a full disk.
+        stream: Takes the bytes in order; it cannot seek, because they may have been sent already.
     """
 
     def __init__(self, place: str, stream: BinaryIO) -> None:
         self._place = place
         self.stream = stream
         self.etag: str | None = None
-        """Of the file after `commit`, where an S3 server tells it."""
+        """ETag of the file after `commit`, if an S3 server returned one."""
 
     def write(self, data: bytes | memoryview) -> None:
         """Append bytes.
 
         Raises:
-            StorageError: If there is no room for them.
+            StorageError: If the disk is full, or the bytes cannot be sent.
         """
         with translate_errors(self._place):
             self.stream.write(data)
 
-    def end(self) -> None:  # noqa: B027  (most have nothing to do)
-        """Say that nothing more will be written; `commit`, perhaps in another thread and later, then has less to do.
+    def end(self) -> None:  # noqa: B027  (optional)
+        """End writing, so that `commit`, which may come later and from another thread, has less to do.
 
         Raises:
-            StorageError: If what was written before could not be sent.
+            StorageError: If earlier bytes could not be sent.
         """
 
     @abstractmethod
     def commit(self) -> None:
-        """Make the file appear, whole.
+        """Publish the file.
 
         Raises:
-            StorageError: If that fails; the place is as it was.
+            StorageError: If that fails; an older file stays as it was.
         """
 
     @abstractmethod
     def discard(self) -> None:
-        """Forget what was written; after `commit`, or a second time, it does nothing."""
+        """Drop the unfinished file; does nothing after `commit` or a second time."""
 
 
 def open_pending(storage: Storage, url: str, *, alone: bool = False) -> PendingFile:
-    """Open a file for writing that appears at ``url`` when it is committed, and never otherwise.
+    """Open a file for writing that becomes visible at ``url`` when it is committed.
 
-    On a local disk it is written beside its final place, flushed to the disk and renamed, and the folder is flushed, too. To S3 it is sent while it is
-    written, in parts, several at a time (see `S3Upload`). For other file systems it is spooled to a temporary file, sent, and its
-    length checked there.
+    On a local disk it is written under a temporary name in the same folder, flushed and renamed, and the folder is flushed, too. To S3
+    it is sent in parts while it is written (see `S3Upload`). For other file systems it is spooled to a temporary file and sent, and its
+    length on the server is checked.
 
     Args:
-        storage: Where it goes.
-        url: Its URL.
-        alone: Whether nobody else writes this file now: then unfinished uploads of it, which a killed writer left, are dropped.
+        storage: The storage to write to.
+        url: The file.
+        alone: Whether no other process writes this file. Unfinished uploads of it, left by a killed writer, are then aborted.
 
     Raises:
         StorageError: If it cannot be opened.
@@ -94,10 +94,10 @@ def open_pending(storage: Storage, url: str, *, alone: bool = False) -> PendingF
 
 @contextmanager
 def publish(storage: Storage, url: str) -> Iterator[BinaryIO]:
-    """Open a file for writing that appears at ``url`` when the block ends well, and never otherwise (see `open_pending`).
+    """Open a file for writing that becomes visible at ``url`` when the block ends without an error (see `open_pending`).
 
     Raises:
-        StorageError: If it cannot be written; the place is as it was.
+        StorageError: If it cannot be written; an older file stays as it was.
     """
     pending = open_pending(storage, url)
     try:
@@ -114,9 +114,9 @@ def publish_bytes(storage: Storage, url: str, data: bytes) -> None:
 
 
 def publish_bytes_over(storage: Storage, url: str, data: bytes, *, old: bytes | None) -> None:
-    """Publish a small file if nobody has replaced the one before it.
+    """Publish a small file unless another writer has replaced the older one.
 
-    S3 servers compare and write in one step; elsewhere whoever writes at the same moment is not noticed.
+    S3 servers compare and write atomically; elsewhere a writer at the same moment is not detected.
 
     Args:
         storage: Where it goes.
@@ -134,13 +134,15 @@ def publish_bytes_over(storage: Storage, url: str, data: bytes, *, old: bytes | 
     md5 = None if old is None else hashlib.md5(old, usedforsecurity=False).hexdigest()
     try:
         put_if(storage, url, data, {"IfNoneMatch": "*"} if md5 is None else {"IfMatch": md5})
-    except (ChangedError, NotFoundError):  # the latter if there is none where there was one
+    except (ChangedError, NotFoundError):  # NotFoundError if the file was deleted
         found = _read_or_none(storage, url)
-        if found == data:  # the answer to an earlier attempt was lost
+        if found == data:  # the response to an earlier attempt was lost
             return
         if found != old:
             raise ChangedError("the file was replaced meanwhile", shard=url) from None
-        publish_bytes(storage, url, data)  # the ETags of this server are no MD5s: it encrypts, say
+        publish_bytes(
+            storage, url, data
+        )  # the ETags of this server are not MD5s, for example because it encrypts
     except StorageError as error:
         if "NotImplemented:" not in str(error):
             raise
@@ -155,7 +157,7 @@ def _read_or_none(storage: Storage, url: str) -> bytes | None:
 
 
 def is_part(name: str) -> bool:
-    """Tell whether a file is what a killed writer left behind.
+    """Tell whether a file is an unfinished one that a killed writer left.
 
     >>> [is_part(name) for name in ("a.tar.part-0123456789ab", "a.tar.part-aa", "a.part-1.jpg")]
     [True, False, False]
@@ -164,12 +166,12 @@ def is_part(name: str) -> bool:
 
 
 def _part_of(name: str) -> str:
-    """Return a new name to write a file under until it is whole."""
+    """Return a new temporary name for a file."""
     return f"{name}.part-{uuid.uuid4().hex[:12]}"
 
 
 def final_name(name: str) -> str | None:
-    """Return what a half-written file was to become; None if it is no such file.
+    """Return the final name of an unfinished file; None for any other file.
 
     >>> final_name("000001.tar.part-0123456789ab"), final_name("000001.tar")
     ('000001.tar', None)
@@ -178,7 +180,7 @@ def final_name(name: str) -> str | None:
 
 
 def remove(storage: Storage, url: str) -> None:
-    """Delete a file; one that is not there is fine."""
+    """Delete a file, if it exists."""
     filesystem, path = storage.resolve(url)
     local = storage.local_path(url)
     with storage.translate_errors(url):
@@ -200,7 +202,7 @@ class LocalFile(PendingFile):
             path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 stream = self._part.open("xb")
-            except BaseException:  # also a signal, between the file's creation and its opening
+            except BaseException:  # also a signal between creating and opening the file
                 self._part.unlink(missing_ok=True)
                 raise
         super().__init__(str(path), stream)
@@ -263,7 +265,7 @@ class _RemoteFile(PendingFile):
 
 
 def sync_folder(folder: Path) -> None:
-    """Flush a folder's names to the disk, so that after a crash no later file is there without this one (POSIX fsync)."""
+    """Flush the names of a folder to the disk, so that after a crash no later file exists without this one (POSIX fsync)."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(handle)
@@ -275,9 +277,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _close_unsaved(stream: BinaryIO) -> None:
-    with suppress(
-        OSError
-    ):  # the disk is full: what is buffered cannot be flushed, and is not wanted
+    with suppress(OSError):  # the disk is full: the buffer cannot be flushed, and is not needed
         stream.close()
 
 

@@ -1,4 +1,4 @@
-"""Sizes as people write them."""
+"""Parse sizes such as "2 GB"."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def parse_bytes(size: int | str) -> int:
     (256000000, 1610612736, 512)
 
     Raises:
-        OptionError: If it is no size, or under 1.
+        OptionError: If it is not a size, or less than 1.
     """
     if isinstance(size, str):
         match = _SIZE.fullmatch(size.strip())

@@ -1,8 +1,11 @@
-"""Chunks of remote files on a local disk, kept across epochs and processes.
+"""A cache of chunks of remote files on a local disk, kept across epochs and processes.
 
-A file is known by its URL and its version (the ETag, else length and time of change), so what was replaced is read anew. A chunk
-that is missing, damaged or something else is read from its source. Files are written beside their place and renamed: nothing
-half-written is ever seen, and a process that is killed leaves no more than a part that the next one deletes.
+A file is identified by its URL and its version (the ETag, else length and modification time), so a file that was replaced is read
+again. A chunk that is missing, damaged or of another file is read from its source. Chunks are written under a temporary name and
+renamed, so a partial chunk is never read; a process that is killed leaves a part that a later one deletes.
+
+A chunk is a header and up to 1 MiB of data. The header, little-endian, has the magic, the name of the chunk (16 bytes), its length, the
+CRC-32 of each 64 KiB page, and the CRC-32 of the header. Pages are checked one by one, so a small sample does not pay for a chunk.
 """
 
 from __future__ import annotations
@@ -11,24 +14,35 @@ import hashlib
 import io
 import logging
 import os
+import stat
+import struct
+import threading
 import warnings
+import zlib
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from shardstream.errors import CacheWarning, OptionError, redact
 from shardstream.storage.byte_sizes import parse_bytes
-from shardstream.storage.cache_chunk import (
-    CACHE_CHUNK_BYTES,
-    HEADER_BYTES,
-    ChunkError,
-    encode_header,
-    read_chunk,
+from shardstream.storage.cache_space import (
+    CacheSpace,
+    on_disk,
+    open_record,
+    record_bytes,
+    seal_record,
 )
-from shardstream.storage.cache_space import CacheSpace, on_disk
 from shardstream.storage.response import plain_etag
 
 _log = logging.getLogger(__name__)
+
+_PAGE_BYTES = 64 << 10
+_PAGES = 16
+CACHE_CHUNK_BYTES = _PAGES * _PAGE_BYTES
+"""Large enough that opening a chunk costs little, small enough that few bytes are read around a range."""
+_HEAD = struct.Struct(f"<8s16sI{_PAGES}I")
+HEADER_BYTES = record_bytes(_HEAD)
+_local = threading.local()
 
 _MIN_BYTES = 4 * CACHE_CHUNK_BYTES
 _NAME_BYTES = 16
@@ -36,7 +50,7 @@ _NAME_BYTES = 16
 ReadRange = Callable[[int, int | None], bytes | memoryview]
 
 
-# As the file systems of fsspec call them; what stands for the bytes first.
+# The names that fsspec file systems use; digests of the bytes first.
 _ETAGS = ("ETag", "etag", "e_tag", "md5Hash", "content_hash", "sha", "blob_id")
 _TIMES = (
     "LastModified",
@@ -50,7 +64,7 @@ _TIMES = (
 
 
 def version_of(entry: Mapping[str, Any]) -> str | None:
-    """Return what tells one version of a file from another, as a listing of fsspec shows it; None if nothing does.
+    """Return the version of a file from an entry of an fsspec listing; None if it has none.
 
     >>> version_of({"size": 3, "ETag": "9a0364b9"}), version_of({"size": 3, "mtime": 12.5}), version_of({"size": 3})
     ('ETag 9a0364b9', 'mtime 12.5', None)
@@ -64,18 +78,18 @@ def version_of(entry: Mapping[str, Any]) -> str | None:
             return f"ETag {entry[name]}"
     for name in _TIMES:
         if time := entry.get(name):
-            # Some list seconds where a look-up gives a date.
+            # Some file systems list seconds, but look up a datetime.
             return f"{name} {time.timestamp() if isinstance(time, datetime) else time}"
     return None
 
 
 class FileRecord(NamedTuple):
-    """What is known of a remote file.
+    """Length and version of a remote file.
 
     Args:
-        size: Bytes.
-        identity: Names this file in this version; None if its version is not known.
-        etag: As the server says it, if it does.
+        size: Length in bytes.
+        identity: Digest of URL, version and length; None if the version is unknown.
+        etag: ETag without quotes, if there is one.
     """
 
     size: int
@@ -84,14 +98,14 @@ class FileRecord(NamedTuple):
 
 
 class Cache:
-    """Reads ranges of remote files, through chunks of them on a local disk; picklable, safe among threads and processes.
+    """Reads ranges of remote files through chunks on a local disk; picklable, safe with threads and processes.
 
     Args:
-        folder: On a local disk; made if need be, for this user alone.
-        max_bytes: How much to keep there, over all processes that use the folder; None leaves a tenth of the disk free.
+        folder: A folder on a local disk; created if missing, for this user alone.
+        max_bytes: Limit of the bytes of all processes that use the folder; None leaves a tenth of the disk free.
 
     Raises:
-        OptionError: If the folder is a file, or what is kept in it is a link, belongs to somebody else, or can be written by others.
+        OptionError: If the folder is a file, or the cache in it is a link, belongs to another user, or can be written by others.
     """
 
     def __init__(self, folder: str, max_bytes: int | None) -> None:
@@ -100,10 +114,10 @@ class Cache:
         self._warned = False
 
     def record(self, url: str, size: int, version: str | None) -> FileRecord:
-        """Remember what a listing said of a file, for the life of this object."""
+        """Record length and version of a file from a listing, for the life of this object."""
         identity = None
         if version is not None:
-            # An ETag stands for the bytes, whatever a signature in the query says today.
+            # An ETag identifies the bytes; the signature in a query changes.
             place = redact(url) if version.startswith("ETag") else url
             # Azure quotes ETags in headers, but not in listings.
             text = "\0".join((place, version.replace('"', ""), str(size)))
@@ -115,10 +129,10 @@ class Cache:
         return known
 
     def etag(self, url: str) -> str | None:
-        """Return the ETag that was learnt of a file."""
+        """Return the recorded ETag of a file."""
         return self._known[url].etag if url in self._known else None
 
-    def read(  # noqa: PLR0913  (what may be known of a read)
+    def read(  # noqa: PLR0913  (hints of the caller)
         self,
         url: str,
         start: int,
@@ -132,13 +146,13 @@ class Cache:
         """Return the bytes ``start`` to ``end`` of a remote file, or to its end.
 
         Args:
-            url: Its URL.
-            start: From which byte.
-            end: To which byte.
-            size: Length of the file, if the caller knows.
-            max_bytes: Bytes that are wanted, if it is read to its end.
+            url: The file.
+            start: Offset of the first byte.
+            end: Offset after the last byte; None is the end of the file.
+            size: Length of the file, if the caller knows it.
+            max_bytes: Bytes that are needed of a file that is read to its end.
             read: Reads a range from the source.
-            look_up: Makes `record` be called with this file, for one that no listing named.
+            look_up: Looks up a file that no listing named, which calls `record`.
         """
         if url not in self._known:
             look_up()
@@ -146,11 +160,14 @@ class Cache:
         if known is None or known.identity is None:
             self._warn_no_version(url)
             return read(start, end)
-        if size not in (None, known.size):  # another file than the caller means: the source says so
+        if size not in (
+            None,
+            known.size,
+        ):  # not the file that the caller means: the source raises the error
             return read(start, end)
         size, identity = known.size, known.identity
         end = _end(start, end, size, max_bytes)
-        if not start < end <= size:  # past the end: the source says what is wrong
+        if not start < end <= size:  # past the end: the source raises the error
             return read(start, end)
         file = _CachedFile(self._space, identity, size)
         numbers = range(start // CACHE_CHUNK_BYTES, -(-end // CACHE_CHUNK_BYTES))
@@ -165,14 +182,14 @@ class Cache:
                 out.write(file.read_source(gap, number, start, end, read))
                 gap = None
             out.write(piece)
-        if gap == numbers.start:  # nothing was here
+        if gap == numbers.start:  # no chunk was in the cache
             return bytes(file.read_source(gap, numbers.stop, start, end, read))
         if gap is not None:
             out.write(file.read_source(gap, numbers.stop, start, end, read))
         return out.getvalue()
 
     def forget(self, url: str, start: int = 0, end: int | None = None) -> None:
-        """Drop the chunks that hold any of the bytes ``start`` to ``end``; they came damaged."""
+        """Delete the chunks with any of the bytes ``start`` to ``end``, which are damaged."""
         size, identity, _ = self._known.get(url, FileRecord(0, None, None))
         if identity is not None:
             file = _CachedFile(self._space, identity, size)
@@ -192,18 +209,18 @@ class Cache:
 
 
 class _CachedFile:
-    """One remote file in one version, and its chunks."""
+    """The chunks of one version of a remote file."""
 
     def __init__(self, space: CacheSpace, identity: bytes, size: int) -> None:
         self._space, self._identity, self._size = space, identity, size
 
     def read_cached(self, number: int, start: int, end: int) -> memoryview | None:
-        """Return what a chunk has of the bytes ``start`` to ``end`` of the file; None if it is not here."""
+        """Return the bytes of a chunk between ``start`` and ``end`` of the file; None if it is not in the cache."""
         name, path = self._name(number)
         base = number * CACHE_CHUNK_BYTES
         length = min(CACHE_CHUNK_BYTES, self._size - base)
         try:
-            # Whatever lies there: no link is followed, no pipe waited for.
+            # The path may be anything: follow no link, wait for no pipe.
             flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
             handle = os.open(path, flags)
         except FileNotFoundError:
@@ -224,7 +241,7 @@ class _CachedFile:
     def read_source(
         self, first: int, last: int, start: int, end: int, read: ReadRange
     ) -> bytes | memoryview:
-        """Read what chunks ``first`` to ``last`` have of these bytes from the source, and keep the chunks if there is room."""
+        """Read the bytes of chunks ``first`` to ``last`` from the source, and keep the chunks if there is room."""
         base, limit = first * CACHE_CHUNK_BYTES, min(last * CACHE_CHUNK_BYTES, self._size)
         low, high = max(start, base), min(end, limit)
         whole = on_disk(HEADER_BYTES + CACHE_CHUNK_BYTES)
@@ -234,7 +251,7 @@ class _CachedFile:
         room = self._space.make_room(cost)
         kept = last - first if room >= cost else max(0, room // whole)
         if not kept:
-            return read(low, high)  # around what is asked for no more is read than is kept
+            return read(low, high)  # no bytes around the range are read that will not be kept
         data = memoryview(read(base, limit if first + kept == last else high))
         for number in range(kept):
             chunk = data[number * CACHE_CHUNK_BYTES : (number + 1) * CACHE_CHUNK_BYTES]
@@ -243,7 +260,7 @@ class _CachedFile:
         return data[low - base : high - base]
 
     def delete_chunk(self, number: int) -> None:
-        """Delete a chunk, if it is here."""
+        """Delete a chunk, if it exists."""
         length = min(CACHE_CHUNK_BYTES, self._size - number * CACHE_CHUNK_BYTES)
         self._space.discard(self._name(number)[1], HEADER_BYTES + length)
 
@@ -259,7 +276,7 @@ class _CachedFile:
 
 
 def _end(start: int, end: int | None, size: int, max_bytes: int | None) -> int:
-    """Return where a read of a file ends."""
+    """Return the end of a read."""
     if end is not None:
         return end
     return size if max_bytes is None else min(size, start + max_bytes)
@@ -268,10 +285,10 @@ def _end(start: int, end: int | None, size: int, max_bytes: int | None) -> int:
 def open_cache(
     cache_dir: str | os.PathLike[str] | None, cache_bytes: int | str | None
 ) -> Cache | None:
-    """Open the cache that two options ask for; None if they ask for none.
+    """Open the cache of the options ``cache_dir`` and ``cache_bytes``; None without them.
 
     Raises:
-        OptionError: If they make no sense.
+        OptionError: If one is invalid.
     """
     if cache_dir is None:
         if cache_bytes is not None:
@@ -284,3 +301,62 @@ def open_cache(
     if max_bytes is not None and max_bytes < _MIN_BYTES:
         raise OptionError(f"cache_bytes must be {_MIN_BYTES:,} or more, not {max_bytes:,}")
     return Cache(os.path.abspath(os.path.expanduser(folder)), max_bytes)
+
+
+class ChunkError(Exception):
+    """A file of the cache is damaged, or another file than its name says."""
+
+
+def encode_header(name: bytes, data: memoryview) -> bytes:
+    """Return the header of a chunk."""
+    sums = [zlib.crc32(data[at : at + _PAGE_BYTES]) for at in range(0, len(data), _PAGE_BYTES)]
+    return seal_record(_HEAD, name, len(data), *sums, *[0] * (_PAGES - len(sums)))
+
+
+def read_chunk(handle: int, name: bytes, length: int, start: int, end: int) -> memoryview:
+    """Return the bytes ``start`` to ``end`` of a chunk that is ``length`` bytes long, checked.
+
+    They are in memory that the next call of this thread overwrites: allocating it for each call would cost more than the rest.
+
+    Args:
+        handle: An open file of any kind.
+        name: The chunk's name.
+        length: The length of the chunk, by that of the remote file.
+        start: Within the chunk.
+        end: Within the chunk, above ``start``.
+
+    Raises:
+        ChunkError: If the file is not this chunk, or damaged where it is read.
+        OSError: If it cannot be read.
+    """
+    found = os.fstat(handle)
+    if not stat.S_ISREG(found.st_mode) or found.st_size != HEADER_BYTES + length:
+        raise ChunkError("no file of the right length")
+    sums = _read_sums(os.pread(handle, HEADER_BYTES, 0), name, length)
+    first, last = start // _PAGE_BYTES, -(-end // _PAGE_BYTES)
+    base = first * _PAGE_BYTES
+    size = min(last * _PAGE_BYTES, length) - base
+    data = _buffer()[:size]
+    if os.preadv(handle, [data], HEADER_BYTES + base) != size:
+        raise ChunkError("it was truncated")
+    for page in range(first, last):
+        at = page * _PAGE_BYTES - base
+        if zlib.crc32(data[at : at + _PAGE_BYTES]) != sums[page]:
+            raise ChunkError(f"the checksum of its page {page} is wrong")
+    return data[start - base : end - base]
+
+
+def _buffer() -> memoryview:
+    if not hasattr(_local, "buffer"):
+        _local.buffer = memoryview(bytearray(CACHE_CHUNK_BYTES))
+    return cast("memoryview", _local.buffer)
+
+
+def _read_sums(header: bytes, name: bytes, length: int) -> tuple[int, ...]:
+    values = open_record(_HEAD, header)
+    if values is None:
+        raise ChunkError("its header is damaged")
+    found, size, *sums = values
+    if (found, size) != (name, length):
+        raise ChunkError("it is another chunk")
+    return tuple(sums)

@@ -1,53 +1,72 @@
-"""The room that a cache may take on a disk: what is kept, what has to go, for several processes that know nothing of each other.
+"""The bytes that a cache may take on a disk, for several processes that know nothing of each other.
 
 FOLDER/shardstream-cache-1/     of this user alone
-    total                       bytes kept, counted under a lock of the kernel's, which ends with its holder
-    evicting                    locked by the one process that makes room
+    total                       bytes in the cache, counted under a lock of the kernel, which ends with its holder
+    evicting                    locked by the one process that evicts files
     parts/                      files while they are written
-    00/ ... ff/                 files that are whole
+    00/ ... ff/                 complete files
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import stat
+import struct
 import time
 import uuid
 import warnings
+import zlib
 from array import array
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from shardstream.errors import CacheWarning, OptionError
-from shardstream.storage.cache_usage import CacheUsage, load_usage, lock_file, save_usage
 
+_MAGIC = b"shardst1"
+_SUM = struct.Struct("<I")
+_USAGE = struct.Struct("<8sQQQ")
 _FOLDER = "shardstream-cache-1"
-_BLOCK_BYTES = 4096  # what a file takes of a disk is a multiple
+_BLOCK_BYTES = 4096  # a file occupies a multiple of this
 _KEEP_FREE = 0.1  # of a disk, where the user gave no limit
 _SLACK = 0.05  # of the cache is freed at once, so that looking for what has to go is rare
 _LOCK_WAIT_S = 0.1
 _PAUSE_S = 60.0
 _PART_AGE_S = 60.0  # writing one takes milliseconds
-_SURVEY_NS = 600 * 10**9
 _AHEAD_NS = 60 * 10**9
+
+
+class CacheUsage(NamedTuple):
+    """The bytes in a cache, counted in a file."""
+
+    total: int
+    """Bytes of all complete files."""
+    oldest_ns: int = 0
+    """No file was last used before this time."""
+    surveyed_ns: int = 0
+    """Time of the last count of all files."""
 
 
 class CacheSpace:
     """Files on a local disk up to a number of bytes, over all processes; picklable.
 
-    When it is full, files go that were not used since this object was made, the least recently used first; what has been
-    used since is kept, and nothing new comes in. Epochs read everything once: to drop what comes again for what comes again
-    later would make room for nothing.
+    When it is full, files that were not used since this object was made are evicted, the least recently used first. Files that were
+    used since then are kept, and no new ones are admitted: an epoch reads everything once, so evicting a file that is needed in the
+    next epoch for another one that is needed in the next epoch gains nothing.
 
     Args:
-        folder: Where.
-        max_bytes: How much; None leaves a tenth of the disk free.
+        folder: The folder to keep the files in.
+        max_bytes: Limit of their bytes on disk; None leaves a tenth of the disk free.
 
     Raises:
-        OptionError: If the folder is a file, or what is in it is a link, belongs to somebody else, or can be written by others.
+        OptionError: If the folder is a file, or the cache in it is a link, belongs to another user, or can be written by others.
     """
+
+    survey_ns = 600 * 10**9
+    """Time after which the files of a full cache are counted again, to find those that this run does not use."""
 
     def __init__(self, folder: str, max_bytes: int | None) -> None:
         self.root = os.path.join(folder, _FOLDER)
@@ -66,19 +85,21 @@ class CacheSpace:
         _check_owner(self.root)
 
     def make_room(self, nbytes: int) -> int:
-        """Return how much may still come, in bytes on disk, after making room for ``nbytes`` if that can help."""
+        """Evict files if ``nbytes`` do not fit; return how many bytes on disk are free."""
         if time.monotonic() < self._paused_until:
             return 0
         try:
             state = self._read_usage() or CacheUsage(0)
             room = self._free_bytes(state.total)
             all_in_use = state.oldest_ns >= self.started_ns
-            if room >= nbytes or (all_in_use and time.time_ns() - state.surveyed_ns < _SURVEY_NS):
+            if room >= nbytes or (
+                all_in_use and time.time_ns() - state.surveyed_ns < self.survey_ns
+            ):
                 return room
             self._evict(nbytes)
             total = (self._read_usage() or state).total
             room = self._free_bytes(total)
-        except FileNotFoundError:  # deleted meanwhile: it is made again
+        except FileNotFoundError:  # deleted by someone: it is created again
             return nbytes
         except OSError as error:
             self._pause_writing(error.strerror or str(error))
@@ -90,7 +111,7 @@ class CacheSpace:
         return room
 
     def publish(self, path: str, pieces: Sequence[bytes | memoryview]) -> None:
-        """Write a file that is there whole or not at all; if it cannot be kept, warn once and keep no more for a minute."""
+        """Publish a file atomically; if that fails, warn once and write no file for a minute."""
         if time.monotonic() < self._paused_until:
             return
         part = os.path.join(self.root, "parts", uuid.uuid4().hex)
@@ -111,7 +132,7 @@ class CacheSpace:
                 os.unlink(part)
 
     def discard(self, path: str, nbytes: int) -> None:
-        """Delete a file that is damaged, and was counted with so many bytes; one that is not there is fine."""
+        """Delete a damaged file that was counted with ``nbytes``, if it exists."""
         with suppress(OSError), lock_file(self._path("total"), _LOCK_WAIT_S) as handle:
             os.unlink(path)
             state = None if handle is None else load_usage(handle)
@@ -119,11 +140,11 @@ class CacheSpace:
                 save_usage(handle, state._replace(total=max(0, state.total - on_disk(nbytes))))
 
     def path_of(self, name: str) -> str:
-        """Return where a file of that name, hex digits, is kept."""
+        """Return the path of the file of that name, which is hex digits."""
         return os.path.join(self.root, name[:2], name[2:])
 
     def touch(self, handle: int) -> None:
-        """Note that a file is in use, once a run."""
+        """Mark a file as used by this run."""
         if os.fstat(handle).st_mtime_ns < self.started_ns:
             with suppress(OSError):
                 os.utime(handle, ns=(now := time.time_ns(), now))
@@ -148,7 +169,7 @@ class CacheSpace:
             )
 
     def _read_usage(self) -> CacheUsage | None:
-        """Read the state without a lock: good enough to decide what is worth trying."""
+        """Read the usage without a lock, as an estimate."""
         try:
             handle = os.open(self._path("total"), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except FileNotFoundError:
@@ -159,7 +180,7 @@ class CacheSpace:
             os.close(handle)
 
     def _free_bytes(self, total: int) -> int:
-        """Return how many bytes may still come."""
+        """Return how many bytes may be written."""
         if self._max_bytes is not None:
             return self._max_bytes - total
         disk = os.statvfs(self.root)
@@ -168,7 +189,7 @@ class CacheSpace:
     def _commit(self, part: str, path: str, nbytes: int) -> None:
         os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
         with lock_file(self._path("total"), _LOCK_WAIT_S) as handle:
-            if handle is None or os.path.lexists(path):  # or another process was first
+            if handle is None or os.path.lexists(path):  # or another process published it
                 return
             state = load_usage(handle) or self._count_usage()
             if self._free_bytes(state.total) >= on_disk(nbytes):
@@ -180,7 +201,7 @@ class CacheSpace:
         """Yield path, bytes on disk and time of last use of each file."""
         limit_ns = time.time_ns() + _AHEAD_NS
         with os.scandir(self.root) as folders:
-            # No link is followed: what it leads to is not ours to delete.
+            # No link is followed: its target does not belong to the cache.
             names = [
                 each.path
                 for each in folders
@@ -191,7 +212,7 @@ class CacheSpace:
                 for entry in entries:
                     with suppress(FileNotFoundError):
                         found = entry.stat(follow_symlinks=False)
-                        # A clock that was set back must not make files immortal.
+                        # A file from the future, by a clock that was set back, must not stay forever.
                         used_ns = found.st_mtime_ns if found.st_mtime_ns < limit_ns else 0
                         yield entry.path, on_disk(found.st_size), used_ns
 
@@ -199,7 +220,7 @@ class CacheSpace:
         return CacheUsage(sum(nbytes for _, nbytes, _ in self._files()))
 
     def _evict(self, nbytes: int) -> None:
-        """Delete what was not used since this object was made, until there is room; one process at a time."""
+        """Delete files that were not used since this object was made, until there is room; one process at a time."""
         with lock_file(self._path("evicting"), 0) as alone:
             if alone is None:
                 return
@@ -245,7 +266,7 @@ class CacheSpace:
         return freed
 
     def _delete_stale_parts(self) -> None:
-        """Delete, once a process, what killed processes were writing."""
+        """Delete the unfinished files of killed processes, once per process."""
         if self._has_swept:
             return
         self._has_swept = True
@@ -257,7 +278,7 @@ class CacheSpace:
 
 
 def _check_owner(root: str) -> None:
-    """Refuse a folder whose files somebody else may have put there: they would be handed out as samples.
+    """Refuse a folder whose files another user may have written: they would be returned as samples.
 
     Raises:
         OptionError: If it is a link, belongs to another user, or can be written by others.
@@ -275,7 +296,7 @@ def _check_owner(root: str) -> None:
 
 
 def on_disk(nbytes: int) -> int:
-    """Return what a file takes of a disk, in bytes."""
+    """Return the bytes that a file occupies on the disk."""
     return -(-nbytes // _BLOCK_BYTES) * _BLOCK_BYTES
 
 
@@ -286,6 +307,68 @@ def _write(path: str, pieces: Sequence[bytes | memoryview]) -> None:
             left = memoryview(piece)
             while left:
                 left = left[os.write(handle, left) :]
-        os.utime(handle, ns=(now := time.time_ns(), now))  # the kernel's own clock is a bit behind
+        os.utime(
+            handle, ns=(now := time.time_ns(), now)
+        )  # the clock of the kernel is slightly late
     finally:
         os.close(handle)
+
+
+@contextmanager
+def lock_file(path: str, wait_s: float) -> Iterator[int | None]:
+    """Open and lock a file, which is created if missing; None if another process holds the lock for ``wait_s``."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        is_locked = _try_lock(handle, wait_s)
+        try:
+            yield handle if is_locked else None
+        finally:
+            # Closing alone does not unlock: a child that was forked meanwhile holds the same open file.
+            if is_locked:
+                fcntl.flock(handle, fcntl.LOCK_UN)
+    finally:
+        os.close(handle)
+
+
+def _try_lock(handle: int, wait_s: float) -> bool:
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(0.001)
+        else:
+            return True
+
+
+def load_usage(handle: int) -> CacheUsage | None:
+    """Read the usage; None if there is none, or it is damaged."""
+    values = open_record(_USAGE, os.pread(handle, record_bytes(_USAGE), 0))
+    return None if values is None else CacheUsage(*values)
+
+
+def save_usage(handle: int, usage: CacheUsage) -> None:
+    """Write the usage."""
+    os.pwrite(handle, seal_record(_USAGE, *usage), 0)
+
+
+def seal_record(head: struct.Struct, *values: object) -> bytes:
+    """Return a record of the cache: the magic, the values, and the CRC-32 of both."""
+    data = head.pack(_MAGIC, *values)
+    return data + _SUM.pack(zlib.crc32(data))
+
+
+def open_record(head: struct.Struct, data: bytes) -> tuple[Any, ...] | None:
+    """Return the values of a record; None if it is damaged, or not a record of this cache."""
+    found, total = data[: head.size], data[head.size :]
+    if total != _SUM.pack(zlib.crc32(found)):
+        return None
+    magic, *values = head.unpack(found)
+    return tuple(values) if magic == _MAGIC else None
+
+
+def record_bytes(head: struct.Struct) -> int:
+    """Return the length of a record."""
+    return head.size + _SUM.size

@@ -16,10 +16,10 @@ _AMBIGUOUS = re.compile(r"[?#@\\\s\x00-\x20\x7f-\x9f]")
 
 
 def check_names(manifest_url: str, names: Iterable[str]) -> None:
-    """Refuse the names of shards that lead out of a remote manifest's own store.
+    """Refuse names of shards outside the store of a remote manifest.
 
     A manifest on this machine is trusted as the command line is: it may name anything. One that came over the network may name
-    what lies beside or below it, and absolute URLs of the same store: the same protocol, and for protocols that name a
+    names in or below its folder, and absolute URLs of the same store: the same protocol, and for protocols that name a
     server (http, sftp, ...) the same server.
 
     >>> check_names("s3://b/train/index.json", ["0.tar", "more/1.tar", "s3://b/2.tar"])
@@ -47,13 +47,13 @@ def _is_below(name: str) -> bool:
 
 
 def _is_in_store(url: str, protocol: str, authority: str) -> bool:
-    """Tell whether all clients take a URL for one of this store."""
+    """Tell whether all clients resolve a URL to this store."""
     its_protocol, its_authority = _split(url)
     if its_protocol != protocol or not _is_below(url.partition("://")[2]):
         return False
-    if its_authority == authority:  # the user has named it
+    if its_authority == authority:  # the server that the user named
         return True
-    try:  # what urllib makes of it must be the same
+    try:  # urllib must parse it to the same server
         if _AMBIGUOUS.search(its_authority) or urlsplit(url).netloc.lower() != its_authority:
             return False
     except ValueError:

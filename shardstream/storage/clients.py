@@ -20,14 +20,13 @@ from shardstream.errors import OptionError
 from shardstream.process_memory import pause_gc_for_import
 from shardstream.storage import fork_safety
 from shardstream.storage.error_messages import remove_secrets, safe_cause, translate_errors
-from shardstream.storage.fsspec_reader import FilesystemReader
+from shardstream.storage.fsspec_readers import FilesystemReader, HttpReader, S3fsReader
 from shardstream.storage.gcs_azure_config import (
     CloudSettings,
     parse_azure_options,
     parse_connection_string,
     parse_gcs_options,
 )
-from shardstream.storage.http_reader import HttpReader
 from shardstream.storage.read_small_files import read_small_files
 from shardstream.storage.response import RangeReader, RangeResponse
 from shardstream.storage.s3_config import (
@@ -46,7 +45,7 @@ S3 = ("s3", "s3a")
 _KINDS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": "az"}
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
 _HTTP = ("http", "https")
-_HTTP_ANSWER_S = 300.0  # aiohttp's own limit of a whole answer
+_HTTP_ANSWER_S = 300.0  # the default of aiohttp for a whole response
 _INSTALL = {
     "s3": "pip install 'shardstream[s3]'",
     "gs": "pip install 'shardstream[gcs]'",
@@ -67,7 +66,7 @@ _UNKNOWN_OPTION = "only {package} knows one of the storage options{profile}"
 _SECRET_NAMES = (
     "key", "secret", "token", "password", "credential", "sas", "passphrase", "connection_string", "authorization",
 )  # fmt: skip
-_MIN_SECRET_CHARACTERS = 4  # characters: less would be found in any message
+_MIN_SECRET_CHARACTERS = 4  # shorter values would be found in any message
 _client_choice_lock = fork_safety.new_lock()  # held while a thread decides whether obstore reads
 
 
@@ -96,8 +95,8 @@ class Timeouts:
             ("read_timeout_s", self.read_timeout_s),
             ("retry_timeout_s", self.retry_timeout_s),
         ):
-            told: object = value  # from storage options: of any type
-            if not isinstance(told, int | float) or not 0 < told < math.inf:
+            given: object = value  # from storage options: of any type
+            if not isinstance(given, int | float) or not 0 < given < math.inf:
                 raise OptionError(f"{name} is a number of seconds over 0, not {value!r}")
 
 
@@ -181,11 +180,11 @@ class Clients:
         return _KINDS.get(protocol_of(url))
 
     def reader(self, url: str, *, whole: bool) -> tuple[RangeReader, str]:
-        """Return what reads a URL, and the path to ask it for.
+        """Return the reader of a URL, and the path to request from it.
 
         Args:
             url: Of any protocol, or a chain.
-            whole: The file will be read from its start to its end, as small ones are.
+            whole: The whole file will be read, as small files are.
         """
         self._drop_inherited_clients()
         kind = self.kind_of(url)
@@ -197,8 +196,6 @@ class Clients:
         filesystem, path = self.filesystem(url, reading=True)
         s3fs = sys.modules.get("s3fs")
         if s3fs is not None and isinstance(filesystem, s3fs.S3FileSystem):
-            from shardstream.storage.s3_s3fs import S3fsReader  # noqa: PLC0415
-
             return S3fsReader(filesystem, self.timeouts.read_timeout_s), path
         if _is_http(filesystem):
             return HttpReader(filesystem, self.timeouts.read_timeout_s), path
@@ -213,7 +210,7 @@ class Clients:
         keep_partial: bool,
         max_bytes: int | None = None,
     ) -> RangeResponse:
-        """Ask once for bytes of a file, and raise what the client raises."""
+        """Request bytes of a file once; errors of the client are not translated."""
         reader, path = self.reader(url, whole=(start, end) == (0, None))
         try:
             response = reader.read(path, start, end, keep_partial=keep_partial, max_bytes=max_bytes)
@@ -226,7 +223,7 @@ class Clients:
         return response
 
     def read_small_files(self, urls: Sequence[str], max_bytes: int) -> list[bytes | None]:
-        """Return files of ``max_bytes`` bytes of one server, if this process has set up no client yet and can do without; None says nothing."""
+        """Read small files of one S3 server, if this process has no client yet; None for a file means that a client must read it."""
         is_first = "s3fs" not in sys.modules and not fork_safety.has_obstore_threads()
         settings = None
         if is_first and self._s3_client is None and all(map(self.is_s3, urls)):
@@ -236,7 +233,7 @@ class Clients:
         return read_small_files(settings, [url.partition("://")[2] for url in urls], max_bytes)
 
     def _switch_to_s3fs(self, error: Exception) -> bool:
-        """Go on with s3fs if that can do what obstore cannot: follow a bucket to its region, read answers without a length, trust more certificates."""
+        """Continue with s3fs after an error that it can avoid: the region of a bucket, a response without length, a certificate."""
         known = next((sign for sign in _S3FS_CAN_HELP if sign in str(error)), None)
         if known is None or self._s3_client is not None or not _is_installed("s3fs"):
             return False
@@ -256,7 +253,7 @@ class Clients:
             fork_safety.keep_inherited(self._opened, self._obstore, self._filesystem)
             self._opened, self._obstore = {}, {}
             if getattr(self._filesystem, "async_impl", False):
-                self._filesystem = copy.deepcopy(self._filesystem)  # opens it anew
+                self._filesystem = copy.deepcopy(self._filesystem)  # opens it again
             self._pid = os.getpid()
 
     def _obstore_reader_or_none(self, kind: str, path: str, *, whole: bool) -> ObstoreReader | None:
@@ -360,7 +357,7 @@ class Clients:
             with translate_errors(url, lambda: self.secrets):
                 raise
         if protocol in S3 and reading and "::" not in url:
-            filesystem.retries = 1  # its options make it an instance of its own
+            filesystem.retries = 1  # its options make it a separate instance
         return filesystem, path
 
     def _http_options(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How many requests are in flight: more while that brings more bytes a second, fewer when the server says that it is too much."""
+"""Adapt the number of requests in flight: more while that raises the byte rate, fewer when the server throttles."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from statistics import median
 from shardstream.storage.retry import ReadHints
 
 _INITIAL_LIMIT, _MAX_LIMIT = 8, 32
-_GAIN = 1.08  # a rate that much higher pays for more connections
+_GAIN = 1.08  # a rate this much higher justifies more connections
 _WINDOW_S = 0.1  # a rate is measured over at least that long
-_HOLD_WINDOWS = 16  # without gain, before it is tried again
-_COOLDOWN_S = 1.0  # answers to what was sent before a halving come in for about that long
-_LATENCIES_KEPT = 32  # of which the middle one is the usual
-_LATE, _MIN_LATE_S = 3, 0.2  # times the usual, but not below
-_FEW, _LATE_AT_FIRST_S = 4, 2.0  # the first answers take long: connections are made
+_HOLD_WINDOWS = 16  # windows without gain before more are tried again
+_COOLDOWN_S = 1.0  # responses to requests from before a halving arrive for about this time
+_LATENCIES_KEPT = 32  # the median of these is the usual latency
+_LATE, _MIN_LATE_S = 3, 0.2  # times the median, but not less
+_FEW, _LATE_AT_FIRST_S = 4, 2.0  # the first responses wait for connections
 
 
 class Slot:
-    """The right to have a request in flight."""
+    """Permission for one request in flight."""
 
     __slots__ = ("_limit", "is_held")
 
@@ -31,12 +31,12 @@ class Slot:
         self._limit, self.is_held = concurrency, True
 
     def release(self) -> None:
-        """Give it back before the request ends, because nobody waits for that any more."""
+        """Release it before the request ends, because its result is not needed any more."""
         self._limit.release(self)
 
 
 class AdaptiveLimit:
-    """A number of slots that finds its own size, by climbing as long as the rate grows and halving at each refusal.
+    """A number of slots that grows while the byte rate grows, and is halved when the server throttles.
 
     Args:
         initial: Slots to begin with.
@@ -53,7 +53,7 @@ class AdaptiveLimit:
         self.limit = initial
         self.num_throttled = 0
         self.closed = threading.Event()
-        """Set when nobody waits for answers any more."""
+        """Set when no response is needed any more."""
         self.last_response_at = clock()
         self._latencies_s: deque[float] = deque(maxlen=_LATENCIES_KEPT)
         self._max_limit, self._clock = max_limit, clock
@@ -68,14 +68,14 @@ class AdaptiveLimit:
 
     @contextmanager
     def slot(self) -> Iterator[Slot]:
-        """Wait for a slot, and hold it until it is freed, or at most to the end."""
+        """Wait for a slot, and hold it until it is released or the block ends."""
         gate = threading.Lock()
         with self._changed:
             gate.acquire()
             self._waiting.append(gate)
             self._is_saturated |= self._active >= self.limit
             self._admit_waiting()
-        gate.acquire()  # those that came first are let in first: they are needed first
+        gate.acquire()  # in the order of arrival, which is the order of need
         slot = Slot(self)
         try:
             yield slot
@@ -83,7 +83,7 @@ class AdaptiveLimit:
             self.release(slot)
 
     def release(self, slot: Slot) -> None:
-        """Give a slot back, once."""
+        """Release a slot; a second call does nothing."""
         with self._changed:
             if slot.is_held:
                 slot.is_held = False
@@ -92,7 +92,7 @@ class AdaptiveLimit:
 
     @property
     def hedge_after_s(self) -> float:
-        """Seconds after which an answer is late: three times the usual, at least 0.2; never while the server asks for less."""
+        """Seconds after which a response is late: three times the median, at least 0.2; infinite while the server throttles."""
         with self._changed:
             if self._clock() - self._throttled_at < _COOLDOWN_S:
                 return math.inf
@@ -109,13 +109,13 @@ class AdaptiveLimit:
             self.last_response_at = now = self._clock()
             elapsed = now - self._since
             if elapsed >= _WINDOW_S and self._count >= self.limit:
-                if self._is_saturated:  # else it is the reader that sets the rate
+                if self._is_saturated:  # else the reader limits the rate
                     self._adjust_limit(self._bytes / elapsed)
                 self._begin_window(now)
             self._admit_waiting()
 
     def record_activity(self) -> None:
-        """Record that bytes came which a request waits for, though another one asked for them."""
+        """Record that a hedged request has received the bytes that another one waits for."""
         with self._changed:
             self.last_response_at = self._clock()
 
@@ -131,13 +131,13 @@ class AdaptiveLimit:
                 self._begin_window(now)
 
     def close(self) -> None:
-        """Let nobody wait any more, now or later."""
+        """Release all waiting threads, now and later."""
         with self._changed:
             self.closed.set()
             self._admit_waiting()
 
     def _admit_waiting(self) -> None:
-        # A thread may ask for a slot after the close: nobody would ever wake it.
+        # A thread may request a slot after the close; nothing would wake it.
         while self._waiting and (self.closed.is_set() or self._active < self.limit):
             self._active += 1
             self._waiting.popleft().release()
@@ -161,7 +161,7 @@ class AdaptiveLimit:
 
 
 def hints_of(concurrency: AdaptiveLimit | None) -> ReadHints:
-    """Return the arguments of `Storage.read` that keep to a limit."""
+    """Return the arguments of `Storage.read` that apply a limit."""
     if concurrency is None:
         return {}
     return {"on_throttle": concurrency.record_throttling, "cancelled": concurrency.closed}

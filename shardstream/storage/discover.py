@@ -27,11 +27,11 @@ TAR_SUFFIXES = (".tar",)
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
 _HTTP = ("http://", "https://")
 # Of indexes that are read with the manifest, at most; workers read what they need of more, or larger ones.
-_INDEXES, _INDEXES_BYTES = 48, 1 << 20
+INDEXES, INDEXES_BYTES = 48, 1 << 20
 _SMALL_INDEX_BYTES = 1 << 23  # of a million samples
-_MANIFEST_LIMIT_BYTES = 256 << 20  # over a million shards
+MANIFEST_LIMIT_BYTES = 256 << 20  # over a million shards
 _SMALL_MANIFEST_BYTES = 64 << 20
-_FOLDERS_LIMIT = 10_000  # each is listed once
+FOLDERS_LIMIT = 10_000  # each is listed once
 _GLOB = re.compile(r"[*?\[]")
 
 
@@ -136,11 +136,11 @@ def read_manifest(file: FileInfo, storage: Storage) -> tuple[Manifest, str]:
         ManifestError: If it cannot be understood, or names what lies elsewhere (see `check_names`).
     """
     url = file.url
-    if (file.size_or_none or 0) > _MANIFEST_LIMIT_BYTES:  # a web server may not tell
+    if (file.size_or_none or 0) > MANIFEST_LIMIT_BYTES:  # a web server may not tell
         raise _too_large(str(file.size), url)
-    data = storage.read(url, max_bytes=_MANIFEST_LIMIT_BYTES + 1)
-    if len(data) > _MANIFEST_LIMIT_BYTES:
-        raise _too_large(f"over {_MANIFEST_LIMIT_BYTES}", url)
+    data = storage.read(url, max_bytes=MANIFEST_LIMIT_BYTES + 1)
+    if len(data) > MANIFEST_LIMIT_BYTES:
+        raise _too_large(f"over {MANIFEST_LIMIT_BYTES}", url)
     return _decoded(data, url)
 
 
@@ -153,7 +153,7 @@ def _decoded(data: bytes, url: str) -> tuple[Manifest, str]:
 
 def _too_large(size: str, url: str) -> ManifestError:
     return ManifestError(
-        f"a manifest of {size} bytes is over the limit of {_MANIFEST_LIMIT_BYTES}; split the dataset",
+        f"a manifest of {size} bytes is over the limit of {MANIFEST_LIMIT_BYTES}; split the dataset",
         shard=url,
     )
 
@@ -207,9 +207,9 @@ def _from_manifest(
     shards = [replace(shard, url=join_url(folder, shard.url)) for shard in manifest.shards]
     indexed: set[str] = set()
     folders = _by_folder(shards)
-    if len(folders) > _FOLDERS_LIMIT:
+    if len(folders) > FOLDERS_LIMIT:
         raise ManifestError(
-            f"shards in {len(folders)} folders, the limit is {_FOLDERS_LIMIT}; move them together",
+            f"shards in {len(folders)} folders, the limit is {FOLDERS_LIMIT}; move them together",
             shard=url,
         )
     for one, mine in folders.items():
@@ -237,7 +237,7 @@ def _from_small_reads(folder: str, storage: Storage) -> LocatedShards | None:
     # The last stands for all: a run that wrote them in order may have been stopped. Few small ones are read all at once.
     wanted = [one.url + INDEX_SUFFIX for one in shards]
     size = OFFSET_BYTES * sum(one.nsamples or 0 for one in shards)
-    if len(wanted) > _INDEXES or size > _INDEXES_BYTES:
+    if len(wanted) > INDEXES or size > INDEXES_BYTES:
         wanted = wanted[-1:]
     indexes = storage.read_small_files(wanted, max_bytes=_SMALL_INDEX_BYTES)
     if indexes[-1] is None:

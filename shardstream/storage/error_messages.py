@@ -1,4 +1,4 @@
-"""What clients raise, in our words: what is wrong, where, what to do, and whether trying again can help."""
+"""Translate errors of clients: what failed, where, one action, and whether a retry can help."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardstream.errors import (
     redact,
 )
 
-# Clients have trees of their own (botocore's comes from Exception); only theirs is translated.
+# Packages of clients, which have their own exception types (botocore's derive from Exception). Only these are translated.
 _CLIENTS = (
     "botocore",
     "aiobotocore",
@@ -38,7 +38,7 @@ _CLIENTS = (
     "pyo3_runtime",
     "fsspec",
 )
-# What a server or a client says of a request that was signed, beside URLs (`redact`).
+# Secrets of a signed request in messages of servers and clients; those in URLs are for `redact`.
 _SIGNED = re.compile(
     r"(?is)(<(AWSAccessKeyId|StringToSign|StringToSignBytes|SignatureProvided|CanonicalRequest|CanonicalRequestBytes)>).*?(?=</\2>|$)"
     r"|(\b(?:X-Amz-(?:Signature|Credential|Security-Token)|AWSAccessKeyId|Signature|Credential|sig|Authorization)['\"]?\s*[=:]\s*(?:(?:Bearer|Basic|Token) )?)[^\s&<>]+"
@@ -51,22 +51,22 @@ _CODE = re.compile(r"<Code>([^<]*)</Code>(?:<Message>([^<]*)</Message>)?")
 
 
 class Verdict(NamedTuple):
-    """What to make of a failed request."""
+    """The classification of a failed request."""
 
     error: StorageError
-    """For the user."""
+    """The error for the user."""
     is_retryable: bool
     """Whether the same request may work later."""
     is_throttled: bool = False
-    """Whether the server asks for fewer requests."""
+    """Whether the server throttles."""
     is_past_end: bool = False
-    """Whether the range begins behind the end of the file."""
+    """Whether the range begins after the end of the file."""
 
 
 class _ErrorPattern(NamedTuple):
     names: tuple[str, ...]
     advice: str
-    """What is wrong and, after "; ", what to do about it."""
+    """The problem and, after "; ", the action."""
     kind: type[StorageError] = StorageError
     is_retryable: bool = False
     is_throttled: bool = False
@@ -77,7 +77,7 @@ _REFUSED = "access refused; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET
 _TIMED_OUT = "the server did not answer in time; check it and the network, or raise read_timeout_s in storage_options"
 _ERROR_PATTERNS = (
     _ErrorPattern(("OfflineModeIsEnabled",), "this machine is told to stay offline; unset HF_HUB_OFFLINE"),
-    _ErrorPattern(("SocketTimeoutError",), _TIMED_OUT, is_retryable=True),  # of aiohttp, which calls it a ConnectionError, too
+    _ErrorPattern(("SocketTimeoutError",), _TIMED_OUT, is_retryable=True),  # of aiohttp; it is a ConnectionError, too
     _ErrorPattern(("AnswerCutError", "ClientPayloadError", "IncompleteRead", "response body error", "ConnectionReset",
            "ServerDisconnected", "IncompleteMessage"),
           "the connection broke off; check the server and the network", is_retryable=True),
@@ -106,7 +106,7 @@ _ERROR_PATTERNS = (
     _ErrorPattern(("PermissionError", "PermissionDenied", "Unauthenticated", "Forbidden", "AccessDenied", "InvalidAccessKeyId",
            "SignatureDoesNotMatch"),
           _REFUSED, AccessDeniedError),
-    # fsspec's http makes "not found" of any answer to a look-up
+    # fsspec's http reports any error of a look-up as "not found"
     _ErrorPattern(("500, message", "502, message", "504, message"),
           "the server failed; see its log, or try again later", is_retryable=True),
     _ErrorPattern(("Timeout", "TimedOut"), _TIMED_OUT, is_retryable=True),
@@ -137,7 +137,7 @@ _LOCAL_REMEDIES = {
 _RETRYABLE_TYPES = (
     OSError,
     RuntimeError,
-)  # of unknown ones, those that tell of a world that may change
+)  # unknown errors of these types may be temporary
 _NOT_RETRYABLE = (
     "IsADirectoryError",
     "NotADirectoryError",
@@ -156,10 +156,10 @@ _NOT_RETRYABLE = (
 
 
 def classify_error(error: Exception, url: str, secrets: tuple[str, ...] = ()) -> Verdict:
-    """Find the first thing in an error's chain that we know a remedy for.
+    """Find the first known pattern in the chain of an error.
 
     Raises:
-        Exception: The error itself if it is none of a client's: a bug keeps its type.
+        Exception: The error itself if it is not one of a client: a bug keeps its type.
         OptionError: If the file system does not know a storage option.
     """
     if isinstance(error, StorageError):
@@ -194,7 +194,7 @@ def classify_error(error: Exception, url: str, secrets: tuple[str, ...] = ()) ->
 
 
 def _problem_and_remedy(pattern: _ErrorPattern, url: str) -> tuple[str, str]:
-    """Return what is wrong and what to do about it; the latter may be empty."""
+    """Return the problem and the action, which may be empty."""
     advice, others = pattern.advice, {}
     if url.startswith("http"):
         others = _HTTP_REMEDIES
@@ -210,13 +210,13 @@ def _problem_and_remedy(pattern: _ErrorPattern, url: str) -> tuple[str, str]:
 
 
 def safe_cause(error: BaseException, secrets: tuple[str, ...] = ()) -> BaseException | None:
-    """Return an error as the cause of ours, or None if anything in its chain would show a secret."""
+    """Return an error as a cause to show, or None if anything in its chain shows a secret."""
     text = _causes_text(error)
     return error if remove_secrets(text, secrets) == text else None
 
 
 def ranges_ignored_error(url: str, offset: int) -> StorageError:
-    """Return the error of a server that sends more than the range that it was asked for."""
+    """Return the error of a server that sends more than the requested range."""
     return StorageError(
         "more bytes came than were asked for: the server does not know ranges; "
         "serve the files by one that does, such as nginx, Caddy or an S3 server (Python's http.server does not)",
@@ -229,7 +229,7 @@ def ranges_ignored_error(url: str, offset: int) -> StorageError:
 def translate_errors(
     url: str, find_secrets: Callable[[], tuple[str, ...]] = tuple
 ) -> Iterator[None]:
-    """Turn what a file system raises into a `StorageError` that says what to do; secrets are looked up when it does."""
+    """Turn errors of a file system into a `StorageError` with an action; secrets are looked up only then."""
     try:
         yield
     except Exception as error:
@@ -241,7 +241,7 @@ def translate_errors(
 
 
 def remove_secrets(text: str, secrets: tuple[str, ...]) -> str:
-    """Return a text without these secrets, and without what signs a request."""
+    """Return a text without these secrets and without signatures of requests."""
     for secret in secrets:
         text = text.replace(secret, "…")
     return _SIGNED.sub(lambda found: (found[1] or found[3]) + "…", redact(text))
@@ -265,7 +265,7 @@ def _causes(error: BaseException) -> list[BaseException]:
 
 
 def _first_line(error: Exception) -> str:
-    """Return what an error says, without the dumps of structures that some clients append."""
+    """Return the message of an error, without the dumps of structures that some clients append."""
     text = str(error)
     certificate = _CERTIFICATE.search(text)
     if certificate is not None:
@@ -274,7 +274,7 @@ def _first_line(error: Exception) -> str:
     if code is not None:
         return ", ".join(part for part in code.groups() if part)
     line = text.strip().partition("\n")[0]
-    # s3fs makes one of Python's errors of the server's, which has the code that the server's own words often lack.
+    # s3fs turns errors of the server into errors of Python; the cause has the code, which the message often lacks.
     code = _BOTOCORE_CODE.search(_causes_text(error))
     if code is None or code[1] in line:
         return line
@@ -282,15 +282,15 @@ def _first_line(error: Exception) -> str:
 
 
 def has_http_status(error: BaseException) -> bool:
-    """Tell whether a server sent an HTTP status: then something listens at its address."""
+    """Tell whether a server sent an HTTP status, so that it can be reached."""
     return any(_status(one) is not None for one in _causes(error))
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status that an error of a client holds; None if no answer came."""
+    """Return the HTTP status in an error of a client; None without a response."""
     response = getattr(error, "response", None)
     if isinstance(response, Mapping):  # botocore
         response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-    found = _STATUS.search(str(error))  # obstore says it in words alone
+    found = _STATUS.search(str(error))  # obstore has it in the message only
     said = (response, getattr(error, "status", None), getattr(error, "status_code", None))
     return next((one for one in said if isinstance(one, int)), int(found[1]) if found else None)

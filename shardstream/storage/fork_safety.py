@@ -1,13 +1,13 @@
-"""What a forked child has of its parent's clients: nothing that works, and nothing that it may let go.
+"""Protect a forked child from the clients of its parent, which it can neither use nor free.
 
-Parent and child share the epoll that the parent's event loop waits on. When the child frees a connection, its socket is
-taken out of that epoll, and the parent waits for an answer for ever. fsspec forgets its instances in a child, which frees
-them; here they are held before the fork and never let go in the child.
+Parent and child share the epoll instance of the parent's event loop. If the child frees a connection, its socket is removed from that
+epoll, and the parent waits forever for a response. fsspec drops its instances in a child, which frees them. So they are referenced
+before the fork, and the child keeps the references.
 
-obstore reads with threads of its own, one set for each process, which are not there in the child, while obstore takes them to be:
-a read would wait for ever. A child of a process that had started them must do without obstore. (Merely imported it is harmless.)
+obstore reads with threads of its own, one set per process. A child does not have them, but obstore assumes that it does: a read would
+wait forever. So a child of a process that had started them must not use obstore. Importing it alone starts none.
 
-A lock that another thread of the parent holds is never given back in the child.
+A lock that another thread of the parent holds at the fork is never released in the child.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from fsspec.asyn import AsyncFileSystem
 
 _held: list[Any] = []
 _inherited: list[Any] = []
-_OBSTORES_THREAD = "tokio-rt-worker"
+_OBSTORE_THREAD_NAME = "tokio-rt-worker"
 _threads = {"started": False, "dead": False}
 
 
 def new_lock() -> threading.Lock:
-    """Return a lock, for the life of the process, that no child is forked under: it is free there."""
+    """Return a fork-safe lock: it is held during each fork, so it is free in the child. It lives as long as the process."""
     lock = threading.Lock()
     os.register_at_fork(
         before=lock.acquire, after_in_parent=lock.release, after_in_child=lock.release
@@ -36,17 +36,17 @@ def new_lock() -> threading.Lock:
 
 
 def keep_inherited(*things: object) -> None:
-    """In a forked child: keep what the parent had opened, for the life of the child."""
+    """Keep references to the clients of the parent for the life of a forked child."""
     _inherited.extend(things)
 
 
 def note_obstore_started() -> None:
-    """Say that obstore is used in this process from now on."""
+    """Record that obstore has started its threads in this process."""
     _threads["started"] = True
 
 
 def has_obstore_threads() -> bool:
-    """Tell whether obstore is known to be used in this process."""
+    """Tell whether obstore is known to have threads in this process."""
     return _threads["started"]
 
 
@@ -57,20 +57,20 @@ def has_lost_obstore_threads() -> bool:
 
 def _before_fork() -> None:
     kinds: list[Any] = [AsyncFileSystem]
-    for kind in kinds:  # grows meanwhile
+    for kind in kinds:  # the loop appends to it
         kinds += kind.__subclasses__()
         _held.extend(getattr(kind, "_cache", {}).values())
     if not _threads["started"] and "obstore" in sys.modules:
-        _threads["started"] = _finds_obstore_threads()  # somebody else uses it, too
+        _threads["started"] = _finds_obstore_threads()  # other code may use it
 
 
 def _finds_obstore_threads() -> bool:
-    """Look for obstore's threads, where the system shows them (Linux)."""
+    """Look for obstore's threads in /proc, which only Linux has."""
     try:
         names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
-    except OSError:  # one ended meanwhile, or there is no such folder
+    except OSError:  # a thread has just ended, or there is no /proc
         return False
-    return _OBSTORES_THREAD in names
+    return _OBSTORE_THREAD_NAME in names
 
 
 def _in_child() -> None:

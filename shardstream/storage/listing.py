@@ -1,4 +1,4 @@
-"""All files under a folder or prefix, however deep."""
+"""List all files under a folder or prefix, and group them into samples."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _log = logging.getLogger(__name__)
 
 _THREADS = 16
 _RARE, _MANY_RARE_FIELDS = 20, 10  # a field is rare in one of 20 samples or fewer
-_MANY_FIELDS = 30  # more are odd where samples are fewer than that
-_MAX_FOLDERS = 4096  # with more, one listing of everything is fewer requests
+_MANY_FIELDS = 30  # more are suspicious if there are fewer samples
+MAX_FOLDERS = 4096  # with more, one listing of everything is fewer requests
 
 
 class ListedFile(NamedTuple):
@@ -35,19 +35,19 @@ class ListedFile(NamedTuple):
     url: str
     size: int
     version: str | None = None
-    """Changes with the bytes, as far as the file system tells."""
+    """Changes with the bytes, if the file system lists a version."""
 
 
-def list_files(root: str, storage: Storage) -> list[ListedFile]:
-    """Return all files under a folder, sorted by path; hidden ones and half-written ones are left out.
+def list_files(root: str, storage: Storage, *, max_folders: int = MAX_FOLDERS) -> list[ListedFile]:
+    """Return all files under a folder, sorted by path, without hidden and unfinished ones.
 
-    An object store hands out its names a thousand at a time, one page after the other: the folders right under this one are
-    listed side by side.
+    An object store lists a thousand names per request, one page after the other. So the folders directly under this one are listed
+    concurrently, up to ``max_folders``; of more, one listing of everything takes fewer requests.
 
     Raises:
-        StorageError: If the folder is missing or out of reach.
+        StorageError: If the folder is missing or cannot be listed.
     """
-    return _shown(root, _find(root, storage), storage)
+    return _shown(root, _find(root, storage, max_folders), storage)
 
 
 def _shown(root: str, files: Iterable[FileInfo], storage: Storage) -> list[ListedFile]:
@@ -56,13 +56,15 @@ def _shown(root: str, files: Iterable[FileInfo], storage: Storage) -> list[Liste
     for file in files:
         path = (storage.local_path(file.url) or storage.resolve(file.url)[1])[len(base) + 1 :]
         hidden = path.startswith(".") or "/." in path or is_part(path)
-        if path and not hidden and not file.url.endswith("/"):  # "a/" is how consoles mark a folder
+        if (
+            path and not hidden and not file.url.endswith("/")
+        ):  # web consoles create "a/" to mark a folder
             found.append(ListedFile(path, file.url, file.size, file.version))
     return sorted(found)
 
 
 def list_all(urls: Sequence[str], storage: Storage) -> tuple[str, list[ListedFile]]:
-    """Return the folder that some folders, prefixes and files have in common, and the files in them, with paths under it.
+    """Return the common folder of some URLs, and all files in them with paths relative to it.
 
     Raises:
         OptionError: If none is named.
@@ -83,7 +85,7 @@ def list_all(urls: Sequence[str], storage: Storage) -> tuple[str, list[ListedFil
 
 
 def list_beginning(prefix: str, storage: Storage) -> list[str]:
-    """Return the files and folders whose URLs begin so; a folder of that name stands for itself.
+    """Return the files and folders whose URLs begin with a prefix; for a folder of that name, the folder.
 
     Raises:
         NotFoundError: If there is none.
@@ -100,7 +102,7 @@ def list_beginning(prefix: str, storage: Storage) -> list[str]:
 
 
 def sample_members(root: str, files: Sequence[ListedFile]) -> list[tuple[str, str, ListedFile]]:
-    """Return key, field and file of what samples are made of, sorted.
+    """Return key, field and file of each member of a sample, sorted.
 
     Files without an extension, and those in folders named like ``__this__``, are left out, with a warning that counts them.
     Names with dots that make many rare fields, or more fields than samples, are a warning, too.
@@ -153,7 +155,7 @@ def _check_loose(root: str, files: Sequence[ListedFile]) -> None:
 
 
 def _warn_of_rare_fields(root: str, members: Sequence[tuple[str, str, ListedFile]]) -> None:
-    """Warn where dots in names, not extensions, have made the fields."""
+    """Warn if dots in names, instead of extensions, made the fields."""
     fields = Counter(field for _, field, _ in members)
     samples = 1 + sum(one[0] != other[0] for one, other in pairwise(members))
     rare = {field for field, count in fields.items() if count * _RARE <= samples}
@@ -208,9 +210,9 @@ def _name(file: FileInfo) -> str:
     return file.url.rpartition("/")[2]
 
 
-def _find(root: str, storage: Storage) -> list[FileInfo]:
+def _find(root: str, storage: Storage, max_folders: int = MAX_FOLDERS) -> list[FileInfo]:
     files, folders = storage.list_folder(root)
-    if len(folders) > _MAX_FOLDERS or "" in folders:
+    if len(folders) > max_folders or "" in folders:
         return storage.find(root)
     urls = [join_url(root, folder) for folder in folders if not folder.startswith(".")]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-list") as pool:

@@ -1,8 +1,8 @@
-"""A file that goes to S3 while it is written: in parts, several at a time; it appears whole when they are joined.
+"""Upload a file to S3 in parts while it is written; it becomes visible when the parts are joined.
 
-Parts are 8 MiB: one is being filled while up to four are on their way, of each of which the client makes a copy. So a file under
-way takes 72 MiB of memory at most, and no room on the disk. A file of less than one part goes in one request. Each request carries the MD5 of its bytes, which the server
-checks; at last the ETag of the whole is compared, or, where that is no MD5 of ours, its length.
+Parts are 8 MiB: one is filled while up to four are in flight, and the client copies each of them. So an upload takes at most 72 MiB of
+memory and nothing on the disk. A file smaller than one part is sent in one request. Each request has the MD5 of its bytes, which the
+server checks. At the end the ETag of the whole file is compared, or, where the server's ETag is not that MD5, its length.
 """
 
 from __future__ import annotations
@@ -29,8 +29,6 @@ _log = logging.getLogger(__name__)
 PART_BYTES = 8 << 20
 _IN_FLIGHT = 4
 _PARTS_OF_A_SIZE = 2000  # S3 takes 10,000: sizes double every 2,000, which makes 520 GB
-_ANSWER_S = 120.0  # for 8 MiB: over 0.07 MB/s, and no server that has stopped reading is waited for
-_GRACE_S = 5.0
 _MD5 = re.compile(r"[0-9a-f]{32}(-\d+)?")
 
 
@@ -38,22 +36,22 @@ class _Part(NamedTuple):
     md5: bytes
     size: int
     etag: str
-    """What the server calls it."""
+    """The ETag that the server returned."""
 
 
 class S3Upload(io.RawIOBase):
-    """A stream whose bytes are sent as they come; then `finish` or `abort`. Not to be written from two threads at a time.
+    """A stream whose bytes are sent while they are written; end it with `finish` or `abort`. For one thread at a time.
 
     Args:
-        storage: Whose file system of the URL is s3fs (see `takes_parts`).
-        url: Of the file.
-        alone: Whether nobody else writes this file now: then unfinished uploads of it, which a killed writer left, are dropped.
+        storage: A storage whose file system for the URL is s3fs (see `takes_parts`).
+        url: The file.
+        alone: Whether no other process writes this file. Unfinished uploads of it, left by a killed writer, are then aborted.
     """
 
     def __init__(self, storage: Storage, url: str, *, alone: bool = False) -> None:
         super().__init__()
         self._alone = alone
-        self._object = _S3Object(storage, url)
+        self._object = S3Object(storage, url)
         self._pieces: list[memoryview] = []
         self._held_bytes = 0
         self._parts: list[Future[_Part]] = []
@@ -61,19 +59,24 @@ class S3Upload(io.RawIOBase):
         self._pool: ThreadPoolExecutor | None = None
         self._upload_id: Future[str] | None = None
         self.etag: str | None = None
-        """What the server calls the file; known after `finish`, if it said so."""
+        """ETag of the file; known after `finish`, if the server returned one."""
 
     def writable(self) -> bool:
-        """Say that it can be written."""
+        """Return True."""
         return True
 
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes that were written and are not in a request yet."""
+        return self._held_bytes
+
     def write(self, data: Any, /) -> int:
-        """Append bytes; waits while four parts are on their way.
+        """Append bytes; wait while four parts are in flight.
 
         Raises:
             StorageError: If a part could not be sent.
         """
-        # Bytes stay as they are until they are sent; any other buffer may be filled anew meanwhile.
+        # Bytes do not change until they are sent; the caller may fill any other buffer again.
         view = memoryview(data if isinstance(data, bytes) else bytes(data))
         at = 0
         while at < len(view):
@@ -86,7 +89,7 @@ class S3Upload(io.RawIOBase):
         return len(view)
 
     def end(self) -> None:
-        """Send what is left of a file of several parts: nothing more will be written. Waits as `write` does, not for the answer.
+        """Send the last part of a file of several parts, without waiting for the response.
 
         Raises:
             StorageError: If an earlier part could not be sent.
@@ -95,10 +98,10 @@ class S3Upload(io.RawIOBase):
             self._send_part()
 
     def finish(self) -> None:
-        """Send what is left, make the file appear, and check it.
+        """Send the rest, join the parts, and check the file.
 
         Raises:
-            StorageError: If that fails, or other bytes arrived.
+            StorageError: If that fails, or the server has other bytes.
         """
         if self._upload_id is None:
             parts = [self._object.put("put_object", self._take(), **self._object.kind)]
@@ -114,7 +117,7 @@ class S3Upload(io.RawIOBase):
         self.abort()
 
     def abort(self) -> None:
-        """Forget what was sent; after `finish`, or a second time, it does nothing."""
+        """Abort the upload; does nothing after `finish` or a second time."""
         self._pieces.clear()
         self._held_bytes = 0
         self._object.give_up(self._uploads_under_way)
@@ -146,8 +149,13 @@ class S3Upload(io.RawIOBase):
         self._parts.append(future)
 
 
-class _S3Object:
-    """One object of a bucket: requests about it, tried again where that can help."""
+class S3Object:
+    """One object of a bucket: requests for it, with retries."""
+
+    response_timeout_s = 120.0
+    """Limit of a request of 8 MiB: it needs 0.07 MB/s, and a server that stopped reading is given up."""
+    abort_timeout_s = 5.0
+    """Time that requests in flight get to end when an upload is aborted."""
 
     def __init__(self, storage: Storage, url: str) -> None:
         self._storage, self._url = storage, url
@@ -173,11 +181,11 @@ class _S3Object:
         return _Part(md5, len(body), str(answer.get("ETag", "")))
 
     def put_part(self, begun: Future[str], number: int, body: bytes) -> _Part:
-        """Send one part of an upload that is being begun."""
+        """Send one part, when the upload has begun."""
         return self.put("upload_part", body, UploadId=begun.result(), PartNumber=number)
 
     def join(self, upload_id: str, sent: list[_Part]) -> str | None:
-        """Make the object of its parts; return its ETag, None if the upload is not there any more."""
+        """Join the parts; return the ETag of the object, None if the upload is gone."""
         parts = [{"PartNumber": n, "ETag": part.etag} for n, part in enumerate(sent, start=1)]
         try:
             answer = self._ask(
@@ -187,13 +195,15 @@ class _S3Object:
             )
         except (
             NotFoundError
-        ):  # joined already, and the answer to that got lost; or dropped by another writer
-            _log.info("%s: the upload is not known any more; looking at what is there", self._url)
+        ):  # joined by a request whose response was lost, or aborted by another writer
+            _log.info(
+                "%s: the server does not know the upload any more; checking the object", self._url
+            )
             return None
         return str(answer.get("ETag", ""))
 
     def abort(self, upload_id: str) -> None:
-        """Drop an upload with its parts; what stands in the way of that is logged."""
+        """Abort an upload; errors are logged."""
         try:
             with self._storage.translate_errors(self._url):
                 self._request("abort_multipart_upload", UploadId=upload_id)
@@ -203,29 +213,29 @@ class _S3Object:
             _log.warning("%s: an unfinished upload is left on the server (%s)", self._url, error)
 
     def abort_all(self) -> None:
-        """Drop all uploads of this object, begun by whomever.
+        """Abort all uploads of this object.
 
-        Where the server does not let us look, they stay: they cost room, and harm nothing.
+        If the server does not list them, they stay: they take space, and do no harm.
         """
         try:
             with self._storage.translate_errors(self._url):
                 answer = self._request("list_multipart_uploads", Prefix=self._key, Key=None)
         except StorageError as error:
-            _log.info("%s: cannot look for unfinished uploads: %s", self._url, error)
+            _log.info("%s: cannot list unfinished uploads: %s", self._url, error)
             return
         for upload in answer.get("Uploads") or ():
             if upload["Key"] == self._key:
                 self.abort(upload["UploadId"])
 
     def check(self, parts: list[_Part], *, is_known: bool) -> None:
-        """Compare what is there with what was sent.
+        """Compare the object on the server with the parts that were sent.
 
         Args:
-            parts: What was sent.
-            is_known: Whether the server said that it made the object of them: else it may be an older one.
+            parts: The parts that were sent.
+            is_known: Whether the server confirmed that it joined them; otherwise the object may be an older one.
 
         Raises:
-            StorageError: If it is something else.
+            StorageError: If they differ.
         """
         found = self._ask("head_object")
         size = sum(part.size for part in parts)
@@ -234,19 +244,19 @@ class _S3Object:
                 f"{found['ContentLength']} of {size} bytes arrived; write it again", shard=self._url
             )
         etag = _plain(found.get("ETag", ""))
-        tells = _is_md5(etag, found, len(parts))
-        if etag != _etag_of(parts) if tells else not is_known:
+        is_md5 = may_be_md5(etag, found, len(parts))
+        if etag != _etag_of(parts) if is_md5 else not is_known:
             self._compare(parts)
 
     def give_up(self, under_way: deque[Future[_Part]]) -> None:
-        """End attempts; those that have been made get five seconds to be answered."""
+        """Stop retries; requests in flight get five seconds to end."""
         self._cancelled.set()
-        wait(under_way, timeout=_GRACE_S)
+        wait(under_way, timeout=self.abort_timeout_s)
         for request in list(self._requests):
             request.cancel()
 
     def _compare(self, parts: list[_Part]) -> None:
-        """Read back what an ETag says is something else: not every server means MD5 by what looks so."""
+        """Read the object and compare its bytes: an ETag that looks like an MD5 may be something else."""
         start = 0
         for part in parts:
             data = self._storage.read(self._url, start, start + part.size)
@@ -269,7 +279,7 @@ class _S3Object:
     def _request(self, method: str, nbytes: int = 0, **arguments: Any) -> dict[str, Any]:
         target = {"Bucket": self._bucket, "Key": self._key} | arguments
         target = {name: value for name, value in target.items() if value is not None}
-        limit_s = _ANSWER_S * max(1, nbytes // PART_BYTES)
+        limit_s = self.response_timeout_s * max(1, nbytes // PART_BYTES)
         request = asyncio.run_coroutine_threadsafe(
             asyncio.wait_for(self._filesystem._call_s3(method, **target), limit_s),
             self._filesystem.loop,
@@ -284,24 +294,24 @@ class _S3Object:
 
 
 def put_if(storage: Storage, url: str, body: bytes, condition: Mapping[str, str]) -> None:
-    """Send a small file in one request that the server refuses unless a condition holds.
+    """Send a small file in one request, which the server refuses unless a condition holds.
 
     Args:
-        storage: Whose file system of the URL is s3fs.
-        url: Of the file.
+        storage: A storage whose file system for the URL is s3fs.
+        url: The file.
         body: Its bytes.
-        condition: ``{"IfNoneMatch": "*"}`` if there is to be none, ``{"IfMatch": ETag}`` if it is to be that one.
+        condition: ``{"IfNoneMatch": "*"}``: no file exists; ``{"IfMatch": ETag}``: the file has this ETag.
 
     Raises:
-        ChangedError: If the condition does not hold, or the answer to an earlier attempt was lost.
-        StorageError: If that fails; also where the server knows no conditions.
+        ChangedError: If the condition does not hold, or the response to an earlier attempt was lost.
+        StorageError: If the request fails, also on a server without conditions.
     """
-    target = _S3Object(storage, url)
+    target = S3Object(storage, url)
     target.put("put_object", body, **condition, **target.kind)
 
 
 def takes_parts(filesystem: Any) -> bool:
-    """Tell whether `S3Upload` can write to a file system: to s3fs."""
+    """Tell whether `S3Upload` can write to a file system, which must be s3fs."""
     return hasattr(filesystem, "_call_s3")
 
 
@@ -309,8 +319,8 @@ def _plain(etag: str) -> str:
     return etag.strip('"').lower()
 
 
-def _is_md5(etag: str, found: dict[str, Any], num_parts: int) -> bool:
-    """Tell whether an ETag may be the MD5 of the bytes, or for parts the MD5 of their MD5s: that of encrypted ones is not."""
+def may_be_md5(etag: str, found: dict[str, Any], num_parts: int) -> bool:
+    """Tell whether an ETag may be an MD5 of the bytes (of parts: of their MD5s); ETags of encrypted objects are not."""
     if found.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in found:
         return False
     match = _MD5.fullmatch(etag)

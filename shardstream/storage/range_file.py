@@ -11,11 +11,11 @@ if TYPE_CHECKING:
 
     from shardstream.storage.store import Storage
 
-_BUFFER_BYTES = 8 << 20  # of a file that is read by whoever asks for a line at a time
+_BUFFER_BYTES = 8 << 20  # a reader of lines asks for few bytes at a time
 
 
 class RangeStream:
-    """Reads a file from its start on, each piece by one range read.
+    """Reads a file in order, each piece by one range read.
 
     A file object of fsspec would do as well, but for two things: clients hand out bodies that were cut without a word
     (`fetch` checks the length), and a file object reads ahead what a seek then throws away.
@@ -36,7 +36,7 @@ class RangeStream:
         self._position = 0
 
     def read(self, size: int, /) -> bytes:
-        """Return up to ``size`` bytes; none only at the end.
+        """Return up to ``size`` bytes; an empty result is the end.
 
         Raises:
             StorageError: If the file is shorter than it was said to be, or out of reach.
@@ -54,17 +54,17 @@ class RangeStream:
         return data
 
     def seek(self, offset: int, /) -> int:
-        """Go on reading at an offset."""
+        """Continue at an offset."""
         self._position = offset
         return offset
 
     def seekable(self) -> bool:
-        """Say that `seek` works."""
+        """Return True."""
         return True
 
 
 def open_ranges(storage: Storage, url: str, size: int) -> io.BufferedReader:
-    """Open a remote file as any reader of files wants it; it is read 8 MiB at a time."""
+    """Open a remote file as a buffered binary file that is read 8 MiB at a time."""
     return io.BufferedReader(_RawRanges(RangeStream(storage, url, size), size), _BUFFER_BYTES)
 
 

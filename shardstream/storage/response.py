@@ -1,4 +1,4 @@
-"""What a client hands back for one request."""
+"""The result of one request, and the protocol of clients that send it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RangeResponse:
-    """The bytes that one request brought.
+    """The bytes of one response.
 
     Args:
-        data: From where the request began; fewer than asked for if it broke off.
-        size: Length of the whole file, where the server tells.
-        version: Changes with the file's content (ETag), where the server tells.
+        data: From the start of the request on; fewer than requested if the response broke off.
+        size: Length of the whole file, if the server sends it.
+        version: ETag without quotes, if the server sends one.
         error: Why the bytes end early.
     """
 
@@ -25,7 +25,7 @@ class RangeResponse:
 
 
 class RangeReader(Protocol):
-    """One way to read files: a client that is open in this process. Safe among threads."""
+    """A client that is open in this process and reads ranges; thread-safe."""
 
     def read(
         self,
@@ -36,24 +36,24 @@ class RangeReader(Protocol):
         keep_partial: bool = False,
         max_bytes: int | None = None,
     ) -> RangeResponse:
-        """Ask once for the bytes ``start`` to ``end``; None is the file's end.
+        """Request the bytes ``start`` to ``end`` once; None is the end of the file.
 
-        It returns, or raises, within a bounded time after the last byte that came.
+        It returns or raises within a bounded time after the last byte.
 
         Args:
-            path: As the file system names it; "bucket/key" on S3.
+            path: The path on the file system; "bucket/key" on S3.
             start: Offset of the first byte.
-            end: Offset behind the last.
-            keep_partial: Keep what comes before an answer breaks off, at the price of a copy.
-            max_bytes: Bytes that are wanted of a file that is read to its end; where a client can, it reads little more.
+            end: Offset after the last byte.
+            keep_partial: Keep the bytes before a cut, which costs a copy.
+            max_bytes: Bytes that are needed of a file that is read to its end; a client may read more.
 
         Raises:
-            Exception: Whatever the client raises if nothing came.
+            Exception: Any error of the client, if no byte arrived.
         """
 
 
 def max_response_bytes(start: int, end: int | None, max_bytes: int | None) -> float:
-    """Return how many bytes an answer may have: more are not those that were asked for."""
+    """Return how many bytes a response may have; a longer one is not the requested range."""
     if end is not None:
         return end - start
     return math.inf if max_bytes is None else max_bytes

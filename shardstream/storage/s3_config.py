@@ -1,7 +1,7 @@
-"""Storage options and AWS variables -> what both S3 clients are opened with.
+"""Storage options and AWS variables -> the settings of both S3 clients.
 
-Options keep the shape that s3fs gives them. The other client, obstore, is opened only with options that are all understood
-here, so that both go to the same place with the same credentials.
+Options have the form of s3fs. obstore is used only if all options are known here, so that both clients send the same credentials to
+the same server. `cloud_variables` is the only place of this room that reads the environment.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 _CREDENTIALS_LAST = timedelta(minutes=10)  # obstore asks again five minutes before
-# Of no matter for reading by range.
+# Without effect on reading ranges.
 _IDLE = frozenset(
     {
         "asynchronous",
@@ -52,7 +52,7 @@ _KNOWN_CONFIG = frozenset(
         "s3",
     }
 )
-# In a profile of ~/.aws/config, what changes where requests go in ways that only botocore knows.
+# Entries of a profile in ~/.aws/config that change the server in ways that only botocore knows.
 _PROFILE_DETAILS = frozenset(
     {"ca_bundle", "s3", "services", "use_dualstack_endpoint", "use_fips_endpoint"}
 )
@@ -63,16 +63,16 @@ Credentials = Callable[[], dict[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Settings:
-    """Where an S3 server is and how to speak to it.
+    """An S3 server and how to send requests to it.
 
     Args:
-        region: To sign for.
+        region: Region of the signature.
         endpoint: URL of the server; None is AWS.
-        credentials: Looks them up; None asks the client's own chain (variables, web identity, container, instance).
-        anonymous: Sign nothing.
-        virtual_hosts: Put the bucket into the host's name.
-        requester_pays: Say that the reader pays.
-        verify: False takes any certificate; text is the path of one to trust.
+        credentials: Returns the credentials; None uses the chain of the client (variables, web identity, container, instance).
+        anonymous: Do not sign requests.
+        virtual_hosts: Put the bucket into the host name.
+        requester_pays: Send the header by which the reader pays.
+        verify: False accepts any certificate; a string is the path of a certificate to trust.
         connect_s: Limit of the time to connect.
         read_timeout_s: Limit of the time without a byte.
     """
@@ -100,15 +100,15 @@ def cloud_variables() -> Mapping[str, str]:
 def parse_s3_options(
     options: Mapping[str, Any], variables: Mapping[str, str], read_timeout_s: float
 ) -> S3Settings | None:
-    """Read the storage options of s3fs; None if there is one whose meaning only s3fs knows.
+    """Parse the storage options of s3fs; None if only s3fs knows one of them.
 
     Args:
-        options: As for `s3fs.S3FileSystem`.
+        options: Those of `s3fs.S3FileSystem`.
         variables: The AWS_… variables.
         read_timeout_s: Limit of the time without a byte.
 
     Raises:
-        Exception: What botocore raises for a profile that does not exist.
+        Exception: An error of botocore, if a profile does not exist.
     """
     client = options.get("client_kwargs") or {}
     config = options.get("config_kwargs") or {}
@@ -147,12 +147,12 @@ def complete_s3fs_options(
     """Complete the options of an `s3fs.S3FileSystem`.
 
     Args:
-        options: As the user gave them; they win.
+        options: The options of the user, which take precedence.
         variables: The AWS_… variables.
-        read_timeout_s: Limit of the time without a byte, for a file system that is asked by `retry`, which needs no retries below
-            it; None for one that retries by itself.
+        read_timeout_s: Limit of the time without a byte, for a file system whose requests `retry` repeats; None for one that
+            retries by itself.
     """
-    # Servers that came before the newer checksums (MinIO, Ceph) refuse or drop them.
+    # Older servers (MinIO, Ceph) refuse or drop the newer checksums.
     config: dict[str, Any] = dict.fromkeys(
         ("request_checksum_calculation", "response_checksum_validation"), "when_required"
     )
@@ -165,7 +165,7 @@ def complete_s3fs_options(
         }
     complete = {"use_listings_cache": False, **options}
     complete["config_kwargs"] = config | dict(options.get("config_kwargs") or {})
-    region = variables.get("AWS_REGION")  # which botocore does not look at
+    region = variables.get("AWS_REGION")  # botocore does not read it
     client = dict(options.get("client_kwargs") or {})
     if region and "region_name" not in client:
         complete["client_kwargs"] = client | {"region_name": region}
@@ -189,7 +189,7 @@ def find_endpoint(options: Mapping[str, Any], variables: Mapping[str, str]) -> s
 
 
 def _profile(options: Mapping[str, Any], variables: Mapping[str, str]) -> Mapping[str, Any]:
-    """Return what the user's profile says; nothing where there is none, or botocore, which reads it, is missing."""
+    """Return the entries of the user's profile; none without a profile, or without botocore, which reads it."""
     named = options.get("profile") or variables.get("AWS_PROFILE")
     if importlib.util.find_spec("botocore") is None or not (named or _has_profiles(variables)):
         return {}
@@ -200,12 +200,12 @@ def _profile(options: Mapping[str, Any], variables: Mapping[str, str]) -> Mappin
 
 
 def _has_profiles(variables: Mapping[str, str]) -> bool:
-    """Tell whether there is a file of profiles: botocore takes 0.1 s to be imported and say so."""
+    """Tell whether a file of profiles exists; importing botocore to find out takes 0.1 s."""
     places = (
         variables.get("AWS_CONFIG_FILE", "~/.aws/config"),
         variables.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),
     )
-    # As botocore looks for them: a home that is unknown, or somebody else's, has none.
+    # The rules of botocore: an unknown home has no profiles.
     return any(os.path.isfile(os.path.expanduser(os.path.expandvars(place))) for place in places)
 
 
@@ -236,7 +236,7 @@ def _credentials(options: Mapping[str, Any], variables: Mapping[str, str]) -> Cr
 
 
 class _FromBotocore:
-    """Profiles, single sign-on, roles, containers, instances: as botocore finds them, and renews them."""
+    """Credentials of profiles, single sign-on, roles, containers and instances, found and renewed by botocore."""
 
     def __init__(self, session: Any) -> None:
         self._session = session

@@ -1,4 +1,4 @@
-"""Any fsspec file system, opened in the process that uses it, with errors that say what to do."""
+"""One door to all stores: reads, lists and looks up files by URL, with errors that name an action."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _pinning = new_lock()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileInfo:
-    """A file as a listing shows it.
+    """A file in a listing.
 
     Args:
         url: With its protocol, as `Storage` takes it back.
-        size_or_none: Bytes; None where a web server does not tell.
-        version: Changes with the bytes, as far as the file system tells.
+        size_or_none: Length in bytes; None if a web server does not send it.
+        version: Changes with the bytes, if the file system lists a version.
     """
 
     url: str
@@ -51,10 +51,10 @@ class FileInfo:
 
     @property
     def size(self) -> int:
-        """Bytes.
+        """Length in bytes.
 
         Raises:
-            StorageError: If the server does not tell.
+            StorageError: If the server does not send it.
         """
         if self.size_or_none is None:
             raise StorageError(
@@ -66,7 +66,7 @@ class FileInfo:
 
 
 class Storage:
-    """Reads and lists files by URL; picklable, opens its clients anew in each process.
+    """Reads and lists files by URL; picklable, opens its clients again in each process.
 
     Requests that fail are retried where that can help (see `retry`). Local files are read without a client.
 
@@ -79,7 +79,7 @@ class Storage:
         cache: Keeps what is read from remote files.
 
     Raises:
-        OptionError: If one of those three makes no sense.
+        OptionError: If one of these three is invalid.
     """
 
     def __init__(
@@ -92,10 +92,10 @@ class Storage:
         self._reads_paths = filesystem is None
         self._clients = Clients(options or {}, filesystem)
         self.timeouts = self._clients.timeouts
-        """How long a server is waited for."""
+        """Time limits of requests."""
         self._versions: OrderedDict[str, str] = OrderedDict()
         self.reached = False
-        """Whether a server has answered, with bytes or an HTTP error; one that never did is not waited for that long."""
+        """Whether a server has sent bytes or an HTTP error; one that never did is given up sooner."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_versions": OrderedDict()}
@@ -118,13 +118,13 @@ class Storage:
         return self._clients.secrets
 
     def translate_errors(self, url: str) -> AbstractContextManager[None]:
-        """Turn what a client raises into a `StorageError` that says what to do, and shows no secret of this storage."""
+        """Turn errors of a client into a `StorageError` with an action and without secrets."""
         return translate_errors(url, lambda: self.secrets)
 
     def resolve(self, url: str) -> tuple[Any, str]:
         """Return the file system of a URL and the path on it, for writing: it retries by itself.
 
-        What was known of the file's version is forgotten.
+        The pinned version of the file is dropped.
 
         Raises:
             OptionError: If the URL starts a command, or its protocol is unknown or not installed.
@@ -153,7 +153,7 @@ class Storage:
         return first
 
     def is_s3(self, url: str) -> bool:
-        """Tell whether a URL is read by an S3 client, which tells lengths and versions with each range."""
+        """Tell whether a URL is read by an S3 client, which returns lengths and versions with each range."""
         return self._clients.is_s3(url)
 
     def local_path(self, url: str) -> str | None:
@@ -178,7 +178,7 @@ class Storage:
         """Look up one file.
 
         Raises:
-            StorageError: If it is missing or out of reach.
+            StorageError: If it is missing or cannot be reached.
         """
         found = self._ask(url, "info")
         if found["type"] == "directory":
@@ -188,7 +188,7 @@ class Storage:
     def exists(self, url: str) -> bool:
         """Tell whether there is a file or folder."""
         try:
-            self._ask(url, "info")  # exists() of some file systems takes every failure for a no
+            self._ask(url, "info")  # exists() of some file systems returns False on any error
         except NotFoundError:
             return False
         return True
@@ -287,7 +287,7 @@ class Storage:
         )
 
     def read_small_files(self, urls: Sequence[str], *, max_bytes: int) -> list[bytes | None]:
-        """Return files of ``max_bytes`` bytes that can be had without setting up a client; None says nothing about a file."""
+        """Read small files without setting up a client; None for a file means that it must be read otherwise."""
         # A cache must record the versions of the files, which a listing tells.
         return (
             [None] * len(urls)
@@ -296,12 +296,12 @@ class Storage:
         )
 
     def forget(self, url: str, start: int = 0, end: int | None = None) -> None:
-        """Take what a cache has of a file, or of these bytes of it, for damaged: it is read from its source again."""
+        """Delete these bytes of a file from the cache because they are damaged, so that the source is read again."""
         if self.cache is not None:
             self.cache.forget(url, start, end)
 
     def _ask(self, url: str, method: str, **arguments: Any) -> Any:
-        """Call what lists or looks up, on what is there now."""
+        """Call a method that lists or looks up, without cached listings."""
         filesystem, path = self._clients.filesystem(url, reading=True)
 
         def ask() -> Any:
@@ -312,9 +312,7 @@ class Storage:
             return retry_call(self, url, ask)
         except AccessDeniedError:
             if method == "info" and self.is_s3(url):
-                self.read(
-                    url, 0, 1
-                )  # the answer to a HEAD has no room for the server's code of why
+                self.read(url, 0, 1)  # the response to a HEAD has no body with the error code
             raise
 
     @contextmanager
@@ -347,7 +345,7 @@ class Storage:
 
     @staticmethod
     def _url(asked: str, name: str) -> str:
-        """Give a listed name the protocol that its folder was asked with, so it can be opened again."""
+        """Add the protocol of the requested URL to a listed name, so that it can be opened."""
         if "::" in asked:
             chain, last = asked.rsplit("::", 1)
             return f"{chain}::{Storage._url(last, name)}"

@@ -1,4 +1,4 @@
-"""Expand brace patterns and simplify globs, within bounds on what a short text may stand for."""
+"""Expand brace patterns and simplify globs, with limits on the number of URLs and on the time of a match."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import braceexpand
 
 from shardstream.errors import OptionError
 
-_URLS_LIMIT = 1_000_000
+URLS_LIMIT = 1_000_000
 _TEXT_LIMIT = 65_536
 _DEPTH_LIMIT = 20
 _DEEP_STARS_LIMIT = 4  # a match takes time that grows with the path's length to this power
@@ -21,8 +21,8 @@ _BEYOND: int = 10**_MAX_DIGITS
 _BRACES = re.compile(r"\\.|[{},]", re.DOTALL)
 
 
-def expand_braces(*patterns: str) -> list[str]:
-    """Return the texts that brace patterns stand for, in order.
+def expand_braces(*patterns: str, limit: int = URLS_LIMIT) -> list[str]:
+    """Expand brace patterns into texts, in order.
 
     >>> expand_braces("{a,b}-{00..01}.tar")
     ['a-00.tar', 'a-01.tar', 'b-00.tar', 'b-01.tar']
@@ -32,11 +32,11 @@ def expand_braces(*patterns: str) -> list[str]:
     """
     expanded: list[str] = []
     for pattern in patterns:
-        expanded += _expand_one(pattern, _URLS_LIMIT - len(expanded))
+        expanded += _expand_one(pattern, limit - len(expanded), limit)
     return expanded
 
 
-def _expand_one(pattern: str, limit: int) -> list[str]:
+def _expand_one(pattern: str, left: int, limit: int) -> list[str]:
     if "{" not in pattern:
         return [pattern]
     if len(pattern) > _TEXT_LIMIT:
@@ -44,10 +44,10 @@ def _expand_one(pattern: str, limit: int) -> list[str]:
             f"a pattern of {len(pattern)} characters, the limit is {_TEXT_LIMIT}; pass a list of URLs"
         )
     count = _count(pattern)
-    if count > limit:
+    if count > left:
         number = f"{count:,}" if count < _BEYOND else f"over {_BEYOND:,}"
         raise OptionError(
-            f"{reprlib.repr(pattern)} stands for {number} URLs, the limit is {_URLS_LIMIT:,} in all; "
+            f"{reprlib.repr(pattern)} stands for {number} URLs, the limit is {limit:,} in all; "
             "check its ranges, or name the folder"
         )
     try:
@@ -102,7 +102,7 @@ def _count(pattern: str) -> int:
 
 
 class _Group:
-    """What is counted of an open brace."""
+    """The counts of an open brace."""
 
     __slots__ = ("done", "product", "start")
 

@@ -255,7 +255,9 @@ def test_bytes_that_got_lost_on_the_way_are_noticed(monkeypatch: pytest.MonkeyPa
         ("n" * 300, "too long"),
     ],
 )
-def test_a_place_that_cannot_be_written_is_told(name: str, message: str, tmp_path: Path) -> None:
+def test_a_place_that_cannot_be_written_is_reported(
+    name: str, message: str, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "folder").mkdir()
     with pytest.raises(StorageError, match=message) as raised:
@@ -265,7 +267,7 @@ def test_a_place_that_cannot_be_written_is_told(name: str, message: str, tmp_pat
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_is_told(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported(tmp_path: Path) -> None:
     pending = open_pending(Storage(), str(tmp_path / "a.tar"))
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, pending.stream.fileno())
@@ -276,7 +278,7 @@ def test_a_full_disk_is_told(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
-def test_a_bucket_that_is_missing_is_told(request: pytest.FixtureRequest) -> None:
+def test_a_bucket_that_is_missing_is_reported(request: pytest.FixtureRequest) -> None:
     storage = Storage(request.getfixturevalue("s3").storage_options)
     with pytest.raises(StorageError, match="the bucket '.*' does not exist; create it"):
         publish_bytes(storage, "s3://no-such-bucket-anywhere/a.tar", b"1")

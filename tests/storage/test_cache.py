@@ -26,11 +26,9 @@ from hypothesis import strategies as st
 
 import shardstream as ss
 from shardstream.errors import CacheWarning, ChangedError, NotFoundError, OptionError
-from shardstream.storage import cache_space
 from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.cache import Cache, open_cache, version_of
-from shardstream.storage.cache_chunk import CACHE_CHUNK_BYTES, HEADER_BYTES
-from shardstream.storage.cache_usage import load_usage
+from shardstream.storage.cache import CACHE_CHUNK_BYTES, HEADER_BYTES, Cache, open_cache, version_of
+from shardstream.storage.cache_space import CacheSpace, load_usage
 from shardstream.storage.store import Storage
 from tests.servers import S3Server
 
@@ -211,7 +209,7 @@ def test_only_this_user_can_look_in(folder: Path) -> None:
 # --- versions
 
 
-def test_a_file_that_was_replaced_is_read_anew(folder: Path) -> None:
+def test_a_file_that_was_replaced_is_read_again(folder: Path) -> None:
     old, new = Source(), Source(DATA[::-1], "ETag 2")
     old.through(cached(folder), 0, 100)
     assert new.through(cached(folder), 0, 100) == DATA[::-1][:100]
@@ -394,7 +392,7 @@ def test_files_that_others_delete_are_noticed(
         path.unlink()
     assert source.through(cache, 0, 9) == DATA[:9]
     assert chunks(folder) == []  # by its count it is full
-    monkeypatch.setattr(cache_space, "_SURVEY_NS", 0)
+    monkeypatch.setattr(CacheSpace, "survey_ns", 0)
     source.through(cache, 0, 9)
     assert len(chunks(folder)) == 1
 

@@ -1,4 +1,4 @@
-"""A manifest from afar opens no files of this machine, asks no other server; and no URL starts a command."""
+"""A remote manifest opens no local files and contacts no other server; no URL starts a command."""
 
 from __future__ import annotations
 
@@ -105,19 +105,19 @@ def test_a_manifest_of_its_own_store_is_read() -> None:
 
 def test_huge_manifests_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     url = served(*(f"{number}.tar" for number in range(100)))
-    monkeypatch.setattr("shardstream.storage.discover._MANIFEST_LIMIT_BYTES", 1000)
+    monkeypatch.setattr("shardstream.storage.discover.MANIFEST_LIMIT_BYTES", 1000)
     with pytest.raises(ManifestError, match="over the limit of 1000; split the dataset"):
         locate_shards(url, Storage())
 
 
 def test_a_manifest_cannot_have_a_million_folders_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardstream.storage.discover._FOLDERS_LIMIT", 10)
+    monkeypatch.setattr("shardstream.storage.discover.FOLDERS_LIMIT", 10)
     with pytest.raises(ManifestError, match="shards in 11 folders, the limit is 10"):
         locate_shards(served(*(f"{number}/a.tar" for number in range(11))), Storage())
 
 
 @pytest.mark.parametrize("count", [10**15, (1 << 60) - 1])
-def test_a_count_that_lies_is_told_in_no_time(count: int) -> None:
+def test_a_count_that_lies_is_reported_in_no_time(count: int) -> None:
     folder = f"memory://elsewhere-{uuid.uuid4().hex}/train"
     tar = make_shard(2)
     publish_bytes(Storage(), f"{folder}/0.tar", tar)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import select
 import socket
 import socketserver
@@ -102,7 +103,7 @@ class Faults:
 
 @pytest.fixture(scope="module")
 def shaped(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShapedS3]:
-    """One proxy for all tests of this module: each sets every knob anew."""
+    """One proxy for all tests of this module: each sets every knob again."""
     with nginx_or_skip(tmp_path_factory.mktemp("nginx"), s3) as proxy:
         yield proxy
 
@@ -168,7 +169,7 @@ def test_threads_share_a_client(place: Place) -> None:
 
 
 @pytest.mark.parametrize(("start", "end"), [(5, 11), (10, 12), (500, 600), (500, None)])
-def test_a_range_past_the_end_says_so(place: Place, start: int, end: int | None) -> None:
+def test_a_range_past_the_end_is_an_error(place: Place, start: int, end: int | None) -> None:
     url = place.url("a.tar", b"0123456789")
     if (end, place.folder[:3]) == (None, "mem") or (end is None and "://" not in url):
         assert place.storage.read(url, start, end) == b""  # as files do
@@ -180,7 +181,7 @@ def test_a_range_past_the_end_says_so(place: Place, start: int, end: int | None)
     assert (raised.value.shard, raised.value.offset) == (url, start)
 
 
-def test_a_length_that_differs_from_the_manifest_says_so(
+def test_a_length_that_differs_from_the_manifest_is_an_error(
     client: str, s3: S3Server, bucket: str
 ) -> None:
     place = Place(Storage(s3.storage_options | {"s3_client": client}), bucket)
@@ -193,7 +194,7 @@ def test_a_length_that_differs_from_the_manifest_says_so(
         place.storage.read(url, 0, 12, size=12)
 
 
-def test_a_missing_file_is_told_at_once(place: Place) -> None:
+def test_a_missing_file_is_reported_at_once(place: Place) -> None:
     place.url("there.tar")
     begun = time.monotonic()
     with pytest.raises(NotFoundError, match="nothing is there; check the URL"):
@@ -201,7 +202,7 @@ def test_a_missing_file_is_told_at_once(place: Place) -> None:
     assert time.monotonic() - begun < 60  # its patience
 
 
-def test_a_missing_bucket_is_told(client: str, s3: S3Server) -> None:
+def test_a_missing_bucket_is_reported(client: str, s3: S3Server) -> None:
     storage = Storage(s3.storage_options | {"s3_client": client})
     name = f"none-{uuid.uuid4().hex}"
     with pytest.raises(NotFoundError, match=f"the bucket '{name}' does not exist; create it"):
@@ -217,7 +218,7 @@ def test_a_missing_bucket_is_told(client: str, s3: S3Server) -> None:
     ],
     ids=["secret", "key", "anonymous"],
 )
-def test_refused_access_is_told_and_no_secret_shown(
+def test_refused_access_is_reported_and_no_secret_shown(
     client: str,
     wrong: dict[str, Any],
     code: str,
@@ -261,9 +262,9 @@ def test_threads_of_a_forked_child_do_not_take_each_others_readers_away(
     clients = Clients({"key": "some", "secret": "thing", "s3_client": "obstore"}, None)
 
     def can_name(_: str) -> bool:
-        # As another thread does that saw the fork, too, but goes on only now.
-        clients._pid = 0
-        clients._drop_inherited_clients()
+        # Another thread notices the fork only now.
+        monkeypatch.setattr(os, "getpid", lambda: 0)
+        clients.filesystem("memory://x", reading=True)
         return True
 
     monkeypatch.setattr("shardstream.storage.obstore_client.can_name", can_name)
@@ -271,7 +272,7 @@ def test_threads_of_a_forked_child_do_not_take_each_others_readers_away(
     assert (type(reader), path) == (ObstoreReader, "b/k")
 
 
-def test_an_endpoint_out_of_reach_is_told(client: str, s3: S3Server) -> None:
+def test_an_endpoint_out_of_reach_is_reported(client: str, s3: S3Server) -> None:
     options = s3.storage_options | {"endpoint_url": "http://127.0.0.1:9", "retry_timeout_s": 0.5}
     storage = Storage(options | {"s3_client": client})
     with pytest.raises(
@@ -557,7 +558,7 @@ def test_an_address_where_nothing_answers_is_given_up_sooner(way: str, paused: l
     assert 1 < sum(paused) < 10
 
 
-def test_patience_begins_anew_with_each_byte_that_comes(
+def test_patience_begins_again_with_each_byte_that_comes(
     client: str, faults: Faults, paused: list[float]
 ) -> None:
     """A server that cuts each answer after a few bytes is slow, not dead."""

@@ -154,7 +154,7 @@ def test_folders_can_be_joined(folder: str) -> None:
         ("/empty.json", r"names no shards: the dataset is empty"),
     ],
 )
-def test_what_is_not_there_is_told(folder: str, pattern: str, message: str) -> None:
+def test_what_is_not_there_is_reported(folder: str, pattern: str, message: str) -> None:
     put_tars(folder)
     put(folder, {"sub/notes.txt": b"1", "sub/deeper/00.tar": TARS["00.tar"]})
     put(folder, {"empty.json": encode_manifest(Manifest(shards=()))})
@@ -163,7 +163,7 @@ def test_what_is_not_there_is_told(folder: str, pattern: str, message: str) -> N
     assert (raised.value.shard or "").startswith(folder)
 
 
-def test_a_manifest_that_is_nonsense_is_told(folder: str) -> None:
+def test_a_manifest_that_is_nonsense_is_reported(folder: str) -> None:
     put(folder, {**TARS, "index.json": b"{"})
     with pytest.raises(ManifestError, match=r"no JSON.*'shardstream index'.*index\.json"):
         locate_shards(folder, Storage())
@@ -183,12 +183,12 @@ def test_relative_paths_find_the_indexes_too(
     assert len(located.indexed) == len(located.shards) == (3 if "*" in url else 2)
 
 
-def test_an_empty_folder_is_told(tmp_path: Path) -> None:
+def test_an_empty_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"no index\.json and no \.tar here \(found: nothing\)"):
         locate_shards(str(tmp_path), Storage())
 
 
-def test_a_file_that_is_no_tar_is_told(tmp_path: Path) -> None:
+def test_a_file_that_is_no_tar_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(StorageError, match=r"not a shard: its name does not end in \.tar"):
         locate_shards(str(tmp_path / "a.parquet"), Storage())

@@ -73,7 +73,7 @@ def test_what_is_no_clients_keeps_its_type(error: Exception) -> None:
         (URL, "check the credentials"),
     ],
 )
-def test_refused_access_is_told_in_the_words_of_the_place(url: str, remedy: str) -> None:
+def test_refused_access_is_reported_in_the_words_of_the_place(url: str, remedy: str) -> None:
     verdict = classify_error(PermissionError(13, "Permission denied"), url)
     assert isinstance(verdict.error, AccessDeniedError)
     assert f"access refused; {remedy}" in str(verdict.error)
@@ -95,7 +95,7 @@ def test_only_users_of_s3_hear_of_aws(url: str, remedy: str) -> None:
     assert ("AWS" in refusal) is (url == URL)
 
 
-def test_a_read_only_disk_is_told() -> None:
+def test_a_read_only_disk_is_reported() -> None:
     verdict = classify_error(OSError(errno.EROFS, os.strerror(errno.EROFS)), "/data/a.tar")
     assert "the disk is read-only; write elsewhere" in str(verdict.error)
     assert not verdict.is_retryable
@@ -115,7 +115,7 @@ def test_no_client_raises_an_error_of_its_own(url: str, options: dict[str, Any])
         Storage({"retry_timeout_s": 0.2, **options}).read(url, 0, 10)
 
 
-def test_a_machine_that_is_told_to_stay_offline_says_so() -> None:
+def test_a_machine_that_is_reported_to_stay_offline_is_an_error() -> None:
     verdict = classify_error(OfflineModeIsEnabled("offline mode is enabled"), "hf://datasets/a/b")
     assert "unset HF_HUB_OFFLINE" in str(verdict.error)
     assert not verdict.is_retryable

@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstream.errors import NotFoundError
-from shardstream.storage import listing
 from shardstream.storage.atomic_write import publish_bytes
 from shardstream.storage.listing import (
     ListedFile,
@@ -41,10 +40,9 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 @pytest.mark.parametrize("slash", ["", "/"])
 @pytest.mark.parametrize("most_folders", [0, 4096])
 def test_all_files_are_found_by_folder_and_at_once(
-    root: str, slash: str, most_folders: int, monkeypatch: pytest.MonkeyPatch
+    root: str, slash: str, most_folders: int
 ) -> None:
-    monkeypatch.setattr(listing, "_MAX_FOLDERS", most_folders)
-    found = list_files(root + slash, Storage())
+    found = list_files(root + slash, Storage(), max_folders=most_folders)
     assert [file[:3] for file in found] == [(name, f"{root}/{name}", len(name)) for name in NAMES]
 
 

@@ -259,7 +259,7 @@ def test_an_index_that_does_not_match_is_reported_when_it_is_read(packed: str) -
     assert "IndexMismatchError" in done.stderr
 
 
-@pytest.mark.parametrize("limit", ["_INDEXES", "_INDEXES_BYTES"])
+@pytest.mark.parametrize("limit", ["INDEXES", "INDEXES_BYTES"])
 def test_many_or_large_indexes_are_left_to_the_workers(
     limit: str, packed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -183,7 +183,7 @@ def test_files_of_profiles_are_looked_for_as_botocore_does(
 
 
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
-def test_missing_credentials_are_told_at_once(client: str, s3: S3Server) -> None:
+def test_missing_credentials_are_reported_at_once(client: str, s3: S3Server) -> None:
     storage = Storage({"endpoint_url": s3.endpoint, "s3_client": client})
     with pytest.raises(
         AccessDeniedError, match="no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET"
@@ -192,7 +192,7 @@ def test_missing_credentials_are_told_at_once(client: str, s3: S3Server) -> None
 
 
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
-def test_a_profile_that_does_not_exist_is_told(
+def test_a_profile_that_does_not_exist_is_reported(
     client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_PROFILE", "nobody")

@@ -90,7 +90,7 @@ def test_an_empty_file_is_read(folder: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["read", "range", "open", "info", "list"])
-def test_a_missing_file_is_told(folder: str, name: str) -> None:
+def test_a_missing_file_is_reported(folder: str, name: str) -> None:
     publish_bytes(Storage(), f"{folder}/there", b"1")
     with pytest.raises(NotFoundError, match="nothing is there; check the URL") as raised:
         OPERATIONS[name](Storage(), f"{folder}/none/a.tar")
@@ -119,7 +119,7 @@ def test_what_another_writer_adds_is_seen(folder: str) -> None:
 
 
 @operations
-def test_a_missing_bucket_is_told(
+def test_a_missing_bucket_is_reported(
     operation: Callable[[Storage, str], object], s3: S3Server
 ) -> None:
     storage = Storage(s3.storage_options)
@@ -135,7 +135,7 @@ def test_a_missing_bucket_is_told(
 
 
 @operations
-def test_a_wrong_secret_is_told_but_not_shown(
+def test_a_wrong_secret_is_reported_but_not_shown(
     operation: Callable[[Storage, str], object], s3: S3Server, bucket: str
 ) -> None:
     if s3.kind == "moto":
@@ -151,7 +151,7 @@ def test_a_wrong_secret_is_told_but_not_shown(
     assert s3.access_key not in str(raised.value)
 
 
-def test_missing_credentials_are_told(
+def test_missing_credentials_are_reported(
     s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
@@ -166,7 +166,7 @@ def test_missing_credentials_are_told(
         storage.read(f"{bucket}/a.tar")
 
 
-def test_an_endpoint_out_of_reach_is_told(s3: S3Server) -> None:
+def test_an_endpoint_out_of_reach_is_reported(s3: S3Server) -> None:
     options = s3.storage_options | {"endpoint_url": "http://127.0.0.1:9", "retry_timeout_s": 0.1}
     with pytest.raises(StorageError, match="the server cannot be reached; check AWS_ENDPOINT_URL"):
         Storage(options).read("s3://b/a.tar")

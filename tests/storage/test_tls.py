@@ -59,7 +59,7 @@ def test_obstore_alone_says_what_it_does_not_take(trusted: S3Server, bucket: str
 
 
 @pytest.mark.parametrize("client", ["s3fs", "obstore", "https"])
-def test_a_certificate_that_nobody_trusts_is_told_at_once(
+def test_a_certificate_that_nobody_trusts_is_reported_at_once(
     client: str, tls: tuple[S3Server, Path]
 ) -> None:
     server, _ = tls
@@ -75,13 +75,13 @@ def test_a_certificate_that_nobody_trusts_is_told_at_once(
     assert not hasattr(told.value, "__notes__")  # tried once
 
 
-def test_another_name_than_the_certificates_is_told(trusted: S3Server, bucket: str) -> None:
+def test_another_name_than_the_certificates_is_reported(trusted: S3Server, bucket: str) -> None:
     options = {"endpoint_url": trusted.endpoint.replace("127.0.0.1", "localhost")}
     with pytest.raises(StorageError, match="and the server as the certificate does.*localhost"):
         Storage(options | {"s3_client": "s3fs"}).read(f"{bucket}/a", 0, 2)
 
 
-def test_a_bundle_that_is_missing_is_told(
+def test_a_bundle_that_is_missing_is_reported(
     trusted: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "none.pem"))

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import shardstream as ss
 from shardstream.errors import OptionError
-from shardstream.storage import url_patterns
 from shardstream.storage.store import Storage
+from shardstream.storage.url_patterns import expand_braces
 from shardstream.testing import make_shards
 
 numbers = st.integers(-3, 12).map(str) | st.sampled_from(["00", "007", "-02", "b", "Y", "f"])
@@ -33,14 +33,11 @@ texts = st.recursive(
 @given(texts)
 def test_what_is_counted_is_what_is_expanded(pattern: str) -> None:
     wanted = list(braceexpand.braceexpand(pattern)) if "{" in pattern else [pattern]
-    assert url_patterns.expand_braces(pattern) == wanted
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(url_patterns, "_URLS_LIMIT", len(wanted))
-        assert len(url_patterns.expand_braces(pattern)) == len(wanted)
-        if len(wanted) > 1:
-            patch.setattr(url_patterns, "_URLS_LIMIT", len(wanted) - 1)
-            with pytest.raises(OptionError, match=f"stands for {len(wanted):,} URLs"):
-                url_patterns.expand_braces(pattern)
+    assert expand_braces(pattern) == wanted
+    assert len(expand_braces(pattern, limit=len(wanted))) == len(wanted)
+    if len(wanted) > 1:
+        with pytest.raises(OptionError, match=f"stands for {len(wanted):,} URLs"):
+            expand_braces(pattern, limit=len(wanted) - 1)
 
 
 @pytest.mark.parametrize(
@@ -65,10 +62,11 @@ def test_patterns_without_measure_are_refused(pattern: str, message: str) -> Non
     assert len(str(raised.value)) < 300
 
 
-def test_braces_joined_to_one_text_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(url_patterns, "_URLS_LIMIT", 10)
+def test_patterns_are_bounded_together() -> None:
     with pytest.raises(OptionError, match="stands for 6 URLs, the limit is 10 in all"):
-        ss.ShardDataset("::".join(["{0..5}.tar"] * 2))
+        expand_braces(*["{0..5}.tar"] * 2, limit=10)
+    with pytest.raises(OptionError, match="stands for 600,000 URLs, the limit is 1,000,000 in all"):
+        ss.ShardDataset("::".join(["{0..599999}.tar"] * 2))
 
 
 def test_any_number_of_folders_is_asked_for_once(tmp_path: Path) -> None:

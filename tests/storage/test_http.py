@@ -77,7 +77,7 @@ OPERATIONS: tuple[Callable[[Storage, str], object], ...] = (
         (None, StorageError, "the server cannot be reached; check the URL and the network"),
     ],
 )
-def test_what_a_server_answers_is_told(
+def test_what_a_server_answers_is_reported(
     operation: Callable[[Storage, str], object],
     status: int | None,
     kind: type[StorageError],
@@ -98,7 +98,7 @@ def test_what_a_server_answers_is_told(
 
 
 @pytest.mark.parametrize(("start", "end"), [(2, 4), (0, 4), (2, 10), (2, 12), (2, None)])
-def test_a_server_that_sends_all_whatever_is_asked_for_is_told(
+def test_a_server_that_sends_all_whatever_is_asked_for_is_reported(
     start: int, end: int, server: str
 ) -> None:
     message = "more bytes came than were asked for: the server does not know ranges"
@@ -116,7 +116,7 @@ def test_a_server_that_sends_all_whatever_is_asked_for_is_told(
         lambda url, _: ss.verify(f"{url}/unsaid.tar"),
     ],
 )
-def test_a_server_that_does_not_tell_lengths_is_told(
+def test_a_server_that_does_not_tell_lengths_is_reported(
     operation: Callable[[str, Path], object], server: str, tmp_path: Path
 ) -> None:
     with pytest.raises(StorageError, match="does not tell how long the file is"):
@@ -169,7 +169,7 @@ def flooding() -> Iterator[http.server.ThreadingHTTPServer]:
 def test_a_manifest_without_end_is_read_to_its_limit(
     name: str, flooding: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardstream.storage.discover._MANIFEST_LIMIT_BYTES", 1 << 20)
+    monkeypatch.setattr("shardstream.storage.discover.MANIFEST_LIMIT_BYTES", 1 << 20)
     with pytest.raises(ManifestError, match="over 1048576 bytes is over the limit of 1048576"):
         ss.ShardDataset(f"http://127.0.0.1:{flooding.server_port}/{name}/index.json")
     assert flooding.sent < 64 << 20

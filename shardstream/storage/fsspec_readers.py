@@ -1,0 +1,177 @@
+"""Read ranges through fsspec file systems: any of them, fsspec's own for HTTP, and s3fs.
+
+`FilesystemReader` uses only what every file system has. The other two read through the session of the file system instead of its
+``cat_file``, to keep the bytes before a cut, to bound the bytes and the time of a response, and to learn lengths and ETags.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http
+from typing import Any
+
+from fsspec.asyn import sync
+
+from shardstream.storage.error_messages import ranges_ignored_error
+from shardstream.storage.response import RangeResponse, max_response_bytes, plain_etag
+
+# A server that sends fewer bytes per second, averaged over a response, is treated like one that sends none.
+_SLOWEST_FILESYSTEM = 100_000
+_SLOWEST_HTTP = 10_000
+_SLOWEST_S3 = 1000
+_BODY_READ_BYTES = 1 << 20
+
+
+class FilesystemReader:
+    """Reads with ``cat_file``, which returns neither the length of a file nor its version.
+
+    Args:
+        filesystem: Opened in this process.
+        read_timeout_s: Limit of the time for the first byte. Where the file system allows it, 100 kB per second are expected after
+            that.
+    """
+
+    def __init__(self, filesystem: Any, read_timeout_s: float) -> None:
+        self._filesystem = filesystem
+        self._read_timeout_s = read_timeout_s
+
+    def read(
+        self,
+        path: str,
+        start: int,
+        end: int | None,
+        *,
+        keep_partial: bool = False,  # noqa: ARG002
+        max_bytes: int | None = None,
+    ) -> RangeResponse:
+        """Request the bytes ``start`` to ``end`` once."""
+        # start=0, end=None is a plain GET: a range of an empty object would be refused
+        options = {} if (start, end) == (0, None) else {"start": start, "end": end}
+        filesystem = self._filesystem
+        is_async = getattr(filesystem, "async_impl", False)
+        if max_bytes is not None and not is_async:  # these cut a range at the end of the file
+            options = {"start": start, "end": start + max_bytes}
+        if end is not None and is_async:
+            limit_s = self._read_timeout_s + (end - start) / _SLOWEST_FILESYSTEM
+            data = sync(filesystem.loop, filesystem._cat_file, path, timeout=limit_s, **options)
+        else:
+            data = filesystem.cat_file(path, **options)
+        return RangeResponse(data=bytes(data))
+
+
+class HttpReader(FilesystemReader):
+    """Reads through the session of fsspec's ``HTTPFileSystem``, whose ``cat_file`` keeps all bytes that arrive.
+
+    A server may send more than the requested range, or a file without end.
+
+    Args:
+        filesystem: Opened in this process.
+        read_timeout_s: Limit of the time for the first byte; 10 kB per second are expected after that.
+    """
+
+    def read(
+        self,
+        path: str,
+        start: int,
+        end: int | None,
+        *,
+        keep_partial: bool = False,  # noqa: ARG002
+        max_bytes: int | None = None,
+    ) -> RangeResponse:
+        """Request the bytes ``start`` to ``end`` once; return at most one response chunk more."""
+        limit = max_response_bytes(start, end, max_bytes)
+        return RangeResponse(data=sync(self._filesystem.loop, self._read, path, start, end, limit))
+
+    async def _read(self, path: str, start: int, end: int | None, max_bytes: float) -> bytes:
+        filesystem, loop = self._filesystem, asyncio.get_running_loop()
+        options = dict(filesystem.kwargs)
+        if (start, end) != (0, None):  # a range of an empty file would be refused
+            last = "" if end is None else end - 1
+            options["headers"] = {**options.get("headers", {}), "Range": f"bytes={start}-{last}"}
+        session = await filesystem.set_session()
+        data = bytearray()
+        begin = loop.time()
+        async with asyncio.timeout(self._read_timeout_s) as limit:
+            async with session.get(filesystem.encode_url(path), **options) as answer:
+                filesystem._raise_not_found_for_status(answer, path)
+                if start and answer.status == http.HTTPStatus.OK:  # the file from its first byte
+                    raise ranges_ignored_error(path, start)
+                async for chunk in answer.content.iter_any():
+                    data += chunk
+                    if len(data) > max_bytes:
+                        break
+                    earned_s = len(data) / _SLOWEST_HTTP
+                    limit.reschedule(begin + self._read_timeout_s + earned_s)
+        return bytes(data)
+
+
+class S3fsReader(FilesystemReader):
+    """Reads objects through the client of an `s3fs.S3FileSystem`; the bytes before a cut are kept.
+
+    Its ``cat_file`` starts again after a cut, returns neither length nor ETag, and waits a minute for a server that stalls.
+
+    Args:
+        filesystem: Opened in this process.
+        read_timeout_s: Limit of the time without a byte.
+    """
+
+    def read(
+        self,
+        path: str,
+        start: int,
+        end: int | None,
+        *,
+        keep_partial: bool = False,  # noqa: ARG002
+        max_bytes: int | None = None,
+    ) -> RangeResponse:
+        """Request the bytes ``start`` to ``end`` once."""
+        limit = max_response_bytes(start, end, max_bytes)
+        response: RangeResponse = sync(self._filesystem.loop, self._read, path, start, end, limit)
+        return response
+
+    async def _read(
+        self, path: str, start: int, end: int | None, max_bytes: float
+    ) -> RangeResponse:
+        bucket, key, version_id = self._filesystem.split_path(path)
+        request = {"Bucket": bucket, "Key": key}
+        if (start, end) != (0, None):
+            request["Range"] = f"bytes={start}-{'' if end is None else end - 1}"
+        if version_id is not None:
+            request["VersionId"] = version_id
+        # 10 s more: it may connect and look up credentials first
+        async with asyncio.timeout(self._read_timeout_s + 10):
+            answer = await self._filesystem._call_s3("get_object", **request)
+        whole = answer.get("ContentRange", "").rpartition("/")[2]
+        parts: list[bytes] = []
+        error: Exception | None = None
+        try:
+            await self._collect(answer["Body"], parts, max_bytes)
+        except _TooSlowError:
+            raise
+        except Exception as broken:  # noqa: BLE001  (the caller judges it and keeps the bytes before it)
+            error = broken
+        finally:
+            answer["Body"].close()
+        size = int(whole) if whole.isdigit() else answer.get("ContentLength")
+        if size is None:  # a chunked response, whose end looks like a cut
+            async with asyncio.timeout(self._read_timeout_s):
+                head = await self._filesystem._call_s3("head_object", Bucket=bucket, Key=key)
+            size = head["ContentLength"]
+        version = plain_etag(answer.get("ETag"))
+        return RangeResponse(data=b"".join(parts), size=size, version=version, error=error)
+
+    async def _collect(self, body: Any, parts: list[bytes], max_bytes: float) -> None:
+        loop = asyncio.get_running_loop()
+        size, begin = 0, loop.time()
+        async with asyncio.timeout(self._read_timeout_s) as limit:
+            while size <= max_bytes and (chunk := await body.read(_BODY_READ_BYTES)):
+                parts.append(chunk)
+                size += len(chunk)
+                passed_s = loop.time() - begin
+                if passed_s > self._read_timeout_s + size / _SLOWEST_S3:
+                    raise _TooSlowError(f"{size} bytes came in {passed_s:.0f} s")
+                limit.reschedule(loop.time() + self._read_timeout_s)
+
+
+class _TooSlowError(TimeoutError):
+    """Bytes arrive so slowly that they are no progress."""
