@@ -36,7 +36,6 @@ from shardstream.errors import (
     UnfinishedError,
     WorkerError,
 )
-from shardstream.process_memory import pause_gc_for_import
 
 if TYPE_CHECKING:
     from shardstream.catalog.base import Catalog
@@ -134,8 +133,7 @@ _LAZY = {
 def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module 'shardstream' has no attribute {name!r}")
-    with pause_gc_for_import():
-        value = getattr(import_module(f"shardstream.{_LAZY[name]}"), name)
+    value = getattr(import_module(f"shardstream.{_LAZY[name]}"), name)
     globals()[name] = value
     return value
 

@@ -1,11 +1,17 @@
-"""Set limits of the package lower, so that small data reach them."""
+"""Set limits of the package lower, so that small data reach them; replace a public function of a module."""
 
 from __future__ import annotations
 
 import sys
+from types import ModuleType
 from typing import Any
 
 import pytest
+
+
+def module_of(owner: Any) -> ModuleType:
+    """Return the module that defines an exported function or class, wherever that is, to replace public names in it."""
+    return sys.modules[owner.__module__]
 
 
 def set_limits(monkeypatch: pytest.MonkeyPatch, owner: Any, **limits: float) -> None:
@@ -16,7 +22,7 @@ def set_limits(monkeypatch: pytest.MonkeyPatch, owner: Any, **limits: float) -> 
         owner: What they limit.
         limits: Names of public constants, with their values for this test.
     """
-    module = sys.modules[owner.__module__]
+    module = module_of(owner)
     for name, value in limits.items():
         assert name.isupper()
         assert hasattr(module, name), f"{owner.__module__} has no {name}"

@@ -1,4 +1,4 @@
-"""What is done to Python's collector is undone, or done in workers alone."""
+"""Malloc and garbage collector settings: once in a process, and for workers only."""
 
 from __future__ import annotations
 
@@ -12,19 +12,6 @@ import pytest
 
 import shardstream as ss
 from shardstream import process_memory
-from shardstream.process_memory import pause_gc_for_import
-
-
-@pytest.mark.parametrize("enabled", [True, False])
-def test_the_collector_is_left_as_it_was(enabled: bool) -> None:
-    was = gc.isenabled()
-    try:
-        (gc.enable if enabled else gc.disable)()
-        with pytest.raises(ZeroDivisionError), pause_gc_for_import():
-            1 // gc.isenabled()
-        assert gc.isenabled() == enabled
-    finally:
-        (gc.enable if was else gc.disable)()
 
 
 class Cycle:
@@ -45,7 +32,7 @@ def test_looking_up_a_name_keeps_no_garbage_alive() -> None:
 def test_malloc_is_taught_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     process_memory.keep_freed_memory()
     monkeypatch.setattr(
-        process_memory, "_MMAP_THRESHOLD_PROBE_BYTES", -1
+        process_memory, "MMAP_THRESHOLD_PROBE_BYTES", -1
     )  # with which bytes() fails
     process_memory.keep_freed_memory()
 

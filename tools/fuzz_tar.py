@@ -69,7 +69,7 @@ def _check(data: bytes) -> str:
         _check_samples(data)
     _tried(lambda: decode_index(data[: len(data) & -8], url=_SHARD))
     _tried(lambda: decode_manifest(data, url=_SHARD))
-    theirs = _read_with_tarfile(data)
+    theirs = read_with_tarfile(data)
     if mine is None or theirs is None:
         return (
             "refused"
@@ -164,7 +164,7 @@ class _PosixInfo(tarfile.TarInfo):
         return info
 
 
-def _read_with_tarfile(data: bytes) -> list[Member] | None:
+def read_with_tarfile(data: bytes) -> list[Member] | None:
     """Return the regular files; None where ``tarfile`` refuses, or stops before the end without a word."""
     found: list[Member] = []
     try:

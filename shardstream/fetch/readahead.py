@@ -30,14 +30,14 @@ class Readahead:
         self._upcoming = upcoming
         self._budget = budget_bytes if catalog.can_coalesce else 0
         self._used_bytes = self._requested_bytes = 0
-        self._page_faults = _page_faults()
+        self._page_faults = page_faults()
         self.has_waited = False
         """Whether a page had to be waited for."""
 
     def record_read(self, nbytes: int) -> None:
         """Count bytes that have been used, and ask for what comes next."""
         self._used_bytes += nbytes
-        faults = _page_faults()
+        faults = page_faults()
         self.has_waited = self.has_waited or faults > self._page_faults
         self._page_faults = faults
         while self.has_waited and self._requested_bytes < self._used_bytes + self._budget:
@@ -59,7 +59,7 @@ class Readahead:
                 tar.madvise(mmap.MADV_WILLNEED, first, span.end - first)
 
 
-def _page_faults() -> int:
+def page_faults() -> int:
     """Return how often this thread, or where the system does not tell (macOS) this process, has waited for a page from a disk."""
     whose = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
     return resource.getrusage(whose).ru_majflt

@@ -19,7 +19,7 @@ from shardstream.errors import SampleError
 
 MAX_TENSOR_BYTES = 31 << 20
 """Larger tensors are left to torch: glibc would ask the system for their memory, page by page, each time."""
-_MIN_BYTES = 4096  # smaller bytes are pickled as fast
+MIN_LARGE_BYTES = 4096  # smaller bytes are pickled as fast
 _TORCH_TYPES = torch.Tensor, torch.UntypedStorage, torch.TypedStorage
 # What begins so is a column of keys or of numbers, and not looked through.
 _PLAIN = frozenset({str, int, float})
@@ -134,7 +134,7 @@ def _mark_large_bytes(value: Any) -> Any:
     """Return a value whose large bytes stand out: a pickler asks nobody about bytes, or, if it is told to, about every number."""
     kind = type(value)
     if kind is bytes:
-        return _Large(value) if len(value) >= _MIN_BYTES else value
+        return _Large(value) if len(value) >= MIN_LARGE_BYTES else value
     if kind is dict:
         return {name: _mark_large_bytes(one) for name, one in value.items()}
     if (kind is list or kind is tuple) and value and type(value[0]) not in _PLAIN:
@@ -145,7 +145,7 @@ def _mark_large_bytes(value: Any) -> Any:
 
 
 def _are_large(values: list[Any]) -> bool:
-    return all(type(value) is bytes and len(value) >= _MIN_BYTES for value in values)
+    return all(type(value) is bytes and len(value) >= MIN_LARGE_BYTES for value in values)
 
 
 class _Packer(reduction.ForkingPickler):

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, cast
 from fsspec.core import url_to_fs
 
 from shardstream.errors import OptionError
-from shardstream.process_memory import pause_gc_for_import
 from shardstream.storage import fork_safety
 from shardstream.storage.error_messages import remove_secrets, safe_cause, translate_errors
 from shardstream.storage.fsspec_readers import FilesystemReader, HttpReader, S3fsReader
@@ -341,8 +340,7 @@ class Clients:
                 )
             elif protocol in _HTTP:
                 options = self._http_options()
-            with pause_gc_for_import():
-                filesystem, path = cast("tuple[Any, str]", url_to_fs(url, **options))
+            filesystem, path = cast("tuple[Any, str]", url_to_fs(url, **options))
         except ImportError as error:
             install = _INSTALL.get(_KINDS.get(protocol, ""), "install the package it names")
             raise OptionError(

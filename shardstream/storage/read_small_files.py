@@ -16,7 +16,6 @@ from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
 from urllib.request import getproxies
 
-from shardstream.process_memory import pause_gc_for_import
 from shardstream.storage.s3_config import S3Settings
 
 _CONCURRENT_REQUESTS = 8
@@ -114,10 +113,9 @@ def _signer(settings: S3Settings) -> Callable[[str], dict[str, str]]:
     """Return a function that returns the headers of a signed GET of a URL."""
     if settings.anonymous or settings.credentials is None:
         return lambda _: {}
-    with pause_gc_for_import():
-        from botocore.auth import S3SigV4Auth  # noqa: PLC0415  (comes with s3fs, an extra)
-        from botocore.awsrequest import AWSRequest  # noqa: PLC0415
-        from botocore.credentials import Credentials  # noqa: PLC0415
+    from botocore.auth import S3SigV4Auth  # noqa: PLC0415  (comes with s3fs, an extra)
+    from botocore.awsrequest import AWSRequest  # noqa: PLC0415
+    from botocore.credentials import Credentials  # noqa: PLC0415
 
     found: dict[str, Any] = settings.credentials()
     credentials = Credentials(found["access_key_id"], found["secret_access_key"], found["token"])

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 import shardstream as ss
-from shardstream.fetch import readahead
+from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.fetch.coalesce import coalesce
+from shardstream.fetch.readahead import Readahead
 from shardstream.testing import make_shards
-from tests.limits import set_limits
+from tests.limits import module_of, set_limits
 
 
 class Spy(mmap.mmap):
@@ -41,7 +42,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, in
         tar.asked = found
         return tar
 
-    monkeypatch.setattr("shardstream.catalog.shard_catalog.map_file", map_file)
+    monkeypatch.setattr(module_of(ShardCatalog), "map_file", map_file)
     set_limits(monkeypatch, coalesce, GAP_BYTES=0)  # nothing read on the way
     return found
 
@@ -49,7 +50,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, in
 def faults_from(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
     """Let the disk be waited for from a call on."""
     calls = iter(range(10**6))
-    monkeypatch.setattr(readahead, "_page_faults", lambda: max(0, next(calls) - call))
+    monkeypatch.setattr(module_of(Readahead), "page_faults", lambda: max(0, next(calls) - call))
 
 
 def epoch(folder: Path, **options: int) -> int:

@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstream as ss
-from shardstream import process_memory
 from shardstream.catalog.base import Extents
 from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.errors import AccessDeniedError, ChangedError, NotFoundError, StorageError
@@ -31,7 +30,7 @@ from shardstream.storage.discover import locate_shards
 from shardstream.storage.local_files import num_maps
 from shardstream.storage.response import RangeResponse
 from shardstream.storage.store import Storage
-from tests.limits import set_limits
+from tests.limits import module_of, set_limits
 from tests.small_datasets import FEW_CORES, flat, labels, loader, numbered
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -176,7 +175,9 @@ def test_what_lies_free_in_a_worker_is_given_back_at_the_end(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trimmed: list[int] = []
-    monkeypatch.setattr(process_memory, "_trim", [trimmed.append])  # as in a worker
+    monkeypatch.setattr(
+        module_of(RangeFetcher), "give_back_freed_memory", lambda: trimmed.append(0)
+    )
     fetcher = RangeFetcher(catalog_of(url), groups(range(20)), prefetch_bytes=1 << 20)
     keys(fetcher, range(20))
     assert not trimmed
@@ -432,7 +433,7 @@ def test_few_maps_are_kept_open_over_all_data_sets(
 def test_a_second_epoch_maps_nothing_anew(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     catalog = catalog_of(numbered(tmp_path, 10, 2))
     assert keys(open_fetcher(catalog, (), prefetch_bytes=0), range(10)) == names(range(10))
-    monkeypatch.setattr("shardstream.catalog.shard_catalog.map_file", None)
+    monkeypatch.setattr(module_of(ShardCatalog), "map_file", None)
     assert keys(open_fetcher(catalog, (), prefetch_bytes=0), range(10)) == names(range(10))
     again = pickle.loads(pickle.dumps(catalog))  # noqa: S301  (as a spawned worker gets it)
     assert again._mmap_pool.get(0) is None

@@ -9,13 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstream.format import columnar
 from shardstream.format.columnar import ShardSlice, find_samples, read_samples
 from shardstream.format.columns import Columns, Samples, as_rows, from_rows, restore_order
 from shardstream.format.names import member_name
 from shardstream.format.samples import iter_groups, read_sample
 from shardstream.format.tar_reader import iter_members
-from tests.limits import set_limits
+from tests.limits import module_of, set_limits
 from tests.small_tars import samples as two_fields
 from tests.small_tars import tar_bytes
 from tests.strategies import archives, raw_samples
@@ -73,7 +72,7 @@ def test_many_plain_samples_never_take_the_long_way(monkeypatch: pytest.MonkeyPa
         calls.append(start)
         return read_sample(buffer, base, start, end, shard)
 
-    monkeypatch.setattr(columnar, "read_sample", counted)
+    monkeypatch.setattr(module_of(read_samples), "read_sample", counted)
     assert together([ShardSlice(0, URL, tar, 0, *extents(tar))]) == expected
     assert len(calls) == 1  # the one that shows what they look like
 

@@ -62,7 +62,7 @@ def test_a_run_counts_what_became_of_its_inputs() -> None:
 
 
 def test_the_target_finds_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fuzz_tar._read_with_tarfile", lambda _: [("other", b"")])
+    monkeypatch.setattr("fuzz_tar.read_with_tarfile", lambda _: [("other", b"")])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(AssertionError, match="tarfile reads something else"):
         run(SEEDS[:1], seconds=30, seed=0)

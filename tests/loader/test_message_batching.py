@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstream as ss
-from shardstream.loader import worker as batches
 from shardstream.loader.message_batching import (
     MessageSizes,
     WorkerMessage,
@@ -28,7 +27,7 @@ from shardstream.loader.message_batching import (
     send_messages,
 )
 from shardstream.loader.worker import BatchDataset
-from tests.limits import set_limits
+from tests.limits import module_of, set_limits
 from tests.small_datasets import FEW_CORES, numbered
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -240,7 +239,7 @@ def test_without_rings_torch_sends_batches_one_at_a_time(
 ) -> None:
     """Each tensor has a descriptor then, and of these a process has few."""
     sizes = message_sizes_of(monkeypatch)
-    monkeypatch.setattr(batches, "open_rings", lambda _: [])
+    monkeypatch.setattr(module_of(BatchDataset), "open_rings", lambda _: [])
     loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=1)
     assert all(batch["cls"].is_shared() for batch in loader)
     assert sizes == [1] * 1000

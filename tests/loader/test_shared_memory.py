@@ -23,12 +23,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstream as ss
-from shardstream.loader import serialize
-from shardstream.loader.serialize import MAX_TENSOR_BYTES
+from shardstream.loader.serialize import MAX_TENSOR_BYTES, MIN_LARGE_BYTES
 from shardstream.loader.shared_memory import RingBuffer, RingMessage, open_rings
 from tests.limits import set_limits
 
-_LEAST = serialize._MIN_BYTES
+_LEAST = MIN_LARGE_BYTES
 
 batches = st.recursive(
     st.one_of(

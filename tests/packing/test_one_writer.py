@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import s3fs
 from botocore.exceptions import ClientError
 from fsspec.implementations.memory import MemoryFileSystem
 
@@ -24,6 +25,7 @@ from shardstream.storage.atomic_write import publish_bytes_over
 from shardstream.storage.journal_marker import journal_name
 from shardstream.storage.output_folder import LocalFolder
 from shardstream.storage.store import Storage
+from tests.servers import S3Server
 
 ANOTHER = "another pack or ShardWriter writes here"
 
@@ -292,22 +294,25 @@ def test_a_file_is_published_over_the_one_that_is_known(bucket: str) -> None:
         publish_bytes_over(storage, url, b"3", old=b"2")
 
 
-@pytest.mark.usefixtures("s3_env")
+class Unconditional(s3fs.S3FileSystem):  # type: ignore[misc]
+    """A server that refuses conditions."""
+
+    code = ""
+
+    async def _call_s3(self, method: str, *arguments: Any, **options: Any) -> Any:
+        if "IfMatch" in options or ("IfNoneMatch" in options and self.code == "NotImplemented"):
+            error = ClientError({"Error": {"Code": self.code}}, "PutObject")
+            raise OSError(38, "no") from error
+        return await super()._call_s3(method, *arguments, **options)
+
+
 @pytest.mark.parametrize("code", ["NotImplemented", "PreconditionFailed"])
 def test_servers_that_know_no_conditions_or_other_etags_take_it_all_the_same(
-    code: str, bucket: str, monkeypatch: pytest.MonkeyPatch
+    code: str, bucket: str, s3: S3Server
 ) -> None:
-    storage, url = Storage(), f"{bucket}/x"
-    filesystem = storage.resolve(url)[0]
-    really_call = filesystem._call_s3
-
-    async def call(method: str, **arguments: Any) -> Any:
-        if "IfMatch" in arguments or ("IfNoneMatch" in arguments and code == "NotImplemented"):
-            error = ClientError({"Error": {"Code": code}}, "PutObject")
-            raise OSError(38, "no") from error
-        return await really_call(method, **arguments)
-
-    monkeypatch.setattr(filesystem, "_call_s3", call)
+    filesystem = Unconditional(**s3.storage_options)
+    filesystem.code = code
+    storage, url = Storage(filesystem=filesystem), f"{bucket}/x"
     publish_bytes_over(storage, url, b"1", old=None)
     publish_bytes_over(storage, url, b"2", old=b"1")
     assert storage.read(url) == b"2"

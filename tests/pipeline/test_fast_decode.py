@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstream.loader.collation import to_tensor
-from shardstream.pipeline import image_decode
 from shardstream.pipeline.fast_decode import decode_jpeg, has_only_pixels, parse_json
 from shardstream.pipeline.image_decode import ImageDecoder
+from tests.limits import module_of
 
 
 def photo(width: int, height: int, mode: str = "RGB", **options: Any) -> bytes:
@@ -69,7 +69,7 @@ def test_a_jpeg_has_the_pixels_of_pillow(
     spec: str, data: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     quick = decoded(data, spec)
-    monkeypatch.setattr(image_decode, "decode_jpeg", by_pillow)
+    monkeypatch.setattr(module_of(ImageDecoder), "decode_jpeg", by_pillow)
     slow = decoded(data, spec)
     assert type(quick) is type(slow)
     np.testing.assert_array_equal(np.asarray(quick), np.asarray(slow))
@@ -134,7 +134,7 @@ def test_damage_is_judged_by_pillow(spec: str, data: st.DataObject) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         quick = outcome()
-        patch.setattr(image_decode, "decode_jpeg", by_pillow)
+        patch.setattr(module_of(ImageDecoder), "decode_jpeg", by_pillow)
         assert quick == outcome()
 
 
@@ -145,7 +145,7 @@ def test_a_larger_picture_is_made_to_fit(
     spec: str, size: tuple[int, int], fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not fast:
-        monkeypatch.setattr(image_decode, "decode_jpeg", by_pillow)
+        monkeypatch.setattr(module_of(ImageDecoder), "decode_jpeg", by_pillow)
     made = decoded(photo(*size), spec, max_side=150)
     shape = np.asarray(made).shape
     height, width = shape[1:] if spec.startswith("torch") else shape[:2]

@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 import shardstream as ss
 from shardstream.errors import DecodeError, ImageWarning, OptionError
 from shardstream.loader.collation import to_tensor
-from shardstream.pipeline import image_decode
 from shardstream.pipeline.image_decode import IMAGE_NAMES, ImageDecoder
 from shardstream.testing import make_shards
 from tests.image_files import netpbm_of, png_of, tiff_of
+from tests.limits import module_of
 from tests.small_datasets import picture
 
 Array = np.ndarray[Any, Any]
@@ -374,7 +374,7 @@ def test_pixels_come_as_stored_or_upright(
     spec: str, form: str, orientation: int, fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not fast:
-        monkeypatch.setattr(image_decode, "decode_jpeg", lambda *_, **__: None)
+        monkeypatch.setattr(module_of(ImageDecoder), "decode_jpeg", lambda *_, **__: None)
     data = turned(form, orientation)
     with PIL.Image.open(io.BytesIO(data)) as image:
         mode = "L" if spec == "l8" else "RGB"

@@ -7,7 +7,6 @@ import resource
 import signal
 import sys
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,10 +14,8 @@ from pathlib import Path
 import pytest
 
 import shardstream as ss
-from shardstream.catalog import shard_catalog as catalog_module
 from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.errors import IndexMismatchError, NotFoundError
-from shardstream.storage import local_files
 from shardstream.storage.discover import locate_shards
 from shardstream.storage.local_files import MmapPool, num_maps
 from shardstream.storage.store import Storage
@@ -107,26 +104,27 @@ def use_indexes(catalog: ShardCatalog) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("lock", "use"), [(local_files._lock, use_maps), (catalog_module._lock, use_indexes)]
-)
-def test_a_child_that_is_forked_meanwhile_does_not_wait_for_ever(
-    lock: threading.Lock, use: Callable[[ShardCatalog], None], folder: Path
+@pytest.mark.usefixtures("switching")
+@pytest.mark.parametrize("use", [use_maps, use_indexes])
+def test_children_that_are_forked_while_another_thread_reads_end(
+    use: Callable[[ShardCatalog], None], folder: Path
 ) -> None:
-    catalog, held = checked(folder), threading.Event()
+    catalog, ends = checked(folder), threading.Event()
 
-    def hold() -> None:
-        with lock:
-            held.set()
-            time.sleep(0.1)
+    def keep_using() -> None:
+        while not ends.is_set():
+            use(catalog)
 
-    holder = threading.Thread(target=hold)
-    holder.start()
-    held.wait(10)
-    child = os.fork()
-    if child == 0:
-        signal.alarm(20)  # ends what hangs
-        use(catalog)
-        os._exit(0)
-    holder.join()
-    assert os.waitpid(child, 0)[1] == 0
+    user = threading.Thread(target=keep_using)
+    user.start()
+    try:
+        for _ in range(30):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)  # ends a child that waits for a lock that nobody releases
+                use(catalog)
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        ends.set()
+        user.join()
