@@ -113,33 +113,13 @@ def faults(shaped: ShapedS3, bucket: str) -> Faults:
     return Faults(shaped, bucket)
 
 
-# --- what every client gives
-
-
-@pytest.mark.parametrize(
-    ("start", "end"),
-    [
-        (0, None),
-        (5, None),
-        (0, 1),
-        (0, len(BODY)),
-        (1000, 3000),
-        (len(BODY) - 1, len(BODY)),
-        (7, 7),
-    ],
-)
-def test_a_range_has_the_bytes_of_the_file(place: Place, start: int, end: int | None) -> None:
-    assert place.storage.read(place.url("a.tar"), start, end) == BODY[start:end]
+# --- reading; test_store_contract.py has what every store must do
 
 
 def test_a_length_that_is_right_is_fine(place: Place) -> None:
     url = place.url("a.tar")
     assert place.storage.read(url, 0, 10, size=len(BODY)) == BODY[:10]
     assert place.storage.read(url, size=len(BODY)) == BODY
-
-
-def test_an_empty_file_is_read(place: Place) -> None:
-    assert place.storage.read(place.url("empty.tar", b"")) == b""
 
 
 @pytest.mark.parametrize("name", NAMES)
