@@ -38,22 +38,22 @@ from shardstream.errors import (
 )
 
 if TYPE_CHECKING:
-    from shardstream.catalog.base import Catalog
-    from shardstream.loader.checkpoint import load_checkpoint, save_checkpoint
-    from shardstream.loader.collation import collate
-    from shardstream.loader.dataset import CatalogDataset, ShardDataset
-    from shardstream.loader.loader import ShardLoader
-    from shardstream.loader.map_dataset import ShardMapDataset
-    from shardstream.loader.mix_dataset import mix
-    from shardstream.loader.object_dataset import ObjectDataset, ObjectMapDataset
-    from shardstream.packing.indexing import index
-    from shardstream.packing.job import pack
-    from shardstream.packing.shard_writer import ShardWriter
-    from shardstream.packing.verification import verify
-    from shardstream.pipeline.bad_sample_report import BadSample
-    from shardstream.pipeline.bad_samples import SkipBudget
-    from shardstream.pipeline.indexed_source import ReadOptions
-    from shardstream.tasks.executor import Executor, FuturesExecutor, LocalExecutor, Task
+    from shardstream.catalog import Catalog
+    from shardstream.loader import (
+        CatalogDataset,
+        ObjectDataset,
+        ObjectMapDataset,
+        ShardDataset,
+        ShardLoader,
+        ShardMapDataset,
+        collate,
+        load_checkpoint,
+        mix,
+        save_checkpoint,
+    )
+    from shardstream.packing import ShardWriter, index, pack, verify
+    from shardstream.pipeline import BadSample, ReadOptions, SkipBudget
+    from shardstream.tasks import Executor, FuturesExecutor, LocalExecutor, Task
 
 __all__ = [
     "AccessDeniedError",
@@ -105,28 +105,28 @@ __all__ = [
 
 # Looked up when first used: torch takes over a second to import, and the command line does without.
 _LAZY = {
-    "BadSample": "pipeline.bad_sample_report",
-    "Catalog": "catalog.base",
-    "CatalogDataset": "loader.dataset",
-    "Executor": "tasks.executor",
-    "FuturesExecutor": "tasks.executor",
-    "LocalExecutor": "tasks.executor",
-    "ObjectDataset": "loader.object_dataset",
-    "ObjectMapDataset": "loader.object_dataset",
-    "ReadOptions": "pipeline.indexed_source",
-    "ShardDataset": "loader.dataset",
-    "ShardLoader": "loader.loader",
-    "ShardMapDataset": "loader.map_dataset",
-    "SkipBudget": "pipeline.bad_samples",
-    "ShardWriter": "packing.shard_writer",
-    "Task": "tasks.executor",
-    "collate": "loader.collation",
-    "index": "packing.indexing",
-    "load_checkpoint": "loader.checkpoint",
-    "mix": "loader.mix_dataset",
-    "pack": "packing.job",
-    "save_checkpoint": "loader.checkpoint",
-    "verify": "packing.verification",
+    "BadSample": "pipeline",
+    "Catalog": "catalog",
+    "CatalogDataset": "loader",
+    "Executor": "tasks",
+    "FuturesExecutor": "tasks",
+    "LocalExecutor": "tasks",
+    "ObjectDataset": "loader",
+    "ObjectMapDataset": "loader",
+    "ReadOptions": "pipeline",
+    "ShardDataset": "loader",
+    "ShardLoader": "loader",
+    "ShardMapDataset": "loader",
+    "SkipBudget": "pipeline",
+    "ShardWriter": "packing",
+    "Task": "tasks",
+    "collate": "loader",
+    "index": "packing",
+    "load_checkpoint": "loader",
+    "mix": "loader",
+    "pack": "packing",
+    "save_checkpoint": "loader",
+    "verify": "packing",
 }
 
 

@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog.base import Catalog
+from shardstream.catalog import Catalog
 from shardstream.errors import ChangedError, NotFoundError, StorageError
-from shardstream.packing.shard_writer import ShardWriter
-from shardstream.pipeline.stage import Run, State
-from shardstream.storage.atomic_write import publish, publish_bytes, remove
-from shardstream.storage.store import Storage
+from shardstream.packing import ShardWriter
+from shardstream.pipeline import Run, State
+from shardstream.storage import Storage, publish, publish_bytes, remove
 
 
 def make_shards(

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from shardstream.format.tar_writer import END_OF_ARCHIVE, encode_member
+from shardstream.format import END_OF_ARCHIVE, encode_member
 
 
 def tar_bytes(members: list[tuple[str, bytes]], *, end: bytes = END_OF_ARCHIVE) -> bytes:

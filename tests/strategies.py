@@ -9,8 +9,7 @@ from typing import Any, Literal
 
 from hypothesis import strategies as st
 
-from shardstream.format.index import encode_index, scan_shard
-from shardstream.format.tar_writer import END_OF_ARCHIVE, encode_member
+from shardstream.format import END_OF_ARCHIVE, encode_index, encode_member, scan_shard
 
 TarFormat = Literal["ustar", "pax", "gnu"]
 TAR_FORMATS: tuple[TarFormat, ...] = ("ustar", "pax", "gnu")

@@ -7,13 +7,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 
+import shardstream
+
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "shardstream"
 MODULES = sorted(path for path in PACKAGE.rglob("*.py"))
+TESTS = sorted(path for path in (ROOT / "tests").rglob("*.py"))
 CLIENTS = sorted(path for folder in ("tools", "examples") for path in (ROOT / folder).rglob("*.py"))
 
 # Lowest first. A room imports its own modules, the base and the rooms named here; errors import nothing.
@@ -38,6 +42,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "cli": ("__init__", *BASE, *READING, "tasks", "packing"),
     "__main__": ("cli",),
 }
+ROOMS = sorted(  # integrations are separate modules: each imports another framework
+    path.parent.name for path in PACKAGE.glob("*/__init__.py") if path.parent.name != "integrations"
+)
 MODULE_LINES = 600
 FUNCTION_LINES = 60
 HOMES = {
@@ -141,6 +148,66 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
         order.prepare()
     except CycleError as error:
         pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def exports(room: str) -> set[str]:
+    """Return the names in ``__all__`` of a room."""
+    for node in parse(PACKAGE / room / "__init__.py").body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return set(ast.literal_eval(node.value))
+    return set()
+
+
+def imported_from_rooms(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield ``shardstream.room`` or ``shardstream.room.module`` with each name that a file imports from it."""
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Import):
+            yield from ((one.name, "") for one in node.names if one.name.startswith("shardstream."))
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardstream."):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize(
+    "path", [*MODULES, *TESTS, *CLIENTS], ids=lambda p: p.relative_to(ROOT).as_posix()
+)
+def test_other_rooms_and_tests_import_only_exported_names(path: Path) -> None:
+    own = own_part(path) if path.is_relative_to(PACKAGE) else ""
+    for module, name in imported_from_rooms(path):
+        room = part_of(module)
+        if room == own or room not in ROOMS:
+            continue
+        assert module == f"shardstream.{room}", (
+            f"{path.name}: import {name} from shardstream.{room}"
+        )
+        assert name in exports(room), f"{path.name}: shardstream.{room} does not export {name}"
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_rooms_export_what_others_use_and_no_more(room: str) -> None:
+    used = {
+        name
+        for path in [*MODULES, *TESTS, *CLIENTS]
+        if not path.is_relative_to(PACKAGE / room)
+        for module, name in imported_from_rooms(path)
+        if module == f"shardstream.{room}"
+    }
+    used |= {name for name, home in vars(shardstream)["_LAZY"].items() if home == room}
+    text = "".join(page.read_text(encoding="utf-8") for page in (ROOT / "docs").glob("*.md"))
+    documented = {name for name in exports(room) if name in text}
+    assert exports(room) <= used | documented
+    assert exports(room) <= set(vars(import_module(f"shardstream.{room}")))
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda p: p.relative_to(ROOT).as_posix())
+def test_tests_replace_no_private_name(path: Path) -> None:
+    for node in ast.walk(parse(path)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith((".setattr", ".delattr")):
+            names = [arg.value for arg in node.args if isinstance(arg, ast.Constant)]
+            texts = [name for name in names if isinstance(name, str)]
+            private = [
+                name for name in texts if any(part.startswith("_") for part in name.split("."))
+            ]
+            assert not private, f"{path.name}:{node.lineno} replaces {private}"
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)

@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 import shardstream as ss
-from shardstream.format.tar_writer import END_OF_ARCHIVE
+from shardstream.format import END_OF_ARCHIVE
 from tests.small_tars import samples, tar_bytes
 from tests.strategies import make_header, octal, padded
 

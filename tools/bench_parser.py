@@ -16,10 +16,14 @@ import tarfile
 import time
 from collections.abc import Callable
 
-from shardstream.format.index import scan_shard
-from shardstream.format.samples import iter_samples, read_sample
-from shardstream.format.tar_reader import iter_members
-from shardstream.format.tar_writer import END_OF_ARCHIVE, encode_member
+from shardstream.format import (
+    END_OF_ARCHIVE,
+    encode_member,
+    iter_members,
+    iter_samples,
+    read_sample,
+    scan_shard,
+)
 
 _ROUNDS = 5
 

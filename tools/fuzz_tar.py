@@ -28,13 +28,23 @@ import numpy as np
 from tar_mutations import LONGEST_BYTES, mutate, seeds
 
 from shardstream.errors import ShardStreamError, ShardWarning
-from shardstream.format.columnar import ShardSlice, read_one, read_samples
-from shardstream.format.forward_reader import ForwardReader
-from shardstream.format.index import decode_index, encode_index, scan_shard
-from shardstream.format.manifest import decode_manifest
-from shardstream.format.samples import Sample, iter_samples, read_sample
-from shardstream.format.tar_diagnostics import TarNotes
-from shardstream.format.tar_reader import BLOCK_BYTES, ReadAt, iter_members
+from shardstream.format import (
+    BLOCK_BYTES,
+    ForwardReader,
+    ReadAt,
+    Sample,
+    ShardSlice,
+    TarNotes,
+    decode_index,
+    decode_manifest,
+    encode_index,
+    iter_members,
+    iter_samples,
+    read_one,
+    read_sample,
+    read_samples,
+    scan_shard,
+)
 
 _SHARD = "a.tar"
 _PLACES = 64  # where samples are looked for, more than are read one by one anyway

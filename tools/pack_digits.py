@@ -13,9 +13,9 @@ import numpy as np
 import typer
 from sklearn.datasets import load_digits
 
-from shardstream.cli.pack import parse_split
+from shardstream.cli import parse_split
 from shardstream.errors import ShardStreamError
-from shardstream.packing.job import pack
+from shardstream.packing import pack
 
 
 def main() -> int:

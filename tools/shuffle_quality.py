@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.order.epoch_plan import EpochOrder, EpochPlan, default_block, default_window
+from shardstream.order import EpochOrder, EpochPlan, default_block, default_window
 
 _SAMPLES, _SHARDS, _CLASSES, _BATCH, _READERS = 100_000, 100, 100, 64, 8
 _TOTAL_BYTES = _SAMPLES * 100_000

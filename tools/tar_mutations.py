@@ -9,8 +9,7 @@ import io
 import random
 import tarfile
 
-from shardstream.format.tar_reader import BLOCK_BYTES
-from shardstream.format.tar_writer import END_OF_ARCHIVE, encode_member
+from shardstream.format import BLOCK_BYTES, END_OF_ARCHIVE, encode_member
 
 LONGEST_BYTES = 64 << 10
 

@@ -10,5 +10,40 @@ class_names      class names, from the ``classes.json`` beside the shards
 """
 
 from shardstream.catalog.base import Catalog, Extents, Numbers, check_numbers
+from shardstream.catalog.class_names import (
+    Classes,
+    ClassNames,
+    common_classes,
+    find_difference,
+    read_all_classes,
+    read_classes,
+    warn_of_difference,
+)
+from shardstream.catalog.concat_catalog import ConcatCatalog
+from shardstream.catalog.integrity import VerifiedReader, Verify
+from shardstream.catalog.manifest_versions import check_manifests
+from shardstream.catalog.object_catalog import LabelFunction, ObjectCatalog, folder_label
+from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
 
-__all__ = ["Catalog", "Extents", "Numbers", "check_numbers"]
+__all__ = [
+    "Catalog",
+    "ClassNames",
+    "Classes",
+    "ConcatCatalog",
+    "Extents",
+    "LabelFunction",
+    "Numbers",
+    "ObjectCatalog",
+    "ShardCatalog",
+    "VerifiedReader",
+    "Verify",
+    "check_manifests",
+    "check_numbers",
+    "common_classes",
+    "find_difference",
+    "folder_label",
+    "lacks_index",
+    "read_all_classes",
+    "read_classes",
+    "warn_of_difference",
+]

@@ -11,9 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import plural
-from shardstream.format.tar_reader import Buffer
-from shardstream.storage.concurrency import AdaptiveLimit
-from shardstream.storage.store import Storage
+from shardstream.format import Buffer
+from shardstream.storage import AdaptiveLimit, Storage
 
 Numbers = npt.NDArray[np.int64]
 

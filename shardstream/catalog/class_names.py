@@ -17,9 +17,8 @@ from shardstream.errors import (
     redact,
     shown,
 )
-from shardstream.format.classes_json import CLASSES_NAME, decode_classes
-from shardstream.storage.discover import LocatedShards
-from shardstream.storage.store import Storage, join_url, parent_url
+from shardstream.format import CLASSES_NAME, decode_classes
+from shardstream.storage import LocatedShards, Storage, join_url, parent_url
 
 _log = logging.getLogger(__name__)
 

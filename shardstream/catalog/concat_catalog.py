@@ -9,9 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from shardstream.catalog.base import Catalog, Extents, Numbers
-from shardstream.format.tar_reader import Buffer
-from shardstream.storage.concurrency import AdaptiveLimit
-from shardstream.storage.store import Storage
+from shardstream.format import Buffer
+from shardstream.storage import AdaptiveLimit, Storage
 
 
 class ConcatCatalog(Catalog):

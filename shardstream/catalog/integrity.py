@@ -14,11 +14,8 @@ from typing import Any, Literal
 import numpy as np
 
 from shardstream.errors import IndexMismatchError, OptionError
-from shardstream.format.manifest import ShardInfo
-from shardstream.format.tar_reader import Buffer
-from shardstream.storage.concurrency import AdaptiveLimit, hints_of
-from shardstream.storage.error_messages import translate_errors
-from shardstream.storage.store import Storage
+from shardstream.format import Buffer, ShardInfo
+from shardstream.storage import AdaptiveLimit, Storage, hints_of, translate_errors
 
 Verify = Literal["sha256"]
 

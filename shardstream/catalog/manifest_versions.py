@@ -11,9 +11,8 @@ import warnings
 from collections.abc import Iterable, Mapping
 
 from shardstream.errors import ChangedError, ManifestError, NotFoundError, StorageError, plural
-from shardstream.format.manifest import Manifest, ShardInfo
-from shardstream.storage.discover import read_manifest
-from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
+from shardstream.format import Manifest, ShardInfo
+from shardstream.storage import FileInfo, Storage, join_url, parent_url, read_manifest
 
 _ATTEMPTS = 4
 _RETRY_S = 5.0  # a training that has all data in its cache does not stop for a server that is down

@@ -14,12 +14,16 @@ import numpy.typing as npt
 
 from shardstream.catalog.base import Catalog, Extents, Numbers, check_numbers
 from shardstream.errors import ChangedError, OptionError, plural
-from shardstream.format.names import canonical_field, split_member_name
-from shardstream.format.tar_writer import encode_member, member_bytes
-from shardstream.storage.concurrency import AdaptiveLimit, hints_of
-from shardstream.storage.listing import ListedFile, sample_members
-from shardstream.storage.retry import AnswerCutError, retry_call
-from shardstream.storage.store import Storage
+from shardstream.format import canonical_field, encode_member, member_bytes, split_member_name
+from shardstream.storage import (
+    AdaptiveLimit,
+    AnswerCutError,
+    ListedFile,
+    Storage,
+    hints_of,
+    retry_call,
+    sample_members,
+)
 
 _Unsigned = npt.NDArray[np.unsignedinteger[Any]]
 

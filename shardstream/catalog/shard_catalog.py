@@ -15,23 +15,34 @@ from shardstream.catalog.base import Catalog, Extents, Numbers, check_numbers
 from shardstream.catalog.integrity import Verify, open_verified_reader
 from shardstream.catalog.manifest_versions import check_manifests
 from shardstream.errors import IndexMismatchError, OptionError, plural
-from shardstream.format.index import (
+from shardstream.format import (
+    BLOCK_BYTES,
     INDEX_SUFFIX,
     OFFSET_BYTES,
+    Buffer,
     Offsets,
+    Sample,
+    ShardInfo,
+    TarNotes,
     check_extent,
+    checksum,
     decode_index,
+    empty_tar,
+    fingerprint,
+    read_sample,
     scan_shard,
 )
-from shardstream.format.manifest import ShardInfo, checksum, fingerprint
-from shardstream.format.samples import Sample, read_sample
-from shardstream.format.tar_diagnostics import TarNotes
-from shardstream.format.tar_reader import BLOCK_BYTES, Buffer, empty_tar
-from shardstream.storage.concurrency import AdaptiveLimit, hints_of
-from shardstream.storage.discover import LocatedShards, is_compressed
-from shardstream.storage.fork_safety import new_lock
-from shardstream.storage.local_files import FileVersions, MmapPool, map_file
-from shardstream.storage.store import Storage
+from shardstream.storage import (
+    AdaptiveLimit,
+    FileVersions,
+    LocatedShards,
+    MmapPool,
+    Storage,
+    hints_of,
+    is_compressed,
+    map_file,
+    new_lock,
+)
 
 OFFSETS_KEPT_BYTES = 64 << 20
 OFFSETS_SENT_BYTES = 1 << 20  # to a spawned worker

@@ -10,5 +10,11 @@ terminal_text          sizes and tables as text; escape control characters
 """
 
 from shardstream.cli.app import main
+from shardstream.cli.field_preview import describe
+from shardstream.cli.pack import parse_split
 
-__all__ = ["main"]
+__all__ = [
+    "describe",
+    "main",
+    "parse_split",
+]

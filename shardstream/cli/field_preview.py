@@ -61,7 +61,7 @@ def _text(data: bytes, limit: int | None) -> str | None:
 def _image(data: bytes) -> str | None:
     from PIL import Image  # noqa: PLC0415  (only where there is an image)
 
-    from shardstream.format.image_formats import PILLOW_FORMATS  # noqa: PLC0415
+    from shardstream.format import PILLOW_FORMATS  # noqa: PLC0415
 
     try:
         with warnings.catch_warnings():

@@ -35,10 +35,10 @@ def index(
       shardstream index data/train/
       shardstream index "s3://bucket/train/{000000..000099}.tar"
     """
-    from shardstream.packing import indexing  # noqa: PLC0415  (numpy and fsspec take 300 ms)
+    import shardstream as ss  # noqa: PLC0415  (numpy and fsspec take 300 ms)
 
     with progress_bar("indexing") as progress:
-        report = indexing.index(
+        report = ss.index(
             urls,
             storage_options=parse_options(option),
             threads=threads,
@@ -62,10 +62,10 @@ def verify(urls: Urls, *, threads: Threads = 4, option: StorageOption = None) ->
     Example:
       shardstream verify s3://bucket/train/
     """
-    from shardstream.packing import verification as verifying  # noqa: PLC0415
+    import shardstream as ss  # noqa: PLC0415
 
     with progress_bar("verifying") as progress:
-        report = verifying.verify(
+        report = ss.verify(
             urls, storage_options=parse_options(option), threads=threads, progress=progress
         )
     for problem in report.problems:

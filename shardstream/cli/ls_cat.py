@@ -15,7 +15,7 @@ from shardstream.cli.terminal_text import aligned, human_bytes, printable, short
 from shardstream.errors import OptionError, StorageError, plural
 
 if TYPE_CHECKING:
-    from shardstream.packing.inspect import Listing
+    from shardstream.packing import Listing
 
 _HEADINGS = ("shard", "samples", "size", "index")
 _RIGHT = frozenset({1, 2})
@@ -57,13 +57,16 @@ def ls(
       shardstream ls data/train/
       shardstream ls s3://bucket/train/ --json
     """
-    from shardstream.packing import inspect  # noqa: PLC0415  (numpy and fsspec take 300 ms)
+    from shardstream.packing import (  # noqa: PLC0415  (numpy and fsspec take 300 ms)
+        list_shards,
+        list_splits,
+    )
 
     options = parse_options(option)
     try:
-        listing = inspect.list_shards(urls, storage_options=options)
+        listing = list_shards(urls, storage_options=options)
     except StorageError:
-        splits = {} if len(urls) > 1 else inspect.list_splits(urls[0], storage_options=options)
+        splits = {} if len(urls) > 1 else list_splits(urls[0], storage_options=options)
         if not splits:
             raise
     else:
@@ -117,11 +120,11 @@ def cat(
         raise typer.BadParameter("give --number or --key, not both")
     if output is not None and field is None:
         raise typer.BadParameter("--output needs --field: one file holds one field")
-    from shardstream.packing import inspect  # noqa: PLC0415
+    from shardstream.packing import class_name, read_one  # noqa: PLC0415
 
     number = 0 if number is None and key is None else number
     with progress_bar("searching") as progress:
-        sample = inspect.read_one(
+        sample = read_one(
             urls,
             number=number,
             key=key,
@@ -137,7 +140,7 @@ def cat(
         _show(
             sample,
             field,
-            inspect.class_name(sample, parse_options(option)) if field is None else None,
+            class_name(sample, parse_options(option)) if field is None else None,
         )
     else:
         _extract(sample[field], output)

@@ -12,7 +12,7 @@ from shardstream.cli.terminal_text import aligned, human_bytes, printable
 from shardstream.errors import plural
 
 if TYPE_CHECKING:
-    from shardstream.packing.report import PackReport
+    from shardstream.packing import PackReport
 
 _SKIPS_SHOWN, _FIELDS_SHOWN = 10, 12
 
@@ -198,10 +198,10 @@ def pack(  # noqa: PLR0913  (the options of a command)
       shardstream pack captions.csv packed/ --map jpg=path --map txt=caption
       shardstream pack "old/{000000..000099}.tar" new/ --max-bytes 1GB
     """
-    from shardstream.packing import job  # noqa: PLC0415  (numpy, pillow and fsspec take 300 ms)
+    import shardstream as ss  # noqa: PLC0415  (numpy, pillow and fsspec take 300 ms)
 
     with report_interruption(), packing_bar() as progress:
-        report = job.pack(
+        report = ss.pack(
             source,
             dest,
             kind=kind,

@@ -14,7 +14,7 @@ from shardstream.cli.terminal_text import human_bytes
 from shardstream.errors import plural
 
 if TYPE_CHECKING:
-    from shardstream.packing.report import Progress
+    from shardstream.packing import Progress
 
 
 @contextmanager

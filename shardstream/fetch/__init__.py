@@ -6,3 +6,25 @@ remote       plan range requests ahead of use, within a budget of bytes
 coalesce     join samples that are near each other to one range
 in_flight    send range requests side by side; hedge the late ones
 """
+
+from shardstream.fetch.coalesce import coalesce
+from shardstream.fetch.fetcher import (
+    Fetcher,
+    LocalFetcher,
+    MappedSamples,
+    open_batch_fetcher,
+    open_fetcher,
+)
+from shardstream.fetch.readahead import Readahead
+from shardstream.fetch.remote import RangeFetcher
+
+__all__ = [
+    "Fetcher",
+    "LocalFetcher",
+    "MappedSamples",
+    "RangeFetcher",
+    "Readahead",
+    "coalesce",
+    "open_batch_fetcher",
+    "open_fetcher",
+]

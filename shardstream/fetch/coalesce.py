@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from shardstream.catalog.base import Extents, Numbers
+from shardstream.catalog import Extents, Numbers
 
 # Of one request: large enough to hide latency, small enough to spread over connections.
 _RANGE_BYTES = 4 << 20

@@ -8,19 +8,24 @@ from typing import Protocol
 
 import numpy as np
 
-from shardstream.catalog.base import Catalog, Extents, Numbers
+from shardstream.catalog import Catalog, Extents, Numbers
 from shardstream.fetch.coalesce import coalesce
 from shardstream.fetch.in_flight import RequestPool
 from shardstream.fetch.readahead import Readahead
 from shardstream.fetch.remote import RangeFetcher
-from shardstream.format.columnar import (
+from shardstream.format import (
+    Columns,
+    Found,
+    Samples,
     ShardSlice,
+    as_rows,
     find_samples,
+    from_rows,
     is_worth_vectorizing,
     read_one,
     read_samples,
+    restore_order,
 )
-from shardstream.format.columns import Columns, Found, Samples, as_rows, from_rows, restore_order
 
 # Of samples from which on it pays to look at many before any is copied; and so few that they say nothing about the next.
 _LARGE_BYTES, _FEW = 16 << 10, 256

@@ -7,10 +7,10 @@ import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from shardstream.catalog.base import Catalog
+from shardstream.catalog import Catalog
 from shardstream.errors import StorageError
 from shardstream.fetch.coalesce import ByteRange
-from shardstream.storage.concurrency import AdaptiveLimit, Slot
+from shardstream.storage import AdaptiveLimit, Slot
 
 _THREADS = 32  # of which `AdaptiveLimit` lets some work
 _SIDE_THREADS = 16  # for indexes and second requests, which do not wait for a slot

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from shardstream.catalog.base import Catalog, Numbers
+from shardstream.catalog import Catalog, Numbers
 from shardstream.fetch.coalesce import coalesce
 
 

@@ -10,12 +10,11 @@ from itertools import repeat
 
 import numpy as np
 
-from shardstream.catalog.base import Catalog, Numbers
+from shardstream.catalog import Catalog, Numbers
 from shardstream.errors import IndexMismatchError, StorageError
 from shardstream.fetch.coalesce import ByteRange, coalesce
 from shardstream.fetch.in_flight import InFlightRange, RequestPool
-from shardstream.format.columnar import ShardSlice, read_samples
-from shardstream.format.columns import Samples, as_rows, from_rows
+from shardstream.format import Samples, ShardSlice, as_rows, from_rows, read_samples
 from shardstream.process_memory import give_back_freed_memory
 
 _NEXT_GROUP_FRACTION = 0.2  # of a group, when it is begun; the more of it is used, the more

@@ -14,6 +14,146 @@ A shard that is written passes through ``names`` and ``tar_writer`` (members -> 
 the shards: ``index`` (``NAME.tar.idx``), ``manifest`` (``index.json``), ``classes_json`` and ``dali_index``.
 """
 
-from shardstream.format.tar_writer import encode_member, member_bytes
+from shardstream.format.bit_depth import (
+    Depth,
+    is_inverted,
+    is_rendered,
+    stored_depth,
+    stored_maximum,
+)
+from shardstream.format.classes_json import CLASSES_NAME, decode_classes, encode_classes
+from shardstream.format.columnar import (
+    ShardSlice,
+    find_samples,
+    is_worth_vectorizing,
+    read_one,
+    read_samples,
+)
+from shardstream.format.columns import Columns, Found, Samples, as_rows, from_rows, restore_order
+from shardstream.format.dali_index import WDS2IDX_SUFFIX, encode_wds2idx
+from shardstream.format.forward_reader import ForwardReader, Readable, open_decompressed
+from shardstream.format.image_formats import (
+    PILLOW_FORMATS,
+    has_mask_word,
+    is_plain_jpeg,
+    mask_fields,
+)
+from shardstream.format.index import (
+    INDEX_SUFFIX,
+    OFFSET_BYTES,
+    Offsets,
+    ShardScan,
+    check_extent,
+    decode_index,
+    encode_index,
+    num_samples,
+    scan_members,
+    scan_shard,
+)
+from shardstream.format.manifest import (
+    KIND,
+    MANIFEST_NAME,
+    Manifest,
+    ShardInfo,
+    checksum,
+    decode_manifest,
+    encode_manifest,
+    fingerprint,
+)
+from shardstream.format.names import (
+    canonical_field,
+    is_meta_name,
+    is_name,
+    member_name,
+    split_member_name,
+)
+from shardstream.format.samples import (
+    FIELDS_LIMIT,
+    Group,
+    Sample,
+    iter_groups,
+    iter_samples,
+    read_sample,
+)
+from shardstream.format.tar_diagnostics import TarNotes
+from shardstream.format.tar_reader import (
+    BLOCK_BYTES,
+    Buffer,
+    Member,
+    ReadAt,
+    empty_tar,
+    iter_members,
+    iter_whole,
+)
+from shardstream.format.tar_writer import END_OF_ARCHIVE, encode_member, member_bytes
 
-__all__ = ["encode_member", "member_bytes"]
+__all__ = [
+    "BLOCK_BYTES",
+    "CLASSES_NAME",
+    "END_OF_ARCHIVE",
+    "FIELDS_LIMIT",
+    "INDEX_SUFFIX",
+    "KIND",
+    "MANIFEST_NAME",
+    "OFFSET_BYTES",
+    "PILLOW_FORMATS",
+    "WDS2IDX_SUFFIX",
+    "Buffer",
+    "Columns",
+    "Depth",
+    "ForwardReader",
+    "Found",
+    "Group",
+    "Manifest",
+    "Member",
+    "Offsets",
+    "ReadAt",
+    "Readable",
+    "Sample",
+    "Samples",
+    "ShardInfo",
+    "ShardScan",
+    "ShardSlice",
+    "TarNotes",
+    "as_rows",
+    "canonical_field",
+    "check_extent",
+    "checksum",
+    "decode_classes",
+    "decode_index",
+    "decode_manifest",
+    "empty_tar",
+    "encode_classes",
+    "encode_index",
+    "encode_manifest",
+    "encode_member",
+    "encode_wds2idx",
+    "find_samples",
+    "fingerprint",
+    "from_rows",
+    "has_mask_word",
+    "is_inverted",
+    "is_meta_name",
+    "is_name",
+    "is_plain_jpeg",
+    "is_rendered",
+    "is_worth_vectorizing",
+    "iter_groups",
+    "iter_members",
+    "iter_samples",
+    "iter_whole",
+    "mask_fields",
+    "member_bytes",
+    "member_name",
+    "num_samples",
+    "open_decompressed",
+    "read_one",
+    "read_sample",
+    "read_samples",
+    "restore_order",
+    "scan_members",
+    "scan_shard",
+    "split_member_name",
+    "stored_depth",
+    "stored_maximum",
+]

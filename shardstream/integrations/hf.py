@@ -14,8 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from shardstream.errors import OptionError, StateError
-from shardstream.loader.accelerate import check_data_parallel
-from shardstream.loader.loader import ShardLoader
+from shardstream.loader import ShardLoader, check_data_parallel
 
 
 class TrainerLoader(DataLoader[Any]):

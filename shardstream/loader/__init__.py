@@ -14,3 +14,63 @@ A batch passes through these files:
 
 ``accelerate`` is what Hugging Face Accelerate expects of a prepared loader.
 """
+
+from shardstream.loader.accelerate import check_data_parallel
+from shardstream.loader.checkpoint import load_checkpoint, save_checkpoint
+from shardstream.loader.collation import collate, load_tensors, shared_numbers, to_tensor
+from shardstream.loader.dataset import CatalogDataset, ShardDataset, StreamDataset
+from shardstream.loader.loader import ShardLoader
+from shardstream.loader.map_dataset import ShardMapDataset
+from shardstream.loader.message_batching import (
+    MessageSizes,
+    WorkerMessage,
+    preferred_size,
+    receive_items,
+    send_messages,
+)
+from shardstream.loader.mix_dataset import mix
+from shardstream.loader.object_dataset import ObjectDataset, ObjectMapDataset
+from shardstream.loader.option_checks import warn_of_lanes
+from shardstream.loader.rank_consistency import compare_in_store
+from shardstream.loader.serialize import MAX_TENSOR_BYTES, MIN_LARGE_BYTES
+from shardstream.loader.shared_memory import RingBuffer, RingMessage, open_rings
+from shardstream.loader.state import VERSION, check_state, part_state, plan_state, seal_state
+from shardstream.loader.worker import BatchDataset
+from shardstream.loader.worker_errors import WorkerWatch
+
+__all__ = [
+    "MAX_TENSOR_BYTES",
+    "MIN_LARGE_BYTES",
+    "VERSION",
+    "BatchDataset",
+    "CatalogDataset",
+    "MessageSizes",
+    "ObjectDataset",
+    "ObjectMapDataset",
+    "RingBuffer",
+    "RingMessage",
+    "ShardDataset",
+    "ShardLoader",
+    "ShardMapDataset",
+    "StreamDataset",
+    "WorkerMessage",
+    "WorkerWatch",
+    "check_data_parallel",
+    "check_state",
+    "collate",
+    "compare_in_store",
+    "load_checkpoint",
+    "load_tensors",
+    "mix",
+    "open_rings",
+    "part_state",
+    "plan_state",
+    "preferred_size",
+    "receive_items",
+    "save_checkpoint",
+    "seal_state",
+    "send_messages",
+    "shared_numbers",
+    "to_tensor",
+    "warn_of_lanes",
+]

@@ -16,9 +16,15 @@ from typing import Any, BinaryIO, SupportsIndex, cast
 import torch
 
 from shardstream.errors import NotFoundError, OptionError, StateError
-from shardstream.storage.atomic_write import PendingFile, is_part, open_pending, remove
-from shardstream.storage.error_messages import translate_errors
-from shardstream.storage.store import Storage, join_url
+from shardstream.storage import (
+    PendingFile,
+    Storage,
+    is_part,
+    join_url,
+    open_pending,
+    remove,
+    translate_errors,
+)
 
 _PART_BYTES = 8 << 20  # of one request
 _THREADS = 8

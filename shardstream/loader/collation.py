@@ -12,9 +12,9 @@ import torch
 from torch.utils.data import get_worker_info
 
 from shardstream.errors import SampleError
-from shardstream.format.columns import Columns
+from shardstream.format import Columns
 from shardstream.loader.serialize import MAX_TENSOR_BYTES
-from shardstream.pipeline.map import like_tuple
+from shardstream.pipeline import like_tuple
 
 _REPEATED_LIMIT_BYTES = 1 << 30
 _BYTEARRAY = b"\nbytearray\n"  # as pickles name it; `weights_only` lets 300 bytes make one of 8 GiB

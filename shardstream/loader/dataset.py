@@ -10,30 +10,37 @@ from typing import Any, Literal, Self
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shardstream.catalog.base import Catalog
-from shardstream.catalog.class_names import ClassNames, warn_of_difference
-from shardstream.catalog.integrity import Verify
-from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
+from shardstream.catalog import (
+    Catalog,
+    ClassNames,
+    ShardCatalog,
+    Verify,
+    lacks_index,
+    warn_of_difference,
+)
 from shardstream.distributed import Placement, WorkerInfo, accelerate_loader
 from shardstream.errors import NoIndexWarning, NotFoundError, OptionError, redact, shown
 from shardstream.loader.collation import shared_numbers
 from shardstream.loader.iterator import DatasetIterator
 from shardstream.loader.steps import StreamSteps
-from shardstream.order.partition import Remainder
-from shardstream.pipeline.bad_samples import OnError, SkipTracker
-from shardstream.pipeline.indexed_source import (
+from shardstream.order import Remainder
+from shardstream.pipeline import (
     CatalogSource,
     IndexedSource,
+    OnError,
+    Pipeline,
     ReadOptions,
+    SequentialSource,
+    Shuffle,
+    SkipTracker,
+    Stage,
+    check_at_least,
+    check_epoch,
+    check_stage,
     default_partition,
+    open_sequential_source,
 )
-from shardstream.pipeline.pipeline import Pipeline
-from shardstream.pipeline.sequential_source import SequentialSource, open_sequential_source
-from shardstream.pipeline.stage import Stage, check_at_least, check_epoch, check_stage
-from shardstream.pipeline.stream_ops import Shuffle
-from shardstream.storage.cache import open_cache
-from shardstream.storage.discover import Urls, locate_shards
-from shardstream.storage.store import Storage
+from shardstream.storage import Storage, Urls, locate_shards, open_cache
 
 _SAY_MICROBATCH = (
     "each worker ends with a batch of its own that may be short, so there may be more batches than len(loader) says, and the "

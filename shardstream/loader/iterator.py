@@ -9,9 +9,7 @@ from typing import Any
 from shardstream.distributed import WorkerInfo, accelerate_loader, is_one_of_several
 from shardstream.errors import StateError
 from shardstream.loader.state import check_state, seal_state
-from shardstream.pipeline.bad_sample_report import BadSample
-from shardstream.pipeline.pipeline import Pipeline
-from shardstream.pipeline.stage import Run, State
+from shardstream.pipeline import BadSample, Pipeline, Run, State
 
 
 class DatasetIterator:

@@ -28,12 +28,20 @@ from shardstream.loader.state import check_state, part_state, plan_state
 from shardstream.loader.stats import LoaderStats, Stopwatch
 from shardstream.loader.worker import BatchDataset, WorkerBatch
 from shardstream.loader.worker_errors import WorkerWatch, end_workers, live_workers
-from shardstream.order.partition import PartitionConfig, RankPartition
-from shardstream.order.permutation import derive_key
-from shardstream.pipeline.bad_sample_report import BadSample, BadSampleReport, warn_or_raise
-from shardstream.pipeline.bad_samples import SkipTracker
-from shardstream.pipeline.indexed_source import IndexedSource, ReadOptions, default_partition
-from shardstream.pipeline.stage import Position, State, check_epoch, whole_number
+from shardstream.order import PartitionConfig, RankPartition, derive_key
+from shardstream.pipeline import (
+    BadSample,
+    BadSampleReport,
+    IndexedSource,
+    Position,
+    ReadOptions,
+    SkipTracker,
+    State,
+    check_epoch,
+    default_partition,
+    warn_or_raise,
+    whole_number,
+)
 from shardstream.process_memory import keep_freed_memory
 
 

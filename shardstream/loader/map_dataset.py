@@ -10,23 +10,30 @@ from typing import Any, NamedTuple, Self, overload
 import numpy as np
 from torch.utils.data import Dataset
 
-from shardstream.catalog.base import Numbers
-from shardstream.catalog.class_names import ClassNames, warn_of_difference
-from shardstream.catalog.integrity import Verify
-from shardstream.catalog.object_catalog import ObjectCatalog
-from shardstream.catalog.shard_catalog import ShardCatalog
+from shardstream.catalog import (
+    ClassNames,
+    Numbers,
+    ObjectCatalog,
+    ShardCatalog,
+    Verify,
+    warn_of_difference,
+)
 from shardstream.errors import OptionError
-from shardstream.fetch.fetcher import Fetcher, open_batch_fetcher
-from shardstream.format.samples import Sample
+from shardstream.fetch import Fetcher, open_batch_fetcher
+from shardstream.format import Sample
 from shardstream.loader.steps import ItemSteps
-from shardstream.pipeline.bad_samples import SkipTracker
-from shardstream.pipeline.indexed_source import CatalogSource, ReadOptions
-from shardstream.pipeline.pipeline import ItemChain, Pipeline
-from shardstream.pipeline.stage import ItemStage, Stage, check_epoch, check_stage
-from shardstream.storage.cache import open_cache
-from shardstream.storage.discover import Urls, locate_shards
-from shardstream.storage.fork_safety import new_lock
-from shardstream.storage.store import Storage
+from shardstream.pipeline import (
+    CatalogSource,
+    ItemChain,
+    ItemStage,
+    Pipeline,
+    ReadOptions,
+    SkipTracker,
+    Stage,
+    check_epoch,
+    check_stage,
+)
+from shardstream.storage import Storage, Urls, locate_shards, new_lock, open_cache
 
 _opening = new_lock()
 

@@ -5,16 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from shardstream.catalog.class_names import Classes, common_classes, warn_of_difference
-from shardstream.catalog.concat_catalog import ConcatCatalog
+from shardstream.catalog import Classes, ConcatCatalog, common_classes, warn_of_difference
 from shardstream.distributed import WorkerInfo
 from shardstream.errors import OptionError, plural
 from shardstream.loader.dataset import StreamDataset
-from shardstream.order.partition import Remainder
-from shardstream.pipeline.indexed_source import ReadOptions
-from shardstream.pipeline.mix import MixIndexedSource, MixRecipe, Stop, Weights
-from shardstream.pipeline.mix_streams import MixStreamSource
-from shardstream.pipeline.pipeline import Pipeline
+from shardstream.order import Remainder
+from shardstream.pipeline import (
+    MixIndexedSource,
+    MixRecipe,
+    MixStreamSource,
+    Pipeline,
+    ReadOptions,
+    Stop,
+    Weights,
+)
 
 _CONCURRENT_REQUESTS = 16
 

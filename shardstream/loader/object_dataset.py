@@ -6,18 +6,14 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self, cast
 
-from shardstream.catalog.object_catalog import LabelFunction, ObjectCatalog, folder_label
+from shardstream.catalog import LabelFunction, ObjectCatalog, folder_label
 from shardstream.distributed import Placement
 from shardstream.errors import NotFoundError, OptionError
 from shardstream.loader.dataset import CatalogDataset
 from shardstream.loader.map_dataset import MapDataset
-from shardstream.order.partition import Remainder
-from shardstream.pipeline.bad_samples import OnError, SkipTracker
-from shardstream.pipeline.indexed_source import ReadOptions
-from shardstream.storage.cache import open_cache
-from shardstream.storage.discover import Urls
-from shardstream.storage.listing import list_all, list_beginning
-from shardstream.storage.store import Storage
+from shardstream.order import Remainder
+from shardstream.pipeline import OnError, ReadOptions, SkipTracker
+from shardstream.storage import Storage, Urls, list_all, list_beginning, open_cache
 
 Label = Literal["folder"] | LabelFunction
 

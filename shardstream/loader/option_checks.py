@@ -10,9 +10,8 @@ from typing import Any
 from shardstream.errors import OptionError
 from shardstream.loader.dataset import StreamDataset
 from shardstream.loader.worker import BatchDataset
-from shardstream.order.partition import fitting_lanes
-from shardstream.pipeline.bad_samples import SkipTracker
-from shardstream.pipeline.indexed_source import ReadOptions
+from shardstream.order import fitting_lanes
+from shardstream.pipeline import ReadOptions, SkipTracker
 
 _READ_OPTIONS = frozenset(field.name for field in fields(ReadOptions))
 WARN_WINDOWS_BYTES = 4_000_000_000  # of windows in one worker

@@ -8,13 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog.base import Catalog
+from shardstream.catalog import Catalog
 from shardstream.errors import SampleError
-from shardstream.format.samples import read_sample
-from shardstream.order.partition import RankPartition
-from shardstream.order.permutation import derive_key
-from shardstream.pipeline.bad_samples import SkipTracker
-from shardstream.pipeline.indexed_source import Chain
+from shardstream.format import read_sample
+from shardstream.order import RankPartition, derive_key
+from shardstream.pipeline import Chain, SkipTracker
 
 _log = logging.getLogger(__name__)
 _ATTEMPTS = 16  # for each sample

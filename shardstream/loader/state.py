@@ -11,8 +11,8 @@ from itertools import zip_longest
 from typing import Any
 
 from shardstream.errors import StateError
-from shardstream.order.epoch_plan import EpochOrder
-from shardstream.pipeline.stage import EPOCHS, Position, State
+from shardstream.order import EpochOrder
+from shardstream.pipeline import EPOCHS, Position, State
 
 VERSION = 2
 

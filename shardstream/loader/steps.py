@@ -8,15 +8,34 @@ from typing import Any, Self
 
 from shardstream.errors import OptionError
 from shardstream.loader.collation import collate, load_tensors, to_tensor
-from shardstream.pipeline.batch import Batched, Unbatched
-from shardstream.pipeline.decode import BASIC, Decode, Decoder, Handler
-from shardstream.pipeline.group_batch import GroupBatched, Leftover
-from shardstream.pipeline.image_decode import EXTENSIONS, IMAGE_NAMES, ImageDecoder
-from shardstream.pipeline.installed_decoders import installed_decoders
-from shardstream.pipeline.map import Map, MapDict, MapTuple, Rename, Select, ToTuple, find_field
-from shardstream.pipeline.sequence_packing import PackSequences
-from shardstream.pipeline.stage import Stage, check_at_least
-from shardstream.pipeline.stream_ops import Compose, Repeat, Shuffle, Slice
+from shardstream.pipeline import (
+    BASIC,
+    EXTENSIONS,
+    IMAGE_NAMES,
+    Batched,
+    Compose,
+    Decode,
+    Decoder,
+    GroupBatched,
+    Handler,
+    ImageDecoder,
+    Leftover,
+    Map,
+    MapDict,
+    MapTuple,
+    PackSequences,
+    Rename,
+    Repeat,
+    Select,
+    Shuffle,
+    Slice,
+    Stage,
+    ToTuple,
+    Unbatched,
+    check_at_least,
+    find_field,
+    installed_decoders,
+)
 
 
 class ItemSteps:

@@ -24,12 +24,17 @@ from shardstream.loader.serialize import PickledValue
 from shardstream.loader.shared_memory import RingBuffer, RingMessage, open_rings
 from shardstream.loader.stats import WorkerTimings
 from shardstream.loader.worker_errors import track_progress
-from shardstream.order.epoch_plan import EpochOrder
-from shardstream.order.partition import PartitionConfig, RankPartition
-from shardstream.pipeline.bad_sample_report import BadSample, with_locations
-from shardstream.pipeline.bad_samples import SkipTracker
-from shardstream.pipeline.indexed_source import IndexedRun, worker_steps
-from shardstream.pipeline.stage import Position, Run, State
+from shardstream.order import EpochOrder, PartitionConfig, RankPartition
+from shardstream.pipeline import (
+    BadSample,
+    IndexedRun,
+    Position,
+    Run,
+    SkipTracker,
+    State,
+    with_locations,
+    worker_steps,
+)
 from shardstream.process_memory import tune_worker_process
 
 _NOT_FOR_OTHERS = (

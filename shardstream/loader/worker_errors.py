@@ -17,11 +17,11 @@ import numpy as np
 from torch._utils import ExceptionWrapper
 from torch.utils.data._utils import signal_handling
 
-from shardstream.catalog.base import Catalog
+from shardstream.catalog import Catalog
 from shardstream.errors import ShardStreamError, WorkerError, plural, redact
 from shardstream.loader.serialize import is_picklable_type
-from shardstream.order.partition import RankPartition
-from shardstream.pipeline.indexed_source import worker_steps
+from shardstream.order import RankPartition
+from shardstream.pipeline import worker_steps
 
 _T = TypeVar("_T")
 _REMEDIES = {

@@ -7,3 +7,24 @@ No file of this room does I/O or keeps a state. The order of an epoch is compute
     mix_schedule   place in a mix -> dataset that fills it
     partition      steps of an epoch -> steps of each rank and worker
 """
+
+from shardstream.order.epoch_plan import EpochOrder, EpochPlan, default_block, default_window
+from shardstream.order.mix_schedule import MixSchedule
+from shardstream.order.partition import PartitionConfig, RankPartition, Remainder, fitting_lanes
+from shardstream.order.permutation import Ints, derive_key, derive_keys, permute
+
+__all__ = [
+    "EpochOrder",
+    "EpochPlan",
+    "Ints",
+    "MixSchedule",
+    "PartitionConfig",
+    "RankPartition",
+    "Remainder",
+    "default_block",
+    "default_window",
+    "derive_key",
+    "derive_keys",
+    "fitting_lanes",
+    "permute",
+]

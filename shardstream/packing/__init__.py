@@ -14,3 +14,70 @@ A record passes through these files:
 Packed data pass through ``shard_scan`` for ``indexing`` and ``verification`` (with ``verify_checks``); ``inspect`` shows
 shards and single samples.
 """
+
+from shardstream.packing.class_numbering import sibling_folders
+from shardstream.packing.destination import Destination, ShardNames
+from shardstream.packing.encode import INT_FIELDS, encode_field, encode_sample
+from shardstream.packing.file_keys import file_key, key_levels
+from shardstream.packing.image_encode import ImageOptions, reencode
+from shardstream.packing.indexing import index
+from shardstream.packing.inspect import Listing, class_name, list_shards, list_splits, read_one
+from shardstream.packing.job import pack
+from shardstream.packing.journal import FinishedShard, Journal, Task, read_journal
+from shardstream.packing.parallel_encode import Encoded, RecordEncoder, chunked
+from shardstream.packing.report import PackReport, Progress
+from shardstream.packing.shard_writer import ShardWriter
+from shardstream.packing.source import FileRef, Record, SamplesSource, Source
+from shardstream.packing.source_detection import SourceOptions, open_source
+from shardstream.packing.split import assign_splits, shuffled_order, split_counts
+from shardstream.packing.tables import iter_rows
+from shardstream.packing.tar_shard import TarShard, sample_pieces
+from shardstream.packing.verification import VerifyReport, verify
+from shardstream.packing.verify_checks import ShardKeys, hash_keys, repeated_keys
+
+__all__ = [
+    "INT_FIELDS",
+    "Destination",
+    "Encoded",
+    "FileRef",
+    "FinishedShard",
+    "ImageOptions",
+    "Journal",
+    "Listing",
+    "PackReport",
+    "Progress",
+    "Record",
+    "RecordEncoder",
+    "SamplesSource",
+    "ShardKeys",
+    "ShardNames",
+    "ShardWriter",
+    "Source",
+    "SourceOptions",
+    "TarShard",
+    "Task",
+    "VerifyReport",
+    "assign_splits",
+    "chunked",
+    "class_name",
+    "encode_field",
+    "encode_sample",
+    "file_key",
+    "hash_keys",
+    "index",
+    "iter_rows",
+    "key_levels",
+    "list_shards",
+    "list_splits",
+    "open_source",
+    "pack",
+    "read_journal",
+    "read_one",
+    "reencode",
+    "repeated_keys",
+    "sample_pieces",
+    "shuffled_order",
+    "sibling_folders",
+    "split_counts",
+    "verify",
+]

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from shardstream.catalog.class_names import (
+from shardstream.catalog import (
     Classes,
     common_classes,
     find_difference,
@@ -16,10 +16,9 @@ from shardstream.catalog.class_names import (
     read_classes,
 )
 from shardstream.errors import OptionError, StorageError
-from shardstream.format.classes_json import CLASSES_NAME, decode_classes
-from shardstream.format.manifest import MANIFEST_NAME
+from shardstream.format import CLASSES_NAME, MANIFEST_NAME, decode_classes
 from shardstream.packing.source import Source
-from shardstream.storage.store import Storage, join_url, parent_url
+from shardstream.storage import Storage, join_url, parent_url
 
 _log = logging.getLogger(__name__)
 

@@ -8,9 +8,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from shardstream.errors import ManifestError, OptionError
-from shardstream.format.classes_json import CLASSES_NAME
-from shardstream.format.index import INDEX_SUFFIX, OFFSET_BYTES
-from shardstream.format.manifest import MANIFEST_NAME, ShardInfo, decode_manifest
+from shardstream.format import (
+    CLASSES_NAME,
+    INDEX_SUFFIX,
+    MANIFEST_NAME,
+    OFFSET_BYTES,
+    ShardInfo,
+    decode_manifest,
+)
 from shardstream.packing.journal import (
     WRITER_TASK,
     FinishedShard,
@@ -19,10 +24,14 @@ from shardstream.packing.journal import (
     read_journal,
     read_listed,
 )
-from shardstream.storage.atomic_write import final_name
-from shardstream.storage.journal_marker import is_journal, journal_name
-from shardstream.storage.output_folder import OutputFolder
-from shardstream.storage.store import join_url, parent_url
+from shardstream.storage import (
+    OutputFolder,
+    final_name,
+    is_journal,
+    join_url,
+    journal_name,
+    parent_url,
+)
 
 _log = logging.getLogger(__name__)
 

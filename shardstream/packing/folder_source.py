@@ -10,11 +10,15 @@ from functools import cached_property
 
 import numpy as np
 
-from shardstream.catalog.class_names import Classes
+from shardstream.catalog import Classes
 from shardstream.errors import OptionError, SourceError, plural
-from shardstream.format.classes_json import CLASSES_NAME, encode_classes
-from shardstream.format.image_formats import has_mask_word
-from shardstream.format.names import canonical_field, split_member_name
+from shardstream.format import (
+    CLASSES_NAME,
+    canonical_field,
+    encode_classes,
+    has_mask_word,
+    split_member_name,
+)
 from shardstream.packing.class_numbering import is_split
 from shardstream.packing.file_keys import file_key, key_levels
 from shardstream.packing.source import (
@@ -25,8 +29,7 @@ from shardstream.packing.source import (
     is_image_name,
 )
 from shardstream.packing.split import Numbers
-from shardstream.storage.listing import ListedFile, list_files, sample_members
-from shardstream.storage.store import Storage
+from shardstream.storage import ListedFile, Storage, list_files, sample_members
 
 _log = logging.getLogger(__name__)
 

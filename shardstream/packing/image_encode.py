@@ -15,12 +15,14 @@ import PIL
 from PIL import Image, UnidentifiedImageError
 
 from shardstream.errors import OptionError, SampleError, SourceError
-from shardstream.format.bit_depth import Depth, is_rendered, stored_depth
-from shardstream.format.image_formats import (
+from shardstream.format import (
     PILLOW_FORMATS,
+    Depth,
     has_mask_word,
     is_plain_jpeg,
+    is_rendered,
     mask_fields,
+    stored_depth,
 )
 
 IMAGE_FORMATS = {

@@ -9,27 +9,37 @@ from itertools import chain
 from typing import Any, cast
 
 from shardstream.errors import ManifestError, OptionError, StorageError, redact
-from shardstream.format.dali_index import WDS2IDX_SUFFIX, encode_wds2idx
-from shardstream.format.index import INDEX_SUFFIX, encode_index
-from shardstream.format.manifest import MANIFEST_NAME, Manifest, ShardInfo, encode_manifest
+from shardstream.format import (
+    INDEX_SUFFIX,
+    MANIFEST_NAME,
+    WDS2IDX_SUFFIX,
+    Manifest,
+    ShardInfo,
+    encode_index,
+    encode_manifest,
+    encode_wds2idx,
+)
 from shardstream.packing.shard_scan import (
     ProgressFunction,
     ProgressMeter,
     ShardScanner,
     run_shard_tasks,
 )
-from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.discover import (
+from shardstream.storage import (
     TAR_SUFFIXES,
+    FileInfo,
+    Storage,
     Urls,
+    check_finished,
     expand_urls,
     is_compressed,
     is_tar,
+    join_url,
+    parent_url,
+    publish_bytes,
     read_manifest,
 )
-from shardstream.storage.journal_marker import check_finished
-from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
-from shardstream.tasks.executor import JSON, Executor
+from shardstream.tasks import JSON, Executor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,8 +8,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from shardstream.catalog.class_names import ClassNames, read_all_classes
-from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
+from shardstream.catalog import ClassNames, ShardCatalog, lacks_index, read_all_classes
 from shardstream.errors import (
     NotFoundError,
     OptionError,
@@ -17,23 +16,35 @@ from shardstream.errors import (
     UnfinishedError,
     plural,
 )
-from shardstream.format.forward_reader import ForwardReader, open_decompressed
-from shardstream.format.manifest import MANIFEST_NAME, ShardInfo
-from shardstream.format.samples import Group, Sample, iter_groups, iter_samples, read_sample
-from shardstream.format.tar_reader import ReadAt, iter_members
+from shardstream.format import (
+    MANIFEST_NAME,
+    ForwardReader,
+    Group,
+    ReadAt,
+    Sample,
+    ShardInfo,
+    iter_groups,
+    iter_members,
+    iter_samples,
+    open_decompressed,
+    read_sample,
+)
 from shardstream.packing.shard_scan import ProgressFunction, ProgressMeter
-from shardstream.storage.discover import (
+from shardstream.storage import (
+    FileInfo,
     LocatedShards,
+    RangeStream,
+    Storage,
     Urls,
     is_compressed,
+    is_journal,
     is_tar,
+    join_url,
     locate_shards,
+    map_file,
+    parent_url,
     read_manifest,
 )
-from shardstream.storage.journal_marker import is_journal
-from shardstream.storage.local_files import map_file
-from shardstream.storage.range_file import RangeStream
-from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
 
 _log = logging.getLogger(__name__)
 _MAX_DIGITS = 18  # of a class number

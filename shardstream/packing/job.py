@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from shardstream.errors import OptionError, SampleError, SourceError, StorageError, plural
-from shardstream.format.classes_json import CLASSES_NAME, decode_classes
+from shardstream.format import CLASSES_NAME, decode_classes
 from shardstream.packing.class_numbering import AnyClasses, number_classes, warn_of_siblings
 from shardstream.packing.destination import ShardNames
 from shardstream.packing.image_encode import DEFAULT_QUALITY, ImageOptions
@@ -30,10 +30,7 @@ from shardstream.packing.shard_writer import (
 from shardstream.packing.source import Record, Source, SplitSource, records_from
 from shardstream.packing.source_detection import AnySource, SourceOptions, open_source
 from shardstream.packing.split import Numbers, assign_splits, shuffled_order
-from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.byte_sizes import parse_bytes
-from shardstream.storage.output_folder import open_output_folder
-from shardstream.storage.store import Storage, join_url
+from shardstream.storage import Storage, join_url, open_output_folder, parse_bytes, publish_bytes
 
 _log = logging.getLogger(__name__)
 

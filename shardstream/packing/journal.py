@@ -14,10 +14,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
 from shardstream.errors import ChangedError, NotFoundError, OptionError, StorageError
-from shardstream.format.manifest import ShardInfo
-from shardstream.storage.journal_marker import is_journal, journal_name
-from shardstream.storage.output_folder import OutputFolder
-from shardstream.storage.store import join_url
+from shardstream.format import ShardInfo
+from shardstream.storage import OutputFolder, is_journal, join_url, journal_name
 
 VERSION = 2  # of the files, and of the bytes that a pack writes: with another, nothing goes on
 RECORDS_PER_FILE = 256

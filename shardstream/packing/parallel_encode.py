@@ -14,8 +14,8 @@ from shardstream.errors import NotFoundError, SampleError, ShardStreamError, Sou
 from shardstream.packing.encode import encode_field
 from shardstream.packing.image_encode import ImageOptions, is_image_field, reencode
 from shardstream.packing.source import FileRef, Record
-from shardstream.storage.store import Storage
-from shardstream.tasks.process_pool import ProcessPool
+from shardstream.storage import Storage
+from shardstream.tasks import ProcessPool
 
 _CHUNK_RECORDS = 32
 _RECORD_CHUNK_BYTES = 16 << 20

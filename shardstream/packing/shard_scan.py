@@ -10,15 +10,19 @@ from contextlib import ExitStack
 from typing import BinaryIO, Self, TypeVar, cast
 
 from shardstream.errors import OptionError
-from shardstream.format.forward_reader import ForwardReader, Readable, open_decompressed
-from shardstream.format.index import ShardScan, scan_members
-from shardstream.format.tar_diagnostics import TarNotes
-from shardstream.format.tar_reader import Member, iter_whole
+from shardstream.format import (
+    ForwardReader,
+    Member,
+    Readable,
+    ShardScan,
+    TarNotes,
+    iter_whole,
+    open_decompressed,
+    scan_members,
+)
 from shardstream.process_memory import keep_freed_memory
-from shardstream.storage.discover import is_compressed
-from shardstream.storage.range_file import RangeStream
-from shardstream.storage.store import Storage
-from shardstream.tasks.executor import JSON, Executor, FuturesExecutor, Task
+from shardstream.storage import RangeStream, Storage, is_compressed
+from shardstream.tasks import JSON, Executor, FuturesExecutor, Task
 
 ProgressFunction = Callable[[int, int], None]
 """``progress(done, total)``: bytes read so far and bytes to read. Called from several threads, one at a time."""

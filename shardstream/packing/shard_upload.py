@@ -9,11 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from shardstream.errors import StorageError
-from shardstream.format.index import INDEX_SUFFIX, OFFSET_BYTES, Offsets, encode_index
-from shardstream.format.manifest import ShardInfo
-from shardstream.storage.atomic_write import PendingFile
-from shardstream.storage.output_folder import OutputFolder
-from shardstream.storage.store import join_url
+from shardstream.format import INDEX_SUFFIX, OFFSET_BYTES, Offsets, ShardInfo, encode_index
+from shardstream.storage import OutputFolder, PendingFile, join_url
 
 _log = logging.getLogger(__name__)
 

@@ -13,18 +13,20 @@ from types import TracebackType
 from typing import Any, Self
 
 from shardstream.errors import NotFoundError, OptionError, SampleError, StorageError
-from shardstream.format.index import INDEX_SUFFIX
-from shardstream.format.manifest import MANIFEST_NAME, Manifest, encode_manifest
-from shardstream.format.tar_writer import END_OF_ARCHIVE
+from shardstream.format import (
+    END_OF_ARCHIVE,
+    INDEX_SUFFIX,
+    MANIFEST_NAME,
+    Manifest,
+    encode_manifest,
+)
 from shardstream.packing.destination import ShardNames, claim_destination
 from shardstream.packing.encode import encode_sample
 from shardstream.packing.journal import WRITER_TASK, FinishedShard, Journal, NumberedSkip, Task
 from shardstream.packing.shard_upload import ShardUploader
 from shardstream.packing.tar_shard import TarShard, sample_pieces
 from shardstream.process_memory import keep_freed_memory
-from shardstream.storage.atomic_write import PendingFile
-from shardstream.storage.byte_sizes import parse_bytes
-from shardstream.storage.output_folder import OutputFolder, open_output_folder
+from shardstream.storage import OutputFolder, PendingFile, open_output_folder, parse_bytes
 
 _log = logging.getLogger(__name__)
 

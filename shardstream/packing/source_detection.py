@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from shardstream.errors import OptionError, SourceError, StorageError
-from shardstream.format.manifest import MANIFEST_NAME
+from shardstream.format import MANIFEST_NAME
 from shardstream.packing.folder_source import folder_source
 from shardstream.packing.source import SamplesSource, Source
 from shardstream.packing.table_source import TableSource
 from shardstream.packing.tables import TABLE_SUFFIXES, is_table
 from shardstream.packing.tar_source import TarSource
-from shardstream.storage.discover import is_tar
-from shardstream.storage.store import Storage
+from shardstream.storage import Storage, is_tar
 
 KINDS = ("images", "files", "table", "tars")
 _GLOB_SIGNS = "*?["

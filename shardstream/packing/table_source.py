@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog.class_names import Classes
+from shardstream.catalog import Classes
 from shardstream.errors import OptionError, SourceError, plural
-from shardstream.format.classes_json import CLASSES_NAME, encode_classes
-from shardstream.format.names import canonical_field
+from shardstream.format import CLASSES_NAME, canonical_field, encode_classes
 from shardstream.packing.encode import INT_FIELDS, JSON_FIELDS, TEXT_FIELDS
 from shardstream.packing.source import FileRef, KeyMaker, Record, fingerprint_of, is_image_name
 from shardstream.packing.tables import Row, count_rows, iter_rows
-from shardstream.storage.store import Storage, join_url, parent_url
+from shardstream.storage import Storage, join_url, parent_url
 
 _log = logging.getLogger(__name__)
 

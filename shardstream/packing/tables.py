@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from shardstream.errors import OptionError, SourceError, plural
-from shardstream.storage.store import Storage
+from shardstream.storage import Storage
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
 _PARQUET_ROWS = 256  # at a time: rows may hold whole images

@@ -11,10 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from shardstream.errors import SampleError
-from shardstream.format.index import Offsets
-from shardstream.format.manifest import ShardInfo
-from shardstream.format.names import member_name
-from shardstream.format.tar_writer import END_OF_ARCHIVE, encode_member
+from shardstream.format import END_OF_ARCHIVE, Offsets, ShardInfo, encode_member, member_name
 
 _BUFFER_BYTES = 1 << 20
 _MAX_UNHASHED_BUFFERS = 4

@@ -8,17 +8,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import BinaryIO, cast
 
-from shardstream.catalog.class_names import ClassNames, find_difference
+from shardstream.catalog import ClassNames, find_difference
 from shardstream.errors import IndexMismatchError, SourceError, plural, redact, shown
-from shardstream.format.classes_json import CLASSES_NAME, encode_classes
-from shardstream.format.forward_reader import ForwardReader, open_decompressed
-from shardstream.format.manifest import ShardInfo
-from shardstream.format.samples import Sample, iter_samples
-from shardstream.format.tar_diagnostics import TarNotes
+from shardstream.format import (
+    CLASSES_NAME,
+    ForwardReader,
+    Sample,
+    ShardInfo,
+    TarNotes,
+    encode_classes,
+    iter_samples,
+    open_decompressed,
+)
 from shardstream.packing.source import KeyMaker, Record, fingerprint_of
-from shardstream.storage.discover import is_compressed, locate_shards
-from shardstream.storage.range_file import RangeStream
-from shardstream.storage.store import Storage, parent_url
+from shardstream.storage import RangeStream, Storage, is_compressed, locate_shards, parent_url
 
 _log = logging.getLogger(__name__)
 

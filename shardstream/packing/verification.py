@@ -12,10 +12,16 @@ from typing import Any, cast
 import numpy as np
 
 from shardstream.errors import ShardStreamError, StorageError, plural, redact
-from shardstream.format.index import INDEX_SUFFIX, Offsets, ShardScan, decode_index
-from shardstream.format.manifest import MANIFEST_NAME, ShardInfo
-from shardstream.format.names import split_member_name
-from shardstream.format.tar_reader import iter_members
+from shardstream.format import (
+    INDEX_SUFFIX,
+    MANIFEST_NAME,
+    Offsets,
+    ShardInfo,
+    ShardScan,
+    decode_index,
+    iter_members,
+    split_member_name,
+)
 from shardstream.packing.shard_scan import (
     ProgressFunction,
     ProgressMeter,
@@ -31,11 +37,18 @@ from shardstream.packing.verify_checks import (
     problem_from_error,
     repeated_keys,
 )
-from shardstream.storage.atomic_write import is_part
-from shardstream.storage.discover import LocatedShards, Urls, is_compressed, is_tar, locate_shards
-from shardstream.storage.journal_marker import is_journal
-from shardstream.storage.store import Storage, parent_url
-from shardstream.tasks.executor import JSON, Executor
+from shardstream.storage import (
+    LocatedShards,
+    Storage,
+    Urls,
+    is_compressed,
+    is_journal,
+    is_part,
+    is_tar,
+    locate_shards,
+    parent_url,
+)
+from shardstream.tasks import JSON, Executor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

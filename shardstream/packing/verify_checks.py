@@ -11,8 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import ShardStreamError, plural
-from shardstream.format.index import Offsets
-from shardstream.format.manifest import ShardInfo
+from shardstream.format import Offsets, ShardInfo
 
 Hashes = npt.NDArray[np.uint64]
 """Shape (n,): 64 bits of each key of a shard."""

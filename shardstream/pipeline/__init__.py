@@ -16,14 +16,148 @@ A stage describes a step and can be pickled; a run is that step at work in one p
 ``bad_samples`` counts samples that are skipped, ``bad_sample_report`` lists them, ``step_signatures`` names steps in states.
 """
 
+from shardstream.pipeline.bad_sample_report import (
+    BadSample,
+    BadSampleReport,
+    warn_or_raise,
+    with_locations,
+)
+from shardstream.pipeline.bad_samples import OnError, SkipBudget, SkipTracker
+from shardstream.pipeline.batch import Batched, Unbatched, split_batch
+from shardstream.pipeline.decode import (
+    BASIC,
+    Decode,
+    Decoder,
+    Handler,
+    decode_gzip,
+    decode_npy,
+    decode_npz,
+)
+from shardstream.pipeline.fast_decode import decode_jpeg, has_only_pixels, parse_json
+from shardstream.pipeline.group_batch import GroupBatched, Leftover
+from shardstream.pipeline.image_decode import EXTENSIONS, IMAGE_NAMES, ImageDecoder
+from shardstream.pipeline.indexed_source import (
+    CatalogSource,
+    Chain,
+    IndexedRun,
+    IndexedSource,
+    ReadOptions,
+    default_partition,
+    group_by_window,
+    plan_steps,
+    worker_steps,
+)
+from shardstream.pipeline.installed_decoders import installed_decoders
+from shardstream.pipeline.map import (
+    Map,
+    MapDict,
+    MapTuple,
+    Rename,
+    Select,
+    ToTuple,
+    find_field,
+    like_tuple,
+)
+from shardstream.pipeline.mix import MixIndexedSource, MixRecipe, Stop, Weights
+from shardstream.pipeline.mix_streams import MixStreamSource
+from shardstream.pipeline.pipeline import ItemChain, Pipeline
+from shardstream.pipeline.sequence_packing import Packing, PackSequences
+from shardstream.pipeline.sequential_source import (
+    SequentialRun,
+    SequentialSource,
+    open_sequential_source,
+)
 from shardstream.pipeline.stage import (
+    EPOCHS,
     Context,
     ItemFunction,
     ItemStage,
+    Position,
     Run,
     SourceRun,
     Stage,
     State,
+    check_at_least,
+    check_epoch,
+    check_stage,
+    whole_number,
 )
+from shardstream.pipeline.step_signatures import describe, function_name
+from shardstream.pipeline.stream_ops import Compose, Repeat, Shuffle, Slice
 
-__all__ = ["Context", "ItemFunction", "ItemStage", "Run", "SourceRun", "Stage", "State"]
+__all__ = [
+    "BASIC",
+    "EPOCHS",
+    "EXTENSIONS",
+    "IMAGE_NAMES",
+    "BadSample",
+    "BadSampleReport",
+    "Batched",
+    "CatalogSource",
+    "Chain",
+    "Compose",
+    "Context",
+    "Decode",
+    "Decoder",
+    "GroupBatched",
+    "Handler",
+    "ImageDecoder",
+    "IndexedRun",
+    "IndexedSource",
+    "ItemChain",
+    "ItemFunction",
+    "ItemStage",
+    "Leftover",
+    "Map",
+    "MapDict",
+    "MapTuple",
+    "MixIndexedSource",
+    "MixRecipe",
+    "MixStreamSource",
+    "OnError",
+    "PackSequences",
+    "Packing",
+    "Pipeline",
+    "Position",
+    "ReadOptions",
+    "Rename",
+    "Repeat",
+    "Run",
+    "Select",
+    "SequentialRun",
+    "SequentialSource",
+    "Shuffle",
+    "SkipBudget",
+    "SkipTracker",
+    "Slice",
+    "SourceRun",
+    "Stage",
+    "State",
+    "Stop",
+    "ToTuple",
+    "Unbatched",
+    "Weights",
+    "check_at_least",
+    "check_epoch",
+    "check_stage",
+    "decode_gzip",
+    "decode_jpeg",
+    "decode_npy",
+    "decode_npz",
+    "default_partition",
+    "describe",
+    "find_field",
+    "function_name",
+    "group_by_window",
+    "has_only_pixels",
+    "installed_decoders",
+    "like_tuple",
+    "open_sequential_source",
+    "parse_json",
+    "plan_steps",
+    "split_batch",
+    "warn_or_raise",
+    "whole_number",
+    "with_locations",
+    "worker_steps",
+]

@@ -12,8 +12,7 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from shardstream.catalog.base import Catalog
-from shardstream.catalog.concat_catalog import ConcatCatalog
+from shardstream.catalog import Catalog, ConcatCatalog
 from shardstream.distributed import Placement
 from shardstream.errors import (
     OptionError,
@@ -22,8 +21,7 @@ from shardstream.errors import (
     StorageError,
     redact,
 )
-from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.store import Storage
+from shardstream.storage import Storage, publish_bytes
 
 _MESSAGE_CHARACTERS = 500
 _EVERY_S = 10.0  # a report is written again, at most so often

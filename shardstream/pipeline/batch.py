@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any
 
 from shardstream.errors import SampleError
-from shardstream.order.permutation import derive_key
+from shardstream.order import derive_key
 from shardstream.pipeline.map import like_tuple
 from shardstream.pipeline.stage import Context, Run, SourceRun, State, check_at_least
 

@@ -14,8 +14,7 @@ import numpy as np
 from numpy.lib import format as npy_format
 
 from shardstream.errors import DecodeError, OptionError, redact
-from shardstream.format.image_formats import mask_fields
-from shardstream.format.samples import FIELDS_LIMIT, Sample
+from shardstream.format import FIELDS_LIMIT, Sample, mask_fields
 from shardstream.pipeline.fast_decode import parse_json
 from shardstream.pipeline.raw_image_decode import LossError
 from shardstream.pipeline.stage import Context, ItemFunction, ItemStage

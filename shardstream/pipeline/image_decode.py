@@ -13,8 +13,7 @@ import PIL.Image
 import PIL.ImageOps
 
 from shardstream.errors import ImageWarning, OptionError
-from shardstream.format.bit_depth import is_rendered, stored_depth
-from shardstream.format.image_formats import PILLOW_FORMATS
+from shardstream.format import PILLOW_FORMATS, is_rendered, stored_depth
 from shardstream.pipeline.fast_decode import decode_jpeg, has_only_pixels, jpeg_size
 from shardstream.pipeline.raw_image_decode import (
     LossError,

@@ -11,15 +11,20 @@ from typing import Any, Protocol, cast
 
 import numpy as np
 
-from shardstream.catalog.base import Catalog
-from shardstream.catalog.concat_catalog import ConcatCatalog
+from shardstream.catalog import Catalog, ConcatCatalog
 from shardstream.distributed import WorkerInfo
-from shardstream.fetch.fetcher import Fetcher, MappedSamples, open_fetcher
-from shardstream.format.columns import Columns, Samples
-from shardstream.format.samples import Sample
-from shardstream.order.epoch_plan import EpochOrder, EpochPlan, default_block, default_window
-from shardstream.order.partition import PartitionConfig, RankPartition, Remainder
-from shardstream.order.permutation import Ints
+from shardstream.fetch import Fetcher, MappedSamples, open_fetcher
+from shardstream.format import Columns, Sample, Samples
+from shardstream.order import (
+    EpochOrder,
+    EpochPlan,
+    Ints,
+    PartitionConfig,
+    RankPartition,
+    Remainder,
+    default_block,
+    default_window,
+)
 from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import (
@@ -30,7 +35,7 @@ from shardstream.pipeline.stage import (
     check_at_least,
     whole_number,
 )
-from shardstream.storage.store import Storage
+from shardstream.storage import Storage
 
 _DEFAULT_MICROBATCH = 64
 _LOOSE_WINDOW = 64

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardstream.errors import OptionError, SampleError, plural, redact
-from shardstream.format.samples import Sample
-from shardstream.order.permutation import derive_key
+from shardstream.format import Sample
+from shardstream.order import derive_key
 from shardstream.pipeline.stage import Context, ItemFunction, ItemStage, Run, SourceRun
 
 

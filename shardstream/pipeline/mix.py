@@ -8,11 +8,9 @@ from typing import Any, Literal
 
 import numpy as np
 
-from shardstream.catalog.concat_catalog import ConcatCatalog
+from shardstream.catalog import ConcatCatalog
 from shardstream.errors import OptionError
-from shardstream.order.epoch_plan import EpochOrder, EpochPlan, default_window
-from shardstream.order.mix_schedule import MixSchedule
-from shardstream.order.permutation import Ints, derive_key
+from shardstream.order import EpochOrder, EpochPlan, Ints, MixSchedule, default_window, derive_key
 from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.indexed_source import Chain, IndexedSource, ReadOptions
 from shardstream.pipeline.pipeline import ItemChain, Pipeline

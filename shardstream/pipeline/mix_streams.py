@@ -9,12 +9,11 @@ from typing import Any
 import numpy as np
 
 from shardstream.distributed import WorkerInfo
-from shardstream.order.mix_schedule import MixSchedule
-from shardstream.order.permutation import derive_key
+from shardstream.order import MixSchedule, derive_key
 from shardstream.pipeline.mix import EPOCHS_PER_PASS, MixRecipe
 from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import Context, Run, State
-from shardstream.storage.store import Storage
+from shardstream.storage import Storage
 
 _MIX_STREAM = 6  # what a random key is for
 

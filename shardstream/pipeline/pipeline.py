@@ -21,8 +21,7 @@ from shardstream.pipeline.stage import (
     State,
 )
 from shardstream.pipeline.step_signatures import describe
-from shardstream.storage.clients import protocol_of
-from shardstream.storage.store import Storage
+from shardstream.storage import Storage, protocol_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from shardstream.format.bit_depth import Depth, is_inverted, stored_depth, stored_maximum
-from shardstream.format.image_formats import PILLOW_FORMATS
+from shardstream.format import PILLOW_FORMATS, Depth, is_inverted, stored_depth, stored_maximum
 
 Pixels = np.ndarray[Any, np.dtype[Any]]
 

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from shardstream.errors import OptionError, SampleError
-from shardstream.format.samples import Sample
+from shardstream.format import Sample
 from shardstream.pipeline.binning import BinningRun
 from shardstream.pipeline.map import find_field
 from shardstream.pipeline.stage import Context, Run, SourceRun, State

@@ -9,21 +9,24 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog.manifest_versions import check_manifests
+from shardstream.catalog import check_manifests
 from shardstream.distributed import WorkerInfo
 from shardstream.errors import ChangedError
-from shardstream.format.forward_reader import ForwardReader, open_decompressed
-from shardstream.format.manifest import ShardInfo, checksum, fingerprint
-from shardstream.format.samples import Sample, iter_samples
-from shardstream.format.tar_diagnostics import TarNotes
-from shardstream.order.permutation import derive_key, permute
+from shardstream.format import (
+    ForwardReader,
+    Sample,
+    ShardInfo,
+    TarNotes,
+    checksum,
+    fingerprint,
+    iter_samples,
+    open_decompressed,
+)
+from shardstream.order import derive_key, permute
 from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import Context, Run, State
-from shardstream.storage.discover import LocatedShards, is_compressed
-from shardstream.storage.local_files import FileVersions
-from shardstream.storage.range_file import RangeStream
-from shardstream.storage.store import Storage
+from shardstream.storage import FileVersions, LocatedShards, RangeStream, Storage, is_compressed
 
 _SHARD_ORDER = 4
 STREAM_READ_BYTES = 4 << 20

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shardstream.distributed import WorkerInfo
 from shardstream.pipeline.stage import Context, Run, State
-from shardstream.storage.store import Storage
+from shardstream.storage import Storage
 
 if TYPE_CHECKING:
     from shardstream.pipeline.indexed_source import IndexedSource

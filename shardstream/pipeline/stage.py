@@ -12,7 +12,7 @@ from typing import Any, Protocol, SupportsIndex
 import numpy as np
 
 from shardstream.errors import OptionError
-from shardstream.order.permutation import derive_key
+from shardstream.order import derive_key
 from shardstream.pipeline.bad_samples import SkipTracker
 
 EPOCHS = 1 << 31

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardstream.errors import StateError
-from shardstream.order.permutation import derive_key, permute
+from shardstream.order import derive_key, permute
 from shardstream.pipeline.map import name_of
 from shardstream.pipeline.stage import Context, Run, SourceRun, State, check_at_least
 

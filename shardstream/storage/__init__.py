@@ -17,3 +17,130 @@ Written files pass through ``atomic_write`` and, on S3, ``multipart_upload``; ``
 that is being written, on this machine or elsewhere. ``fork_safety`` protects forked children from
 clients of their parent; ``byte_sizes`` parses sizes such as "2 GB".
 """
+
+from shardstream.storage.atomic_write import (
+    PendingFile,
+    final_name,
+    is_part,
+    open_pending,
+    publish,
+    publish_bytes,
+    publish_bytes_over,
+    remove,
+)
+from shardstream.storage.byte_sizes import parse_bytes
+from shardstream.storage.cache import CACHE_CHUNK_BYTES, HEADER_BYTES, Cache, open_cache, version_of
+from shardstream.storage.cache_space import CacheSpace, load_usage
+from shardstream.storage.check_manifest_urls import check_names
+from shardstream.storage.clients import Clients, protocol_of
+from shardstream.storage.concurrency import AdaptiveLimit, Slot, hints_of
+from shardstream.storage.discover import (
+    TAR_SUFFIXES,
+    LocatedShards,
+    Urls,
+    expand_urls,
+    is_compressed,
+    is_tar,
+    locate_shards,
+    read_manifest,
+)
+from shardstream.storage.error_messages import classify_error, translate_errors
+from shardstream.storage.fork_safety import new_lock
+from shardstream.storage.gcs_azure_config import parse_azure_options, parse_gcs_options
+from shardstream.storage.journal_marker import check_finished, is_journal, journal_name
+from shardstream.storage.listing import (
+    ListedFile,
+    list_all,
+    list_beginning,
+    list_files,
+    sample_members,
+)
+from shardstream.storage.local_files import FileVersion, FileVersions, MmapPool, map_file, num_maps
+from shardstream.storage.multipart_upload import PART_BYTES, S3Object, S3Upload, may_be_md5
+from shardstream.storage.obstore_client import ObstoreReader
+from shardstream.storage.output_folder import (
+    LocalFolder,
+    OutputFolder,
+    RemoteFolder,
+    open_output_folder,
+)
+from shardstream.storage.range_file import RangeStream
+from shardstream.storage.read_small_files import read_small_files
+from shardstream.storage.response import RangeResponse
+from shardstream.storage.retry import AnswerCutError, retry_call
+from shardstream.storage.s3_config import S3Settings, complete_s3fs_options, parse_s3_options
+from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
+from shardstream.storage.url_patterns import expand_braces
+
+__all__ = [
+    "CACHE_CHUNK_BYTES",
+    "HEADER_BYTES",
+    "PART_BYTES",
+    "TAR_SUFFIXES",
+    "AdaptiveLimit",
+    "AnswerCutError",
+    "Cache",
+    "CacheSpace",
+    "Clients",
+    "FileInfo",
+    "FileVersion",
+    "FileVersions",
+    "ListedFile",
+    "LocalFolder",
+    "LocatedShards",
+    "MmapPool",
+    "ObstoreReader",
+    "OutputFolder",
+    "PendingFile",
+    "RangeResponse",
+    "RangeStream",
+    "RemoteFolder",
+    "S3Object",
+    "S3Settings",
+    "S3Upload",
+    "Slot",
+    "Storage",
+    "Urls",
+    "check_finished",
+    "check_names",
+    "classify_error",
+    "complete_s3fs_options",
+    "expand_braces",
+    "expand_urls",
+    "final_name",
+    "hints_of",
+    "is_compressed",
+    "is_journal",
+    "is_part",
+    "is_tar",
+    "join_url",
+    "journal_name",
+    "list_all",
+    "list_beginning",
+    "list_files",
+    "load_usage",
+    "locate_shards",
+    "map_file",
+    "may_be_md5",
+    "new_lock",
+    "num_maps",
+    "open_cache",
+    "open_output_folder",
+    "open_pending",
+    "parent_url",
+    "parse_azure_options",
+    "parse_bytes",
+    "parse_gcs_options",
+    "parse_s3_options",
+    "protocol_of",
+    "publish",
+    "publish_bytes",
+    "publish_bytes_over",
+    "read_manifest",
+    "read_small_files",
+    "remove",
+    "retry_call",
+    "sample_members",
+    "translate_errors",
+    "version_of",
+]

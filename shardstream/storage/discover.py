@@ -10,8 +10,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 from shardstream.errors import ManifestError, NotFoundError, OptionError, StorageError
-from shardstream.format.index import INDEX_SUFFIX, OFFSET_BYTES, num_samples
-from shardstream.format.manifest import MANIFEST_NAME, Manifest, ShardInfo, decode_manifest
+from shardstream.format import (
+    INDEX_SUFFIX,
+    MANIFEST_NAME,
+    OFFSET_BYTES,
+    Manifest,
+    ShardInfo,
+    decode_manifest,
+    num_samples,
+)
 from shardstream.storage.check_manifest_urls import check_names
 from shardstream.storage.journal_marker import check_finished, journal_name
 from shardstream.storage.store import (

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from shardstream.errors import UnfinishedError
-from shardstream.format.manifest import MANIFEST_NAME
+from shardstream.format import MANIFEST_NAME
 from shardstream.storage.atomic_write import final_name
 
 _START, _END = ".shardstream-pack-", ".json"

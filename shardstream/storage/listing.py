@@ -11,9 +11,13 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from shardstream.errors import NotFoundError, OptionError, SourceError, plural
-from shardstream.format.index import INDEX_SUFFIX
-from shardstream.format.manifest import MANIFEST_NAME
-from shardstream.format.names import canonical_field, is_meta_name, split_member_name
+from shardstream.format import (
+    INDEX_SUFFIX,
+    MANIFEST_NAME,
+    canonical_field,
+    is_meta_name,
+    split_member_name,
+)
 from shardstream.storage.atomic_write import is_part
 from shardstream.storage.discover import is_tar
 from shardstream.storage.journal_marker import check_finished, is_journal

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from weakref import WeakSet
 
 from shardstream.errors import ChangedError
-from shardstream.format.tar_reader import Buffer, empty_tar
+from shardstream.format import Buffer, empty_tar
 from shardstream.storage.error_messages import translate_errors
 from shardstream.storage.fork_safety import new_lock
 

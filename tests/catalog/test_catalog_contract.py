@@ -10,13 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shardstream.catalog.concat_catalog import ConcatCatalog
-from shardstream.catalog.object_catalog import ObjectCatalog
-from shardstream.catalog.shard_catalog import ShardCatalog
-from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.discover import locate_shards
-from shardstream.storage.listing import list_files
-from shardstream.storage.store import Storage
+from shardstream.catalog import ConcatCatalog, ObjectCatalog, ShardCatalog
+from shardstream.storage import Storage, list_files, locate_shards, publish_bytes
 from shardstream.testing import check_catalog, make_shards
 
 

@@ -19,17 +19,18 @@ import numpy as np
 import pytest
 
 import shardstream as ss
-from shardstream.catalog.integrity import VerifiedReader
-from shardstream.catalog.shard_catalog import ShardCatalog
+from shardstream.catalog import ShardCatalog, VerifiedReader
 from shardstream.errors import IndexMismatchError, OptionError, StorageError
-from shardstream.fetch.remote import RangeFetcher
-from shardstream.format.manifest import ShardInfo
-from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.cache import open_cache
-from shardstream.storage.concurrency import AdaptiveLimit
-from shardstream.storage.discover import locate_shards
-from shardstream.storage.response import RangeResponse
-from shardstream.storage.store import Storage
+from shardstream.fetch import RangeFetcher
+from shardstream.format import ShardInfo
+from shardstream.storage import (
+    AdaptiveLimit,
+    RangeResponse,
+    Storage,
+    locate_shards,
+    open_cache,
+    publish_bytes,
+)
 from shardstream.testing import make_shards
 from tests.small_datasets import FEW_CORES, flat, labels
 
@@ -410,7 +411,7 @@ def test_local_shards_are_read_once_for_all_epochs_unless_they_change(
         return really_hash(data)
 
     dataset = ss.ShardDataset(folder, verify="sha256").decode()
-    monkeypatch.setattr("shardstream.catalog.integrity.hashlib.sha256", sha256)
+    monkeypatch.setattr("hashlib.sha256", sha256)
     for _ in range(2):
         assert [sample["cls"] for sample in dataset] == list(range(24))
     assert len(hashed) == 3

@@ -14,14 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
+from shardstream.catalog import ShardCatalog, lacks_index
 from shardstream.errors import IndexMismatchError, OptionError, ShardError, StorageError
-from shardstream.format.manifest import Manifest, ShardInfo, encode_manifest
-from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.discover import locate_shards
-from shardstream.storage.local_files import map_file
-from shardstream.storage.response import RangeResponse
-from shardstream.storage.store import Storage
+from shardstream.format import Manifest, ShardInfo, encode_manifest
+from shardstream.storage import RangeResponse, Storage, locate_shards, map_file, publish_bytes
 from tests.limits import set_limits
 from tests.servers import S3Server
 from tests.strategies import make_index, make_shard

@@ -74,7 +74,7 @@ def test_exit_codes_of_what_a_command_raises(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("shardstream.packing.inspect.list_shards", fail)
+    monkeypatch.setattr("shardstream.packing.list_shards", fail)
     assert main(["ls", "x"]) == code
 
 

@@ -10,7 +10,7 @@ import pytest
 import shardstream as ss
 from shardstream.cli import main
 from shardstream.errors import SampleError, ShardError
-from shardstream.packing.tar_shard import sample_pieces
+from shardstream.packing import sample_pieces
 from shardstream.testing import make_shards
 from tests.small_tars import tar_bytes
 from tests.strategies import make_header, octal

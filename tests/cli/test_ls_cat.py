@@ -8,11 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardstream.cli import main
-from shardstream.cli.field_preview import describe
-from shardstream.packing.indexing import index
-from shardstream.storage.journal_marker import journal_name
-from shardstream.storage.store import Storage
+from shardstream.cli import describe, main
+from shardstream.packing import index
+from shardstream.storage import Storage, journal_name
 from tests.small_tars import make_dataset, npy_bytes, png_bytes, samples, tar_bytes
 
 FIELDS = [

@@ -13,8 +13,7 @@ import pytest
 from PIL import Image
 
 from shardstream.cli import main
-from shardstream.storage.discover import locate_shards
-from shardstream.storage.store import Storage
+from shardstream.storage import Storage, locate_shards
 
 ROOT = Path(__file__).parent.parent.parent
 

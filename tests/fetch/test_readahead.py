@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 import shardstream as ss
-from shardstream.catalog.shard_catalog import ShardCatalog
-from shardstream.fetch.coalesce import coalesce
-from shardstream.fetch.readahead import Readahead
+from shardstream.catalog import ShardCatalog
+from shardstream.fetch import Readahead, coalesce
 from shardstream.testing import make_shards
 from tests.limits import module_of, set_limits
 

@@ -18,18 +18,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstream as ss
-from shardstream.catalog.base import Extents
-from shardstream.catalog.shard_catalog import ShardCatalog
+from shardstream.catalog import Extents, ShardCatalog
 from shardstream.errors import AccessDeniedError, ChangedError, NotFoundError, StorageError
-from shardstream.fetch.coalesce import coalesce
-from shardstream.fetch.fetcher import LocalFetcher, open_fetcher
-from shardstream.fetch.remote import RangeFetcher
-from shardstream.order.permutation import Ints
-from shardstream.pipeline.indexed_source import IndexedRun
-from shardstream.storage.discover import locate_shards
-from shardstream.storage.local_files import num_maps
-from shardstream.storage.response import RangeResponse
-from shardstream.storage.store import Storage
+from shardstream.fetch import LocalFetcher, RangeFetcher, coalesce, open_fetcher
+from shardstream.order import Ints
+from shardstream.pipeline import IndexedRun
+from shardstream.storage import RangeResponse, Storage, locate_shards, num_maps
 from tests.limits import module_of, set_limits
 from tests.small_datasets import FEW_CORES, flat, labels, loader, numbered
 
@@ -65,7 +59,7 @@ def wire(monkeypatch: pytest.MonkeyPatch) -> Wire:
         return really_read(self, url, start, end, **options)
 
     monkeypatch.setattr(Storage, "read_once", read_once)
-    monkeypatch.setattr("shardstream.storage.retry.time.sleep", made.sleeps.append)
+    monkeypatch.setattr("time.sleep", made.sleeps.append)
     return made
 
 

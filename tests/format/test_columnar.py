@@ -9,11 +9,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstream.format.columnar import ShardSlice, find_samples, read_samples
-from shardstream.format.columns import Columns, Samples, as_rows, from_rows, restore_order
-from shardstream.format.names import member_name
-from shardstream.format.samples import iter_groups, read_sample
-from shardstream.format.tar_reader import iter_members
+from shardstream.format import (
+    Columns,
+    Samples,
+    ShardSlice,
+    as_rows,
+    find_samples,
+    from_rows,
+    iter_groups,
+    iter_members,
+    member_name,
+    read_sample,
+    read_samples,
+    restore_order,
+)
 from tests.limits import module_of, set_limits
 from tests.small_tars import samples as two_fields
 from tests.small_tars import tar_bytes

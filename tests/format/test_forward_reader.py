@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis.strategies import binary, integers, lists, tuples
 
 from shardstream.errors import ShardError
-from shardstream.format.forward_reader import ForwardReader, open_decompressed
-from shardstream.format.samples import iter_samples
+from shardstream.format import ForwardReader, iter_samples, open_decompressed
 from tests.small_tars import samples, tar_bytes
 
 

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from tar_mutations import mutate, seeds
 
 from shardstream.errors import ShardError
-from shardstream.format.tar_reader import iter_members
-from shardstream.format.tar_writer import END_OF_ARCHIVE
+from shardstream.format import END_OF_ARCHIVE, iter_members
 from tests.strategies import Archive, archives, make_header, octal, padded
 
 SEEDS = seeds()

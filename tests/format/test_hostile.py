@@ -16,12 +16,19 @@ import pytest
 import zstandard
 
 from shardstream.errors import IndexMismatchError, ManifestError, SampleError, ShardError
-from shardstream.format.forward_reader import ForwardReader, open_decompressed
-from shardstream.format.index import check_extent, decode_index
-from shardstream.format.manifest import decode_manifest
-from shardstream.format.samples import iter_groups, iter_samples, read_sample
-from shardstream.format.tar_reader import iter_members
-from shardstream.format.tar_writer import END_OF_ARCHIVE, encode_member
+from shardstream.format import (
+    END_OF_ARCHIVE,
+    ForwardReader,
+    check_extent,
+    decode_index,
+    decode_manifest,
+    encode_member,
+    iter_groups,
+    iter_members,
+    iter_samples,
+    open_decompressed,
+    read_sample,
+)
 from tests.attack import survived
 from tests.limits import set_limits
 from tests.strategies import base_256, make_header, octal, padded

@@ -9,17 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardstream.errors import IndexMismatchError, SampleError, ShardError
-from shardstream.format.index import (
+from shardstream.format import (
+    END_OF_ARCHIVE,
+    ReadAt,
     check_extent,
     decode_index,
     encode_index,
+    encode_member,
+    iter_samples,
+    member_name,
     num_samples,
     scan_shard,
 )
-from shardstream.format.names import member_name
-from shardstream.format.samples import iter_samples
-from shardstream.format.tar_reader import ReadAt
-from shardstream.format.tar_writer import END_OF_ARCHIVE, encode_member
 from tests.strategies import Archive, archives, raw_samples
 
 URL = "s3://b/train-0007.tar.idx"

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstream.errors import ManifestError
-from shardstream.format.manifest import (
+from shardstream.format import (
     KIND,
     Manifest,
     ShardInfo,
     decode_manifest,
     encode_manifest,
     fingerprint,
+    is_name,
 )
-from shardstream.format.names import is_name
 
 URL = "s3://b/train/index.json"
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from webdataset.tariterators import base_plus_ext
 
 from shardstream.errors import SampleError
-from shardstream.format.names import is_meta_name, member_name, split_member_name
+from shardstream.format import is_meta_name, member_name, split_member_name
 from tests.strategies import fields, keys, member_names
 
 

@@ -12,10 +12,17 @@ from hypothesis import strategies as st
 from webdataset.tariterators import group_by_keys, tar_file_expander
 
 from shardstream.errors import IndexMismatchError, SampleError, ShardError
-from shardstream.format.names import member_name
-from shardstream.format.samples import Group, iter_groups, iter_samples, read_sample
-from shardstream.format.tar_reader import ReadAt, iter_members
-from shardstream.format.tar_writer import END_OF_ARCHIVE, encode_member
+from shardstream.format import (
+    END_OF_ARCHIVE,
+    Group,
+    ReadAt,
+    encode_member,
+    iter_groups,
+    iter_members,
+    iter_samples,
+    member_name,
+    read_sample,
+)
 from tests.strategies import Archive, Entry, archives, make_archive, raw_samples
 
 SHARD = "s3://b/train-0007.tar"

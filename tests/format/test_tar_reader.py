@@ -15,10 +15,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardstream.errors import ShardError, ShardStreamError
-from shardstream.format.index import scan_shard
-from shardstream.format.samples import iter_samples
-from shardstream.format.tar_reader import ReadAt, iter_members
-from shardstream.format.tar_writer import END_OF_ARCHIVE, encode_member
+from shardstream.format import (
+    END_OF_ARCHIVE,
+    ReadAt,
+    encode_member,
+    iter_members,
+    iter_samples,
+    scan_shard,
+)
 from tests.strategies import (
     BLOCK_BYTES,
     TAR_FORMATS,

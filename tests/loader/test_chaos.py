@@ -25,11 +25,10 @@ import numpy as np
 import pytest
 
 import shardstream as ss
-from shardstream.catalog.shard_catalog import ShardCatalog
+from shardstream.catalog import ShardCatalog
 from shardstream.errors import ChangedError, ShardStreamError, WorkerError
-from shardstream.fetch.remote import RangeFetcher
-from shardstream.storage.discover import locate_shards
-from shardstream.storage.store import Storage
+from shardstream.fetch import RangeFetcher
+from shardstream.storage import Storage, locate_shards
 from shardstream.testing import make_shards
 from tests.servers import (
     S3Server,

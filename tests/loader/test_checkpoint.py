@@ -18,8 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import shardstream as ss
-from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.store import Storage
+from shardstream.storage import Storage, publish_bytes
 from tests.servers import ShapedS3
 from tests.small_datasets import flat, labels, loader, numbered, take
 

@@ -9,10 +9,8 @@ import pytest
 import torch
 
 from shardstream.errors import SampleError
-from shardstream.loader.collation import collate, load_tensors, shared_numbers, to_tensor
-from shardstream.pipeline.batch import split_batch
-from shardstream.pipeline.map import MapTuple
-from shardstream.pipeline.stage import Context
+from shardstream.loader import collate, load_tensors, shared_numbers, to_tensor
+from shardstream.pipeline import Context, MapTuple, split_batch
 from shardstream.testing import ListRun
 
 PICTURE = PIL.Image.new("RGB", (2, 2))

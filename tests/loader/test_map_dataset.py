@@ -16,8 +16,7 @@ from torch.utils.data import (
 
 import shardstream as ss
 from shardstream.errors import OptionError
-from shardstream.storage.response import RangeResponse
-from shardstream.storage.store import Storage
+from shardstream.storage import RangeResponse, Storage
 from tests.small_datasets import FEW_CORES, numbered
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)

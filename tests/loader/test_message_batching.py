@@ -19,14 +19,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstream as ss
-from shardstream.loader.message_batching import (
+from shardstream.loader import (
+    BatchDataset,
     MessageSizes,
     WorkerMessage,
     preferred_size,
     receive_items,
     send_messages,
 )
-from shardstream.loader.worker import BatchDataset
 from tests.limits import module_of, set_limits
 from tests.small_datasets import FEW_CORES, numbered
 

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, DistributedSampler
 
 import shardstream as ss
-from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.store import Storage
+from shardstream.storage import Storage, publish_bytes
 from tests.servers import ShapedS3
 from tests.small_datasets import FEW_CORES, flat, take
 

@@ -14,7 +14,7 @@ import pytest
 
 import shardstream as ss
 from shardstream.errors import ChangedError
-from shardstream.storage.local_files import FileVersions
+from shardstream.storage import FileVersions
 from shardstream.testing import make_shards
 from tests.small_datasets import FEW_CORES
 

@@ -13,7 +13,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 
 from shardstream.distributed import Placement
 from shardstream.errors import OptionError
-from shardstream.loader.rank_consistency import compare_in_store
+from shardstream.loader import compare_in_store
 
 LONG_S = 120.0
 

@@ -14,11 +14,10 @@ import pytest
 
 import shardstream as ss
 from shardstream.errors import OptionError, StateError, StorageError
-from shardstream.format.manifest import ShardInfo, fingerprint
-from shardstream.loader.state import seal_state
-from shardstream.pipeline.sequential_source import SequentialRun
-from shardstream.storage.response import RangeResponse
-from shardstream.storage.store import Storage
+from shardstream.format import ShardInfo, fingerprint
+from shardstream.loader import seal_state
+from shardstream.pipeline import SequentialRun
+from shardstream.storage import RangeResponse, Storage
 from tests.limits import set_limits
 from tests.small_datasets import FEW_CORES, flat, labels, loader, numbered, take
 
@@ -148,7 +147,7 @@ def test_a_store_out_of_reach_is_no_bad_sample(
         return real(self, url, start, end)
 
     dataset = ss.ShardDataset(f"{bucket}/set", index="ignore", on_error="skip")
-    monkeypatch.setattr("shardstream.storage.retry.time.sleep", lambda _: None)
+    monkeypatch.setattr("time.sleep", lambda _: None)
     set_limits(monkeypatch, SequentialRun, STREAM_READ_BYTES=2048)
     monkeypatch.setattr(Storage, "read_once", broken)
     with pytest.raises(StorageError, match="connection reset"):
@@ -160,7 +159,7 @@ def unreachable(*_: Any, **__: Any) -> RangeResponse:
 
 
 def test_retries_leave_the_global_generators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardstream.storage.retry.time.sleep", lambda _: None)
+    monkeypatch.setattr("time.sleep", lambda _: None)
     monkeypatch.setattr(Storage, "read_once", unreachable)
     before = random.getstate()
     with pytest.raises(StorageError, match="transient"):
@@ -175,7 +174,7 @@ def test_what_failed_to_come_is_asked_for_again(
     dataset = ss.ShardMapDataset(f"{bucket}/set", storage_options={"retry_timeout_s": 1}).decode()
     dataset[19]  # reads the index
     with monkeypatch.context() as patch:
-        patch.setattr("shardstream.storage.retry.time.sleep", lambda _: None)
+        patch.setattr("time.sleep", lambda _: None)
         patch.setattr(Storage, "read_once", unreachable)
         with pytest.raises(StorageError, match="transient"):
             dataset.__getitems__([0, 1, 2])

@@ -23,9 +23,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstream as ss
-from shardstream.loader.serialize import MAX_TENSOR_BYTES, MIN_LARGE_BYTES
-from shardstream.loader.shared_memory import RingBuffer, RingMessage, open_rings
-from tests.limits import set_limits
+from shardstream.loader import (
+    MAX_TENSOR_BYTES,
+    MIN_LARGE_BYTES,
+    RingBuffer,
+    RingMessage,
+    open_rings,
+)
+from tests.limits import module_of, set_limits
 
 _LEAST = MIN_LARGE_BYTES
 
@@ -234,7 +239,7 @@ def test_a_ring_gives_its_descriptor_back_when_modules_are_gone(
     before = len(os.listdir("/proc/self/fd"))
     ring = RingBuffer()
     with monkeypatch.context() as at_exit:
-        at_exit.setattr("shardstream.loader.shared_memory.os", None)
+        at_exit.setattr(module_of(RingBuffer), "os", None)
         del ring
         gc.collect()
     assert len(os.listdir("/proc/self/fd")) == before

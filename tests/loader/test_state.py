@@ -10,9 +10,9 @@ import pytest
 
 import shardstream as ss
 from shardstream.errors import OptionError, StateError
-from shardstream.loader.state import VERSION, check_state, part_state, plan_state, seal_state
-from shardstream.order.epoch_plan import EpochOrder
-from shardstream.pipeline.stage import Position
+from shardstream.loader import VERSION, check_state, part_state, plan_state, seal_state
+from shardstream.order import EpochOrder
+from shardstream.pipeline import Position
 from shardstream.testing import make_shards
 from tests.small_datasets import labels, loader, numbered, take
 

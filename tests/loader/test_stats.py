@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import shardstream as ss
-from shardstream.loader.option_checks import warn_of_lanes
+from shardstream.loader import warn_of_lanes
 from tests.limits import set_limits
 from tests.small_datasets import FEW_CORES, loader, numbered
 

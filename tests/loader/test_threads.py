@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 import shardstream as ss
-from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.store import Storage
+from shardstream.storage import Storage, publish_bytes
 from tests.small_datasets import numbered
 
 NSAMPLES, THREADS, READS = 60, 8, 6

@@ -20,7 +20,8 @@ import torch
 
 import shardstream as ss
 from shardstream.errors import SampleError, WorkerError
-from shardstream.loader.worker_errors import WorkerWatch
+from shardstream.loader import BatchDataset, WorkerWatch
+from tests.limits import module_of
 from tests.small_datasets import FEW_CORES, numbered, take
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
@@ -200,7 +201,7 @@ def test_whatever_cannot_be_sent_is_an_error_at_its_batch(
     function: Any, has_rings: bool, told: str, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_rings:  # as where torch pins memory, or a sandbox allows no ring
-        monkeypatch.setattr("shardstream.loader.worker.open_rings", lambda _: [])
+        monkeypatch.setattr(module_of(BatchDataset), "open_rings", lambda _: [])
 
     def late(sample: dict[str, Any]) -> dict[str, Any]:
         return function(sample) if sample["cls"] == 26 else sample
@@ -217,7 +218,7 @@ def test_what_torch_sends_by_itself_arrives_after_its_worker_has_ended(
     has_rings: bool, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_rings:
-        monkeypatch.setattr("shardstream.loader.worker.open_rings", lambda _: [])
+        monkeypatch.setattr(module_of(BatchDataset), "open_rings", lambda _: [])
 
     def leaf(sample: dict[str, Any]) -> Any:
         if sample["cls"] % 8 < 4:
@@ -260,7 +261,7 @@ def test_a_connection_that_a_users_function_lost_is_no_dying_worker(
     def never(seconds: float) -> None:
         raise AssertionError("it waits for a worker to die")
 
-    monkeypatch.setattr("shardstream.loader.worker_errors.time.sleep", never)
+    monkeypatch.setattr("time.sleep", never)
     with pytest.raises(ConnectionResetError, match="the database is gone"):
         list(loader(folder, fails))
 

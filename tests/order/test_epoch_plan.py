@@ -8,9 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstream.errors import OptionError
-from shardstream.order.epoch_plan import EpochOrder, EpochPlan, default_block, default_window
-from shardstream.order.partition import PartitionConfig, RankPartition
-from shardstream.pipeline.indexed_source import group_by_window, plan_steps, worker_steps
+from shardstream.order import (
+    EpochOrder,
+    EpochPlan,
+    PartitionConfig,
+    RankPartition,
+    default_block,
+    default_window,
+)
+from shardstream.pipeline import group_by_window, plan_steps, worker_steps
 from tests.limits import set_limits
 
 

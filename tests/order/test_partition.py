@@ -10,9 +10,15 @@ from hypothesis import strategies as st
 
 from shardstream.distributed import Placement
 from shardstream.errors import OptionError
-from shardstream.order.epoch_plan import EpochOrder, EpochPlan
-from shardstream.order.partition import PartitionConfig, RankPartition, Remainder, fitting_lanes
-from shardstream.pipeline.indexed_source import group_by_window, plan_steps, worker_steps
+from shardstream.order import (
+    EpochOrder,
+    EpochPlan,
+    PartitionConfig,
+    RankPartition,
+    Remainder,
+    fitting_lanes,
+)
+from shardstream.pipeline import group_by_window, plan_steps, worker_steps
 from tests.order.test_epoch_plan import epochs, orders
 
 many = settings(max_examples=120, deadline=None)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstream.order.permutation import derive_key, derive_keys, permute
+from shardstream.order import derive_key, derive_keys, permute
 
 keys = st.integers(0, (1 << 64) - 1)
 

@@ -13,8 +13,8 @@ from PIL import Image
 
 import shardstream as ss
 from shardstream.errors import ClassesWarning, ManifestError, OptionError, SourceError, StorageError
-from shardstream.packing.class_numbering import sibling_folders
-from shardstream.storage.store import Storage
+from shardstream.packing import sibling_folders
+from shardstream.storage import Storage
 
 
 def images(root: Path, classes: Mapping[str, int]) -> str:

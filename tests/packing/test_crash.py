@@ -15,10 +15,8 @@ from typing import Any
 import pytest
 
 import shardstream as ss
-from shardstream.format.index import INDEX_SUFFIX
-from shardstream.format.manifest import MANIFEST_NAME
-from shardstream.storage.atomic_write import is_part, publish_bytes
-from shardstream.storage.store import Storage
+from shardstream.format import INDEX_SUFFIX, MANIFEST_NAME
+from shardstream.storage import Storage, is_part, publish_bytes
 
 Tree = dict[str, bytes | None]
 """Name -> the bytes that outlive a crash; None where some could be lost."""

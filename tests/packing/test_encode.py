@@ -17,10 +17,8 @@ from PIL import Image
 
 import shardstream as ss
 from shardstream.errors import OptionError, SampleError, SourceError
-from shardstream.packing.encode import INT_FIELDS, encode_field, encode_sample
-from shardstream.packing.image_encode import ImageOptions, reencode
-from shardstream.pipeline.decode import BASIC
-from shardstream.pipeline.image_decode import ImageDecoder
+from shardstream.packing import INT_FIELDS, ImageOptions, encode_field, encode_sample, reencode
+from shardstream.pipeline import BASIC, ImageDecoder
 from tests.image_files import netpbm_of, png_of
 
 RGB = np.random.default_rng(0).integers(0, 255, (6, 9, 3), dtype=np.uint8)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstream.packing.file_keys import file_key, key_levels
+from shardstream.packing import file_key, key_levels
 
 _names = st.sampled_from(["a", "b", "a.b", "a_b", "cat", "1"])
 _paths = st.lists(

@@ -9,12 +9,11 @@ from typing import Any
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from shardstream.catalog.shard_catalog import ShardCatalog
+from shardstream.catalog import ShardCatalog
 from shardstream.errors import OptionError, SampleError, ShardError, StorageError
-from shardstream.format.index import decode_index
-from shardstream.packing.indexing import index
-from shardstream.storage.discover import locate_shards
-from shardstream.storage.store import Storage
+from shardstream.format import decode_index
+from shardstream.packing import index
+from shardstream.storage import Storage, locate_shards
 from tests.small_tars import foreign_tar, make_dataset, samples, tar_bytes
 
 

@@ -20,16 +20,21 @@ from PIL import Image
 
 from shardstream.cli import main
 from shardstream.errors import OptionError, SourceError, StorageError, UnfinishedError
-from shardstream.format.samples import iter_samples
-from shardstream.packing.job import pack
-from shardstream.packing.parallel_encode import RecordEncoder, chunked
-from shardstream.packing.report import Progress
-from shardstream.packing.source import FileRef, Record, SamplesSource
-from shardstream.packing.split import assign_splits, shuffled_order, split_counts
-from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.discover import locate_shards
-from shardstream.storage.output_folder import LocalFolder
-from shardstream.storage.store import Storage
+from shardstream.format import iter_samples
+from shardstream.packing import (
+    FileRef,
+    Progress,
+    Record,
+    RecordEncoder,
+    SamplesSource,
+    assign_splits,
+    chunked,
+    pack,
+    shuffled_order,
+    split_counts,
+)
+from shardstream.storage import LocalFolder, Storage, locate_shards, publish_bytes
+from tests.limits import module_of
 
 CLASSES = ("ant", "bee", "cat")
 _SLOW_S = 60  # of a process that is at work, while another dies
@@ -270,7 +275,7 @@ class _Deadly(RecordEncoder):
 def test_a_process_that_dies_is_an_error_and_no_hang(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardstream.packing.job.RecordEncoder", _Deadly)
+    monkeypatch.setattr(module_of(pack), "RecordEncoder", _Deadly)
     with pytest.raises(SourceError, match="a process that encodes died"):
         pack(photos, tmp_path / "out", processes=2, max_samples=5, max_side=64)
     assert not (tmp_path / "out" / "index.json").exists()
@@ -287,7 +292,7 @@ class _DeadlyAmongSlow(RecordEncoder):
 def test_where_a_process_dies_the_others_are_not_waited_for(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardstream.packing.job.RecordEncoder", _DeadlyAmongSlow)
+    monkeypatch.setattr(module_of(pack), "RecordEncoder", _DeadlyAmongSlow)
     begin = time.monotonic()
     with pytest.raises(SourceError, match="a process that encodes died"):
         pack(photos, tmp_path / "out", processes=2, shuffle=False, max_side=64)
@@ -297,7 +302,7 @@ def test_where_a_process_dies_the_others_are_not_waited_for(
 def test_files_that_are_only_copied_are_not_carried_through_processes(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardstream.packing.parallel_encode.ProcessPool", None)
+    monkeypatch.setattr(module_of(RecordEncoder), "ProcessPool", None)
     assert pack(photos, tmp_path / "out", processes=2).samples > 0
 
 
@@ -325,6 +330,7 @@ def test_from_s3_to_s3(bucket: str, photos: Path, tmp_path: Path) -> None:
 FULL_DISK = """
 import resource, signal, sys
 from shardstream.packing.job import pack
+from tests.limits import module_of, module_of
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
 pack([{"bin": bytes(100_000 if i < 20 else 400_000)} for i in range(40)], sys.argv[1], max_samples=10)

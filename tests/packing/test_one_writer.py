@@ -20,11 +20,8 @@ from botocore.exceptions import ClientError
 from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstream as ss
-from shardstream.packing.verification import verify
-from shardstream.storage.atomic_write import publish_bytes_over
-from shardstream.storage.journal_marker import journal_name
-from shardstream.storage.output_folder import LocalFolder
-from shardstream.storage.store import Storage
+from shardstream.packing import verify
+from shardstream.storage import LocalFolder, Storage, journal_name, publish_bytes_over
 from tests.servers import S3Server
 
 ANOTHER = "another pack or ShardWriter writes here"

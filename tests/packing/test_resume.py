@@ -20,17 +20,22 @@ from PIL import Image
 
 import shardstream as ss
 from shardstream.errors import OptionError, SourceError
-from shardstream.format.manifest import ShardInfo
-from shardstream.packing.destination import Destination
-from shardstream.packing.job import pack
-from shardstream.packing.journal import FinishedShard, Journal, Task, read_journal
-from shardstream.packing.parallel_encode import Encoded, RecordEncoder
-from shardstream.packing.report import PackReport
-from shardstream.packing.shard_writer import ShardWriter
-from shardstream.packing.source import Record, SamplesSource
-from shardstream.storage.journal_marker import is_journal
-from shardstream.storage.output_folder import LocalFolder
-from shardstream.storage.store import Storage
+from shardstream.format import ShardInfo
+from shardstream.packing import (
+    Destination,
+    Encoded,
+    FinishedShard,
+    Journal,
+    PackReport,
+    Record,
+    RecordEncoder,
+    SamplesSource,
+    ShardWriter,
+    Task,
+    pack,
+    read_journal,
+)
+from shardstream.storage import LocalFolder, Storage, is_journal
 from tests.servers import S3Server
 
 ROOT = Path(__file__).parents[2]

@@ -16,16 +16,11 @@ import fsspec
 import numpy as np
 import pytest
 
-from shardstream.catalog.shard_catalog import ShardCatalog
+from shardstream.catalog import ShardCatalog
 from shardstream.errors import OptionError, SampleError, StorageError
-from shardstream.format.samples import iter_samples
-from shardstream.packing.destination import ShardNames
-from shardstream.packing.shard_writer import ShardWriter
-from shardstream.storage.byte_sizes import parse_bytes
-from shardstream.storage.discover import locate_shards
-from shardstream.storage.journal_marker import journal_name
-from shardstream.storage.output_folder import LocalFolder
-from shardstream.storage.store import Storage
+from shardstream.format import iter_samples
+from shardstream.packing import ShardNames, ShardWriter
+from shardstream.storage import LocalFolder, Storage, journal_name, locate_shards, parse_bytes
 
 
 def names(folder: Path) -> list[str]:

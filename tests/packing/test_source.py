@@ -25,15 +25,20 @@ from shardstream.errors import (
     SourceError,
     StorageError,
 )
-from shardstream.format.names import canonical_field
-from shardstream.packing.image_encode import ImageOptions
-from shardstream.packing.parallel_encode import RecordEncoder
-from shardstream.packing.shard_writer import ShardWriter
-from shardstream.packing.source import FileRef, Record, SamplesSource, Source
-from shardstream.packing.source_detection import SourceOptions, open_source
-from shardstream.packing.tables import iter_rows
-from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.store import Storage
+from shardstream.format import canonical_field
+from shardstream.packing import (
+    FileRef,
+    ImageOptions,
+    Record,
+    RecordEncoder,
+    SamplesSource,
+    ShardWriter,
+    Source,
+    SourceOptions,
+    iter_rows,
+    open_source,
+)
+from shardstream.storage import Storage, publish_bytes
 from tests.servers import ShapedS3
 
 

@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstream.errors import SampleError
-from shardstream.format.index import scan_shard
-from shardstream.format.manifest import ShardInfo
-from shardstream.packing.tar_shard import TarShard, sample_pieces
+from shardstream.format import ShardInfo, scan_shard
+from shardstream.packing import TarShard, sample_pieces
 
 Samples = dict[str, dict[str, bytes]]
 

@@ -17,12 +17,8 @@ import pytest
 
 import shardstream as ss
 from shardstream.cli import main
-from shardstream.packing.indexing import index
-from shardstream.packing.inspect import list_shards, read_one
-from shardstream.packing.journal import Journal
-from shardstream.packing.verification import verify
-from shardstream.storage.journal_marker import journal_name
-from shardstream.storage.store import Storage
+from shardstream.packing import Journal, index, list_shards, read_one, verify
+from shardstream.storage import Storage, journal_name
 
 Write = Callable[[str], None]
 NUMBERS = [{"cls": number} for number in range(50)]

@@ -10,10 +10,8 @@ import pytest
 import zstandard
 
 from shardstream.errors import ManifestError, StorageError
-from shardstream.packing.indexing import index
-from shardstream.packing.verification import VerifyReport, verify
-from shardstream.packing.verify_checks import ShardKeys, hash_keys, repeated_keys
-from shardstream.storage.store import Storage
+from shardstream.packing import ShardKeys, VerifyReport, hash_keys, index, repeated_keys, verify
+from shardstream.storage import Storage
 from tests.small_tars import flip, make_dataset, samples, tar_bytes
 
 

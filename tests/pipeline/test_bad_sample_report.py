@@ -16,8 +16,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 import shardstream as ss
 from shardstream.distributed import Placement
 from shardstream.errors import OptionError, SkipBudgetError
-from shardstream.pipeline.bad_sample_report import BadSample, BadSampleReport
-from shardstream.storage.store import Storage
+from shardstream.pipeline import BadSample, BadSampleReport
+from shardstream.storage import Storage
 from shardstream.testing import make_shards
 from tests.limits import set_limits
 from tests.small_datasets import FEW_CORES, labels

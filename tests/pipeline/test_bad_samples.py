@@ -14,7 +14,7 @@ from shardstream.errors import (
     SkipBudgetError,
     StorageError,
 )
-from shardstream.pipeline.bad_samples import SkipBudget, SkipTracker
+from shardstream.pipeline import SkipBudget, SkipTracker
 from shardstream.testing import make_shards
 
 

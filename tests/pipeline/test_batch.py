@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from shardstream.errors import SampleError
-from shardstream.loader.collation import collate
-from shardstream.pipeline.batch import Batched, Unbatched, split_batch
-from shardstream.pipeline.stage import Context, Stage
+from shardstream.loader import collate
+from shardstream.pipeline import Batched, Context, Stage, Unbatched, split_batch
 from shardstream.testing import ListRun
 
 

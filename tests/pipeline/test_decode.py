@@ -16,9 +16,8 @@ from webdataset.autodecode import Decoder as TheirDecoder
 
 import shardstream as ss
 from shardstream.errors import DecodeError, OptionError
-from shardstream.format.samples import Sample
-from shardstream.pipeline.decode import BASIC, Decode, decode_gzip, decode_npy, decode_npz
-from shardstream.pipeline.stage import Context
+from shardstream.format import Sample
+from shardstream.pipeline import BASIC, Context, Decode, decode_gzip, decode_npy, decode_npz
 from shardstream.testing import make_shards
 from tests.limits import set_limits
 from tests.small_datasets import picture

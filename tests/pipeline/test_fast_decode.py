@@ -12,9 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstream.loader.collation import to_tensor
-from shardstream.pipeline.fast_decode import decode_jpeg, has_only_pixels, parse_json
-from shardstream.pipeline.image_decode import ImageDecoder
+from shardstream.loader import to_tensor
+from shardstream.pipeline import ImageDecoder, decode_jpeg, has_only_pixels, parse_json
 from tests.limits import module_of
 
 

@@ -9,9 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstream.errors import OptionError
-from shardstream.pipeline.bad_samples import SkipBudget, SkipTracker
-from shardstream.pipeline.group_batch import GroupBatched
-from shardstream.pipeline.stage import Context
+from shardstream.pipeline import Context, GroupBatched, SkipBudget, SkipTracker
 from shardstream.testing import ListRun, assert_resumes_exactly
 
 

@@ -21,10 +21,8 @@ import pytest
 import torch
 
 import shardstream as ss
-from shardstream.loader.collation import load_tensors
-from shardstream.pipeline.decode import BASIC, Decode
-from shardstream.pipeline.image_decode import EXTENSIONS, ImageDecoder
-from shardstream.pipeline.stage import Context
+from shardstream.loader import load_tensors
+from shardstream.pipeline import BASIC, EXTENSIONS, Context, Decode, ImageDecoder
 from shardstream.testing import make_shards
 from tests.attack import survived
 from tests.format.test_hostile import zeros_packed

@@ -15,8 +15,8 @@ from webdataset.autodecode import ImageHandler, imagespecs
 
 import shardstream as ss
 from shardstream.errors import DecodeError, OptionError, SkipBudgetError
-from shardstream.loader.collation import to_tensor
-from shardstream.pipeline.image_decode import EXTENSIONS, IMAGE_NAMES, ImageDecoder
+from shardstream.loader import to_tensor
+from shardstream.pipeline import EXTENSIONS, IMAGE_NAMES, ImageDecoder
 from shardstream.testing import make_shards
 from tests.small_datasets import FEW_CORES, flat, labels, picture, take
 

@@ -7,15 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from shardstream.catalog.shard_catalog import ShardCatalog
+from shardstream.catalog import ShardCatalog
 from shardstream.distributed import Placement, WorkerInfo
 from shardstream.errors import IndexMismatchError, ShardError
-from shardstream.order.epoch_plan import EpochOrder, EpochPlan
-from shardstream.order.partition import PartitionConfig, RankPartition
-from shardstream.pipeline.bad_samples import SkipBudget, SkipTracker
-from shardstream.pipeline.indexed_source import CatalogSource, IndexedRun, ReadOptions
-from shardstream.storage.discover import locate_shards
-from shardstream.storage.store import Storage
+from shardstream.order import EpochOrder, EpochPlan, PartitionConfig, RankPartition
+from shardstream.pipeline import CatalogSource, IndexedRun, ReadOptions, SkipBudget, SkipTracker
+from shardstream.storage import Storage, locate_shards
 from shardstream.testing import assert_resumes_exactly
 from tests.small_datasets import numbered
 

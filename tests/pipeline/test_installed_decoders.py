@@ -12,7 +12,7 @@ import pytest
 
 import shardstream as ss
 from shardstream.errors import OptionError
-from shardstream.pipeline.installed_decoders import installed_decoders
+from shardstream.pipeline import installed_decoders
 from shardstream.testing import make_shards
 
 Install = Callable[..., None]

@@ -6,9 +6,20 @@ import numpy as np
 import pytest
 
 from shardstream.errors import OptionError, SampleError, SkipBudgetError
-from shardstream.pipeline.bad_samples import SkipBudget, SkipTracker
-from shardstream.pipeline.map import Map, MapDict, MapTuple, Rename, Select, ToTuple, find_field
-from shardstream.pipeline.stage import Context, ItemStage, Stage
+from shardstream.pipeline import (
+    Context,
+    ItemStage,
+    Map,
+    MapDict,
+    MapTuple,
+    Rename,
+    Select,
+    SkipBudget,
+    SkipTracker,
+    Stage,
+    ToTuple,
+    find_field,
+)
 from shardstream.testing import ListRun
 
 SAMPLE = {"__key__": "0042", "__url__": "s3://b/train-7.tar", "png": b"p", "cls": 3, "json": [1]}

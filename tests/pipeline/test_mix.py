@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 import shardstream as ss
 from shardstream.errors import OptionError, StateError
-from shardstream.order.mix_schedule import MixSchedule
-from shardstream.order.permutation import derive_key
+from shardstream.order import MixSchedule, derive_key
 from shardstream.testing import make_shards
 from tests.small_datasets import FEW_CORES, take
 

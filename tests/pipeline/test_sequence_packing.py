@@ -8,9 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardstream.errors import OptionError, SampleError
-from shardstream.pipeline.bad_samples import SkipTracker
-from shardstream.pipeline.sequence_packing import Packing, PackSequences
-from shardstream.pipeline.stage import Context, Run
+from shardstream.pipeline import Context, Packing, PackSequences, Run, SkipTracker
 from shardstream.testing import ListRun, assert_resumes_exactly
 
 LENGTHS = [3, 9, 1, 0, 4, 4, 8, 2, 7, 10, 5]

@@ -15,17 +15,32 @@ import pytest
 import shardstream as ss
 from shardstream import pipeline
 from shardstream.errors import SampleError, StateError
-from shardstream.loader.collation import collate
-from shardstream.order.permutation import derive_key
-from shardstream.pipeline.bad_samples import SkipBudget, SkipTracker
-from shardstream.pipeline.batch import Batched, Unbatched
-from shardstream.pipeline.decode import BASIC, Decode
-from shardstream.pipeline.group_batch import GroupBatched
-from shardstream.pipeline.map import Map, MapDict, MapTuple, Rename, Select, ToTuple
-from shardstream.pipeline.sequence_packing import PackSequences
-from shardstream.pipeline.stage import Context, Run, Stage
-from shardstream.pipeline.step_signatures import describe
-from shardstream.pipeline.stream_ops import Compose, Repeat, Shuffle, Slice
+from shardstream.loader import collate
+from shardstream.order import derive_key
+from shardstream.pipeline import (
+    BASIC,
+    Batched,
+    Compose,
+    Context,
+    Decode,
+    GroupBatched,
+    Map,
+    MapDict,
+    MapTuple,
+    PackSequences,
+    Rename,
+    Repeat,
+    Run,
+    Select,
+    Shuffle,
+    SkipBudget,
+    SkipTracker,
+    Slice,
+    Stage,
+    ToTuple,
+    Unbatched,
+    describe,
+)
 from shardstream.testing import ListRun, assert_resumes_exactly
 from tests.small_datasets import FEW_CORES, labels, numbered, take
 

@@ -17,10 +17,9 @@ import pytest
 
 import shardstream as ss
 from shardstream.errors import StateError
-from shardstream.loader.dataset import StreamDataset
-from shardstream.pipeline.group_batch import GroupBatched
-from shardstream.pipeline.map import Select
-from shardstream.pipeline.step_signatures import describe, function_name
+from shardstream.loader import StreamDataset
+from shardstream.pipeline import GroupBatched, Pipeline, Select, describe, function_name
+from tests.limits import module_of
 from tests.small_datasets import labels, numbered, take
 
 Sample = dict[str, Any]
@@ -268,6 +267,7 @@ from operator import attrgetter
 sys.path.insert(0, sys.argv[1])
 from shardstream.loader.dataset import StreamDataset
 from shardstream.pipeline.step_signatures import function_name
+from tests.limits import module_of, module_of
 def top(x): return x
 class Box:
     def inside(self, x): return x
@@ -313,7 +313,7 @@ def test_options_as_by_default_are_not_named() -> None:
 
 
 def test_names_of_this_package_do_not_say_where_a_module_is() -> None:
-    from shardstream.loader.collation import collate  # noqa: PLC0415
+    from shardstream.loader import collate  # noqa: PLC0415
 
     assert function_name(collate) == "collate"
     assert function_name(methodcaller("get", "a")) == "operator.methodcaller('get', 'a')"
@@ -352,7 +352,7 @@ def test_functions_are_described_once_for_all_states(
 ) -> None:
     loader = open_loader(folder, lambda ds: ds.select(Under(50)))
     state = loader.state_dict()
-    monkeypatch.setattr("shardstream.pipeline.pipeline.describe", None)
+    monkeypatch.setattr(module_of(Pipeline), "describe", None)
     assert loader.state_dict() == state
 
 

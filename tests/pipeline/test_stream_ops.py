@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstream.pipeline.stage import Context, Stage
-from shardstream.pipeline.stream_ops import Compose, Repeat, Shuffle, Slice
+from shardstream.pipeline import Compose, Context, Repeat, Shuffle, Slice, Stage
 from shardstream.testing import ListRun
 
 

@@ -21,9 +21,15 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from shardstream.errors import StorageError, UnfinishedError
-from shardstream.storage.atomic_write import is_part, open_pending, publish, publish_bytes, remove
-from shardstream.storage.discover import locate_shards
-from shardstream.storage.store import Storage
+from shardstream.storage import (
+    Storage,
+    is_part,
+    locate_shards,
+    open_pending,
+    publish,
+    publish_bytes,
+    remove,
+)
 
 ROOT = Path(__file__).parents[2]
 OLD, NEW = b"old" * 50_000, b"new!" * 60_000

@@ -26,10 +26,17 @@ from hypothesis import strategies as st
 
 import shardstream as ss
 from shardstream.errors import CacheWarning, ChangedError, NotFoundError, OptionError
-from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.cache import CACHE_CHUNK_BYTES, HEADER_BYTES, Cache, open_cache, version_of
-from shardstream.storage.cache_space import CacheSpace, load_usage
-from shardstream.storage.store import Storage
+from shardstream.storage import (
+    CACHE_CHUNK_BYTES,
+    HEADER_BYTES,
+    Cache,
+    CacheSpace,
+    Storage,
+    load_usage,
+    open_cache,
+    publish_bytes,
+    version_of,
+)
 from tests.servers import S3Server
 
 MIB = 1 << 20
@@ -599,7 +606,7 @@ def test_a_full_disk_is_tried_again_later(folder: Path, monkeypatch: pytest.Monk
     source.through(cache, 0, 5)
     assert chunks(folder) == []
     later = time.monotonic() + 61
-    monkeypatch.setattr("shardstream.storage.cache_space.time.monotonic", lambda: later)
+    monkeypatch.setattr("time.monotonic", lambda: later)
     source.through(cache, 0, 5)
     assert len(chunks(folder)) == 1
 

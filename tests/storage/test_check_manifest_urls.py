@@ -15,11 +15,9 @@ import pytest
 
 import shardstream as ss
 from shardstream.errors import ManifestError, ShardStreamError
-from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.check_manifest_urls import check_names
-from shardstream.storage.discover import locate_shards
-from shardstream.storage.store import Storage
+from shardstream.storage import Storage, check_names, locate_shards, publish_bytes
 from shardstream.testing import make_shards
+from tests.limits import module_of, set_limits
 from tests.strategies import make_index, make_shard
 
 
@@ -105,13 +103,13 @@ def test_a_manifest_of_its_own_store_is_read() -> None:
 
 def test_huge_manifests_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     url = served(*(f"{number}.tar" for number in range(100)))
-    monkeypatch.setattr("shardstream.storage.discover.MANIFEST_LIMIT_BYTES", 1000)
+    set_limits(monkeypatch, locate_shards, MANIFEST_LIMIT_BYTES=1000)
     with pytest.raises(ManifestError, match="over the limit of 1000; split the dataset"):
         locate_shards(url, Storage())
 
 
 def test_a_manifest_cannot_have_a_million_folders_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shardstream.storage.discover.FOLDERS_LIMIT", 10)
+    set_limits(monkeypatch, locate_shards, FOLDERS_LIMIT=10)
     with pytest.raises(ManifestError, match="shards in 11 folders, the limit is 10"):
         locate_shards(served(*(f"{number}/a.tar" for number in range(11))), Storage())
 
@@ -156,7 +154,7 @@ def test_the_folders_of_a_manifest_are_found_in_one_pass(monkeypatch: pytest.Mon
         asked.append(url)
         return url.rpartition("/")[0]
 
-    monkeypatch.setattr("shardstream.storage.discover.parent_url", parent_url)
+    monkeypatch.setattr(module_of(locate_shards), "parent_url", parent_url)
     shards = locate_shards(url, Storage()).shards
     assert [shard.url for shard in shards][:2] == [f"{folder}/0/0.tar", f"{folder}/1/1.tar"]
     assert len(locate_shards([shard.url for shard in shards], Storage()).shards) == 500

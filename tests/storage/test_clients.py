@@ -28,10 +28,8 @@ from shardstream.errors import (
     OptionError,
     StorageError,
 )
-from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.clients import Clients
-from shardstream.storage.obstore_client import ObstoreReader
-from shardstream.storage.store import Storage
+from shardstream.storage import Clients, ObstoreReader, Storage, publish_bytes
+from tests.limits import module_of
 from tests.servers import S3Server, ShapedS3, nginx_or_skip
 from tests.small_datasets import numbered
 
@@ -247,7 +245,7 @@ def test_threads_of_a_forked_child_do_not_take_each_others_readers_away(
         clients.filesystem("memory://x", reading=True)
         return True
 
-    monkeypatch.setattr("shardstream.storage.obstore_client.can_name", can_name)
+    monkeypatch.setattr(module_of(ObstoreReader), "can_name", can_name)
     reader, path = clients.reader("s3://b/k", whole=False)
     assert (type(reader), path) == (ObstoreReader, "b/k")
 
@@ -469,7 +467,7 @@ def serving(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
 def paused(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The pauses of `retry`, each of which is over at once."""
     pauses: list[float] = []
-    monkeypatch.setattr("shardstream.storage.retry.time.sleep", pauses.append)
+    monkeypatch.setattr("time.sleep", pauses.append)
     return pauses
 
 
@@ -490,7 +488,7 @@ def test_a_server_that_throttles_from_the_first_request_on_has_the_whole_patienc
         if sum(paused) > 30:
             faults.set(slow=0)
 
-    monkeypatch.setattr("shardstream.storage.retry.time.sleep", pause)
+    monkeypatch.setattr("time.sleep", pause)
     if operation == "read":
         assert storage.read(faults.url, 0, 10) == BODY[:10]
     else:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstream.storage.concurrency import AdaptiveLimit, Slot
+from shardstream.storage import AdaptiveLimit, Slot
 
 
 class Clock:

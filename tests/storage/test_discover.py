@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import shardstream as ss
-from shardstream.catalog.shard_catalog import ShardCatalog
+from shardstream.catalog import ShardCatalog
 from shardstream.errors import (
     ManifestError,
     NotFoundError,
@@ -22,16 +22,16 @@ from shardstream.errors import (
     StorageError,
     UnfinishedError,
 )
-from shardstream.format.manifest import Manifest, ShardInfo, encode_manifest
-from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.discover import (
+from shardstream.format import Manifest, ShardInfo, encode_manifest
+from shardstream.storage import (
     LocatedShards,
+    Storage,
     expand_urls,
     is_compressed,
     is_tar,
     locate_shards,
+    publish_bytes,
 )
-from shardstream.storage.store import Storage
 from shardstream.testing import make_shards
 from tests.strategies import make_index, make_shard
 

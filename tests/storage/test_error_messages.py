@@ -12,8 +12,7 @@ import pytest
 from huggingface_hub.errors import OfflineModeIsEnabled
 
 from shardstream.errors import AccessDeniedError, NotFoundError, OptionError, StorageError
-from shardstream.storage.error_messages import classify_error, translate_errors
-from shardstream.storage.store import Storage
+from shardstream.storage import Storage, classify_error, translate_errors
 
 URL = "s3://bucket/train/a.tar"
 SECRET = "hunter2"  # noqa: S105

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from shardstream.errors import ChangedError
-from shardstream.storage.local_files import FileVersion, FileVersions
+from shardstream.storage import FileVersion, FileVersions
 
 BEFORE = FileVersion(size=10, mtime_ns=5, inode=7, ctime_ns=6)
 

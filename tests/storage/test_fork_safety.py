@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.store import Storage
+from shardstream.storage import Storage, publish_bytes
 from tests.small_datasets import numbered
 
 pytestmark = pytest.mark.usefixtures("s3_env")

@@ -23,8 +23,8 @@ from shardstream.errors import (
     SourceError,
     StorageError,
 )
-from shardstream.storage.cache import open_cache
-from shardstream.storage.store import Storage
+from shardstream.storage import Storage, locate_shards, open_cache
+from tests.limits import set_limits
 
 SECRET = "hunter2"  # noqa: S105
 
@@ -169,7 +169,7 @@ def flooding() -> Iterator[http.server.ThreadingHTTPServer]:
 def test_a_manifest_without_end_is_read_to_its_limit(
     name: str, flooding: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shardstream.storage.discover.MANIFEST_LIMIT_BYTES", 1 << 20)
+    set_limits(monkeypatch, locate_shards, MANIFEST_LIMIT_BYTES=1 << 20)
     with pytest.raises(ManifestError, match="over 1048576 bytes is over the limit of 1048576"):
         ss.ShardDataset(f"http://127.0.0.1:{flooding.server_port}/{name}/index.json")
     assert flooding.sent < 64 << 20

@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardstream.errors import NotFoundError
-from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.listing import (
+from shardstream.storage import (
     ListedFile,
+    Storage,
     list_all,
     list_beginning,
     list_files,
+    publish_bytes,
     sample_members,
 )
-from shardstream.storage.store import Storage
 
 NAMES = ("a/b/c.jpg", "a/d.txt", "b.c/e", "top.json")
 HIDDEN = (".git/x.txt", "a/.DS_Store", "a/d.txt.part-0123456789ab")

@@ -14,11 +14,9 @@ from pathlib import Path
 import pytest
 
 import shardstream as ss
-from shardstream.catalog.shard_catalog import ShardCatalog
+from shardstream.catalog import ShardCatalog
 from shardstream.errors import IndexMismatchError, NotFoundError
-from shardstream.storage.discover import locate_shards
-from shardstream.storage.local_files import MmapPool, num_maps
-from shardstream.storage.store import Storage
+from shardstream.storage import MmapPool, Storage, locate_shards, num_maps
 
 
 @pytest.fixture

@@ -23,10 +23,17 @@ import s3fs
 from moto.server import ThreadedMotoServer
 
 from shardstream.errors import StorageError
-from shardstream.packing.shard_writer import ShardWriter
-from shardstream.storage.atomic_write import open_pending, publish, publish_bytes
-from shardstream.storage.multipart_upload import PART_BYTES, S3Object, S3Upload, may_be_md5
-from shardstream.storage.store import Storage
+from shardstream.packing import ShardWriter
+from shardstream.storage import (
+    PART_BYTES,
+    S3Object,
+    S3Upload,
+    Storage,
+    may_be_md5,
+    open_pending,
+    publish,
+    publish_bytes,
+)
 from tests.proxy import spoiling
 from tests.servers import S3Server, ShapedS3
 

@@ -10,13 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardstream.errors import NotFoundError, OptionError, StorageError
-from shardstream.storage.output_folder import (
-    LocalFolder,
-    OutputFolder,
-    RemoteFolder,
-    open_output_folder,
-)
-from shardstream.storage.store import Storage
+from shardstream.storage import LocalFolder, OutputFolder, RemoteFolder, Storage, open_output_folder
 
 MakeFolder = Callable[[Path], OutputFolder]
 

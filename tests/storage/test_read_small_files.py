@@ -16,10 +16,7 @@ from pathlib import Path
 import pytest
 
 import shardstream as ss
-from shardstream.storage.atomic_write import publish_bytes, remove
-from shardstream.storage.read_small_files import read_small_files
-from shardstream.storage.s3_config import S3Settings
-from shardstream.storage.store import Storage
+from shardstream.storage import S3Settings, Storage, publish_bytes, read_small_files, remove
 from tests.servers import S3Server
 
 MOST = 1 << 20

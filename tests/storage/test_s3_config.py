@@ -10,9 +10,7 @@ import pytest
 import s3fs
 
 from shardstream.errors import AccessDeniedError, OptionError
-from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.s3_config import complete_s3fs_options, parse_s3_options
-from shardstream.storage.store import Storage
+from shardstream.storage import Storage, complete_s3fs_options, parse_s3_options, publish_bytes
 from tests.servers import S3Server
 
 KEYS = {"key": "k", "secret": "s"}

@@ -15,8 +15,8 @@ import s3fs
 from fsspec.implementations.dirfs import DirFileSystem
 
 from shardstream.errors import AccessDeniedError, NotFoundError, OptionError, StorageError
-from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.store import Storage, join_url, parent_url
+from shardstream.storage import Clients, Storage, join_url, parent_url, publish_bytes
+from tests.limits import module_of
 from tests.servers import S3Server
 
 
@@ -269,7 +269,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object, **__: object) -> None:
         raise ImportError("Install s3fs to access S3")
 
-    monkeypatch.setattr("shardstream.storage.clients.url_to_fs", missing)
+    monkeypatch.setattr(module_of(Clients), "url_to_fs", missing)
     with pytest.raises(OptionError, match=r"Install s3fs.*pip install 'shardstream\[s3\]'"):
         Storage().read("s3://b/a.tar")
 

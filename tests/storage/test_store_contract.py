@@ -19,8 +19,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstream as ss
 from shardstream.errors import AccessDeniedError, NotFoundError, OptionError, StorageError
-from shardstream.storage.gcs_azure_config import parse_azure_options, parse_gcs_options
-from shardstream.storage.store import Storage
+from shardstream.storage import Storage, parse_azure_options, parse_gcs_options
 from shardstream.testing import check_reader, check_store
 from tests.servers import S3Server, ServerMissingError, start_azurite
 

@@ -12,8 +12,7 @@ import s3fs
 
 import shardstream as ss
 from shardstream.errors import OptionError, StorageError
-from shardstream.storage.atomic_write import publish_bytes
-from shardstream.storage.store import Storage
+from shardstream.storage import Storage, publish_bytes
 from tests.servers import S3Server, ServerMissingError, in_ci, start_tls
 from tests.small_datasets import numbered
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 import shardstream as ss
 from shardstream.errors import OptionError
-from shardstream.storage.store import Storage
-from shardstream.storage.url_patterns import expand_braces
+from shardstream.storage import Storage, expand_braces
 from shardstream.testing import make_shards
 
 numbers = st.integers(-3, 12).map(str) | st.sampled_from(["00", "007", "-02", "b", "Y", "f"])

@@ -10,8 +10,14 @@ from collections.abc import Callable
 import numpy as np
 
 from benchmarks.case import Case, Result
-from shardstream.order.epoch_plan import EpochOrder, EpochPlan, default_block, default_window
-from shardstream.order.partition import PartitionConfig, RankPartition
+from shardstream.order import (
+    EpochOrder,
+    EpochPlan,
+    PartitionConfig,
+    RankPartition,
+    default_block,
+    default_window,
+)
 
 _BATCH = 64
 _SAMPLE_BYTES = 100_000
