@@ -47,6 +47,14 @@ def test_importing_leaves_torch_out(module: str) -> None:
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
+@pytest.mark.parametrize("room", ["storage", "pipeline", "packing", "loader"])
+def test_importing_a_room_leaves_optional_packages_out(room: str) -> None:
+    optional = ["obstore", "s3fs", "botocore", "aiohttp", "accelerate", "transformers", "pyarrow"]
+    code = f"import sys, shardstream.{room}; print(sorted({{*{optional}}} & {{*sys.modules}}))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "[]\n"
+
+
 def test_every_error_is_one_of_ours() -> None:
     errors = [getattr(ss, name) for name in ss.__all__ if name.endswith("Error")]
     assert len(errors) > 10

@@ -15,7 +15,8 @@ A batch passes through these files:
 ``accelerate`` is what Hugging Face Accelerate expects of a prepared loader.
 """
 
-from shardstream.loader.accelerate import check_data_parallel
+from typing import TYPE_CHECKING, Any
+
 from shardstream.loader.checkpoint import load_checkpoint, save_checkpoint
 from shardstream.loader.collation import collate, load_tensors, shared_numbers, to_tensor
 from shardstream.loader.dataset import CatalogDataset, ShardDataset, StreamDataset
@@ -37,6 +38,9 @@ from shardstream.loader.shared_memory import RingBuffer, RingMessage, open_rings
 from shardstream.loader.state import VERSION, check_state, part_state, plan_state, seal_state
 from shardstream.loader.worker import BatchDataset
 from shardstream.loader.worker_errors import WorkerWatch
+
+if TYPE_CHECKING:
+    from shardstream.loader.accelerate import check_data_parallel
 
 __all__ = [
     "MAX_TENSOR_BYTES",
@@ -74,3 +78,11 @@ __all__ = [
     "to_tensor",
     "warn_of_lanes",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "check_data_parallel":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from shardstream.loader.accelerate import check_data_parallel  # noqa: PLC0415  (Accelerate is an extra)
+
+    return check_data_parallel

@@ -18,6 +18,8 @@ that is being written, on this machine or elsewhere. ``fork_safety`` protects fo
 clients of their parent; ``byte_sizes`` parses sizes such as "2 GB".
 """
 
+from typing import TYPE_CHECKING, Any
+
 from shardstream.storage.atomic_write import (
     PendingFile,
     final_name,
@@ -45,7 +47,7 @@ from shardstream.storage.discover import (
     read_manifest,
 )
 from shardstream.storage.error_messages import classify_error, translate_errors
-from shardstream.storage.fork_safety import new_lock
+from shardstream.storage.fork_safety import has_lost_obstore_threads, new_lock
 from shardstream.storage.gcs_azure_config import parse_azure_options, parse_gcs_options
 from shardstream.storage.journal_marker import check_finished, is_journal, journal_name
 from shardstream.storage.listing import (
@@ -57,7 +59,6 @@ from shardstream.storage.listing import (
 )
 from shardstream.storage.local_files import FileVersion, FileVersions, MmapPool, map_file, num_maps
 from shardstream.storage.multipart_upload import PART_BYTES, S3Object, S3Upload, may_be_md5
-from shardstream.storage.obstore_client import ObstoreReader
 from shardstream.storage.output_folder import (
     LocalFolder,
     OutputFolder,
@@ -71,6 +72,9 @@ from shardstream.storage.retry import AnswerCutError, retry_call
 from shardstream.storage.s3_config import S3Settings, complete_s3fs_options, parse_s3_options
 from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
 from shardstream.storage.url_patterns import expand_braces
+
+if TYPE_CHECKING:
+    from shardstream.storage.obstore_client import ObstoreReader
 
 __all__ = [
     "CACHE_CHUNK_BYTES",
@@ -108,6 +112,7 @@ __all__ = [
     "expand_braces",
     "expand_urls",
     "final_name",
+    "has_lost_obstore_threads",
     "hints_of",
     "is_compressed",
     "is_journal",
@@ -144,3 +149,11 @@ __all__ = [
     "translate_errors",
     "version_of",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "ObstoreReader":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from shardstream.storage.obstore_client import ObstoreReader  # noqa: PLC0415  (obstore is an extra)
+
+    return ObstoreReader

@@ -329,7 +329,7 @@ def test_from_s3_to_s3(bucket: str, photos: Path, tmp_path: Path) -> None:
 
 FULL_DISK = """
 import resource, signal, sys
-from shardstream.packing.job import pack
+from shardstream.packing import pack
 from tests.limits import module_of, module_of
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (2_000_000, 2_000_000))
@@ -399,8 +399,6 @@ def test_chunks_are_bounded_by_bytes_too() -> None:
 
 
 def test_packing_leaves_torch_out() -> None:
-    code = (
-        "import sys, shardstream.packing.job, shardstream.cli.pack; print('torch' in sys.modules)"
-    )
+    code = "import sys, shardstream.packing, shardstream.cli; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

@@ -36,6 +36,7 @@ from shardstream.packing import (
     read_journal,
 )
 from shardstream.storage import LocalFolder, Storage, is_journal
+from tests.limits import set_limits
 from tests.servers import S3Server
 
 ROOT = Path(__file__).parents[2]
@@ -308,9 +309,7 @@ def test_finished_shards_are_neither_written_nor_encoded_again(
 def test_every_shard_may_be_the_last_before_a_stop(
     files: Path, tmp_path: Path, stop_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "shardstream.packing.journal.RECORDS_PER_FILE", 3
-    )  # several files, and their borders
+    set_limits(monkeypatch, Journal, RECORDS_PER_FILE=3)  # several files, and their borders
     options: dict[str, Any] = {"max_samples": 20, "shuffle": True, "split": {"x": 0.8, "y": 0.2}}
     pack(files, tmp_path / "clean", **options)
     clean = contents(tmp_path / "clean")
@@ -655,7 +654,7 @@ def test_on_s3_finished_shards_stay(
 
 KILLED = """
 import os, signal, sys
-from shardstream.packing.shard_writer import ShardWriter
+from shardstream.packing import ShardWriter
 with ShardWriter(sys.argv[1], max_samples=10) as writer:
     for i in range(55):
         writer.write({"bin": bytes(500_000)})

@@ -275,7 +275,7 @@ def test_a_shard_that_cannot_be_sent_is_never_missed(
 
 FULL_DISK = """
 import resource, signal, sys
-from shardstream.packing.shard_writer import ShardWriter
+from shardstream.packing import ShardWriter
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (3_000_000, 3_000_000))
 with ShardWriter(sys.argv[1], max_samples=10) as writer:
@@ -302,7 +302,7 @@ def test_a_full_disk_is_a_clear_error_and_publishes_nothing(remote: bool, tmp_pa
 
 KILLED = """
 import os, signal, sys, time
-from shardstream.packing.shard_writer import ShardWriter
+from shardstream.packing import ShardWriter
 with ShardWriter(sys.argv[1], max_samples=10) as writer:
     for i in range(25):
         writer.write({"bin": os.urandom(500_000)})

@@ -26,7 +26,7 @@ NUMBERS = [{"cls": number} for number in range(50)]
 
 KILLED = """
 import os, signal, sys, time
-from shardstream.packing.shard_writer import ShardWriter
+from shardstream.packing import ShardWriter
 writer = ShardWriter(sys.argv[1], max_samples=10)
 for number in range(45):
     writer.write({"cls": number})

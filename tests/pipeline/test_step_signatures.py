@@ -265,8 +265,8 @@ import json, sys
 from functools import partial
 from operator import attrgetter
 sys.path.insert(0, sys.argv[1])
-from shardstream.loader.dataset import StreamDataset
-from shardstream.pipeline.step_signatures import function_name
+from shardstream.loader import StreamDataset
+from shardstream.pipeline import function_name
 from tests.limits import module_of, module_of
 def top(x): return x
 class Box:

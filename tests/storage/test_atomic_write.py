@@ -315,8 +315,8 @@ def test_a_killed_writer_leaves_nothing_under_the_final_name(before: bytes, tmp_
     publish_bytes(Storage(), str(tmp_path / "b.tar"), b"")
     code = (
         "import sys, time\n"
-        "from shardstream.storage.store import Storage\n"
-        "from shardstream.storage.atomic_write import publish\n"
+        "from shardstream.storage import Storage\n"
+        "from shardstream.storage import publish\n"
         "with publish(Storage(), sys.argv[1]) as stream:\n"
         "    stream.write(bytes(1 << 20))\n"
         "    stream.flush()\n"

@@ -23,7 +23,7 @@ HEAD = """
 """
 CHILDREN = """
     from concurrent.futures import ProcessPoolExecutor
-    from shardstream.storage.store import Storage
+    from shardstream.storage import Storage
 
     def read(storage, url):
         data = storage.read(url, 1, 3).decode()
@@ -50,8 +50,8 @@ OBSTORE_ALONE = """
     sys.modules.update(dict.fromkeys(("s3fs", "aiobotocore", "botocore", "boto3")))  # as if not installed
     from concurrent.futures import ProcessPoolExecutor
     import shardstream as ss
-    from shardstream.storage.store import Storage
-    from shardstream.storage.atomic_write import publish_bytes, remove
+    from shardstream.storage import Storage
+    from shardstream.storage import publish_bytes, remove
 
     def read(storage, url):
         try:
@@ -81,7 +81,7 @@ OBSTORE_ALONE = """
 CHOSEN = """
     from concurrent.futures import ProcessPoolExecutor
     import shardstream as ss
-    from shardstream.storage.store import Storage
+    from shardstream.storage import Storage
 
     def read(storage, url):
         try:
@@ -101,12 +101,12 @@ LOADERS = """
     import shardstream as ss
 
     def look(sample):
-        from shardstream.storage.fork_safety import has_lost_obstore_threads
+        from shardstream.storage import has_lost_obstore_threads
         return sample["__key__"], has_lost_obstore_threads(), "shardstream.storage.obstore_client" in sys.modules
 
     if __name__ == "__main__":
         url, method, look_bytes, *order = sys.argv[1:]
-        from shardstream.storage.clients import Clients
+        from shardstream.storage import Clients
         Clients.small_reads_bytes = int(look_bytes)
         found = []
         for num_workers in map(int, order):

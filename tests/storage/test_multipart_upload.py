@@ -397,7 +397,7 @@ def test_a_server_that_reads_no_bytes_is_given_up(
 
 KILLED = """
 import os, sys
-from shardstream.packing.shard_writer import ShardWriter
+from shardstream.packing import ShardWriter
 with ShardWriter(sys.argv[1], max_bytes="20MB") as writer:
     for i in range(60):
         writer.write({"bin": os.urandom(1_000_000)})

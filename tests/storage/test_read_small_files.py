@@ -16,7 +16,15 @@ from pathlib import Path
 import pytest
 
 import shardstream as ss
-from shardstream.storage import S3Settings, Storage, publish_bytes, read_small_files, remove
+from shardstream.storage import (
+    S3Settings,
+    Storage,
+    locate_shards,
+    publish_bytes,
+    read_small_files,
+    remove,
+)
+from tests.limits import set_limits
 from tests.servers import S3Server
 
 MOST = 1 << 20
@@ -260,7 +268,7 @@ def test_an_index_that_does_not_match_is_reported_when_it_is_read(packed: str) -
 def test_many_or_large_indexes_are_left_to_the_workers(
     limit: str, packed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(f"shardstream.storage.discover.{limit}", 2)
+    set_limits(monkeypatch, locate_shards, **{limit: 2})
     seen: list[str] = []
 
     def read_small_files(storage: Storage, urls: Sequence[str], *, max_bytes: int) -> list[bytes]:

@@ -251,7 +251,7 @@ def test_an_option_that_obstore_does_not_know_needs_the_package(
 
 SMALL = """
 import sys
-from shardstream.storage.store import Storage
+from shardstream.storage import Storage
 print(Storage({"token": "anon", "endpoint_url": sys.argv[1]}).read(sys.argv[2], 0, 4))
 print("s3fs" in sys.modules, "botocore" in sys.modules)
 """
