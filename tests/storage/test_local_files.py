@@ -1,0 +1,88 @@
+"""Local files: found through links and relative paths, read without a client, explained when they fail."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import shardstream as ss
+from shardstream.errors import NotFoundError, StorageError
+from shardstream.storage import Storage
+from shardstream.testing import make_shards
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Three shards of four samples."""
+    return Path(make_shards(tmp_path / "set", samples=12, per_shard=4))
+
+
+def keys(url: str | Path) -> list[str]:
+    return [sample["__key__"] for sample in ss.ShardDataset(url)]
+
+
+@pytest.mark.parametrize("manifest", [True, False])
+def test_linked_shards_are_found(folder: Path, tmp_path: Path, manifest: bool) -> None:
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    for file in folder.iterdir():
+        if manifest or file.name != "index.json":
+            (linked / file.name).symlink_to(file)
+    assert keys(linked) == keys(folder)
+    (linked / "dangling.tar").symlink_to(tmp_path / "none.tar")
+    assert keys(linked) == keys(folder)
+
+
+@pytest.mark.parametrize("url", ["set", "./set", "set/", "../here/set", "set/index.json"])
+def test_relative_paths_are_those_of_the_process(
+    url: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    folder.rename(tmp_path / "here" / "set")
+    monkeypatch.chdir(tmp_path / "here")
+    assert len(keys(url)) == 12
+
+
+def test_the_current_folder_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    assert len(keys(".")) == 12
+
+
+def test_the_home_folder_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert len(keys("~/set")) == 12
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "max_bytes", "found"),
+    [
+        (0, None, None, b"0123456789"),
+        (3, None, None, b"3456789"),
+        (3, 5, None, b"34"),
+        (5, 5, None, b""),
+        (5, 3, None, b""),
+        (0, None, 4, b"0123"),
+        (8, None, 4, b"89"),
+        (10, None, None, b""),
+    ],
+)
+def test_a_range_of_a_local_file(
+    start: int, end: int | None, max_bytes: int | None, found: bytes, tmp_path: Path
+) -> None:
+    path = tmp_path / "a.bin"
+    path.write_bytes(b"0123456789")
+    for url in (str(path), f"file://{path}"):
+        assert Storage().read(url, start, end, max_bytes=max_bytes) == found
+
+
+def test_failures_are_explained(tmp_path: Path) -> None:
+    (tmp_path / "a.bin").write_bytes(b"0123")
+    with pytest.raises(NotFoundError, match=r"none\.bin"):
+        Storage().read(str(tmp_path / "none.bin"))
+    with pytest.raises(StorageError, match="shorter than its index says"):
+        Storage().read(str(tmp_path / "a.bin"), 2, 10)
+    with pytest.raises(StorageError, match="directory"):
+        Storage().read(str(tmp_path))
+    with pytest.raises(NotFoundError, match="none"):
+        Storage().list_folder(str(tmp_path / "none"))
