@@ -50,13 +50,13 @@ def test_split_of(name: str, expected: tuple[str, str] | None) -> None:
 @pytest.mark.parametrize(
     ("key", "field", "message"),
     [
-        ("a.b", "jpg", "use 'a_b'"),
+        ("a.b", "jpg", "use for example 'a_b'"),
         ("v1.0/a.b", "jpg", "use 'v1.0/a_b'"),
         ("a/", "jpg", "needs a name after its last slash"),
         ("", "jpg", "needs a name"),
         ("a", "JPG", "write 'jpg'"),
         ("a", "", "a field"),
-        ("a", "x/y", "a field has no slash"),
+        ("a", "x/y", "a field must have no slash"),
         ("a", "x\0", "NUL"),
         ("a\0b", "x", "NUL"),
         ("../a", "jpg", "'..' parts"),

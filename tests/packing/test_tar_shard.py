@@ -105,7 +105,7 @@ def test_webdataset_reads_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "fields", "message"),
     [
-        ("a.b", {"txt": b""}, r"'a\.b' would read back as another key; use 'a_b'"),
+        ("a.b", {"txt": b""}, r"'a\.b' would be read as another key; use for example 'a_b'"),
         ("", {"txt": b""}, "needs a name"),
         ("a/", {"txt": b""}, "needs a name"),
         ("../a", {"txt": b""}, "relative path"),
