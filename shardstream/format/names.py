@@ -103,7 +103,9 @@ def _why_not(key: str, field: str) -> str:
     last = key.rsplit("/", 1)[-1]
     if "." in last:
         better = key[: len(key) - len(last)] + last.replace(".", "_")
-        return f"a key ends at its first dot, so {key!r} would be read as another key; use for example {better!r}"
+        return (
+            f"a key ends at its first dot, so {key!r} would be read as another key; use {better!r}"
+        )
     if not last:
         return "a key needs a name after its last slash"
     if not field:

@@ -293,7 +293,7 @@ def _check_header(block: bytes, position: int, shard: str) -> int:
             offset=position,
         )
     if not _is_header(block):
-        what = "not a tar file" if position == 0 else "not a tar header (wrong checksum)"
+        what = "not a tar file" if position == 0 else "not a tar header (its checksum is wrong)"
         raise ShardError(
             what,
             remedy="the shard is damaged or not a tar: fetch or write it again",
@@ -360,7 +360,7 @@ def empty_tar(shard: str) -> ShardError:
 def _cut_body(member: Member, end: int, shard: str) -> ShardError:
     name, start, body, size = member
     return ShardError(
-        f"the tar is cut: {name or 'an entry'} needs the bytes {body} to {body + size}, but the tar ends at {end}",
+        f"the tar is cut: {name or 'an entry'} needs the bytes {body} to {body + size}, but it ends at {end}",
         remedy="fetch or write the shard again",
         shard=shard,
         offset=start,

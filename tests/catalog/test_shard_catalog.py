@@ -165,7 +165,7 @@ def test_indexed_and_local_tars_lack_no_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        (struct.pack("<3Q", 0, 1024, 99 * 512), "leads to byte 50688, but the tar ends at"),
+        (struct.pack("<3Q", 0, 1024, 99 * 512), "ends at byte 50688, but the tar ends at"),
         (struct.pack("<3Q", 0, 512, 256), "growing multiples of 512"),
         (bytes(17), "an index of 17 bytes is cut"),
         (struct.pack("<3Q", 512, 1024, 2048), "not a tar header|checksum"),

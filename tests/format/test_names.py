@@ -50,7 +50,7 @@ def test_split_of(name: str, expected: tuple[str, str] | None) -> None:
 @pytest.mark.parametrize(
     ("key", "field", "message"),
     [
-        ("a.b", "jpg", "use for example 'a_b'"),
+        ("a.b", "jpg", "use 'a_b'"),
         ("v1.0/a.b", "jpg", "use 'v1.0/a_b'"),
         ("a/", "jpg", "needs a name after its last slash"),
         ("", "jpg", "needs a name"),
