@@ -49,16 +49,16 @@ LINKS = linked(
 REFUSED = {
     "empty": (b"", "the file is empty"),
     "cut in the padding": (WHOLE[: END - 100], "is cut"),
-    "joined": (WHOLE + tar_bytes(samples(3, 2)), "data behind the end"),
-    "joined in the record": (WHOLE + bytes(2048) + tar_bytes(samples(3, 1)), "data behind the end"),
-    "data after the last record": (LEFTOVER + b"x" * 512, "data behind the end"),
+    "joined": (WHOLE + tar_bytes(samples(3, 2)), "data after the end"),
+    "joined in the record": (WHOLE + bytes(2048) + tar_bytes(samples(3, 1)), "data after the end"),
+    "data after the last record": (LEFTOVER + b"x" * 512, "data after the end"),
     "a file without a name": (
         WHOLE[:END] + make_header(b"", size=octal(3)) + padded(b"123") + END_OF_ARCHIVE,
         "a file without a name",
     ),
     "a continued file": (
         make_header(b"0000.bin", size=octal(3), kind=b"M") + padded(b"123") + WHOLE,
-        "begins in another volume",
+        "continues a file of another volume",
     ),
 }
 TOLERATED = {
@@ -254,5 +254,7 @@ def test_a_shard_that_lost_samples_since_the_state_was_taken_is_an_error(
     state = loader.state_dict()
     again = put(1)
     again.load_state_dict(state)
-    with pytest.raises(ss.ChangedError, match="1 of the 2 samples that were read before are gone"):
+    with pytest.raises(
+        ss.ChangedError, match="1 of the 2 samples read before the resume are missing"
+    ):
         list(again)

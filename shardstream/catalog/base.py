@@ -1,4 +1,4 @@
-"""The protocol of a catalog: samples by number, as byte ranges of shards."""
+"""Define the base class of catalogs, which map sample numbers to byte ranges of shards."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Extents(NamedTuple):
-    """Where some samples are: arrays of equal length, int64."""
+    """Byte ranges of samples: int64 arrays of equal length."""
 
     shards: Numbers
     """Number of the shard, from 0."""
@@ -29,25 +29,25 @@ class Extents(NamedTuple):
 
 
 class Catalog(ABC):
-    """The samples of a dataset by number, 0 to n - 1; picklable, safe among threads and after a fork.
+    """The samples of a dataset by number, 0 to n - 1; picklable, thread-safe and fork-safe.
 
-    A sample is a range of bytes in a shard: tar members that share a key, as `shardstream.format.encode_member` writes them. A
-    catalog of data that are stored in another way makes these bytes in `fetch`; what it calls a shard is then up to it.
+    A sample is a byte range of a shard: tar members that share a key, as `shardstream.format.encode_member` writes them. A
+    catalog over another storage format creates these bytes in `fetch` and chooses its own unit as a shard.
     `shardstream.testing.check_catalog` checks an implementation.
     """
 
     can_coalesce: bool = True
-    """Whether it pays to read samples with neighbouring numbers together; False shuffles single samples."""
+    """Whether reading neighbouring samples together is faster; False shuffles single samples."""
     threads: int = 24
-    """Requests in flight, in each process."""
+    """Maximum of requests in flight, in each process."""
     max_prefetch_samples: int = sys.maxsize
-    """Samples that are requested ahead of use, at most."""
+    """Maximum of prefetched samples."""
     is_local: bool = False
-    """Whether `map_shard` serves all shards, so that nothing need be requested ahead."""
+    """Whether `map_shard` serves all shards, so that nothing is prefetched."""
     timeout_s: float = 100.0
-    """Seconds within which `fetch` returns or raises, unless bytes come."""
+    """Maximum time in seconds that `fetch` takes without receiving bytes before it raises."""
     has_indexes: bool = False
-    """Whether `load_index` is to be called for each shard before `extents`, several at a time: extents then need not wait."""
+    """Whether `load_index` is called for each shard before `extents`, several in parallel, so that `extents` does not wait."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -61,12 +61,12 @@ class Catalog(ABC):
     @property
     @abstractmethod
     def total_bytes(self) -> int:
-        """Bytes of all shards; the default sizes of windows and blocks follow from it."""
+        """Bytes of all shards; determines the default sizes of windows and blocks."""
 
     @property
     @abstractmethod
     def fingerprint(self) -> str:
-        """16 hex digits that change with the dataset; a state is continued only where it is the same."""
+        """16 hex digits that change with the dataset; a state is resumed only if they are equal."""
 
     @abstractmethod
     def url_of(self, shard: int) -> str:
@@ -74,7 +74,7 @@ class Catalog(ABC):
 
     @abstractmethod
     def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
-        """Return where samples are, in the order given.
+        """Return the byte ranges of samples, in the order given.
 
         Raises:
             IndexError: If there is no such sample.
@@ -90,10 +90,10 @@ class Catalog(ABC):
             shard: Number of the shard.
             start: Offset of the first byte.
             end: Offset after the last.
-            concurrency: The limit of requests that this one belongs to; a server that asks for fewer is reported to it.
+            concurrency: Limit of concurrent requests; throttling by the server is reported to it.
 
         Raises:
-            StorageError: If they are out of reach.
+            StorageError: If they cannot be read.
         """
 
     @property
@@ -112,22 +112,22 @@ class Catalog(ABC):
         return f"{plural(self.num_shards, 'shard')}, {plural(len(self), 'sample')}"
 
     def shards_of(self, numbers: Numbers) -> list[int]:
-        """Return the shards that some samples are in, each once."""
+        """Return the shards of some samples, each once."""
         return sorted(set(self.extents(numbers).shards.tolist()))
 
     def load_index(self, shard: int) -> object:  # noqa: B027  (nothing to load by default)
-        """Read what `extents` needs of a shard.
+        """Read the index of a shard that `extents` needs.
 
         Raises:
-            StorageError: If it is out of reach.
+            StorageError: If it cannot be read.
         """
 
     def map_shard(self, shard: int) -> Buffer:
-        """Return a shard on this machine as a buffer; called only where `is_local` is true."""
-        raise NotImplementedError(f"{type(self).__name__} has no shards on this machine")
+        """Return a local shard as a buffer; called only if `is_local` is true."""
+        raise NotImplementedError(f"{type(self).__name__} has no local shards")
 
     def check_unchanged(self, shards: Iterable[int]) -> None:  # noqa: B027  (nothing to check by default)
-        """Compare local shards with what they were when the dataset was opened; called after their bytes were copied.
+        """Check that local shards are unchanged since the dataset was opened; called after their bytes were copied.
 
         Raises:
             ChangedError: If one was overwritten.
@@ -142,12 +142,12 @@ class Catalog(ABC):
 
 
 def check_numbers(numbers: Numbers, nsamples: int) -> None:
-    """Refuse numbers of samples that do not exist.
+    """Check that samples with these numbers exist.
 
     Raises:
-        IndexError: Naming the range.
+        IndexError: If one does not; names the valid range.
     """
     if numbers.size and (numbers.min() < 0 or numbers.max() >= nsamples):
         raise IndexError(
-            f"sample numbers go from 0 to {nsamples - 1}, asked for {numbers.min()} to {numbers.max()}"
+            f"sample numbers go from 0 to {nsamples - 1}, requested {numbers.min()} to {numbers.max()}"
         )

@@ -1,4 +1,4 @@
-"""Class names of datasets that are stored: the ``classes.json`` beside their shards."""
+"""Read the class names of stored datasets from the ``classes.json`` in the folder of their shards."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardstream.storage import LocatedShards, Storage, join_url, parent_url
 _log = logging.getLogger(__name__)
 
 _THREADS = 16
-_LIMIT_BYTES = 64 << 20  # a million names
+_LIMIT_BYTES = 64 << 20  # about a million names
 
 Classes = tuple[str, ...]
 
@@ -33,7 +33,7 @@ def read_classes(folder: str, storage: Storage) -> Classes | None:
 
     Raises:
         ManifestError: If the file is not a list of names.
-        StorageError: If the folder is out of reach.
+        StorageError: If the folder cannot be read.
     """
     url = join_url(folder, CLASSES_NAME)
     try:
@@ -47,16 +47,16 @@ def read_classes(folder: str, storage: Storage) -> Classes | None:
     except NotFoundError:
         return None
     except StorageError as error:
-        if isinstance(error.__cause__, NotADirectoryError):  # a file, not a folder
+        if isinstance(error.__cause__, NotADirectoryError):  # the dataset is a file, not a folder
             return None
         raise
 
 
 def read_all_classes(folders: Sequence[str], storage: Storage) -> dict[str, Classes]:
-    """Return folder -> class names of the folders that have a ``classes.json``; a file of another kind is passed over, with a warning.
+    """Return folder -> class names of the folders that have a ``classes.json``; an invalid file is skipped with a logged warning.
 
     Raises:
-        StorageError: If a folder is out of reach.
+        StorageError: If a folder cannot be read.
     """
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-look") as pool:
         found = pool.map(lambda folder: _read_leniently(folder, storage), folders)
@@ -68,7 +68,7 @@ def read_all_classes(folders: Sequence[str], storage: Storage) -> dict[str, Clas
 def _read_leniently(folder: str, storage: Storage) -> Classes | None:
     try:
         return read_classes(folder, storage)
-    except AccessDeniedError:  # S3 refuses a missing file to those who may not list
+    except AccessDeniedError:  # S3 denies access to a missing file without the permission to list
         return None
     except ManifestError as error:
         _log.warning("the class names are unknown: %s", error)
@@ -76,7 +76,7 @@ def _read_leniently(folder: str, storage: Storage) -> Classes | None:
 
 
 def find_difference(found: Mapping[str, Classes]) -> str | None:
-    """Say which two datasets number a class differently; None if one list of names fits all.
+    """Return a text on two datasets that number a class differently; None if one list of names fits all.
 
     >>> find_difference({"train/": ("a", "b", "c"), "val/": ("a", "c")})
     "'b' is class 1 in train/, where val/ has 'c'"
@@ -111,11 +111,11 @@ def warn_of_difference(found: Mapping[str, Classes]) -> None:
 
 
 class ClassNames:
-    """The class names of shards, read when they are first asked for.
+    """The class names of shards, read at the first access.
 
     Args:
         located: The shards.
-        storage: Where they are.
+        storage: Storage of the shards.
     """
 
     def __init__(self, located: LocatedShards, storage: Storage) -> None:
@@ -129,7 +129,7 @@ class ClassNames:
         """Folder -> class names: of the manifest's folder, or else of each folder of shards that has some.
 
         Raises:
-            StorageError: If a folder is out of reach.
+            StorageError: If a folder cannot be read.
         """
         first = () if self._manifest_url is None else (parent_url(self._manifest_url),)
         found = read_all_classes(first, self._storage)

@@ -1,4 +1,4 @@
-"""Several catalogs as one: the samples of a mix by number."""
+"""Join several catalogs to one, for the samples of a mix."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from shardstream.storage import AdaptiveLimit, Storage
 
 
 class ConcatCatalog(Catalog):
-    """Sample numbers of several datasets, one after the other; numbers past the end start again (a later pass).
+    """Samples of several datasets, one after the other; numbers past the end start again (a later pass).
 
     Args:
-        parts: At least one.
+        parts: Catalogs to join, at least one.
     """
 
     def __init__(self, parts: Sequence[Catalog]) -> None:
@@ -43,7 +43,7 @@ class ConcatCatalog(Catalog):
 
     @property
     def num_shards(self) -> int:
-        """How many shards there are."""
+        """Number of shards."""
         return int(self._first_shards[-1])
 
     @cached_property
@@ -60,15 +60,15 @@ class ConcatCatalog(Catalog):
 
     @cached_property
     def checksums(self) -> list[str | None]:
-        """Those of each dataset."""
+        """Checksums of each dataset."""
         return [one for part in self.parts for one in part.checksums]
 
     def part_of(self, numbers: Numbers) -> Numbers:
-        """Return which dataset each sample is of."""
+        """Return the number of the part of each sample."""
         return np.searchsorted(self.firsts, numbers % len(self), side="right") - 1
 
     def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
-        """Return where samples are, in the order given."""
+        """Return the byte ranges of samples, in the order given."""
         wanted = np.asarray(numbers, dtype=np.int64)
         within, parts = wanted % len(self), self.part_of(wanted)
         columns = Extents(*(np.empty_like(within) for _ in range(3)))
@@ -80,7 +80,7 @@ class ConcatCatalog(Catalog):
         return columns
 
     def shards_of(self, numbers: Numbers) -> list[int]:
-        """Return which shards some samples are in, each once."""
+        """Return the shards of some samples, each once."""
         within, parts = numbers % len(self), self.part_of(numbers)
         return [
             shard + self._first_shards[part]
@@ -89,7 +89,7 @@ class ConcatCatalog(Catalog):
         ]
 
     def load_index(self, shard: int) -> None:
-        """Read what `extents` needs of a shard."""
+        """Read the index of a shard that `extents` needs."""
         part, within = self._within(shard)
         part.load_index(within)
 
@@ -99,18 +99,18 @@ class ConcatCatalog(Catalog):
         return part.url_of(within)
 
     def map_shard(self, shard: int) -> Buffer:
-        """Map a shard on this machine to memory, as `ShardCatalog.map_shard`."""
+        """Map a local shard to memory, as `ShardCatalog.map_shard`."""
         part, within = self._within(shard)
         return part.map_shard(within)
 
     def check_unchanged(self, shards: Iterable[int]) -> None:
-        """Look whether local shards are what they were, as `ShardCatalog.check_unchanged`."""
+        """Check that local shards are unchanged, as `ShardCatalog.check_unchanged`."""
         for shard in shards:
             part, within = self._within(shard)
             part.check_unchanged([within])
 
     def check_manifests(self) -> None:
-        """Look whether remote manifests still name their shards, as `ShardCatalog.check_manifests`."""
+        """Check that remote manifests still list their shards, as `ShardCatalog.check_manifests`."""
         for part in self.parts:
             part.check_manifests()
 
@@ -122,6 +122,6 @@ class ConcatCatalog(Catalog):
         return part.fetch(within, start, end, concurrency)
 
     def _within(self, shard: int) -> tuple[Catalog, int]:
-        """Return the part that a shard is of, and its number there."""
+        """Return the part that contains a shard, and the shard's number in it."""
         part = int(np.searchsorted(self._first_shards, shard, side="right")) - 1
         return self.parts[part], shard - self._first_shards[part]

@@ -1,4 +1,4 @@
-"""Bytes of shards, compared with the sha256 that the manifest has of each: what was flipped on its way or at rest is noticed."""
+"""Compare the bytes of shards with the sha256 in the manifest, to detect damage in transfer or at rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardstream.storage import AdaptiveLimit, Storage, hints_of, translate_erro
 Verify = Literal["sha256"]
 
 DIGEST_CHUNK_BYTES = 1 << 20
-_WHOLE_READ_BYTES = 4 * DIGEST_CHUNK_BYTES  # of the pass over a whole shard
+_WHOLE_READ_BYTES = 4 * DIGEST_CHUNK_BYTES  # per read, while a whole shard is checked
 _DIGEST_BYTES = 16
 _ATTEMPTS = 4
 _UNKNOWN, _CHUNKS_KNOWN, _FILE_KNOWN = range(3)
@@ -32,24 +32,24 @@ class _PendingCheck(Future[None]):
     def __init__(self) -> None:
         super().__init__()
         self.waiting: set[AdaptiveLimit] = set()
-        """Of other iterators, which wait for the end of this."""
+        """Limits of other iterators that wait for this check."""
 
 
 class VerifiedReader:
-    """Reads shards that have been compared with their checksums; picklable, safe among threads and forked processes.
+    """Read shards and compare them with their checksums; picklable, thread-safe and fork-safe.
 
-    A shard is read whole once, and its sha256 compared. What is kept of it is a digest of each MiB, with which all later reads
-    are compared; so those are of whole MiB. Digests lie in memory that processes share from the fork on (16 bytes for each MiB), so
-    workers of the next epoch have those of this one; a spawned process begins anew.
+    The first access reads a whole shard and compares its sha256. It keeps a digest of each MiB, with which all later reads
+    are compared, so later reads are of whole MiB. Digests are in memory that forked processes share (16 bytes for each MiB), so
+    workers of the next epoch reuse them; a spawned process starts without digests.
 
-    A wrong answer is asked for again, and thrown out of the cache, if it came from there.
+    Bytes that do not match are evicted from the cache and read again.
 
     Args:
-        shards: At least one, each with its sha256 and its length, which is not 0.
-        storage: Where they are.
+        shards: At least one, each with its sha256 and a length above 0.
+        storage: Storage of the shards.
 
     Raises:
-        OptionError: If the manifest does not have those.
+        OptionError: If the manifest lacks a sha256 or a length.
     """
 
     def __init__(self, shards: Sequence[ShardInfo], storage: Storage) -> None:
@@ -60,7 +60,7 @@ class VerifiedReader:
                     "verify='sha256' needs a manifest with the sha256 of each shard",
                     remedy=(
                         "run 'shardstream index' on the folder "
-                        "to write one (it takes the shards as they are now)"
+                        "to write one (from the current bytes of the shards)"
                     ),
                     shard=shard.url,
                 )
@@ -78,10 +78,10 @@ class VerifiedReader:
         self._open_table()
 
     def _open_table(self) -> None:
-        # Anonymous and shared: a forked process writes to the same pages, and only those that are written to take memory.
+        # Anonymous and shared: forked processes write to the same pages, and only written pages take memory.
         self._state = mmap.mmap(-1, len(self._shards))
         self._digests = mmap.mmap(-1, self._firsts[-1] * _DIGEST_BYTES)
-        # By process, too: what a parent was at when it forked goes on there, not here.
+        # Keyed by process: checks of a parent that were running at the fork do not run in the child.
         self._pending_checks: dict[tuple[int, int], _PendingCheck] = {}
 
     def read(
@@ -90,14 +90,14 @@ class VerifiedReader:
         """Return the bytes ``start`` to ``end`` of a shard, checked.
 
         Args:
-            shard: Its number.
+            shard: Number of the shard.
             start: Offset of the first byte.
-            end: Offset behind the last.
-            concurrency: Told of throttling, and of what comes while the shard is read whole.
+            end: Offset after the last.
+            concurrency: Limit to which throttling is reported, and the reads of a whole shard.
 
         Raises:
-            IndexMismatchError: If the bytes are not those of the manifest.
-            StorageError: If they are out of reach.
+            IndexMismatchError: If the bytes do not match the manifest.
+            StorageError: If they cannot be read.
         """
         while self._state[shard] != _CHUNKS_KNOWN:
             mine = _PendingCheck()
@@ -110,14 +110,14 @@ class VerifiedReader:
         return self._read_known(shard, start, end, concurrency)
 
     def knows_file(self, shard: int, path: str) -> bool:
-        """Tell whether a local file is the one that a shard was found in, and unchanged since."""
+        """Return True if a local file was checked and is unchanged since."""
         return (self._state[shard], self._digest_of(shard, 0)) == (_FILE_KNOWN, _stamp(path))
 
     def check_file(self, shard: int, path: str, tar: Buffer) -> None:
-        """Compare a local shard that was just mapped to memory; once for all processes, unless the file is changed.
+        """Check a local shard that was just mapped to memory, once for all processes unless the file changes.
 
         Raises:
-            IndexMismatchError: If it is not that of the manifest.
+            IndexMismatchError: If it does not match the manifest.
         """
         stamp = _stamp(path)
         if (self._state[shard], self._digest_of(shard, 0)) == (_FILE_KNOWN, stamp):
@@ -139,7 +139,7 @@ class VerifiedReader:
             data = self._read_whole(shard, start, end, concurrency)
         except BaseException as error:
             if concurrency is not None and concurrency.closed.is_set():
-                check.set_result(None)  # it was given up: who waits reads for itself
+                check.set_result(None)  # the read was cancelled: waiting threads start their own
             else:
                 check.set_exception(error)
             raise
@@ -152,7 +152,7 @@ class VerifiedReader:
     def _read_whole(
         self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None
     ) -> bytes:
-        """Read all of a shard, until it fits or the same wrong bytes come twice; return what is wanted of it."""
+        """Read a whole shard until it matches or the same wrong bytes come twice; return the wanted bytes."""
         seen: set[str] = set()
         while True:
             sha256, digests, wanted = self._read_digests(shard, start, end, concurrency)
@@ -188,7 +188,7 @@ class VerifiedReader:
     def _read_known(
         self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None
     ) -> bytes:
-        """Read of a shard whose chunks are known."""
+        """Read from a shard whose chunk digests are known."""
         low, high = self._bounds(shard, start // DIGEST_CHUNK_BYTES, _chunks(end))
         data = self._fetch(shard, low, high, concurrency)
         view = memoryview(data)
@@ -208,7 +208,7 @@ class VerifiedReader:
         return data[start - low : end - low]
 
     def _read_again(self, shard: int, number: int, concurrency: AdaptiveLimit | None) -> bytes:
-        """Read a chunk from its source that did not come as it was."""
+        """Read a chunk that did not match again, from its source."""
         low, high = self._bounds(shard, number, number + 1)
         url = self._shards[shard].url
         for _ in range(_ATTEMPTS - 1):
@@ -218,8 +218,8 @@ class VerifiedReader:
                 return data
         self._storage.forget(url, low, high)
         raise IndexMismatchError(
-            f"{high - low} bytes are not those that fitted the manifest's sha256 before: they changed in the store or on the "
-            "way",
+            f"{high - low} bytes differ from those that matched the manifest's sha256 before: they changed in the store or in "
+            "transfer",
             remedy="run 'shardstream verify', and write the shard again from its source",
             shard=url,
             offset=low,
@@ -248,10 +248,10 @@ class VerifiedReader:
 
     def _mismatch_error(self, shard: int, sha256: str) -> IndexMismatchError:
         return IndexMismatchError(
-            f"its sha256 is {sha256}, the manifest says {self._sha256(shard)}: bytes of it have changed",
+            f"its sha256 is {sha256}, the manifest says {self._sha256(shard)}: the bytes have changed",
             remedy=(
                 "run 'shardstream verify', "
-                "and write it again from its source, or run 'shardstream index' if it was changed on purpose"
+                "and write the shard again from its source, or run 'shardstream index' if the change was intended"
             ),
             shard=self._shards[shard].url,
         )
@@ -260,10 +260,10 @@ class VerifiedReader:
 def open_verified_reader(
     verify: Verify | None, shards: Sequence[ShardInfo], storage: Storage
 ) -> VerifiedReader | None:
-    """Open what an option asks for; None if it asks for nothing.
+    """Open the reader that ``verify`` selects; None for None.
 
     Raises:
-        OptionError: If it makes no sense, or the manifest has no checksums.
+        OptionError: If ``verify`` is unknown, or the manifest has no checksums.
     """
     if verify is None:
         return None
@@ -273,7 +273,7 @@ def open_verified_reader(
 
 
 def _stamp(path: str) -> bytes:
-    """Return what tells a local file from the one that was there before."""
+    """Return the identity of a local file, which changes when the file is replaced or written to."""
     with translate_errors(path):
         found = os.stat(path)
     identity = f"{found.st_dev} {found.st_ino} {found.st_size} {found.st_mtime_ns}"

@@ -1,8 +1,8 @@
-"""Remote datasets that are replaced while they are read: noticed by their manifests at the end of each epoch.
+"""Detect remote datasets that were replaced during an epoch, by their manifests.
 
-A store tells the version of a file with each answer, so a process notices a shard that changes between two of its reads. It cannot
-notice a shard that it reads for the first time after another dataset was written over this one: a process that reads in order would
-hand out old samples and then new ones.
+A store returns the version of a file with each response, so a process detects a shard that changes between two of its reads. It cannot
+detect a shard that it reads for the first time after another dataset replaced this one: a process that reads in order would
+return old samples and then new ones.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ from shardstream.format import Manifest, ShardInfo
 from shardstream.storage import FileInfo, Storage, join_url, parent_url, read_manifest
 
 _ATTEMPTS = 4
-_RETRY_S = 5.0  # a training that has all data in its cache does not stop for a server that is down
+_RETRY_S = 5.0  # short, because training with all data in the cache must not stop for a server that is down
 
 
 def check_manifests(
     digests: Mapping[str, str], shards: Iterable[ShardInfo], storage: Storage
 ) -> None:
-    """Compare the remote manifests of a dataset with what they are now; a warning where a server does not answer.
+    """Check that the remote manifests of a dataset still list its shards; warn if a server does not respond.
 
-    Shards that were added to a manifest do not matter. Manifests on this machine are not read: local shards are compared by
-    their own versions.
+    Shards that were added to a manifest are ignored. Local manifests are not read: local shards are compared by
+    their file versions.
 
     Args:
         digests: URL of each manifest -> the SHA-256 of its bytes when the dataset was opened.
-        shards: Of the dataset, as they were then.
-        storage: Where the manifests are.
+        shards: Shards of the dataset when it was opened.
+        storage: Storage of the manifests.
 
     Raises:
-        ChangedError: If a manifest is gone, or does not name one of the shards as it was.
+        ChangedError: If a manifest is missing, or its entry for a shard has changed.
     """
     reading = storage.uncached(max_retry_s=_RETRY_S)
     for url, before in digests.items():
@@ -41,10 +41,10 @@ def check_manifests(
         try:
             manifest = _read_changed(url, before, reading)
         except NotFoundError as error:
-            raise _replaced_error("its manifest is gone", url) from error
+            raise _replaced_error("its manifest is missing", url) from error
         except StorageError as error:
             warnings.warn(
-                f"whether the dataset was replaced during this epoch is not known: {error}",
+                f"cannot check whether the dataset was replaced during this epoch: {error}",
                 UserWarning,
                 stacklevel=2,
             )
@@ -58,11 +58,11 @@ def check_manifests(
 def _read_changed(url: str, before: str, storage: Storage) -> Manifest | None:
     """Return a manifest whose bytes have changed; None if they have not.
 
-    Other bytes are believed when they come twice: a single answer may have been damaged in transfer.
+    Changed bytes are accepted when they are read twice: a single response may have been damaged in transfer.
 
     Raises:
-        ManifestError: If it cannot be understood, several times.
-        StorageError: If it is missing or out of reach.
+        ManifestError: If it cannot be parsed in several attempts.
+        StorageError: If it is missing or cannot be read.
     """
     file = FileInfo(url=url, size_or_none=None)
     seen: set[str] = set()
@@ -83,7 +83,7 @@ def _read_changed(url: str, before: str, storage: Storage) -> Manifest | None:
 
 
 def _changed_shards(shards: Iterable[ShardInfo], manifest: Manifest, folder: str) -> list[str]:
-    """Return the URLs of shards under a folder that a manifest does not name as they were; one it never named has no sha256."""
+    """Return the URLs of shards under a folder whose manifest entry changed; shards that never had an entry have no sha256."""
     named = {join_url(folder, shard.url): shard for shard in manifest.shards}
     return [
         shard.url

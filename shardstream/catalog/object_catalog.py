@@ -1,4 +1,4 @@
-"""The samples of a folder of loose files by number, each in the shape of the tar that would be packed of it."""
+"""Map sample numbers to loose files, and return each sample as the tar that `pack` would write."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from shardstream.storage import (
 
 _Unsigned = npt.NDArray[np.unsignedinteger[Any]]
 
-_MD5 = re.compile(r'ETag "?([0-9a-f]{32})"?')  # as `version_of` says it
+_MD5 = re.compile(r'ETag "?([0-9a-f]{32})"?')  # the format of `version_of`
 
 LabelFunction = Callable[[str], Any]
 """A file's path under the prefix -> its class: a name, or a number."""
 
 
 class ObjectCatalog(Catalog):
-    """Sample numbers of loose files (0 to n - 1, sorted by key) -> their bytes.
+    """Samples of loose files by number (0 to n - 1, sorted by key).
 
-    Files that share a key (``a.jpg`` and ``a.json``) are one sample. Each sample is handed out as a tar of its own, as `shardstream
-    pack` would write it: readers need not know the difference. So there are as many "shards" as samples.
+    Files that share a key (``a.jpg`` and ``a.json``) are one sample. Each sample is returned as its own tar, as `shardstream
+    pack` would write it, so that readers need no second code path. There are as many "shards" as samples.
 
-    Names are held as one text, sizes as numbers: about 50 bytes a file. Picklable; safe among threads.
+    Names are stored in one bytes object, sizes as numbers: about 50 bytes per file. Picklable and thread-safe.
 
     Args:
-        root: URL of their folder.
-        files: What is under it; at least one.
-        storage: Where they are.
+        root: URL of the folder.
+        files: Files under the folder; at least one.
+        storage: Storage of the files.
 
     Raises:
         SourceError: If none of the files has an extension, or two would be the same field of a sample.
@@ -53,7 +53,7 @@ class ObjectCatalog(Catalog):
 
     can_coalesce = False
     is_local = (
-        False  # local files are read ahead, too: to open a small file may take as long as a request
+        False  # local files are prefetched, too: opening a small file may take as long as a request
     )
     threads = 32
     max_prefetch_samples = 1024
@@ -63,7 +63,9 @@ class ObjectCatalog(Catalog):
         self.timeout_s = storage.timeouts.total_s
         self._root = files[0].url.removesuffix(files[0].path)
         if any(file.url != self._root + file.path for file in files):
-            raise OptionError("the files of this folder have no URLs of their own", shard=root)
+            raise OptionError(
+                "the URLs of these files are not the folder's URL and a path", shard=root
+            )
         members = sample_members(root, files)
         names = [file.path.encode("utf-8", "surrogateescape") for _, _, file in members]
         self._names = b"".join(names)
@@ -87,12 +89,12 @@ class ObjectCatalog(Catalog):
 
     @property
     def num_shards(self) -> int:
-        """As many as samples."""
+        """Number of samples: each is a shard."""
         return len(self)
 
     @property
     def summary(self) -> str:
-        """How much it is, for people."""
+        """Number of files and samples, for ``repr``."""
         return f"{plural(len(self._sizes), 'file')}, {plural(len(self), 'sample')}"
 
     @property
@@ -102,9 +104,9 @@ class ObjectCatalog(Catalog):
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hex digits that change with the names under the folder and with the sizes.
+        """16 hex digits that change with the names under the folder, the sizes and the labels.
 
-        And with the labels. The folder stays out: a copy elsewhere continues the states of its original.
+        The folder's own URL is not included, so that a copy can resume the states of its original.
         """
         digest = hashlib.sha256(self._names)
         for column in (self._name_ends, self._sizes, self._firsts):
@@ -115,23 +117,23 @@ class ObjectCatalog(Catalog):
 
     @property
     def checksums(self) -> list[str | None]:
-        """16 hex digits that change with the bytes of the files, where the store tells an MD5 of each; else None."""
+        """16 hex digits that change with the bytes of the files, if the store returns an MD5 of each; else None."""
         return [self._checksum]
 
     def set_labels(self, label: LabelFunction, classes: Sequence[str] | None = None) -> None:
-        """Give each sample a field ``cls``: what a function says of the path of its first file.
+        """Add a field ``cls`` to each sample: the label that a function returns for the path of its first file.
 
         Names become numbers, in the order of ``classes``, by default sorted (see `classes`).
 
         Raises:
-            OptionError: If it returns something else, or a name that is not among the classes, or samples have this field already.
+            OptionError: If a label is neither a name nor a number, or not among the classes, or samples have this field already.
         """
         labels = []
         for number in range(len(self)):
             path, fields = self._path(int(self._firsts[number])), self._fields(number)
             if "cls" in fields:
                 raise OptionError(
-                    "this sample has a file for 'cls' already; leave label= out",
+                    "this sample already has a file for 'cls'; remove label=",
                     key=self._key(number),
                 )
             try:
@@ -149,9 +151,9 @@ class ObjectCatalog(Catalog):
             labels = [places[name] for name in labels]
         elif not all(isinstance(one, int | np.integer) for one in labels):
             kinds = sorted({type(one).__name__ for one in labels})
-            raise OptionError(f"label= returns names or numbers, not {', '.join(kinds)}")
+            raise OptionError(f"label= must return names or numbers, not {', '.join(kinds)}")
         elif classes is not None:
-            raise OptionError("label= returns numbers, and classes is for names; leave it out")
+            raise OptionError("label= returns numbers, but classes= needs names; remove classes=")
         self._labels = np.array(labels, dtype=np.int64)
 
     def url_of(self, shard: int) -> str:
@@ -159,7 +161,7 @@ class ObjectCatalog(Catalog):
         return self._root + self._path(int(self._firsts[shard]))
 
     def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
-        """Return where samples are: each is the whole of its shard.
+        """Return the byte ranges of samples: each sample is a whole shard.
 
         Raises:
             IndexError: If there is no such sample.
@@ -170,7 +172,7 @@ class ObjectCatalog(Catalog):
         return Extents(wanted, np.zeros_like(wanted), np.array(ends, dtype=np.int64))
 
     def shards_of(self, numbers: Numbers) -> list[int]:
-        """Return the samples themselves: each is a shard."""
+        """Return the sample numbers: each sample is a shard."""
         return sorted(set(numbers.tolist()))
 
     def fetch(
@@ -179,9 +181,9 @@ class ObjectCatalog(Catalog):
         """Read the files of a sample, and return them as a tar.
 
         Raises:
-            NotFoundError: If a file is gone.
-            ChangedError: If one has another length than it was listed with.
-            StorageError: If one is out of reach.
+            NotFoundError: If a file is missing.
+            ChangedError: If the length of a file differs from the listing.
+            StorageError: If a file cannot be read.
         """
         pieces: list[bytes | memoryview] = []
         for name, member in self._members(shard):
@@ -193,8 +195,8 @@ class ObjectCatalog(Catalog):
         return b"".join(pieces)[start:end]
 
     def _read(self, url: str, size: int, concurrency: AdaptiveLimit | None) -> bytes:
-        """Read a file that must have the length it was listed with."""
-        # S3 tells the length with a range; elsewhere only the whole file shows that it has grown.
+        """Read a file and check that its length is that of the listing."""
+        # S3 returns the length with a range; elsewhere only a read of the whole file shows that it has grown.
         end = size if self._storage.is_s3(url) else None
 
         def ask() -> bytes:
@@ -211,7 +213,7 @@ class ObjectCatalog(Catalog):
         return retry_call(self._storage, url, ask)
 
     def _members(self, number: int) -> list[tuple[str, int | None]]:
-        """Return names in the tar, in the order of their fields, with the number of the file; None stands for the label."""
+        """Return (name in the tar, number of the file) sorted by field; None stands for the label."""
         key = self._key(number)
         found: dict[str, int | None] = dict(self._fields(number))
         if self._labels is not None:
@@ -243,15 +245,15 @@ class ObjectCatalog(Catalog):
 
 
 def folder_label(path: str) -> str:
-    """Return the folder right under the prefix: the class, in a folder for each class.
+    """Return the first folder of a path as the name of the class.
 
     Raises:
-        OptionError: If the file lies in none.
+        OptionError: If the file is not in a folder.
     """
     folder, slash, _ = path.partition("/")
     if not slash:
         raise OptionError(
-            f"{path} lies in no folder of a class (CLASS/{path}); give label= a function of the path"
+            f"{path} is not in a folder of a class (CLASS/{path}); pass label= a function of the path"
         )
     return folder
 
@@ -260,7 +262,9 @@ def _checksum(members: Sequence[tuple[str, str, ListedFile]]) -> str | None:
     digest = hashlib.sha256()
     for _, _, file in members:
         match = _MD5.fullmatch(file.version or "")
-        if match is None:  # of an upload in parts, or a time: a copy would have another
+        if (
+            match is None
+        ):  # the ETag of a multipart upload, or a time: a copy would have a different one
             return None
         digest.update(match[1].encode())
     return digest.hexdigest()[:16]
@@ -268,17 +272,15 @@ def _checksum(members: Sequence[tuple[str, str, ListedFile]]) -> str | None:
 
 def _key_and_field(path: str) -> tuple[str, str]:
     parts = split_member_name(path)
-    assert parts is not None  # noqa: S101  (others were left out)
+    assert parts is not None  # noqa: S101  (`sample_members` leaves out other files)
     return parts[0], canonical_field(parts[1])
 
 
 def _changed_error(url: str) -> ChangedError:
-    return ChangedError(
-        "the file was changed after it was listed; open the dataset again", shard=url
-    )
+    return ChangedError("the file changed after it was listed; open the dataset again", shard=url)
 
 
 def _compact(numbers: Sequence[int]) -> _Unsigned:
-    """Return numbers in as few bytes as the largest needs."""
+    """Return numbers in the smallest unsigned type that holds all."""
     column = np.array(numbers, dtype=np.uint64)
     return column.astype(np.min_scalar_type(int(column.max(initial=0))))

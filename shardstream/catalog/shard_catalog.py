@@ -1,4 +1,4 @@
-"""The samples of a dataset by number: which bytes of which shard each one is."""
+"""Map sample numbers to byte ranges of tar shards, by their indexes."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ from shardstream.storage import (
 )
 
 OFFSETS_KEPT_BYTES = 64 << 20
-OFFSETS_SENT_BYTES = 1 << 20  # to a spawned worker
+OFFSETS_SENT_BYTES = 1 << 20  # maximum that is pickled for a spawned worker
 _INDEX_TRIES = 4
-_lock = new_lock()  # of what catalogs keep
+_lock = new_lock()  # guards the kept offsets of all catalogs
 
 
 class ShardCatalog(Catalog):
-    """Sample numbers of a dataset (0 to n - 1, in the order of its shards) -> shards and byte ranges.
+    """Samples of tar shards by number (0 to n - 1, in the order of the shards).
 
-    Counts are known at once; the offsets of a shard are read when first asked for, and the least used forgotten.
-    Picklable; safe among threads.
+    Counts are known when the catalog is opened; the offsets of a shard are read at the first access, and the least recently used
+    are evicted. Picklable and thread-safe.
 
     Args:
-        shards: Each with its count and size, or a local tar without index, which is scanned now.
-        storage: Where they are.
-        verify: "sha256" compares what is read with the manifest's checksums (see `VerifiedReader`).
+        located: Shards with their counts and sizes; a local tar without an index is scanned now.
+        storage: Storage of the shards.
+        verify: "sha256" compares all bytes read with the manifest's checksums (see `VerifiedReader`).
 
     Raises:
-        OptionError: If a shard cannot be read by number (see `lacks_index`), or has no checksum to be compared with.
+        OptionError: If a shard cannot be read by number (see `lacks_index`), or ``verify`` finds no checksum for it.
         ShardError: If a local tar that is scanned is damaged.
     """
 
@@ -75,7 +75,7 @@ class ShardCatalog(Catalog):
         self.timeout_s = storage.timeouts.total_s
         paths = [storage.local_path(shard.url) for shard in located.shards]
         self.is_local = None not in paths
-        """Whether all shards lie on this machine."""
+        """Whether all shards are local files."""
         self._files = FileVersions(paths)
         self._manifests = located.manifests
         self._scanned: dict[int, Offsets] = {}
@@ -108,7 +108,7 @@ class ShardCatalog(Catalog):
 
     @property
     def num_shards(self) -> int:
-        """How many shards there are."""
+        """Number of shards."""
         return len(self.shards)
 
     @cached_property
@@ -123,7 +123,7 @@ class ShardCatalog(Catalog):
 
     @cached_property
     def checksums(self) -> list[str | None]:
-        """16 hex digits that change with the bytes of the shards, by the manifest's sha256; None where one lacks it."""
+        """16 hex digits that change with the sha256 of the shards; None if the manifest lacks one."""
         return [checksum(self.shards)]
 
     def url_of(self, shard: int) -> str:
@@ -131,11 +131,11 @@ class ShardCatalog(Catalog):
         return self.shards[shard].url
 
     def map_shard(self, shard: int) -> Buffer:
-        """Return a shard on this machine, mapped to memory.
+        """Return a local shard, mapped to memory.
 
         Raises:
             StorageError: If it cannot be opened.
-            ShardError: If it is empty, or not that of the manifest.
+            ShardError: If it is empty, or does not match the manifest.
         """
         kept = self._mmap_pool.get(shard)
         if kept is not None and self._verified_reader is None:
@@ -148,18 +148,18 @@ class ShardCatalog(Catalog):
             and self._verified_reader.knows_file(shard, path)
         ):
             return kept
-        tar = map_file(path, url)  # not what is kept: that may be of a file that was there before
+        tar = map_file(path, url)  # a new map: the kept one may be of the file before a replacement
         if self._verified_reader is not None:
             self._verified_reader.check_file(shard, path, tar)
         self._mmap_pool.keep(shard, tar)
         return tar
 
     def check_unchanged(self, shards: Iterable[int]) -> None:
-        """Look whether local shards are what they were when the dataset was opened; called after their bytes were copied.
+        """Check that local shards are unchanged since the dataset was opened; called after their bytes were copied.
 
         Raises:
             ChangedError: If one was overwritten.
-            IndexMismatchError: If it is compared with a checksum, and does not fit any more.
+            IndexMismatchError: If one no longer matches its checksum, with ``verify``.
         """
         if self._verified_reader is None:
             self._files.check(shards)
@@ -168,7 +168,7 @@ class ShardCatalog(Catalog):
             self.map_shard(shard)
 
     def check_manifests(self) -> None:
-        """Look whether remote manifests still name these shards; called at the end of an epoch.
+        """Check that remote manifests still list these shards; called at the end of an epoch.
 
         Raises:
             ChangedError: If the dataset was replaced.
@@ -179,11 +179,11 @@ class ShardCatalog(Catalog):
     def fetch(
         self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None = None
     ) -> bytes | memoryview:
-        """Read some bytes of a shard, trying again where that can help.
+        """Read some bytes of a shard, with retries.
 
         Raises:
-            StorageError: If they are out of reach, or of another file than the manifest's.
-            IndexMismatchError: If they are compared with a checksum, and do not fit.
+            StorageError: If they cannot be read, or the file is not that of the manifest.
+            IndexMismatchError: If they do not match their checksum, with ``verify``.
         """
         if self._verified_reader is not None:
             return self._verified_reader.read(shard, start, end, concurrency)
@@ -194,11 +194,11 @@ class ShardCatalog(Catalog):
         return data
 
     def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
-        """Return where samples are, in the order given.
+        """Return the byte ranges of samples, in the order given.
 
         Raises:
             IndexError: If there is no such sample.
-            IndexMismatchError: If the index of a shard does not fit it.
+            IndexMismatchError: If the index of a shard does not match it.
         """
         wanted = np.asarray(numbers, dtype=np.int64)
         check_numbers(wanted, len(self))
@@ -215,7 +215,7 @@ class ShardCatalog(Catalog):
         return Extents(shards, starts, ends)
 
     def shards_of(self, numbers: Numbers) -> list[int]:
-        """Return which shards some samples are in, each once."""
+        """Return the shards of some samples, each once."""
         return sorted(set((np.searchsorted(self._firsts, numbers, side="right") - 1).tolist()))
 
     def load_index(self, shard: int) -> None:
@@ -226,7 +226,7 @@ class ShardCatalog(Catalog):
         """Return the index of a shard, shape (n + 1,).
 
         Raises:
-            IndexMismatchError: If it does not fit the shard.
+            IndexMismatchError: If it does not match the shard.
         """
         if shard in self._scanned:
             return self._scanned[shard]
@@ -239,11 +239,11 @@ class ShardCatalog(Catalog):
         return offsets
 
     def read_sample(self, number: int) -> Sample:
-        """Read one sample, by a range read of its bytes alone.
+        """Read one sample with one range read.
 
         Raises:
-            ShardError: If its bytes are damaged, or the index does not fit.
-            StorageError: If they are out of reach.
+            ShardError: If its bytes are damaged, or the index does not match.
+            StorageError: If they cannot be read.
         """
         shard, start, end = (int(column[0]) for column in self.extents([number]))
         return read_sample(self.fetch(shard, start, end), start, start, end, self.shards[shard].url)
@@ -257,7 +257,7 @@ class ShardCatalog(Catalog):
                 self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
 
     def _keep_read(self, indexes: Mapping[str, bytes]) -> None:
-        """Take the indexes that are at hand; one that does not fit is read again when it is needed."""
+        """Keep the indexes that were read already; one that does not match is read again when it is needed."""
         for number, shard in enumerate(self.shards):
             data = indexes.get(shard.url + INDEX_SUFFIX)
             if data is not None:
@@ -265,7 +265,7 @@ class ShardCatalog(Catalog):
                     self._keep(number, _checked(data, shard, max_bytes=len(data)))
 
     def _read_index(self, shard: ShardInfo) -> Offsets:
-        """Read an index; one that does not fit is read again: it may have been damaged in transfer."""
+        """Read an index; one that does not match is read again, as it may have been damaged in transfer."""
         url, nsamples = shard.url + INDEX_SUFFIX, shard.nsamples or 0
         max_bytes = OFFSET_BYTES * (nsamples + 2)  # one offset too many: `_checked` reports it
         for attempts_left in reversed(range(_INDEX_TRIES)):
@@ -279,7 +279,7 @@ class ShardCatalog(Catalog):
         raise AssertionError  # for the type checker: the last attempt returns or raises
 
     def _count(self, number: int, shard: ShardInfo, located: LocatedShards) -> ShardInfo:
-        """Complete what is known of a shard; scan a local tar that has no index."""
+        """Return a shard with its count and size; scan a local tar that has no index."""
         if shard.filesize == 0:
             raise empty_tar(shard.url)
         if shard.url in located.indexed and shard.nsamples is not None:
@@ -288,7 +288,7 @@ class ShardCatalog(Catalog):
         path = None if is_compressed(shard.url) else self._storage.local_path(shard.url)
         if path is None:
             raise OptionError(
-                "no index: run 'shardstream index' on it first, then it is read by number",
+                "no index: run 'shardstream index' on it first to read it by number",
                 shard=shard.url,
             )
         tar = map_file(path, shard.url)
@@ -308,7 +308,7 @@ class ShardCatalog(Catalog):
 
 
 def _check_count(shard: ShardInfo) -> None:
-    """Refuse more samples than a tar has room for, before an index of that size is read.
+    """Check that a tar is large enough for its sample count, before an index of that size is read.
 
     Raises:
         IndexMismatchError: If a sample would have less than the 512 bytes of a header.
@@ -316,7 +316,7 @@ def _check_count(shard: ShardInfo) -> None:
     nsamples, filesize = shard.nsamples or 0, shard.filesize
     if filesize is not None and nsamples > filesize // BLOCK_BYTES:
         raise IndexMismatchError(
-            f"{nsamples} samples, as its index or the manifest says, have no room in a tar of {filesize} bytes; "
+            f"{nsamples} samples, by the index or the manifest, do not fit in a tar of {filesize} bytes; "
             "run 'shardstream index' again",
             shard=shard.url,
         )
@@ -326,7 +326,7 @@ def _checked(data: bytes, shard: ShardInfo, *, max_bytes: int) -> Offsets:
     url = shard.url + INDEX_SUFFIX
     if len(data) > max_bytes:
         raise IndexMismatchError(
-            f"the index has more than the {plural(shard.nsamples or 0, 'sample')} that the manifest, or its size in a listing, says; "
+            f"the index has more than {plural(shard.nsamples or 0, 'sample')}, the count by the manifest or by its size in a listing; "
             "run 'shardstream index' again",
             shard=url,
         )
@@ -337,7 +337,7 @@ def _checked(data: bytes, shard: ShardInfo, *, max_bytes: int) -> Offsets:
 
 
 def lacks_index(located: LocatedShards, storage: Storage) -> str | None:
-    """Return the first shard that can only be read from its start to its end; None if all can be read by number."""
+    """Return the first shard that can only be read sequentially; None if all can be read by number."""
     for shard in located.shards:
         if is_compressed(shard.url):
             return shard.url

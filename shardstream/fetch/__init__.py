@@ -1,10 +1,10 @@
-"""Samples by number, read ahead of their use.
+"""Read and prefetch samples by number.
 
-fetcher      open what fits the data: memory maps of local shards, or range reads
-readahead    ask the system to load pages of local shards that will be used soon
-remote       plan range requests ahead of use, within a budget of bytes
-coalesce     join samples that are near each other to one range
-in_flight    send range requests side by side; hedge the late ones
+fetcher      choose memory maps of local shards, or range reads
+readahead    ask the kernel to load pages of local shards before use
+remote       prefetch by range requests within a byte budget
+coalesce     merge neighbouring samples into one range
+in_flight    send concurrent range requests; hedge slow ones
 """
 
 from shardstream.fetch.coalesce import coalesce

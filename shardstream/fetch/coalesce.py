@@ -1,4 +1,4 @@
-"""What is read by one request: samples that are near each other in a shard."""
+"""Merge samples that are close together in a shard into byte ranges, one per request."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 
 from shardstream.catalog import Extents, Numbers
 
-# Of one request: large enough to hide latency, small enough to spread over connections.
+# Size of one request: large enough to hide latency, small enough to spread over connections.
 _RANGE_BYTES = 4 << 20
-# Read through: another request costs as much of a processor as so many bytes, and its latency is hidden by those beside it.
+# Largest gap that is read and discarded: a second request costs as much CPU time as reading this many bytes.
 GAP_BYTES = 256 << 10
 
 
@@ -18,10 +18,10 @@ class ByteRange:
     """Consecutive samples of a shard.
 
     Args:
-        shard: Its number in the dataset.
-        start: Of the first sample, an offset in the tar.
-        end: Behind the last sample.
-        places: Of its samples in the extents that it was made of, shape (n,), in the order of the tar.
+        shard: Number of the shard in the dataset.
+        start: Offset of the first sample in the tar.
+        end: Offset after the last sample.
+        places: Places of its samples in the extents passed to `coalesce`, shape (n,), in the order of the tar.
     """
 
     __slots__ = ("end", "places", "shard", "start")
@@ -31,15 +31,15 @@ class ByteRange:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Size of the range in bytes."""
         return self.end - self.start
 
 
 def coalesce(extents: Extents) -> list[ByteRange]:
-    """Join samples that are near each other in a shard to ranges of at most 4 MiB, or one larger sample.
+    """Merge samples that are close together in a shard into ranges of at most 4 MiB, or one larger sample.
 
     Returns:
-        The ranges, in the order in which their first samples are in ``extents``.
+        The ranges, ordered by the first of their samples in ``extents``.
     """
     shards, starts, ends = extents
     order = np.lexsort((starts, shards))

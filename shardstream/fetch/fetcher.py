@@ -1,4 +1,4 @@
-"""The samples that are wanted now, wherever their bytes are."""
+"""Fetch samples by number from local or remote shards."""
 
 from __future__ import annotations
 
@@ -27,24 +27,24 @@ from shardstream.format import (
     restore_order,
 )
 
-# Of samples from which on it pays to look at many before any is copied; and so few that they say nothing about the next.
+# Mean sample size from which finding many samples before copying any is faster; number of samples too small to judge that.
 _LARGE_BYTES, _FEW = 16 << 10, 256
 
 
 class Fetcher(Protocol):
-    """Hands out samples, waiting for their bytes if need be."""
+    """Return samples, after waiting for their bytes if necessary."""
 
     def samples(self, numbers: Numbers) -> Samples:
-        """Return for each number its sample, or what is wrong with it."""
+        """Return the sample of each number, or its error."""
 
     def find(self, numbers: Numbers) -> MappedSamples | None:
-        """Return samples whose bytes are there to be copied when they are wanted; None where `samples` does better."""
+        """Return samples whose bytes are copied at access; None if `samples` is faster."""
 
     def stats(self) -> dict[str, float]:
-        """Return what it has cost so far: ``read_bytes``, ``requests``, ``throttled`` and ``wait_s``."""
+        """Return the statistics so far: ``read_bytes``, ``requests``, ``throttled`` and ``wait_s``."""
 
     def close(self) -> None:
-        """Give back threads, maps and bytes."""
+        """Release threads, maps and buffers."""
 
 
 def open_fetcher(
@@ -54,13 +54,13 @@ def open_fetcher(
     prefetch_bytes: int,
     hedge: bool = False,
 ) -> Fetcher:
-    """Open what fits the data: memory maps if all of it is on this machine, else range reads ahead.
+    """Open a fetcher: memory maps if all shards are local, else prefetching range reads.
 
     Args:
         catalog: The dataset.
-        upcoming: Sample numbers that will be asked for, in groups that are read together, in order of first need.
-        prefetch_bytes: How much to hold, or have asked for, before it is used.
-        hedge: Ask a second time where an answer is late.
+        upcoming: Sample numbers that will be requested, in groups that are read together, in order of first use.
+        prefetch_bytes: Maximum of bytes in flight or prefetched.
+        hedge: Send a second request when a response is slow.
     """
     if catalog.is_local:
         return LocalFetcher(catalog, Readahead(catalog, iter(upcoming), prefetch_bytes))
@@ -68,7 +68,7 @@ def open_fetcher(
 
 
 def open_batch_fetcher(catalog: Catalog) -> Fetcher:
-    """Open a reader of batches that nobody announces, safe among threads.
+    """Open a thread-safe reader for batches that are not known in advance.
 
     Args:
         catalog: The dataset.
@@ -79,7 +79,7 @@ def open_batch_fetcher(catalog: Catalog) -> Fetcher:
 
 
 class BatchFetcher:
-    """Reads batches of remote samples by range requests, and nothing ahead; safe among threads.
+    """Read batches of remote samples by range requests without prefetching; thread-safe.
 
     Args:
         catalog: The dataset.
@@ -90,11 +90,11 @@ class BatchFetcher:
         self._pool = RequestPool(catalog, hedges=False)
 
     def samples(self, numbers: Numbers) -> Samples:
-        """Return for each number its sample, or what is wrong with it.
+        """Return the sample of each number, or its error.
 
         Raises:
-            StorageError: If bytes are out of reach.
-            IndexMismatchError: If they are not those of the manifest.
+            StorageError: If bytes cannot be read.
+            IndexMismatchError: If they do not match the manifest.
         """
         extents = self._catalog.extents(numbers)
         rows: dict[int, object] = {}
@@ -108,31 +108,31 @@ class BatchFetcher:
         return from_rows([rows[place] for place in range(len(numbers))])
 
     def find(self, numbers: Numbers) -> None:
-        """Return nothing: `samples` copies no more than was asked for."""
+        """Return None: `samples` copies only the requested samples."""
 
     def stats(self) -> dict[str, float]:
         """Return what it has cost so far."""
         return self._pool.stats()
 
     def close(self) -> None:
-        """Send no more requests; those in flight end by themselves."""
+        """Send no more requests, without waiting for those in flight."""
         self._pool.close()
 
 
 class MappedSamples:
-    """Samples found in mapped shards, copied when they are taken.
+    """Samples found in mapped shards, copied at access.
 
     Args:
         catalog: The dataset.
-        shards: Of each sample, shape (n,).
-        found: The samples.
+        shards: Shard of each sample, shape (n,).
+        found: Offsets of the samples' fields.
     """
 
     def __init__(self, catalog: Catalog, shards: Numbers, found: Found) -> None:
         self._catalog, self._shards, self._found = catalog, shards, found
 
     def __getitem__(self, taken: slice) -> Columns:
-        """Copy some of them.
+        """Copy a slice of the samples.
 
         Raises:
             ChangedError: If a shard was overwritten since the dataset was opened.
@@ -143,11 +143,11 @@ class MappedSamples:
 
 
 class LocalFetcher:
-    """Local tars, mapped to memory.
+    """Read samples from local tars that are mapped to memory.
 
     Args:
         catalog: The dataset.
-        readahead: Has pages read before they are needed.
+        readahead: Loads pages before they are needed.
     """
 
     def __init__(self, catalog: Catalog, readahead: Readahead) -> None:
@@ -167,16 +167,16 @@ class LocalFetcher:
         return found
 
     def find(self, numbers: Numbers) -> MappedSamples | None:
-        """Return samples whose bytes are there to be copied when they are wanted; None where `samples` does better.
+        """Return samples whose bytes are copied at access; None if `samples` is faster.
 
-        Photos are looked at by the window: in a batch there are too few of each shard to be read side by side.
+        Large samples are found for a whole window at once: one batch has too few of each shard to vectorise.
         """
         if not self._is_lazy or not len(numbers):
             return None
         extents = self._catalog.extents(numbers)
         by_shard = np.argsort(extents.shards, kind="stable")
         found = find_samples(self._shard_slices(extents, by_shard))
-        if found is None:  # the next ones will hardly be other ones
+        if found is None:  # the next samples will probably not fit either
             self._is_lazy = len(numbers) < _FEW
             return None
         self._record_read(extents)
@@ -215,4 +215,4 @@ class LocalFetcher:
         return {"read_bytes": self._read_bytes}
 
     def close(self) -> None:
-        """Nothing is to be given back: maps are the catalog's."""
+        """Release nothing: the catalog owns the maps."""

@@ -1,4 +1,4 @@
-"""Range reads in flight: as many at a time as pays, and a second one for what is late, where that is wanted."""
+"""Send concurrent range requests, with optional hedging."""
 
 from __future__ import annotations
 
@@ -12,42 +12,42 @@ from shardstream.errors import StorageError
 from shardstream.fetch.coalesce import ByteRange
 from shardstream.storage import AdaptiveLimit, Slot
 
-_THREADS = 32  # of which `AdaptiveLimit` lets some work
+_THREADS = 32  # `AdaptiveLimit` limits how many of them send requests
 _SIDE_THREADS = 16  # for indexes and second requests, which do not wait for a slot
-_HEDGE_POLL_S = 0.05  # between looks at what may become late
+_HEDGE_POLL_S = 0.05  # interval of the check for slow requests
 
 Data = bytes | memoryview
 
 
 class InFlightRange:
-    """A range that has been asked for."""
+    """A requested range."""
 
     __slots__ = ("first", "second", "sent_at", "slot", "span")
 
     def __init__(self, span: ByteRange) -> None:
         self.span = span
         self.first: Future[Data] | None = None
-        self.second: Future[Data] | None = None  # for the same, if the first is late
+        self.second: Future[Data] | None = None  # hedge for the same range
         self.slot: Slot | None = None
-        self.sent_at = math.inf  # on the clock
+        self.sent_at = math.inf  # time.monotonic()
 
     @property
     def requests(self) -> set[Future[Data]]:
-        """One, or two."""
+        """The first request, and the second if it was sent."""
         return {one for one in (self.first, self.second) if one is not None}
 
     @property
     def is_done(self) -> bool:
-        """Whether its bytes are there."""
+        """Whether the bytes have arrived."""
         return any(one.done() and one.exception() is None for one in self.requests)
 
 
 class RequestPool:
-    """Asks for ranges of a dataset's shards; safe among threads.
+    """Request ranges of a dataset's shards; thread-safe.
 
     Args:
         catalog: The dataset.
-        hedges: Send a second request where an answer takes three times as long as usual, and take what comes first.
+        hedges: Send a second request when the first takes three times as long as usual, and use the first response.
     """
 
     def __init__(self, catalog: Catalog, *, hedges: bool) -> None:
@@ -56,12 +56,12 @@ class RequestPool:
         self._pending: list[InFlightRange] = []
         self._read_bytes = self._requests = 0
         self._wait_s = 0.0
-        self._lock = threading.Lock()  # of the three counts and the list above
+        self._lock = threading.Lock()  # guards the three counts and the list above
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-fetch")
         self._side_pool = ThreadPoolExecutor(_SIDE_THREADS, thread_name_prefix="shardstream-aside")
 
     def submit(self, span: ByteRange) -> InFlightRange:
-        """Have a range read."""
+        """Request a range."""
         in_flight = InFlightRange(span)
         in_flight.first = self._pool.submit(self._fetch, in_flight)
         if self._hedges:
@@ -70,15 +70,15 @@ class RequestPool:
         return in_flight
 
     def submit_index(self, shard: int) -> Future[object]:
-        """Have the index of a shard read."""
+        """Request the index of a shard."""
         return self._side_pool.submit(self._catalog.load_index, shard)
 
     def wait_for_index(self, shard: int, index: Future[object], sent_at: float) -> None:
-        """Wait for an index, or for the answer to a second request for it."""
+        """Wait for an index, or for a second request for it."""
         requests = {index}
         look_s = _HEDGE_POLL_S if self._hedges else None
         while not (done := wait(requests, timeout=look_s, return_when=FIRST_COMPLETED).done):
-            self._hedge_late()  # ranges, too: they are needed as soon as the index is there
+            self._hedge_late()  # ranges, too: they are needed as soon as the index has arrived
             if len(requests) == 1 and time.monotonic() - sent_at > self.concurrency.hedge_after_s:
                 requests.add(self.submit_index(shard))
         for answered in done:
@@ -88,8 +88,8 @@ class RequestPool:
         """Wait for the bytes of a range.
 
         Raises:
-            StorageError: If they cannot be had, or nothing at all comes any more.
-            IndexMismatchError: If they are not those of the manifest.
+            StorageError: If they cannot be read, or no response arrives within the timeout.
+            IndexMismatchError: If they do not match the manifest.
         """
         begin = time.monotonic()
         try:
@@ -103,7 +103,7 @@ class RequestPool:
         return data
 
     def stats(self) -> dict[str, float]:
-        """Return what it has cost so far."""
+        """Return the statistics so far."""
         return {
             "read_bytes": self._read_bytes,
             "requests": self._requests,
@@ -112,21 +112,21 @@ class RequestPool:
         }
 
     def close(self) -> None:
-        """Requests in flight end by themselves, and no more are sent."""
+        """Send no more requests, without waiting for those in flight."""
         self.concurrency.close()
         for pool in (self._pool, self._side_pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _fetch(self, in_flight: InFlightRange) -> Data:
-        """Read a range, in a thread of the pool."""
+        """Read a range in a thread of the pool, when a slot is free."""
         with self.concurrency.slot() as slot:
             if self.concurrency.closed.is_set():
-                return b""  # nobody is there to see it
+                return b""  # the result is not used
             in_flight.slot, in_flight.sent_at = slot, time.monotonic()
             return self._read_range(in_flight.span)
 
     def _hedge_late(self) -> None:
-        """Send second requests for what is late."""
+        """Send second requests for slow ranges."""
         late = time.monotonic() - self.concurrency.hedge_after_s
         with self._lock:
             self._pending = [
@@ -139,7 +139,7 @@ class RequestPool:
                     in_flight.second = self._side_pool.submit(self._hedge, in_flight)
 
     def _hedge(self, in_flight: InFlightRange) -> Data:
-        """Read a range whose answer is late; what the late one held is free for others then."""
+        """Read a slow range again, and then release the slot of the first request."""
         data = self._read_range(in_flight.span)
         if in_flight.slot is not None:
             in_flight.slot.release()
@@ -165,7 +165,7 @@ class RequestPool:
             if time.monotonic() - max(begin, self.concurrency.last_response_at) >= timeout_s:
                 span = in_flight.span
                 raise StorageError(
-                    f"no answer for {span.size} bytes in {timeout_s:.0f} s",
+                    f"no response for {span.size} bytes in {timeout_s:.0f} s",
                     remedy="check the server and the network",
                     shard=self._catalog.url_of(span.shard),
                     offset=span.start,

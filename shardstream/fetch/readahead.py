@@ -1,7 +1,7 @@
-"""Local shards that are not in memory: the system is asked to read what will be wanted, while what is there is used.
+"""Ask the kernel to read pages of local shards before they are used.
 
-A disk that is waited for at each page of a shuffled window does one read at a time; asked for a window it does many. Whether it is
-waited for at all is told by the thread's page faults, so data in the page cache pay nothing for this.
+Page faults in a shuffled window make the disk do one read at a time; a request for the whole window allows many. The thread's count
+of major page faults shows whether it waits for the disk, so data in the page cache cost nothing.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from shardstream.fetch.coalesce import coalesce
 
 
 class Readahead:
-    """Has pages read ahead of use, once one had to be waited for.
+    """Request pages ahead of use, from the first major page fault on.
 
     Args:
         catalog: The dataset.
-        upcoming: Sample numbers that will be asked for, in groups that are read together, in order of first need.
-        budget_bytes: How much to have read ahead.
+        upcoming: Sample numbers that will be requested, in groups that are read together, in order of first use.
+        budget_bytes: Maximum of bytes to read ahead.
     """
 
     def __init__(self, catalog: Catalog, upcoming: Iterator[Numbers], budget_bytes: int) -> None:
@@ -32,10 +32,10 @@ class Readahead:
         self._used_bytes = self._requested_bytes = 0
         self._page_faults = page_faults()
         self.has_waited = False
-        """Whether a page had to be waited for."""
+        """Whether the thread had a major page fault."""
 
     def record_read(self, nbytes: int) -> None:
-        """Count bytes that have been used, and ask for what comes next."""
+        """Count used bytes, and request the next groups within the budget."""
         self._used_bytes += nbytes
         faults = page_faults()
         self.has_waited = self.has_waited or faults > self._page_faults
@@ -50,7 +50,7 @@ class Readahead:
     def _advise(self, numbers: Numbers) -> None:
         extents = self._catalog.extents(numbers)
         self._requested_bytes += int((extents.ends - extents.starts).sum())
-        if self._requested_bytes <= self._used_bytes:  # used before anybody had to wait
+        if self._requested_bytes <= self._used_bytes:  # used already, before the first page fault
             return
         for span in coalesce(extents):
             tar = self._catalog.map_shard(span.shard)
@@ -60,6 +60,6 @@ class Readahead:
 
 
 def page_faults() -> int:
-    """Return how often this thread, or where the system does not tell (macOS) this process, has waited for a page from a disk."""
+    """Return the major page faults of this thread, or of this process where threads have no count (macOS)."""
     whose = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
     return resource.getrusage(whose).ru_majflt

@@ -1,4 +1,4 @@
-"""Remote samples ahead of their use: few large range reads, several in flight, within a budget of bytes."""
+"""Prefetch remote samples by few large range reads, within a byte budget."""
 
 from __future__ import annotations
 
@@ -17,41 +17,43 @@ from shardstream.fetch.in_flight import InFlightRange, RequestPool
 from shardstream.format import Samples, ShardSlice, as_rows, from_rows, read_samples
 from shardstream.process_memory import give_back_freed_memory
 
-_NEXT_GROUP_FRACTION = 0.2  # of a group, when it is begun; the more of it is used, the more
+_NEXT_GROUP_FRACTION = (
+    0.2  # prefetch of the next group when a group is started, as a fraction of the started one
+)
 
 
 class _Group:
-    """Samples that are read together, a window mostly."""
+    """Samples that are read together, usually a window."""
 
     def __init__(self) -> None:
         self.left_bytes = 0.0
 
 
 class _Part:
-    """The samples of a group that one request brings."""
+    """The samples of a group that one request reads."""
 
     __slots__ = ("bytes_each", "group", "in_flight", "is_read", "numbers", "span")
 
     def __init__(self, group: _Group, span: ByteRange, numbers: Numbers) -> None:
         self.group, self.span = group, span
-        self.numbers = numbers  # of its samples, in the order of the tar
+        self.numbers = numbers  # sample numbers, in the order of the tar
         self.bytes_each = span.size / len(numbers)
         self.in_flight: InFlightRange | None = None
         self.is_read = False
 
 
 class RangeFetcher:
-    """Samples of remote tars, by range reads ahead of use; for one thread.
+    """Prefetch samples of remote tars by range reads; for one thread.
 
-    What has come is taken apart at once, and each sample's memory is free again when it is used: a shuffled window shrinks while
-    the next one comes in, where its ranges would be held to its end.
+    Completed ranges are parsed into samples at once, so that each sample's memory is freed after its use: a shuffled window shrinks
+    while the next one is read. Whole ranges would stay in memory until the end of the window.
 
     Args:
         catalog: The dataset.
-        upcoming: Sample numbers that will be asked for, in groups that are read together, in order of first need.
-        prefetch_bytes: How much to hold, or have asked for, before it is used; but what is left of groups that have been begun, and a
-            fifth of the last of them beside, may be more.
-        hedges: Send a second request where an answer takes three times as long as usual, and take what comes first.
+        upcoming: Sample numbers that will be requested, in groups that are read together, in order of first use.
+        prefetch_bytes: Maximum of bytes in flight or prefetched. The unused rest of all started groups plus a fifth of the last one
+            may exceed it.
+        hedges: Send a second request when the first takes three times as long as usual, and use the first response.
     """
 
     def __init__(
@@ -66,17 +68,17 @@ class RangeFetcher:
         self._upcoming = upcoming
         self._requests = RequestPool(catalog, hedges=hedges)
         self._budget = self._limit = float(prefetch_bytes)
-        self._bytes = 0.0  # asked for, and not used yet
-        self._parts: dict[int, _Part] = {}  # by number, until that is used
-        self._rows: dict[int, object] = {}  # by number: what has come, and is not used yet
-        self._queue: deque[_Part] = deque()  # of opened groups, in order of need
+        self._bytes = 0.0  # requested and not used yet
+        self._parts: dict[int, _Part] = {}  # by sample number, until the sample is used
+        self._rows: dict[int, object] = {}  # by sample number: parsed and not used yet
+        self._queue: deque[_Part] = deque()  # of planned groups, in order of use
         self._parts_in_flight: list[_Part] = []
         self._started: set[_Group] = set()
         self._next: tuple[Numbers, dict[int, Future[object]]] | None = None
         self._indexes_requested_at = 0.0
 
     def samples(self, numbers: Numbers) -> Samples:
-        """Return for each number its sample, once its bytes have come, or what is wrong with it."""
+        """Wait for the bytes of samples; return the sample of each number, or its error."""
         if not len(numbers):
             return []
         wanted = numbers.tolist()
@@ -92,14 +94,14 @@ class RangeFetcher:
         return found
 
     def find(self, numbers: Numbers) -> None:
-        """Return nothing: `samples` copies no more than was asked for."""
+        """Return None: `samples` copies only the requested samples."""
 
     def stats(self) -> dict[str, float]:
-        """Return what it has cost so far."""
+        """Return the statistics so far."""
         return self._requests.stats()
 
     def close(self) -> None:
-        """Drop what is held; requests in flight end by themselves, and no more are sent."""
+        """Free all samples and send no more requests, without waiting for those in flight."""
         self._parts.clear()
         self._rows.clear()
         self._queue.clear()
@@ -107,7 +109,7 @@ class RangeFetcher:
         give_back_freed_memory()
 
     def _parts_of(self, wanted: dict[int, None]) -> list[_Part]:
-        """Return what brings these samples, in order of need."""
+        """Return the parts that contain these samples, in order of use."""
         while not self._parts.keys() >= wanted.keys() and self._plan_next_group():
             pass
         missing = [number for number in wanted if number not in self._parts]
@@ -123,7 +125,7 @@ class RangeFetcher:
             self._limit = max(self._budget, begun_bytes + _NEXT_GROUP_FRACTION * group.left_bytes)
 
     def _prefetch(self) -> None:
-        """Ask for what will be needed next, within the limit."""
+        """Request the next parts within the limit."""
         while self._bytes < self._limit:
             if not self._queue:
                 if (
@@ -145,13 +147,14 @@ class RangeFetcher:
             self._bytes += part.span.size
 
     def _plan_next_group(self) -> bool:
-        """Plan the requests of the next group; the indexes of the one after it are on their way meanwhile."""
+        """Plan the requests of the next group, and request the indexes of the group after it."""
         numbers, indexes = self._next or self._request_indexes()
         if not len(numbers):
             return False
         for shard, index in indexes.items():
             self._requests.wait_for_index(shard, index, self._indexes_requested_at)
-        fresh = [n for n in dict.fromkeys(numbers.tolist()) if n not in self._parts]  # in a tail
+        # A tail may repeat samples.
+        fresh = [n for n in dict.fromkeys(numbers.tolist()) if n not in self._parts]
         self._plan_group(numbers if len(fresh) == len(numbers) else np.array(fresh, dtype=np.int64))
         self._next = self._request_indexes()
         return True
@@ -171,7 +174,7 @@ class RangeFetcher:
             self._parts.update(zip(part.numbers.tolist(), repeat(part)))
 
     def _read(self, parts: Iterable[_Part]) -> StorageError | IndexMismatchError | None:
-        """Take parts apart, in order of need; a store that fails, or lies, is the end of all that is not there yet."""
+        """Parse parts in order of use; return the first error of storage or checksums, which ends the parsing."""
         for part in parts:
             if part.is_read:
                 continue
@@ -184,7 +187,7 @@ class RangeFetcher:
         return None
 
     def _read_completed(self) -> None:
-        """Take apart what is not needed yet: its memory is that of samples just used, where whole answers need new."""
+        """Parse completed parts that are not needed yet, so that they reuse the memory of samples just freed."""
         for part in self._parts_in_flight:
             if not part.is_read and part.in_flight is not None and part.in_flight.is_done:
                 self._read_part(part, part.in_flight)
@@ -198,7 +201,7 @@ class RangeFetcher:
         rows = as_rows(read_samples([shard_slice]))
         self._rows.update(zip(part.numbers.tolist(), rows, strict=True))
         part.is_read = True
-        in_flight.first = in_flight.second = None  # who hold the answer
+        in_flight.first = in_flight.second = None  # the futures keep the response in memory
 
     def _release_samples(self, used: set[int]) -> None:
         deque(map(self._rows.__delitem__, used), maxlen=0)
@@ -208,7 +211,7 @@ class RangeFetcher:
         self._started = {group for group in self._started if group.left_bytes > 0.5}
 
     def _discard_part(self, part: _Part) -> None:
-        """Let what a failed request was for be asked for again."""
+        """Forget a failed part, so that its samples can be requested again."""
         part.is_read = True
         self._bytes -= part.span.size
         part.group.left_bytes -= part.span.size

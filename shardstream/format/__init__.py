@@ -1,16 +1,16 @@
-"""What the bytes on disk mean: pure functions on given bytes, no I/O.
+"""Parse and write the bytes of shards, indexes and manifests; pure functions without I/O.
 
-A shard that is read passes through these files, in this order:
+Reading a shard uses these files, in this order:
 
     forward_reader      read a stream by growing offsets; open compressed tars
     tar_reader, pax     512-byte headers and extended headers -> members with offsets
-    tar_diagnostics     links and bytes after the end: what a pass over a tar leaves out
+    tar_diagnostics     links and trailing bytes that a pass over a tar leaves out
     names               member name <-> key and field
     samples             members of one key -> a sample
-    columnar, columns   many samples at once with NumPy, kept as a column for each field
-    image_formats, bit_depth   image formats that are opened; bits of the stored numbers
+    columnar, columns   many samples at once with NumPy, stored as one column per field
+    image_formats, bit_depth   supported image formats; bit depth of the stored numbers
 
-A shard that is written passes through ``names`` and ``tar_writer`` (members -> headers and padded bodies). Files beside
+Writing a shard uses ``names`` and ``tar_writer`` (members -> headers and padded bodies). Files in the folder of
 the shards: ``index`` (``NAME.tar.idx``), ``manifest`` (``index.json``), ``classes_json`` and ``dali_index``.
 """
 

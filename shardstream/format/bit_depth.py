@@ -1,6 +1,6 @@
-"""How an image file stores its numbers: bits and kind of each, as its header says.
+"""Read the bit depth and number type of an image file from its header.
 
-Pillow opens deep images of several channels as 8 bits, clips 16 bits where it converts them, and says nothing.
+Pillow opens deep images of several channels as 8 bits, and clips 16 bits when it converts them, without a warning.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _AVIF_HIGH, _AVIF_TWELVE = (
 
 
 class Depth(NamedTuple):
-    """Bits of a stored number, and whether it is "unsigned", "signed" or "float"."""
+    """Bits of a stored number, and its type: "unsigned", "signed" or "float"."""
 
     bits: int
     kind: str = "unsigned"
 
     @property
     def fits_8_bits(self) -> bool:
-        """Tell whether every stored number is one of 0 to 255."""
+        """Whether every stored number is in the range 0 to 255."""
         return self.bits <= 8 and self.kind == "unsigned"
 
     def __str__(self) -> str:
@@ -43,11 +43,11 @@ class Depth(NamedTuple):
 
 
 def stored_depth(image: Image, data: bytes) -> Depth:
-    """Return how many bits the numbers of an image file have.
+    """Return the bit depth and type of the numbers of an image file.
 
     Args:
         image: The file, opened and not loaded.
-        data: Its bytes.
+        data: Bytes of the file.
     """
     form = image.format
     if form == "PNG":
@@ -68,20 +68,20 @@ def stored_depth(image: Image, data: bytes) -> Depth:
 
 
 def is_inverted(image: Image) -> bool:
-    """Tell whether an opened TIFF stores white as 0, which Pillow turns round where it has 1 to 8 bits."""
+    """Return True if an opened TIFF stores white as 0; Pillow inverts such images of 1 to 8 bits."""
     tags: Any = getattr(image, "tag_v2", {})
     return image.mode in ("1", "L") and tags.get(_TIFF_SHADES) == _WHITE_IS_ZERO
 
 
 def is_rendered(image: Image, depth: Depth) -> bool:
-    """Tell whether Pillow gives other numbers than are stored: stretched to the range of its type, or inverted."""
+    """Return True if Pillow changes the stored numbers: scaled to the range of its type, or inverted."""
     if image.format == "PPM" and image.mode in ("L", "I"):
         return stored_maximum(image) not in (255, 65535)
     return is_inverted(image) or (image.mode == "L" and depth.bits < 8)
 
 
 def stored_maximum(image: Image) -> int:
-    """Return the largest number that a PGM or PPM file says it may hold; Pillow scales it to 255 or 65535."""
+    """Return the maximum value in the header of a PGM or PPM file; Pillow scales it to 255 or 65535."""
     if image.mode == "1":
         return 1
     codec, _, _, options = image.tile[0]  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Names of the classes <-> ``classes.json``: a JSON list, in which the class of number n is item n."""
+"""Encode and decode ``classes.json``: a JSON list of class names, in which item n is class number n."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def encode_classes(names: Sequence[str]) -> bytes:
     """
     try:
         return (json.dumps(list(names), ensure_ascii=False, indent=1) + "\n").encode()
-    except UnicodeEncodeError:  # names that are no UTF-8
+    except UnicodeEncodeError:  # names that are not valid UTF-8
         return (json.dumps(list(names), indent=1) + "\n").encode()
 
 
@@ -29,7 +29,7 @@ def decode_classes(data: bytes, *, url: str) -> tuple[str, ...]:
     """Read the bytes of a ``classes.json``.
 
     Raises:
-        ManifestError: If they are not a list of names that differ.
+        ManifestError: If they are not a list of unique names.
     """
     try:
         names = json.loads(data)

@@ -1,4 +1,4 @@
-"""Many samples at once: what `samples.read_sample` reads one by one, with headers checked side by side by NumPy."""
+"""Read many samples at once, with headers checked in bulk by NumPy; results equal those of `samples.read_sample`."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from shardstream.format.columns import Column, Columns, Found, Samples
 from shardstream.format.samples import Sample, read_sample
 from shardstream.format.tar_reader import BLOCK_BYTES, Buffer
 
-# With fewer, and fewer in a slice, NumPy's calls cost more than they save.
+# With fewer samples in total or per slice, NumPy's calls cost more than they save.
 MIN_SAMPLES, MIN_SAMPLES_PER_SLICE = 40, 6
-_SMALL_BYTES = 4096  # larger bodies are copied one by one: NumPy copies twice
+_SMALL_BYTES = 4096  # larger bodies are copied one by one, because NumPy copies twice
 _POWERS_OF_8 = 8 ** np.arange(
     10, -1, -1, dtype=np.int64
-)  # whole numbers: floats would wake the threads of BLAS
+)  # integers: a product of floats would use BLAS threads
 _BLOCK = np.dtype(f"V{BLOCK_BYTES}")
 _DOT, _SLASH, _UNDERSCORE, _FLAG_FILE = b"./_0"
 _UNUSUAL_IN_KEYS = (b".", b"/", b"__", b"\0")
-# The size's digits, bytes 124 to 134, as parts of two words: what makes 0 to 7 of them, and what must be zero then.
+# The size's digits, bytes 124 to 134, in two words: XOR with _DIGITS gives 0 to 7, whose bits in _NO_DIGITS must be zero.
 _DIGITS = np.frombuffer(b"\0" * 4 + b"0" * 11 + b"\0", dtype="<u8")
 _NO_DIGITS = np.frombuffer(b"\0" * 4 + b"\xf8" * 11 + b"\0", dtype="<u8")
 
 
 class ShardSlice(NamedTuple):
-    """Samples of one shard whose bytes are at hand."""
+    """Samples of one shard with a buffer that holds their bytes."""
 
     shard: int
     """Number of the shard in its dataset."""
     url: str
-    """Of the shard, for ``__url__`` and messages."""
+    """URL of the shard, for ``__url__`` and messages."""
     buffer: Buffer
     """A slice of the tar, such as a memory map or a fetched range."""
     base: int
@@ -40,22 +40,22 @@ class ShardSlice(NamedTuple):
     starts: Column
     """Offsets in the tar of each sample's first header, shape (n,), int64."""
     ends: Column
-    """Offsets behind each sample's last member, shape (n,), int64."""
+    """Offsets after each sample's last member, shape (n,), int64."""
 
 
 def is_worth_vectorizing(samples: int, shard_slices: int) -> bool:
-    """Tell whether it pays to read samples together."""
+    """Return True if reading the samples together is faster."""
     return samples >= max(MIN_SAMPLES, MIN_SAMPLES_PER_SLICE * shard_slices)
 
 
 def read_samples(shard_slices: Sequence[ShardSlice]) -> Samples:
-    """Read the samples that the index says are at ``starts`` to ``ends`` of some slices, one slice after the other.
+    """Read the samples that the index places at ``starts`` to ``ends`` of some slices, one slice after the other.
 
-    Samples that look like the first one (same fields, names of one length, plain headers) are read together: 1.3 us for one
-    of two members where `read_sample` takes 3.6 us. Any other goes through `read_sample`.
+    Samples of the form of the first (same fields, names of one length, plain headers) are read together: 1.3 us for a
+    sample of two members, where `read_sample` takes 3.6 us. Others are read by `read_sample`.
 
     Returns:
-        For each the sample, or the error that `read_sample` raises for it; columns where all look like the first.
+        Each sample, or the error that `read_sample` raises for it; `Columns` if all have the form of the first.
     """
     if not shard_slices:
         return []
@@ -66,7 +66,7 @@ def read_samples(shard_slices: Sequence[ShardSlice]) -> Samples:
 
 
 def find_samples(shard_slices: Sequence[ShardSlice]) -> Found | None:
-    """Read samples as `read_samples`, all but their fields' bytes; None unless all look like the first."""
+    """Find samples as `read_samples` does, without copying field bytes; None unless all have the form of the first."""
     starts = np.concatenate([shard_slice.starts - shard_slice.base for shard_slice in shard_slices])
     many = len(starts) > 1 and is_worth_vectorizing(len(starts), len(shard_slices))
     return _ColumnarParser(shard_slices, starts).found() if many else None
@@ -81,15 +81,15 @@ def read_one(buffer: Buffer, base: int, start: int, end: int, url: str) -> Sampl
     """Return the sample that `read_sample` reads, or the error that it raises."""
     try:
         return read_sample(buffer, base, start, end, url)
-    except Exception as error:  # noqa: BLE001  (handed on: the caller says what becomes of it)
+    except Exception as error:  # noqa: BLE001  (returned: the caller applies the skip policy)
         return error
 
 
 class _ColumnarParser:
-    """Samples under way.
+    """Parse the samples of some slices member by member.
 
     Args:
-        shard_slices: Where they are.
+        shard_slices: Slices that hold the samples.
         starts: Offsets of their first headers, each in its buffer, shape (n,).
     """
 
@@ -122,7 +122,7 @@ class _ColumnarParser:
         return Found(self._columns, self._buffers, places)
 
     def _parse_members(self, take: Callable[[str, tuple[Column, Column]], None]) -> bool:
-        """Hand on the places of each field; False if the first sample has none."""
+        """Call ``take`` with the offsets of each field; return False if the first sample has no fields."""
         shard_slice = self._shard_slices[0]
         first = read_one(
             shard_slice.buffer,
@@ -146,7 +146,7 @@ class _ColumnarParser:
         return bool(fields)
 
     def _headers(self) -> Column:
-        """Return the header of each sample's next member, shape (n, 512); any other block where that is not in the buffer."""
+        """Return the header of each sample's next member, shape (n, 512); an arbitrary block if it is outside the buffer."""
         taken = np.empty(len(self._at), dtype=_BLOCK)
         block = np.minimum(np.maximum(self._at // BLOCK_BYTES, 0), self._last_block)
         first = 0
@@ -156,10 +156,10 @@ class _ColumnarParser:
         return taken.view(np.uint8).reshape(len(taken), BLOCK_BYTES)
 
     def _begin(self, key: Column) -> None:
-        """Note the keys, shape (n, k)."""
+        """Store the keys, shape (n, k), and check them."""
         raw, size = key.tobytes(), key.shape[1]
         if not raw.isascii() or any(mark in raw for mark in _UNUSUAL_IN_KEYS):
-            # A key ends before the first dot, names a file, and is none of those that are passed over.
+            # A key has no dot in its last part, does not end with a slash, and is not a name that readers skip.
             self._sound &= ~(key == _DOT).any(axis=1) & (key[:, -1:] != _SLASH).all(axis=1)
             self._sound &= ~(key[:, :2] == _UNDERSCORE).all(axis=1)
             self._sound &= ((key > 0) & (key < 128)).all(axis=1)
@@ -174,18 +174,16 @@ class _ColumnarParser:
         self._columns = {"__key__": keys, "__url__": urls}
 
     def _places(self, sizes: Column) -> tuple[Column, Column]:
-        """Return where each sample's bytes of a member start and end, and go on to the next."""
+        """Return start and end of each sample's current member, and advance to the next."""
         bodies = self._at + BLOCK_BYTES
-        ends = np.where(
-            self._sound, bodies + sizes, bodies
-        )  # nothing is copied on the word of a bad header
+        ends = np.where(self._sound, bodies + sizes, bodies)  # sizes of bad headers are ignored
         self._at = bodies + (sizes + 511 & -512)
         return bodies, ends
 
     def _copy(self, field: str, places: tuple[Column, Column]) -> None:
         bodies, ends = places
         sizes = ends - bodies
-        size = int(sizes[0])  # 0 where a sample is not sound
+        size = int(sizes[0])  # 0 if a sample is not sound
         if 0 < size <= _SMALL_BYTES and ((sizes == size) & (ends <= self._limits)).all():
             self._columns[field] = self._copied_alike(bodies // BLOCK_BYTES, size)
             return
@@ -196,7 +194,7 @@ class _ColumnarParser:
             self._columns[field] = [buffer[body:end] for buffer, body, end in whole]
 
     def _copied_alike(self, blocks: Column, size: int) -> list[bytes]:
-        """Return so many bytes from each of these blocks on: a call a slice, 250 ns a sample instead of 470."""
+        """Return ``size`` bytes from each block on, with one call per slice: 250 ns per sample instead of 470."""
         copied: list[bytes] = []
         first = 0
         for shard_slice, count in zip(self._shard_slices, self._counts, strict=True):
@@ -209,12 +207,12 @@ class _ColumnarParser:
         return copied
 
     def _are_sound(self) -> Column:
-        """Tell which samples are as they should be to their ends, shape (n,)."""
+        """Return a mask of the samples that are valid to their ends, shape (n,)."""
         sound: Column = self._sound & (self._at == self._ends) & (self._at <= self._limits)
         return sound
 
     def _repaired(self) -> Samples:
-        """Return the samples, those that do not look like the first read anew."""
+        """Return the samples, after reading those of another form again with `read_one`."""
         columns = Columns(self._columns)
         unsound = np.flatnonzero(~self._are_sound())
         if not len(unsound):
@@ -232,16 +230,16 @@ class _ColumnarParser:
 
 
 def _blocks(buffer: Buffer) -> Column:
-    """Return a slice as blocks, shape (n,), at least one: of zeros, which are no header, where there is none."""
+    """Return a slice as blocks, shape (n,); an empty slice gives one block of zeros, which is not a header."""
     count = len(buffer) // BLOCK_BYTES
     return np.frombuffer(buffer, _BLOCK, count) if count else np.zeros(1, _BLOCK)
 
 
 class _Headers:
-    """One header of each of some samples.
+    """One header of each sample.
 
     Args:
-        header: Their bytes, shape (n, 512).
+        header: Bytes of the headers, shape (n, 512).
     """
 
     def __init__(self, header: Column) -> None:
@@ -251,21 +249,21 @@ class _Headers:
 
     @property
     def name_bytes(self) -> int:
-        """Length of the first one's name; 0 if it fills its field, too."""
+        """Length of the first name; also 0 if the name fills its field."""
         return int((self.name[0] == 0).argmax())
 
     @property
     def size(self) -> Column:
-        """Bytes of the members, shape (n,); right where `sound`."""
+        """Sizes of the members in bytes, shape (n,); valid where `sound`."""
         return self._size_digits.astype(np.int64) @ _POWERS_OF_8
 
     @property
     def sound(self) -> Column:
-        """Where `tar_reader.is_plain_header` holds, with eleven octal digits of a size and six of a checksum; shape (n,)."""
+        """Mask of plain headers (`tar_reader.is_plain_header`) with eleven octal digits of size and six of checksum; shape (n,)."""
         header = self._header
         field = header[:, 148:156]
         stored = (field[:, :6] ^ np.uint8(48)).astype(np.int64) @ _POWERS_OF_8[-6:]
-        # The checksum's own field counts as eight blanks.
+        # The checksum's own field counts as eight spaces.
         total = header.sum(axis=1, dtype=np.uint32) + 8 * 32 - field.sum(axis=1, dtype=np.uint32)
         sound: Column = total == stored
         sound &= header[:, 154] == 0
@@ -276,11 +274,13 @@ class _Headers:
         return sound
 
     def are_named(self, key: Column, suffix: Column) -> Column:
-        """Tell where a name is the key and the suffix, shape (n,); key: (n, k), suffix: (s,)."""
+        """Return a mask of the names that are the key and the suffix, shape (n,); key: (n, k), suffix: (s,)."""
         end = key.shape[1] + len(suffix)
         if end > self.name.shape[1] or not key.shape[1]:
             return np.zeros(len(self.name), dtype=bool)
         named: Column = (self.name[:, key.shape[1] : end] == suffix).all(axis=1)
-        if key.base is not self.name.base:  # else it is the name that the key is taken from
+        if (
+            key.base is not self.name.base
+        ):  # the key is a view of the first member's names: equal by definition
             named &= (self.name[:, : key.shape[1]] == key).all(axis=1)
         return named

@@ -1,4 +1,4 @@
-"""Samples side by side: a column of each field."""
+"""Hold samples as columns, one list per field."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Column = np.ndarray[Any, np.dtype[Any]]
 
 
 class Columns(Sequence[Sample]):
-    """Samples with the same fields, a list a field: a batch of them is made without making a dict of each.
+    """Samples with the same fields, as one list per field, so that batching needs no dict per sample.
 
     Args:
         columns: ``__key__``, ``__url__`` and the fields, equally long.
@@ -52,12 +52,12 @@ class Columns(Sequence[Sample]):
 
 
 class Found:
-    """Samples with the same fields, checked; their bytes are copied when some of them are taken out.
+    """Checked samples with the same fields, whose bytes are copied at access.
 
     Args:
         frame: ``__key__`` and ``__url__``, equally long.
-        buffers: What the bytes of each are in, as long.
-        places: Of each field: where its bytes start and where they end, shape (n,) each.
+        buffers: Buffer that holds the bytes of each sample.
+        places: Field -> start and end offsets of its bytes, shape (n,) each.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Found:
         self._frame, self._buffers, self._places = frame, buffers, places
 
     def restore_order(self, places: Sequence[int] | Column) -> Found:
-        """Return them where they belong, as `restore_order`."""
+        """Return the samples in the order of `restore_order`."""
         back = _back(places)
         take = itemgetter(*back.tolist())
         frame = {name: list(take(column)) for name, column in self._frame.items()}
@@ -86,11 +86,11 @@ class Found:
 
 
 Samples = list[Sample | Exception] | Columns
-"""Samples, each of which may be an error instead; columns have no errors."""
+"""Samples, some of which may be errors; `Columns` have no errors."""
 
 
 def restore_order(samples: Samples, places: Sequence[int] | Column) -> Samples:
-    """Return samples where they belong: the first at ``places[0]``, and so on; places are a permutation of 0 to n - 1."""
+    """Return samples with the first at ``places[0]``, and so on; places are a permutation of 0 to n - 1."""
     if len(samples) < 2:
         return samples
     take = itemgetter(*_back(places).tolist())
@@ -107,14 +107,14 @@ def _back(places: Sequence[int] | Column) -> Column:
 
 
 def as_rows(samples: Samples) -> list[object]:
-    """Return samples one by one, for `from_rows`: of columns a tuple each."""
+    """Return single samples for `from_rows`; rows of columns are tuples."""
     if not isinstance(samples, Columns):
         return list(samples)
     return list(zip(itertools.repeat(tuple(samples.columns)), *samples.columns.values()))
 
 
 def from_rows(rows: list[Any]) -> Samples:
-    """Return as samples again what `as_rows` made of several of them: as columns where all have the same fields."""
+    """Return rows of `as_rows` as samples; as columns if all have the same fields."""
     if set(map(type, rows)) == {tuple}:
         names, *columns = zip(*rows, strict=False)
         if names.count(names[0]) == len(names):

@@ -1,7 +1,7 @@
-"""DALI's text index of a shard: ``NAME.idx``, as its tool ``wds2idx`` writes it.
+"""Write DALI's text index of a shard, ``NAME.idx``, as its tool ``wds2idx`` does.
 
 Format (v1.2): a line ``v1.2 N``, then one line for each of the N samples with ``extension offset size name`` for each of
-its members, all parted by single blanks. Offsets are those of the bytes, not of the header.
+its members, separated by single spaces. Offsets are those of the bytes, not of the header.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WDS2IDX_SUFFIX = ".idx"
 
 
 def encode_wds2idx(members: Sequence[Member], *, shard: str = "") -> bytes:
-    """Return the bytes of a DALI index for the members of a tar, which `iter_groups` has passed.
+    """Return the bytes of a DALI index for the members of a tar, which `iter_groups` has checked.
 
     >>> members = [("a.jpg", 0, 512, 9), ("a.cls", 1024, 1536, 1), ("b.jpg", 2048, 2560, 7)]
     >>> print(encode_wds2idx(members).decode(), end="")
@@ -25,7 +25,7 @@ def encode_wds2idx(members: Sequence[Member], *, shard: str = "") -> bytes:
     jpg 2560 7 b.jpg
 
     Raises:
-        SampleError: If a name has a blank, which this format cannot hold.
+        SampleError: If a name has a space, which this format cannot hold.
     """
     lines: list[list[str]] = []
     last: str | None = None
@@ -36,7 +36,7 @@ def encode_wds2idx(members: Sequence[Member], *, shard: str = "") -> bytes:
         key = parts[0]
         if len(name.split()) != 1 or not name.isprintable():
             raise SampleError(
-                "DALI's index cannot hold a name with blanks",
+                "DALI's index cannot hold a name with spaces",
                 remedy="rename the member, or leave out wds2idx",
                 shard=shard,
                 offset=header,
@@ -45,7 +45,7 @@ def encode_wds2idx(members: Sequence[Member], *, shard: str = "") -> bytes:
         if key != last:
             lines.append([])
             last = key
-        # The extension keeps its case: whether it counts is an option of DALI's reader.
+        # The extension keeps its case: DALI's reader has an option for case sensitivity.
         lines[-1].append(f"{name[len(key) + 1 :]} {body} {size} {name}")
     text = "".join(f"{' '.join(line)}\n" for line in lines)
     return f"v1.2 {len(lines)}\n{text}".encode()

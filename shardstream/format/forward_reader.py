@@ -1,4 +1,4 @@
-"""A stream that only goes forward, read by offsets; and the streams inside compressed tars."""
+"""Read forward-only streams by offset, and decompress compressed tars."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from typing import Any, BinaryIO, Protocol, cast
 from shardstream.errors import OptionError, ShardError
 
 DEFAULT_READ_BYTES = 1 << 20
-INFLATED_FREE_BYTES = 4 << 30  # a compressed tar may unpack to so much, whatever its size
+INFLATED_FREE_BYTES = 4 << 30  # a compressed tar of any size may unpack to this many bytes
 INFLATED_RATIO_LIMIT = (
-    1000  # and beyond, to so many times its size; labels alone reach 540 with zstd
+    1000  # beyond that, to this many times its size; labels alone reach 540 with zstd
 )
 
 
 class Readable(Protocol):
-    """What a `ForwardReader` reads from: a file object, or anything with these two."""
+    """Stream that a `ForwardReader` reads: a file object, or any object with these two methods."""
 
     def read(self, size: int, /) -> bytes:
-        """Return up to ``size`` bytes from here; none at the end."""
+        """Return up to ``size`` bytes from the current position; none at the end."""
         ...
 
     def seekable(self) -> bool:
-        """Tell whether ``seek(offset)`` works too."""
+        """Return True if the stream also has ``seek(offset)``."""
         ...
 
 
 class ForwardReader:
-    """``read(offset, size)`` over a stream, for offsets that never go back: what `iter_members` and `iter_samples` ask.
+    """Read a stream at growing offsets: the ``read(offset, size)`` of `iter_members` and `iter_samples`.
 
-    Memory is bounded by one chunk plus the bytes last asked for. What lies between two offsets asked is passed over chunk
-    by chunk, or by one ``seek`` where the stream can and nobody watches.
+    Memory is bounded by one chunk plus the last bytes requested. Bytes between two requests are skipped chunk by chunk, or
+    by one ``seek`` if the stream is seekable and there is no ``watch``.
 
     >>> import io
     >>> read = ForwardReader(io.BytesIO(b"0123456789"), chunk_bytes=4)
@@ -41,9 +41,9 @@ class ForwardReader:
     (b'12', b'6789')
 
     Args:
-        stream: Read from where it stands; that is offset 0. A short read is no end, an empty one is.
-        chunk_bytes: Bytes to take from the stream at a time.
-        watch: Called once with every chunk, in order and without gaps: for a checksum, say. May raise to stop.
+        stream: Read from its current position, which is offset 0. Only an empty read means the end.
+        chunk_bytes: Bytes to read from the stream at a time.
+        watch: Called once with every chunk, in order and without gaps, for example for a checksum. May raise to stop.
     """
 
     def __init__(
@@ -63,14 +63,14 @@ class ForwardReader:
 
     @property
     def position(self) -> int:
-        """Bytes taken from the stream so far; after `drain`, its length."""
+        """Bytes read from the stream so far."""
         return self._start + len(self._kept)
 
     def __call__(self, offset: int, size: int) -> bytes:
-        """Return ``size`` bytes from an offset of the stream; fewer only where it ends.
+        """Return ``size`` bytes from an offset of the stream; fewer only at its end.
 
         Raises:
-            ValueError: If the offset lies before the one asked last.
+            ValueError: If the offset is before that of the last request.
         """
         if offset < self._asked:
             raise ValueError(f"a stream cannot go back from byte {self._asked} to {offset}")
@@ -82,7 +82,7 @@ class ForwardReader:
         return self._kept[at : at + size] if at >= 0 else b""
 
     def _fetch(self, offset: int, size: int) -> None:
-        """Make the kept bytes begin at or before ``offset`` and hold ``size`` from there, if there are as many."""
+        """Make the kept bytes begin at or before ``offset`` and hold ``size`` bytes from there, if the stream has them."""
         if self._seeks and offset > self.position + self._chunk_bytes:
             cast("BinaryIO", self._stream).seek(offset)
             self._start, self._kept = offset, b""
@@ -92,7 +92,7 @@ class ForwardReader:
         pieces = [self._kept[offset - self._start :]]
         missing = size - len(pieces[0])
         while missing > 0:
-            # A long body is taken exactly, so that what is returned is what is kept, without a copy.
+            # A long body is read exactly, so that the kept bytes are returned without a copy.
             piece = self._take(self._chunk_bytes if size <= self._chunk_bytes else missing)
             if not piece:
                 break
@@ -101,13 +101,13 @@ class ForwardReader:
         self._start, self._kept = offset, b"".join(pieces)
 
     def _next(self, size: int) -> bool:
-        """Forget what is kept and take the next chunk; False at the end, where the position stays."""
+        """Replace the kept bytes by the next chunk; False at the end, where the position stays."""
         self._start = self.position
         self._kept = self._take(size)
         return bool(self._kept)
 
     def _take(self, size: int) -> bytes:
-        # A size from a header may be anything: never ask for more than a chunk at once.
+        # A size from a header may be wrong: never request more than a chunk at once.
         chunk = self._stream.read(min(size, self._chunk_bytes))
         if chunk and self._watch is not None:
             self._watch(chunk)
@@ -118,15 +118,16 @@ class ForwardReader:
 def open_decompressed(stream: BinaryIO, *, shard: str) -> Iterator[Readable]:
     """Open the tar inside a ``.tar.gz``, ``.tgz`` or ``.tar.zst``; any other stream stays as it is.
 
-    Bytes are expanded as they are read, so a bomb costs no memory; and past 4 GiB no more than 1,000 times its own size.
+    Bytes are decompressed as they are read, so a decompression bomb costs no memory; beyond 4 GiB the limit is 1,000 times the
+    compressed size.
 
     Args:
         stream: The file's bytes.
-        shard: Its URL, whose ending tells the compression.
+        shard: URL of the file; its suffix selects the compression.
 
     Raises:
         OptionError: If it is zstd and ``zstandard`` is not installed.
-        ShardError: While reading, if the compressed bytes are damaged or cut, or unpack to more than that.
+        ShardError: While reading, if the compressed bytes are damaged or truncated, or exceed the limit.
     """
     name = shard.lower()
     packed = _CountingStream(stream)
@@ -141,7 +142,7 @@ def open_decompressed(stream: BinaryIO, *, shard: str) -> Iterator[Readable]:
 
 
 class _CountingStream:
-    """Counts the bytes that a decompressor takes."""
+    """Count the bytes that a decompressor reads."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream = stream
@@ -154,7 +155,7 @@ class _CountingStream:
 
 
 class _DecompressedStream:
-    """Turns what a decompressor raises into a `ShardError`, and stops a bomb."""
+    """Turn errors of a decompressor into `ShardError`, and stop decompression bombs."""
 
     def __init__(self, inner: Any, packed: _CountingStream, shard: str) -> None:
         self._inner = inner
@@ -168,7 +169,7 @@ class _DecompressedStream:
         if self._given > INFLATED_FREE_BYTES + INFLATED_RATIO_LIMIT * self._packed.taken:
             raise ShardError(
                 f"{self._packed.taken} bytes unpack to more than {self._given}: a decompression bomb? "
-                "If it is none, unpack it to a plain tar",
+                "If not, unpack it to a plain tar",
                 shard=self._shard,
             )
         return data
@@ -179,7 +180,7 @@ class _DecompressedStream:
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise self._damaged(error) from error
         except Exception as error:
-            # zstandard is an extra: its error class cannot be named here
+            # zstandard is optional, so its error class cannot be imported here
             if type(error).__name__ == "ZstdError":
                 raise self._damaged(error) from error
             raise
@@ -202,6 +203,6 @@ def _zstd_reader(stream: _CountingStream, shard: str) -> Any:
         raise OptionError(
             ".tar.zst needs one more package: pip install 'shardstream[zstd]'", shard=shard
         ) from error
-    # Windows over 128 MiB, its default limit, are refused.
+    # zstandard refuses windows over 128 MiB by default.
     packed = cast("BinaryIO", stream)
     return zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True)

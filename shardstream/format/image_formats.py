@@ -1,6 +1,6 @@
-"""Image files: formats that are opened, fields that hold masks, and JPEGs that need not be opened.
+"""List the supported image formats, find mask fields, and check JPEGs without Pillow.
 
-Pillow looks at the content, not at the name, and hands some formats to other programs: an EPS in a field ``jpg`` would start
+Pillow detects formats by content, not by name, and decodes some with other programs: an EPS in a field ``jpg`` would start
 Ghostscript.
 """
 
@@ -15,7 +15,7 @@ PILLOW_FORMATS = (
     *("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "DIB", "PPM", "JPEG2000", "TGA"),
     *(("AVIF",) if find_spec("PIL.AvifImagePlugin") is not None else ()),  # since Pillow 11.3
 )
-"""Names as in ``PIL.Image.open(formats=)``, the frequent ones first: formats that Pillow decodes by itself."""
+"""Formats that Pillow decodes without other programs, as in ``PIL.Image.open(formats=)``, frequent ones first."""
 
 _MASK_WORDS = frozenset(
     (
@@ -36,8 +36,8 @@ _PASSED_OVER = frozenset((0xC4, 0xDD, 0xFE, *range(0xE0, 0xF0)))  # DHT, DRI, CO
 def mask_fields(names: Iterable[str]) -> frozenset[str]:
     """Return the image fields of a sample that hold numbers, not colours.
 
-    Two rules: a word of the name, before its last part, is mask, seg, label, depth, ...; or a lossless format lies beside a
-    photo of the same name (``jpg`` and ``png``, ``left.jpg`` and ``left.png``). A JPEG keeps no numbers, so it is never one.
+    Two rules: a word of the name before its last part is mask, seg, label, depth, ...; or the sample has a lossless format and a
+    photo of the same name (``jpg`` and ``png``, ``left.jpg`` and ``left.png``). A JPEG is lossy, so it is never a mask.
 
     >>> sorted(mask_fields(["jpg", "seg.png", "left_mask2.tif", "cls"])), sorted(mask_fields(["jpg", "png"]))
     (['left_mask2.tif', 'seg.png'], ['png'])
@@ -58,7 +58,7 @@ def _mask_fields(names: tuple[str, ...]) -> frozenset[str]:
 
 
 def has_mask_word(name: str) -> bool:
-    """Tell whether a word of a field's name is one for masks.
+    """Return True if a word of a field's name means a mask.
 
     >>> has_mask_word("left_mask2.jpg"), has_mask_word("jpg")
     (True, False)
@@ -67,13 +67,13 @@ def has_mask_word(name: str) -> bool:
 
 
 def is_plain_jpeg(data: bytes, max_pixels: int | None) -> bool:
-    """Tell whether this is a JPEG as cameras write it: 8 bits, and sound markers up to the pixels (ITU-T T.81, annex B).
+    """Return True for a usual JPEG: 8 bits, and valid markers up to the pixels (ITU-T T.81, annex B).
 
-    5 us, where Pillow takes 30 to open it. What is False is for Pillow to tell: another format, a rare kind, or none.
+    Takes 5 us, where Pillow takes 30 to open it. For False, Pillow must decide: another format, a rare kind, or no image.
 
     Args:
         data: An image file.
-        max_pixels: A larger image is False; None for no limit.
+        max_pixels: Larger images give False; None for no limit.
     """
     if data[:2] != b"\xff\xd8":
         return False
@@ -88,7 +88,7 @@ def is_plain_jpeg(data: bytes, max_pixels: int | None) -> bool:
             if not has_frame:
                 return False
         elif marker == _DQT:
-            # Each table begins with its number, 0 to 3; one of 16 bits, which is rare, with more.
+            # Each table begins with its number, 0 to 3; tables of 16 bits, which are rare, with a larger one.
             if (size - 2) % _TABLE_BYTES or max(data[body:at:_TABLE_BYTES], default=4) > 3:
                 return False
         elif size < 2 or marker not in _PASSED_OVER:
@@ -97,7 +97,7 @@ def is_plain_jpeg(data: bytes, max_pixels: int | None) -> bool:
 
 
 def _is_plain_frame(frame: bytes, max_pixels: int | None) -> bool:
-    """Tell whether a frame header is of 8 bits, 1, 3 or 4 components, and a size within the limit."""
+    """Return True if a frame header has 8 bits, 1, 3 or 4 components, and a size within the limit."""
     if len(frame) < 6 or frame[0] != 8 or frame[5] not in (1, 3, 4):
         return False
     pixels = int.from_bytes(frame[1:3]) * int.from_bytes(frame[3:5])

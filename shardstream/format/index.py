@@ -1,7 +1,7 @@
-"""Where the samples of one shard are: ``NAME.tar.idx``.
+"""Encode, decode and compute the index of a shard: the offsets of its samples, ``NAME.tar.idx``.
 
 Little-endian uint64: the offset of each sample's first header, then the end of the last sample: n + 1 numbers for n samples.
-It is the ``.tar.idx`` that Megatron Energon writes and reads.
+Megatron Energon writes and reads the same ``.tar.idx``.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ INDEX_SUFFIX = ".idx"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardScan:
-    """What one pass over a tar finds.
+    """Result of one pass over a tar.
 
     Args:
         offsets: The index.
-        fields: How many samples have each field.
+        fields: Field -> number of samples that have it.
         keys: Key of each sample, in order.
     """
 
@@ -52,7 +52,7 @@ def decode_index(data: bytes, *, url: str) -> Offsets:
     """Read the bytes of an ``.idx`` file.
 
     Raises:
-        IndexMismatchError: If they are no growing multiples of 512.
+        IndexMismatchError: If they are not growing multiples of 512.
     """
     if len(data) < OFFSET_BYTES or len(data) % OFFSET_BYTES:
         raise IndexMismatchError(
@@ -71,15 +71,15 @@ def decode_index(data: bytes, *, url: str) -> Offsets:
 
 
 def num_samples(index_bytes: int) -> int:
-    """Return how many samples an ``.idx`` file of that size is about."""
+    """Return the number of samples in an ``.idx`` file of that size."""
     return max(0, index_bytes // OFFSET_BYTES - 1)
 
 
 def check_extent(offsets: Offsets, *, filesize: int, nsamples: int | None, url: str) -> None:
-    """Check an index against what is known of its tar.
+    """Check an index against the size and sample count of its tar.
 
     Raises:
-        IndexMismatchError: If it leads past the tar's end, or counts other than the manifest.
+        IndexMismatchError: If it exceeds the tar's size, or its count differs from the manifest.
     """
     found = len(offsets) - 1
     if nsamples is not None and found != nsamples:
@@ -90,7 +90,7 @@ def check_extent(offsets: Offsets, *, filesize: int, nsamples: int | None, url: 
         )
     if offsets[-1] > filesize:
         raise IndexMismatchError(
-            f"the index leads to byte {offsets[-1]}, but the tar ends at {filesize}: it was cut or written again",
+            f"the index ends at byte {offsets[-1]}, but the tar ends at {filesize}: the tar was cut or written again",
             remedy="fetch it again, or run 'shardstream index' again",
             shard=url,
         )
@@ -99,11 +99,11 @@ def check_extent(offsets: Offsets, *, filesize: int, nsamples: int | None, url: 
 def scan_shard(
     read: ReadAt, *, end: int | None, shard: str, notes: TarNotes | None = None
 ) -> ShardScan:
-    """Find the samples of a tar, by its headers alone.
+    """Find the samples of a tar by its headers, without reading bodies.
 
     Raises:
-        ShardError: If the tar is damaged, cut or empty, or goes on after its end.
-        SampleError: If a key comes back or a field is there twice.
+        ShardError: If the tar is damaged, truncated or empty, or has data after its end.
+        SampleError: If a key returns after another key, or a sample has a field twice.
     """
     notes = TarNotes() if notes is None else notes
     return scan_members(iter_whole(read, end=end, shard=shard, notes=notes), shard=shard)
@@ -113,7 +113,7 @@ def scan_members(members: Iterable[Member], *, shard: str) -> ShardScan:
     """Find the samples among the members of a tar.
 
     Raises:
-        SampleError: If a key comes back or a field is there twice.
+        SampleError: If a key returns after another key, or a sample has a field twice.
     """
     starts: list[int] = []
     keys: list[str] = []

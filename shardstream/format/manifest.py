@@ -1,7 +1,7 @@
-"""The dataset: its shards with their counts, sizes and checksums <-> ``index.json``.
+"""Encode and decode the manifest ``index.json``: shards with their counts, sizes and checksums.
 
-The file is the ``wids-shard-index-v1`` of WebDataset's "wids", with keys of our own beside it (`version`, `fields`,
-`total_bytes`, and a `sha256` a shard), so those who read wids read ours and we read theirs.
+The format is ``wids-shard-index-v1`` of WebDataset's "wids" with additional keys (`version`, `fields`,
+`total_bytes`, and a `sha256` per shard), so each library reads the files of the other.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _COUNT_LIMIT = 1 << 60  # sums stay below 2**63
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardInfo:
-    """One shard as the manifest knows it.
+    """Entry of one shard in the manifest.
 
     Args:
-        url: Relative to the manifest, or absolute.
-        nsamples: Samples in it; None if nobody has counted.
+        url: URL, relative to the manifest or absolute.
+        nsamples: Number of samples; None if unknown.
         filesize: Bytes of the tar; None if unknown.
         sha256: Hex digest of the tar; None if unknown.
     """
@@ -41,12 +41,12 @@ class ShardInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """What a dataset holds.
+    """The shards and fields of a dataset.
 
     Args:
-        name: For people.
-        shards: In the order of the dataset.
-        fields: How many samples have each field.
+        name: Name of the dataset, for display only.
+        shards: Shards in the order of the dataset.
+        fields: Field -> number of samples that have it.
     """
 
     shards: tuple[ShardInfo, ...]
@@ -91,7 +91,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
     }
     try:
         return (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
-    except UnicodeEncodeError:  # names that are no UTF-8
+    except UnicodeEncodeError:  # names that are not valid UTF-8
         return (json.dumps(document, indent=1) + "\n").encode()
 
 
@@ -99,18 +99,18 @@ def decode_manifest(data: bytes, *, url: str) -> Manifest:
     """Read the bytes of an ``index.json``.
 
     Raises:
-        ManifestError: If they are no manifest, or one of a later version.
+        ManifestError: If they are not a manifest, or one of a later version.
     """
     try:
         document = json.loads(data)
     except (ValueError, RecursionError) as error:
         raise ManifestError(
-            f"no JSON: {error}", remedy="run 'shardstream index' to write it again", shard=url
+            f"not JSON: {error}", remedy="run 'shardstream index' to write it again", shard=url
         ) from error
     if not isinstance(document, dict) or document.get("__kind__") != KIND:
         found = document.get("__kind__") if isinstance(document, dict) else type(document).__name__
         raise ManifestError(
-            f"no manifest of shards: __kind__ is {reprlib.repr(found)}, not {KIND!r}",
+            f"not a manifest of shards: __kind__ is {reprlib.repr(found)}, not {KIND!r}",
             remedy="name the tars themselves, or run 'shardstream index'",
             shard=url,
         )
@@ -136,7 +136,9 @@ def decode_manifest(data: bytes, *, url: str) -> Manifest:
     for what in ("nsamples", "filesize"):
         if sum(getattr(shard, what) or 0 for shard in shards) >= _COUNT_LIMIT:
             raise ManifestError(
-                f"{what} of all shards make no sense", remedy="run 'shardstream index'", shard=url
+                f"the sum of {what} is over the limit of {_COUNT_LIMIT}",
+                remedy="run 'shardstream index'",
+                shard=url,
             )
     name = document.get("name", "")
     return Manifest(shards=shards, name=name if isinstance(name, str) else "", fields=fields)
@@ -145,11 +147,11 @@ def decode_manifest(data: bytes, *, url: str) -> Manifest:
 def fingerprint(shards: Iterable[ShardInfo]) -> str:
     """Return 16 hex digits that change with the shards' names (without their folder), counts, order and sizes.
 
-    The folder stays out: a copy of a dataset continues the states of its original.
+    The folder is not included, so that a copy of a dataset can resume the states of its original.
     """
     digest = hashlib.sha256()
     for shard in shards:
-        name = redact(shard.url).rsplit("/", 1)[-1]  # a URL signed anew is the same shard
+        name = redact(shard.url).rsplit("/", 1)[-1]  # without the signature, which may be renewed
         digest.update(
             f"{name}\0{shard.nsamples}\0{shard.filesize}\n".encode("utf-8", "surrogateescape")
         )
@@ -157,7 +159,7 @@ def fingerprint(shards: Iterable[ShardInfo]) -> str:
 
 
 def checksum(shards: Iterable[ShardInfo]) -> str | None:
-    """Return 16 hex digits that change with the bytes of the shards; None if the sha256 of one is not known."""
+    """Return 16 hex digits that change with the bytes of the shards; None if the sha256 of one is unknown."""
     digest = hashlib.sha256()
     for shard in shards:
         if shard.sha256 is None:

@@ -1,4 +1,4 @@
-"""Member name <-> (key, field), by WebDataset's rule."""
+"""Convert between member names and (key, field), by WebDataset's rule."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from shardstream.errors import SampleError
 
 RESERVED_FIELDS = frozenset({"__key__", "__url__"})
-"""What a sample holds beside its fields."""
+"""Entries of a sample that are not fields."""
 
 _META = re.compile(r"__[^/]*__($|/)")
 _FIELD = re.compile(r"[^\x00/]+")
@@ -16,8 +16,8 @@ _FIELD = re.compile(r"[^\x00/]+")
 def split_member_name(name: str) -> tuple[str, str] | None:
     """Split a member name into key and lower-cased field; None if it has no field.
 
-    The key is the name up to the first dot after the last slash. A file whose last part starts with a dot has no key:
-    WebDataset's regular expression makes ``('a/', '_1.jpg')`` of ``a/._1.jpg``, a sample that nobody wrote.
+    The key is the name up to the first dot after the last slash. A file whose last part starts with a dot has no key;
+    WebDataset's regular expression would make an unintended sample, ``('a/', '_1.jpg')``, of ``a/._1.jpg``.
 
     >>> split_member_name("v1.0/0001.Seg.PNG")
     ('v1.0/0001', 'seg.png')
@@ -42,7 +42,7 @@ def canonical_field(extension: str) -> str:
 
 
 def is_meta_name(name: str) -> bool:
-    """Tell whether readers skip this member: its first path part is in double underscores.
+    """Return True if readers skip this member because its first path part is in double underscores.
 
     >>> is_meta_name("__index__/x.json"), is_meta_name("a/__index__")
     (True, False)
@@ -51,13 +51,13 @@ def is_meta_name(name: str) -> bool:
 
 
 def member_name(key: str, field: str) -> str:
-    """Join a key and a field to a member name that reads back as the same key and field.
+    """Join a key and a field to a member name that is parsed to the same key and field.
 
     >>> member_name("v1.0/0001", "seg.png")
     'v1.0/0001.seg.png'
 
     Raises:
-        SampleError: If the name would read back differently, or leads out of the folder it is extracted to.
+        SampleError: If the name would be parsed differently, or would be extracted outside its folder.
     """
     name = f"{key}.{field}"
     if split_member_name(name) != (key, field):
@@ -65,20 +65,22 @@ def member_name(key: str, field: str) -> str:
     parts = key.split("/")
     if field in RESERVED_FIELDS:
         raise SampleError(
-            "this name is taken for the sample's own key and URL",
+            "this name is reserved for the sample's key or URL",
             remedy="choose another field",
             key=key,
             field=field,
         )
     if not _FIELD.fullmatch(field) or "\0" in key or ".." in parts or "" in parts:
         raise SampleError(
-            "a key is a relative path without empty or '..' parts, a field has no slash, neither holds NUL",
+            "a key must be a relative path without empty or '..' parts, a field must have no slash, and neither may hold NUL",
             remedy="rename it",
             key=key,
             field=field,
         )
     if is_meta_name(name):
-        raise SampleError("readers skip names like __this__", remedy="choose another key", key=key)
+        raise SampleError(
+            "readers skip names in double underscores", remedy="choose another key", key=key
+        )
     if not name.isascii() and not is_name(name):
         raise SampleError(
             "the name cannot be written in UTF-8", remedy="rename it", key=key, field=field
@@ -87,7 +89,7 @@ def member_name(key: str, field: str) -> str:
 
 
 def is_name(name: str) -> bool:
-    """Tell whether the bytes of a name read back as the name, and hold no NUL; lone surrogates may not."""
+    """Return True if a name survives encoding and decoding and holds no NUL; some lone surrogates do not."""
     if name.isascii():
         return "\0" not in name
     try:
@@ -101,11 +103,13 @@ def _why_not(key: str, field: str) -> str:
     last = key.rsplit("/", 1)[-1]
     if "." in last:
         better = key[: len(key) - len(last)] + last.replace(".", "_")
-        return f"a key ends at its first dot, so {key!r} would read back as another key; use {better!r}, say"
+        return (
+            f"a key ends at its first dot, so {key!r} would be read as another key; use {better!r}"
+        )
     if not last:
         return "a key needs a name after its last slash"
     if not field:
         return "a field needs a name, such as 'jpg'"
     if "/" in field:
-        return "a field has no slash; what is before the last slash belongs to the key"
-    return f"fields are read back in lower case; write {field.lower()!r}"
+        return "a field must have no slash; the part before the last slash belongs to the key"
+    return f"fields are read in lower case; write {field.lower()!r}"

@@ -1,7 +1,7 @@
-"""What extended headers (pax, and the long names of GNU tar) say of the member behind them.
+"""Parse extended headers (pax, and the long names of GNU tar) of the member after them.
 
-Readers differ where such headers contradict each other: some take the first, some the last. What they would understand
-differently is refused, so that nobody sees another file in a shard than we do.
+If such headers contradict each other, some readers take the first and some the last. Ambiguous headers are refused, so
+that all readers see the same files in a shard.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from shardstream.errors import ShardError
 
 SIZE_LIMIT_BYTES = 1 << 60
-"""Of one member; sums of offsets stay below 2**63."""
+"""Maximum size of one member; sums of offsets stay below 2**63."""
 
-_NAME_LIMIT = 1 << 16  # characters; Linux takes paths of 4,096 bytes
+_NAME_LIMIT = 1 << 16  # characters; Linux accepts paths of 4,096 bytes
 
 
 def records_of(kind: bytes, text: bytes, position: int, shard: str) -> dict[str, str]:
-    """Return what an extended header says of the member behind it."""
+    """Return the records of an extended header for the member after it."""
     if kind == b"K":  # the target of a link
         return {}
     if kind == b"L":
@@ -28,7 +28,7 @@ def records_of(kind: bytes, text: bytes, position: int, shard: str) -> dict[str,
 
 
 def _pax_records(text: bytes, position: int, shard: str) -> dict[str, str]:
-    """Parse records of ``LENGTH KEYWORD=VALUE`` and a line feed, where the length counts the whole record."""
+    """Parse records ``LENGTH KEYWORD=VALUE`` with a line feed; the length counts the whole record."""
     records: dict[str, str] = {}
     at = 0
     while at < len(text) and text[at] != 0:
@@ -36,9 +36,7 @@ def _pax_records(text: bytes, position: int, shard: str) -> dict[str, str]:
         length = int(text[at:blank]) if blank > 0 and text[at:blank].isdigit() else 0
         record = text[blank + 1 : at + length]
         if length <= 0 or at + length > len(text) or record[-1:] != b"\n" or record.find(b"=") < 1:
-            raise ShardError(
-                "a pax header has a record that makes no sense", shard=shard, offset=position
-            )
+            raise ShardError("a pax header has a malformed record", shard=shard, offset=position)
         keyword, value = record[:-1].split(b"=", 1)
         records[keyword.decode("utf-8", "replace")] = value.decode("utf-8", "surrogateescape")
         at += length
@@ -46,7 +44,7 @@ def _pax_records(text: bytes, position: int, shard: str) -> dict[str, str]:
 
 
 def _refuse_for_all(records: dict[str, str], position: int, shard: str) -> None:
-    """Refuse a global header that names or measures all members behind it: readers differ in what they make of that."""
+    """Refuse a global header that sets the name or size of all members after it: readers interpret it differently."""
     for keyword in records:
         if keyword in ("path", "size") or keyword.startswith("GNU.sparse."):
             raise ShardError(
@@ -58,7 +56,7 @@ def _refuse_for_all(records: dict[str, str], position: int, shard: str) -> None:
 
 
 def extend(known: dict[str, str], more: dict[str, str], position: int, shard: str) -> None:
-    """Add the records of a further header; refuse a second name or size, of which readers take the first or the last."""
+    """Add the records of another header; refuse a second, different name or size."""
     for keyword in ("path", "size"):
         if keyword in more and known.get(keyword, more[keyword]) != more[keyword]:
             raise ShardError(
@@ -71,10 +69,10 @@ def extend(known: dict[str, str], more: dict[str, str], position: int, shard: st
 
 
 def extended_name(name: str, position: int, shard: str) -> str:
-    """Return the name that an extended header gives a file, if all readers see the same in it."""
+    """Return the name of a file in an extended header, if all readers interpret it equally."""
     if not name or "\0" in name or name.endswith("/") or len(name) > _NAME_LIMIT:
         raise ShardError(
-            f"an extended header gives a file the name {name[:80]!r} ({len(name)} characters), which is none",
+            f"an extended header gives a file the invalid name {name[:80]!r} ({len(name)} characters)",
             remedy="write the shard again",
             shard=shard,
             offset=position,
@@ -83,7 +81,7 @@ def extended_name(name: str, position: int, shard: str) -> str:
 
 
 def extended_size(text: str, position: int, shard: str) -> int:
-    """Return the size that a pax header gives; zeros before its first digit are padding."""
+    """Return the size in a pax header; leading zeros are padding."""
     digits = text.lstrip("0") or text[-1:]
     if not (
         digits.isascii()
@@ -92,6 +90,6 @@ def extended_size(text: str, position: int, shard: str) -> int:
         and int(digits) < SIZE_LIMIT_BYTES
     ):
         raise ShardError(
-            f"a pax header gives a size of {text[:40]!r}", shard=shard, offset=position
+            f"a pax header gives the invalid size {text[:40]!r}", shard=shard, offset=position
         )
     return int(digits)

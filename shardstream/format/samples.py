@@ -1,4 +1,4 @@
-"""Consecutive members of one key -> a sample, by WebDataset's rule."""
+"""Group consecutive tar members of one key to samples, by WebDataset's rule."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ from shardstream.format.tar_reader import (
 )
 
 FIELDS_LIMIT = 1 << 16
-"""Of one sample."""
+"""Maximum of fields of one sample."""
 
 STREAMED_SAMPLE_LIMIT_BYTES = 2 << 30
-"""Of one sample in a stream that may be unpacked from next to nothing."""
+"""Maximum size of one sample in a stream of unknown length, which may be a decompression bomb."""
 
-KEYS_KEPT = 1 << 20  # in each of two halves, 200 MB in all
+KEYS_KEPT = 1 << 20  # in each of two sets, 200 MB in total
 
 Sample = dict[str, Any]
-"""A plain dict: ``__key__``, ``__url__`` and one entry a field, as bytes until a decoder has seen it."""
+"""A plain dict: ``__key__``, ``__url__`` and one entry per field, as bytes until it is decoded."""
 
 
 class Group(NamedTuple):
-    """Where the bytes of one sample are in its tar."""
+    """Offsets of one sample in its tar."""
 
     key: str
     start: int
     """Offset of its first header."""
     end: int
-    """Offset behind the padding of its last member."""
+    """Offset after the padding of its last member."""
     fields: dict[str, tuple[int, int]]
     """Field -> offset and size of its bytes."""
 
 
 def iter_groups(members: Iterable[Member], *, shard: str = "") -> Iterator[Group]:
-    """Group members to samples; members without a field (README, say) and ``__meta__`` names are passed over.
+    """Group members to samples; members without a field (such as README) and ``__meta__`` names are skipped.
 
     Raises:
-        SampleError: If a sample has a field twice or over 65,536 of them, or a key comes back after another key: written
-            that way, the sample would be read as two halves. Of huge shards the last million keys are remembered.
+        SampleError: If a sample has a field twice or over 65,536 fields, or a key returns after another key, so that
+            the sample would be read as two. Detected among at least the last million keys of a shard.
     """
     seen: set[int] = set()
     before: set[int] = set()
@@ -63,11 +63,11 @@ def iter_groups(members: Iterable[Member], *, shard: str = "") -> Iterator[Group
             if key is not None:
                 yield Group(key, start, end, fields)
             key, start, fields = parts[0], header, {}
-            # Hashes: keys may be long. They are keyed anew in each process, so nobody can make two meet.
+            # Hashes, because keys may be long. Python salts them per process, so collisions cannot be crafted.
             mark = hash(key)
             if mark in seen or mark in before:
                 raise SampleError(
-                    "the key comes back after another key: its sample is in two halves",
+                    "the key returns after another key: its sample is in two parts",
                     remedy="write the members of a sample one after another",
                     shard=shard,
                     offset=header,
@@ -100,18 +100,18 @@ def iter_samples(
     shard: str,
     notes: TarNotes | None = None,
 ) -> Iterator[tuple[Group, Sample]]:
-    """Yield the samples of a tar in order, each with the place it has there; check how it ends before the last one.
+    """Yield the samples of a tar in order, with their offsets; check the end of the tar before the last one.
 
     Args:
         read: The tar's bytes by absolute offset; called for growing offsets only.
-        end: Offset behind the tar's last byte; None where it is not known, as in a compressed tar: then the blocks that end
-            an archive must be there.
+        end: Offset after the tar's last byte; None if unknown, as in a compressed tar, which must then have the
+            end-of-archive blocks.
         start: Offset of a sample's first header.
         shard: URL, for ``__url__`` and messages.
-        notes: Filled on the way: what is not read, and how the tar ends.
+        notes: Filled during the pass: entries that are not read, and the end of the tar.
 
     Raises:
-        ShardError: If the tar is damaged, cut or empty, or goes on after its end.
+        ShardError: If the tar is damaged, truncated or empty, or has data after its end.
         SampleError: As in `iter_groups`.
     """
     notes = TarNotes() if notes is None else notes
@@ -119,12 +119,12 @@ def iter_samples(
     began = start
 
     def keeping(members: Iterable[Member]) -> Iterator[Member]:
-        # Bodies are read as their headers pass, so a stream need not go back.
+        # Each body is read right after its header, because a stream cannot seek back.
         for member in members:
             name, header, body, size = member
             if end is None and body + size - began > STREAMED_SAMPLE_LIMIT_BYTES:
                 raise ShardError(
-                    f"a sample of over {STREAMED_SAMPLE_LIMIT_BYTES} bytes in a stream whose length nobody knows",
+                    f"a sample of over {STREAMED_SAMPLE_LIMIT_BYTES} bytes in a stream of unknown length",
                     remedy="unpack it to a plain tar",
                     shard=shard,
                     offset=header,
@@ -140,20 +140,20 @@ def iter_samples(
         sample: Sample = {"__key__": group.key, "__url__": shard}
         for field, (body, _) in group.fields.items():
             sample[field] = kept[body]
-        # What is left belongs to the next sample, whose first member has been read already.
+        # The rest belongs to the next sample, whose first member was read already.
         kept = {body: data for body, data in kept.items() if body >= group.end}
         began = group.end
         yield group, sample
 
 
 def read_sample(buffer: Buffer, base: int, start: int, end: int, shard: str) -> Sample:
-    """Read the one sample that the index says is at ``start`` to ``end``.
+    """Read the one sample that the index places at ``start`` to ``end``.
 
     Args:
         buffer: A slice of the tar, such as a memory map or a fetched range.
         base: Offset in the tar of the buffer's first byte.
         start: Offset in the tar of the sample's first header.
-        end: Offset behind its last member.
+        end: Offset after its last member.
         shard: URL, for ``__url__`` and messages.
 
     Raises:
@@ -168,14 +168,14 @@ def read_sample(buffer: Buffer, base: int, start: int, end: int, shard: str) -> 
 def _read_plain(buffer: Buffer, position: int, end: int, shard: str) -> Sample | None:
     """Read a sample of plain members with short names; None if anything is unusual or wrong.
 
-    This is the loop that a training spends its reading time in: 1.7 us a member where the general way takes 2.1.
+    Training spends most of its reading time in this loop, so calls are inlined: 1.7 us per member instead of 2.1.
     """
     sample: Sample = {"__key__": "", "__url__": shard}
     prefix, first, sums = b"", True, known_sums
     try:
         while position < end:
             block = bytes(buffer[position : position + BLOCK_BYTES])
-            # is_plain_header for checksums seen before, without its calls
+            # `is_plain_header` for known checksums, inlined
             if (
                 block[156] != 48
                 or block[345]
@@ -203,7 +203,7 @@ def _read_plain(buffer: Buffer, position: int, end: int, shard: str) -> Sample |
             if len(data) != size:
                 return None
     except (IndexError, ValueError):
-        # Cut, no UTF-8, no number, no end of a name: the general way says what it is.
+        # Truncated or malformed: `_read_any` finds the error.
         return None
     return sample if position == end and not first else None
 
@@ -212,10 +212,10 @@ _fields: dict[bytes, str] = {}
 
 
 def _field_of(suffix: bytes) -> str:
-    """Return the field that a name's last part stands for, and remember it: a data set has few.
+    """Return and cache the field of a name's last part.
 
     Raises:
-        ValueError: If it is none that a plain name may have.
+        ValueError: If it is not valid in a plain name.
     """
     field = suffix.decode().lower()
     if not field or "/" in field:
@@ -226,7 +226,7 @@ def _field_of(suffix: bytes) -> str:
 
 
 def _read_any(buffer: Buffer, base: int, start: int, end: int, shard: str) -> Sample:
-    """Read a sample of any members, and say what is wrong."""
+    """Read a sample of any kind of members, and raise for errors."""
 
     def read(at: int, size: int) -> bytes:
         return bytes(buffer[at - base : at - base + size]) if at < end else b""
@@ -236,7 +236,7 @@ def _read_any(buffer: Buffer, base: int, start: int, end: int, shard: str) -> Sa
     for name, header, body, size in iter_members(read, start=start, shard=shard, notes=notes):
         data = read(body, size)
         if end <= base + len(buffer) and body + (size + 511 & -512) > end:
-            raise _mismatch_error(f"{name} goes on behind its end", shard, header)
+            raise _mismatch_error(f"{name} continues after its end", shard, header)
         if len(data) < size:
             raise _cut_error(name, len(data), size, shard, header)
         parts = split_member_name(name)
@@ -273,7 +273,7 @@ def _duplicate_error(field: str, key: str | None, shard: str, offset: int) -> Sa
 
 def _mismatch_error(found: str, shard: str, offset: int) -> IndexMismatchError:
     return IndexMismatchError(
-        f"the index does not fit its tar: {found} where it says that one sample is",
+        f"the index does not match its tar: {found} at the offsets of one sample",
         remedy="run 'shardstream index' again",
         shard=shard,
         offset=offset,

@@ -1,7 +1,7 @@
-"""What a pass over a tar leaves out, and how the tar ends: links, and bytes after the end-of-archive blocks.
+"""Record the links that a pass over a tar leaves out, and bytes after the end-of-archive blocks.
 
-A reader by number sees the bytes of one sample alone, and the target of a link may be in any other one. So no reader follows
-links, and all of them report those that would have been fields.
+A reader by number has only the bytes of one sample, and the target of a link may be in another one. So no reader follows
+links, and all readers report links that would have been fields.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from shardstream.format.names import is_meta_name, split_member_name
 _HARD_LINK, _SYMBOLIC_LINK = b"1", b"2"
 _NO_DATA = frozenset((b"5", b"g", b"D", b"N", b"V"))
 """Directories, global headers, and GNU's lists of directories, old long names and volume labels."""
-_MAX_NAMES = 100  # of symbolic links; a stream holds no more
+_MAX_NAMES = 100  # of symbolic links that are kept, to bound memory
 
 
 class Finding(NamedTuple):
-    """One thing about a tar that a user should know, though the tar can be read."""
+    """A problem of a tar that can still be read."""
 
     what: str
     remedy: str
@@ -36,19 +36,19 @@ class Finding(NamedTuple):
 
 @dataclass(slots=True)
 class TarNotes:
-    """Notes of one pass over a tar, filled by `iter_members` and `check_ending`; complete when the pass is."""
+    """Notes of one pass over a tar, filled by `iter_members` and `iter_whole`; complete after the pass."""
 
     has_end: bool = False
     """Whether the zero blocks that end an archive were found."""
     stop: int = 0
     """Offset of these blocks, or of the end of the tar without them."""
     leftover: int | None = None
-    """Offset of the first byte after the end that is not zero, where it is padding of the last record."""
+    """Offset of the first block with a non-zero byte after the end, if it is in the padding of the last record."""
     hard_links: int = 0
     symbolic_links: int = 0
     others: int = 0
     samples: int = 0
-    """Samples that these would have been fields of."""
+    """Number of samples that these entries belong to."""
     _first: tuple[str, int] = ("", 0)
     _key: str | None = None
     _names: list[tuple[str, str]] = field(default_factory=list)
@@ -58,9 +58,9 @@ class TarNotes:
         """Count an entry without bytes of its own, if its name is that of a field.
 
         Args:
-            kind: Its typeflag.
-            name: Its name.
-            offset: Of its first header.
+            kind: Typeflag of the entry.
+            name: Name of the entry.
+            offset: Offset of its first header.
         """
         parts = split_member_name(name)
         if kind in _NO_DATA or parts is None or is_meta_name(name):
@@ -80,11 +80,11 @@ class TarNotes:
             self.others += 1
 
     def has_links_of_samples(self, keys: Collection[str], fields: Collection[str]) -> bool:
-        """Tell whether what was left out belongs to samples: not where all is a few links such as ``releases/v1.0 -> v1.0.3``.
+        """Return True if omitted entries belong to samples, and are not just a few links such as ``releases/v1.0 -> v1.0.3``.
 
         Args:
-            keys: Of the samples of the tar.
-            fields: That these have.
+            keys: Keys of the samples of the tar.
+            fields: Fields of these samples.
         """
         if self.samples and not keys:
             return True
@@ -94,7 +94,7 @@ class TarNotes:
         return any(key in known or name in fields for key, name in self._names)
 
     def findings(self) -> list[Finding]:
-        """Return what a user should know, the gravest first."""
+        """Return the findings, the most severe first."""
         found = []
         if self.samples:
             found.append(self._omitted())
@@ -124,9 +124,9 @@ class TarNotes:
             warnings.warn(shown(f"{redact(shard)}: {finding}"), ShardWarning, stacklevel=2)
 
     def warn_of_links(self, shard: str) -> None:
-        """Warn of entries that were counted, after one sample was read; the same text for all samples of a shard.
+        """Warn of counted entries after one sample was read.
 
-        Python shows equal warnings once.
+        The text is the same for all samples of a shard, so that Python shows it once.
         """
         if self.samples:
             warnings.warn(

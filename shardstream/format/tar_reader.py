@@ -1,8 +1,8 @@
-"""512-byte headers <-> members, with offsets.
+"""Parse tar headers to members with offsets.
 
-Formats: POSIX.1-2017 "pax" section (ustar and pax) and the GNU tar manual, "Basic Tar Format". Python's ``tarfile`` spends
-35 us on a member; almost every member of a shard is a plain file with a short name, so that case is read with a few slices
-and everything else goes the long way round.
+Formats: POSIX.1-2017 "pax" section (ustar and pax) and the GNU tar manual, "Basic Tar Format". Python's ``tarfile`` takes
+35 us per member. Almost every member of a shard is a plain file with a short name, so that case has a fast path of a few
+slices, and all other entries take the general path.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ from shardstream.format.tar_diagnostics import TarNotes
 
 BLOCK_BYTES = 512
 _ZERO_BLOCK = bytes(BLOCK_BYTES)
-_HEADER_TEXT_LIMIT_BYTES = 1 << 20  # of one pax header or long name; real ones take hundreds
+_HEADER_TEXT_LIMIT_BYTES = (
+    1 << 20
+)  # of one pax header or long name; real ones have hundreds of bytes
 _HEADERS_LIMIT_BYTES = 4 << 20  # of all extended headers before one member
 _ADLER_BASE = 65521
-_RECORD_BYTES = 20 * BLOCK_BYTES  # tars are written in such units, the last one padded
+_RECORD_BYTES = 20 * BLOCK_BYTES  # tars are written in units of this size, the last one padded
 _TAIL_CHUNK_BYTES = 1 << 20
 _FILE, _FOLDER, _CONTINUATION = b"0", b"5", b"M"
 
 ReadAt = Callable[[int, int], bytes]
-"""``read(offset, size)``: bytes of the tar from an absolute offset; fewer only where the tar ends."""
+"""``read(offset, size)``: bytes of the tar from an absolute offset; fewer only at the end of the tar."""
 
 Buffer = bytes | mmap.mmap | memoryview
 """A slice of a tar."""
 
 Member = tuple[str, int, int, int]
-"""Name, offset of its first header (a pax header before it included), offset of its bytes, their size."""
+"""Name, offset of its first header (including a pax header before it), offset of its bytes, their size."""
 
 _Entry = tuple[bytes, Member, int]
-"""Typeflag, "0" for every kind of regular file; the member; the offset behind it."""
+"""Typeflag, "0" for every kind of regular file; the member; the offset after it."""
 
 
 def iter_members(
@@ -53,17 +55,17 @@ def iter_members(
 ) -> Iterator[Member]:
     """Yield the regular files of a tar, or of a slice of one that begins and ends between members.
 
-    Directories, links, devices and pax globals are passed over. Reading ends at the two zero blocks, or at ``end``.
+    Directories, links, devices and pax globals are skipped. Reading ends at the two zero blocks, or at ``end``.
 
     Args:
         read: The tar's bytes by absolute offset.
         start: Offset of the first header.
-        end: Offset behind the last byte; None where it is not known, as in a stream.
+        end: Offset after the last byte; None if unknown, as in a stream.
         shard: URL for messages.
-        notes: Filled on the way.
+        notes: Filled during the pass.
 
     Raises:
-        ShardError: At a wrong checksum, a header that makes no sense, or a header or body that is cut.
+        ShardError: At a wrong checksum, an invalid header, or a truncated header or body.
     """
     notes = TarNotes() if notes is None else notes
     position = start
@@ -97,19 +99,19 @@ def iter_members(
 def iter_whole(
     read: ReadAt, *, start: int = 0, end: int | None, shard: str, notes: TarNotes
 ) -> Iterator[Member]:
-    """Yield the regular files of a tar to its last one, and check how it ends.
+    """Yield the regular files of a whole tar, and check its end.
 
-    Bytes that are no header, in the record that the end-of-archive blocks are in, are noted: AIX tar leaves some there.
+    Bytes other than a header in the record of the end-of-archive blocks are only noted, because AIX tar leaves some there.
 
     Args:
         read: The tar's bytes by absolute offset; called for growing offsets only.
-        start: Offset of the first header that is wanted.
-        end: Offset behind the tar's last byte; None where it is not known, as in a compressed tar.
+        start: Offset of the first wanted header.
+        end: Offset after the tar's last byte; None if unknown, as in a compressed tar.
         shard: URL for messages.
-        notes: Filled on the way.
+        notes: Filled during the pass.
 
     Raises:
-        ShardError: As in `iter_members`; if the tar is empty; if its length is not known and the end-of-archive blocks are
+        ShardError: As in `iter_members`; if the tar is empty; if its length is unknown and the end-of-archive blocks are
             missing; if another archive or other data follow.
     """
     yield from iter_members(read, start=start, end=end, shard=shard, notes=notes)
@@ -137,7 +139,7 @@ def _check_tail(read: ReadAt, notes: TarNotes, shard: str) -> None:
                 continue
             if offset >= record_end or _is_header(block):
                 raise ShardError(
-                    "there are data behind the end of the archive, which every reader would lose (tars joined by 'cat'?)",
+                    "there are data after the end of the archive, which readers ignore (tars joined by 'cat'?)",
                     remedy="extract all parts with 'tar --ignore-zeros' and pack them again",
                     shard=shard,
                     offset=offset,
@@ -147,13 +149,13 @@ def _check_tail(read: ReadAt, notes: TarNotes, shard: str) -> None:
 
 
 known_sums: dict[bytes, int] = {}
-"""Checksum field of a header -> low half of the Adler-32 that a header with it has, for fields seen."""
+"""Cache: checksum field of a header -> low half of the Adler-32 of a valid header with that field."""
 
 
 def is_plain_header(block: bytes) -> bool:
-    """Tell whether a header is what nearly every one of a shard looks like, with the right checksum.
+    """Return True for a header of the usual form with a correct checksum.
 
-    Typeflag "0", no ustar prefix, a size of at most eleven octal digits (some tars put a twelfth where its end should be).
+    Typeflag "0", no ustar prefix, a size of at most eleven octal digits (some tars put a twelfth in place of the terminator).
     """
     return (
         len(block) == BLOCK_BYTES
@@ -165,10 +167,10 @@ def is_plain_header(block: bytes) -> bool:
 
 
 def _is_sound(block: bytes) -> bool:
-    """Compare the header's sum with its checksum field.
+    """Return True if the header's sum equals its checksum field.
 
     The low half of Adler-32 is 1 + the sum of all bytes modulo 65521, at memory speed: 0.1 us where ``sum`` takes 3 us.
-    The field itself counts as eight blanks in the sum; what that makes of each field seen is kept.
+    The field itself counts as eight spaces in the sum; the expected value of each field is cached.
     """
     field = block[148:156]
     expected = known_sums.get(field)
@@ -183,7 +185,7 @@ def _is_sound(block: bytes) -> bool:
 
 
 def _is_header(block: bytes) -> bool:
-    """Tell whether a block of 512 bytes has the checksum of a header."""
+    """Return True if a block of 512 bytes has the checksum of a header."""
     return _is_sound(block) or _signed_sum_is(block, _octal(block[148:156]))
 
 
@@ -196,7 +198,7 @@ def _octal(field: bytes) -> int | None:
 
 
 def _number(field: bytes) -> int | None:
-    """Read a numeric field: octal text, or GNU's base-256 where the top bit of the first byte is set."""
+    """Parse a numeric field: octal text, or GNU's base-256 if the top bit of the first byte is set."""
     if field[0] == 0x80:
         return int.from_bytes(field[1:], "big")
     if field[0] == 0xFF:
@@ -205,13 +207,13 @@ def _number(field: bytes) -> int | None:
 
 
 def _signed_sum_is(block: bytes, stored: int | None) -> bool:
-    """Some old tars summed signed bytes."""
+    """Return True if the sum of signed bytes, as some old tars computed it, equals the checksum."""
     rest = block[:148] + block[156:]
     return stored == 8 * 32 + sum(byte - 256 if byte > 127 else byte for byte in rest)
 
 
 def _plain_entry(block: bytes, position: int, shard: str) -> _Entry | None:
-    """Read the entry of a header that nearly every member of a shard has; None if it is another."""
+    """Parse the entry of a header of the usual form; None for other forms."""
     if not is_plain_header(block):
         return None
     try:
@@ -226,7 +228,7 @@ def _plain_entry(block: bytes, position: int, shard: str) -> _Entry | None:
 
 
 def _read_entry(read: ReadAt, start: int, block: bytes, shard: str) -> _Entry:
-    """Read one entry with the headers that belong to it."""
+    """Read one entry with its extended headers."""
     position = start
     extended: dict[str, str] = {}
     while True:
@@ -254,7 +256,7 @@ def _read_entry(read: ReadAt, start: int, block: bytes, shard: str) -> _Entry:
         kind = _FOLDER
     name = extended.get("path", _ustar_name(block))
     if kind in b"123456":
-        # Links, devices and folders have no body, whatever their size says (as in tarfile).
+        # Links, devices and folders have no body, whatever their size field holds (as in tarfile).
         return kind, (name, start, body, 0), body
     if "path" in extended:
         name = extended_name(name, start, shard)
@@ -263,27 +265,27 @@ def _read_entry(read: ReadAt, start: int, block: bytes, shard: str) -> _Entry:
 
 
 def _refuse_partial(kind: bytes, extended: dict[str, str], start: int, shard: str) -> None:
-    """Refuse members whose bytes in the tar are not those of the file."""
+    """Refuse members whose bytes in the tar differ from those of the file."""
     if kind == b"S" or any(record.startswith("GNU.sparse.") for record in extended):
         raise ShardError(
-            "a sparse member would come out condensed",
-            remedy="pack it without sparseness (GNU tar: leave out --sparse)",
+            "a sparse member would be read without its holes",
+            remedy="pack it as a plain file (GNU tar: leave out --sparse)",
             shard=shard,
             offset=start,
         )
     if kind == _CONTINUATION:
         raise ShardError(
-            "the rest of a file that begins in another volume",
-            remedy="join the volumes, or write the tar in one (GNU tar: leave out --multi-volume)",
+            "a member continues a file of another volume",
+            remedy="join the volumes, or write one tar (GNU tar: leave out --multi-volume)",
             shard=shard,
             offset=start,
         )
 
 
 def _check_header(block: bytes, position: int, shard: str) -> int:
-    """Return the size that a header gives, after its length, checksum and size made sense."""
+    """Check the length, checksum and size of a header; return the size."""
     if len(block) < BLOCK_BYTES:
-        what = "the tar is" if position else "no tar file, or one that is"
+        what = "the tar is" if position else "not a tar file, or"
         raise ShardError(
             f"{what} cut inside a header ({len(block)} of 512 bytes)",
             remedy="fetch or write the shard again",
@@ -291,10 +293,10 @@ def _check_header(block: bytes, position: int, shard: str) -> int:
             offset=position,
         )
     if not _is_header(block):
-        what = "no tar file" if position == 0 else "no tar header (its checksum is wrong)"
+        what = "not a tar file" if position == 0 else "not a tar header (its checksum is wrong)"
         raise ShardError(
             what,
-            remedy="the shard is damaged or not a tar, fetch or write it again",
+            remedy="the shard is damaged or not a tar: fetch or write it again",
             shard=shard,
             offset=position,
         )
@@ -308,7 +310,7 @@ def _check_header(block: bytes, position: int, shard: str) -> int:
 
 def _ustar_name(block: bytes) -> str:
     name = block[:100].split(b"\0", 1)[0]
-    # Old GNU headers ("ustar  ") keep times where POSIX has the prefix.
+    # Old GNU headers ("ustar  ") hold times in place of the POSIX prefix.
     prefix = block[345:500].split(b"\0", 1)[0] if block[257:263] == b"ustar\0" else b""
     return (prefix + b"/" + name if prefix else name).decode("utf-8", "surrogateescape")
 
@@ -324,9 +326,9 @@ def _read_header_text(read: ReadAt, body: int, size: int, position: int, shard: 
     if len(text) < size:
         raise ShardError("the tar is cut inside an extended header", shard=shard, offset=position)
     if text[size:].strip(b"\0"):
-        # Readers that take whole blocks would see more of it.
+        # Readers that parse whole blocks would find more records.
         raise ShardError(
-            "an extended header goes on behind its size",
+            "an extended header has data after its size",
             remedy="write the shard again",
             shard=shard,
             offset=position,
@@ -335,23 +337,23 @@ def _read_header_text(read: ReadAt, body: int, size: int, position: int, shard: 
 
 
 def _check_end(read: ReadAt, position: int, end: int | None, shard: str) -> None:
-    """Refuse a lone zero block with more behind it: every reader would stop there and lose the rest."""
+    """Refuse a single zero block with data after it: readers would stop there and ignore the rest."""
     following = position + BLOCK_BYTES
     if end is not None and following >= end:
         return
     block = read(following, BLOCK_BYTES)
     if block.strip(b"\0"):
         raise ShardError(
-            "a lone zero block: readers stop here and lose what follows",
+            "a single zero block before the end: readers stop here and ignore the rest",
             shard=shard,
             offset=position,
         )
 
 
 def empty_tar(shard: str) -> ShardError:
-    """Return the error for a file of no bytes."""
+    """Return the error for an empty file."""
     return ShardError(
-        "the file is empty: no tar", remedy="fetch or write it again", shard=shard, offset=0
+        "the file is empty: not a tar", remedy="fetch or write it again", shard=shard, offset=0
     )
 
 

@@ -1,4 +1,4 @@
-"""Members -> 512-byte headers and padded bodies: ustar, with pax headers where ustar is too small."""
+"""Write tar members: ustar headers and padded bodies, with pax headers where ustar is too small."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _USTAR_SIZE_LIMIT = 8**11
 def encode_member(name: str, data: bytes | memoryview) -> tuple[bytes, bytes | memoryview, bytes]:
     """Return header, body and padding of a member: owner 0, time 0, mode 0644, so equal input gives equal bytes.
 
-    A name or size that ustar cannot hold goes to a pax header in front.
+    A name or size that ustar cannot hold is written to a preceding pax header.
 
     >>> b"".join(encode_member("a.txt", b"hi"))[:5]
     b'a.txt'
@@ -45,7 +45,7 @@ def _header(name: bytes, size: int, kind: bytes) -> bytes:
         size,
     )
     tail = b"%bustar\00000%b" % (kind + bytes(100), bytes(247))
-    # 256: the checksum field counts as eight blanks
+    # 256: the checksum field counts as eight spaces; Adler-32 starts at 1
     checksum = (zlib.adler32(tail, zlib.adler32(head)) & 0xFFFF) - 1 + 256
     return b"%b%06o\0 %b" % (head, checksum, tail)
 
@@ -69,5 +69,5 @@ def _pax_header(name: bytes, size: int) -> bytes:
 def _pax_record(keyword: bytes, value: bytes) -> bytes:
     rest = len(keyword) + len(value) + 3
     length = rest + len(str(rest))
-    length = rest + len(str(length))  # once more: the length's own digits may have grown
+    length = rest + len(str(length))  # again, because the length's own digits may have grown
     return b"%d %b=%b\n" % (length, keyword, value)

@@ -1,6 +1,6 @@
-"""Which sample comes when: pure arithmetic on sizes, seed and epoch.
+"""Compute the order of samples from sizes, seed and epoch.
 
-No file of this room does I/O or keeps a state. The order of an epoch is computed in these steps:
+No file of this package does I/O or keeps state. The order of an epoch is computed in these steps:
 
     permutation    permute 0 to n - 1 for any n, without memory
     epoch_plan     batch number -> sample numbers of one epoch

@@ -1,7 +1,7 @@
-"""The order of an epoch: a pure function from a batch number to sample numbers.
+"""Compute the order of an epoch: a pure function from a batch number to sample numbers.
 
-Nobody coordinates and nothing is remembered: whoever knows the sizes, the seed and the epoch computes the same sequence of
-batches, whatever the number of ranks and workers. ``partition.py`` says who reads which of them.
+The inputs are the sizes, the seed and the epoch, so all ranks and workers compute the same sequence of batches without
+communication or stored state. ``partition.py`` assigns the batches to ranks and workers.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from shardstream.order.permutation import Ints, derive_key, derive_keys, permute
 
 _BLOCK_BYTES = 2 << 20
 _WINDOW_BYTES = 64 << 20
-_BLOCKS_PER_EPOCH = 128  # at least, where there are so many samples
+_BLOCKS_PER_EPOCH = 128  # minimum, if there are enough samples
 _WINDOW_SAMPLES = 16_384
-FEW_BLOCKS = 4096  # their order is computed once an epoch: for small data sets a call costs more than what it computes
-_BLOCK_ORDER, _SHORT_BLOCK, _WINDOW_ORDER = 1, 2, 3  # what a random key is for
+FEW_BLOCKS = 4096  # up to this number the block order is computed once per epoch, because small calls are mostly overhead
+_BLOCK_ORDER, _SHORT_BLOCK, _WINDOW_ORDER = 1, 2, 3  # purposes of the random keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochOrder:
-    """What fixes the sequence of batches of every epoch.
+    """The parameters that determine the batches of every epoch.
 
     Args:
         nsamples: Samples of the dataset, N.
         batch: Samples of a batch (the microbatch), b.
-        shuffle: False reads the samples as they are stored; the numbers below then count only for reading.
+        shuffle: False keeps the stored order; the options below then only affect reading.
         seed: Any whole number.
-        lanes: Canonical streams that an epoch is cut into, L.
+        lanes: Canonical streams that an epoch is partitioned into, L.
         window: Samples of one lane that are shuffled together, w; a multiple of `batch`.
         block: Consecutive samples that stay together until a window shuffles them, k.
     """
@@ -49,7 +49,7 @@ class EpochOrder:
             if getattr(self, name) < 1:
                 raise OptionError(f"{name} must be at least 1, not {getattr(self, name)}")
         if self.nsamples < 0:
-            raise OptionError(f"a dataset of {self.nsamples} samples makes no sense")
+            raise OptionError(f"nsamples must be at least 0, not {self.nsamples}")
         if self.window % self.batch:
             raise OptionError(
                 f"window={self.window} must be a multiple of the microbatch, {self.batch}; use "
@@ -63,7 +63,7 @@ class EpochOrder:
 
 
 def default_block(nsamples: int, total_bytes: int) -> int:
-    """Return k: 2 MiB of samples, but never so many that an epoch has under 128 blocks to shuffle.
+    """Return k: 2 MiB of samples, or fewer so that an epoch has at least 128 blocks to shuffle.
 
     >>> default_block(1_000_000, 100_000_000_000), default_block(1797, 2_000_000)
     (20, 14)
@@ -84,19 +84,19 @@ class EpochPlan:
     """The batches of one epoch.
 
     Args:
-        order: What they are made of.
-        epoch: From 0.
+        order: Parameters of the order.
+        epoch: Epoch number, from 0.
     """
 
     def __init__(self, order: EpochOrder, epoch: int) -> None:
         self.order = order
         self.epoch = epoch
-        self.passes = 1  # a mix goes through its parts several times, and numbers samples on from pass to pass
+        self.passes = 1  # a mix repeats its parts, and each pass has its own sample numbers
         self._blocks, self._short = divmod(order.nsamples, order.block)
         key = derive_key(order.seed, epoch)
         self._block_key = derive_key(key, _BLOCK_ORDER)
         self._window_key = derive_key(key, _WINDOW_ORDER)
-        # The short block goes to a random place, else its samples would be the tail of every epoch.
+        # The short block gets a random place; at the end its samples would be the tail of every epoch.
         self._short_start = derive_key(key, _SHORT_BLOCK) % (self._blocks + 1) * order.block
 
     def batches(self, numbers: Ints) -> Ints:
@@ -123,14 +123,14 @@ class EpochPlan:
         return self._samples_at((first[:, None] + within).ravel()).reshape(shape)
 
     def rest(self, start: int) -> Ints:
-        """Return the samples of the batches from ``start`` on and of those under a full batch, in order, shape (n,)."""
+        """Return the samples of the batches from ``start`` on, with the last incomplete batch, in order, shape (n,)."""
         order = self.order
         full = self.batches(np.arange(start, order.num_batches, dtype=np.int64)).ravel()
         left = np.arange(order.num_batches * order.batch, order.nsamples, dtype=np.int64)
         return np.concatenate((full, self._samples_at(left) if order.shuffle else left))
 
     def windows(self, numbers: Ints) -> Ints:
-        """Return a number for the window that each batch is a part of, shape (n,): batches of one window share their reads."""
+        """Return the window number of each batch, shape (n,); batches of one window share their reads."""
         if not self.order.shuffle:
             return numbers // (self.order.window // self.order.batch)
         return self._windows(numbers)[1] * self.order.lanes + numbers % self.order.lanes
@@ -150,7 +150,7 @@ class EpochPlan:
         return numbers[numbers < order.num_batches]
 
     def _windows(self, numbers: Ints) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return for each batch its window's first place in the line, number in the lane, the batch's offset in it, its size."""
+        """Return for each batch its window's first place in the epoch, number in the lane, offset of the batch in it, and size."""
         order = self.order
         lane, turn = numbers % order.lanes, numbers // order.lanes
         each, more = divmod(order.num_batches, order.lanes)
@@ -161,7 +161,7 @@ class EpochPlan:
         return lane_first + window * order.window, window, offset, size
 
     def _permuted(self, blocks: Ints) -> Ints:
-        """Return where blocks come from, shape (n,); each is computed once if they are near each other, as those of a window are."""
+        """Return the source of each block, shape (n,); blocks close together, as in a window, are computed once each."""
         first, last = (int(blocks.min()), int(blocks.max())) if blocks.size else (0, 0)
         if self._blocks <= FEW_BLOCKS:
             return self._block_order[blocks]
@@ -175,7 +175,7 @@ class EpochPlan:
         return permute(np.arange(self._blocks, dtype=np.int64), self._blocks, self._block_key)
 
     def _samples_at(self, places: Ints) -> Ints:
-        """Return the samples at places of the permuted line of blocks."""
+        """Return the samples at places of the permuted sequence of blocks."""
         short = (places >= self._short_start) & (places < self._short_start + self._short)
         shifted = np.where(places < self._short_start, places, places - self._short)
         if self._blocks == 0:

@@ -1,8 +1,8 @@
-"""Which source each place of a mix takes: arithmetic, so that a mix needs no memory of what was drawn.
+"""Compute the source of each place of a mix, without stored state.
 
-A stream is cut into patterns of equal length. In each, a source has its share of places, rounded so that the rounding errors
-never add up, and the places are permuted: evenly mixed at any scale, and how often a source was taken before any place is a
-formula.
+A stream is partitioned into patterns of equal length. In each pattern a source has its share of places, rounded so that rounding
+errors never add up, and the places are permuted. Sources are evenly mixed at any scale, and a formula gives how often a source was
+taken before any place.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _FRACTION_BITS = 20
 
 
 class MixSchedule:
-    """Sources by weight along a stream.
+    """Assign sources to the places of a stream by weight.
 
     Args:
-        weights: One for each source, 0 for one that never comes; only their ratios count.
-        key: Of the permutations.
+        weights: One for each source, 0 for one that is never taken; only their ratios count.
+        key: Key of the permutations.
 
     Raises:
         OptionError: If a weight is negative, or all are 0.
@@ -32,7 +32,7 @@ class MixSchedule:
         shares = np.asarray(weights, dtype=np.float64)
         if not np.isfinite(shares).all() or (shares < 0).any() or not (shares > 0).any():
             raise OptionError(
-                f"weights must be numbers from 0 up, and one of them above: {list(weights)}"
+                f"weights must be finite, at least 0, and one of them above 0: {list(weights)}"
             )
         self.length = max(32, len(shares) ** 2)
         self._key = key
@@ -42,7 +42,7 @@ class MixSchedule:
         )
         if ((self._rates == 0) & (shares > 0)).any():
             raise OptionError(
-                f"weights differ too much to be kept: {list(weights)}; leave out what hardly ever comes"
+                f"weights differ too much to be represented: {list(weights)}; leave out the smallest"
             )
 
     def assign_sources(self, places: Ints, streams: Ints) -> tuple[Ints, Ints]:
@@ -50,7 +50,7 @@ class MixSchedule:
 
         Args:
             places: Shape (n,), from 0.
-            streams: Which stream each is of, shape (n,): every stream has patterns of its own.
+            streams: Stream of each place, shape (n,); every stream has its own patterns.
         """
         pattern, slot = np.divmod(places, self.length)
         pairs, row = np.unique(np.stack((streams, pattern)), axis=1, return_inverse=True)
@@ -60,7 +60,7 @@ class MixSchedule:
         return source, before
 
     def counts(self, lengths: Ints, streams: Ints) -> Ints:
-        """Return how often each source is taken in the first places of some streams, shape (n, sources)."""
+        """Return how often each source is taken in the first ``lengths`` places of streams, shape (n, sources)."""
         pattern, rest = np.divmod(lengths, self.length)
         sources, _ = self._patterns(streams, pattern)
         inside = np.arange(self.length) < rest[:, None]
@@ -70,7 +70,7 @@ class MixSchedule:
         return counts
 
     def _patterns(self, streams: Ints, pattern: Ints) -> tuple[Ints, Ints]:
-        """Return the source of every place of some patterns, and how often it came before in its pattern: (n, length) each."""
+        """Return the source of every place of some patterns, and its earlier occurrences in the pattern: (n, length) each."""
         slots = np.tile(np.arange(self.length, dtype=np.int64), len(pattern))
         keys = np.repeat(derive_keys(self._key, streams, pattern), self.length)
         drawn = permute(slots, self.length, keys).reshape(len(pattern), self.length)

@@ -1,7 +1,7 @@
-"""Who reads what: the steps of a rank, and which of them a worker takes.
+"""Partition the batches of an epoch over ranks and workers.
 
 Rank r of W takes at step s the batches ``t0 + (s W + r) m + i`` for i < m; worker j of K takes the steps that are j modulo K.
-What is left under W m full batches is one last step, split evenly.
+The samples left after the last W m full batches are one last step, split evenly.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ Remainder = Literal["pad", "drop", "keep"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartitionConfig:
-    """How the batches of an epoch are dealt out.
+    """Options of the partition of an epoch.
 
     Args:
         world_size: Ranks, W.
         microbatches: Batches that a rank takes at a step, m.
-        remainder: What becomes of the samples that do not fill a last step of all ranks: "pad" deals them out evenly and
-            repeats at most W - 1 of them, "drop" leaves at most W - 1 out, "keep" shows each once, so that ranks may
+        remainder: Policy for the samples that do not fill a last step of all ranks: "pad" distributes them evenly and
+            repeats at most W - 1 of them, "drop" drops at most W - 1, "keep" returns each once, so that ranks may
             differ by one sample.
-        drop_last: True leaves out a last step of less than full size.
+        drop_last: True drops a last step of less than full size.
     """
 
     world_size: int = 1
@@ -50,13 +50,13 @@ class PartitionConfig:
 
 
 class RankPartition:
-    """The steps that one rank takes through what is left of an epoch.
+    """The steps of one rank in the rest of an epoch.
 
     Args:
-        plan: The epoch.
-        config: How it is dealt out.
-        rank: Whose share, from 0.
-        consumed: Samples of the epoch that have been seen before; a multiple of the batch, or all.
+        plan: Plan of the epoch.
+        config: Options of the partition.
+        rank: Number of the rank, from 0.
+        consumed: Samples of the epoch that all ranks have consumed before; a multiple of the batch, or all.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class RankPartition:
         order = plan.order
         if consumed % order.batch and consumed != order.nsamples:
             raise OptionError(
-                f"{consumed} samples are no whole number of microbatches of {order.batch}"
+                f"{consumed} consumed samples are not a multiple of the microbatch, {order.batch}"
             )
         self.plan = plan
         self.config = config
@@ -79,7 +79,7 @@ class RankPartition:
         self._tail_start, self._tail_size = (
             (0, 0) if config.drop_last else _tail_range(left, config, rank)
         )
-        # Kept samples that are too few for this rank: other ranks have one more step.
+        # With "keep" this rank may get none of the last samples; other ranks then have one more step.
         self._is_short = config.remainder == "keep" and not config.drop_last and 0 < left <= rank
 
     @property
@@ -98,13 +98,13 @@ class RankPartition:
         return self.full_steps * self.config.microbatches * self.plan.order.batch + self._tail_size
 
     def step_size(self, step: int) -> int:
-        """Return how many samples a step has."""
+        """Return the number of samples of a step."""
         if step < self.full_steps:
             return self.config.microbatches * self.plan.order.batch
         return self._tail_size
 
     def consumed_after(self, steps: int) -> int:
-        """Return how many samples of the epoch all ranks together have seen after that many of these steps."""
+        """Return the samples of the epoch that all ranks together have consumed after ``steps`` steps."""
         if steps >= self.num_steps and not self._is_short:
             return self.plan.order.nsamples
         return (self._first + steps * self.config.batches_per_step) * self.plan.order.batch
@@ -116,7 +116,7 @@ class RankPartition:
         return first[:, None] + np.arange(config.microbatches, dtype=np.int64)
 
     def samples(self, steps: Ints) -> list[Ints]:
-        """Return the sample numbers of some steps, an array a step."""
+        """Return the sample numbers of some steps, one array per step."""
         full = steps[steps < self.full_steps]
         width = self.config.microbatches * self.plan.order.batch
         rows = self.plan.batches(self.batches(full).ravel()).reshape(len(full), width)
@@ -128,7 +128,7 @@ class RankPartition:
         return rest[(self._tail_start + np.arange(self._tail_size)) % len(rest)]
 
     def steps_of_window(self, window: int) -> Ints:
-        """Return those of this rank's steps that take a batch of the window, shape (n,)."""
+        """Return the steps of this rank that take a batch of the window, shape (n,)."""
         turns = (self.plan.batches_of_window(window) - self._first) // self.config.microbatches
         mine = turns[(turns >= 0) & (turns % self.config.world_size == self.rank)]
         steps = mine // self.config.world_size  # in order, as the batches are
@@ -137,7 +137,7 @@ class RankPartition:
 
 
 def _tail_range(left: int, config: PartitionConfig, rank: int) -> tuple[int, int]:
-    """Return start and size of a rank's part of the samples that are left."""
+    """Return start and size of a rank's part of the last samples."""
     each, more = divmod(left, config.world_size)
     if config.remainder == "keep":
         return rank * each + min(rank, more), each + (rank < more)
@@ -146,7 +146,7 @@ def _tail_range(left: int, config: PartitionConfig, rank: int) -> tuple[int, int
 
 
 def fitting_lanes(config: PartitionConfig, num_workers: int, lanes: int) -> tuple[int, int]:
-    """Return the next lane counts down and up that these readers divide: each reader then reads each byte once.
+    """Return the nearest multiples of the readers below and above ``lanes``; with these each byte is read once.
 
     >>> fitting_lanes(PartitionConfig(world_size=2), 3, 8)
     (6, 12)

@@ -1,7 +1,7 @@
-"""Random permutations as arithmetic: any size, no memory, the same on every machine and for every NumPy.
+"""Compute random permutations of any size without memory, equal on every machine and NumPy version.
 
 A Feistel network over ``a x b`` cells (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002, method 3): two
-half-words of mixed radix, each shifted in turn by a hash of the other; results beyond the size go through again ("cycle
+half-words of mixed radix, each shifted in turn by a hash of the other; results beyond the size are encrypted again ("cycle
 walking"). The hash is the finaliser of SplitMix64 (Steele, Lea and Flood, 2014).
 """
 
@@ -31,7 +31,7 @@ def derive_key(*parts: int) -> int:
 
 
 def derive_keys(key: int, *parts: Ints) -> UInts:
-    """Do the same to arrays: ``derive_keys(derive_key(a), [b])`` is ``[derive_key(a, b)]``."""
+    """Mix arrays to keys: ``derive_keys(derive_key(a), [b])`` is ``[derive_key(a, b)]``."""
     keys = np.asarray(key, dtype=np.uint64)
     for part in parts:
         keys = _mix(keys ^ part.astype(np.uint64))
@@ -39,22 +39,22 @@ def derive_keys(key: int, *parts: Ints) -> UInts:
 
 
 def permute(index: Ints, size: Ints | int, key: UInts | int) -> Ints:
-    """Return where each index of a permutation of ``size`` things goes.
+    """Return the image of each index under a random permutation of 0 to ``size - 1``.
 
     Args:
         index: Shape (n,), each from 0 to its size - 1.
-        size: How many things are permuted, for all or for each index, at least 1.
-        key: Which permutation, for all or for each index.
+        size: Size of the permutation, for all or for each index, at least 1.
+        key: Key of the permutation, for all or for each index.
 
     Returns:
-        Shape (n,), int64. Over all indices of one size and key, each number below the size comes once.
+        Shape (n,), int64. Over all indices of one size and key, each number below the size occurs once.
 
     >>> sorted(permute(np.arange(5), 5, derive_key(7)).tolist())
     [0, 1, 2, 3, 4]
     """
     sizes = np.broadcast_to(np.asarray(size, dtype=np.uint64), index.shape)
     keys = np.broadcast_to(np.asarray(key, dtype=np.uint64), index.shape)
-    # float64 may err by one ulp for huge sizes, so that a * b could miss a few cells: one more column covers them
+    # float64 may err by one ulp for huge sizes, so that a * b could be too small: one more column covers all cells
     a = np.ceil(np.sqrt(sizes.astype(np.float64))).astype(np.uint64) + np.uint64(1)
     b = sizes // a + np.uint64(1)
     values = _feistel(index.astype(np.uint64), a, b, keys)

@@ -1,4 +1,4 @@
-"""Which samples were bad: what a run passed over, one by one, for those who mend the data."""
+"""Report each skipped bad sample, so that the data can be fixed."""
 
 from __future__ import annotations
 
@@ -24,26 +24,26 @@ from shardstream.errors import (
 from shardstream.storage import Storage, publish_bytes
 
 _MESSAGE_CHARACTERS = 500
-_EVERY_S = 10.0  # a report is written again, at most so often
-REPORT_TIMEOUT_S = 30.0  # for it at the end of an epoch
+_EVERY_S = 10.0  # minimum time between two writes of a report
+REPORT_TIMEOUT_S = 30.0  # for the last write at the end of an epoch
 _RANK = "{rank}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BadSample:
-    """One bad sample that was passed over; what is not known is None.
+    """One bad sample that was skipped; unknown values are None.
 
     Args:
         error: Name of the exception's class.
-        message: What it said, up to 500 characters.
+        message: Message of the exception, up to 500 characters.
         shard: URL of the tar.
-        offset: Byte in it: of the header that is wrong, or else of the sample's first header.
-        number: Of the sample in the dataset, from 0; None in a mix.
+        offset: Byte offset of the damaged header, or else of the sample's first header.
+        number: Number of the sample in the dataset, from 0; None in a mix.
         key: Its ``__key__``.
         field: The field that cannot be decoded.
-        epoch: In which it was met first.
-        rank: Which rank met it.
-        worker: Which loader worker of that rank.
+        epoch: Epoch in which it was found first.
+        rank: Rank that found it.
+        worker: Loader worker of that rank.
     """
 
     error: str
@@ -59,7 +59,7 @@ class BadSample:
 
     @classmethod
     def of(cls, error: Exception, item: Any = None, number: int | None = None) -> BadSample:
-        """Describe an error and the sample it came from, as far as that is known."""
+        """Describe an error and its sample, as far as known."""
         message = "; ".join([str(error), *getattr(error, "__notes__", ())])
         sample = item if isinstance(item, dict) else {}
         shard, key = sample.get("__url__"), sample.get("__key__")
@@ -79,14 +79,14 @@ class BadSample:
 
     @property
     def place(self) -> tuple[Any, ...]:
-        """What tells it from others: the same sample is bad in every epoch."""
+        """Identity of the sample, equal in every epoch, so that it is listed once."""
         return self.shard, self.offset, self.key, self.field, self.error
 
 
 def with_locations(bad: Iterable[BadSample], catalog: Catalog) -> tuple[BadSample, ...]:
-    """Complete shard and offset from the sample's number.
+    """Add the shard and offset of each sample, found by its number.
 
-    In a mix a number may be that of one of its datasets, so it says nothing, and is left out.
+    In a mix the number is ambiguous, as it may count within one of the datasets, so it is left out.
     """
     done: list[BadSample] = []
     for one in bad:
@@ -102,14 +102,14 @@ def with_locations(bad: Iterable[BadSample], catalog: Catalog) -> tuple[BadSampl
 
 
 class BadSampleReport:
-    """The bad samples of a loader, each once, and the report of them.
+    """Collect the bad samples of a loader, each once, and write a report of them.
 
-    The report is written by a thread, so that no training step waits for it.
+    A thread writes the report, so that no training step waits for it.
 
     Args:
-        report: Path or URL of a file of JSON lines, with ``{rank}`` in it where there are several ranks; None for none.
-        placement: Of the loader.
-        storage: Where a remote report goes.
+        report: Path or URL of a file of JSON lines, with ``{rank}`` in it if there are several ranks; None for none.
+        placement: Rank and world size of the loader.
+        storage: Storage for a remote report.
 
     Raises:
         OptionError: If several ranks would write one file.
@@ -131,11 +131,11 @@ class BadSampleReport:
 
     @property
     def samples(self) -> list[BadSample]:
-        """Those met so far, in order."""
+        """Bad samples so far, in the order in which they were found."""
         return list(self._found.values())
 
     def add(self, bad: Sequence[BadSample], *, epoch: int, worker: int) -> None:
-        """Take in what a worker has met, and bring the report up to date from time to time."""
+        """Add the bad samples of a worker, and write the report at most every 10 s."""
         for one in bad:
             if one.place not in self._found:
                 self._found[one.place] = replace(one, epoch=epoch, rank=self._rank, worker=worker)
@@ -147,10 +147,10 @@ class BadSampleReport:
             self._begin()
 
     def finish(self, *, waits: bool = True) -> Exception | None:
-        """Bring the report up to date; return what prevents that, for the caller to tell.
+        """Write the report; return the error if that fails, for the caller to report.
 
         Args:
-            waits: Return when it is written, or cannot be; else at once.
+            waits: Wait until it is written or has failed; else return at once.
         """
         problem = self._problem() if waits else None
         if self._is_new:
@@ -161,7 +161,7 @@ class BadSampleReport:
         return problem
 
     def _begin(self) -> None:
-        """Let a thread write what there is, behind the one that is still writing: the newest report stays."""
+        """Start a thread that writes the report after the previous thread is done, so that the newest report stays."""
         if self._url is None:
             return
         self._is_new, self._begun_at = False, time.monotonic()
@@ -170,37 +170,37 @@ class BadSampleReport:
         found = dict(self._found)
 
         def write() -> None:
-            if before is not None and not sys.is_finalizing():  # then no other thread goes on
+            if before is not None and not sys.is_finalizing():  # other threads stop at finalization
                 wait([before])
             try:
                 self._write(str(self._url), found)
-            except Exception as error:  # noqa: BLE001  (told by the thread that waits)
+            except Exception as error:  # noqa: BLE001  (reported by the thread that waits)
                 writing.set_exception(error)
             else:
                 writing.set_result(None)
 
-        if sys.is_finalizing():  # an iterator that is dropped last: no thread starts any more
+        if sys.is_finalizing():  # an iterator deleted at exit: threads can no longer start
             write()
-        else:  # a daemon: a store that hangs must not keep the process from ending
+        else:  # a daemon, so that a stalled store does not keep the process alive
             threading.Thread(target=write, name="shardstream-report", daemon=True).start()
 
     def _problem(self) -> Exception | None:
-        """Wait for the thread; return why it failed."""
+        """Wait for the thread; return its error, or None."""
         if self._writing is None:
             return None
         try:
             error = self._writing.exception(REPORT_TIMEOUT_S)
         except TimeoutError:
             return StorageError(
-                f"the report of bad samples is not written after {REPORT_TIMEOUT_S:.0f} s; check the server, or write it to a local file",
+                f"writing the report of bad samples took over {REPORT_TIMEOUT_S:.0f} s; check the server, or write it to a local file",
                 shard=self._url,
             )
         self._writing = None
-        self._is_new |= error is not None  # it is tried again
+        self._is_new |= error is not None  # retried with the next write
         return _as_report_error(error, str(self._url))
 
     def _write(self, url: str, found: dict[tuple[Any, ...], BadSample]) -> None:
-        """Publish the report, whole; what an earlier run wrote there stays in it."""
+        """Publish the whole report, with the lines of earlier runs."""
         if self._before is None:
             self._before = _read(url, self._storage)
         lines = [json.dumps(asdict(one)) for one in (self._before | found).values()]
@@ -208,18 +208,18 @@ class BadSampleReport:
 
 
 def warn_or_raise(problem: Exception) -> None:
-    """Warn of a report that cannot be written; a wrong name for it is an error.
+    """Warn of a report that cannot be written; raise if its name is wrong.
 
     Raises:
-        OptionError: If another file is there, or the place cannot be opened.
+        OptionError: If another file has this name, or the location cannot be opened.
     """
     if isinstance(problem, OptionError):
         raise problem
-    warnings.warn(f"{problem}; training goes on", ReportWarning, stacklevel=2)
+    warnings.warn(f"{problem}; training continues", ReportWarning, stacklevel=2)
 
 
 def _as_report_error(error: BaseException | None, url: str) -> Exception | None:
-    """Return an error as that of the report."""
+    """Return an error as a `StorageError` that names the report."""
     if error is None or isinstance(error, OptionError):
         return error
     return StorageError(f"the report of bad samples cannot be written: {error}", shard=url)
@@ -236,7 +236,9 @@ def _read(url: str, storage: Storage) -> dict[tuple[Any, ...], BadSample]:
         except (ValueError, RecursionError):
             values = None
         if not isinstance(values, dict) or values.keys() != names:
-            raise OptionError("this file is no report of bad samples; give another name", shard=url)
+            raise OptionError(
+                "this file is not a report of bad samples; give another name", shard=url
+            )
         one = BadSample(**values)
         found[one.place] = one
     return found

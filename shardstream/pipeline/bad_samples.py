@@ -1,4 +1,4 @@
-"""What becomes of bad samples: one policy for the whole chain, and an account of what it passed over."""
+"""Skip or raise bad samples by one policy for the whole chain, and count the skipped ones."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ from shardstream.errors import (
 from shardstream.pipeline.bad_sample_report import BadSample
 
 _log = logging.getLogger(__name__)
-_LISTED = 10_000  # in each worker and epoch; more are counted only
+_LISTED = 10_000  # in each worker and epoch; further ones are only counted
 _FATAL = (OptionError, StorageError, IndexMismatchError, SkipBudgetError, MemoryError)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SkipBudget:
-    """How many bad samples may be passed over.
+    """Limit of bad samples to skip.
 
     Args:
-        samples: At most that many in each loader worker and epoch; one more is an error.
-        warn: Log each one as a warning.
-        report: Path or URL of a file where a `ShardLoader` lists them, a line of JSON each: shard, offset, number, key, field,
-            error. With several ranks its name needs ``{rank}``. What an earlier run listed there stays.
-            Written with the dataset's storage options where its protocol is that of the shards; where it cannot be written, a
-            `ReportWarning` says so and training goes on.
-        refill: A `ShardLoader` puts other good samples of the epoch in the places of bad ones, so that all batches keep their size on
-            all ranks, as losses over gathered batches need. Those come twice in the epoch; `ShardLoader.refilled` counts them.
-            Without it, batches get smaller by what is bad, and ranks may differ at a step. A `ShardLoader` refuses it with
-            batch_size=None and after steps that change counts; a dataset that is read without a `ShardLoader` refills nothing.
+        samples: Maximum in each loader worker and epoch; one more is an error.
+        warn: Log each skipped sample as a warning.
+        report: Path or URL of a file in which a `ShardLoader` lists them, one line of JSON each: shard, offset, number, key, field,
+            error. With several ranks its name needs ``{rank}``. Lines of earlier runs stay.
+            Written with the dataset's storage options if its protocol is that of the shards. If it cannot be written, a
+            `ReportWarning` is raised and training continues.
+        refill: A `ShardLoader` replaces bad samples by other good samples of the epoch, so that all batches keep their size on
+            all ranks, as losses over gathered batches need. Replacements appear twice in the epoch; `ShardLoader.refilled` counts them.
+            Without it, batches shrink by the number of bad samples, and ranks may differ at a step. A `ShardLoader` refuses it with
+            batch_size=None and after steps that change counts; it has no effect without a `ShardLoader`.
     """
 
     samples: int = 100
@@ -46,17 +46,17 @@ class SkipBudget:
 
     def __post_init__(self) -> None:
         if self.samples < 0:
-            raise OptionError(f"a budget of {self.samples} samples makes no sense")
+            raise OptionError(f"SkipBudget: samples must be at least 0, not {self.samples}")
 
 
 OnError = Literal["raise", "warn", "skip"] | SkipBudget
 
 
 class SkipTracker:
-    """Bad samples so far.
+    """Apply a skip policy and count the bad samples.
 
     Args:
-        on_error: "raise" stops at the first; "skip" and "warn" pass over up to 100; a `SkipBudget` says how many.
+        on_error: "raise" stops at the first; "skip" and "warn" skip up to 100; a `SkipBudget` sets the limit.
     """
 
     def __init__(self, on_error: OnError = "raise") -> None:
@@ -71,9 +71,9 @@ class SkipTracker:
             self.budget = SkipBudget(warn=on_error == "warn")
         self.counts: Counter[str] = Counter()
         self.samples_per_dataset: Counter[str] = Counter()
-        """Not bad, but counted beside them: samples of each part of a mix."""
+        """All samples of each part of a mix, not only bad ones."""
         self.refilled = 0
-        """Samples that stood in for bad ones."""
+        """Number of samples that replaced bad ones."""
         self.bad: list[BadSample] = []
         """Bad samples since the last `drain_bad_samples`."""
 
@@ -86,16 +86,16 @@ class SkipTracker:
         """Count a bad sample, or raise its error again.
 
         Args:
-            error: What is wrong.
-            item: What it was found in, if that is known; a sample tells its key and shard.
-            number: Of the sample in the dataset, if that is known.
+            error: Error of the sample.
+            item: Item that caused it, if known; a sample contains its key and shard.
+            number: Number of the sample in the dataset, if known.
 
         Raises:
-            Exception: The error itself if nothing may be skipped, or if it is no fault of the sample: a wrong option, a store out
-                of reach, an index that does not fit.
-            SkipBudgetError: If the budget is spent.
+            Exception: The error itself if the policy is "raise", or if the sample is not the cause: a wrong option, a storage
+                error, an index that does not match.
+            SkipBudgetError: If the budget is exceeded.
         """
-        if isinstance(error, StopIteration):  # raised on, it would end the epoch without a word
+        if isinstance(error, StopIteration):  # would silently end the epoch
             text = "a function of the pipeline raised StopIteration"
             raise RuntimeError(text) from error  # noqa: TRY004  (as PEP 479 does)
         if self.budget is None or isinstance(error, _FATAL):
@@ -110,6 +110,6 @@ class SkipTracker:
         )
         if self.counts.total() > self.budget.samples:
             raise SkipBudgetError(
-                f"{plural(self.counts.total(), 'bad sample')}, {self.budget.samples} are allowed ({dict(self.counts)}); mend the data, "
-                f"or allow more with on_error=ss.SkipBudget(samples=…); the last one: {text}"
+                f"skip budget exceeded: {plural(self.counts.total(), 'bad sample')}, limit {self.budget.samples} ({dict(self.counts)}); "
+                f"fix the data, or allow more with on_error=ss.SkipBudget(samples=…); last error: {text}"
             ) from error

@@ -1,4 +1,4 @@
-"""Items <-> batches: batched, unbatched, map_batches."""
+"""Collate items to batches and split batches: batched, unbatched, map_batches."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Batched:
 
     Args:
         size: Items of a batch.
-        collate: Makes a batch of a list of items.
-        partial: Hand out a last batch of fewer items.
+        collate: Function that makes a batch from a list of items.
+        partial: Return a last batch of fewer items.
         name: As in `Map`.
         version: As in `Map`.
     """
@@ -38,7 +38,7 @@ class Batched:
         check_at_least(1, batch_size=self.size)
 
     def open(self, source: Run, context: Context) -> Run:  # noqa: ARG002
-        """Start it on a stream."""
+        """Open the stage on a stream."""
         return _BatchedRun(source, self)
 
 
@@ -58,7 +58,7 @@ def collated(collate: Collate, items: list[Any]) -> Any:
     """Return the batch of some items.
 
     Raises:
-        RuntimeError: If the function raised StopIteration, which would end the epoch in silence.
+        RuntimeError: If the function raised StopIteration, which would silently end the epoch.
     """
     try:
         return collate(items)
@@ -68,10 +68,10 @@ def collated(collate: Collate, items: list[Any]) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unbatched:
-    """Take batches apart again: a dict or tuple of equally long columns, or a list of items."""
+    """Split batches into items: a dict or tuple of equally long columns, or a list of items."""
 
     def open(self, source: Run, context: Context) -> Run:  # noqa: ARG002
-        """Start it on a stream."""
+        """Open the stage on a stream."""
         return _UnbatchedRun(source)
 
 
@@ -79,9 +79,9 @@ class _UnbatchedRun(SourceRun):
     def __init__(self, source: Run) -> None:
         super().__init__(source)
         self._items: deque[Any] = deque()
-        self._before = source.state_dict()  # of the batch that is being handed out
-        self._taken = 0  # of its items
-        self._passed_over = 0  # of its items still to be passed over after a resume
+        self._before = source.state_dict()  # position before the current batch
+        self._taken = 0  # items returned of the current batch
+        self._passed_over = 0  # items of it still to be skipped after a resume
 
     @property
     def number(self) -> int:
@@ -114,7 +114,7 @@ def split_batch(batch: Any) -> Iterator[Any]:
     [{'a': 1, 'b': 'x'}, {'a': 2, 'b': 'y'}]
 
     Raises:
-        SampleError: If there are no columns, so that nothing says how many items it has, or they are not equally long.
+        SampleError: If there are no columns, so that the number of items is unknown, or their lengths differ.
     """
     if isinstance(batch, Mapping):
         for row in _rows(list(batch.values()), [str(name) for name in batch]):
@@ -129,9 +129,9 @@ def split_batch(batch: Any) -> Iterator[Any]:
 def _rows(columns: Sequence[Any], names: list[str]) -> Iterator[tuple[Any, ...]]:
     if not columns:
         raise SampleError(
-            "a batch cannot be taken apart: it has no columns; batch samples that have fields, or use a list"
+            "cannot split a batch without columns; batch samples that have fields, or use a list"
         )
     lengths = {name: len(column) for name, column in zip(names, columns, strict=True)}
     if len(set(lengths.values())) > 1:
-        raise SampleError(f"a batch cannot be taken apart: its columns differ in length: {lengths}")
+        raise SampleError(f"cannot split a batch whose columns differ in length: {lengths}")
     return zip(*columns, strict=True)

@@ -1,6 +1,6 @@
-"""Items that wait in bins until a bin goes out as a batch: groups of alike samples, sequences packed to one length.
+"""Collect items in bins until a bin becomes a batch: groups of similar samples, sequences packed to one length.
 
-The position is where the oldest waiting item begins and which items behind it wait too: a resume reads those again and puts
+The position is that of the oldest waiting item, with the places of all waiting items: a resume reads them again and puts
 them in the same bins.
 """
 
@@ -19,11 +19,11 @@ from shardstream.pipeline.stage import Run, SourceRun, State
 class _Waiting:
     item: Any
     place: int  # in the stream of this worker
-    before: State  # position of the run before, in front of this item
+    before: State  # position of the run before this one, before this item
 
 
 class BinningRun(SourceRun, ABC):
-    """Reads items to bins; what a bin is, and when it goes out, is said below."""
+    """Base of runs that collect items in bins; subclasses choose the bins and when they become batches."""
 
     def __init__(self, source: Run, skips: SkipTracker) -> None:
         super().__init__(source)
@@ -35,29 +35,29 @@ class BinningRun(SourceRun, ABC):
 
     @abstractmethod
     def choose_bin(self, item: Any) -> Hashable | None:
-        """Return the bin of an item: one that is open, or a new one; None drops it. Must depend on waiting items alone."""
+        """Return an open or a new bin for an item; None drops it. Must depend on waiting items only, or a resume differs."""
 
     @abstractmethod
     def is_full(self, name: Hashable) -> bool:
-        """Tell whether a bin goes out now."""
+        """Return True if a bin is complete."""
 
     @abstractmethod
     def overflowing_bin(self) -> Hashable | None:
-        """Return the bin that must go out because too much is waiting; None if nothing must."""
+        """Return the bin to batch because too many items wait; None if none."""
 
     @abstractmethod
     def leftover(self) -> bool:
-        """Tell whether bins that are not full go out at the end."""
+        """Return True if incomplete bins become batches at the end."""
 
     @abstractmethod
     def batch(self, items: list[Any]) -> Any:
-        """Return what goes out for the items of a bin."""
+        """Return the batch of the items of a bin."""
 
     def drop_bin(self, name: Hashable) -> None:
-        """Drop a bin that has gone out."""
+        """Remove the subclass's record of a bin that became a batch."""
 
     def clear(self) -> None:
-        """Drop all bins: they are empty again."""
+        """Remove the subclass's record of all bins."""
 
     def __next__(self) -> Any:
         self._refill()
@@ -73,11 +73,11 @@ class BinningRun(SourceRun, ABC):
         return self._hand_out(next(iter(self._bins)))
 
     def sizes(self) -> dict[Hashable, int]:
-        """Return how many items wait in each bin, in the order of the bins' making."""
+        """Return the number of waiting items of each bin, oldest bin first."""
         return {name: len(waiting) for name, waiting in self._bins.items()}
 
     def _read_item(self, wanted: frozenset[int] | None = None) -> Hashable | None:
-        """Read an item to its bin, if its place is wanted; return the bin, or None if there was nothing to keep."""
+        """Read an item into its bin if its place is wanted; return the bin, or None if the item was not kept."""
         before = self.source.state_dict()
         item = next(self.source, self)
         if item is self:
@@ -107,7 +107,7 @@ class BinningRun(SourceRun, ABC):
         )
 
     def _refill(self) -> None:
-        """Read what was waiting when the state was taken."""
+        """Read the items again that were waiting when the state was taken."""
         if self._resume is None:
             return
         state, self._resume = self._resume, None
@@ -116,7 +116,7 @@ class BinningRun(SourceRun, ABC):
             self._read_item(wanted)
 
     def state_dict(self) -> State:
-        """Return the position in front of the oldest waiting item, and the places of all that wait."""
+        """Return the position before the oldest waiting item, and the places of all waiting items."""
         if self._resume is not None:
             return self._resume
         oldest = self._oldest()
@@ -128,7 +128,7 @@ class BinningRun(SourceRun, ABC):
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go back to the oldest waiting item."""
+        """Move to the oldest waiting item."""
         self._bins.clear()
         self.clear()
         self._ended = False

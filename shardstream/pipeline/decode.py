@@ -1,4 +1,4 @@
-"""Field bytes -> values, by field name, through a closed table: nothing here can run code that the data brings."""
+"""Decode field bytes to values by field name, through a fixed table that never runs code from the data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Decoder = Callable[[bytes], Any]
 """Bytes of a field -> its value."""
 
 Handler = Callable[[str, bytes], Any]
-"""WebDataset's kind of decoder: ``handler(".jpg", data)`` returns a value, or None to leave the field to the next."""
+"""Decoder in WebDataset's style: ``handler(".jpg", data)`` returns a value, or None to try the next decoder."""
 
 Table = Mapping[str, Decoder]
 """Last part of a field (``png`` of ``seg.png``) or a whole field -> decoder."""
@@ -33,15 +33,15 @@ _WHOLE_NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
 INFLATED_LIMIT_BYTES = 1 << 30
 _PIECE_BYTES = 1 << 18
 _LAYOUTS_KEPT = 1000
-_REMEDY = "repack this sample, or pass over it with on_error"
+_REMEDY = "repack this sample, or skip it with on_error"
 _CHOICES_KEPT = 1000
-_JSON_VALUES_LIMIT = 10_000_000  # 1 GB: an empty list of 3 bytes takes 100 in memory
-_JSON_DEPTH_LIMIT = 200  # lists in lists; what is deeper cannot be pickled on its way from a worker
-_PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the ways of numpy
+_JSON_VALUES_LIMIT = 10_000_000  # about 1 GB: an empty list takes 3 bytes as JSON, 100 in memory
+_JSON_DEPTH_LIMIT = 200  # deeper values cannot be pickled when a worker sends them
+_PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the methods that numpy writes
 
 
 class _Layout(NamedTuple):
-    """What the header of a ``.npy`` file says."""
+    """Header of a ``.npy`` file."""
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
@@ -50,11 +50,11 @@ class _Layout(NamedTuple):
 
 
 _layouts: dict[bytes, _Layout] = {}
-"""Headers seen before: to parse one takes 20 times as long as all the rest."""
+"""Cache of parsed headers: parsing one takes 20 times as long as the rest of the decoding."""
 
 
 def decode_npy(data: bytes) -> np.ndarray[Any, Any]:
-    """Decode a ``.npy`` file: an array of its own shape and dtype; object arrays (pickles) are refused.
+    """Decode a ``.npy`` file to an array of the stored shape and dtype; object arrays (pickles) are refused.
 
     Format: NumPy enhancement proposal 1.
     """
@@ -64,29 +64,29 @@ def decode_npy(data: bytes) -> np.ndarray[Any, Any]:
         layout, end = _read_layout(data)
     if layout.size * layout.dtype.itemsize > len(data) - end:
         raise ValueError(
-            f"an array of shape {layout.shape}, {layout.dtype}, cannot be in {len(data) - end} bytes"
+            f"an array of shape {layout.shape}, {layout.dtype}, does not fit in {len(data) - end} bytes"
         )
     flat = np.ndarray(layout.size, layout.dtype, data, end)
     return flat.reshape(layout.shape, order=layout.order).copy(order="K")
 
 
 def _read_layout(data: bytes) -> tuple[_Layout, int]:
-    """Parse a header; return what it says and where it ends."""
+    """Parse a header; return the layout and the offset of the header's end."""
     stream = io.BytesIO(data)
     version = npy_format.read_magic(stream)
     is_first = version == (1, 0)
     read = npy_format.read_array_header_1_0 if is_first else npy_format.read_array_header_2_0
     try:
         shape, is_fortran, dtype = read(stream)
-    except (MemoryError, RecursionError) as error:  # Python's parser gave up, not the machine
+    except (MemoryError, RecursionError) as error:  # raised by Python's parser for deep nesting
         raise ValueError("the header of the array is nested too deeply") from error
     if dtype.hasobject:
         raise ValueError("an array of objects is a pickle, which could run code")
     if min(shape, default=0) < 0:
-        raise ValueError(f"an array of shape {shape} cannot be")
+        raise ValueError(f"an array of shape {shape} has a negative length")
     layout = _Layout(shape, dtype, "F" if is_fortran else "C", math.prod(shape))
     if layout.size and not dtype.itemsize:
-        # No bytes bound how many there are: 128 bytes could ask for work without end.
+        # The data does not bound the number of items: a field of 128 bytes could request unlimited work.
         raise ValueError(f"an array of shape {shape} with items of 0 bytes ({dtype})")
     end = stream.tell()
     if is_first and len(_layouts) < _LAYOUTS_KEPT:
@@ -108,9 +108,9 @@ def decode_npz(data: bytes) -> dict[str, np.ndarray[Any, Any]]:
 
 
 def _read_entry(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> bytes:
-    """Read no more of an entry than it says to hold; ``archive.read`` would inflate all there is first."""
+    """Read at most the declared size of an entry; ``archive.read`` would first inflate all of it."""
     if entry.compress_type not in _PACKED:
-        raise ValueError(f"{entry.filename!r} is packed in a way that numpy does not use")
+        raise ValueError(f"{entry.filename!r} has a compression method that numpy does not use")
     with archive.open(entry) as stream:
         return stream.read(entry.file_size)
 
@@ -171,7 +171,7 @@ BASIC: dict[str, Decoder] = {
     "npy": decode_npy,
     "npz": decode_npz,
 }
-"""What needs nothing but numpy; ``collation.py`` adds ``pt`` and ``pth``, ``image_decode.py`` the image formats."""
+"""Decoders that need only numpy; ``collation.py`` adds ``pt`` and ``pth``, ``image_decode.py`` the image formats."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,12 +180,12 @@ class Decode(ItemStage):
 
     Args:
         table: Decoders by field, or by its last part.
-        mask_table: The same, for fields that are masks; None: as ``table``.
-        masks: Fields that are masks; None: by their names, see `mask_fields`.
-        handlers: Asked first, in order.
-        only: Fields to decode; None means all. What is no bytes any more stays as it is.
+        mask_table: Decoders for mask fields; None uses ``table``.
+        masks: Mask fields; None selects them by name, see `mask_fields`.
+        handlers: Decoders that are tried first, in order.
+        only: Fields to decode; None means all. Values that are not bytes stay as they are.
         threads: As in `ItemStage`.
-        given: What the user said of both tables, for states to compare: tables by default may be others in the next version.
+        given: The user's options for both tables, which states compare: default tables may change between versions.
     """
 
     table: Table = field(compare=False)
@@ -226,7 +226,7 @@ class Decode(ItemStage):
                     f"while decoding field {name!r} of sample {sample.get('__key__')!r} in {redact(str(sample.get('__url__')))}"
                 )
                 raise
-            except OptionError:  # a fault of the program or the installation, not of the sample
+            except OptionError:  # an error of the program or the installation, not of the sample
                 raise
             except Exception as error:
                 raise DecodeError(
@@ -248,14 +248,16 @@ class Decode(ItemStage):
         return data if decoder is None else decoder(data)
 
     def _choose(self, names: tuple[str, ...]) -> Mapping[str, Decoder | None]:
-        """Choose the decoders of samples with these fields, and remember the choice for the next of them."""
+        """Choose and cache the decoders for samples with these fields."""
         plain = {name: name.removesuffix(".gz") for name in names}
         masks = mask_fields(plain.values()) if self.masks is None else self.masks
         chosen: dict[str, Decoder | None] = {}
         for name, field_name in plain.items():
             table = self.mask_table if field_name in masks and self.mask_table else self.table
             chosen[name] = table.get(field_name) or table.get(field_name.rsplit(".", 1)[-1])
-        if len(self._chosen) >= _CHOICES_KEPT:  # names that never come back, e.g. files with dots
+        if (
+            len(self._chosen) >= _CHOICES_KEPT
+        ):  # field names that never repeat, e.g. from file names with dots
             self._chosen.clear()
         self._chosen[names] = chosen
         return chosen

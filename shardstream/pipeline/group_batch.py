@@ -1,4 +1,4 @@
-"""Batches whose samples share a group: similar shapes, lengths, languages."""
+"""Collate batches of samples that share a group, such as a shape, length or language."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class GroupBatched:
     """Collate ``size`` items of one group to a batch.
 
     Args:
-        group: ``group(item)`` returns what items of a batch have in common; hashable.
+        group: ``group(item)`` returns the group of an item, hashable.
         size: Items of a batch.
-        buffer: Items that may wait for their group to fill; past that the largest group goes out as it is.
-        collate: Makes a batch of a list of items.
-        leftover: What becomes of groups that are not full at the end: "keep" hands out smaller batches, "drop" drops them.
+        buffer: Maximum of waiting items; beyond it the largest group becomes a smaller batch.
+        collate: Function that makes a batch from a list of items.
+        leftover: Incomplete groups at the end: "keep" returns smaller batches, "drop" drops them.
         name: As in `Map`.
         version: As in `Map`.
     """
@@ -46,7 +46,7 @@ class GroupBatched:
             raise OptionError(f"leftover is 'keep' or 'drop', not {self.leftover!r}")
 
     def open(self, source: Run, context: Context) -> Run:
-        """Start it on a stream."""
+        """Open the stage on a stream."""
         return _GroupBatchedRun(source, self, context)
 
 

@@ -1,4 +1,4 @@
-"""Image bytes -> pictures and arrays: WebDataset's names (``rgb8``, ``torchrgb``, ``pil``, …), and ``raw`` and ``mask``."""
+"""Decode image bytes to PIL images or arrays: WebDataset's names (``rgb8``, ``torchrgb``, ``pil``, …), ``raw`` and ``mask``."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ EXTENSIONS = frozenset(
         "webp",
     ]
 )
-"""Fields that are images, by their last part. Formats that Pillow hands to other programs (eps, wmf) are left out."""
+"""Last parts of image field names. Formats that Pillow decodes with other programs (eps, wmf) are left out."""
 
 # name -> (library, type, mode), as in webdataset.autodecode
 _SPECS: dict[str, tuple[str, str, str]] = {
@@ -68,29 +68,29 @@ _SPECS: dict[str, tuple[str, str, str]] = {
     "pilrgb": ("pil", "", "RGB"),
     "pilrgba": ("pil", "", "RGBA"),
 }
-# Ours: the numbers in the file
+# names that WebDataset does not have: the numbers stored in the file
 _STORED = {"raw": read_stored, "mask": read_mask}
 IMAGE_NAMES = tuple(sorted([*_SPECS, *_STORED]))
-"""What `ImageDecoder` takes as ``spec``."""
-_ORIENTATION = 0x0112  # the EXIF tag: 1 is upright
-_BY_CHOICE = ("1", "P", "PA")  # modes whose numbers cannot be averaged
+"""Values of ``spec`` for `ImageDecoder`."""
+_ORIENTATION = 0x0112  # EXIF tag; 1 means upright
+_BY_CHOICE = ("1", "P", "PA")  # modes whose numbers must not be averaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageDecoder:
-    """Decoder of one image name.
+    """Decode images to the type that ``spec`` names.
 
     Args:
         spec: ``l``, ``rgb`` or ``rgba``: numpy float32 from 0 to 1, shape (H, W) or (H, W, C). With ``8``: uint8 from 0 to
             255. With ``torch`` in front: a tensor, shape (H, W) or (C, H, W). With ``pil``: a loaded PIL image.
             ``raw``: the stored numbers, see `read_stored`; ``mask``: one whole number for each pixel, see `read_mask`.
         to_tensor: Array -> tensor; needed for the ``torch`` names.
-        max_side: Make larger images smaller, keeping their aspect, so that no side has more pixels. JPEG takes less time then.
-        upright: Turn and mirror images as their EXIF orientation says. By default pixels stay in the order that is stored.
+        max_side: Maximum of both sides in pixels; larger images are scaled down, keeping their aspect. JPEG then decodes faster.
+        upright: Rotate and mirror images by their EXIF orientation. By default pixels keep their stored order.
         is_mask: The pixels are numbers, not shades: never average them, and refuse files whose numbers ``spec`` would change.
 
     Raises:
-        OptionError: If there is no such name.
+        OptionError: If ``spec`` is unknown, or ``max_side`` is below 1.
     """
 
     spec: str
@@ -102,28 +102,28 @@ class ImageDecoder:
     def __post_init__(self) -> None:
         if self.spec not in IMAGE_NAMES:
             raise OptionError(
-                f"no image decoder is called {self.spec!r}; there are: {', '.join(IMAGE_NAMES)}. "
-                "For audio, video and other formats give a function: fields={'flac': function}"
+                f"no image decoder is called {self.spec!r}; available: {', '.join(IMAGE_NAMES)}. "
+                "For audio, video and other formats pass a function: fields={'flac': function}"
             )
         if self.max_side is not None and self.max_side < 1:
             raise OptionError(f"max_side must be 1 pixel or more, not {self.max_side}")
 
     @property
     def makes_grey(self) -> bool:
-        """Tell whether colours become shades of grey."""
+        """Whether colours become shades of grey."""
         return self.spec in _SPECS and _SPECS[self.spec][2] == "L"
 
     @property
     def keeps_numbers(self) -> bool:
-        """Tell whether the numbers of the file come out."""
+        """Whether the stored numbers of the file are returned."""
         return self.spec in _STORED
 
     def __call__(self, data: bytes) -> Any:
         """Decode the bytes of an image file.
 
         Raises:
-            OSError: If the bytes are no image of a format that Pillow decodes by itself, or cut.
-            PIL.Image.DecompressionBombError: If it has more pixels than Pillow's limit (179 million).
+            OSError: If the bytes are truncated, or not an image that Pillow decodes without other programs.
+            PIL.Image.DecompressionBombError: If the image has more pixels than Pillow's limit (179 million).
             LossError: If ``spec`` cannot hold the numbers of the file.
         """
         if self.keeps_numbers:
@@ -166,7 +166,7 @@ class ImageDecoder:
 
     def _decode_fast(self, data: bytes, mode: str) -> np.ndarray[Any, Any] | None:
         """Decode a JPEG without Pillow; None if Pillow must do it."""
-        # At a fraction of its size a JPEG is averaged.
+        # Decoding at a fraction of the size averages pixels, so masks are decoded at full size.
         return decode_jpeg(data, mode, least=None if self.is_mask else self.max_side)
 
     def _open(self, data: bytes, mode: str) -> PIL.Image.Image:
@@ -176,7 +176,7 @@ class ImageDecoder:
             by_choice, size = self.is_mask or image.mode in _BY_CHOICE, image.size
             reduced = None
             if self.max_side is not None and max(size) > self.max_side and not by_choice:
-                # JPEG decodes to 1/2, 1/4 or 1/8 in less time than to its full size.
+                # Decoding a JPEG at 1/2, 1/4 or 1/8 takes less time than at full size.
                 reduced = image.draft(None, _fitting(size, self.max_side))
             converted = image.convert(mode)
             size = converted.size if reduced is None else size
@@ -187,26 +187,26 @@ class ImageDecoder:
         return array if not self.upright else _TURNS[_orientation(data)](array)
 
     def _check(self, image: PIL.Image.Image, data: bytes) -> None:
-        """Refuse, or warn of, a file of which the spec would lose something."""
+        """Raise an error or warn if ``spec`` would lose information of the file."""
         depth = stored_depth(image, data)
         if not depth.fits_8_bits:
             raise LossError(
-                f"{depth} do not fit {self.spec!r}, which has 8 bits; 'raw' keeps them: decode(fields={{name: 'raw'}})"
+                f"{depth} do not fit {self.spec!r}, which has 8 bits; to keep them use decode(fields={{name: 'raw'}})"
             )
         if self.is_mask and (image.mode in _BY_CHOICE or is_rendered(image, depth)):
             raise LossError(
                 f"{self.spec!r} would replace the numbers of a mask ({depth.bits} bits, mode {image.mode}) by colours or shades; "
-                "'mask' keeps them: decode(fields={name: 'mask'}); masks=() if this field is no mask"
+                "to keep them use decode(fields={name: 'mask'}), or masks=() if this field is not a mask"
             )
         if self.makes_grey and image.mode == "P" and not _is_grey(image):
             warnings.warn(
-                f"{self.spec!r} makes shades of grey of a palette image; 'mask' gives its stored numbers",
+                f"{self.spec!r} turns a palette image into shades of grey; 'mask' returns its stored numbers",
                 ImageWarning,
                 stacklevel=2,
             )
         if getattr(image, "is_animated", False) and image.format != "MPO":
             warnings.warn(
-                f"{self.spec!r} decodes the first frame of an image that has several",
+                f"{self.spec!r} decodes only the first frame of an image with several",
                 ImageWarning,
                 stacklevel=2,
             )
@@ -214,7 +214,7 @@ class ImageDecoder:
     def _fit(
         self, image: PIL.Image.Image, size: tuple[int, int], *, by_choice: bool = False
     ) -> PIL.Image.Image:
-        """Make an image smaller that came from a file of ``size``, whatever a JPEG was decoded to: masks beside it must match."""
+        """Scale an image down by the ``size`` of its file, not of the decoded JPEG, so that masks get the same size."""
         if self.max_side is None or max(size) <= self.max_side:
             return image
         nearest = by_choice or self.is_mask
@@ -228,7 +228,7 @@ def _fitting(size: tuple[int, int], max_side: int) -> tuple[int, int]:
 
 
 def _orientation(data: bytes) -> int:
-    """Return the EXIF (or XMP) orientation that is left to apply: 1 is upright. Pillow itself applies that of a TIFF."""
+    """Return the EXIF or XMP orientation to apply; 1 is upright. Pillow already applies that of a TIFF."""
     if b"Exif" not in data and b"rientation" not in data and data[:2] == b"\xff\xd8":
         return 1
     with PIL.Image.open(io.BytesIO(data), formats=PILLOW_FORMATS) as image:
@@ -246,10 +246,10 @@ _TURNS: dict[int, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]] = {
     7: lambda a: a.swapaxes(0, 1)[::-1, ::-1],
     8: lambda a: a.swapaxes(0, 1)[::-1],
 }
-"""EXIF orientation -> how to turn rows and columns, as ``PIL.ImageOps.exif_transpose`` does."""
+"""EXIF orientation -> function on rows and columns that does the same as ``PIL.ImageOps.exif_transpose``."""
 
 
 def _is_grey(image: PIL.Image.Image) -> bool:
-    """Tell whether each entry of a palette is the shade of grey of its own number."""
+    """Return True if each palette entry is the shade of grey of its own index."""
     palette = np.frombuffer(bytes(image.getpalette("RGB") or ()), np.uint8).reshape(-1, 3)
     return bool((palette == np.arange(len(palette))[:, None]).all())

@@ -1,4 +1,4 @@
-"""Samples by number, in the order of a plan: the source of a dataset, and its run in one loader worker."""
+"""Read samples by number in the order of a plan: the source of a dataset, and its run in one loader worker."""
 
 from __future__ import annotations
 
@@ -39,17 +39,16 @@ from shardstream.storage import Storage
 
 _DEFAULT_MICROBATCH = 64
 _LOOSE_WINDOW = 64
-# Planned and parsed at a time, so that a sample costs a fraction of a microsecond of each; of what is parsed no more bytes, and of
-# what is copied.
+# Samples planned at a time, which keeps the cost per sample under a microsecond; bytes parsed at a time; bytes copied at a time.
 _CHUNK_SAMPLES, LOOK_AHEAD_BYTES, _COPIED_BYTES = 16384, 64 << 20, 10 << 20
 _CHUNK_STEPS = 1024
 
 
 class Chain(Protocol):
-    """Steps on samples, before those of the pipeline."""
+    """Steps that are applied to samples before the stages of the pipeline."""
 
     def __call__(self, items: list[Any], numbers: list[int], /) -> tuple[Sequence[Any], list[int]]:
-        """Return the items that came through and their numbers, in order."""
+        """Return the items that were kept and their numbers, in order."""
 
     def close(self) -> None:
         """Join its threads."""
@@ -60,18 +59,18 @@ class ReadOptions:
     """Options of the order of samples and of prefetching, as `ShardDataset` documents them; None is a default computed from the data.
 
     Args:
-        shuffle: Another order in each epoch.
+        shuffle: Use a different order in each epoch.
         seed: Seed of the order.
-        lanes: Canonical streams that an epoch is cut into.
-        microbatch: Samples that always stay together.
+        lanes: Canonical streams that an epoch is partitioned into.
+        microbatch: Samples that always stay in one batch.
         window: Samples shuffled together, a multiple of the microbatch.
         block: Consecutive samples that are fetched together.
         remainder: "pad", "drop" or "keep" the samples that do not fill a last step of all ranks.
-        prefetch_bytes: Bytes that each worker holds, or has requested, before they are used.
-        hedge: Send a second request where the first is late.
+        prefetch_bytes: Prefetch buffer of each worker, in bytes: data in flight or not used yet.
+        hedge: Send a second request when the first is slow.
 
     Raises:
-        OptionError: If one makes no sense.
+        OptionError: If an option is out of range.
     """
 
     shuffle: bool = False
@@ -91,19 +90,19 @@ class ReadOptions:
                 object.__setattr__(
                     self, name, whole_number(name, value)
                 )  # states hold them as JSON
-        PartitionConfig(remainder=self.remainder)  # refuses nonsense
+        PartitionConfig(remainder=self.remainder)  # validates remainder
         check_at_least(
             1, lanes=self.lanes, microbatch=self.microbatch, window=self.window, block=self.block
         )
 
 
 class IndexedSource(Source):
-    """A source whose positions are arithmetic: a plan of the epoch over a catalog."""
+    """A source that reads a catalog in the order of an epoch plan, so that a position is one number."""
 
     __slots__ = ()
 
     options: ReadOptions
-    """What the user said about the order."""
+    """Options of the order and of prefetching."""
     catalog: Catalog
     """All samples by number."""
 
@@ -114,7 +113,7 @@ class IndexedSource(Source):
 
     @property
     def shuffle(self) -> bool:
-        """Whether every epoch has another order."""
+        """Whether each epoch has a different order."""
         return self.options.shuffle
 
     @property
@@ -134,7 +133,7 @@ class IndexedSource(Source):
 
     @abstractmethod
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:
-        """Return the order of an epoch for a microbatch, with that many lanes unless the user said otherwise."""
+        """Return the order of an epoch for a microbatch; ``options.lanes`` takes precedence over ``lanes``."""
 
     @abstractmethod
     def plan(self, order: EpochOrder, epoch: int) -> EpochPlan:
@@ -145,11 +144,11 @@ class IndexedSource(Source):
         """Return the same source with other options."""
 
     def chain(self, epoch: int, skips: SkipTracker) -> Chain | None:  # noqa: ARG002
-        """Return what is done to raw samples before the pipeline's own stages, if anything."""
+        """Return the steps to apply to raw samples before the pipeline's own stages, or None."""
         return None
 
     def order_identity(self, worker_info: WorkerInfo, epoch: int) -> State:
-        """Return the numbers of the order that the state of a stream must agree with."""
+        """Return the numbers of the order that must equal those of a state."""
         partition = default_partition(self, worker_info, epoch)
         order = partition.plan.order
         identity: State = {"microbatch": order.batch, "lanes": order.lanes, "block": order.block}
@@ -157,7 +156,7 @@ class IndexedSource(Source):
         return identity | ({"window": order.window} if order.shuffle else {})
 
     def open(self, worker_info: WorkerInfo, context: Context) -> Run:
-        """Start reading, item by item, what one loader worker takes of a dataset that is iterated by itself."""
+        """Open the part of one loader worker, item by item, of a dataset that is iterated without a `ShardLoader`."""
         partition = default_partition(self, worker_info, context.epoch)
         run = IndexedRun(self, partition, worker_info, context.skips)
         chain = self.chain(context.epoch, context.skips)
@@ -176,20 +175,20 @@ class CatalogSource(IndexedSource):
     """One dataset.
 
     Args:
-        catalog: Its samples.
-        options: What the user said about their order.
+        catalog: Samples of the dataset.
+        options: Options of their order and of prefetching.
     """
 
     catalog: Catalog
     options: ReadOptions
 
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:  # noqa: ARG002  (the same every epoch)
-        """Return the order for a microbatch, with that many lanes unless the user said otherwise."""
+        """Return the order for a microbatch; ``options.lanes`` takes precedence over ``lanes``."""
         options, nsamples, total_bytes = self.options, len(self.catalog), self.catalog.total_bytes
         if self.catalog.can_coalesce:
             window = options.window or default_window(nsamples, total_bytes, batch)
             block = options.block or default_block(nsamples, total_bytes)
-        else:  # nothing is gained by reading neighbours: the shuffle is as good as any, windows only group the requests
+        else:  # reading neighbours saves nothing: shuffle single samples; windows only group the requests
             window = options.window or max(1, _LOOSE_WINDOW // batch) * batch
             block = options.block or 1
         return EpochOrder(
@@ -198,7 +197,7 @@ class CatalogSource(IndexedSource):
             shuffle=options.shuffle,
             seed=options.seed,
             lanes=options.lanes or lanes,
-            # Read in order, a window is shared by all readers: it only says how much is worth fetching together.
+            # Without shuffle all readers share a window: it only sets how much is fetched together.
             window=window if options.shuffle else window * lanes,
             block=block,
         )
@@ -222,7 +221,7 @@ def default_microbatch(nsamples: int, readers: int) -> int:
 
 
 def default_partition(source: IndexedSource, worker_info: WorkerInfo, epoch: int) -> RankPartition:
-    """Return the steps of a rank of a dataset that is iterated by itself."""
+    """Return the steps of a rank of a dataset that is iterated without a `ShardLoader`."""
     batch = source.options.microbatch or default_microbatch(len(source.catalog), worker_info.total)
     if source.options.microbatch is None and source.options.window is not None:
         batch = math.gcd(batch, source.options.window)
@@ -234,7 +233,7 @@ def default_partition(source: IndexedSource, worker_info: WorkerInfo, epoch: int
 
 
 class ChainRun(SourceRun):
-    """A chain on single items, for a pipeline that is read item by item."""
+    """Apply a chain to single items, for a pipeline that is read item by item."""
 
     def __init__(self, source: Run, chain: Chain) -> None:
         super().__init__(source)
@@ -254,12 +253,12 @@ class ChainRun(SourceRun):
 
 
 def worker_steps(partition: RankPartition, worker: int, num_workers: int, first: int = 0) -> range:
-    """Return the steps that a worker takes, from its ``first``-th on."""
+    """Return the steps of a worker, from its ``first``-th on."""
     return range(worker + first * num_workers, partition.num_steps, num_workers)
 
 
 def plan_steps(partition: RankPartition, steps: range) -> Iterator[list[Ints]]:
-    """Yield the sample numbers of the steps, an array a step, some steps at a time: few at first, to begin at once."""
+    """Yield the sample numbers of the steps, one array per step, in lists that start small so that reading starts early."""
     width = partition.config.microbatches * partition.plan.order.batch
     start, size = 0, 4
     while start < len(steps):
@@ -268,13 +267,13 @@ def plan_steps(partition: RankPartition, steps: range) -> Iterator[list[Ints]]:
 
 
 def _chunk_steps(steps: list[Ints], most: int) -> Iterator[list[Ints]]:
-    """Yield some steps at a time, of so many samples at most."""
+    """Yield the steps in lists of at most ``most`` samples, or of one step."""
     size = max(1, most // max(1, len(steps[-1])))
     return (steps[first : first + size] for first in range(0, len(steps), size))
 
 
 def group_by_window(partition: RankPartition, steps: range) -> Iterator[Ints]:
-    """Yield the sample numbers of these steps again, grouped by window: what is worth reading together, in order of first need."""
+    """Yield the sample numbers of these steps grouped by window, in order of first use, so that each group is fetched together."""
     plan, lanes = partition.plan, partition.plan.order.lanes
     reached: dict[int, int] = {}  # lane -> its last window
     full = range(steps.start, min(steps.stop, partition.full_steps), steps.step)
@@ -287,7 +286,7 @@ def group_by_window(partition: RankPartition, steps: range) -> Iterator[Ints]:
                 continue
             reached[lane] = window
             mine = partition.steps_of_window(window)
-            mine = mine[(mine >= full.start) & (mine < full.stop)]  # the rest is in the tail
+            mine = mine[(mine >= full.start) & (mine < full.stop)]  # other steps are in the tail
             mine = mine[(mine - full.start) % full.step == 0]
             batches = partition.batches(mine).ravel()
             yield plan.batches(batches[plan.windows(batches) == window]).ravel()
@@ -300,7 +299,7 @@ def _array(steps: range) -> Ints:
 
 
 def _read(fetcher: Fetcher, steps: list[Ints], most: int) -> Iterator[tuple[list[int], Samples]]:
-    """Yield numbers and samples of each step; no more samples than ``most``, or a step, are copied at a time."""
+    """Yield numbers and samples of each step; copies at most ``most`` samples, or one step, at a time."""
     found = fetcher.find(np.concatenate(steps))
     if found is not None:
         yield from _split_by_step(steps, found)
@@ -308,7 +307,7 @@ def _read(fetcher: Fetcher, steps: list[Ints], most: int) -> Iterator[tuple[list
     for some in _chunk_steps(steps, most):
         samples = fetcher.samples(np.concatenate(some))
         yield from _split_by_step(some, samples)
-        del samples  # before the next are read
+        del samples  # free the memory before the next read
 
 
 def _split_by_step(
@@ -325,9 +324,9 @@ class IndexedRun:
 
     Args:
         source: The dataset.
-        partition: The rank's steps.
-        worker_info: Which worker of the rank reads.
-        skips: What becomes of damaged samples.
+        partition: Steps of the rank.
+        worker_info: The worker that reads.
+        skips: Skip policy for damaged samples.
     """
 
     def __init__(
@@ -355,7 +354,7 @@ class IndexedRun:
         return sample
 
     def steps(self) -> Iterator[tuple[list[int], Sequence[Sample]]]:
-        """Yield the numbers and samples of each step, from the position on; damaged samples are left out of both."""
+        """Yield the numbers and samples of each step from the position on, without damaged samples."""
         for numbers, found in self._open():
             kept: list[int] = numbers
             samples = cast("list[Sample]", found)
@@ -369,18 +368,18 @@ class IndexedRun:
                         samples.append(sample)
             self._taken += len(numbers)
             yield kept, samples
-            del found, samples  # before the next are read: batches of photos are many MB
+            del found, samples  # free them before the next read: batches of photos are many MB
 
     def costs(self) -> dict[str, float]:
-        """Return what its reading has cost so far, as `Fetcher.stats`."""
+        """Return the reading statistics so far, as `Fetcher.stats`."""
         return {} if self._fetcher is None else self._fetcher.stats()
 
     def state_dict(self) -> State:
-        """Return how many of its samples this reader is past."""
+        """Return the number of samples that this reader has consumed."""
         return {"taken": self._taken}
 
     def load_state_dict(self, state: State) -> None:
-        """Go behind the first ``taken`` samples of this reader."""
+        """Move to the position after the first ``taken`` samples of this reader."""
         self.close()
         self._taken = state["taken"]
 
@@ -401,7 +400,7 @@ class IndexedRun:
             self._partition, self._worker_info.worker, self._worker_info.num_workers, first
         )
         ahead = group_by_window(self._partition, steps)
-        if within:  # what a resume passes over in its first step is not fetched
+        if within:  # do not fetch samples that a resume skips in its first step
             passed = next(plan_steps(self._partition, steps))[0][:within]
             ahead = (kept for numbers in ahead if len(kept := numbers[~np.isin(numbers, passed)]))
         catalog, options = self._source.catalog, self._source.options
@@ -410,7 +409,7 @@ class IndexedRun:
             catalog, ahead, prefetch_bytes=options.prefetch_bytes, hedge=options.hedge
         )
         with closing(self._fetcher) as fetcher:
-            most = 1  # the first few steps are read one by one: the first batch waits for its own samples only
+            most = 1  # read the first few steps one by one, so that the first batch waits for its own samples only
             for chunk in plan_steps(self._partition, steps):
                 chunk[0], within = chunk[0][within:], 0
                 for some in _chunk_steps(chunk, most):

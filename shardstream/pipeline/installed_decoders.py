@@ -1,4 +1,4 @@
-"""Decoders that installed packages bring by the entry point group ``shardstream.decoders``."""
+"""Find decoders of installed packages by the entry point group ``shardstream.decoders``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class InstalledDecoder:
 
     Args:
         name: Last part of the field name, such as ``dcm``.
-        targets: ``module:function`` of each package that offers it.
+        targets: ``module:function`` of each package that provides it.
     """
 
     name: str
@@ -48,18 +48,18 @@ def _load_decoder(decoder: InstalledDecoder) -> Callable[[bytes], Any]:
     except Exception as error:
         raise OptionError(
             f"the installed decoder of {decoder.name!r}, {entry.value}, cannot be imported: {error}; "
-            f"install what it needs, or {choice}"
+            f"install its dependencies, or {choice}"
         ) from error
     if not callable(found):
         raise OptionError(
-            f"the installed decoder of {decoder.name!r}, {entry.value}, is no function"
+            f"the installed decoder of {decoder.name!r}, {entry.value}, is not callable; {choice}"
         )
-    return found  # type: ignore[no-any-return]  # of a type that is known to its package alone
+    return found  # type: ignore[no-any-return]  # its type is known only to the other package
 
 
 @cache
 def installed_decoders() -> dict[str, InstalledDecoder]:
-    """Return the decoders of all installed packages by field name; nothing of them is imported yet."""
+    """Return the decoders of all installed packages by field name, without importing them."""
     targets = defaultdict[str, list[str]](list)
     for entry in entry_points(group=GROUP):
         if entry.value not in targets[entry.name]:

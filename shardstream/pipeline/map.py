@@ -13,12 +13,12 @@ from shardstream.pipeline.stage import Context, ItemFunction, ItemStage, Run, So
 
 
 def name_of(function: object) -> str:
-    """Return what a function is called in messages."""
+    """Return the name of a function for messages."""
     return getattr(function, "__qualname__", None) or type(function).__qualname__
 
 
 def add_place(error: Exception, step: str, item: object) -> None:
-    """Note on a user's own error which step and sample it was."""
+    """Add a note with the step and the sample to an error of user code."""
     where = f"in {step}"
     if isinstance(item, dict) and "__key__" in item:
         where += f" on sample {item['__key__']!r} of {redact(str(item.get('__url__')))}"
@@ -32,10 +32,10 @@ class Map(ItemStage):
     Args:
         function: ``function(item)``, or ``function(item, generator)`` with ``rng``.
         rng: Pass a `numpy.random.Generator` keyed by (seed, epoch, sample number).
-        purpose: Tells the generators of several steps of one chain apart.
+        purpose: Number that separates the generators of several steps of one chain.
         threads: As in `ItemStage`.
-        name: Instead of the function's own name in states.
-        version: Another one makes states of the function before be refused.
+        name: Name of the function in states, instead of its own name.
+        version: Version of the function; states with another version are refused.
     """
 
     function: Callable[..., Any]
@@ -87,7 +87,7 @@ class MapDict(ItemStage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapTuple(ItemStage):
-    """Apply the first function to the first element, and so on; more elements than functions stay as they are."""
+    """Apply the first function to the first element, and so on; further elements stay as they are."""
 
     functions: tuple[Callable[[Any], Any] | None, ...]
 
@@ -114,11 +114,11 @@ class MapTuple(ItemStage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rename(ItemStage):
-    """Give fields new names; the first old name of ``"jpg;png"`` that is there counts.
+    """Rename fields; of several old names (``"jpg;png"``) the first that exists is used.
 
     Args:
         names: New name -> old name, or several joined with ``;``.
-        keep: Keep the fields that are not named.
+        keep: Keep all other fields.
     """
 
     names: Mapping[str, str]
@@ -143,7 +143,7 @@ class Rename(ItemStage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToTuple(ItemStage):
-    """Take some fields of each sample, in order; ``"jpg;png"`` takes the first that is there."""
+    """Return some fields of each sample as a tuple; ``"jpg;png"`` takes the first that exists."""
 
     names: tuple[str, ...]
 
@@ -164,14 +164,14 @@ class ToTuple(ItemStage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Select:
-    """Keep the items that a function says yes to; name and version as in `Map`."""
+    """Keep the items that a predicate accepts; name and version as in `Map`."""
 
     predicate: Callable[[Any], bool]
     name: str | None = None
     version: int | str | None = None
 
     def open(self, source: Run, context: Context) -> Run:
-        """Start it on a stream."""
+        """Open the stage on a stream."""
         return _SelectRun(source, self.predicate, context)
 
 
@@ -193,17 +193,17 @@ class _SelectRun(SourceRun):
 
 
 def like_tuple(model: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
-    """Return values as a tuple, named if the model is."""
+    """Return values as a tuple, of the named tuple type of ``model`` if it has one."""
     make = getattr(type(model), "_make", tuple)
     made: tuple[Any, ...] = make(values)
     return made
 
 
 def find_field(names: str, sample: Any, step: str) -> str:
-    """Return the first of ``"jpg;png"`` that a sample has.
+    """Return the first field of ``"jpg;png"`` that a sample has.
 
     Raises:
-        SampleError: If it has none.
+        SampleError: If it has none of them.
     """
     for name in names.split(";") if isinstance(sample, dict) else ():
         if name in sample:

@@ -1,4 +1,4 @@
-"""Several datasets as one, lane by lane, with counters that are functions of the place: its state is a number like any other."""
+"""Mix indexed datasets lane by lane with a computed schedule, so that a position stays one number."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Weights = Mapping[str, float] | Callable[[int], Mapping[str, float]]
 EPOCHS_PER_PASS = 1 << 32
 """Pass p of a part in epoch e of its mix is epoch ``e + p * EPOCHS_PER_PASS`` of its own."""
 
-_MIX = 5  # what a random key is for
+_MIX = 5  # purpose of the random key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixRecipe:
-    """What is mixed, and how.
+    """Parts, weights and stop rule of a mix.
 
     Args:
-        parts: Each with decode and steps of its own, by name.
-        weights: Share of each part by name, or a function of the epoch that returns them; None takes every sample of all
-            parts once an epoch.
-        stop: An epoch ends in front of the first sample that would repeat one ("first_exhausted"), or when each sample of
-            each part has come ("all_exhausted": smaller parts go round again).
-        samples: An epoch has so many samples instead.
+        parts: Pipelines by name, each with its own decode and steps.
+        weights: Share of each part by name, or a function of the epoch that returns the shares; None reads every sample of all
+            parts once per epoch.
+        stop: An epoch ends before the first sample that would be repeated ("first_exhausted"), or when each sample of
+            each part was read ("all_exhausted": smaller parts are repeated).
+        samples: Samples of an epoch, instead of ``stop``.
     """
 
     parts: Mapping[str, Pipeline]
@@ -46,7 +46,7 @@ class MixRecipe:
     _schedule: State = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        if callable(self.weights):  # described before it runs, as steps are
+        if callable(self.weights):  # like steps, described before it runs
             self._schedule["schedule"] = function_name(self.weights)
         if not self.parts:
             raise OptionError("a mix needs at least one dataset")
@@ -62,11 +62,11 @@ class MixRecipe:
         ]
         if self.weights is None and nested:
             raise OptionError(
-                f"{nested[0]!r} is a mix with weights, in a mix without: say weights for both, or mix all datasets at once"
+                f"{nested[0]!r} is a mix with weights inside a mix without weights: give weights for both, or mix all datasets at once"
             )
 
     def describe(self, *, steps: bool) -> State:
-        """Return what a state must agree with."""
+        """Return the values that must equal those of a state."""
         weights = self.weights_of(0)
         return {
             "weights": weights and dict(zip(self.parts, weights, strict=True)),
@@ -79,7 +79,7 @@ class MixRecipe:
         """Return the weights of an epoch in the order of the parts.
 
         Raises:
-            OptionError: If they do not name just the parts.
+            OptionError: If their names are not those of the parts.
         """
         if self.weights is None:
             return None
@@ -93,13 +93,13 @@ class MixRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MixIndexedSource(IndexedSource):
-    """A mix of datasets that are all read by number.
+    """A mix of indexed datasets.
 
     Args:
-        recipe: What is mixed.
-        sources: The sources of its parts, in order.
-        catalog: All their samples.
-        options: About the order of the mix.
+        recipe: Parts, weights and stop rule.
+        sources: Sources of the parts, in order.
+        catalog: Samples of all parts.
+        options: Options of the order of the mix.
     """
 
     recipe: MixRecipe
@@ -108,7 +108,7 @@ class MixIndexedSource(IndexedSource):
     options: ReadOptions
 
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:
-        """Return the order of an epoch for a microbatch, with that many lanes unless the user said otherwise."""
+        """Return the order of an epoch for a microbatch; ``options.lanes`` takes precedence over ``lanes``."""
         options, total, total_bytes = self.options, len(self.catalog), self.catalog.total_bytes
         order = EpochOrder(
             nsamples=total,
@@ -141,11 +141,11 @@ class MixIndexedSource(IndexedSource):
         return _PartChains(self.catalog, chains, skips)
 
     def describe(self, *, steps: bool) -> State:
-        """Return what a state must agree with beside the data and the order."""
+        """Return the values of the mix that must equal those of a state."""
         return self.recipe.describe(steps=steps)
 
     def counts(self, order: EpochOrder, epoch: int) -> dict[str, int]:
-        """Return how many samples of each part an epoch has."""
+        """Return the number of samples of each part in an epoch."""
         if self.recipe.weights is None:
             return {
                 name: len(part)
@@ -195,7 +195,7 @@ class _PartChains:
 
 
 class _MixLanes:
-    """Lane l of a mix is made of the lanes l of its parts: which sample is at each place."""
+    """Compute the sample at each place of a mix; lane l of the mix takes its samples from lane l of each part."""
 
     def __init__(
         self, mix: MixIndexedSource, weights: list[float], order: EpochOrder, epoch: int
@@ -218,7 +218,7 @@ class _MixLanes:
             )
 
     def counts(self, lengths: Ints) -> Ints:
-        """Return how many samples of each part the first places of every lane have, shape (L, parts)."""
+        """Return the number of samples of each part in the first places of every lane, shape (L, parts)."""
         return self._schedule.counts(lengths, np.arange(self._lanes, dtype=np.int64))
 
     def samples(self, lanes: Ints, places: Ints) -> Ints:
@@ -233,17 +233,17 @@ class _MixLanes:
                 batches = turn[mine] * self._lanes + lanes[mine]
                 plan = self._plan(kind, again)
                 inner_pass, inner = np.divmod(plan.batches(batches)[:, 0], len(catalog.parts[kind]))
-                # A sample that comes again is another item: it is fetched again, and its random augmentation differs.
+                # A repeated sample gets a new number: it is fetched again, and its random augmentation differs.
                 turns = inner_pass + again * self._plan(kind, 0).passes
                 numbers[mine] = catalog.firsts[kind] + inner + turns * len(catalog)
         return numbers
 
     def passes(self, order: EpochOrder) -> int:
-        """Return a number above that of every pass of a part in an epoch, so that numbers of passes do not meet."""
+        """Return an upper bound for the pass numbers of an epoch, so that those of nested mixes do not collide."""
         counts = self.counts(_lane_lengths(order.num_batches, order.lanes) * order.batch)
         turns = int((counts / np.maximum(self.sizes, 1)).max()) + 1
         inner = max(self._plan(part, 0).passes for part in range(counts.shape[1]))
-        # Twice, for nested mixes whose weights differ from pass to pass.
+        # Doubled for nested mixes whose weights differ between passes.
         return 2 * turns * inner
 
     def _plan(self, part: int, again: int) -> EpochPlan:
@@ -281,19 +281,19 @@ class MixEpochPlan(EpochPlan):
 
 
 def _lane_lengths(batches: int, lanes: int) -> Ints:
-    """Return how many of the batches each lane has."""
+    """Return the number of batches of each lane."""
     return -((np.arange(lanes, dtype=np.int64) - batches) // lanes)
 
 
 def _length(lanes: _MixLanes, recipe: MixRecipe, batch: int) -> int:
-    """Return the samples of an epoch: whole batches, found by bisection, as counts grow with the length."""
+    """Return the samples of an epoch, a multiple of the batch; bisection works because counts grow with the length."""
     if recipe.samples is not None:
         return recipe.samples // batch * batch
     number = len(lanes.sizes)
 
     def goes(batches: int) -> bool:
         counts = lanes.counts(_lane_lengths(batches, number) * batch)
-        # first: nothing has come twice yet; all: something has not come yet
+        # first_exhausted: no sample was repeated yet; all_exhausted: some sample was not read yet
         if recipe.stop == "first_exhausted":
             return bool((counts <= lanes.sizes).all())
         return bool(((counts < lanes.sizes) & lanes.wanted).any())

@@ -1,4 +1,4 @@
-"""A mix of datasets of which some change counts: each worker mixes its own streams, and keeps a position in each."""
+"""Mix datasets as streams where a part changes its number of items: each worker mixes its own streams and keeps their positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import Context, Run, State
 from shardstream.storage import Storage
 
-_MIX_STREAM = 6  # what a random key is for
+_MIX_STREAM = 6  # purpose of the random key
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +23,9 @@ class MixStreamSource(Source):
     """A mix whose parts are streams.
 
     Args:
-        recipe: What is mixed.
+        recipe: Parts, weights and stop rule.
         seed: Seed of the order.
-        shuffle: Whether every epoch has another order; a mix always has.
+        shuffle: Whether each epoch has a different order; always true for a mix.
     """
 
     recipe: MixRecipe
@@ -46,15 +46,15 @@ class MixStreamSource(Source):
         return [one for part in self.recipe.parts.values() for one in part.source.checksums]
 
     def describe(self, *, steps: bool) -> State:
-        """Return what a state must agree with beside the data."""
+        """Return the values of the mix that must equal those of a state."""
         return self.recipe.describe(steps=steps)
 
     def place(self) -> tuple[Storage, str]:
-        """Return the storage of the first part's first shard, and the URL of that."""
+        """Return the storage and the URL of the first shard of the first part."""
         return next(iter(self.recipe.parts.values())).source.place()
 
     def open(self, worker_info: WorkerInfo, context: Context) -> Run:
-        """Start the stream of one loader worker."""
+        """Open the stream of one loader worker."""
         return MixStreamRun(self.recipe, worker_info, context)
 
 
@@ -65,7 +65,7 @@ class MixStreamRun:
         self.number = -1
         self._recipe, self._worker_info, self._context = recipe, worker_info, context
         weights = recipe.weights_of(context.epoch)
-        self._every = weights is None  # each part once, whatever its length
+        self._every = weights is None  # each part is read once, whatever its length
         key = derive_key(context.seed, context.epoch, _MIX_STREAM)
         self._schedule = MixSchedule(weights or [1.0] * len(recipe.parts), key)
         self._limit = None
@@ -73,14 +73,12 @@ class MixStreamRun:
             each, more = divmod(recipe.samples, worker_info.total)
             self._limit = each + (worker_info.number < more)
         self._names = list(recipe.parts)
-        self._place = 0  # in the patterns
+        self._place = 0  # in the schedule
         self._taken = 0
         self._passes = [0] * len(recipe.parts)
         self._ended = [False] * len(recipe.parts)
         self._got = [0] * len(recipe.parts)  # items in this pass
-        self._empty = [False] * len(
-            recipe.parts
-        )  # nothing at all comes: its places are passed over
+        self._empty = [False] * len(recipe.parts)  # a part without items: its places are skipped
         self._runs = [self._open(part) for part in range(len(recipe.parts))]
         self._pattern: tuple[int, list[int]] = (-1, [])
 
@@ -115,7 +113,7 @@ class MixStreamRun:
         )
 
     def _end(self, part: int) -> None:
-        """Note that a part is through, and let it go round again where others are not."""
+        """Mark a part as ended, and restart it unless the mix is over."""
         self._ended[part] = True
         self._empty[part] = self._got[part] == 0
         if not self._every and not self._empty[part] and not self._is_over():
@@ -145,7 +143,7 @@ class MixStreamRun:
         return pipeline.open(self._worker_info, context)
 
     def state_dict(self) -> State:
-        """Return the place in the mix and the position of each part."""
+        """Return the place in the mix, and the position of each part."""
         return {
             "place": self._place,
             "taken": self._taken,
@@ -157,7 +155,7 @@ class MixStreamRun:
         }
 
     def load_state_dict(self, state: State) -> None:
-        """Go to a place, and each part to its position."""
+        """Move to a place, and each part to its position."""
         self.close()
         self._place, self._taken = state["place"], state["taken"]
         self._passes, self._got = list(state["passes"]), list(state["got"])

@@ -1,4 +1,4 @@
-"""Source + stages: the only module that composes the steps of a sample's way. Knows nothing of torch."""
+"""Compose a source and its stages. The only module that does so; it does not import torch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from shardstream.storage import Storage, protocol_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
-    """Where samples come from and what is done to them; picklable.
+    """A source and the stages applied to its samples; picklable.
 
     Args:
         source: Raw samples.
-        stages: In order.
-        on_error: What becomes of bad samples.
-        steps: What a state says of the stages: described before they run, for functions may count in fields of their own.
+        stages: Stages in order of execution.
+        on_error: Policy for bad samples.
+        steps: Signatures of the stages for states, taken before the stages run because callable objects may change their own fields.
     """
 
     source: Source
@@ -40,7 +40,7 @@ class Pipeline:
     on_error: OnError = "raise"
     steps: tuple[str, ...] = ()
     indexed_source: IndexedSource | None = field(init=False, repr=False, compare=False)
-    """The source, if each sample of its plan comes out as one item, so that a position is one number."""
+    """The source if each planned sample gives one item, so that a position is one number; else None."""
 
     def __post_init__(self) -> None:
         new = self.stages[len(self.steps) :]
@@ -48,7 +48,7 @@ class Pipeline:
             object.__setattr__(self, "steps", (*self.steps, *map(describe, new)))
         source = self.source.indexed
         for stage in self.stages:
-            if not isinstance(stage, ItemStage):  # it changes counts
+            if not isinstance(stage, ItemStage):  # the stage may change the number of items
                 source = None
         object.__setattr__(self, "indexed_source", source)
 
@@ -57,12 +57,12 @@ class Pipeline:
         return replace(self, stages=(*self.stages, stage))
 
     def storage_for(self, url: str) -> Storage:
-        """Return the storage for another file: with the options of the data's, if the protocol is theirs."""
+        """Return the storage for another file, with the dataset's options if the protocols match."""
         storage, shard = self.source.place()
         return storage.uncached() if protocol_of(url) == protocol_of(shard) else Storage()
 
     def identity(self, worker_info: WorkerInfo, epoch: int) -> State:
-        """Return what the state of a stream must agree with to be continued."""
+        """Return the values that must equal those of a state before it is resumed."""
         identity: State = {
             "fingerprint": self.source.fingerprint,
             "checksums": self.source.checksums,
@@ -79,10 +79,10 @@ class Pipeline:
         return identity | self.source.order_identity(worker_info, epoch)
 
     def describe(self, *, steps: bool) -> State:
-        """Return what a part of a mix is, for the mix's state.
+        """Describe this part of a mix for the state of the mix.
 
         Args:
-            steps: With its stages, on which positions depend where some step changes counts.
+            steps: Include the stages; positions depend on them where a step changes the number of items.
         """
         described: State = {"seed": self.source.seed, "shuffle": self.source.shuffle}
         described |= {"stages": list(self.steps)} if steps else {}
@@ -92,7 +92,7 @@ class Pipeline:
         return described | ({"mix": mixed} if mixed else {})
 
     def context(self, worker_info: WorkerInfo, epoch: int) -> Context:
-        """Return what the stages of one loader worker share."""
+        """Return the context that the stages of one loader worker share."""
         return Context(
             seed=self.source.seed,
             epoch=epoch,
@@ -101,14 +101,14 @@ class Pipeline:
         )
 
     def open(self, worker_info: WorkerInfo, context: Context) -> Run:
-        """Start the whole chain for one loader worker, item by item."""
+        """Open the source and all stages for one loader worker."""
         run = self.source.open(worker_info, context)
         for stage in self.stages:
             run = stage.open(run, context)
         return run
 
     def chain(self, epoch: int, skips: SkipTracker) -> ItemChain:
-        """Return all steps of an exact pipeline as one function on the samples of a step."""
+        """Return all stages as one function on the samples of a step; needs `indexed_source`."""
         assert self.indexed_source is not None  # noqa: S101  (asked by the callers)
         context = Context(seed=self.source.seed, epoch=epoch, skips=skips)
         return ItemChain(self.indexed_source.chain(epoch, skips), self.stages, context)
@@ -118,9 +118,9 @@ class ItemChain:
     """All stages of an exact pipeline as one function on the samples of a step.
 
     Args:
-        first: Done before the stages, if anything: the parts of a mix have steps of their own.
-        stages: Each hands out one item for each.
-        context: What they share.
+        first: Chain to apply before the stages, or None; the parts of a mix have their own steps.
+        stages: Stages that return one item per item.
+        context: Context that the stages share.
     """
 
     def __init__(self, first: Chain | None, stages: tuple[Stage, ...], context: Context) -> None:
@@ -138,7 +138,7 @@ class ItemChain:
             self._functions.append((stage.bind(context), pool))
 
     def __call__(self, items: Sequence[Any], numbers: list[int]) -> tuple[Sequence[Any], list[int]]:
-        """Return the items after all stages, and their numbers; bad ones are left out."""
+        """Return the items after all stages, and their numbers, without bad samples."""
         if self._first is None and not self._functions:
             return items, numbers  # columns stay columns
         items = list(items)
@@ -150,7 +150,7 @@ class ItemChain:
                     items = [
                         function(item, number) for item, number in zip(items, numbers, strict=True)
                     ]
-                except StopIteration as error:  # outside of a generator it would end the epoch
+                except StopIteration as error:  # would silently end the epoch
                     self._skips.skip_or_raise(error)
             else:
                 items, numbers = self._guarded(function, pool, items, numbers)

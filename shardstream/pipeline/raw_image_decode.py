@@ -1,4 +1,4 @@
-"""Image bytes -> the numbers that the file stores, in their own depth: ``decode("raw")`` and ``decode("mask")``."""
+"""Decode image bytes to the stored numbers at their own bit depth: ``decode("raw")`` and ``decode("mask")``."""
 
 from __future__ import annotations
 
@@ -17,27 +17,27 @@ Pixels = np.ndarray[Any, np.dtype[Any]]
 _TIFF_PLANAR = 284
 _SIXTEEN_BITS = re.compile(r"(?:RGB|RGBA|RGBX|CMYK);16([LBN])")
 _OTHER_ORDER = {"L": "B", "B": "L", "N": "B" if sys.byteorder == "little" else "L"}
-_CHANGED_BY_PILLOW = re.compile(r"LAB|RGBa.*|.*;1[56]")  # raw modes that it computes with
+_CHANGED_BY_PILLOW = re.compile(r"LAB|RGBa.*|.*;1[56]")  # raw modes whose numbers Pillow converts
 
 
 class LossError(ValueError):
-    """The numbers of an image file would change; the message says what to do instead."""
+    """Decoding would change the stored numbers of an image; the message names an alternative."""
 
 
 def read_stored(data: bytes) -> Pixels:
-    """Decode an image file to its stored numbers; palette entries stay indices, nothing is scaled, clipped or turned to colours.
+    """Decode an image file to its stored numbers, without scaling or clipping; palette entries stay indices.
 
     Returns:
         Shape (H, W) or (H, W, C): bool for 1 bit, uint8 for 2 to 8, uint16, int16, uint32, int32 or float32.
 
     Raises:
-        OSError: If the bytes are no image that Pillow decodes, or cut.
+        OSError: If the bytes are truncated, or not an image that Pillow decodes.
         LossError: If Pillow would change the numbers, or there is more than one frame.
     """
     with _opened(data) as image:
         if getattr(image, "is_animated", False) and image.format != "MPO":
             raise LossError(
-                "an animation, or several pages, has no one array; store its frames apart"
+                "an image with several frames or pages does not fit one array; store its frames as separate files"
             )
         depth = stored_depth(image, data)
         if image.format == "PNG":
@@ -58,22 +58,22 @@ def read_mask(data: bytes) -> Pixels:
     """Decode an image file to one whole number for each pixel: shape (H, W), uint8 for up to 8 bits, else as stored.
 
     Raises:
-        OSError: If the bytes are no image that Pillow decodes, or cut.
-        LossError: If there are several channels, or fractions, or the file is a JPEG, which keeps no numbers.
+        OSError: If the bytes are truncated, or not an image that Pillow decodes.
+        LossError: If there are several channels or fractions, or the file is a JPEG, which is lossy.
     """
     if data[:2] == b"\xff\xd8":
         raise LossError("a JPEG does not keep the numbers of a mask; store masks as PNG")
     pixels = read_stored(data)
     if pixels.ndim != 2 or pixels.dtype.kind not in "bui":
         raise LossError(
-            f"a mask has one whole number for each pixel, this is {pixels.dtype} of shape {pixels.shape}; "
+            f"a mask needs one whole number for each pixel, got {pixels.dtype} of shape {pixels.shape}; "
             "decode it with 'raw'"
         )
     return pixels.astype(np.uint8) if pixels.dtype == bool else pixels
 
 
 def shrink_by_choice(pixels: Pixels, size: tuple[int, int]) -> Pixels:
-    """Return the nearest pixels of an array for a smaller size (width, height); no number is mixed with another."""
+    """Scale an array down to ``size`` (width, height) by the nearest pixels; numbers are never averaged."""
     height, width = pixels.shape[:2]
     columns = ((np.arange(size[0]) + 0.5) * width / size[0]).astype(np.intp)
     rows = ((np.arange(size[1]) + 0.5) * height / size[1]).astype(np.intp)
@@ -86,13 +86,13 @@ def _opened(data: bytes) -> PIL.Image.Image:
 
 def _native(image: PIL.Image.Image) -> Pixels:
     """Return the pixels as Pillow holds them, in this machine's byte order, writable."""
-    image.load()  # numpy would hide an AttributeError of the codec
+    image.load()  # in np.asarray, numpy would hide an AttributeError of the codec
     pixels = np.asarray(image)
     return np.array(pixels, pixels.dtype.newbyteorder("="))
 
 
 def _rawmode(image: Any) -> str:
-    """Return Pillow's name for how pixels are laid out in the file, or "" where the codec has none."""
+    """Return Pillow's name for the pixel layout in the file, or "" if the codec has none."""
     options = image.tile[0][3] if image.tile else ""
     name = options[0] if isinstance(options, tuple) and options else options
     return name if isinstance(name, str) else ""
@@ -101,7 +101,7 @@ def _rawmode(image: Any) -> str:
 def _changes(image: PIL.Image.Image, depth: Depth) -> LossError:
     return LossError(
         f"Pillow changes {depth} of {image.format}, {_rawmode(image) or image.mode}, when it reads them; "
-        "give decode a function of your own for this field: fields={name: function}"
+        "pass your own decoder for this field: decode(fields={name: function})"
     )
 
 
@@ -110,7 +110,7 @@ def _read_png(image: PIL.Image.Image, data: bytes, depth: Depth) -> Pixels:
         return _unscaled(_native(image), 255, (1 << depth.bits) - 1)
     if depth.bits <= 8:
         return _native(image)
-    if _rawmode(image) == "LA;16B":  # four bytes a pixel, which an image of four channels holds
+    if _rawmode(image) == "LA;16B":  # 4 bytes per pixel: read them as four channels of 8 bits
         _lay_out(image, "RGBA")
         return _native(image).view(">u2").astype(np.uint16)
     if image.mode in ("RGB", "RGBA"):
@@ -137,9 +137,7 @@ def _read_tiff(image: Any, data: bytes, depth: Depth) -> Pixels:
         return pixels
     stored = {"unsigned": "u", "signed": "i"}[depth.kind]
     size = 1 if depth.bits <= 8 else 2 if depth.bits <= 16 else 4
-    return pixels.astype(
-        f"{stored}{size}"
-    )  # same bits: Pillow holds all in types as large or larger
+    return pixels.astype(f"{stored}{size}")  # lossless: Pillow's type is at least as large
 
 
 def _read_ppm(image: PIL.Image.Image, depth: Depth) -> Pixels:
@@ -154,12 +152,12 @@ def _read_ppm(image: PIL.Image.Image, depth: Depth) -> Pixels:
 
 
 def _unscaled(pixels: Pixels, top: int, maximum: int) -> Pixels:
-    """Undo Pillow's scaling of 0…maximum to 0…top, which is exact as maximum is the smaller."""
+    """Undo Pillow's scaling of 0…maximum to 0…top; exact because maximum is smaller than top."""
     return ((pixels.astype(np.int64) * maximum + top // 2) // top).astype(pixels.dtype)
 
 
 def _read_sixteen_bits(image: PIL.Image.Image, data: bytes, depth: Depth) -> Pixels:
-    """Read several channels of 16 bits, of which Pillow keeps the high bytes: once these, once, in the other byte order, the low."""
+    """Read several channels of 16 bits. Pillow keeps only the high bytes, so the low bytes are read in the other byte order."""
     found = _SIXTEEN_BITS.fullmatch(_rawmode(image))
     if found is None:
         raise _changes(image, depth)
@@ -171,7 +169,7 @@ def _read_sixteen_bits(image: PIL.Image.Image, data: bytes, depth: Depth) -> Pix
 
 
 def _lay_out(image: Any, rawmode: str) -> None:
-    """Let Pillow take the file's pixels for another layout of as many bytes."""
+    """Make Pillow read the pixels of the file with another layout of the same size."""
     tiles = []
     for tile in image.tile:
         options = (rawmode, *tile[3][1:]) if isinstance(tile[3], tuple) else rawmode

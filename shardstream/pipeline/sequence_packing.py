@@ -1,4 +1,4 @@
-"""Token sequences of many lengths -> rows of one length, for training without padding."""
+"""Pack token sequences of different lengths to rows of one length, for training without padding."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ Packing = Literal["concat", "first_fit"]
 class PackSequences:
     """Pack one-dimensional fields to rows of ``length`` tokens.
 
-    "concat" joins all sequences and cuts the line to rows; a sequence may go on in the next row. "first_fit" puts each
-    sequence whole into the first open row it fits (Johnson, 1973); rows are filled up with ``pad``.
+    "concat" joins all sequences and cuts the result into rows; a sequence may continue in the next row. "first_fit" puts each
+    whole sequence into the first open row with enough space (Johnson, 1973); rows are filled up with ``pad``.
 
     A row is a dict: the field, shape (length,), its dtype; ``segments``, shape (length,), int32: 1, 2, … for the sequences of
     the row, 0 for padding; ``positions``, shape (length,), int32: place of each token in its sequence, 0 for padding.
 
     Args:
-        field: What to pack.
+        field: Field to pack.
         length: Tokens of a row.
-        packing: As above.
+        packing: "concat" or "first_fit", as above.
         pad: Token that fills up rows.
-        open_rows: For "first_fit": rows that are kept open; past that the fullest goes out.
-        drop_last: For "concat": leave out a last row that is not full, instead of padding it.
+        open_rows: For "first_fit": maximum of open rows; beyond it the fullest row is returned.
+        drop_last: For "concat": drop an incomplete last row instead of padding it.
     """
 
     field: str
@@ -52,7 +52,7 @@ class PackSequences:
             raise OptionError(f"packing is 'concat' or 'first_fit', not {self.packing!r}")
 
     def open(self, source: Run, context: Context) -> Run:
-        """Start it on a stream."""
+        """Open the stage on a stream."""
         return (
             _ConcatRun(source, self, context)
             if self.packing == "concat"
@@ -61,7 +61,7 @@ class PackSequences:
 
 
 class _ConcatRun(SourceRun):
-    """Its state is the position in front of the sequence being cut, and how much of it has gone out."""
+    """Run of "concat"; its state is the position before the current sequence, and the tokens used of it."""
 
     def __init__(self, source: Run, stage: PackSequences, context: Context) -> None:
         super().__init__(source)
@@ -87,7 +87,7 @@ class _ConcatRun(SourceRun):
         return _row(pieces, self._stage)
 
     def _next_sequence(self) -> bool:
-        used = self._used if self._tokens is None else 0  # a resume goes on inside its sequence
+        used = self._used if self._tokens is None else 0  # a resume continues inside its sequence
         while True:
             before = self.source.state_dict()
             try:
@@ -167,7 +167,7 @@ def _tokens(item: Any, stage: PackSequences) -> np.ndarray[Any, Any]:
     tokens = np.asarray(item[find_field(stage.field, item, "pack_sequences")])
     if tokens.ndim != 1 or tokens.dtype.kind not in "iu":
         raise SampleError(
-            f"pack_sequences wants whole numbers of shape (n,), not {tokens.dtype} of shape {tokens.shape}; decode them first",
+            f"pack_sequences needs whole numbers of shape (n,), not {tokens.dtype} of shape {tokens.shape}; decode them first",
             shard=item.get("__url__"),
             key=item.get("__key__"),
             field=stage.field,
@@ -180,7 +180,7 @@ def _row(pieces: list[tuple[np.ndarray[Any, Any], int]], stage: PackSequences) -
     if dtype.kind not in "iu":
         kinds = sorted({str(piece.dtype) for piece, _ in pieces})
         raise SampleError(
-            f"sequences of {kinds} share no whole-number type; convert them in a map",
+            f"sequences of {kinds} have no common integer type; convert them in a map",
             field=stage.field,
         )
     row = np.full(stage.length, stage.pad, dtype=dtype)

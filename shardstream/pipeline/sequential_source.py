@@ -1,4 +1,4 @@
-"""Where a chain begins without an index: whole shards, each read from its start to its end."""
+"""Source without an index: whole shards, each read sequentially."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ STREAM_READ_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequentialSource(Source):
-    """A dataset that can only be split by whole shards.
+    """A dataset that is partitioned by whole shards.
 
     Args:
-        shards: In the order of the dataset.
-        storage: Where they are.
-        files: What those on this machine were when the dataset was opened.
-        manifests: URL of each manifest that names them -> SHA-256 of its bytes.
-        shuffle: Permute the shards; samples are shuffled by a later stage.
+        shards: Shards in the order of the dataset.
+        storage: Storage that holds the shards.
+        files: Versions of the local shards when the dataset was opened.
+        manifests: URL of each manifest that lists the shards -> SHA-256 of its bytes.
+        shuffle: Permute the shards; a later stage shuffles samples.
         seed: Seed of the order.
     """
 
@@ -79,7 +79,7 @@ class SequentialSource(Source):
 def open_sequential_source(
     located: LocatedShards, storage: Storage, *, shuffle: bool, seed: int
 ) -> SequentialSource:
-    """Return a source of shards as they are now."""
+    """Return a source of shards, and record the current versions of local ones."""
     files = FileVersions([storage.local_path(shard.url) for shard in located.shards])
     return SequentialSource(
         shards=located.shards,
@@ -92,16 +92,16 @@ def open_sequential_source(
 
 
 class SequentialRun:
-    """Raw samples of some shards, one shard after the other."""
+    """Raw samples of a list of shards, one shard after the other."""
 
     def __init__(self, source: SequentialSource, shards: list[int], skips: SkipTracker) -> None:
         self.number = -1
         self._source = source
         self._shards = shards
         self._skips = skips
-        self._place = 0  # in the list of shards
-        self._taken = 0  # samples of that shard
-        self._offset = 0  # behind the last of them
+        self._place = 0  # index in the list of shards
+        self._taken = 0  # samples taken of that shard
+        self._offset = 0  # byte offset after the last of them
         self._samples: Generator[Sample, None, None] | None = None
 
     def __iter__(self) -> SequentialRun:
@@ -113,11 +113,11 @@ class SequentialRun:
         return next(self._samples)
 
     def state_dict(self) -> State:
-        """Return shard, samples taken of it and the byte offset behind them."""
+        """Return the shard, the samples taken of it and the byte offset after them."""
         return {"shard": self._place, "taken": self._taken, "offset": self._offset}
 
     def load_state_dict(self, state: State) -> None:
-        """Go to a shard and an offset in it."""
+        """Move to a shard and an offset in it."""
         self.close()
         self._place, self._taken, self._offset = state["shard"], state["taken"], state["offset"]
 
@@ -134,9 +134,9 @@ class SequentialRun:
             error: Exception | None = None
             try:
                 yield from self._read_shard(shard, info)
-            except Exception as caught:  # noqa: BLE001  (the skip policy decides: the rest of the shard is lost)
+            except Exception as caught:  # noqa: BLE001  (the skip policy decides; the rest of the shard is lost)
                 error = caught
-            # A file that is being written over looks damaged, or ends early.
+            # A file that is overwritten during the read looks damaged or ends early: report the change instead.
             self._source.files.check([shard])
             if error is not None:
                 self._skips.skip_or_raise(error)
@@ -159,7 +159,7 @@ class SequentialRun:
                 self.number = derive_key(shard, self._taken)
                 if (
                     checked != read.position
-                ):  # bytes were read since: look after that, before they go out
+                ):  # new bytes were read since the last check: check again before they are returned
                     self._source.files.check([shard])
                     checked = read.position
                 self._taken, self._offset = self._taken + 1, group.end
@@ -167,13 +167,13 @@ class SequentialRun:
         notes.warn(info.url)
         if passed:
             raise ChangedError(
-                f"{passed} of the {self._taken} samples that were read before are gone; begin the epoch again",
+                f"{passed} of the {self._taken} samples read before the resume are missing; restart the epoch",
                 shard=info.url,
             )
 
     @contextmanager
     def _open(self, info: ShardInfo) -> Iterator[Any]:
-        """Open a local file; of a remote one every piece is checked for its length, and asked for again if need be."""
+        """Open a local file, or a remote one by ranges, each checked for its length and retried."""
         storage = self._source.storage
         if storage.local_path(info.url) is not None:
             with storage.open(info.url) as stream:

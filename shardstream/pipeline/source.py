@@ -1,4 +1,4 @@
-"""Where the samples of a pipeline come from: the protocol that all sources share."""
+"""Base class of sources, which read the raw samples of a pipeline."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 class Source(ABC):
     """Raw samples of one or several datasets; a frozen dataclass, picklable.
 
-    A source splits its samples over loader workers. `IndexedSource` does so by a plan, so that a position is one number; others
-    give each worker a stream with a position of its own.
+    A source partitions its samples over loader workers. `IndexedSource` does so by a plan, so that a position is one number; other
+    sources give each worker a stream with its own position.
     """
 
     __slots__ = ()
@@ -30,7 +30,7 @@ class Source(ABC):
     @property
     @abstractmethod
     def shuffle(self) -> bool:
-        """Whether every epoch has another order."""
+        """Whether each epoch has a different order."""
 
     @property
     @abstractmethod
@@ -48,21 +48,21 @@ class Source(ABC):
         return None
 
     def describe(self, *, steps: bool) -> State:  # noqa: ARG002
-        """Return what the state of a mix must agree with; nothing for a single dataset.
+        """Return the values that must equal those of a mix's state; empty for a single dataset.
 
         Args:
-            steps: With the stages of its parts.
+            steps: Include the stages of the parts.
         """
         return {}
 
     def order_identity(self, worker_info: WorkerInfo, epoch: int) -> State:  # noqa: ARG002
-        """Return the numbers of the order that the state of a stream must agree with."""
+        """Return the numbers of the order that must equal those of a state."""
         return {}
 
     @abstractmethod
     def open(self, worker_info: WorkerInfo, context: Context) -> Run:
-        """Start the stream of one loader worker."""
+        """Open the stream of one loader worker."""
 
     @abstractmethod
     def place(self) -> tuple[Storage, str]:
-        """Return the storage of the first shard, and its URL; an empty text if there are no shards."""
+        """Return the storage of the first shard, and its URL; an empty string if there are no shards."""

@@ -1,4 +1,4 @@
-"""The two protocols of a pipeline: a stage describes a step and is pickled, a run is that step at work in one process."""
+"""Protocols of a pipeline: a stage describes a step and is pickled, a run executes it in one process."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from shardstream.order import derive_key
 from shardstream.pipeline.bad_samples import SkipTracker
 
 EPOCHS = 1 << 31
-"""Epochs are numbered below this: a mix uses the bits above for its own purposes."""
+"""Epoch numbers are below this limit; a mix uses the higher bits for the passes of its parts."""
 
 State = dict[str, Any]
-"""A position: plain JSON values, small, never samples."""
+"""A position: a few plain JSON values, never samples."""
 
 ItemFunction = Callable[[Any, int], Any]
-"""``function(item, number)``: one item out for one in; the number is that of its sample."""
+"""``function(item, number)`` returns one item per item; ``number`` is the sample number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Context:
-    """What a run may depend on beside its items.
+    """Values that a run may depend on, apart from its items.
 
     Args:
-        seed: Of the dataset.
-        epoch: From 0.
-        worker_number: Number of this loader worker among all of the job.
-        skips: What becomes of bad samples; one account for the whole chain.
+        seed: Seed of the dataset.
+        epoch: Epoch number, from 0.
+        worker_number: Number of this loader worker among all workers of the job.
+        skips: Skip policy and counts of bad samples, shared by the whole chain.
     """
 
     seed: int = 0
@@ -42,7 +42,7 @@ class Context:
     skips: SkipTracker = field(default_factory=SkipTracker)
 
     def generator(self, number: int, purpose: int) -> np.random.Generator:
-        """Return the generator of a sample: the same on every topology and after every resume."""
+        """Return the random generator of a sample, the same for every topology and after every resume."""
         return np.random.Generator(
             np.random.PCG64(derive_key(self.seed, self.epoch, purpose, number))
         )
@@ -50,13 +50,13 @@ class Context:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Position:
-    """Where a loader is.
+    """Position of a loader.
 
     Args:
-        epoch: From 0.
-        consumed: Samples of the epoch that all ranks together have seen, where positions are arithmetic.
-        parts: Else the state of each worker's part of the epoch.
-        next_part: And the part whose turn it is.
+        epoch: Epoch number, from 0.
+        consumed: Samples of the epoch that all ranks together have received, for indexed sources.
+        parts: For other sources: the state of each worker's part of the epoch.
+        next_part: For other sources: the part that is read next.
     """
 
     epoch: int = 0
@@ -66,10 +66,10 @@ class Position:
 
 
 def check_at_least(least: int, **options: int | None) -> None:
-    """Refuse options that are no whole numbers, or below a number; None is no number to refuse.
+    """Check that options are whole numbers of at least ``least``; None passes.
 
     Raises:
-        OptionError: Naming the first that is.
+        OptionError: Names the first option that fails.
     """
     for name, value in options.items():
         if value is not None and whole_number(name, value) < least:
@@ -77,10 +77,10 @@ def check_at_least(least: int, **options: int | None) -> None:
 
 
 def whole_number(name: str, value: SupportsIndex) -> int:
-    """Return an option as a plain ``int``, which JSON can hold; NumPy's numbers are taken, too.
+    """Return an option as a plain ``int``, which JSON can hold; NumPy integers are accepted.
 
     Raises:
-        OptionError: If it is no whole number.
+        OptionError: If it is not a whole number.
     """
     try:
         return operator.index(value)
@@ -92,7 +92,7 @@ def check_epoch(epoch: SupportsIndex) -> int:
     """Return an epoch as a plain ``int``.
 
     Raises:
-        OptionError: If it is no whole number from 0 to 2**31 - 1.
+        OptionError: If it is not a whole number from 0 to 2**31 - 1.
     """
     number = whole_number("epoch", epoch)
     if not 0 <= number < EPOCHS:
@@ -101,11 +101,11 @@ def check_epoch(epoch: SupportsIndex) -> int:
 
 
 class Run(Protocol):
-    """A stage at work: an iterator with a position."""
+    """An executing stage: an iterator with a position."""
 
     @property
     def number(self) -> int:
-        """Sample number of the item handed out last, or a number that stands for it."""
+        """Sample number of the item returned last, or another number that identifies it."""
 
     def __iter__(self) -> Iterator[Any]:
         """Return itself."""
@@ -114,27 +114,27 @@ class Run(Protocol):
         """Return the next item."""
 
     def state_dict(self) -> State:
-        """Return the position behind the item handed out last."""
+        """Return the position after the item returned last."""
 
     def load_state_dict(self, state: State) -> None:
-        """Go to a position; nothing is read before the next item is asked for."""
+        """Move to a position; nothing is read before the next ``__next__``."""
 
     def close(self) -> None:
-        """Give back files and threads, here and in the runs before."""
+        """Close files and join threads of this run and the runs before it."""
 
 
 class Stage(Protocol):
     """The description of a step."""
 
     def open(self, source: Run, context: Context) -> Run:
-        """Start the step on what the step before hands out."""
+        """Start the step on the items of the run before it."""
 
 
 def check_stage(stage: object) -> None:
-    """Refuse what is no stage.
+    """Check that an object is a stage.
 
     Raises:
-        OptionError: If it is no dataclass, or has no ``open``.
+        OptionError: If it is not a dataclass instance, or has no ``open``.
     """
     if not is_dataclass(stage) or isinstance(stage, type):
         raise OptionError(
@@ -147,17 +147,17 @@ def check_stage(stage: object) -> None:
 
 
 class ItemStage:
-    """A stage that hands out one item for each, so that it changes no counts and keeps no position."""
+    """A stage that returns one item per item, so that it needs no position."""
 
     threads: int = 0
-    """Threads that work on items side by side, in order; 0 works in the caller's thread."""
+    """Threads that process items in parallel, keeping their order; 0 uses the caller's thread."""
 
     def bind(self, context: Context) -> ItemFunction:
         """Return the function for one epoch."""
         raise NotImplementedError
 
     def open(self, source: Run, context: Context) -> Run:
-        """Start it on a stream."""
+        """Open the stage on a stream."""
         function = self.bind(context)
         if self.threads:
             return _ThreadedItemRun(source, function, context, self.threads)
@@ -165,14 +165,14 @@ class ItemStage:
 
 
 class SourceRun:
-    """What most runs share: they own the run before them and have its number and position."""
+    """Base of runs that own the run before them and have its number and position."""
 
     def __init__(self, source: Run) -> None:
         self.source = source
 
     @property
     def number(self) -> int:
-        """Sample number of the item handed out last."""
+        """Sample number of the item returned last."""
         return self.source.number
 
     def __iter__(self) -> Iterator[Any]:
@@ -183,7 +183,7 @@ class SourceRun:
         return self.source.state_dict()
 
     def load_state_dict(self, state: State) -> None:
-        """Send the run before to a position."""
+        """Move the run before to a position."""
         self.source.load_state_dict(state)
 
     def close(self) -> None:
@@ -214,7 +214,7 @@ class _ThreadedItemRun(SourceRun):
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="shardstream-map")
         self._ahead = 2 * threads
         self._pending: deque[tuple[Future[Any], int, State]] = deque()
-        self._error: Exception | None = None  # of the source, behind all that is pending
+        self._error: Exception | None = None  # of the source; raised after all pending items
         self._state = source.state_dict()
         self._number = 0
 
@@ -229,7 +229,7 @@ class _ThreadedItemRun(SourceRun):
                     item = next(self.source)
                 except StopIteration:
                     break
-                except Exception as error:  # noqa: BLE001  (raised when it is its turn)
+                except Exception as error:  # noqa: BLE001  (raised after the pending items)
                     self._error = error
                     break
                 number = self.source.number

@@ -1,4 +1,4 @@
-"""Text for steps and functions that is the same in every process, for states to compare."""
+"""Describe steps and functions as text that is equal in every process, for states to compare."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from operator import attrgetter, itemgetter, methodcaller
 from types import CodeType, MethodType
 from typing import Any
 
-_NOT_COMPARED = ("threads", "purpose")  # they change neither items nor their order
+_NOT_COMPARED = ("threads", "purpose")  # these change neither items nor their order
 _OURS = __name__.partition(".")[0]
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _LONGEST = 200  # characters of one value
 
 
 def describe(step: object) -> str:
-    """Return the name of a step (a dataclass) with those of its options that are not as by default.
+    """Return the name of a step (a dataclass) with the options that differ from their defaults.
 
-    A field ``name`` stands for the name of the first function. Fields with ``compare=False`` are left out.
+    A field ``name`` replaces the name of the first function. Fields with ``compare=False`` are left out.
 
     >>> from shardstream.pipeline.stream_ops import Shuffle
     >>> describe(Shuffle(window=50))
@@ -29,7 +29,7 @@ def describe(step: object) -> str:
     """
     try:
         return _described(step)
-    except RecursionError:  # it holds itself
+    except RecursionError:  # the step refers to itself
         return _type_name(type(step))
 
 
@@ -57,8 +57,8 @@ def _described(step: object) -> str:
 def function_name(function: object) -> str:
     """Return the module and qualified name of a function, method, class or callable object.
 
-    The code of a lambda is a part of its name, as are plain arguments of a `functools.partial`, plain default arguments and plain
-    fields of a dataclass. What a function closes over is not: it may differ from run to run.
+    The code of a lambda is part of its name, as are plain arguments of a `functools.partial`, plain default arguments and plain
+    fields of a dataclass. Variables of a closure are not: they may differ between runs.
 
     >>> function_name(len), function_name(partial(round, ndigits=2))
     ('builtins.len', 'partial(builtins.round, ndigits=2)')
@@ -84,7 +84,7 @@ def function_name(function: object) -> str:
 
 
 def _defaults(function: object) -> str:
-    """Return the default arguments of a function, if it has any; of this package's own none: its next version may have others."""
+    """Return the default arguments of a function; none for this package's own, which may change between versions."""
     code = getattr(function, "__code__", None)
     if not isinstance(code, CodeType) or _is_ours(getattr(function, "__module__", None)):
         return ""
@@ -98,7 +98,7 @@ def _defaults(function: object) -> str:
 
 
 def _is_default(value: object, default: object) -> bool:
-    """Tell whether an option need not be named: so one that a later version adds changes no name."""
+    """Return True if an option is at its default; such options are left out, so that new options do not change names."""
     return value is default or (
         isinstance(value, _PLAIN) and (type(value), value) == (type(default), default)
     )
@@ -109,10 +109,10 @@ def _type_name(kind: type) -> str:
 
 
 def _qualified(module: str | None, name: str) -> str:
-    """Return a qualified name that does not depend on the process or on where this package keeps its own modules."""
+    """Return a qualified name that does not depend on the process or on this package's module layout."""
     if module is None or _is_ours(module):
         return name
-    return f"{'__main__' if module == '__mp_main__' else module}.{name}"  # of a spawned worker
+    return f"{'__main__' if module == '__mp_main__' else module}.{name}"  # the latter in a spawned worker
 
 
 def _is_ours(module: str | None) -> bool:
@@ -120,7 +120,7 @@ def _is_ours(module: str | None) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """Return text for an option's value, shortened; of an object that is not plain its type."""
+    """Return shortened text for an option's value; an object that is not plain gives its type."""
     text = _text(value)
     return text if len(text) <= _LONGEST else f"{text[:40]}…#{_hash(text)}"
 
@@ -140,10 +140,10 @@ def _text(value: Any) -> str:
 
 
 def _digest(code: CodeType) -> str:
-    """Return 8 hex digits that change with what a lambda does, on one version of Python."""
+    """Return 8 hex digits that change with the code of a lambda, for one version of Python."""
     constants = [
         _digest(one) if isinstance(one, CodeType)
-        # The order of a set of texts differs from process to process.
+        # The order of a set of strings differs between processes.
         else repr(sorted(map(repr, one))) if isinstance(one, frozenset)
         else repr(one)
         for one in code.co_consts

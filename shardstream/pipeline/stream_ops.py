@@ -1,6 +1,6 @@
-"""Steps that change how many items there are or their order: shuffle, slice, repeat, with_epoch, compose.
+"""Change the number or order of items: shuffle, slice, repeat, with_epoch, compose.
 
-Each keeps a position, never items: after a resume a buffer is filled again from where it began.
+States hold positions, never items: after a resume a buffer is filled again from its first item.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardstream.pipeline.stage import Context, Run, SourceRun, State, check_at_
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shuffle:
-    """Shuffle runs of ``window`` items; place it before decode, where samples are small."""
+    """Shuffle within windows of ``window`` items; place it before decode, where samples are small."""
 
     window: int
     purpose: int = 0
@@ -29,7 +29,7 @@ class Shuffle:
         check_at_least(1, window=self.window)
 
     def open(self, source: Run, context: Context) -> Run:
-        """Start it on a stream."""
+        """Open the stage on a stream."""
         return _ShuffleRun(
             source, self.window, derive_key(context.seed, context.epoch, self.purpose, 1)
         )
@@ -82,14 +82,14 @@ class _ShuffleRun(SourceRun):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """Hand out items ``start``, ``start + step``, … below ``stop`` of each worker."""
+    """Return items ``start``, ``start + step``, … below ``stop`` of each worker."""
 
     start: int
     stop: int | None
     step: int
 
     def open(self, source: Run, context: Context) -> Run:  # noqa: ARG002
-        """Start it on a stream."""
+        """Open the stage on a stream."""
         return _SliceRun(source, self)
 
 
@@ -119,11 +119,11 @@ class _SliceRun(SourceRun):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeat:
-    """Go through the epoch several times, or until ``items`` have been handed out.
+    """Repeat the epoch several times, or until ``items`` have been returned.
 
     Args:
-        times: How often; None means for ever.
-        items: Stop each worker after so many; None means no such stop.
+        times: Number of passes; None means no limit.
+        items: Maximum of items per worker; None means no limit.
     """
 
     times: int | None = None
@@ -133,7 +133,7 @@ class Repeat:
         check_at_least(0, times=self.times, items=self.items)
 
     def open(self, source: Run, context: Context) -> Run:  # noqa: ARG002
-        """Start it on a stream."""
+        """Open the stage on a stream."""
         return _RepeatRun(source, self)
 
 
@@ -148,7 +148,7 @@ class _RepeatRun(SourceRun):
 
     @property
     def number(self) -> int:
-        """Number of the item; of the same sample another one in each round, so that augmentation differs."""
+        """Number of the item; it differs between rounds, so that random augmentation does too."""
         return derive_key(self.source.number, self._round) if self._round else self.source.number
 
     def __next__(self) -> Any:
@@ -160,7 +160,7 @@ class _RepeatRun(SourceRun):
                 self._taken += 1
                 self._in_round += 1
                 return item
-            if self._in_round == 0:  # nothing at all comes: repeating it would never end
+            if self._in_round == 0:  # an empty source: repeating it would never end
                 break
             self._round, self._in_round = self._round + 1, 0
             self.source.load_state_dict(self._begin)
@@ -182,9 +182,9 @@ class _RepeatRun(SourceRun):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compose:
-    """Put the stream through a function of the user's: iterator in, iterator out.
+    """Apply a user function to the stream: iterator in, iterator out.
 
-    What the function remembers is unknown, so a resume runs it from the epoch's start and passes over what was handed out. Name and
+    The function's own state is unknown, so a resume runs it from the start of the epoch and skips the items returned before. Name and
     version are as in `Map`.
     """
 
@@ -193,7 +193,7 @@ class Compose:
     version: int | str | None = None
 
     def open(self, source: Run, context: Context) -> Run:
-        """Start it on a stream."""
+        """Open the stage on a stream."""
         return _ComposeRun(source, self.function, context.worker_number)
 
 
@@ -216,23 +216,23 @@ class _ComposeRun(SourceRun):
         return item
 
     def _start(self) -> Iterator[Any]:
-        """Call the function, and pass over what was handed out before a resume."""
+        """Call the function, and skip the items returned before a resume."""
         try:
             items = iter(self._function(iter(self.source)))
-        except StopIteration as error:  # raised on, it would end the epoch in silence
+        except StopIteration as error:  # would silently end the epoch
             text = f"compose({name_of(self._function)}) raised StopIteration"
             raise RuntimeError(text) from error
         passed = sum(1 for _ in islice(items, self._taken))
         if passed < self._taken:
             raise StateError(
-                f"compose({name_of(self._function)}) handed out {passed} items, the state says {self._taken}; "
-                "use a function that repeats what it did, or start the epoch again"
+                f"compose({name_of(self._function)}) returned {passed} items, the state has {self._taken}; "
+                "use a deterministic function, or restart the epoch"
             )
         return items
 
     @property
     def number(self) -> int:
-        # Items in and out need not match: the place in this worker's stream is what a resume repeats.
+        # Items in and out need not match, so the number comes from the place in this worker's stream, which a resume repeats.
         return derive_key(self._worker_number, self._taken)
 
     def state_dict(self) -> State:

@@ -79,7 +79,7 @@ def test_extents_come_in_the_order_asked() -> None:
 def test_there_are_no_other_samples(numbers: list[int]) -> None:
     folder = new_folder()
     write_dataset(folder, UNEQUAL)
-    with pytest.raises(IndexError, match="sample numbers go from 0 to 10, asked for"):
+    with pytest.raises(IndexError, match="sample numbers go from 0 to 10, requested"):
         open_catalog(folder).extents(numbers)
 
 
@@ -128,9 +128,9 @@ def test_a_scan_that_does_not_fit_the_manifest_is_refused(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", r"the file is empty: no tar"),
+        (b"", r"the file is empty: not a tar"),
         (make_shard(3)[:700], r"is cut"),
-        (b"x" * 2048, r"no tar file"),
+        (b"x" * 2048, r"not a tar file"),
     ],
 )
 def test_a_damaged_local_tar_is_refused(data: bytes, message: str, tmp_path: Path) -> None:
@@ -161,10 +161,10 @@ def test_indexed_and_local_tars_lack_no_index(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        (struct.pack("<3Q", 0, 1024, 99 * 512), "leads to byte 50688, but the tar ends at"),
+        (struct.pack("<3Q", 0, 1024, 99 * 512), "ends at byte 50688, but the tar ends at"),
         (struct.pack("<3Q", 0, 512, 256), "growing multiples of 512"),
         (bytes(17), "an index of 17 bytes is cut"),
-        (struct.pack("<3Q", 512, 1024, 2048), "no tar header|checksum"),
+        (struct.pack("<3Q", 512, 1024, 2048), "not a tar header|checksum"),
         (struct.pack("<3Q", 0, 2048, 2560), "two samples, '0000' and '0001'"),
     ],
 )

@@ -25,9 +25,7 @@ def test_index_names_the_bad_shard(tmp_path: Path, capsys: pytest.CaptureFixture
     assert main(["index", str(tmp_path)]) == 1
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith(
-        "error: no tar file, or one that is cut inside a header (9 of 512"
-    )
+    assert captured.err.startswith("error: not a tar file, or cut inside a header (9 of 512")
     assert f"[in {tmp_path}/train-000001.tar, at byte 0]" in captured.err
 
 

@@ -521,7 +521,9 @@ def test_a_store_that_stalls_is_an_error(url: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ShardCatalog, "fetch", stall)
     options = {"retry_timeout_s": 0.1, "read_timeout_s": 0.05}
     try:
-        with pytest.raises(StorageError, match=r"no answer for \d+ bytes in 0 s; check the server"):
+        with pytest.raises(
+            StorageError, match=r"no response for \d+ bytes in 0 s; check the server"
+        ):
             list(loader(url, storage_options=options))
     finally:
         released.set()

@@ -98,7 +98,7 @@ AMBIGUOUS = {
 @pytest.mark.parametrize("name", AMBIGUOUS)
 def test_what_readers_understand_differently_is_refused(name: str) -> None:
     data = AMBIGUOUS[name] + END_OF_ARCHIVE
-    with pytest.raises(ShardError, match=r"write the shard again|makes no sense") as raised:
+    with pytest.raises(ShardError, match=r"write the shard again|malformed|invalid") as raised:
         list(iter_members(lambda at, size: data[at : at + size], end=len(data), shard="a.tar"))
     assert raised.value.offset is not None
     assert check(data) in ("refused", "theirs alone")

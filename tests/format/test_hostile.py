@@ -130,7 +130,7 @@ def test_extended_headers_are_limited_together() -> None:
 def test_a_name_that_goes_on_for_ever_is_refused() -> None:
     text = b"n" * 200_000 + b".x\0"
     data = make_header(kind=b"L", size=octal(len(text))) + padded(text) + make_header()
-    with pytest.raises(ShardError, match=r"the name 'nnn.*200002 characters"):
+    with pytest.raises(ShardError, match=r"the invalid name 'nnn.*200002 characters"):
         members(data)
 
 
@@ -154,7 +154,7 @@ def test_a_key_that_comes_back_soon_is_noticed_however_many_there_are(
     for between in (1, 2, 3):
         names = [*(f"{n}" for n in range(20 + between)), "19"]
         many = [(f"{name}.x", n * 512, n * 512 + 512, 0) for n, name in enumerate(names)]
-        with pytest.raises(SampleError, match="comes back"):
+        with pytest.raises(SampleError, match="returns after"):
             list(iter_groups(many))
 
 
@@ -171,13 +171,13 @@ def test_a_member_that_unpacks_to_more_than_memory_is_refused() -> None:
     bomb = zeros_packed(64 * GiB, make_header(b"a.x", size=base_256(60 * GiB)))
     assert len(bomb) < 100 * MiB
     told = survived(lambda: list(samples(bomb, "a.tar.gz")), memory_bytes=256 * MiB)
-    assert "a sample of over 2147483648 bytes in a stream whose length nobody knows" in told
+    assert "a sample of over 2147483648 bytes in a stream of unknown length" in told
 
 
 def test_fields_of_one_sample_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, iter_groups, STREAMED_SAMPLE_LIMIT_BYTES=100_000)
     tar = b"".join(bytes(p) for n in range(300) for p in encode_member(f"a.{n}", b"1"))
-    with pytest.raises(ShardError, match="over 100000 bytes in a stream whose length nobody knows"):
+    with pytest.raises(ShardError, match="over 100000 bytes in a stream of unknown length"):
         list(samples(gzip.compress(tar), "a.tar.gz"))
     apart = b"".join(bytes(p) for n in range(300) for p in encode_member(f"{n}.x", b"1"))
     apart += END_OF_ARCHIVE

@@ -123,7 +123,7 @@ def test_garbage_is_an_index_or_refused(data: bytes) -> None:
         (5000, 2, None),
         (3072, 2, None),
         (3072, None, None),
-        (3071, 2, "leads to byte 3072, but the tar ends at 3071"),
+        (3071, 2, "ends at byte 3072, but the tar ends at 3071"),
         (5000, 3, "has 2 samples, the manifest says 3"),
     ],
 )

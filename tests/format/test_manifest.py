@@ -95,10 +95,10 @@ def document(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"", "no JSON"),
-        (b"{", "no JSON"),
-        (b"\xff\xfe{}", "no JSON"),
-        (b"[" * 100_000, "no JSON"),
+        (b"", "not JSON"),
+        (b"{", "not JSON"),
+        (b"\xff\xfe{}", "not JSON"),
+        (b"[" * 100_000, "not JSON"),
         (b"[]", "__kind__ is 'list'"),
         (b"null", "__kind__ is 'NoneType'"),
         (b"{}", "__kind__ is None.*name the tars themselves"),

@@ -56,7 +56,7 @@ def test_split_of(name: str, expected: tuple[str, str] | None) -> None:
         ("", "jpg", "needs a name"),
         ("a", "JPG", "write 'jpg'"),
         ("a", "", "a field"),
-        ("a", "x/y", "a field has no slash"),
+        ("a", "x/y", "a field must have no slash"),
         ("a", "x\0", "NUL"),
         ("a\0b", "x", "NUL"),
         ("../a", "jpg", "'..' parts"),

@@ -151,7 +151,7 @@ def test_ten_thousand_million_samples_take_no_memory(*, shuffle: bool) -> None:
         ({"lanes": 0}, "lanes must be at least 1"),
         ({"window": 0}, "window must be at least 1"),
         ({"block": -1}, "block must be at least 1, not -1"),
-        ({"nsamples": -1}, "-1 samples"),
+        ({"nsamples": -1}, "nsamples must be at least 0"),
         ({"window": 10}, "window=10 must be a multiple of the microbatch, 4; use 12"),
     ],
 )

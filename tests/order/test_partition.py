@@ -280,7 +280,9 @@ def test_a_split_that_makes_no_sense_is_refused(options: dict[str, object], mess
 
 def test_a_share_begins_between_two_microbatches() -> None:
     order = EpochOrder(nsamples=20, batch=4, shuffle=False, seed=0, lanes=1, window=4, block=1)
-    with pytest.raises(OptionError, match="6 samples are no whole number of microbatches of 4"):
+    with pytest.raises(
+        OptionError, match="6 consumed samples are not a multiple of the microbatch, 4"
+    ):
         RankPartition(EpochPlan(order, 0), PartitionConfig(), rank=0, consumed=6)
     assert RankPartition(EpochPlan(order, 0), PartitionConfig(), rank=0, consumed=20).num_steps == 0
 

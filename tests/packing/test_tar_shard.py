@@ -104,7 +104,7 @@ def test_webdataset_reads_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("key", "fields", "message"),
     [
-        ("a.b", {"txt": b""}, r"'a\.b' would read back as another key; use 'a_b'"),
+        ("a.b", {"txt": b""}, r"'a\.b' would be read as another key; use 'a_b'"),
         ("", {"txt": b""}, "needs a name"),
         ("a/", {"txt": b""}, "needs a name"),
         ("../a", {"txt": b""}, "relative path"),
@@ -116,7 +116,7 @@ def test_webdataset_reads_it(tmp_path: Path) -> None:
         ("a", {"txt": b"", "Cls": b""}, "write 'cls'"),
         ("a", {"x/y": b""}, "key|slash"),
         ("a", {"txt": b"", "x/y": b""}, "key|slash"),
-        ("a", {"__key__": b""}, "taken"),
+        ("a", {"__key__": b""}, "reserved"),
         ("a", {"": b""}, "rename it"),
         ("a", {}, "without fields"),
         ("0001", {"txt": b"again"}, "in the shard already"),

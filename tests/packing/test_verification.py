@@ -131,7 +131,7 @@ def test_joined_tars_are_an_error(tmp_path: Path) -> None:
     tar = tar_bytes(samples(0, 2))
     (tmp_path / "a.tar").write_bytes(tar + tar_bytes(samples(2, 2)))
     (problem,) = verify(str(tmp_path)).errors
-    assert "behind the end of the archive" in problem.what
+    assert "after the end of the archive" in problem.what
     assert problem.offset == len(tar)
 
 

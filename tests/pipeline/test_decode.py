@@ -240,7 +240,7 @@ def test_what_cannot_be_decoded_names_shard_key_and_field(
         decode_field(field, data)
     error = caught.value
     assert (error.shard, error.key, error.field) == ("s3://b/train-7.tar", "0042", field)
-    assert "pass over it with on_error" in str(error)
+    assert "skip it with on_error" in str(error)
     assert error.__cause__ is not None
 
 

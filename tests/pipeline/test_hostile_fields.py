@@ -133,10 +133,10 @@ ATTACKS: dict[str, tuple[str, bytes, str]] = {
     "npz of lzma": ("npz", zipped({"x.npy": bytes(64 * MiB)}, zipfile.ZIP_LZMA), "numpy does not use"),
     "npz of many": ("npz", zip_of_entries(65_537), "65537 arrays, the limit is 65536"),
     "npz of nothing": ("npz", b"PK\x05\x06" + b"\xff" * 18, "BadZipFile"),
-    "npy of 10^15 elements": ("npy", npy("{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000000,)}", b"1"), "cannot be in"),
+    "npy of 10^15 elements": ("npy", npy("{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000000000,)}", b"1"), "does not fit in"),
     "npy of less than nothing": ("npy", npy("{'descr': '<f8', 'fortran_order': False, 'shape': (-1,)}", b"1" * 8), "ValueError"),
     "npy of nothing, 2^70 times": ("npy", npy("{'descr': '<f8', 'fortran_order': False, 'shape': (0, 1180591620717411303424)}"), "Error"),
-    "npy of huge items": ("npy", npy("{'descr': '|V2000000000', 'fortran_order': False, 'shape': (4,)}"), "cannot be in"),
+    "npy of huge items": ("npy", npy("{'descr': '|V2000000000', 'fortran_order': False, 'shape': (4,)}"), "does not fit in"),
     **{
         f"npy of 10^12 items without bytes, {kind}": ("npy", npy(f"{{'descr': {kind}, 'fortran_order': False, 'shape': (1000000000000,)}}"), "items of 0 bytes")
         for kind in ("'|V0'", "'<U0'", "'|S0'", "[]", "[('a', '|V0')]", "[('a', '<i4', (0,))]")

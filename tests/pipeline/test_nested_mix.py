@@ -53,7 +53,7 @@ def test_a_nested_mix_loses_nothing_when_parts_go_round_again(
 
 def test_a_mix_with_weights_in_one_without_is_refused(parts: dict[str, ss.ShardDataset]) -> None:
     inner = ss.mix({"a": parts["a"], "tiny": parts["tiny"]}, [1, 1])
-    with pytest.raises(OptionError, match="'0' is a mix with weights, in a mix without"):
+    with pytest.raises(OptionError, match="'0' is a mix with weights inside a mix without"):
         ss.mix([inner, parts["b"]])
 
 

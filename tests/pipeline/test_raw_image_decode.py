@@ -149,7 +149,7 @@ def test_raw_is_what_was_stored(name: str) -> None:
 @pytest.mark.parametrize("name", [*DEEP])
 def test_names_of_8_bits_refuse_what_they_would_clip(name: str) -> None:
     for spec in EIGHT_BITS:
-        with pytest.raises(ValueError, match=r"(16|32|10|8)-bit .* do not fit .*'raw' keeps them"):
+        with pytest.raises(ValueError, match=r"(16|32|10|8)-bit .* do not fit .*'raw'"):
             decoded(DEEP[name][0], spec)
 
 
@@ -163,7 +163,7 @@ def test_a_mask_is_its_numbers(name: str) -> None:
 def test_a_mask_may_have_large_numbers_but_no_fractions(name: str) -> None:
     data, pixels = DEEP[name]
     if pixels.dtype.kind == "f":
-        with pytest.raises(ValueError, match="one whole number for each pixel, this is float32"):
+        with pytest.raises(ValueError, match="one whole number for each pixel, got float32"):
             decoded(data, "mask")
     else:
         same(decoded(data, "mask"), pixels)
@@ -171,7 +171,7 @@ def test_a_mask_may_have_large_numbers_but_no_fractions(name: str) -> None:
 
 def test_what_is_no_mask_is_refused() -> None:
     for data in (COLOURS["PNG 3"][0], COLOURS["PNG 2"][0], COLOURS["WEBP 3"][0]):
-        with pytest.raises(ValueError, match=r"this is uint8 of shape \(9, 13, [23]\)"):
+        with pytest.raises(ValueError, match=r"got uint8 of shape \(9, 13, [23]\)"):
             decoded(data, "mask")
     for mode in ("RGB", "L"):
         with pytest.raises(ValueError, match="a JPEG does not keep the numbers of a mask"):
@@ -188,7 +188,7 @@ def test_what_is_no_mask_is_refused() -> None:
     ids=["ppm of 16 bits", "lab", "bmp of 5 bits"],
 )  # fmt: skip
 def test_raw_refuses_what_pillow_changes(data: bytes) -> None:
-    with pytest.raises(ValueError, match="Pillow changes .*give decode a function of your own"):
+    with pytest.raises(ValueError, match="Pillow changes .*pass your own decoder"):
         decoded(data, "raw")
 
 
@@ -227,12 +227,12 @@ def frames(form: str) -> bytes:
 @pytest.mark.parametrize("form", ["GIF", "TIFF", "WEBP", "PNG"])
 def test_of_several_frames_the_first_is_decoded_with_a_warning(form: str) -> None:
     data = frames(form)
-    with pytest.warns(ImageWarning, match="first frame of an image that has several"):
+    with pytest.warns(ImageWarning, match="only the first frame of an image with several"):
         found = decoded(data, "rgb8")
     with PIL.Image.open(io.BytesIO(data)) as image:
         np.testing.assert_array_equal(found, np.asarray(image.convert("RGB")))
     for spec in ("raw", "mask"):
-        with pytest.raises(ValueError, match="several pages"):
+        with pytest.raises(ValueError, match="several frames or pages"):
             decoded(data, spec)
 
 
@@ -241,7 +241,7 @@ def test_of_several_frames_the_first_is_decoded_with_a_warning(form: str) -> Non
 
 @pytest.mark.parametrize("spec", ["l8", "l", "torchl8", "pill"])
 def test_shades_of_grey_of_a_palette_are_warned_of(spec: str) -> None:
-    with pytest.warns(ImageWarning, match="'mask' gives its stored numbers"):
+    with pytest.warns(ImageWarning, match="'mask' returns its stored numbers"):
         decoded(SHALLOW["P png"][0], spec)
     grey = PIL.Image.fromarray(GREYS)
     grey.putpalette(np.repeat(np.arange(256, dtype=np.uint8), 3).tobytes())
@@ -279,7 +279,7 @@ def test_a_name_for_photos_is_refused_for_a_mask_that_it_would_change(
 
 @pytest.mark.parametrize("spec", ["l8", "pill", "torchl"])
 def test_a_field_named_with_grey_refuses_a_palette(spec: str, tmp_path: Path) -> None:
-    with pytest.raises(DecodeError, match="'mask' keeps them"):
+    with pytest.raises(DecodeError, match="to keep them use .*'mask'"):
         sample_of(tmp_path, {"fields": {"png": spec}}, png=SHALLOW["P png"][0])
 
 
@@ -427,9 +427,7 @@ def test_deep_images_go_through_a_loader(tmp_path: Path) -> None:
 
 
 def test_an_error_of_depth_names_sample_field_and_remedy(tmp_path: Path) -> None:
-    with pytest.raises(
-        DecodeError, match=r"16-bit.*'raw' keeps them.*sample '0042', field 'png'"
-    ) as caught:
+    with pytest.raises(DecodeError, match=r"16-bit.*'raw'.*sample '0042', field 'png'") as caught:
         sample_of(tmp_path, {}, "rgb8", png=DEEP["png 3 of 16"][0])
     assert "on_error" not in str(caught.value)  # all such samples would be passed over
 
@@ -439,7 +437,7 @@ def test_an_error_of_depth_names_sample_field_and_remedy(tmp_path: Path) -> None
     [
         ((None,), {}, r"not None; decode\(\) alone decodes text"),
         ((3,), {}, "not 3"),
-        (("audio",), {}, "no image decoder is called 'audio'; there are: .*mask.*rgb8.*fields="),
+        (("audio",), {}, "no image decoder is called 'audio'; available: .*mask.*rgb8.*fields="),
         (("rgb8", "l8"), {}, r"takes one image name, not \['rgb8', 'l8'\]"),
         ((), {"fields": {"png": None}}, "not None"),
         ((), {"fields": {"wav": "audio"}}, "no image decoder is called 'audio'"),

@@ -253,7 +253,7 @@ def test_a_batch_that_does_not_say_how_many_items_it_has_is_an_error() -> None:
     run = Unbatched().open(
         Batched(size=2, collate=collate).open(ListRun([{}, {}]), Context()), Context()
     )
-    with pytest.raises(SampleError, match="it has no columns"):
+    with pytest.raises(SampleError, match="without columns"):
         list(run)
 
 
@@ -263,7 +263,7 @@ def test_a_function_that_hands_out_less_than_before_is_an_error() -> None:
     less = Compose(function=every_other).open(ListRun(range(9)), Context())
     less.load_state_dict(run.state_dict())
     with pytest.raises(
-        StateError, match=r"compose\(every_other\) handed out 4 items, the state says 5"
+        StateError, match=r"compose\(every_other\) returned 4 items, the state has 5"
     ):
         list(less)
 

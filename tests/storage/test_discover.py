@@ -165,7 +165,7 @@ def test_what_is_not_there_is_reported(folder: str, pattern: str, message: str) 
 
 def test_a_manifest_that_is_nonsense_is_reported(folder: str) -> None:
     put(folder, {**TARS, "index.json": b"{"})
-    with pytest.raises(ManifestError, match=r"no JSON.*'shardstream index'.*index\.json"):
+    with pytest.raises(ManifestError, match=r"not JSON.*'shardstream index'.*index\.json"):
         locate_shards(folder, Storage())
 
 
