@@ -21,16 +21,26 @@ def run_tracer(*options: str) -> list[str]:
 def test_the_table_has_a_row_for_each_path_and_the_list_agrees_with_it() -> None:
     head, *lines = run_tracer("--list")
     assert head.split()[:3] == ["path", "files", "limit"]
-    paths = ("open to first batch", "next batch", "state_dict", "ShardWriter, 40 samples")
-    for path, row in zip(paths, lines[:4], strict=True):
+    paths = (
+        "open to first batch",
+        "next batch",
+        "first state_dict",
+        "next state_dict",
+        "ShardWriter, 40 samples",
+    )
+    for path, row in zip(paths, lines[:5], strict=True):
         files, _, functions, _, comprehensions = map(int, row.removeprefix(path).split())
         assert 0 < files <= functions
         assert comprehensions < functions
-        begin = lines.index(path, 4) + 1
+        begin = lines.index(path, 5) + 1
         listed = [line for line in lines[begin : begin + files] if line.startswith("  ")]
         names = [line.partition(": ")[2].split(", ") for line in listed]
         assert len(listed) == files
         assert sum(map(len, names)) == functions
+
+
+def test_no_path_becomes_longer() -> None:
+    run_tracer("--plain", "--limits")
 
 
 def test_plain_samples_take_a_shorter_path_than_decoded_ones() -> None:
