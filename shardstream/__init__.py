@@ -1,8 +1,8 @@
 """Pack samples into WebDataset tar shards on S3 or any fsspec file system, and stream them into PyTorch.
 
-The rooms, lowest first: `format` says what the bytes mean, `order` which sample comes when; `storage` reads bytes by URL,
-`catalog` knows the shard and byte range of each sample, `fetch` reads samples ahead of their use; `pipeline` turns them into
-batches, `loader` runs that in torch's workers. `packing` turns sources into shards; `cli` is the command line.
+The packages, lowest first: `format` defines the bytes of shards and indexes, `order` the order of samples; `storage` reads bytes
+by URL, `catalog` locates the shard and byte range of each sample, `fetch` prefetches samples; `pipeline` turns them into batches,
+`loader` runs the pipeline in torch's workers. `packing` turns sources into shards; `cli` is the command line.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ __all__ = [
     "verify",
 ]
 
-# Looked up when first used: torch takes over a second to import, and the command line does without.
+# Imported on first use: torch takes over a second to import, and the command line does not need it.
 _LAZY = {
     "BadSample": "pipeline.bad_sample_report",
     "Catalog": "catalog.base",

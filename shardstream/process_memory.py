@@ -1,4 +1,4 @@
-"""What Python's collector and the C library do with memory, kept out of a loader's way."""
+"""Garbage collector and malloc settings for loader workers."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 
-# The largest block that teaches glibc (mallopt(3), M_MMAP_THRESHOLD): it must be under 32 MiB with its header.
+# The largest freed block that raises glibc's dynamic M_MMAP_THRESHOLD (mallopt(3)): under 32 MiB with its header.
 _MMAP_THRESHOLD_PROBE_BYTES = 31 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 _WORKERS_MALLOC = {_M_TRIM_THRESHOLD: 8 << 20, _M_MMAP_THRESHOLD: 4 << 20, _M_ARENA_MAX: 1}
-_trim: list[Callable[[int], int]] = []  # malloc_trim(3), in a worker that is settled
+_trim: list[Callable[[int], int]] = []  # malloc_trim(3), only in a tuned worker process
 
 
 @contextmanager
 def pause_gc_for_import() -> Iterator[None]:
-    """Import large packages without looking for garbage meanwhile, of which there is none: torch takes 0.2 s of 1.4 less."""
+    """Pause garbage collection during large imports, which create no garbage (torch: 1.2 s instead of 1.4 s)."""
     was_enabled, modules = gc.isenabled(), len(sys.modules)
     gc.disable()
     try:
         yield
     finally:
-        # If nothing was imported it is a look-up, of which there may be many: each would begin the count anew after which
-        # garbage is looked for. What is frozen already is somebody's wish.
+        # Only after a real import: freeze/unfreeze resets the collector's counters, and plain look-ups are frequent. Objects
+        # that the application has frozen must stay frozen, so unfreeze() is not called then.
         if len(sys.modules) > modules and gc.get_freeze_count() == 0:
             gc.freeze()
-            gc.unfreeze()  # all is old now: the next collection of what is young need not look at it
+            gc.unfreeze()  # moves all objects to the oldest generation, which young collections skip
         if was_enabled:
             gc.enable()
 
 
 @cache
 def tune_worker_process() -> None:
-    """Make a fresh worker at home in what it has inherited or imported; once in its life.
+    """Tune a worker process once after it starts.
 
-    Its objects are left out of garbage collections, each of which takes 70 ms with torch imported, and copies the pages that
-    it shares with the process it was forked from. Of glibc's malloc (mallopt(3)), blocks of up to 4 MiB are used again, as in
-    `keep_freed_memory`, and threads share one arena: that of each thread would keep range reads that another one frees.
+    Its existing objects are excluded from garbage collections, each of which takes 70 ms with torch imported and copies the
+    pages shared with the parent process. glibc's malloc (mallopt(3)) reuses blocks of up to 4 MiB, as in `keep_freed_memory`,
+    and threads share one arena: per-thread arenas would retain range responses that another thread frees.
     """
     gc.freeze()
     try:
@@ -52,9 +52,9 @@ def tune_worker_process() -> None:
 
 
 def give_back_freed_memory() -> None:
-    """Give a worker's free pages back to the system: else those that lie between used ones add up over the epochs.
+    """Return a worker's free heap pages to the system; fragmentation would grow over the epochs.
 
-    It takes some milliseconds. In a process that is not ours it does nothing: there may be much more to look through.
+    It takes a few milliseconds. It does nothing outside tuned worker processes, whose heaps may be much larger.
     """
     for trim in _trim:
         trim(0)
@@ -62,9 +62,9 @@ def give_back_freed_memory() -> None:
 
 @cache
 def keep_freed_memory() -> None:
-    """Have freed blocks of up to 31 MiB used again, instead of given back to the system and asked for anew, page by page.
+    """Make glibc reuse freed blocks of up to 31 MiB instead of unmapping them.
 
-    glibc learns that from the first such block that is freed, for the life of the process: once, because the next one would be taken
-    of what is kept, and cleared. Photos of 100 kB are copied eight times as fast then.
+    Freeing one block of that size raises glibc's dynamic mmap threshold for the life of the process. Called once, because a second
+    block would come from the heap and be cleared. Without page faults, photos of 100 kB are copied eight times as fast.
     """
-    bytes(_MMAP_THRESHOLD_PROBE_BYTES)  # pages that are never touched cost nothing; freed here
+    bytes(_MMAP_THRESHOLD_PROBE_BYTES)  # freed at once; untouched pages cost nothing

@@ -1,4 +1,4 @@
-"""For tests of pipelines and of stages of one's own: tiny shards, a stream over a list, the check that a resume is exact."""
+"""Test helpers for pipelines and custom stages: tiny shards, a stream over a list, a check of exact resume."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def make_shards(
     """Write a dataset of small shards, with index and manifest.
 
     Args:
-        folder: Where to; any URL that fsspec knows.
-        samples: Samples to write, or how many to make up: number i has key ``f"{i:06d}"`` and ``cls`` i.
-        per_shard: Samples of a shard.
+        folder: Destination; any URL that fsspec supports.
+        samples: Samples to write, or a number of samples to generate: sample i has key ``f"{i:06d}"`` and ``cls`` i.
+        per_shard: Samples per shard.
         options: Of `ShardWriter`: ``storage_options``, ``filesystem``, …
 
     Returns:
@@ -40,7 +40,7 @@ def make_shards(
 
 
 class ListRun:
-    """A stream over a list: what a stage under test is opened on. The number of an item is its place.
+    """Stream over a list, as the source of a stage under test; an item's number is its position.
 
     >>> run = ListRun(["a", "b"])
     >>> next(run), run.number, run.state_dict()
@@ -64,30 +64,30 @@ class ListRun:
         return self._items[self.number]
 
     def state_dict(self) -> State:
-        """Return how many items were taken."""
+        """Return the number of items taken."""
         return {"taken": self._taken}
 
     def load_state_dict(self, state: State) -> None:
-        """Go behind the first ``taken`` items."""
+        """Move to the position after the first ``taken`` items."""
         self._taken = state["taken"]
 
     def close(self) -> None:
-        """Note that it was closed."""
+        """Record that it was closed."""
         self.closed = True
 
 
 def assert_resumes_exactly(open_run: Callable[[], Run]) -> None:
-    """Check that a run can be stopped anywhere and goes on with the same items and numbers.
+    """Check that a run resumes with the same items and numbers at every position.
 
-    At every position, the end included: the state is the same when asked twice, survives JSON, and what a fresh run that
-    loads it says before it reads anything; the rest is the same in a fresh run, in one that was used before, and after a
-    second stop one item later.
+    At every position, including the end: the state is the same when requested twice, survives JSON, and equals the state of a
+    fresh run right after loading it; the remaining items are the same in a fresh run, in a used one, and after a second stop
+    one item later.
 
     Args:
         open_run: Opens the run under test, from its start.
 
     Raises:
-        AssertionError: Naming the position and what differs.
+        AssertionError: With the position and the difference.
     """
     states, items = _walk(open_run)
     for place, state in enumerate(states):
@@ -95,14 +95,16 @@ def assert_resumes_exactly(open_run: Callable[[], Run]) -> None:
 
 
 def _walk(open_run: Callable[[], Run]) -> tuple[list[State], list[Any]]:
-    """Return the state at every position, as JSON brings it back, and every item."""
+    """Return the state at every position, after a JSON round trip, and every item."""
     run = open_run()
     states = [_saved(run, 0)]
     items: list[Any] = []
     for item in run:
         items.append(_comparable((run.number, item)))
         states.append(_saved(run, len(items)))
-    states.append(_saved(run, len(items)))  # behind the end: as good as the one before it
+    states.append(
+        _saved(run, len(items))
+    )  # after StopIteration: must resume like the state before it
     run.close()
     return states, items
 
@@ -137,7 +139,7 @@ def _saved(run: Run, place: int) -> State:
 
 
 def _comparable(item: Any) -> Any:
-    """Replace arrays, tensors and pictures by what ``==`` can compare."""
+    """Replace arrays, tensors and images by values that ``==`` can compare."""
     if isinstance(item, Mapping):
         return {name: _comparable(value) for name, value in item.items()}
     if isinstance(item, list):
