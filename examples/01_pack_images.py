@@ -1,7 +1,7 @@
 """Pack a folder of images, one folder for each class.
 
-You learn: what ``ss.pack`` makes of a folder tree, how to split and shuffle, what lies in the destination afterwards, and where
-the names of the classes are. The command line does the same:
+You learn: how ``ss.pack`` maps a folder tree to samples, how to split and shuffle, which files it writes, and where the class
+names are stored. The command line does the same:
 
     shardstream pack photos/ packed/ --split train=0.8,val=0.2
 """
@@ -40,7 +40,7 @@ def draw(folder: Path, *, per_class: int) -> None:
 
 
 def main() -> None:
-    """Pack, then look at what is there."""
+    """Pack, then inspect the written files."""
     with tempfile.TemporaryDirectory() as scratch:
         photos, packed = Path(scratch, "photos"), Path(scratch, "packed")
         draw(photos, per_class=50)
@@ -57,7 +57,7 @@ def main() -> None:
         print(f"{report.samples} images in {report.shards} shards, {report.total_bytes:,} bytes")
         assert [split.samples for split in report.splits] == [120, 30]
 
-        # Shards, an index beside each, a manifest, and the names of the classes.
+        # Shards, an index for each, a manifest, and the class names.
         names = sorted(path.name for path in (packed / "train").iterdir())
         print("packed/train:", *names)
         assert names == [

@@ -1,11 +1,11 @@
-"""Train on photos, with augmentation of your own.
+"""Train on photos with custom augmentation.
 
 You learn: how transforms get their randomness. ``map(function, rng=True)`` calls ``function(sample, generator)`` with a NumPy
-generator that depends on the seed, the epoch and the sample alone. So a sample is augmented in the same way on any number of
-workers and ranks and after a resume, and in another way in the next epoch. No global seed is set or read.
+generator that depends only on the seed, the epoch and the sample. So a sample is augmented in the same way on any number of
+workers and ranks and after a resume, and differently in the next epoch. No global seed is set or read.
 
-The data are crops of the two photos that come with scikit-learn, a temple and a flower. The network must tell crops of the
-right part of each photo from one another, of which it has seen only the left part.
+The data are crops of the two photos that come with scikit-learn, a temple and a flower. The network trains on crops of the left
+part of each photo and is tested on crops of the right part.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import shardstream as ss
 
 Image = npt.NDArray[np.uint8]
-SIZE = 48  # what the network sees, pixels
+SIZE = 48  # side of the network's input, in pixels
 MEAN = np.array([0.45, 0.42, 0.36], dtype=np.float32)
 STD = np.array([0.27, 0.26, 0.28], dtype=np.float32)
 
@@ -79,7 +79,7 @@ class Augment:
 
 
 def centre(sample: dict[str, Any]) -> tuple[Tensor, int]:
-    """Return the middle of the image and its label: what is used to test."""
+    """Return the centre crop of an image and its label, for testing."""
     image: Image = sample["jpg"]
     top, left = (image.shape[0] - SIZE) // 2, (image.shape[1] - SIZE) // 2
     return normalise(image[top : top + SIZE, left : left + SIZE]), sample["cls"]
@@ -135,7 +135,7 @@ def main() -> None:
         photos = ss.ShardDataset(f"{scratch}/train", shuffle=True, seed=0, lanes=2).decode("rgb8")
         augmented = photos.map(Augment(), rng=True)
 
-        # The same augmented batches whoever makes them.
+        # Equal augmented batches on any number of workers.
         here = list(ss.ShardLoader(augmented, batch_size=32))
         there = list(ss.ShardLoader(augmented, batch_size=32, num_workers=2))
         assert all(torch.equal(a, b) for (a, _), (b, _) in zip(here, there, strict=True))

@@ -1,8 +1,8 @@
-"""Stop in the middle of an epoch and go on, with another number of workers.
+"""Stop in the middle of an epoch and resume with another number of workers.
 
-You learn: ``loader.state_dict()`` is a few numbers and says which samples the training has seen, whatever the workers have
-read ahead. It goes into your checkpoint; ``load_state_dict`` goes on with the next sample. Nothing comes twice, nothing is
-missed. ``lanes`` is the one number to choose beforehand: a multiple of every number of workers (times ranks) you may use.
+You learn: ``loader.state_dict()`` is a few numbers that count the samples the training has received, not those that workers have
+prefetched. Save it in your checkpoint; ``load_state_dict`` continues with the next sample. No sample is repeated or missed.
+Choose ``lanes`` in advance: a multiple of every number of workers (times ranks) that you may use.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main() -> None:
 
         checkpoint = Path(scratch, "checkpoint.pt")
         loader = open_loader(f"{scratch}/data", num_workers=2)
-        whole = [ids.tolist() for (ids,) in loader]  # an epoch that nobody interrupts
+        whole = [ids.tolist() for (ids,) in loader]  # an uninterrupted epoch
         loader.set_epoch(0)
 
         # The first run: 20 steps of the epoch, then something happens.

@@ -1,8 +1,8 @@
-"""Several ranks: each sample goes to one of them, and all take the same number of steps.
+"""Train on several ranks: each sample goes to one rank, and all have equally many steps.
 
 You learn: once ``torch.distributed`` is initialised (or RANK and WORLD_SIZE are set, as torchrun does) there is nothing to
-configure. Every rank computes the same plan and takes its part; nobody coordinates. With 1,000 samples on 3 ranks the last
-step cannot be dealt out evenly: ``remainder`` says what happens then.
+configure. Every rank computes the same plan and reads its part, without a coordinator. With 1,000 samples on 3 ranks the last
+step cannot be split evenly: ``remainder`` controls what happens then.
 
 The ranks here are real processes, joined by gloo; each reads with a worker of its own.
 """
@@ -49,7 +49,7 @@ def run_rank(rank: int, scratch: str) -> None:
             print(
                 f"{remainder}: {len(seen)} of {SAMPLES} samples, {twice} of them twice; steps {steps}"
             )
-        assert set(steps) == {len(loader)}  # the same for all: no rank waits for ever
+        assert set(steps) == {len(loader)}  # equal on all ranks, so none hangs in a collective
         if remainder == "pad":  # every sample; at most W - 1 come twice
             assert len(seen) == SAMPLES
             assert len(samples) - SAMPLES < WORLD_SIZE

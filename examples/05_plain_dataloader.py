@@ -1,9 +1,9 @@
-"""Without a ShardLoader: torch's own DataLoader, samplers and splits.
+"""Use torch's own DataLoader, samplers and splits, without a ShardLoader.
 
-You learn: two ways to use what you have. ``ShardDataset`` is an ``IterableDataset``: a plain ``DataLoader`` reads each sample
-once over its workers; say ``microbatch=`` the batch size, so that batches are full. ``ShardMapDataset`` is the same data by
-number, for ``DistributedSampler``, ``random_split``, ``Subset`` and ``WeightedRandomSampler``. What only a ShardLoader has:
-a state, and batches that are the same on any number of workers.
+You learn: two ways to keep existing code. ``ShardDataset`` is an ``IterableDataset``: a plain ``DataLoader`` reads each sample
+once over its workers; set ``microbatch=`` to the batch size, so that batches are full. ``ShardMapDataset`` reads the same data
+by number, for ``DistributedSampler``, ``random_split``, ``Subset`` and ``WeightedRandomSampler``. Only a ShardLoader has a
+state, and batches that are the same on any number of workers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MinIO, or any other S3 server, found by environment variables.
+"""Read from MinIO, or any other S3 server, configured by environment variables.
 
 You learn: which variables to set, and that nothing else changes. The S3 client reads them itself:
 
@@ -60,7 +60,7 @@ def main() -> None:
             }
             assert len(ss.ShardDataset(f"{url}/{{0000..0003}}.tar", storage_options=options)) == 200
 
-            # A mistake says what to do.
+            # An error message names the action to take.
             try:
                 ss.ShardDataset(f"s3://{args.bucket}/no-such-prefix/")
             except ss.NotFoundError as error:

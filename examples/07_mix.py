@@ -1,8 +1,8 @@
-"""Mix datasets: three of one for each of another.
+"""Mix two datasets three to one.
 
-You learn: ``ss.mix`` takes datasets with their own steps and gives a dataset. With weights, an epoch ends before a sample of
-any of them would come twice, or goes on until all have come (``stop="all_exhausted"``). The mix is a function of the position:
-the same on any number of workers, and it resumes like a single dataset. Without weights every sample comes once an epoch.
+You learn: ``ss.mix`` takes datasets with their own steps and returns a dataset. With weights, an epoch ends before a sample of
+any dataset would repeat, or after all samples have been read (``stop="all_exhausted"``). The mix is a function of the position:
+the same on any number of workers, and it resumes like a single dataset. Without weights an epoch has every sample once.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Steps of your own: a decoder, a filter, a flat-map, a generator.
+"""Add custom steps: a decoder, a filter, a flat-map, a generator.
 
-You learn: where your code goes in. ``decode(fields=...)`` for a format of your own; ``select`` to drop samples; ``map`` to a list
-and ``unbatched`` to make several items of one; ``compose`` for a generator function. The last three change how many items there
-are: the state then holds a position for each worker, and resumes on the same number of workers and ranks only.
+You learn: where to add your code. ``decode(fields=...)`` for a custom format; ``select`` to drop samples; ``map`` to a list and
+``unbatched`` to make several items of one; ``compose`` for a generator function. The last three change the number of items: the
+state then holds a position for each worker, and resumes on the same number of workers and ranks only.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Files that nobody has packed yet: train on them today, pack them tomorrow.
+"""Train on loose files before they are packed.
 
-You learn: ``ObjectDataset.from_prefix`` makes a sample of each file under a prefix, with the label from its path, and splits, shuffles,
-decodes and resumes as ``ShardDataset`` does. Each sample is a request, so once the data are packed the same training reads
-them several times as fast; nothing else in the program changes.
+You learn: ``ObjectDataset.from_prefix`` makes a sample of each file under a prefix, with the label from its path, and splits,
+shuffles, decodes and resumes as ``ShardDataset`` does. Each sample costs one request, so packed data are read several times as
+fast; nothing else in the program changes.
 
-The example starts an S3 server of its own.
+The example starts its own S3 server.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
         url = f"{bucket}/pictures"
         upload(url)
 
-        # The name of the folder right under the prefix is the class; a function of the path would do as well.
+        # The name of the folder directly under the prefix is the class; a function of the path works too.
         loose = ss.ObjectDataset.from_prefix(f"{url}/", label="folder", shuffle=True)
         assert loose.classes == CLASSES
         print(loose, "classes:", ", ".join(loose.classes))

@@ -43,7 +43,7 @@ def samples() -> list[dict[str, object]]:
 
 
 def write(dest: str, *, overwrite: bool, bar: Progress) -> None:
-    """Pack the digits to ``dest/train`` and ``dest/val``, and check what is there now."""
+    """Pack the digits to ``dest/train`` and ``dest/val``, and verify the result."""
     task = bar.add_task("pack", total=None)
     report = ss.pack(
         samples(),

@@ -103,7 +103,7 @@ __all__ = [
     "verify",
 ]
 
-# Looked up when first used: torch takes over a second to import, and the command line does without.
+# Imported on first use: torch takes over a second to import, and the command line does not need it.
 _LAZY = {
     "BadSample": "pipeline",
     "Catalog": "catalog",

@@ -1,7 +1,7 @@
-"""Which part of the job this process is: the only module that looks at the environment for it.
+"""Detect the rank and world size of this process; the only module that reads the environment for them.
 
-The rank is settled once, in the main process, and travels inside the pickled dataset: a spawned loader worker has no
-process group, a lookup there would say rank 0 of 1.
+The rank is detected once, in the main process, and pickled with the dataset: a spawned loader worker has no process group, so
+detection there would give rank 0 of 1.
 """
 
 from __future__ import annotations
@@ -32,16 +32,19 @@ class Placement:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise OptionError(f"rank {self.rank} of world size {self.world_size} does not exist")
+            raise OptionError(
+                f"rank {self.rank} of world size {self.world_size} does not exist; ranks are 0 to world_size - 1"
+            )
 
     @classmethod
     def detect(cls) -> Placement:
-        """Ask an initialised ``torch.distributed``, else Ray Train, else ``RANK`` and ``WORLD_SIZE`` (torchrun), else 0 of 1.
+        """Detect the placement from the job's launcher.
 
-        Also 0 of 1 inside a loader of Hugging Face Accelerate that splits the samples over the ranks itself.
+        Sources in order: an initialised ``torch.distributed``, Ray Train, ``RANK`` and ``WORLD_SIZE`` (torchrun); else rank 0
+        of 1. Also 0 of 1 inside a Hugging Face Accelerate loader that splits the samples over the ranks itself.
 
         Raises:
-            OptionError: If only one of the two variables is set, or they are no numbers.
+            OptionError: If only one of the two variables is set, or they are not numbers.
         """
         if accelerate_loader() is not None:
             return cls()
@@ -78,12 +81,11 @@ class WorkerInfo:
 
 
 def accelerate_loader() -> str | None:
-    """Return the class of the Accelerate loader that is asking and deals out samples over the ranks; None if none is.
+    """Return the class of a calling Accelerate loader that splits samples over ranks; else None.
 
-    Accelerate (and with it the Hugging Face Trainer) deals out an ``IterableDataset`` over the ranks itself and tells the
-    dataset nothing about it: a dataset that splits as well would lose all but one of its parts. Only the call stack shows who
-    asks. A forked worker still has the stack of its parent; a spawned one gets its placement when it is pickled, below the
-    same call.
+    Accelerate (and with it the Hugging Face Trainer) splits an ``IterableDataset`` over the ranks itself without informing the
+    dataset: if the dataset split as well, all but one of its parts would be lost. Only the call stack shows the caller. A forked
+    worker inherits the stack of its parent; a spawned one gets its placement when it is pickled, below the same call.
     """
     if "accelerate.data_loader" not in sys.modules:
         return None
@@ -108,13 +110,13 @@ def _splits_samples(loader: Any) -> bool:
     accelerate = sys.modules["accelerate.data_loader"]
     if isinstance(loader, accelerate.IterableDatasetShard):
         return True
-    # type(): loaders of Accelerate pretend to be of torch's class
+    # type(), not isinstance(): Accelerate's loaders override __class__ with torch's class.
     if issubclass(type(loader), accelerate.DataLoaderDispatcher):
         return bool(accelerate.PartialState().num_processes > 1)
     if not issubclass(type(loader), accelerate.DataLoaderAdapter):
         return False
-    # Where spawned workers are started only the loader is on the stack. One that was made for a single process deals out
-    # nothing, unless all ranks share a model (tensor or context parallelism) and so are given the same samples.
+    # While spawned workers start, only the loader is on the stack. One made for a single process splits nothing, unless all
+    # ranks share a model (tensor or context parallelism) and need the same samples.
     state = sys.modules["accelerate.state"].AcceleratorState
     config = state._shared_state.get("parallelism_config")
     shares_samples = config is not None and config.non_data_parallel_size > 1
@@ -123,12 +125,12 @@ def _splits_samples(loader: Any) -> bool:
 
 
 def is_one_of_several() -> bool:
-    """Return whether ``torch.distributed`` runs more than one rank, whoever splits the samples."""
+    """Return whether ``torch.distributed`` runs more than one rank."""
     return (_from_torch() or Placement()).world_size > 1
 
 
 def _from_torch() -> Placement | None:
-    # Looked up, not imported: who has not imported torch.distributed has not initialised it.
+    # Looked up, not imported: if nothing has imported torch.distributed, it is not initialised.
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         return None

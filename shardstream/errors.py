@@ -1,23 +1,23 @@
-"""What can go wrong, as one tree of exceptions.
+"""Exceptions and warnings of shardstream, as one tree.
 
     ShardStreamError
-    ├── OptionError         an argument that makes no sense (also a ValueError)
-    ├── StorageError        a place that cannot be listed, read or written
-    │   ├── NotFoundError    nothing is there (also a FileNotFoundError)
-    │   ├── AccessDeniedError    no credentials, or wrong ones (also a PermissionError)
-    │   ├── ChangedError    not the file that was indexed, or read before
-    │   └── UnfinishedError a dataset that is being written, or whose writer was stopped
-    ├── ShardError          a tar whose bytes are damaged or cut
-    │   └── IndexMismatchError   a tar, its index and its manifest that do not fit each other
-    ├── ManifestError       an index.json that is none of ours
-    ├── SampleError         a sample that cannot be written, grouped or batched
-    │   └── DecodeError     a field whose bytes cannot be decoded
-    ├── SourceError         a file or row that cannot be packed
-    ├── StateError          a state that cannot be continued exactly
-    ├── SkipBudgetError  more bad samples than the caller allowed
-    └── WorkerError         a worker process that died (also a RuntimeError, as torch raises)
+    ├── OptionError              an invalid argument (also a ValueError)
+    ├── StorageError             a URL that cannot be listed, read or written
+    │   ├── NotFoundError        not found (also a FileNotFoundError)
+    │   ├── AccessDeniedError    missing or wrong credentials (also a PermissionError)
+    │   ├── ChangedError         a file that changed since it was indexed or read
+    │   └── UnfinishedError      a dataset that is being written, or whose writer was stopped
+    ├── ShardError               a tar whose bytes are damaged or truncated
+    │   └── IndexMismatchError   a tar, its index and its manifest that do not match
+    ├── ManifestError            an invalid index.json
+    ├── SampleError              a sample that cannot be written, grouped or batched
+    │   └── DecodeError          a field whose bytes cannot be decoded
+    ├── SourceError              a file or row that cannot be packed
+    ├── StateError               a state that cannot be continued exactly
+    ├── SkipBudgetError          more bad samples than the caller allowed
+    └── WorkerError              a loader worker that died (also a RuntimeError, as torch raises)
 
-Every message says what is wrong, where (shard, byte, key, field) and what to do. Loader workers rebuild an exception as
+Every message says what failed, where (shard, byte, key, field) and what to do. Loader workers rebuild an exception as
 ``type(message)``, so each class takes one positional message; the rest are optional keywords kept as attributes.
 """
 
@@ -31,7 +31,7 @@ _QUERY = re.compile(r"(?<=[^\s])\?[^\s'\"]*")
 
 
 def redact(url: str) -> str:
-    """Return ``url`` without what may be a secret: user info and the query string of a signed URL.
+    """Remove possible secrets from a URL: user info, and the query string of a signed URL.
 
     >>> redact("https://user:pass@host/a.tar?X-Amz-Signature=1f3")
     'https://host/a.tar?…'
@@ -42,7 +42,7 @@ def redact(url: str) -> str:
 
 
 def shown(text: str) -> str:
-    r"""Escape what a terminal would obey rather than show, such as names in hostile tars; lines stay lines.
+    r"""Escape terminal control characters, such as in names of hostile tars; line breaks and tabs stay.
 
     >>> shown("a\x1b[31m\u202e\n")
     'a\\x1b[31m\\u202e\n'
@@ -56,7 +56,7 @@ def shown(text: str) -> str:
 
 
 def plural(count: int, noun: str) -> str:
-    """Give a count with its noun.
+    """Format a count with its noun.
 
     >>> plural(1, "shard"), plural(12345, "sample"), plural(2, "class"), plural(0, "batch")
     ('1 shard', '12,345 samples', '2 classes', '0 batches')
@@ -68,13 +68,13 @@ def plural(count: int, noun: str) -> str:
 class ShardStreamError(Exception):
     """Base of all errors that shardstream raises on purpose.
 
-    Attributes: ``what`` is wrong, ``remedy`` (what to do; empty where ``what`` says it) and ``where`` (the place, in words), of which
-    the message is made: ``what; remedy [where]``; and the arguments.
+    The message is ``what; remedy [where]``. Attributes: ``what`` failed, ``remedy`` (the action; empty if ``what`` includes it),
+    ``where`` (the place, as text), and the other arguments.
 
     Args:
-        what: What is wrong.
-        remedy: What to do about it.
-        shard: URL of the shard, or of the file, that it happened in.
+        what: The failure.
+        remedy: The action to take.
+        shard: URL of the shard or file.
         offset: Byte offset in that file.
         key: Key of the sample.
         field: Field of the sample.
@@ -108,27 +108,27 @@ class ShardStreamError(Exception):
 
 
 class OptionError(ShardStreamError, ValueError):
-    """An argument that makes no sense."""
+    """An argument with an invalid value or type."""
 
 
 class StorageError(ShardStreamError):
-    """A place that cannot be listed, read or written: missing, refused or out of reach."""
+    """A URL that cannot be listed, read or written: missing, denied or unreachable."""
 
 
 class NotFoundError(StorageError, FileNotFoundError):
-    """Nothing is there. Trying again does not help."""
+    """A URL that was not found. A retry does not help."""
 
     errno = errno.ENOENT
 
 
 class AccessDeniedError(StorageError, PermissionError):
-    """No credentials, or wrong ones. Trying again does not help."""
+    """Missing or wrong credentials. A retry does not help."""
 
     errno = errno.EACCES
 
 
 class ChangedError(StorageError):
-    """A file that is not what its manifest says, or not what it was before. Trying again does not help."""
+    """A file that differs from its manifest, or changed since it was read. A retry does not help."""
 
 
 class UnfinishedError(StorageError):
@@ -136,15 +136,15 @@ class UnfinishedError(StorageError):
 
 
 class ShardError(ShardStreamError):
-    """A tar whose bytes are damaged, cut or not a tar at all."""
+    """A file whose bytes are damaged, truncated or not a tar."""
 
 
 class IndexMismatchError(ShardError):
-    """A tar, its index and its manifest that do not fit each other."""
+    """A tar, its index and its manifest that do not match."""
 
 
 class ManifestError(ShardStreamError):
-    """An ``index.json`` that cannot be understood."""
+    """An invalid ``index.json``."""
 
 
 class SampleError(ShardStreamError):
@@ -180,16 +180,16 @@ class ClassesWarning(UserWarning):
 
 
 class CacheWarning(UserWarning):
-    """Nothing is kept on the local disk: it is full, cannot be written, or what is read has no version."""
+    """The cache stores nothing: the disk is full or not writable, or the remote file has no version."""
 
 
 class ReportWarning(UserWarning):
-    """The list of bad samples cannot be written; training goes on."""
+    """The report of bad samples cannot be written; training continues."""
 
 
 class ShardWarning(UserWarning):
-    """A tar is read, but links in it are not, or its end is missing: samples may be incomplete or missing."""
+    """A tar with unread links or a missing end: samples may be incomplete or missing."""
 
 
 class ImageWarning(UserWarning):
-    """An image is decoded in a way that leaves something out."""
+    """An image is decoded only in part, such as one frame of an animation."""

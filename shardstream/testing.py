@@ -75,7 +75,7 @@ class ListRun:
         return self._items[self.number]
 
     def state_dict(self) -> State:
-        """Return how many items were taken."""
+        """Return the number of items taken."""
         return {"taken": self._taken}
 
     def load_state_dict(self, state: State) -> None:
@@ -83,7 +83,7 @@ class ListRun:
         self._taken = state["taken"]
 
     def close(self) -> None:
-        """Note that it was closed."""
+        """Record that it was closed."""
         self.closed = True
 
 
@@ -106,7 +106,7 @@ def assert_resumes_exactly(open_run: Callable[[], Run]) -> None:
 
 
 def _walk(open_run: Callable[[], Run]) -> tuple[list[State], list[Any]]:
-    """Return the state at every position, as JSON brings it back, and every item."""
+    """Return the state at every position, after a JSON round trip, and every item."""
     run = open_run()
     states = [_saved(run, 0)]
     items: list[Any] = []

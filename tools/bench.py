@@ -1,9 +1,9 @@
-"""shardstream beside its peers: the same bytes, repetitions in turn, medians with spread, and what the machine allows.
+"""Benchmark shardstream against its peers on the same bytes, with medians, spread and hardware limits.
 
     python tools/bench.py [--quick] [--only ROW] [--json FILE] [--plot FILE.png]
     python tools/bench.py --render FILE.json
 
-Peers: pip install -e ".[s3,bench]" -c constraints.txt; those that are missing are said to be. docs/benchmarks.md has the method.
+Peers: pip install -e ".[s3,bench]" -c constraints.txt; missing peers are reported. docs/benchmarks.md has the method.
 """
 
 from __future__ import annotations

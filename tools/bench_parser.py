@@ -1,4 +1,4 @@
-"""How many members a second the tar parser reads, beside Python's tarfile on the same bytes.
+"""Benchmark the tar parser against Python's tarfile on the same bytes, in members per second.
 
     python tools/bench_parser.py [--samples N]
 

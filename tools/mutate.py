@@ -1,11 +1,11 @@
-"""Change one module in small ways and see which changes no test notices.
+"""Mutate one module and list the mutants that no test detects.
 
     python tools/mutate.py shardstream/order/epoch_plan.py tests/order/test_epoch_plan.py tests/order/test_partition.py --sample 40
 
 Each mutant is one edit of the syntax tree: a comparison, operator, constant or condition is exchanged, a statement is removed. The
 tests run on a copy of the working tree, in a process forked from one that has torch and the clients imported already, and stop at
-the first failure. A mutant that no test notices is printed as a diff: either a test is missing, or the edit changes nothing.
-The operators are those of mutmut and cosmic-ray; both import torch anew for each mutant, or cannot follow tests into processes.
+the first failure. An undetected mutant is printed as a diff: either a test is missing, or the edit changes nothing.
+The operators are those of mutmut and cosmic-ray; these import torch again for each mutant, or cannot follow tests into processes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How well an epoch is shuffled, beside shuffled shards with a buffer, on data sorted by class: the worst case.
+"""Measure shuffle quality against shuffled shards with a buffer, on data sorted by class (the worst case).
 
     python tools/shuffle_quality.py [--plot docs/shuffle.png]
 

@@ -1,6 +1,6 @@
 """Small tars as different tools write them, and changes to them that a tar reader gets far with: for ``fuzz_tar.py``.
 
-Changes know where the fields of a header are and mend its checksum, or nearly every input would end there.
+Changes know where the fields of a header are and repair its checksum, or nearly every input would end there.
 """
 
 from __future__ import annotations

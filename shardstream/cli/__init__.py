@@ -5,7 +5,7 @@ options                arguments that several commands share; the progress bar
 pack, pack_progress    ``shardstream pack``
 index_verify           ``shardstream index`` and ``shardstream verify``
 ls_cat                 ``shardstream ls`` and ``shardstream cat``
-field_preview          one field of a sample in a few words
+field_preview          short description of a field
 terminal_text          sizes and tables as text; escape control characters
 """
 

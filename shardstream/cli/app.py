@@ -1,4 +1,4 @@
-"""The commands together, and how they end: messages, exit codes."""
+"""Run the command line: all commands, error messages and exit codes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
-    # Markup off: URLs and keys hold brackets.
+    # Markup off: brackets in URLs and keys would be parsed as markup.
     rich_markup_mode=None,
 )
 for command in (pack.pack, index_verify.index, index_verify.verify, ls_cat.ls, ls_cat.cat):
@@ -51,11 +51,9 @@ def _common(
             "--version", help="Show the version and exit.", callback=_show_version, is_eager=True
         ),
     ] = False,
-    debug: Annotated[
-        bool, typer.Option(_DEBUG, help="Show where in the code an error came from.")
-    ] = False,
+    debug: Annotated[bool, typer.Option(_DEBUG, help="Show the traceback of an error.")] = False,
 ) -> None:
-    """Pack samples into tar shards for training, and look after them.
+    """Pack samples into tar shards for training; index, verify and list shards.
 
     A URL is a folder (data/train/), a tar, a pattern ("s3://bucket/train/{000000..000099}.tar") or an index.json. Quote
     patterns, or the shell expands them. Credentials and server come from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and
@@ -70,11 +68,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments without the program's name; by default those of the process.
 
     Returns:
-        The exit code: 0 well, 1 an error or problems found, 2 wrong usage, 130 interrupted, 143 terminated.
+        The exit code: 0 success, 1 an error or problems found, 2 wrong usage, 130 interrupted, 143 terminated.
     """
     if (
         argv is None
-    ):  # before multiprocessing is imported, to be called after what that does at exit
+    ):  # atexit runs in reverse order: registered before multiprocessing is imported, it runs after multiprocessing's handlers
         atexit.register(_end_resource_tracker)
     with _sigterm_raised():
         return _main(argv)
@@ -83,13 +81,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _main(argv: Sequence[str] | None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     debug = _DEBUG in arguments
-    if debug:  # taken anywhere, so that it can be added to the end of a line that failed
+    if debug:  # accepted at any position, so that it can be appended to a failed command
         arguments = [_DEBUG, *(argument for argument in arguments if argument != _DEBUG)]
     try:
         code = _run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader has seen enough (head, say). Python would complain when it flushes at exit.
+        # The reader has closed the pipe (such as head). Without this, Python's flush at exit would fail with a message.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
@@ -108,12 +106,14 @@ def _main(argv: Sequence[str] | None) -> int:
 
 @contextmanager
 def _sigterm_raised() -> Iterator[None]:
-    """Let SIGTERM end a command as Ctrl-C does: by an exception, on whose way files are closed and uploads dropped."""
+    """Raise SystemExit on SIGTERM, so that files are closed and uploads aborted, as after Ctrl-C."""
 
     def end(*_: object) -> None:
         raise SystemExit(EXIT_TERMINATED)
 
-    if threading.current_thread() is not threading.main_thread():  # only that one may
+    if (
+        threading.current_thread() is not threading.main_thread()
+    ):  # signal handlers need the main thread
         yield
         return
     before = signal.signal(signal.SIGTERM, end)
@@ -124,7 +124,7 @@ def _sigterm_raised() -> Iterator[None]:
 
 
 def _end_resource_tracker() -> None:
-    """Wait for the helper process of multiprocessing, which would outlive the command by moments."""
+    """Stop multiprocessing's resource tracker process, which would briefly outlive the command."""
     tracker = sys.modules.get("multiprocessing.resource_tracker")
     stop = getattr(getattr(tracker, "_resource_tracker", None), "_stop", None)
     if stop is not None:
@@ -134,6 +134,6 @@ def _end_resource_tracker() -> None:
 def _run(arguments: list[str]) -> int:
     try:
         app(arguments, prog_name="shardstream")
-    except SystemExit as exit_:  # typer's way to return
+    except SystemExit as exit_:  # typer always exits this way
         return exit_.code if isinstance(exit_.code, int) else 1
     return 0

@@ -1,4 +1,4 @@
-"""One field of a sample in a few words, without running or unpacking what is in it."""
+"""Describe a field of a sample briefly, without executing or unpacking its content."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _PREVIEW_BYTES = 16
 
 
 def describe(field: str, data: bytes, *, limit: int | None = _PREVIEW_CHARACTERS) -> str:
-    r"""Say what is in a field: text as it is, images and arrays by their headers, the rest as the first bytes.
+    r"""Describe a field: text in full, images and arrays by header, others by first bytes.
 
     >>> describe("cls", b"7"), describe("bin", b"\x00\xff"), describe("txt", b"\x1b[31mred")
     ('7', 'bytes 00 ff', '\\x1b[31mred')
 
     Args:
-        field: Its name; the last part tells the kind.
-        data: Its bytes.
-        limit: Characters of text to show; None for all, with its line breaks.
+        field: Name of the field; its extension determines the kind.
+        data: Content of the field.
+        limit: Characters of text to show; None for all, with line breaks.
     """
     kind = field.rsplit(".", 1)[-1].lower()
     if not data:
@@ -49,7 +49,7 @@ def describe(field: str, data: bytes, *, limit: int | None = _PREVIEW_CHARACTERS
 def _text(data: bytes, limit: int | None) -> str | None:
     cut = data if limit is None else data[: 4 * limit + 4]
     try:
-        # A character cut in two at the end is no mistake of the text.
+        # "ignore" when truncated: the cut may split the last character.
         text = cut.decode("utf-8", "strict" if len(cut) == len(data) else "ignore")
     except UnicodeDecodeError:
         return None
@@ -59,16 +59,18 @@ def _text(data: bytes, limit: int | None) -> str | None:
 
 
 def _image(data: bytes) -> str | None:
-    from PIL import Image  # noqa: PLC0415  (only where there is an image)
+    from PIL import Image  # noqa: PLC0415  (imported only for images)
 
     from shardstream.format import PILLOW_FORMATS  # noqa: PLC0415
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a huge image is only measured here
+            warnings.simplefilter(
+                "ignore"
+            )  # Pillow's size warning does not apply: only the header is read
             with Image.open(io.BytesIO(data), formats=PILLOW_FORMATS) as image:
                 return f"{image.format} {image.width}x{image.height} {image.mode}"
-    except Exception:  # noqa: BLE001  (Pillow raises what it likes on damaged headers; the bytes are shown then)
+    except Exception:  # noqa: BLE001  (Pillow raises various errors on damaged headers; show bytes instead)
         return None
 
 
@@ -80,7 +82,7 @@ def _array(data: bytes) -> str | None:
         version = npy.read_magic(stream)
         read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
         shape, _, dtype = read(stream)
-    except Exception:  # noqa: BLE001  (numpy hands the header to Python's tokenizer and parser, which raise what they like)
+    except Exception:  # noqa: BLE001  (numpy's header parser uses Python's tokenizer, which raises various errors)
         return None
     kind = "Python objects: not opened" if dtype.hasobject else str(dtype)
     return f"array {kind} {'x'.join(map(str, shape)) or 'scalar'}"

@@ -17,7 +17,7 @@ def index(
     name: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="Name of the dataset, kept in index.json.", show_default=False
+            metavar="NAME", help="Name of the dataset, stored in index.json.", show_default=False
         ),
     ] = "",
     wds2idx: Annotated[
@@ -26,10 +26,10 @@ def index(
     threads: Threads = 4,
     option: StorageOption = None,
 ) -> None:
-    """Make existing tars ready for shuffled, resumable reading.
+    """Index existing tars for shuffled, resumable reading.
 
     Reads every tar once and writes NAME.tar.idx next to it, then index.json for all of them. No tar is changed. Use it
-    for shards that other tools wrote; 'shardstream pack' does it by itself.
+    for shards of other tools; 'shardstream pack' writes its own index.
 
     Examples:
       shardstream index data/train/
@@ -54,10 +54,10 @@ def index(
 
 
 def verify(urls: Urls, *, threads: Threads = 4, option: StorageOption = None) -> None:
-    """Read every byte again and list all that is wrong.
+    """Read every byte of a dataset and list all problems.
 
-    Compares each tar's length, checksum and samples with index.json and its index, and looks for keys that are there
-    twice and for files that do not belong. Exit code 0: sound (there may be warnings), 1: errors.
+    Compares each tar's length, checksum and samples with index.json and its index, and finds duplicate keys and unexpected
+    files. Exit code 0: sound (warnings are possible), 1: errors.
 
     Example:
       shardstream verify s3://bucket/train/

@@ -23,14 +23,14 @@ _CLASSES_CHARACTERS = 100
 
 _Number = Annotated[
     int | None,
-    typer.Option(min=0, metavar="N", help="Number of the sample, from 0, which is the default."),
+    typer.Option(min=0, metavar="N", help="Number of the sample, from 0; by default 0."),
 ]
 _Key = Annotated[
     str | None,
     typer.Option(metavar="KEY", help="Key of the sample; searches shard by shard."),
 ]
 _Field = Annotated[
-    str | None, typer.Option(metavar="FIELD", help="Show this field alone, text in full.")
+    str | None, typer.Option(metavar="FIELD", help="Show only this field, text in full.")
 ]
 _Output = Annotated[
     str | None,
@@ -44,14 +44,14 @@ _Output = Annotated[
 def ls(
     urls: Urls,
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="Write JSON, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON.")] = False,
     option: StorageOption = None,
 ) -> None:
     """List the shards of a dataset: samples, sizes, fields.
 
-    Reads index.json, or else the names and sizes of the files and one sample; never a whole shard. A "?" is what only
-    'shardstream index' would tell. Of a folder that holds the folders of several splits, all are listed; the exit code is 1
-    where one is not finished.
+    Reads index.json, or else the names and sizes of the files and one sample; never a whole shard. A "?" marks a number that
+    is unknown without 'shardstream index'. For a folder with several splits, all are listed; the exit code is 1 if one is not
+    finished.
 
     Examples:
       shardstream ls data/train/
@@ -134,7 +134,8 @@ def cat(
     fields = [name for name in sample if not name.startswith("__")]
     if field is not None and field not in fields:
         raise OptionError(
-            f"the sample has no field {field!r}, it has {', '.join(fields)}", key=sample["__key__"]
+            f"the sample has no field {field!r}; choose from {', '.join(fields)}",
+            key=sample["__key__"],
         )
     if field is None or output is None:
         _show(

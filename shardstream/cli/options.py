@@ -1,4 +1,4 @@
-"""What several commands take: URLs, storage options, and a progress bar."""
+"""Command-line options that several commands share, and the progress bar."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ StorageOption = Annotated[
         "--option",
         metavar="KEY=VALUE",
         help="Option for the file system, as in fsspec's storage_options; may be repeated. "
-        "Secrets are better kept in AWS_* variables.",
+        "Pass secrets in AWS_* variables instead.",
         show_default=False,
     ),
 ]
 Threads = Annotated[
-    int, typer.Option(min=1, max=256, metavar="N", help="Shards to read at a time.")
+    int, typer.Option(min=1, max=256, metavar="N", help="Shards to read concurrently.")
 ]
 
 _EXAMPLES = re.compile(r"(?m)^(Examples?:\n)")
-# Their values are text even where they look like numbers.
+# The values of these stay text even if they look like numbers.
 _TEXT_OPTIONS = frozenset({"key", "secret", "token", "username", "password"})
 
 
 def help_of(docstring: str | None) -> str:
-    r"""Return the docstring of a command as its help, with the lines of its examples left as they are.
+    r"""Return the docstring of a command as help text, with the line breaks of its examples.
 
     >>> help_of("List.\n\n    Example:\n      shardstream ls data/")
     'List.\n\n\x08\nExample:\n  shardstream ls data/'
     """
-    # A backspace alone on its line: typer does not rewrap the paragraph that follows.
+    # A line with only a backspace: click does not rewrap the paragraph after it.
     return _EXAMPLES.sub("\b\n\\1", inspect.cleandoc(docstring or ""))
 
 
 def parse_options(options: Sequence[str] | None) -> dict[str, Any]:
-    """Read ``key=value`` options; a value that is JSON (true, 4, {"a": 1}) counts as that, any other as text.
+    """Parse ``key=value`` options; values are JSON (true, 4, {"a": 1}) if valid, else text.
 
     >>> parse_options(["anon=true", "key=123", "endpoint_url=http://host:9000"])
     {'anon': True, 'key': '123', 'endpoint_url': 'http://host:9000'}
@@ -60,7 +60,7 @@ def parse_options(options: Sequence[str] | None) -> dict[str, Any]:
     for option in options or ():
         name, equals, value = option.partition("=")
         if not (name and equals):
-            # Not the text itself: it may be a secret.
+            # The message omits the value: it may be a secret.
             raise typer.BadParameter("give it as KEY=VALUE", param_hint="--option")
         parsed[name] = value if name in _TEXT_OPTIONS else _json_or_text(value)
     return parsed
@@ -75,7 +75,7 @@ def _json_or_text(value: str) -> Any:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Show bytes done and to do on stderr, if it is a terminal; yields what to tell them to, None if nobody looks."""
+    """Show a progress bar on a terminal's stderr; yields its update function, else None."""
     if not sys.stderr.isatty():
         yield None
         return

@@ -34,8 +34,8 @@ _Kind = Annotated[
     str | None,
     typer.Option(
         metavar="KIND",
-        help="What the source is: images (a folder for each class), files (grouped by name), table or tars. "
-        "By default what it looks like.",
+        help="Kind of the source: images (a folder for each class), files (grouped by name), table or tars. "
+        "By default detected.",
         show_default=False,
     ),
 ]
@@ -44,7 +44,7 @@ _Mapping = Annotated[
     typer.Option(
         "--map",
         metavar="FIELD=COLUMN",
-        help="Of a table: which column becomes which field, e.g. jpg=path; may be repeated. "
+        help="For a table: the column of a field, e.g. jpg=path; may be repeated. "
         "By default all columns go into one field, json.",
         show_default=False,
     ),
@@ -53,7 +53,7 @@ _Root = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="Of a table: the folder that its paths are relative to. By default its own.",
+        help="For a table: the folder that its paths are relative to. By default the table's folder.",
         show_default=False,
     ),
 ]
@@ -61,8 +61,8 @@ _Classes = Annotated[
     str | None,
     typer.Option(
         metavar="URL",
-        help="Number the classes as this classes.json, or packed dataset, does. By default as a split next to DEST that is packed "
-        "already, else in the order of their names.",
+        help="Use the class numbers of this classes.json or packed dataset. By default those of a packed split next to DEST, "
+        "else in the order of their names.",
         show_default=False,
     ),
 ]
@@ -70,8 +70,8 @@ _Key = Annotated[
     str | None,
     typer.Option(
         metavar="TEMPLATE",
-        help='How samples are named: "{index:08d}", "{class}/{stem}", "{path}"; of a table also a column. By default an image '
-        "by its stem, or by its path where another has the stem, loose files by their path, and rows by their number.",
+        help='Template of sample keys: "{index:08d}", "{class}/{stem}", "{path}"; for a table also a column. By default the stem '
+        "of an image, or its path if the stem is not unique; the path of loose files; the number of a row.",
         show_default=False,
     ),
 ]
@@ -79,7 +79,7 @@ _Split = Annotated[
     str | None,
     typer.Option(
         metavar="NAME=PART,…",
-        help="Make several datasets, e.g. train=0.9,val=0.1: in DEST/train and DEST/val.",
+        help="Split into several datasets, e.g. train=0.9,val=0.1: in DEST/train and DEST/val.",
         show_default=False,
     ),
 ]
@@ -87,57 +87,57 @@ _Shuffle = Annotated[
     bool | None,
     typer.Option(
         "--shuffle/--no-shuffle",
-        help="Pack in a random order. By default a folder for each class alone.",
+        help="Pack in random order. By default only for a source with a folder for each class.",
         show_default=False,
     ),
 ]
-_Seed = Annotated[int, typer.Option(help="Of the order and of the split.")]
-_MaxSamples = Annotated[int, typer.Option(min=1, metavar="N", help="Samples of a shard.")]
+_Seed = Annotated[int, typer.Option(help="Seed of the order and of the split.")]
+_MaxSamples = Annotated[int, typer.Option(min=1, metavar="N", help="Samples per shard.")]
 _MaxBytes = Annotated[str, typer.Option(metavar="SIZE", help="Size of a shard: 256MB, 1GiB.")]
 _MaxSide = Annotated[
     int | None,
     typer.Option(
         min=1,
         metavar="PIXELS",
-        help="Make larger images smaller: their longest side.",
+        help="Limit of an image's longest side; larger images are shrunk.",
         show_default=False,
     ),
 ]
 _ImageFormat = Annotated[
     str | None,
     typer.Option(
-        metavar="FORMAT", help="Turn all images into jpg, png or webp.", show_default=False
+        metavar="FORMAT", help="Convert all images to jpg, png or webp.", show_default=False
     ),
 ]
 _Masks = Annotated[
     str | None,
     typer.Option(
         metavar="FIELD,…",
-        help="Fields whose pixels are numbers, such as class ids: made smaller without averaging, never turned into another "
-        "format; or none. By default seg.png, mask.png and the like, and a png with a jpg of the same name.",
+        help="Fields whose pixels are numbers, such as class ids: shrunk without averaging, never converted to another "
+        "format; or none. By default seg.png, mask.png and similar names, and a png next to a jpg.",
         show_default=False,
     ),
 ]
 _Quality = Annotated[
-    int, typer.Option(min=1, max=100, help="Of JPEG and WebP images that are encoded again.")
+    int, typer.Option(min=1, max=100, help="Quality of re-encoded JPEG and WebP images.")
 ]
 _Processes = Annotated[
     int,
     typer.Option(
-        min=1, metavar="N", help="Processes that read and encode; the result is the same."
+        min=1, metavar="N", help="Processes that read and encode; the output does not depend on it."
     ),
 ]
 _Name = Annotated[
     str,
     typer.Option(
-        metavar="NAME", help="Name of the dataset, kept in index.json.", show_default=False
+        metavar="NAME", help="Name of the dataset, stored in index.json.", show_default=False
     ),
 ]
 _Overwrite = Annotated[
     bool,
     typer.Option(
         "--overwrite",
-        help="Replace a dataset that is there, or what another command has left unfinished.",
+        help="Replace an existing dataset, or the unfinished output of a different command.",
     ),
 ]
 _SkipErrors = Annotated[
@@ -152,7 +152,7 @@ _SourceOption = Annotated[
     typer.Option(
         "--source-option",
         metavar="KEY=VALUE",
-        help="As --option, for the source; by default those of --option count for both.",
+        help="As --option, for the source; by default --option applies to both.",
         show_default=False,
     ),
 ]
@@ -185,12 +185,12 @@ def pack(  # noqa: PLR0913  (the options of a command)
 ) -> None:
     """Pack images, files, tables or tars into shards for training.
 
-    Writes tars, an index for each, and index.json last: without it a dataset is not published. Equal input gives equal
-    bytes. A command that was stopped or killed goes on when it is given again: finished shards are kept.
+    Writes tars, an index for each, and index.json last, which publishes the dataset. Equal input gives equal bytes. To resume
+    a stopped or killed command, run it again: finished shards are kept.
 
-    A folder of images has a folder for each class; labels go to "cls", names to classes.json. Where it has the folders train,
-    val, ... and the classes in these, each becomes a dataset in DEST, all with the same class numbers. Loose files become one
-    sample for each name: 0001.jpg and 0001.json. Of a table, a column mapped to an image or another file holds its path.
+    A folder of images has a folder for each class; labels go to "cls", names to classes.json. If it has the folders train,
+    val, ... with the classes inside, each becomes a dataset in DEST, all with the same class numbers. Loose files become one
+    sample per name: 0001.jpg and 0001.json. In a table, a column mapped to an image or another file holds its path.
 
     Examples:
       shardstream pack photos/ s3://bucket/photos/ --split train=0.9,val=0.1
@@ -230,7 +230,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
 
 
 def parse_split(text: str | None) -> dict[str, float]:
-    """Read ``name=part,…``.
+    """Parse ``name=part,…``.
 
     >>> parse_split("train=0.9,val=0.1")
     {'train': 0.9, 'val': 0.1}
@@ -252,7 +252,7 @@ def parse_split(text: str | None) -> dict[str, float]:
 
 
 def parse_masks(text: str | None) -> list[str] | None:
-    """Read ``field,field`` or ``none``.
+    """Parse ``field,field`` or ``none``.
 
     >>> parse_masks("png,seg.png"), parse_masks("none")
     (['png', 'seg.png'], [])
@@ -264,13 +264,13 @@ def parse_masks(text: str | None) -> list[str] | None:
 
 
 def parse_mapping(items: list[str] | None) -> dict[str, str]:
-    """Read ``field=column`` options.
+    """Parse ``field=column`` options.
 
     >>> parse_mapping(["jpg=path", "txt=the caption"])
     {'jpg': 'path', 'txt': 'the caption'}
 
     Raises:
-        typer.BadParameter: If one is anything else, or a field comes twice.
+        typer.BadParameter: If one has another form, or a field is repeated.
     """
     fields: dict[str, str] = {}
     for item in items or ():
@@ -284,7 +284,7 @@ def parse_mapping(items: list[str] | None) -> dict[str, str]:
 
 
 def _show(report: PackReport) -> None:
-    """Say what was written, and what to do next."""
+    """Print the result and the command to check it."""
     for skip in report.skipped[:_SKIPS_SHOWN]:
         typer.echo(f"skipped: {printable(skip.reason)}", err=True)
     if len(report.skipped) > _SKIPS_SHOWN:
@@ -316,7 +316,7 @@ def _show(report: PackReport) -> None:
 
 
 def _fields(report: PackReport) -> str:
-    """Say which fields the samples have, and of loose files how many have become how many samples."""
+    """Describe the fields of the samples, and for loose files the numbers of files and samples."""
     most = sorted(report.fields.items(), key=lambda one: (-one[1], one[0]))
     listed = ", ".join(
         printable(name) if count == report.samples else f"{printable(name)} ({count:,})"

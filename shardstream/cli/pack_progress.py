@@ -1,4 +1,4 @@
-"""Progress bar of ``shardstream pack``, and its message when it is stopped."""
+"""Progress bar of ``shardstream pack``, and its message when interrupted."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def report_interruption() -> Iterator[None]:
-    """Say how to go on to who stops the command."""
+    """Print how to resume when the command is interrupted."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit):
         typer.echo(
-            "stopped before all was published: finished shards are kept; the same command continues after them",
+            "stopped before the dataset was published: finished shards are kept; run the same command again to resume",
             err=True,
         )
         raise
@@ -32,7 +32,7 @@ def report_interruption() -> Iterator[None]:
 
 @contextmanager
 def packing_bar() -> Iterator[Callable[[Progress], None] | None]:
-    """Show samples, rates and the time left on stderr, if it is a terminal; yields None if nobody looks."""
+    """Show samples, rates and time left on a terminal's stderr; yields its update function, else None."""
     if not sys.stderr.isatty():
         yield None
         return

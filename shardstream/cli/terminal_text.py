@@ -1,4 +1,4 @@
-"""Text for people: sizes, and data that cannot play tricks on a terminal."""
+"""Format sizes and tables for a terminal, and escape control characters."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def printable(text: str) -> str:
-    r"""Escape what a terminal would obey rather than show: control, format and private characters, lone surrogates.
+    r"""Escape control, format and private characters, and lone surrogates.
 
     >>> printable("a\x1b[31m\n\u202e")
     'a\\x1b[31m\\n\\u202e'
@@ -22,7 +22,7 @@ def printable(text: str) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """Cut a text to ``limit`` characters, and say so by an ellipsis.
+    """Cut a text to ``limit`` characters, including an ellipsis.
 
     >>> shortened("abcdef", 4)
     'abc…'
@@ -31,7 +31,7 @@ def shortened(text: str, limit: int) -> str:
 
 
 def human_bytes(count: int) -> str:
-    """Give a number of bytes in decimal units.
+    """Format a number of bytes in decimal units.
 
     >>> human_bytes(999), human_bytes(256_000_000)
     ('999 B', '256.0 MB')
@@ -45,11 +45,11 @@ def human_bytes(count: int) -> str:
 
 
 def aligned(rows: Sequence[tuple[str, ...]], *, right: frozenset[int] = frozenset()) -> list[str]:
-    """Lay out rows in columns, two blanks apart.
+    """Format rows as columns, two spaces apart.
 
     Args:
-        rows: All of one length.
-        right: Numbers of the columns that are aligned to the right.
+        rows: Rows of equal length.
+        right: Numbers of the right-aligned columns.
 
     >>> aligned([("a", "1"), ("bcd", "10")], right=frozenset({1}))
     ['a     1', 'bcd  10']

@@ -1,4 +1,4 @@
-"""A `ShardLoader` in the Hugging Face ``Trainer``: batches of each rank, and an exact resume from the Trainer's checkpoints.
+"""Use a `ShardLoader` in the Hugging Face ``Trainer``, with exact resume from its checkpoints.
 
 Return a `TrainerLoader` from ``get_train_dataloader`` and give the Trainer a `LoaderStateCallback`.
 """
@@ -18,17 +18,17 @@ from shardstream.loader import ShardLoader, check_data_parallel
 
 
 class TrainerLoader(DataLoader[Any]):
-    """A `ShardLoader` in the form that a Hugging Face ``Trainer`` can also resume.
+    """Adapter of a `ShardLoader` that a Hugging Face ``Trainer`` can resume.
 
-    The Trainer skips the batches that it has trained on by building another loader around the dataset of this one. That
-    other loader is given the batches of the `ShardLoader`, from its position on, and reads nothing twice.
+    To skip batches, the Trainer builds another loader around the dataset of this one. That loader gets placeholders, then the
+    batches of the `ShardLoader` from its position on, so nothing is read twice.
 
     Args:
         loader: Batches of this rank: dicts of tensors, as the model takes them.
     """
 
     dataset: _Resumed
-    _is_accelerate_prepared = True  # it is of one rank; the Trainer moves its batches to the device
+    _is_accelerate_prepared = True  # already split by rank; the Trainer moves batches to the device
 
     def __init__(self, loader: ShardLoader) -> None:
         self.loader = loader
@@ -41,12 +41,12 @@ class TrainerLoader(DataLoader[Any]):
         return len(self.loader)
 
     def set_epoch(self, epoch: int) -> None:
-        """Read this epoch next; the Trainer calls it."""
+        """Set the epoch of the next iteration; called by the Trainer."""
         self.loader.set_epoch(epoch)
 
 
 class _Resumed(IterableDataset[Any]):
-    """The batches of one epoch for a loader that drops the first ones: placeholders for those, then those that are left."""
+    """Placeholders for the batches that the Trainer skips, then the remaining batches of the epoch."""
 
     def __init__(self, loader: ShardLoader) -> None:
         self.loader = loader
@@ -56,7 +56,7 @@ class _Resumed(IterableDataset[Any]):
         if self.dropped is None:
             raise StateError(
                 "the Trainer resumes in the middle of an epoch, but the loader's position is not known; "
-                "give the Trainer callbacks=[LoaderStateCallback()], in the run that saves too"
+                "pass callbacks=[LoaderStateCallback()] to the Trainer, also in the run that saves"
             )
         dropped, self.dropped = self.dropped, None
         for _ in range(dropped):
@@ -65,10 +65,10 @@ class _Resumed(IterableDataset[Any]):
 
 
 class LoaderStateCallback(TrainerCallback, ExportableState):  # type: ignore[misc]  # of no known type
-    """Keep the state of the `TrainerLoader` in each checkpoint of the Trainer, and go on there when it resumes.
+    """Save the state of the `TrainerLoader` in the Trainer's checkpoints, and load it on resume.
 
-    The state is a part of ``trainer_state.json``. A checkpoint that cannot be continued exactly is refused: one of other data,
-    of another order, or of other numbers of ranks or batches, which the Trainer counts in steps.
+    The state is part of ``trainer_state.json``. A checkpoint that cannot be continued exactly is refused: its data, order,
+    number of ranks or number of batches (which the Trainer counts in steps) differs.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class LoaderStateCallback(TrainerCallback, ExportableState):  # type: ignore[mis
         self._loader: TrainerLoader | None = None
 
     def state(self) -> dict[str, Any]:
-        """Return what the Trainer saves: the loader's state, of each rank if they differ."""
+        """Return the loader's state for the Trainer's checkpoint, one per rank if they differ."""
         if self._loader is not None:
             mine = self._loader.loader.state_dict()
             if not _differs_among_ranks(mine):
@@ -84,7 +84,7 @@ class LoaderStateCallback(TrainerCallback, ExportableState):  # type: ignore[mis
             elif self.states[mine["rank"] : mine["rank"] + 1] != [mine]:
                 raise StateError(
                     "the loader's state of this step has not been gathered from the other ranks; "
-                    "name LoaderStateCallback last among the callbacks"
+                    "pass LoaderStateCallback as the last callback"
                 )
         return {"args": {}, "attributes": {"states": self.states}}
 
@@ -111,13 +111,13 @@ class LoaderStateCallback(TrainerCallback, ExportableState):  # type: ignore[mis
             _resume(loader, saved, args, state)
         elif state.global_step > 0 and not args.ignore_data_skip:
             raise StateError(
-                "the checkpoint holds no state of the loader; ignore_data_skip=True begins its epoch again"
+                "the checkpoint holds no state of the loader; set ignore_data_skip=True to restart its epoch"
             )
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Gather the states of all ranks before a checkpoint."""
+        """Gather the states of all ranks before a checkpoint is saved."""
         if control.should_save and self._loader is not None:
             self.states = _gathered(self._loader.loader.state_dict())
 
@@ -126,12 +126,12 @@ class LoaderStateCallback(TrainerCallback, ExportableState):  # type: ignore[mis
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Forget the loader: another training finds its own."""
+        """Drop the reference to the loader; the next training sets its own."""
         self._loader = None
 
 
 def _gathered(mine: Any) -> list[Any]:
-    """Return the states of all ranks; one where it is the same on all."""
+    """Return the states of all ranks; a single one if they are equal."""
     if not _differs_among_ranks(mine):
         return [mine]
     states: list[Any] = [None] * mine["world_size"]
@@ -146,7 +146,7 @@ def _differs_among_ranks(state: Mapping[str, Any]) -> bool:
 def _resume(
     loader: TrainerLoader, saved: Sequence[Any], args: TrainingArguments, state: TrainerState
 ) -> None:
-    """Load a saved state and compare it with what the Trainer is about to do."""
+    """Load a saved state and compare its position with the Trainer's."""
     rank = loader.loader.placement.rank if len(saved) > 1 else 0
     if rank >= len(saved):
         raise StateError(f"the checkpoint holds states of {len(saved)} ranks, none of rank {rank}")
@@ -161,7 +161,7 @@ def _resume(
     agrees = args.ignore_data_skip or read is None or read == batches
     if not begins and (loader.loader.epoch != epoch or not agrees):
         raise StateError(
-            f"the Trainer goes on after batch {batches} of epoch {epoch}, the saved state of the loader after batch "
+            f"the Trainer resumes after batch {batches} of epoch {epoch}, the saved state of the loader after batch "
             f"{'?' if read is None else read} of epoch {loader.loader.epoch}; use the same numbers of ranks, batch size and gradient "
             "accumulation steps (a dataset of unknown length needs .with_length(n)), or start again"
         )
@@ -169,7 +169,7 @@ def _resume(
 
 
 def _batches_of(loader: ShardLoader, *, of_whole_epoch: bool) -> int | None:
-    """Return the batches of the epoch, or those that are left of it; None if that is not known."""
+    """Return the number of batches of the epoch, or those left in it; None if unknown."""
     try:
         return len(loader) if of_whole_epoch else loader.batches_left
     except (TypeError, OptionError):

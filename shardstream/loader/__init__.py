@@ -3,7 +3,7 @@
 A batch passes through these files:
 
     dataset, map_dataset, object_dataset, mix_dataset   public datasets; their methods are in ``steps``
-    loader, option_checks           the loader in the main process, and the options that it refuses
+    loader, option_checks           the loader in the main process; checks of its options
     rank_consistency                compare the order of samples between ranks
     worker, replacement_samples     make the batches of one rank in a worker process
     collation                       samples -> tensors
@@ -12,7 +12,7 @@ A batch passes through these files:
     iterator, state, stats          position, saved state and timing of an epoch
     checkpoint                      save and load training checkpoints
 
-``accelerate`` is what Hugging Face Accelerate expects of a prepared loader.
+``accelerate`` adapts a loader to Hugging Face Accelerate's ``prepare``.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,8 +1,8 @@
-"""What Hugging Face Accelerate expects of a loader that its ``prepare`` returns.
+"""Adapter for loaders that Hugging Face Accelerate has prepared.
 
-Accelerate's own loaders move batches to the device, say before the last batch of an epoch that it is the last one
-(gradients that have been accumulated are applied then), and count its samples for ``gather_for_metrics``. Imported for
-prepared loaders only: Accelerate is not among the dependencies.
+Accelerate expects three things of such a loader: it moves batches to the device, flags the last batch of an epoch before it
+yields it (accumulated gradients are applied then), and counts the samples of that batch for ``gather_for_metrics``. This
+module is imported for prepared loaders only: Accelerate is an optional dependency.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class PreparedEpoch:
     """One epoch of a prepared loader.
 
     Args:
-        remainder: Samples of the last step of all ranks if that step is short, repeats not counted; else 0.
-        non_blocking: Whether batches are pinned, so that copies to the device need not be waited for.
+        remainder: Samples of the last step over all ranks if that step is short, without padding; else 0.
+        non_blocking: Whether batches are pinned, so that copies to the device can be asynchronous.
     """
 
     def __init__(self, *, remainder: int, non_blocking: bool) -> None:
@@ -43,7 +43,7 @@ class PreparedEpoch:
         yield from held
 
     def hand_out(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Yield batches on the device, while Accelerate's gradient state knows this epoch."""
+        """Yield batches on the device; register this epoch with Accelerate's gradient state meanwhile."""
         gradient_state, device = GradientState(), PartialState().device
         gradient_state._add_dataloader(self)
         try:
@@ -54,10 +54,10 @@ class PreparedEpoch:
 
 
 def check_data_parallel(placement: Placement) -> None:
-    """Refuse a split over ranks that must read the same samples.
+    """Check that samples are split over data-parallel ranks only.
 
     Args:
-        placement: What the loader splits by.
+        placement: Rank and world size that the loader splits by.
 
     Raises:
         OptionError: If Accelerate runs tensor, context or sequence parallelism and the placement counts those ranks.
@@ -67,7 +67,7 @@ def check_data_parallel(placement: Placement) -> None:
         return
     if placement.world_size != config.data_parallel_size:
         raise OptionError(
-            f"the dataset is split over {placement.world_size} ranks, but only {config.data_parallel_size} of them are data "
-            "parallel here (the others share a model and need the same samples); "
+            f"the dataset is split over {placement.world_size} ranks, but the data-parallel size is {config.data_parallel_size} "
+            "(ranks that share a model need the same samples); "
             "pass placement=ss.Placement(data_parallel_rank, data_parallel_size) to the dataset"
         )

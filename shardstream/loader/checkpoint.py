@@ -1,4 +1,4 @@
-"""Checkpoints on the store that the data are on: written whole or not at all, read side by side, never run as code."""
+"""Save and load training checkpoints on any store: atomic writes, concurrent reads, no code execution."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shardstream.storage import (
     translate_errors,
 )
 
-_PART_BYTES = 8 << 20  # of one request
+_PART_BYTES = 8 << 20  # per request
 _THREADS = 8
 _SUFFIXES = (".pt", ".pth")
 _NAME = re.compile(r"step-(\d+)\.pt")
@@ -47,28 +47,28 @@ def save_checkpoint(
     filesystem: Any = None,
     **objects: Any,
 ) -> str:
-    """Save models, optimizers, loaders and plain values to one file, on S3 or any other store, in the format of ``torch.save``.
+    """Save models, optimizers, loaders and plain values to one file.
 
-    The file appears when all of it has been written, and never otherwise: whatever stops the program, the checkpoint before is
-    still there. The process that calls writes; with several ranks let one do it (``if rank == 0``): the state of a `ShardLoader` is
-    the same on every rank unless steps change counts.
+    The format is that of ``torch.save``; the store can be S3 or any other. The file is published atomically: if the program stops
+    during the write, the previous checkpoint remains. The calling process writes; with several ranks call it on one
+    (``if rank == 0``): the state of a `ShardLoader` is the same on every rank unless steps change counts.
 
     Args:
-        url: A folder or prefix (``s3://bucket/run/``), which gets ``step-00001200.pt``; or a file that ends in ``.pt`` or ``.pth``.
-        step: Names the file in a folder, and is saved too.
-        keep: In a folder: delete older checkpoints but for the latest ``keep - 1``, once the new one is there. Those of later steps
-            stay.
+        url: A folder or prefix (``s3://bucket/run/``), where the file is named ``step-00001200.pt``; or a file that ends in ``.pt``
+            or ``.pth``.
+        step: Training step; names the file in a folder, and is saved too.
+        keep: In a folder: after the write, keep only the latest ``keep`` checkpoints up to this step. Later steps are not deleted.
         storage_options: For fsspec.
         filesystem: An fsspec file system to use instead.
-        objects: By name. What has a ``state_dict`` is saved as that; else tensors, numbers, text, and dicts, lists, tuples and
-            sets of these.
+        objects: By name. Objects with a ``state_dict`` are saved as that dict; others must be tensors, numbers, text, or dicts,
+            lists, tuples and sets of these.
 
     Returns:
         URL of the file.
 
     Raises:
-        OptionError: If an object holds what could not be loaded again without running code, or an argument makes no sense.
-        StorageError: If it cannot be written; what was there is as it was.
+        OptionError: If an object could only be loaded by running code, or an argument is invalid.
+        StorageError: If the file cannot be written; an existing file is left unchanged.
     """
     storage, folder = _storage(storage_options, filesystem), os.fspath(url)
     number = None if step is None else operator.index(step)  # NumPy's numbers are welcome here
@@ -98,14 +98,14 @@ def load_checkpoint(
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
 ) -> dict[str, Any]:
-    """Load what `save_checkpoint` wrote, or any file of ``torch.save`` that holds tensors and plain values in a dict.
+    """Load a checkpoint of `save_checkpoint`, or a dict written by ``torch.save``.
 
-    It is read with several requests at a time, its checksums are compared, and nothing in it runs as code. One from afar is in memory
-    twice while it is loaded.
+    The file must hold tensors and plain values only. It is read with concurrent requests, its checksums are compared, and nothing
+    in it runs as code. A remote checkpoint takes twice its size in memory while it is loaded.
 
     Args:
-        url: A file, or a folder: its checkpoint of the latest step.
-        map_location: Where tensors go, as in ``torch.load``.
+        url: A file; or a folder, whose checkpoint of the latest step is loaded.
+        map_location: Device of the tensors, as in ``torch.load``.
         storage_options: For fsspec.
         filesystem: An fsspec file system to use instead.
 
@@ -113,10 +113,10 @@ def load_checkpoint(
         State dicts and values by name, and ``"step"`` if it was given.
 
     Raises:
-        NotFoundError: If there is none.
-        StateError: If it is damaged, or holds what would have to run as code. No older one is taken instead: name it by its own
+        NotFoundError: If there is no checkpoint.
+        StateError: If it is damaged, or could only be loaded by running code. There is no fallback to an older one: pass its
             URL.
-        StorageError: If it is out of reach.
+        StorageError: If it cannot be read.
     """
     storage, file = _storage(storage_options, filesystem), os.fspath(url)
     if not _is_file(file):
@@ -126,7 +126,8 @@ def load_checkpoint(
         loaded = _load(stream, map_location, file)
     if not isinstance(loaded, dict):
         raise StateError(
-            f"this file holds a {type(loaded).__name__}, no checkpoint: a dict by name", shard=file
+            f"not a checkpoint: the file holds a {type(loaded).__name__}, expected a dict",
+            shard=file,
         )
     return cast("dict[str, Any]", loaded)
 
@@ -135,16 +136,16 @@ def _load(stream: BinaryIO, map_location: Any, url: str) -> Any:
     try:
         return torch.load(stream, map_location=map_location, weights_only=True)
     except Exception as error:
-        # Of which kind depends on torch's version; an error of the device (no memory, say) is told as it is, too.
+        # The type depends on torch's version; device errors (out of memory, for example) arrive here too.
         raise StateError(
-            "this checkpoint cannot be loaded as tensors and plain values; if you trust who wrote it, torch.load(..., "
-            f"weights_only=False) runs what it holds ({type(error).__name__}: {_first_line(error)})",
+            "the checkpoint cannot be loaded as tensors and plain values; if you trust its source, use torch.load(..., "
+            f"weights_only=False), which runs its code ({type(error).__name__}: {_first_line(error)})",
             shard=url,
         ) from error
 
 
 def _storage(options: Mapping[str, Any] | None, filesystem: Any) -> Storage:
-    # obstore's threads in this process would keep loader workers that are forked later from using it.
+    # obstore is not fork-safe: its threads in this process would break loader workers that are forked later.
     return Storage({"s3_client": "s3fs"} | dict(options or {}), filesystem)
 
 
@@ -169,17 +170,17 @@ def _state_of(value: Any) -> Any:
 
 
 def _refuse_code(value: Any, path: str) -> None:
-    """Refuse now what `load_checkpoint` would refuse then.
+    """Check that `load_checkpoint` could load a value without running code.
 
     Raises:
-        OptionError: Naming the place.
+        OptionError: If not; names the place of the value.
     """
     kind = type(value)
     if isinstance(value, torch.Tensor) or kind in _PLAIN:
         return
     if kind not in _CONTAINERS:
         raise OptionError(
-            f"{path} is of {kind.__module__}.{kind.__qualname__}, which only code could load again; "
+            f"{path} is of {kind.__module__}.{kind.__qualname__}, which cannot be loaded without running code; "
             "save tensors (torch.from_numpy), numbers (.item()), text, or dicts, lists and tuples of these"
         )
     if isinstance(value, dict):
@@ -192,7 +193,7 @@ def _refuse_code(value: Any, path: str) -> None:
 
 
 class _Sink(io.RawIOBase):
-    """Where torch writes; keeps the error of a write, which torch hides behind one of its own."""
+    """File object for ``torch.save``; keeps the original error of a write, which torch replaces."""
 
     def __init__(self, pending: PendingFile) -> None:
         super().__init__()
@@ -233,12 +234,12 @@ def _steps(folder: str, storage: Storage) -> dict[int, str]:
 def _latest(folder: str, storage: Storage) -> str:
     steps = _steps(folder, storage)
     if not steps:
-        raise NotFoundError("no checkpoint is here (step-….pt); check the URL", shard=folder)
+        raise NotFoundError("no checkpoint (step-….pt) found; check the URL", shard=folder)
     return list(steps.values())[-1]
 
 
 def _remove_older(folder: str, storage: Storage, *, step: int, keep: int) -> None:
-    """Delete checkpoints of earlier steps, and what killed writers left of them."""
+    """Delete checkpoints of earlier steps, and their partial files from killed writers."""
     older = [url for other, url in _steps(folder, storage).items() if other < step]
     for url in older[: max(0, len(older) - (keep - 1))]:
         remove(storage, url)
@@ -249,7 +250,7 @@ def _remove_older(folder: str, storage: Storage, *, step: int, keep: int) -> Non
 
 
 def _open(url: str, storage: Storage) -> BinaryIO:
-    """Open a file of this machine; read any other to memory, several ranges at a time."""
+    """Open a local file; read a remote one into memory with concurrent range requests."""
     path = storage.local_path(url)
     if path is not None:
         with translate_errors(url):
@@ -258,7 +259,7 @@ def _open(url: str, storage: Storage) -> BinaryIO:
     stream = io.BytesIO()
     if size:
         stream.seek(size - 1)
-        stream.write(b"\0")  # all of it at once, without a copy later
+        stream.write(b"\0")  # allocates the full size at once, so that no later write reallocates
 
     def read(start: int) -> None:
         end = min(start + _PART_BYTES, size)
@@ -274,10 +275,10 @@ def _open(url: str, storage: Storage) -> BinaryIO:
 
 
 def _check_sums(stream: BinaryIO, url: str) -> None:
-    """Compare the checksums of the archive, which torch writes but does not read.
+    """Verify the checksums of the zip archive, which torch writes but does not check.
 
     Raises:
-        StateError: If one differs, or it is no archive.
+        StateError: If one differs, or the file is not an archive.
     """
     try:
         with zipfile.ZipFile(stream) as archive:
@@ -291,7 +292,7 @@ def _check_sums(stream: BinaryIO, url: str) -> None:
 
 def _damaged(why: str, url: str) -> StateError:
     return StateError(
-        f"this checkpoint is damaged, cut, or none of torch.save ({why}); load an older one by its own URL",
+        f"the checkpoint is damaged, truncated, or not written by torch.save ({why}); load an older one by its URL",
         shard=url,
     )
 

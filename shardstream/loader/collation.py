@@ -1,4 +1,4 @@
-"""numpy -> torch: collate, and the decoders that need torch."""
+"""Collate samples to batches of tensors; decoders that need torch."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from shardstream.loader.serialize import MAX_TENSOR_BYTES
 from shardstream.pipeline import like_tuple
 
 _REPEATED_LIMIT_BYTES = 1 << 30
-_BYTEARRAY = b"\nbytearray\n"  # as pickles name it; `weights_only` lets 300 bytes make one of 8 GiB
+_BYTEARRAY = b"\nbytearray\n"  # its name in a pickle; under `weights_only` 300 bytes can allocate one of 8 GiB
 
 
 def to_tensor(array: np.ndarray[Any, Any]) -> torch.Tensor:
-    """Wrap an array as a tensor of the same memory."""
+    """Wrap an array as a tensor that shares its memory."""
     return torch.from_numpy(array)
 
 
 def load_tensors(data: bytes) -> Any:
-    """Decode what ``torch.save`` wrote, tensors and plain containers only (``weights_only``), to the CPU.
+    """Decode a file of ``torch.save`` to CPU tensors and plain containers (``weights_only``).
 
     Raises:
-        ValueError: If it says to hold more than it does: packed entries, or tensors over 1 GiB that repeat their memory; or
-            if it holds a ``bytearray``.
+        ValueError: If it would expand: compressed entries, tensors over 1 GiB that are larger than their storage, or a
+            ``bytearray``.
         pickle.UnpicklingError: If it holds anything but tensors and plain values.
     """
     if zipfile.is_zipfile(io.BytesIO(data)):
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             size = sum(entry.file_size for entry in archive.infolist())
-        if size > len(data):  # torch packs nothing
-            raise ValueError(f"{len(data)} bytes say that they hold {size}")
+        if size > len(data):  # torch never compresses, so this is a zip bomb
+            raise ValueError(f"entries expand to {size} bytes from {len(data)}")
     if _BYTEARRAY in data:
         raise ValueError(
-            "a bytearray, which could ask for any amount of memory; store a tensor or bytes"
+            "a bytearray is refused, it could allocate any amount of memory; store a tensor or bytes"
         )
     loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     _check_extent(loaded)
@@ -48,7 +48,7 @@ def load_tensors(data: bytes) -> Any:
 
 
 def _check_extent(loaded: Any) -> None:
-    """Refuse tensors that would take far more memory once they are stacked to a batch."""
+    """Refuse tensors that repeat their storage and would take far more memory once stacked."""
     waiting, seen = [loaded], set[int]()
     while waiting:
         value = waiting.pop()
@@ -64,10 +64,11 @@ def _check_extent(loaded: Any) -> None:
 
 
 def collate(items: Sequence[Any]) -> Any:
-    """Make a batch of samples (dicts), tuples (named ones stay so) or values.
+    """Collate samples (dicts), tuples (named tuples keep their type) or values to a batch.
 
-    Arrays and tensors of one shape are stacked, shape (B, …), same dtype; numbers become a tensor of shape (B,): whole
-    ones int64, floats float64 (as in torch's own collate), truth values bool. All else (text, bytes, PIL images, nested JSON, ``None``) becomes a list.
+    Arrays and tensors of one shape are stacked, shape (B, …), same dtype; numbers become a tensor of shape (B,): int64 for
+    int, float64 for float (as in torch's own collate), bool for bool. All else (text, bytes, PIL images, nested JSON, ``None``)
+    becomes a list.
 
     Raises:
         SampleError: If arrays of one field differ in shape or dtype, or samples in their fields.
@@ -92,7 +93,7 @@ def collate(items: Sequence[Any]) -> Any:
 
 def _columns(first: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     try:
-        # Equally many names and all of the first one's: the same names, and 10 times faster than to compare them.
+        # Equal counts, and all names of the first sample present: the names are equal. 10 times faster than comparing sets.
         if list(map(len, items)).count(len(first)) == len(items):
             return {name: [item[name] for item in items] for name in first}
     except KeyError:
@@ -137,7 +138,7 @@ def _stack_arrays(
     first = torch.from_numpy(np.empty_like(values[0], dtype=values[0].dtype.newbyteorder("=")))
     _check_alike(values, name, items)
     batch = _new_batch(first, len(values))
-    # Not by torch: it would wake its threads for what is a few copies, and wait for them where the cores are busy.
+    # Copied by NumPy: torch would start its thread pool for a few copies, and wait for it where the cores are busy.
     rows = batch.numpy()
     for place, value in enumerate(values):
         rows[place] = value
@@ -151,13 +152,13 @@ def _check_alike(values: Sequence[Any], name: str, items: Sequence[Any]) -> None
             key = f" (sample {item.get('__key__')!r})" if isinstance(item, Mapping) else ""
             raise SampleError(
                 f"{name}: {tuple(shape)} {dtype} and {tuple(value.shape)} {value.dtype}{key} cannot be stacked to one batch; "
-                "make them alike in a map (crop, resize, pad), or pass collate_fn",
+                "give them one shape and dtype in a map (crop, resize, pad), or pass collate_fn",
                 field=name,
             )
 
 
 def _new_batch(like: torch.Tensor, count: int) -> torch.Tensor:
-    """Return a batch to be filled, shape (count, …); in a worker where torch, not a ring, can send it without a copy."""
+    """Allocate a batch, shape (count, …); in torch's shared memory if a worker has no ring for it."""
     worker = get_worker_info()
     has_ring = worker is not None and getattr(worker.dataset, "rings", None)
     if worker is None or (has_ring and count * like.nbytes <= MAX_TENSOR_BYTES):
@@ -170,6 +171,6 @@ def _new_batch(like: torch.Tensor, count: int) -> torch.Tensor:
 
 
 def shared_numbers(*values: int) -> torch.Tensor:
-    """Return whole numbers in memory that forked and spawned workers share, shape (n,), int64."""
+    """Return integers in memory shared with forked and spawned workers, shape (n,), int64."""
     numbers: torch.Tensor = torch.tensor(values, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
     return numbers

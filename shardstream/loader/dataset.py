@@ -43,46 +43,45 @@ from shardstream.pipeline import (
 from shardstream.storage import Storage, Urls, locate_shards, open_cache
 
 _SAY_MICROBATCH = (
-    "each worker ends with a batch of its own that may be short, so there may be more batches than len(loader) says, and the "
-    "Hugging Face Trainer leaves the last ones out; say microbatch=N in ShardDataset(...), N being the batch size of all ranks "
-    "together, or use a ShardLoader"
+    "each worker may end with a short batch, so there may be more batches than len(loader), and the Hugging Face Trainer "
+    "drops the last ones; pass microbatch=N to ShardDataset(...), where N is the batch size over all ranks, or use a ShardLoader"
 )
-_WHOLE_SHARD_WINDOW = 1000  # samples shuffled together where there is no index
+_WHOLE_SHARD_WINDOW = 1000  # shuffle window of shards without an index, in samples
 
 
 class StreamDataset(StreamSteps, IterableDataset[Any]):
     """Samples in the order of a pipeline, split over ranks and workers.
 
     Args:
-        pipeline: Where samples come from and what is done to them.
-        placement: Rank and world size; None asks the process when it is iterated.
+        pipeline: Source and stages.
+        placement: Rank and world size; None detects them when the dataset is iterated.
     """
 
     def __init__(self, pipeline: Pipeline, placement: Placement | None) -> None:
         self.pipeline = pipeline
         self.given_placement = placement
         self._length: int | None = None
-        # How often `set_epoch` was called, too; seen by persistent workers.
+        # Epoch and number of `set_epoch` calls, in shared memory so that persistent workers see them.
         self._epoch = shared_numbers(0, 0)
 
     @property
     def placement(self) -> Placement:
-        """Rank and world size: as given, or as the process says now.
+        """Rank and world size, as given or as detected now.
 
         Raises:
-            OptionError: If one of several ranks was given, but a loader of Accelerate asks, which splits over the ranks itself.
+            OptionError: If one of several ranks was given, but an Accelerate loader reads, which splits over the ranks itself.
         """
         given = self.given_placement
         if given is not None and given.world_size > 1 and accelerate_loader() is not None:
             raise OptionError(
-                f"this dataset was given placement=Placement({given.rank}, {given.world_size}), but a loader of Accelerate reads it "
-                "and would split that part again; leave placement= out, or pass a ShardLoader to accelerator.prepare()"
+                f"the dataset has placement=Placement({given.rank}, {given.world_size}), but an Accelerate loader reads it "
+                "and would split that part again; remove placement=, or pass a ShardLoader to accelerator.prepare()"
             )
         return given or Placement.detect()
 
     @property
     def has_given_length(self) -> bool:
-        """Whether ``len`` was said with `with_length`."""
+        """Whether ``len`` was set with `with_length`."""
         return self._length is not None
 
     @property
@@ -92,14 +91,14 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
 
     @property
     def epoch_calls(self) -> int:
-        """How often `set_epoch` was called."""
+        """Number of calls of `set_epoch`."""
         return int(self._epoch[1])
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch of the next iteration, in loader workers too, persistent ones included; a `ShardLoader` follows.
+        """Set the epoch of the next iteration, also in persistent workers and in a `ShardLoader`.
 
         Raises:
-            OptionError: If it is no whole number from 0 to 2**31 - 1.
+            OptionError: If it is not an integer from 0 to 2**31 - 1.
         """
         self._epoch[0] = check_epoch(epoch)
         self._epoch[1] += 1
@@ -121,11 +120,11 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
             return self._length
         source = self.pipeline.indexed_source
         if source is None:
-            raise TypeError("the length is not known in advance: say it with .with_length(n)")
+            raise TypeError("the length is not known in advance; set it with .with_length(n)")
         return default_partition(source, WorkerInfo(self.placement), self.epoch).num_samples
 
     def __getitem__(self, number: object) -> Any:
-        """Refuse to read by number."""
+        """Refuse indexing."""
         raise OptionError(
             f"a {type(self).__name__} is read in the order of its epoch, not by number {number!r}; "
             "use ShardMapDataset (or ObjectMapDataset) for that"
@@ -141,15 +140,17 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
         state = self.__dict__.copy()
         if (
             get_spawning_popen() is not None
-        ):  # on the way to a spawned worker, which could not find out its rank
+        ):  # pickled for a spawned worker, which has no process group to detect its rank
             state["given_placement"] = self.placement
         return state
 
     def with_length(self, length: int) -> Self:
-        """Let ``len`` say so, where it cannot be known: of items, also to a `ShardLoader`. How many come stays as it is.
+        """Set the ``len`` of a dataset of unknown length, in items, also for a `ShardLoader`.
+
+        Only ``len`` changes, not the number of items that are read.
 
         Raises:
-            OptionError: If it is no whole number from 0 on.
+            OptionError: If it is not an integer of at least 0.
         """
         check_at_least(0, length=length)
         changed = self._copy()
@@ -161,7 +162,7 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
         return len(self.pipeline.stages)
 
     def then(self, stage: Stage) -> Self:
-        """Append a stage of your own, see `ItemSteps.then`."""
+        """Append a custom stage, see `ItemSteps.then`."""
         check_stage(stage)
         changed = self._copy()
         changed.pipeline = self.pipeline.then(stage)
@@ -175,7 +176,7 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
 
 
 class CatalogDataset(StreamDataset):
-    """Samples of a `Catalog`: the way to read data that are stored as neither tar shards nor loose files.
+    """Samples of a `Catalog`, for data stored neither in tar shards nor in loose files.
 
     Splits, orders, lengths, states and steps are those of `ShardDataset`.
 
@@ -186,7 +187,7 @@ class CatalogDataset(StreamDataset):
         placement: As in `ShardDataset`.
 
     Raises:
-        OptionError: If an argument makes no sense.
+        OptionError: If an argument is invalid.
     """
 
     def __init__(
@@ -197,56 +198,56 @@ class CatalogDataset(StreamDataset):
         on_error: OnError = "raise",
         placement: Placement | None = None,
     ) -> None:
-        SkipTracker(on_error)  # refuses nonsense now
+        SkipTracker(on_error)  # validates
         source = CatalogSource(catalog=catalog, options=options or ReadOptions())
-        source.order(batch=source.options.microbatch or 1, lanes=1, epoch=0)  # the same
+        source.order(batch=source.options.microbatch or 1, lanes=1, epoch=0)  # validates
         super().__init__(Pipeline(source=source, on_error=on_error), placement)
 
 
 class ShardDataset(StreamDataset):
-    """Samples of tar shards, split exactly over ranks and workers, as plain dicts: ``__key__``, ``__url__``, fields.
+    """Samples of tar shards, split exactly over ranks and workers.
 
-    Each method returns a new dataset with one more step, under the name that WebDataset users know. Iterate it with a
-    `ShardLoader`, with a plain ``torch.utils.data.DataLoader`` or by itself.
+    A sample is a plain dict: ``__key__``, ``__url__`` and its fields. Each method returns a new dataset with one more step,
+    under WebDataset's name. Iterate it with a `ShardLoader`, with a plain ``torch.utils.data.DataLoader`` or directly.
 
     Args:
         urls: A folder or prefix (``s3://bucket/train/``), a pattern (``…/{000000..000099}.tar``), a glob, ``a.tar::b.tar``,
-            an ``index.json``, or a list of these. A folder or glob in which a pack or `ShardWriter` is at work, or was stopped,
-            is refused; tars that are named one by one are read as they are.
-        shuffle: Another order each epoch, the same for the same seed. False reads in the order of the shards.
-        seed: Any whole number.
-        lanes: Canonical streams an epoch is cut into; the same number gives the same global batches on every topology.
-            By default the number of readers (ranks x workers x microbatches a step), so every rank needs the same
+            an ``index.json``, or a list of these. A folder or glob with an unfinished pack or `ShardWriter`, running or
+            stopped, is refused; tars that are named one by one are read as they are.
+        shuffle: A new order each epoch, the same for the same seed. False reads in the order of the shards.
+        seed: Any integer.
+        lanes: Canonical streams that an epoch is cut into; the same number gives the same global batches on every topology.
+            By default the number of readers (ranks x workers x microbatches per step), so every rank needs the same
             ``num_workers`` and ``batch_size``.
         microbatch: Samples that always stay together; by default the loader's batch size.
         window: Samples shuffled together, a multiple of the microbatch; by default 64 MiB of them.
         block: Consecutive samples that are fetched together; by default 2 MiB of them.
         remainder: "pad", "drop" or "keep" the samples that do not fill a last step of all ranks (see `PartitionConfig`).
-        index: "auto" reads by number where an index is and by whole shards else; "require" refuses the latter; "ignore"
-            reads whole shards.
+        index: "auto" reads by number where there is an index, else by whole shards; "require" refuses shards without an
+            index; "ignore" always reads whole shards.
         storage_options: For fsspec, e.g. ``{"endpoint_url": "http://127.0.0.1:9000"}``.
         filesystem: An fsspec file system to use instead.
-        cache_dir: A folder on a local disk that keeps what is read from afar, for later epochs and other processes.
-        cache_bytes: How much it may keep, e.g. "200GB"; by default what leaves a tenth of the disk free.
-        on_error: "raise" at the first bad sample; "warn" or "skip" pass over up to 100 a worker; or a `SkipBudget`.
-        prefetch_bytes: Bytes that each worker holds, or has asked for, before they are used, when it reads from afar; more for stores
-            with a long latency. What is left of the windows it is in, one for each of its lanes, and a fifth of one beside, may
-            be held whatever this says: with many lanes a worker, choose a smaller window.
-        hedge: Send a request again whose answer takes three times as long as usual (0.2 s or more), and take what comes first: for
-            stores that now and then stall. The second one is read and paid for, too. A mix hedges if one of its parts does.
-        verify: "sha256" compares all that is read with the manifest's checksums, as `pack` and `index` write them: bits that flipped in
-            the store, or on the way, are noticed. A wrong answer is asked for again; if it stays wrong, the shard is damaged and the
-            epoch ends with an `IndexMismatchError`, whatever ``on_error`` says: which of its samples are sound nobody knows.
+        cache_dir: A local folder that caches remote bytes, for later epochs and other processes.
+        cache_bytes: Limit of the cache, e.g. "200GB"; by default a tenth of the disk stays free.
+        on_error: "raise" at the first bad sample; "warn" or "skip" up to 100 per worker; or a `SkipBudget`.
+        prefetch_bytes: Prefetch buffer of each worker for remote shards, in bytes; raise it for stores with a long latency. The
+            rest of the open windows (one per lane) plus a fifth of a window may be held even above this limit: with many
+            lanes per worker, choose a smaller window.
+        hedge: Send a second request when the first takes three times as long as usual (0.2 s or more), and use the first
+            response: for stores that stall at times. Both are read and billed. A mix hedges if one of its parts does.
+        verify: "sha256" compares all bytes with the manifest's checksums, which `pack` and `index` write, to detect bits flipped
+            in the store or in transit. A wrong response is retried; if it stays wrong, the epoch ends with an
+            `IndexMismatchError` whatever ``on_error`` is, because it is unknown which samples are sound.
             At its first use a shard is read whole, so the first epoch reads everything once more, in windows of whole MiB. Forked
-            workers share what they have found, and later epochs know it; spawned ones begin anew each time. ``cache_dir``
-            keeps those bytes near. Local shards are read once when they are opened.
+            workers share the results, and later epochs reuse them; spawned workers verify again each time. ``cache_dir``
+            keeps those bytes on local disk. Local shards are read once when they are opened.
         placement: Rank and world size; by default those of torch.distributed, Ray Train or RANK/WORLD_SIZE.
 
     Raises:
-        OptionError: If an argument makes no sense.
+        OptionError: If an argument is invalid.
         UnfinishedError: If the dataset is being written, or its writer was stopped.
-        StorageError: If nothing is there, or it is out of reach.
-        ManifestError: If the manifest cannot be understood.
+        StorageError: If the dataset is not found or cannot be read.
+        ManifestError: If the manifest is invalid.
     """
 
     def __init__(  # noqa: PLR0913  (the public door: its options are its documentation)
@@ -272,8 +273,8 @@ class ShardDataset(StreamDataset):
         placement: Placement | None = None,
     ) -> None:
         if index not in ("auto", "require", "ignore"):
-            raise OptionError(f"index is 'auto', 'require' or 'ignore', not {index!r}")
-        SkipTracker(on_error)  # refuses nonsense now
+            raise OptionError(f"index must be 'auto', 'require' or 'ignore', not {index!r}")
+        SkipTracker(on_error)  # validates before any I/O
         cache = None if cache_dir is cache_bytes is None else open_cache(cache_dir, cache_bytes)
         storage = Storage(storage_options, filesystem, cache)
         located = locate_shards(urls, storage)
@@ -294,7 +295,7 @@ class ShardDataset(StreamDataset):
                 hedge=hedge,
             )
             source = CatalogSource(catalog=ShardCatalog(located, storage, verify), options=options)
-            source.order(batch=microbatch or 1, lanes=1, epoch=0)  # refuses nonsense now
+            source.order(batch=microbatch or 1, lanes=1, epoch=0)  # validates
         else:
             if verify is not None or index == "require":
                 raise _lacking_index(unindexed, index)
@@ -303,23 +304,23 @@ class ShardDataset(StreamDataset):
             source = open_sequential_source(located, storage, shuffle=shuffle, seed=seed)
             stages = (Shuffle(window=window or _WHOLE_SHARD_WINDOW),) if shuffle else ()
         super().__init__(Pipeline(source=source, stages=stages, on_error=on_error), placement)
-        if len(self._class_names.folders) > 1:  # one alone is read when it is asked for
+        if len(self._class_names.folders) > 1:  # a single folder is read lazily, by `classes`
             warn_of_difference(self._class_names.found)
 
     @property
     def classes(self) -> tuple[str, ...] | None:
         """Names of the classes, in the order of the numbers in ``cls``, from the ``classes.json`` that `pack` writes.
 
-        None if there is none, or if folders that are read together number their classes differently.
+        None if there is no such file, or if folders that are read together number their classes differently.
 
         Raises:
-            StorageError: If the folder is out of reach.
+            StorageError: If the folder cannot be read.
         """
         return self._class_names.names
 
     @classmethod
     def from_prefix(cls, prefix: str, **options: Any) -> ShardDataset:
-        """Take all shards under a prefix, as the S3 connector does: a folder, or the beginning of their names."""
+        """Open all shards under a folder or name prefix, as the S3 connector does."""
         if prefix.endswith("/"):
             return cls(prefix, **options)
         try:
@@ -329,7 +330,7 @@ class ShardDataset(StreamDataset):
 
 
 def current_worker_info(placement: Placement) -> WorkerInfo:
-    """Return which worker of the job this process is; the only look at torch's worker number."""
+    """Return the worker that this process is; the only place that reads torch's worker number."""
     worker = get_worker_info()
     return (
         WorkerInfo(placement)
@@ -341,7 +342,7 @@ def current_worker_info(placement: Placement) -> WorkerInfo:
 def _lacking_index(url: str, index: str) -> OptionError:
     text = "this shard has no index; run 'shardstream index' on its folder"
     if index == "ignore":
-        text = "verify is for shards that are read by number: leave out index='ignore'"
+        text = "verify needs shards that are read by number; remove index='ignore'"
     return OptionError(text, shard=url)
 
 

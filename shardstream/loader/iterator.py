@@ -1,4 +1,4 @@
-"""What iterating a dataset returns: an iterator with a state, as torchdata's ``StatefulDataLoader`` keeps it for each worker."""
+"""Stateful iterator over a dataset, as torchdata's ``StatefulDataLoader`` expects of each worker."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class DatasetIterator:
     """Items of one worker in one epoch.
 
     Args:
-        pipeline: Where they come from.
+        pipeline: Source and stages of the items.
         worker_info: Which loader worker this is.
         epoch: From 0.
     """
@@ -34,7 +34,7 @@ class DatasetIterator:
 
     @property
     def bad_samples(self) -> list[BadSample]:
-        """The bad samples passed over so far."""
+        """The bad samples skipped so far."""
         self._bad += (
             replace(
                 one,
@@ -48,11 +48,11 @@ class DatasetIterator:
 
     @property
     def skipped(self) -> dict[str, int]:
-        """How many bad samples were passed over, by kind of error."""
+        """Number of bad samples skipped, by kind of error."""
         return dict(self._context.skips.counts)
 
     def close(self) -> None:
-        """Give back files and threads; an iterator that is dropped does so by itself."""
+        """Close files and end threads; garbage collection of the iterator does the same."""
         self._run.close()
 
     def __del__(self) -> None:
@@ -61,24 +61,24 @@ class DatasetIterator:
             run.close()
 
     def state_dict(self) -> State:
-        """Return where this worker is; JSON values.
+        """Return the position of this worker, in JSON values.
 
         Raises:
-            StateError: If rank 0 of several reads for all: Accelerate would keep the state of another rank.
+            StateError: If rank 0 reads for all ranks: Accelerate might save the state of another rank.
         """
         if accelerate_loader() == "DataLoaderDispatcher" and is_one_of_several():
             raise StateError(
-                "with dispatch_batches rank 0 reads for all ranks, but Accelerate's save_state keeps the state of any of them, so a "
-                "resume would begin the epoch again; say dispatch_batches=False beside use_stateful_dataloader=True, or prepare a "
+                "with dispatch_batches rank 0 reads for all ranks, but Accelerate's save_state may save the state of another rank, so "
+                "a resume would restart the epoch; set dispatch_batches=False with use_stateful_dataloader=True, or prepare a "
                 "ShardLoader"
             )
         return seal_state({**self._identity(), "epoch": self._epoch, "run": self._run.state_dict()})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state of the same worker was taken, in its epoch.
+        """Continue from a state of the same worker, in its epoch.
 
         Raises:
-            StateError: If it is of other data, steps, order or another worker.
+            StateError: If its data, steps, order or worker differ.
         """
         check_state(state, mine=self._identity())
         self._run.close()
@@ -91,6 +91,6 @@ class DatasetIterator:
         return self._pipeline.open(self._worker_info, self._context)
 
     def _identity(self) -> State:
-        """Return what a state must agree with."""
+        """Return the fields that a state must match."""
         identity = self._pipeline.identity(self._worker_info, self._epoch)
         return {"kind": "reader", **identity, "worker": self._worker_info.worker}

@@ -1,4 +1,4 @@
-"""ShardLoader: a torch ``DataLoader`` with a memory."""
+"""ShardLoader: a torch ``DataLoader`` that resumes exactly from a saved state."""
 
 from __future__ import annotations
 
@@ -46,24 +46,24 @@ from shardstream.process_memory import keep_freed_memory
 
 
 class ShardLoader(DataLoader[Any]):
-    """Batches of a `ShardDataset`, with an exact length and a state of a few numbers.
+    """Batches of a `ShardDataset`, with an exact length and a small state.
 
-    Takes the arguments of ``torch.utils.data.DataLoader``. Every epoch is read in another order by itself if the dataset
-    shuffles; `set_epoch` chooses one.
+    Takes the arguments of ``torch.utils.data.DataLoader``. If the dataset shuffles, each epoch has a new order without further
+    calls; `set_epoch` chooses an epoch.
 
     Args:
-        dataset: What to read; its placement says for which rank.
-        batch_size: Samples of a batch of this rank; None hands out single items (those of ``batched``, say).
-        shuffle: For drop-in use; must agree with the dataset's, where the order belongs.
-        num_workers: Loader processes; 0 reads in this one.
-        collate_fn: Makes a batch of a list of items; by default arrays are stacked to tensors, the rest is listed.
-        drop_last: Leave out a last batch of less than full size.
-        options: As ``DataLoader`` takes them: pin_memory, timeout, prefetch_factor, persistent_workers, … Where cores are
-            shared, ``prefetch_factor=4`` instead of 2 lets a worker that is fast now be further ahead of a slow one: a twentieth
-            more photos a second, for two batches a worker more of memory. Up to 16 batches that are made within 2 ms count as one for it.
+        dataset: Dataset to read; its placement selects the rank.
+        batch_size: Samples of a batch of this rank; None yields single items (such as those of ``batched``).
+        shuffle: For drop-in use; must equal the dataset's, which defines the order.
+        num_workers: Worker processes; 0 reads in the main process.
+        collate_fn: Makes a batch of a list of items; by default arrays are stacked to tensors, the rest becomes lists.
+        drop_last: Drop a last batch of less than full size.
+        options: Those of ``DataLoader``: pin_memory, timeout, prefetch_factor, persistent_workers, … Where cores are shared,
+            ``prefetch_factor=4`` instead of 2 lets a fast worker get further ahead of a slow one, for the memory of two more
+            batches per worker. Up to 16 batches that are made within 2 ms count as one.
 
     Raises:
-        OptionError: If an argument makes no sense here.
+        OptionError: If an argument is invalid here.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class ShardLoader(DataLoader[Any]):
         self._begin = self._position = Position(epoch=dataset.epoch)
         self._partition: RankPartition | None = None
         self._data: State | None = (
-            None  # made for the first state: it hashes the names of all shards
+            None  # computed for the first state: hashing the names of all shards takes time
         )
         self._skipped: dict[int, dict[str, int]] = {}
         self._samples_per_dataset: dict[int, dict[str, int]] = {}
@@ -117,7 +117,7 @@ class ShardLoader(DataLoader[Any]):
             self._bad_sample_report = BadSampleReport(budget.report, dataset.placement, storage)
         warn_of_lanes(self._batches, max(1, num_workers))
         self._serves_accelerate = False
-        # torch would draw the workers' seeds from the global generator
+        # Without a generator torch would draw the workers' seeds from the global one.
         self._seeds_workers = options.get("generator") is None
         options["generator"] = options.get("generator") or torch.Generator()
         super().__init__(
@@ -126,18 +126,18 @@ class ShardLoader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """The epoch that is being read, or will be next; from 0."""
+        """The current epoch, or the next one between iterations; from 0."""
         self._follow_dataset()
         return self._position.epoch
 
     @property
     def placement(self) -> Placement:
-        """The rank that the batches are for, and the number of ranks."""
+        """Rank of the batches, and number of ranks."""
         return self._batches.placement
 
     @property
     def _is_accelerate_prepared(self) -> bool:
-        """True for ``accelerator.prepare``, which then leaves the loader as it is: Accelerate is served from now on."""
+        """True if read by ``accelerator.prepare``, which then keeps the loader unwrapped; switches to Accelerate mode."""
         self._serves_accelerate = self._serves_accelerate or is_called_by_accelerate()
         return self._serves_accelerate
 
@@ -147,10 +147,10 @@ class ShardLoader(DataLoader[Any]):
 
     @property
     def use_stateful_dataloader(self) -> bool:
-        """Whether ``accelerator.save_state`` and ``load_state`` hold the state of this loader once it is prepared.
+        """Whether ``accelerator.save_state`` and ``load_state`` include the state of the prepared loader.
 
         Raises:
-            StateError: If Accelerate asks, but each rank has a position of its own: Accelerate keeps one for all.
+            StateError: If Accelerate reads it, but each rank has its own position: Accelerate saves one for all ranks.
         """
         is_same = (
             self._batches.indexed_source is not None or self._batches.placement.world_size == 1
@@ -158,50 +158,50 @@ class ShardLoader(DataLoader[Any]):
         if not is_same and is_called_by_accelerate():
             raise StateError(
                 "Accelerate saves one loader state for all ranks, but the steps of this pipeline change counts, so each rank has "
-                "its own: save loader.state_dict() to a file of each rank and leave the loader out of accelerator.prepare()"
+                "its own; save loader.state_dict() to one file per rank and do not pass the loader to accelerator.prepare()"
             )
         return is_same
 
     @property
     def skipped(self) -> dict[str, int]:
-        """Bad samples passed over in this epoch, by kind of error."""
+        """Bad samples skipped in this epoch, by kind of error."""
         return dict(sum((Counter(counts) for counts in self._skipped.values()), Counter()))
 
     @property
     def refilled(self) -> int:
-        """Samples of this iteration that stood in for bad ones, and came twice for that (see `SkipBudget`)."""
+        """Number of repeated samples that replaced bad ones in this iteration (see `SkipBudget`)."""
         return sum(self._refilled.values())
 
     @property
     def bad_samples(self) -> list[BadSample]:
-        """The bad samples passed over by this loader so far, in all epochs, each once; up to 10,000 a worker and epoch."""
+        """The bad samples skipped so far, in all epochs, each once; up to 10,000 per worker and epoch."""
         return [] if self._bad_sample_report is None else self._bad_sample_report.samples
 
     @property
     def samples_per_dataset(self) -> dict[str, int]:
-        """Samples of each dataset of a mix that this iteration has read for this rank; of nested mixes too."""
+        """Samples per dataset of a mix, also of nested mixes, in this iteration and rank."""
         return dict(
             sum((Counter(counts) for counts in self._samples_per_dataset.values()), Counter())
         )
 
     def stats(self) -> LoaderStats:
-        """Return where the time of the epoch under way, or of the last one, has gone; ``print`` it, or log its `as_dict`."""
+        """Return timings of the current or last epoch; ``print`` them, or log `as_dict`."""
         return self._stopwatch.stats()
 
     def set_epoch(self, epoch: int) -> None:
-        """Read this epoch next.
+        """Set the epoch of the next iteration.
 
-        From its start, unless a state in the middle of it has just been loaded: that goes on. After a ``break`` the epoch
-        begins anew.
+        It is read from its start, unless a state in the middle of it has just been loaded: that position is kept. After a
+        ``break`` the epoch restarts.
         """
         epoch = check_epoch(epoch)
         if epoch != self._position.epoch:
             self._begin = self._position = Position(epoch=epoch)
             self._partition = None
-            self._iteration += 1  # an iteration that is still open counts no more
+            self._iteration += 1  # an iteration that is still open no longer updates the position
 
     def _follow_dataset(self) -> None:
-        """Take the epoch that was chosen by the dataset's `set_epoch` since the last look."""
+        """Adopt the epoch of the dataset's `set_epoch`, if it was called since the last check."""
         dataset = self._batches.source_dataset
         calls, self._epoch_calls = self._epoch_calls, dataset.epoch_calls
         if calls != self._epoch_calls:
@@ -209,15 +209,15 @@ class ShardLoader(DataLoader[Any]):
 
     @property
     def batches_left(self) -> int:
-        """Batches behind the position that `state_dict` reports: what is left of the iteration under way, or after a resume.
+        """Batches left after the position of `state_dict`, in this iteration or after a resume.
 
         Raises:
-            OptionError: If that cannot be known, because steps change counts.
+            OptionError: If the number is unknown, because steps change counts.
         """
         self._follow_dataset()
         partition = self._batches.partition(self._position)
         if partition is None:
-            raise OptionError("how many batches are left is not known where steps change counts")
+            raise OptionError("the number of batches left is not known: steps change counts")
         return partition.num_steps
 
     def __repr__(self) -> str:
@@ -228,7 +228,7 @@ class ShardLoader(DataLoader[Any]):
         )
 
     def __len__(self) -> int:
-        # Of a whole epoch, also when one goes on in its middle: trainers count batches from the epoch's start.
+        # Always of a whole epoch, even after a resume in the middle: trainers count batches from the epoch's start.
         dataset, size = self._batches.source_dataset, self._batches.batch_size or 1
         if not dataset.has_given_length:
             partition = self._batches.partition(Position(epoch=self.epoch))
@@ -253,7 +253,7 @@ class ShardLoader(DataLoader[Any]):
         self._batches.begin(begin)
         if self.num_workers:
             self._prepare_workers(begin.epoch)
-        # In this process torch's iterator adds nothing but 11 us a batch.
+        # Without workers and pinning, torch's iterator would only add 11 us per batch.
         here = self.num_workers == 0 and not self.pin_memory
         with self._batches.serve_loader():
             worker_batches = workers = iter(self._batches) if here else super().__iter__()
@@ -261,16 +261,18 @@ class ShardLoader(DataLoader[Any]):
             worker_batches = self._batches.receive_batches(
                 workers, self.num_workers, self.prefetch_factor or 1
             )
-        if not self.persistent_workers:  # they take as much memory as was in flight at one time
+        if (
+            not self.persistent_workers
+        ):  # frees the rings with the workers: a ring keeps its peak memory
             self._batches.rings = []
         hand_out = self._serve_accelerate if self._serves_accelerate else self._hand_out
         handed_out = hand_out(worker_batches, workers, begin, self._iteration)
-        # Last: after a refusal above, the next iteration begins where this one would have.
+        # Last: if anything above raised, the next iteration starts from the same position.
         self._begin = Position(epoch=begin.epoch)
         return handed_out
 
     def _prepare_workers(self, epoch: int) -> None:
-        """Open what the batches of workers pass through, before those are started or asked for another epoch."""
+        """Seed workers and open their channels before they start or get the next epoch."""
         if self._seeds_workers:
             seed = self._batches.source_dataset.pipeline.source.seed
             self.generator.manual_seed(derive_key(seed, epoch) >> 1)
@@ -296,15 +298,15 @@ class ShardLoader(DataLoader[Any]):
         return prepared.hand_out(self._hand_out(worker_batches, workers, begin, iteration))
 
     def _refuse_second_split(self) -> None:
-        """Refuse to be read by a loader of Accelerate, which deals out what it reads over the ranks."""
+        """Refuse to be read by an Accelerate loader, which would split the batches over ranks again."""
         if self.placement.world_size > 1 and accelerate_loader() is not None:
             raise OptionError(
-                f"this ShardLoader gives rank {self.placement.rank} its part of the samples, but a loader of Accelerate reads it and "
-                "would split that part again; pass the ShardLoader itself to accelerator.prepare(), or a ShardDataset in a DataLoader"
+                f"this ShardLoader reads the part of rank {self.placement.rank}, but an Accelerate loader would split that part "
+                "again; pass the ShardLoader itself to accelerator.prepare(), or a ShardDataset in a DataLoader"
             )
 
     def _compare_ranks(self) -> None:
-        """Compare once what fixes the order with the other ranks, where the placement is theirs."""
+        """Compare the order options with the other ranks, once, if the placement was detected."""
         batches = self._batches
         is_given = batches.source_dataset.given_placement is not None
         if self._is_compared or is_given or batches.placement.world_size == 1:
@@ -357,7 +359,7 @@ class ShardLoader(DataLoader[Any]):
 
     @contextmanager
     def _ending_workers_on_error(self, workers: Any) -> Iterator[None]:
-        """End the workers at once if one raises: torch leaves them to a garbage collection, which waits 5 s for each."""
+        """End the workers at once on an error: torch would wait for garbage collection, 5 s per worker."""
         try:
             yield
         except BaseException as error:
@@ -367,7 +369,7 @@ class ShardLoader(DataLoader[Any]):
             waits = not isinstance(error, KeyboardInterrupt)
             if (problem := self._finish_report(waits=waits)) is not None:
                 error.add_note(str(problem))
-                if isinstance(error, GeneratorExit):  # a break: nobody sees it
+                if isinstance(error, GeneratorExit):  # after a break the note would never be shown
                     warnings.warn(f"{problem}", ReportWarning, stacklevel=2)
             raise
         if (problem := self._finish_report(waits=True)) is not None:
@@ -391,10 +393,10 @@ class ShardLoader(DataLoader[Any]):
         )
 
     def state_dict(self) -> State:
-        """Return where this loader is: behind the batch handed out last, whatever its workers have read ahead.
+        """Return the position after the last yielded batch, in JSON values; prefetched batches do not count.
 
-        JSON values. Where every step of the pipeline hands out one item for each, it is the same on every rank and is
-        continued on any number of ranks and workers; else it holds a position for each worker of this rank.
+        If every step of the pipeline yields one item per item, the state is the same on every rank and resumes on any number of
+        ranks and workers; else it holds a position for each worker of this rank.
         """
         self._follow_dataset()
         batches, position = self._batches, self._position
@@ -408,11 +410,11 @@ class ShardLoader(DataLoader[Any]):
         return part_state(self._topology(), position)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was taken; nothing is read before the next iteration.
+        """Continue from a state; nothing is read before the next iteration.
 
         Raises:
-            StateError: If that cannot be done exactly: other data, seed or steps; for pipelines that change counts also
-                another number of ranks or workers.
+            StateError: If an exact resume is impossible: data, seed or steps differ; for pipelines that change counts also
+                the number of ranks or workers.
         """
         if self._batches.indexed_source is None:
             check_state(state, mine=self._topology())
@@ -428,28 +430,28 @@ class ShardLoader(DataLoader[Any]):
                 )
         self._begin = self._position = position
         self._partition = None
-        self._iteration += 1  # an iteration that is still open counts no more
-        self._iterator = None  # persistent workers know nothing of this
+        self._iteration += 1  # an iteration that is still open no longer updates the position
+        self._iterator = None  # ends persistent workers, which cannot receive the new position
         self._is_compared = False
         self._epoch_calls = (
             self._batches.source_dataset.epoch_calls
-        )  # what was chosen before is over
+        )  # the state overrides earlier calls of `set_epoch`
 
     def _load_order(self, state: Mapping[str, Any]) -> None:
-        """Take the order of samples from a state."""
+        """Adopt the order of samples from a state."""
         batches = self._batches
         source = batches.indexed_source
         assert source is not None  # noqa: S101  (asked by load_state_dict)
         options = self._given
         mine = {name: getattr(options, name) for name in ("seed", "shuffle", "microbatch", "lanes")}
-        if options.shuffle:  # in order, these two say nothing about the sequence
+        if options.shuffle:  # without shuffle these two do not affect the sequence
             mine |= {"window": options.window, "block": options.block}
         check_state(state, mine={"kind": "plan"} | mine | _data_identity(source))
         batch_size, microbatch = batches.batch_size or 1, state["microbatch"]
         if batch_size % microbatch:
             raise StateError(
                 f"microbatch: the state says {microbatch}, which does not divide batch_size={batch_size} here; "
-                "use a multiple of it, or start anew"
+                "use a multiple of it, or start without the state"
             )
         batches.set_order_options(
             {
@@ -467,7 +469,7 @@ class ShardLoader(DataLoader[Any]):
         warn_of_lanes(self._batches, max(1, self.num_workers))
 
     def _topology(self) -> State:
-        """Return what a state with a position for each worker must agree with."""
+        """Return the fields that a state with per-worker positions must match."""
         batches = self._batches
         worker_info = WorkerInfo(batches.placement, 0, max(1, self.num_workers))
         identity = batches.source_dataset.pipeline.identity(worker_info, self._position.epoch)
@@ -475,7 +477,7 @@ class ShardLoader(DataLoader[Any]):
 
 
 def _data_identity(source: IndexedSource) -> State:
-    """Return what a state must agree with of the data."""
+    """Return the fields of the data that a state must match."""
     mixed = source.describe(steps=False)
     catalog = source.catalog
     return {"fingerprint": catalog.fingerprint, "checksums": catalog.checksums} | (

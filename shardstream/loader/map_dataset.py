@@ -1,4 +1,4 @@
-"""ShardMapDataset: the same shards by number, for samplers, subsets and splits."""
+"""Map-style datasets: samples by number, for samplers, subsets and splits."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _opening = new_lock()
 
 
 class _Opened(NamedTuple):
-    """What a dataset reads with in one process and epoch."""
+    """Fetcher and steps of a dataset in one process and epoch."""
 
     pid: int
     epoch: int
@@ -48,7 +48,7 @@ class _Opened(NamedTuple):
 
 
 class MapDataset(ItemSteps, Dataset[Any]):
-    """Samples by number, of shards or of loose files; safe among threads, if the user's functions are.
+    """Samples by number, of shards or loose files; thread-safe if the user's functions are.
 
     Args:
         catalog: The samples.
@@ -79,7 +79,7 @@ class MapDataset(ItemSteps, Dataset[Any]):
     def __getitem__(self, index: slice) -> Self: ...
 
     def __getitem__(self, index: int | slice) -> Any:
-        """Return a sample; for a slice a dataset of its samples, nothing of which is read yet.
+        """Return a sample; for a slice, a lazy dataset of its samples.
 
         Raises:
             IndexError: If there is no such sample.
@@ -91,11 +91,11 @@ class MapDataset(ItemSteps, Dataset[Any]):
         return self.__getitems__([operator.index(index)])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
-        """Return samples in the order asked; torch's ``DataLoader`` asks for a batch at a time."""
+        """Return samples in the order of ``indices``; torch's ``DataLoader`` calls it once per batch."""
         size = len(self)
         for index in indices:
             if not -size <= index < size:
-                raise IndexError(f"sample numbers go from {-size} to {size - 1}, asked for {index}")
+                raise IndexError(f"sample number {index} is not from {-size} to {size - 1}")
         numbers = np.array([self._numbers[index] for index in indices], dtype=np.int64)
         unique, back = np.unique(numbers, return_inverse=True)
         opened = self._open()
@@ -107,7 +107,7 @@ class MapDataset(ItemSteps, Dataset[Any]):
         return list(items)
 
     def _open(self) -> _Opened:
-        """Return what reads in this process and epoch; threads share it."""
+        """Open the fetcher and steps of this process and epoch; threads share them."""
         pid, epoch, opened = os.getpid(), self.epoch, self._opened
         if opened is not None and (opened.pid, opened.epoch) == (pid, epoch):
             return opened
@@ -121,7 +121,7 @@ class MapDataset(ItemSteps, Dataset[Any]):
                 return opened
             else:
                 fetcher = opened.fetcher
-            # Steps with threads keep them: to start four takes three times as long as to decode a small image.
+            # Kept open, because steps may own threads: starting four takes three times as long as decoding a small image.
             opened = _Opened(pid, epoch, fetcher, self._pipeline.chain(epoch, SkipTracker()))
             self._opened = opened
             return opened
@@ -130,7 +130,7 @@ class MapDataset(ItemSteps, Dataset[Any]):
         return (self[number] for number in range(len(self)))
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that ``map(rng=True)`` draws for; call it before the loader starts its workers."""
+        """Set the epoch of ``map(rng=True)``; call it before the loader starts its workers."""
         self.epoch = check_epoch(epoch)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -141,11 +141,12 @@ class MapDataset(ItemSteps, Dataset[Any]):
         return len(self._pipeline.stages)
 
     def then(self, stage: Stage) -> Self:
-        """Append a stage of your own that returns one item for each item, see `ItemSteps.then`."""
+        """Append a custom stage that yields one item per item, see `ItemSteps.then`."""
         check_stage(stage)
         if not isinstance(stage, ItemStage):
             raise OptionError(
-                f"a dataset by number has no {type(stage).__name__}: it would change what the numbers mean"
+                f"a map-style dataset cannot use {type(stage).__name__}: it would change the sample numbers; "
+                "use a ShardDataset or ObjectDataset"
             )
         changed = self._copy()
         changed._pipeline = self._pipeline.then(stage)
@@ -161,22 +162,22 @@ class ShardMapDataset(MapDataset):
     """Samples of tar shards by number: ``ds[i]``, ``ds[-1]``, ``ds[10:20]``, ``len(ds)``.
 
     For torch's ``DataLoader`` with a sampler (``DistributedSampler``, ``WeightedRandomSampler``), ``Subset`` and
-    ``random_split``. A batch is fetched with few range reads of neighbouring samples. `ShardDataset` reads faster where a
-    sampler is not needed: it knows what comes next. It may be read from several threads at a time.
+    ``random_split``. A batch is fetched with few range reads of neighbouring samples. Without a sampler, `ShardDataset` is
+    faster, because it can prefetch. Thread-safe.
 
     Args:
-        urls: As in `ShardDataset`; every shard needs an index, or lies on this machine.
+        urls: As in `ShardDataset`; every shard must be local or have an index.
         seed: For ``map(rng=True)``.
         storage_options: For fsspec.
         filesystem: An fsspec file system to use instead.
-        cache_dir: A folder on a local disk that keeps what is read from afar, for later epochs and other processes.
-        cache_bytes: How much it may keep, e.g. "200GB"; by default what leaves a tenth of the disk free.
+        cache_dir: A local folder that caches remote bytes, for later epochs and other processes.
+        cache_bytes: Limit of the cache, e.g. "200GB"; by default a tenth of the disk stays free.
         verify: As in `ShardDataset`.
 
     Raises:
         OptionError: If a shard has no index and is not local.
         UnfinishedError: If the dataset is being written, or its writer was stopped.
-        StorageError: If nothing is there, or it is out of reach.
+        StorageError: If the dataset is not found or cannot be read.
     """
 
     def __init__(  # noqa: PLR0913  (the public door)
@@ -194,7 +195,7 @@ class ShardMapDataset(MapDataset):
         located = locate_shards(urls, storage)
         super().__init__(ShardCatalog(located, storage, verify), seed=seed)
         self._class_names = ClassNames(located, storage)
-        if len(self._class_names.folders) > 1:  # one alone is read when it is asked for
+        if len(self._class_names.folders) > 1:  # a single folder is read lazily, by `classes`
             warn_of_difference(self._class_names.found)
 
     @property
@@ -202,7 +203,7 @@ class ShardMapDataset(MapDataset):
         """Names of the classes, as `ShardDataset.classes`.
 
         Raises:
-            StorageError: If the folder is out of reach.
+            StorageError: If the folder cannot be read.
         """
         return self._class_names.names
 

@@ -1,9 +1,8 @@
-"""Several small batches in one message from a worker to the main process.
+"""Send several small batches in one message from a worker to the main process.
 
-A message through torch's queues costs a third of a millisecond, whatever it holds. Batches that are made faster than that are sent
-several at a time: as many as are made in two milliseconds. The main process says how many, and from which round of messages on, so
-that all workers send equally many, and batches can be handed out in turn while few of them wait; but no message is waited for over 50 ms
-for the sake of its size.
+A message through torch's queues costs about 0.3 ms, whatever its size. Batches that are made faster are grouped: as many per
+message as a worker makes in 2 ms. The main process sets the size and the round of messages from which it holds, so that all
+workers send equally many: it yields their batches in turn, and few batches queue up. A message is flushed after 50 ms.
 """
 
 from __future__ import annotations
@@ -29,43 +28,43 @@ SIZES_KEPT = 5
 
 
 class WorkerMessage(NamedTuple):
-    """What is sent at once."""
+    """One message: the items of a worker in one round."""
 
     worker: int
     packed: list[Any]
     made_s: float
-    """Seconds that it took to make."""
+    """Seconds that it took to make the items."""
     nbytes: float
-    """What it takes of memory that is shared; infinite if it goes through torch's own, or the pipe."""
+    """Bytes in the ring buffer; infinite if an item goes through torch's shared memory or the pipe."""
     ended: bool
-    """There will be no more of this worker."""
+    """This is the worker's last message."""
     error: Any = None
-    """Why, if it failed (torch's ``ExceptionWrapper``)."""
+    """The worker's error (torch's ``ExceptionWrapper``), or None."""
 
 
 class MessageSizes:
-    """How many items a worker sends in each round of messages; in memory that workers and the main process share."""
+    """Items per message in each round, in memory shared by workers and the main process."""
 
     def __init__(self) -> None:
-        # From which round on, how many before, how many then: one number, so that all of it is read at once.
+        # Start round, size before it and size from it on, packed into one int64 so that reads are never torn.
         self._packed = shared_numbers(0)
         self.begin()
 
     def begin(self) -> None:
-        """Send one at a time, from round 0 on."""
+        """Reset to one item per message from round 0 on."""
         self._store(0, 1, 1)
 
     def size(self, number: int) -> int:
-        """Return how many items are sent in round ``number``."""
+        """Return the items per message in round ``number``."""
         start, before, then = self._read()
         return then if number >= start else before
 
     def change(self, number: int, size: int) -> None:
-        """Let ``size`` items be sent from a round on that no worker has begun."""
+        """Set the size from round ``number`` on, which no worker may have begun."""
         self._store(number, self._read()[2], size)
 
     def is_changing(self, number: int) -> bool:
-        """Tell whether a change is still to come in round ``number``."""
+        """Return whether a change of size is still pending in round ``number``."""
         return number < self._read()[0]
 
     def _read(self) -> tuple[int, int, int]:
@@ -84,16 +83,16 @@ def send_messages(
     *,
     clock: Callable[[], float] = perf_counter,
 ) -> Generator[WorkerMessage]:
-    """In a worker: send what it makes in messages of several items. An error comes behind what was made before it.
+    """In a worker: group items into messages. An error is sent after the items made before it.
 
     Args:
-        items: What it makes.
+        items: The worker's items.
         worker: Its number.
-        message_sizes: How many are sent at once.
-        pack: Returns what is sent for an item, and its bytes as in `WorkerMessage`. Called as soon as it is made.
-        clock: Seconds, growing.
+        message_sizes: Items per message.
+        pack: Returns the packed item, and its bytes as in `WorkerMessage`. Called as soon as the item is made.
+        clock: Monotonic clock, in seconds.
     """
-    owed = 0  # what was late is sent with later rounds, so that all workers have sent equally many again
+    owed = 0  # items missing from flushed messages; later rounds send them, so that all workers are even again
     with closing(items):
         for number in count():
             begun, size = clock(), owed + message_sizes.size(number)
@@ -107,7 +106,7 @@ def send_messages(
             made_s = clock() - begun
             messages = [WorkerMessage(worker, packed, made_s, nbytes, end is not None, error)]
             del made, packed
-            yield messages.pop()  # while the next are made, only who has taken it holds what is in it
+            yield messages.pop()  # popped, so that this frame does not keep the batches alive while the next are made
             if end is not None:
                 return
 
@@ -121,19 +120,19 @@ def receive_items(
     ahead: int,
     choose_size: Callable[[WorkerMessage], int] | None = None,
 ) -> Generator[_T]:
-    """In the main process: hand out items, one of each worker in turn, as if they came one by one.
+    """In the main process: yield the items of all workers in turn, one of each.
 
     Args:
-        messages: Of worker 0, 1, … in turn; a worker that has ended is passed over.
-        workers: How many there are.
-        message_sizes: How many items they send at once; changed here by what comes.
-        unpack: Returns the item of what was sent for it.
-        ahead: For how many messages each worker is asked before the first is taken.
-        choose_size: Returns how many items like those of a message are worth one; by default `preferred_size`.
+        messages: Messages of worker 0, 1, … in turn; workers that have ended are left out.
+        workers: Number of workers.
+        message_sizes: Items per message; adapted here to the messages received.
+        unpack: Returns the item of a packed item.
+        ahead: Messages requested from each worker before the first is received.
+        choose_size: Returns the best number of items per message, given a message; by default `preferred_size`.
 
     Raises:
-        OptionError: If another iteration has taken them.
-        Exception: That of a worker, when it is its turn.
+        OptionError: If another iteration has taken over the workers.
+        Exception: The error of a worker, at its turn.
     """
     waiting: list[deque[Any]] = [deque() for _ in range(workers)]
     ended, failed, number, turn = set[int](), dict[int, Any](), 0, 0
@@ -142,8 +141,8 @@ def receive_items(
         while not waiting[turn] and turn not in ended:
             if (message := next(messages, None)) is None:
                 raise OptionError(
-                    "another iteration of this loader has begun, and taken its persistent workers: finish one "
-                    "before the next begins, or use two loaders"
+                    "another iteration of this loader has taken over its persistent workers; finish one iteration before "
+                    "starting the next, or use two loaders"
                 )
             waiting[message.worker] += message.packed
             if message.error is not None:
@@ -152,7 +151,7 @@ def receive_items(
                 ended.add(message.worker)
                 continue
             sizes[message.worker].append((choose_size or preferred_size)(message))
-            # Once one has ended, the others are asked more often.
+            # A round counts only while all workers send: once one has ended, torch polls the others more often.
             if message.worker == workers - 1 and not ended:
                 crowded = max(map(len, waiting)) > 2 * _MAX_ITEMS
                 size = 1 if crowded else int(min(median(judged) for judged in sizes.values()))
@@ -167,15 +166,15 @@ def receive_items(
 
 
 def _adapt_size(message_sizes: MessageSizes, number: int, size: int, ahead: int) -> None:
-    """Let so many items be sent at once, now that round ``number`` has come from all."""
+    """Change the message size if it is off by a factor of two, after round ``number`` is complete."""
     now = message_sizes.size(number)
     if not message_sizes.is_changing(number) and not now / 2 < size < now * 2:
-        # Those rounds behind this one that have been asked for are done as they were.
+        # The next `ahead` rounds are already requested, so they keep the old size.
         message_sizes.change(number + ahead + 1, size)
 
 
 def preferred_size(message: WorkerMessage) -> int:
-    """Return how many items like these are worth a message."""
+    """Return the best number of items per message, given the time and bytes of one."""
     size = max(1, len(message.packed))
     by_time = MESSAGE_WORK_S * size / max(message.made_s, 1e-6)
     by_bytes = _LARGE_BYTES * size / max(message.nbytes, 1)
@@ -192,11 +191,11 @@ def _take_items(
     pack: Callable[[_T], tuple[Any, float]],
     is_late: Callable[[], bool],
 ) -> tuple[list[tuple[Any, float]], Exception | None]:
-    """Take and pack some items, fewer if it gets late; with what ended that."""
+    """Take and pack up to ``size`` items, fewer if late; also return the exception that ended them."""
     made: list[tuple[Any, float]] = []
     try:
         while not made or (len(made) < size and not is_late()):
             made.append(pack(next(items)))
-    except Exception as end:  # noqa: BLE001  (told to the caller)
+    except Exception as end:  # noqa: BLE001  (returned to the caller)
         return made, end
     return made, None

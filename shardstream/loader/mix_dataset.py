@@ -1,4 +1,4 @@
-"""``ss.mix``: several datasets as one."""
+"""Mix several datasets into one, with weights (``ss.mix``)."""
 
 from __future__ import annotations
 
@@ -36,31 +36,31 @@ def mix(  # noqa: PLR0913  (the public door)
     remainder: Remainder = "pad",
     prefetch_bytes: int = 64 << 20,
 ) -> MixDataset:
-    """Mix datasets, each with its own decode and steps; a mix is a dataset, and may be mixed again.
+    """Mix datasets, each with its own steps, into one; mixes can be nested.
 
-    Datasets that number their classes differently are a `ClassesWarning`.
+    Warns with `ClassesWarning` if the datasets number their classes differently.
 
-    Where every step of every dataset hands out one item for each, the mix is as exact as a single dataset: the same global
-    batches on every topology, and a state of a few numbers. Else each worker mixes its own streams, and resumes on the same
-    topology.
+    If every step of every dataset yields one item per item, the mix is as exact as a single dataset: the same global
+    batches on every topology, and a small state. Else each worker mixes its own streams, and resumes on the same topology
+    only.
 
     Args:
         datasets: By name, or in order.
-        weights: Share of each dataset, by name or in order; or a function of the epoch that returns them by name. None takes
-            every sample of all of them once an epoch.
-        stop: With weights: an epoch ends before a sample comes twice ("first_exhausted"), or when all have come
-            ("all_exhausted"; smaller datasets go round again).
-        samples: With weights: an epoch has so many samples instead.
+        weights: Share of each dataset, by name or in order; or a function of the epoch that returns them by name. With None
+            an epoch has every sample of all datasets once.
+        stop: With weights: an epoch ends before a sample repeats ("first_exhausted"), or when all samples have been read
+            ("all_exhausted"; smaller datasets repeat).
+        samples: With weights: number of samples of an epoch, instead of ``stop``.
         seed: Of the mix; each dataset keeps its own.
-        lanes: As in `ShardDataset`, like the next four. Each lane is mixed by itself, in patterns of 32 samples that have
-            their shares: with many lanes a small epoch ends some samples early.
-        microbatch: An epoch of a mix with weights is whole batches.
-        window: See there.
-        remainder: See there.
-        prefetch_bytes: See there.
+        lanes: As in `ShardDataset`, like the next four. Each lane is mixed separately, in patterns of 32 samples with the given
+            shares: with many lanes a small epoch ends some samples early.
+        microbatch: As in `ShardDataset`. An epoch of a mix with weights has whole batches only.
+        window: As in `ShardDataset`.
+        remainder: As in `ShardDataset`.
+        prefetch_bytes: As in `ShardDataset`.
 
     Raises:
-        OptionError: If names, weights and datasets do not fit each other.
+        OptionError: If names, weights and datasets do not match.
     """
     named = (
         dict(datasets)
@@ -70,7 +70,7 @@ def mix(  # noqa: PLR0913  (the public door)
     if weights is not None and not isinstance(weights, Mapping) and not callable(weights):
         if len(weights) != len(named):
             raise OptionError(
-                f"{plural(len(weights), 'weight')} for {plural(len(named), 'dataset')}"
+                f"{plural(len(weights), 'weight')} for {plural(len(named), 'dataset')}; give one weight per dataset"
             )
         weights = dict(zip(named, weights, strict=True))
     parts = {name: dataset.pipeline for name, dataset in named.items()}
@@ -107,7 +107,7 @@ def mix(  # noqa: PLR0913  (the public door)
 
 
 def _classes(named: Mapping[str, StreamDataset]) -> dict[str, Classes]:
-    """Return name -> class names of the datasets that have some."""
+    """Return name -> class names, for the datasets that have class names."""
     with ThreadPoolExecutor(_CONCURRENT_REQUESTS, thread_name_prefix="shardstream-look") as pool:
         asked = pool.map(lambda dataset: getattr(dataset, "classes", None), named.values())
         return {
@@ -129,20 +129,20 @@ def _source(recipe: MixRecipe, options: ReadOptions) -> MixIndexedSource | MixSt
 
 
 class MixDataset(StreamDataset):
-    """What `mix` returns."""
+    """The dataset that `mix` returns."""
 
     classes: tuple[str, ...] | None = None
-    """Names of the classes, as `ShardDataset.classes`; None if no dataset has some, or they number them differently."""
+    """Names of the classes, as `ShardDataset.classes`; None if no dataset has any, or their numbers differ."""
 
     def counts(self, epoch: int = 0, *, batch_size: int | None = None) -> dict[str, int]:
-        """Return how many samples of each dataset an epoch has, over all ranks.
+        """Return the samples of each dataset in an epoch, over all ranks.
 
         Args:
             epoch: From 0.
-            batch_size: The loader's; whole batches make an epoch of a mix with weights.
+            batch_size: The loader's; an epoch of a mix with weights has whole batches only.
 
         Raises:
-            OptionError: If that is not known in advance, because steps change counts.
+            OptionError: If the counts are not known in advance, because steps change counts.
         """
         source = self.pipeline.source
         if not isinstance(source, MixIndexedSource):

@@ -1,4 +1,4 @@
-"""ObjectDataset: a sample for each loose file of a folder or prefix, for data that nobody has packed yet."""
+"""Datasets over loose files of a folder or prefix, without packing."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Label = Literal["folder"] | LabelFunction
 
 
 class _ObjectDatasetMixin:
-    """What datasets of loose files have in common: how the files are named, and their classes."""
+    """Constructors and class names that datasets of loose files share."""
 
     classes: tuple[str, ...] | None
-    """Names of the classes, in the order of their labels; None if `label` gave numbers, or was left out."""
+    """Names of the classes, in the order of their labels; None if `label` gave numbers, or was omitted."""
 
     @classmethod
     def from_prefix(cls, prefix: str, **options: Any) -> Self:
-        """Take all files under a prefix, as the S3 connector does: a folder, or the beginning of their names."""
+        """Open all files under a folder or name prefix, as the S3 connector does."""
         storage = Storage(options.get("storage_options"), options.get("filesystem"))
         return cls._of(list_beginning(prefix, storage), options)
 
     @classmethod
     def from_objects(cls, urls: Sequence[str], **options: Any) -> Self:
-        """Take some files by name; each costs requests to learn its size."""
+        """Open files by URL; each costs requests for its size."""
         return cls._of(urls, options)
 
     @classmethod
@@ -42,42 +42,43 @@ class _ObjectDatasetMixin:
 
 
 class ObjectDataset(_ObjectDatasetMixin, CatalogDataset):
-    """Samples that are files of their own, not packed: the same splitting, order, state and steps as `ShardDataset`.
+    """Samples of loose files, with the splits, order, state and steps of `ShardDataset`.
 
-    Keys and fields are those that ``shardstream pack URL DEST --kind files`` gives: the key is the path up to the first dot of its last
+    Keys and fields are those of ``shardstream pack URL DEST --kind files``: the key is the path up to the first dot of its last
     part, the field is the rest, and files that share a key (``a.jpg``, ``a.json``) are one sample. Hidden files and files without an
-    extension are left out. What is there is listed once, now.
+    extension are left out. The files are listed once, at construction.
 
-    Every sample is a request of its own, and 32 are in flight for each worker: packed shards are read several times as fast.
-    With nothing to gain from neighbours, ``shuffle=True`` is a full shuffle.
+    Every file costs one request, and each worker keeps 32 in flight: packed shards are read several times as fast.
+    ``shuffle=True`` is a full shuffle, because neighbouring samples share no requests.
 
     Args:
-        urls: A folder or prefix (``s3://bucket/photos/``), a file, or a list of these, as they are: no patterns. Keys are paths under
-            the folder that all have in common.
-        label: Gives each sample a field ``cls``, as a packed shard has it. "folder" takes the name of the folder right under the
-            prefix; a function is called with the path of the sample's first file, once, now. Names become numbers, see `classes`.
-        classes: Names in the order of their numbers; by default those that are there, sorted. Where a split may lack a class,
-            give it the ``classes`` of the training set.
-        suffixes: Ends of the names that count, e.g. ``(".jpg", ".json")``; case does not matter. None takes all.
+        urls: A folder or prefix (``s3://bucket/photos/``), a file, or a list of these; patterns are not expanded. Keys are paths
+            relative to the common folder.
+        label: Adds a field ``cls`` to each sample, as in a packed shard. "folder" uses the name of the folder directly under the
+            prefix; a function is called once, at construction, with the path of the sample's first file. Names become numbers,
+            see `classes`.
+        classes: Names in the order of their numbers; by default the names found, sorted. If a split may lack a class, pass the
+            ``classes`` of the training set.
+        suffixes: Accepted ends of file names, e.g. ``(".jpg", ".json")``, ignoring case. None accepts all.
         shuffle: As in `ShardDataset`, like all below.
-        seed: See there.
-        lanes: See there.
-        microbatch: See there.
-        remainder: See there.
-        storage_options: See there.
-        filesystem: See there.
-        cache_dir: See there; each file is one in the cache.
-        cache_bytes: See there.
-        on_error: See there; a file that is gone or was changed is always an error.
-        prefetch_bytes: See there.
-        hedge: See there.
-        placement: See there.
+        seed: As in `ShardDataset`.
+        lanes: As in `ShardDataset`.
+        microbatch: As in `ShardDataset`.
+        remainder: As in `ShardDataset`.
+        storage_options: As in `ShardDataset`.
+        filesystem: As in `ShardDataset`.
+        cache_dir: As in `ShardDataset`; the cache has one file for each.
+        cache_bytes: As in `ShardDataset`.
+        on_error: As in `ShardDataset`; a missing or changed file is always an error.
+        prefetch_bytes: As in `ShardDataset`.
+        hedge: As in `ShardDataset`.
+        placement: As in `ShardDataset`.
 
     Raises:
-        OptionError: If an argument makes no sense, or the files are tar shards.
-        SourceError: If no file has an extension, or two would be the same field of a sample.
+        OptionError: If an argument is invalid, or the files are tar shards.
+        SourceError: If no file has an extension, or two files map to the same field of a sample.
         UnfinishedError: If the dataset is being written, or its writer was stopped.
-        StorageError: If nothing is there, or it is out of reach.
+        StorageError: If the files are not found or cannot be read.
     """
 
     def __init__(  # noqa: PLR0913  (the public door: its options are its documentation)
@@ -101,7 +102,7 @@ class ObjectDataset(_ObjectDatasetMixin, CatalogDataset):
         hedge: bool = False,
         placement: Placement | None = None,
     ) -> None:
-        SkipTracker(on_error)  # refuses nonsense before anything is listed
+        SkipTracker(on_error)  # validates before any I/O
         options = ReadOptions(
             shuffle=shuffle,
             seed=seed,
@@ -119,25 +120,25 @@ class ObjectDataset(_ObjectDatasetMixin, CatalogDataset):
 
 
 class ObjectMapDataset(_ObjectDatasetMixin, MapDataset):
-    """Samples that are files of their own, by number: ``ds[i]``, ``len(ds)``, for samplers, subsets and splits.
+    """Samples of loose files by number: ``ds[i]``, ``len(ds)``.
 
-    As `ShardMapDataset` is to `ShardDataset`. A batch is fetched 32 files at a time.
+    The map-style `ObjectDataset`, for samplers, subsets and splits. A batch is fetched with 32 requests in flight.
 
     Args:
         urls: As in `ObjectDataset`, like the next three.
-        label: See there.
-        classes: See there.
-        suffixes: See there.
+        label: As in `ObjectDataset`.
+        classes: As in `ObjectDataset`.
+        suffixes: As in `ObjectDataset`.
         seed: For ``map(rng=True)``.
         storage_options: For fsspec.
         filesystem: An fsspec file system to use instead.
-        cache_dir: A folder on a local disk that keeps what is read from afar, for later epochs and other processes.
-        cache_bytes: How much it may keep, e.g. "20GB"; by default what leaves a tenth of the disk free.
+        cache_dir: A local folder that caches remote bytes, for later epochs and other processes.
+        cache_bytes: Limit of the cache, e.g. "20GB"; by default a tenth of the disk stays free.
 
     Raises:
         OptionError: As in `ObjectDataset`.
-        SourceError: See there.
-        StorageError: See there.
+        SourceError: As in `ObjectDataset`.
+        StorageError: As in `ObjectDataset`.
     """
 
     def __init__(  # noqa: PLR0913  (the public door)
@@ -161,7 +162,7 @@ class ObjectMapDataset(_ObjectDatasetMixin, MapDataset):
 
 
 def _open(urls: Urls, storage: Storage, suffixes: str | Sequence[str] | None) -> ObjectCatalog:
-    """List the files, and give their samples numbers."""
+    """List the files and build their catalog."""
     several = [urls] if isinstance(urls, str | os.PathLike) else urls
     root, files = list_all([os.fspath(url) for url in several], storage)
     if suffixes is not None:
@@ -169,15 +170,15 @@ def _open(urls: Urls, storage: Storage, suffixes: str | Sequence[str] | None) ->
         ends = tuple(end.lower() for end in ends)
         files = [file for file in files if file.path.lower().endswith(ends)]
         if not files:
-            raise NotFoundError(f"no file here ends in {' or '.join(ends)}", shard=root)
+            raise NotFoundError(f"no file ends in {' or '.join(ends)}; check suffixes=", shard=root)
     return ObjectCatalog(root, files, storage)
 
 
 def _set_labels(catalog: ObjectCatalog, label: Label | None, classes: Sequence[str] | None) -> None:
     if label is None:
         if classes is not None:
-            raise OptionError("classes numbers the names of label=, which is missing")
+            raise OptionError("classes= needs label=, whose names it numbers")
         return
     if label != "folder" and not callable(label):
-        raise OptionError(f"label is 'folder' or a function of the path, not {label!r}")
+        raise OptionError(f"label must be 'folder' or a function of the path, not {label!r}")
     catalog.set_labels(folder_label if label == "folder" else label, classes)

@@ -1,4 +1,4 @@
-"""What a `ShardLoader` refuses or warns of, and what to do instead."""
+"""Checks of `ShardLoader` options: errors and warnings with remedies."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ WARN_WINDOWS_BYTES = 4_000_000_000  # of windows in one worker
 def check_options(
     dataset: StreamDataset, batch_size: int | None, shuffle: bool | None, options: Mapping[str, Any]
 ) -> None:
-    """Refuse what a loader over a plan cannot do.
+    """Refuse invalid or unsupported options of a loader.
 
     Args:
-        dataset: What is to be read.
+        dataset: Dataset to read.
         batch_size: Items of a batch; None for single items.
-        shuffle: What the caller thinks of the order; None for nothing.
+        shuffle: The loader's argument, compared with the dataset's; None skips the comparison.
         options: All other arguments of the loader.
 
     Raises:
-        OptionError: Saying what to do instead.
+        OptionError: With the remedy.
     """
     if batch_size is None and options["drop_last"]:
         raise OptionError("drop_last needs a batch_size: single items have no last batch")
@@ -39,17 +39,22 @@ def check_options(
         )
     if shuffle is not None and shuffle != dataset.pipeline.source.shuffle:
         raise OptionError(
-            f"the order belongs to the dataset: say ShardDataset(..., shuffle={shuffle}) there, nothing here"
+            f"shuffle={shuffle} differs from the dataset's; pass shuffle={shuffle} to ShardDataset(...), not to the loader"
         )
     misplaced = sorted(_READ_OPTIONS.intersection(options))
     if misplaced:
         raise OptionError(
-            f"{', '.join(misplaced)}: the order belongs to the dataset, say it in ShardDataset(...)"
+            f"{', '.join(misplaced)}: options of the dataset; pass them to ShardDataset(...), not to the loader"
         )
     if options.get("sampler") is not None or options.get("batch_sampler") is not None:
-        raise OptionError("a stream has no sampler: the dataset's plan splits and shuffles")
+        raise OptionError(
+            "a ShardLoader takes no sampler, the dataset splits and shuffles; for samplers use a ShardMapDataset "
+            "with torch's DataLoader"
+        )
     if not options.get("in_order", True):
-        raise OptionError("in_order=False: a position counts batches in order; leave it at True")
+        raise OptionError(
+            "in_order=False is not supported, a state counts batches in order; leave it at True"
+        )
     if batch_size is not None and batch_size < 1:
         raise OptionError(f"batch_size must be at least 1, not {batch_size}")
     source = dataset.pipeline.indexed_source
@@ -61,8 +66,8 @@ def check_options(
             else "after steps that change counts, or without an index"
         )
         raise OptionError(
-            f"SkipBudget(refill=True) has no effect {why}; say refill=False, or give a batch_size, an index and only steps that hand out "
-            "one item for each"
+            f"SkipBudget(refill=True) has no effect {why}; set refill=False, or use a batch_size, an index and only steps that "
+            "yield one item per item"
         )
     microbatch = None if source is None else source.options.microbatch
     if batch_size is not None and microbatch is not None and batch_size % microbatch:
@@ -72,7 +77,7 @@ def check_options(
 
 
 def warn_of_lanes(batches: BatchDataset, num_workers: int) -> None:
-    """Say when several workers must read the same windows, or one must hold very many."""
+    """Warn if several workers must read the same windows, or one must hold too many bytes of them."""
     if batches.indexed_source is None or not batches.indexed_source.options.shuffle:
         return
     config, lanes = batches.partition_config, batches.indexed_source.options.lanes or batches.lanes
@@ -80,7 +85,7 @@ def warn_of_lanes(batches: BatchDataset, num_workers: int) -> None:
     fitting = sorted(set(fitting_lanes(config, num_workers, lanes)))
     if lanes % unit:
         warnings.warn(
-            f"lanes={lanes} is no multiple of {config.world_size} ranks x {num_workers} workers x {config.microbatches} "
+            f"lanes={lanes} is not a multiple of {config.world_size} ranks x {num_workers} workers x {config.microbatches} "
             f"microbatches: the order stays exact, but workers read parts of the same windows. Lanes that fit: {str(fitting)[1:-1]}",
             UserWarning,
             stacklevel=4,
@@ -92,7 +97,7 @@ def warn_of_lanes(batches: BatchDataset, num_workers: int) -> None:
     if held_bytes > WARN_WINDOWS_BYTES and not catalog.is_local:
         warnings.warn(
             f"with lanes={lanes} each of {num_workers} workers holds {held_bytes / 1e9:.1f} GB of windows; "
-            f"say a smaller window= than {window} samples, or use more workers",
+            f"set window= below {window} samples, or use more workers",
             UserWarning,
             stacklevel=4,
         )

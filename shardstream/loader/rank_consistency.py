@@ -1,4 +1,4 @@
-"""Compares the order of samples between ranks, which would else read other samples than they agree on."""
+"""Compare the order of samples between ranks before the first batch."""
 
 from __future__ import annotations
 
@@ -16,35 +16,35 @@ from shardstream.errors import OptionError
 
 WAIT_S = 30.0
 _POLL = timedelta(seconds=1)  # a wait in the store cannot be interrupted
-_begun: Counter[str] = Counter()  # loaders of each dataset that this process has compared
+_begun: Counter[str] = Counter()  # comparisons of this process, by fingerprint of the dataset
 
 
 class KeyValueStore(Protocol):
-    """What is used of a ``torch.distributed`` store; unlike a collective it needs no order of calls, and no rank can hang in it."""
+    """The part of a ``torch.distributed`` store used here; unlike collectives it cannot deadlock ranks."""
 
     def set(self, key: str, value: str, /) -> None:
         """Set a value."""
 
     def get(self, key: str, /) -> bytes:
-        """Return a value that is there."""
+        """Return an existing value."""
 
     def add(self, key: str, amount: int, /) -> int:
-        """Add to a number that all ranks share, and return it."""
+        """Add to a number shared by all ranks, and return it."""
 
     def wait(self, keys: list[str], timeout: timedelta, /) -> None:
-        """Wait for values; RuntimeError if they do not come."""
+        """Wait until the keys exist; RuntimeError on timeout."""
 
 
 def compare_ranks(dataset: str, numbers: Mapping[str, Any], placement: Placement) -> None:
-    """Compare what fixes a loader's order with the other ranks of an initialised ``torch.distributed``; do nothing without.
+    """Compare a loader's order options with the other ranks, if ``torch.distributed`` is initialised.
 
     Args:
-        dataset: Its fingerprint: loaders of one dataset are compared, in the order in which they begin.
+        dataset: Fingerprint of the dataset: its loaders are compared in the order in which they start.
         numbers: JSON values that must be the same on all ranks.
         placement: Of the loader.
 
     Raises:
-        OptionError: On all ranks that are there within 30 s, if two of them differ.
+        OptionError: On all ranks that arrive within 30 s, if two of them differ.
     """
     # Looked up, not imported: as in distributed.py
     distributed = sys.modules.get("torch.distributed")
@@ -53,7 +53,7 @@ def compare_ranks(dataset: str, numbers: Mapping[str, Any], placement: Placement
     ranks = Placement(distributed.get_rank(), distributed.get_world_size())
     if ranks.world_size == 1 or ranks != placement:
         return
-    # PyTorch has no public name for it; where a later version has none at all, nothing is compared.
+    # PyTorch has no public accessor for the default store; if a later version removes this one, nothing is compared.
     find = getattr(distributed.distributed_c10d, "_get_default_store", None)
     if find is not None:
         _begun[dataset] += 1
@@ -68,17 +68,17 @@ def compare_in_store(
     placement: Placement,
     wait_s: float = WAIT_S,
 ) -> None:
-    """Compare numbers with those of the next rank, and hear whether all ranks agree with theirs.
+    """Compare numbers with both neighbour ranks, and wait for the verdict of all ranks.
 
-    Whichever rank comes late finds the numbers of its neighbours, so a difference is always found by one rank at least; a rank that
-    never comes costs the wait and a warning.
+    A late rank finds the numbers of its neighbours in the store, so at least one rank detects each difference; a rank that never
+    arrives costs the timeout and a warning.
 
     Args:
         store: Shared by all ranks.
-        key: Of this comparison.
+        key: Prefix of this comparison's keys.
         numbers: As in `compare_ranks`.
         placement: Of this rank.
-        wait_s: Longest wait.
+        wait_s: Timeout, in seconds.
 
     Raises:
         OptionError: If two ranks differ.
@@ -92,8 +92,8 @@ def compare_in_store(
         if theirs is None:
             store.set(
                 f"{key}/verdict", ""
-            )  # who comes later need not wait, and compares with this rank
-            _warn(f"rank {other} did not begin to read this dataset", wait_s)
+            )  # later ranks need not wait for a verdict; they still compare with this rank's numbers
+            _warn(f"rank {other} did not start to read this dataset", wait_s)
             return
         if theirs != mine:
             found = _difference(json.loads(mine), rank, json.loads(theirs), other)
@@ -103,7 +103,7 @@ def compare_in_store(
         store.set(f"{key}/verdict", "")
     verdict = _wait_for(store, f"{key}/verdict", until)
     if verdict is None:
-        _warn("some rank did not begin to read this dataset", wait_s)
+        _warn("a rank did not start to read this dataset", wait_s)
     elif verdict:
         raise OptionError(verdict)
 
@@ -113,7 +113,7 @@ def _wait_for(store: KeyValueStore, key: str, until: float) -> str | None:
         try:
             store.wait([key], min(_POLL, timedelta(seconds=left)))
             return store.get(key).decode()
-        except RuntimeError:  # not there yet; or the store is gone, which fails at once
+        except RuntimeError:  # timeout; or the store is gone, which fails without waiting
             time.sleep(min(0.05, left))
     return None
 
@@ -124,15 +124,15 @@ def _difference(mine: Mapping[str, Any], rank: int, theirs: Mapping[str, Any], o
         ", ".join(f"{name}={numbers.get(name)!r}" for name in names) for numbers in (mine, theirs)
     ]
     return (
-        f"ranks read in different orders, so samples would come twice or never: rank {rank} has {told[0]}, rank {other} has {told[1]}; "
-        "give all ranks the same num_workers, batch_size and state, or say lanes= and microbatch= in the dataset; a dataset that only "
-        "one rank reads needs placement=ss.Placement(0, 1)"
+        f"ranks read in different orders, so samples would be repeated or missed: rank {rank} has {told[0]}, rank {other} has "
+        f"{told[1]}; give all ranks the same num_workers, batch_size and state, or set lanes= and microbatch= in the dataset; a "
+        "dataset that only one rank reads needs placement=ss.Placement(0, 1)"
     )
 
 
 def _warn(what: str, wait_s: float) -> None:
     warnings.warn(
-        f"{what} within {wait_s:g} s: whether all ranks read in the same order was not compared. Every rank must read the same data with "
+        f"{what} within {wait_s:g} s: the order of samples was not compared between ranks. Every rank must read the same data with "
         "the same num_workers and batch_size; a dataset that only one rank reads needs placement=ss.Placement(0, 1)",
         UserWarning,
         stacklevel=5,

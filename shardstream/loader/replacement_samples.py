@@ -1,4 +1,4 @@
-"""Samples that stand in for bad ones, so that a rank stays in step with the others, or keeps its batches full."""
+"""Replace bad samples, so that ranks have equally many batches, or full ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardstream.order import RankPartition, derive_key
 from shardstream.pipeline import Chain, SkipTracker
 
 _log = logging.getLogger(__name__)
-_ATTEMPTS = 16  # for each sample
+_ATTEMPTS = 16  # per sample to replace
 _SUBSTITUTE = 5
 
 
@@ -27,21 +27,22 @@ def replace_bad_samples(
     done: tuple[Sequence[Any], list[int]],
     skips: SkipTracker,
 ) -> Sequence[Any]:
-    """Return the items of a step with others in place of bad ones: of all with ``refill``, else of one where all are bad.
+    """Return the items of a step with replacements for bad samples.
 
-    The others are drawn from all samples of the epoch by the seed, the epoch, the rank and the place in the epoch alone, so a resume
-    draws the same. Samples of the batch are drawn again only where no others are found.
+    With ``refill`` all bad samples are replaced; else one, if all samples of the step are bad. Replacements are drawn from the
+    epoch as a function of seed, epoch, rank and position only, so a resume draws the same. Samples of the batch itself are
+    repeated only if no others are found.
 
     Args:
         catalog: The dataset.
-        chain: The steps that a sample goes through.
+        chain: The pipeline's steps.
         partition: The rank's steps.
-        step: Which of them.
+        step: Number of the step.
         done: Its good items, and their sample numbers.
-        skips: Counts what is bad on the way, too, and those that stand in.
+        skips: Counts bad samples among those drawn, and the replacements.
 
     Raises:
-        SampleError: If too few good ones were found.
+        SampleError: If too few good samples were found.
     """
     items, present = done
     if skips.budget is not None and skips.budget.refill:
@@ -70,16 +71,16 @@ def replace_bad_samples(
         found += good
         if len(found) == count:
             skips.refilled += count
-            _log.warning("step %s: %s samples stand in for bad ones", step, count)
+            _log.warning("step %s: replaced %s bad samples", step, count)
             return [*items, *found]
     raise SampleError(
-        f"{count} samples of a batch are bad, and of {_ATTEMPTS * count} others only {len(found)} could stand in for them: this rank "
-        "would fall out of step with the others; mend the data"
+        f"{count} samples of a batch are bad, and {_ATTEMPTS * count} attempts found {len(found)} replacements: this rank would "
+        "have fewer batches than the others; fix the data"
     )
 
 
 def _draw(partition: RankPartition, step: int, attempt: int) -> int:
-    """Return the number of a sample of the epoch: of a mix, by its weights."""
+    """Draw the number of a sample of the epoch; for a mix, by its weights."""
     plan, order = partition.plan, partition.plan.order
     place = partition.consumed_after(step)
     key = derive_key(order.seed, plan.epoch, partition.rank, place, attempt, _SUBSTITUTE)

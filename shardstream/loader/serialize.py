@@ -1,6 +1,6 @@
-"""A value taken apart for its way from a worker: its tensors and large bytes, and a pickle of all else.
+"""Serialise batches for transfer from a worker: tensors and large bytes separately, the rest as a pickle.
 
-What is unpickled here was pickled by a worker of this process a moment ago, as torch does it; never what was read from anywhere.
+Only pickles made by this process's own workers are loaded here, as torch does; never data that was read.
 """
 
 from __future__ import annotations
@@ -18,42 +18,42 @@ import torch
 from shardstream.errors import SampleError
 
 MAX_TENSOR_BYTES = 31 << 20
-"""Larger tensors are left to torch: glibc would ask the system for their memory, page by page, each time."""
+"""Larger tensors are left to torch: glibc maps blocks this large anew each time, with page faults."""
 MIN_LARGE_BYTES = 4096  # smaller bytes are pickled as fast
 _TORCH_TYPES = torch.Tensor, torch.UntypedStorage, torch.TypedStorage
-# What begins so is a column of keys or of numbers, and not looked through.
+# A sequence that starts with one of these is a column of keys or numbers, and is not searched for bytes.
 _PLAIN = frozenset({str, int, float})
 
 
 class TensorLayout(NamedTuple):
-    """What makes a tensor of bytes."""
+    """Layout for rebuilding a tensor from its bytes."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    """As it lies in memory."""
+    """Shape in memory order."""
     order: tuple[int, ...] | None
-    """Where its dimensions are in there; None for as they are."""
+    """Permutation from memory order to the tensor's dimensions; None for the identity."""
 
 
 LoadPiece = Callable[[int, TensorLayout | None], Any]
 
 
 class SerializedValue(NamedTuple):
-    """What a value was taken apart to."""
+    """A value split into raw pieces, a pickle, and objects for torch."""
 
     pieces: list[bytes | torch.Tensor]
-    """Contiguous tensors and large bytes; at last the pickle."""
+    """Contiguous tensors and large bytes; the last one is the pickle."""
     rest: list[Any]
-    """What torch has to send: tensors that are not just their bytes, or very large; storages."""
+    """Objects that torch must send: storages, and tensors that are very large or more than plain bytes."""
 
 
 def serialize_value(value: Any) -> SerializedValue:
-    """Take a value apart; tensors are not copied.
+    """Serialise a value; tensors are not copied unless their elements lie apart.
 
     Raises:
-        Exception: Whatever its pickling raises.
+        Exception: Any error of its pickling.
     """
-    with suppress(RecursionError):  # it holds itself, or is very deep: pickle may know how
+    with suppress(RecursionError):  # recursive or very deep: pickle may still handle it
         value = _mark_large_bytes(value)
     packer = _Packer()
     packer.dump(value)
@@ -61,7 +61,7 @@ def serialize_value(value: Any) -> SerializedValue:
 
 
 def deserialize_value(pickled: bytes, rest: list[Any], load: LoadPiece) -> Any:
-    """Return the value of a pickle; ``load`` returns a piece by its number, a tensor of this kind as it lay."""
+    """Rebuild a value; ``load`` returns a piece by number, as a tensor if given a layout."""
     return _Unpacker(pickled, rest, load).load()
 
 
@@ -72,15 +72,15 @@ def tensor_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def tensor_from_bytes(kind: TensorLayout, data: memoryview) -> torch.Tensor:
-    """Return a tensor with a copy of these bytes."""
+    """Return a tensor with a copy of the bytes."""
     tensor = torch.empty(kind.shape, dtype=kind.dtype, device="cpu")
     tensor_bytes(tensor)[:] = data
     return tensor
 
 
 def unsendable_error(error: Exception) -> SampleError:
-    """Return what to say of a batch that cannot be sent."""
-    remedy = "turn what cannot be pickled to arrays, numbers or text in a map, or pass collate_fn"
+    """Return the error for a batch that cannot be sent."""
+    remedy = "convert unpicklable values to arrays, numbers or text in a map, or pass collate_fn"
     if isinstance(error, OSError):
         remedy = (
             "give TMPDIR a short path, /dev/shm more room, or the process more files (ulimit -n)"
@@ -91,9 +91,9 @@ def unsendable_error(error: Exception) -> SampleError:
 
 
 class PickledValue:
-    """A value that is pickled now, and is itself again where it is unpickled.
+    """A value pickled at construction; unpickling returns the value itself.
 
-    torch's queue pickles in a thread of its own, where an error is printed and the batch never comes: the loader would wait for ever.
+    torch's queue pickles in its own thread, where an error is only printed and the batch is lost: the loader would hang.
 
     Raises:
         SampleError: If it cannot be pickled.
@@ -112,7 +112,7 @@ class PickledValue:
 
 
 def is_picklable_type(kind: type) -> bool:
-    """Tell whether another process finds a class by its name."""
+    """Return whether another process can find a class by its name."""
     try:
         pickle.dumps(kind)
     except Exception:  # noqa: BLE001  (whatever a metaclass raises)
@@ -121,7 +121,7 @@ def is_picklable_type(kind: type) -> bool:
 
 
 class _Large:
-    """Stands for large bytes, or a list of them, while a value is pickled."""
+    """Marks large bytes, or a list of them, for the packer."""
 
     __slots__ = ("pieces", "value")
 
@@ -131,7 +131,7 @@ class _Large:
 
 
 def _mark_large_bytes(value: Any) -> Any:
-    """Return a value whose large bytes stand out: a pickler asks nobody about bytes, or, if it is told to, about every number."""
+    """Wrap large bytes in `_Large`: a pickler has no hook for bytes, except one called for every number too."""
     kind = type(value)
     if kind is bytes:
         return _Large(value) if len(value) >= MIN_LARGE_BYTES else value
@@ -149,7 +149,7 @@ def _are_large(values: list[Any]) -> bool:
 
 
 class _Packer(reduction.ForkingPickler):
-    """Pickles as torch does between processes, but sets aside what torch would make shared memory of."""
+    """Pickler as in torch's multiprocessing, but with tensors and large bytes kept out of the pickle."""
 
     def __init__(self) -> None:
         self.file = io.BytesIO()
@@ -158,7 +158,7 @@ class _Packer(reduction.ForkingPickler):
         self.rest: list[Any] = []
 
     def reducer_override(self, value: Any) -> Any:
-        """Set a value aside, or say that it is pickled as it is; asked about all but plain numbers, text and containers."""
+        """Replace tensors, storages and marked bytes by references; not called for plain numbers, text and containers."""
         if type(value) is _Large:
             return self._take_bytes(value)
         if type(value) is torch.Tensor and _is_plain(value):
@@ -206,19 +206,19 @@ class _Unpacker(pickle.Unpickler):
 
 
 def _large(numbers: int | range) -> Any:
-    """Stand in a pickle for large bytes, or a list of them, that an unpacker finds."""
+    """Reference in a pickle to large bytes, or a list of them; resolved by `_Unpacker`."""
 
 
 def _tensor(number: int, kind: TensorLayout) -> Any:
-    """Stand in a pickle for a tensor that an unpacker finds."""
+    """Reference in a pickle to a tensor; resolved by `_Unpacker`."""
 
 
 def _rest(number: int) -> Any:
-    """Stand in a pickle for what torch has sent."""
+    """Reference in a pickle to an object that torch sends; resolved by `_Unpacker`."""
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is its bytes, not too many, and nothing else, nor shares them with itself."""
+    """Return whether a tensor is fully described by its bytes, not too large, and without repeated memory."""
     return (
         tensor.layout is torch.strided
         and tensor.device.type == "cpu"
@@ -228,9 +228,9 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _contiguous_order(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...] | None]:
-    """Return a contiguous tensor, and the order in which its dimensions make up this one, such as that of channels_last.
+    """Return a contiguous view and the permutation back, such as for channels_last.
 
-    A copy, in the usual order, where elements lie apart.
+    If elements lie apart, a contiguous copy and None.
     """
     by_stride = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
     lying = tensor.permute(by_stride)

@@ -1,8 +1,8 @@
-"""Batches on their way from a worker to the main process: through memory that both see, not through a pipe.
+"""Send batches from a worker to the main process through a shared-memory ring buffer.
 
-A batch of photos as bytes is copied in and copied out; through the pipe it is copied five times, 64 KiB with each system call.
-Of a tensor torch would make a file in /dev/shm, which containers keep small, and send its descriptor: 0.2 ms. So it still does
-of tensors that are very large, and of those that find no room.
+A batch of bytes is copied in and out once; through a pipe it is copied five times, 64 KiB per system call. For each tensor torch
+would create a file in /dev/shm, which containers keep small, and send its descriptor (0.2 ms). Very large tensors, and the
+tensors of batches that do not fit into the ring, still go that way.
 """
 
 from __future__ import annotations
@@ -26,41 +26,42 @@ from shardstream.loader.serialize import (
     unsendable_error,
 )
 
-RING_BYTES = 256 << 20  # of addresses: memory is taken by what is on its way at one time
-# Messages begin at multiples of that: one that is a little larger than another still fits its place.
+RING_BYTES = 256 << 20  # address space; physical memory is used only for messages in flight
+# Messages start at multiples of these, so that a slightly larger message still fits into a freed place.
 RING_STEP_BYTES, _SMALL_STEP_BYTES = 1 << 20, 1 << 16
-_HEAD_BYTES = mmap.PAGESIZE  # which begin with how many messages are unpacked
+_HEAD_BYTES = (
+    mmap.PAGESIZE
+)  # starts with the number of unpacked messages, written by the main process
 _COUNT = struct.Struct("q")
 _ALIGN_BYTES = 64
 _START = attrgetter("start")
 
 
 class RingMessage(NamedTuple):
-    """A value taken apart."""
+    """Position of a serialised value in the ring, or the value's pieces."""
 
     worker: int
     number: int
-    """Messages of the ring so far, with this one; 0 if it is not in there."""
+    """Sequence number in the ring, from 1; 0 if the value is not in the ring."""
     start: int
-    """Where it begins in the ring."""
+    """Start offset in the ring."""
     places: list[tuple[int, int]]
-    """Where its tensors and large bytes begin and end, from there; at last the pickle."""
+    """Start and end of each tensor and large bytes object, relative to ``start``; the last one is the pickle."""
     pieces: list[Any] | None
-    """Those, and the pickle, if they found no room in the ring."""
+    """The pieces themselves, the pickle last, if the ring had no room; else None."""
     rest: list[Any]
-    """What torch has to send."""
+    """Objects that torch must send."""
 
     @property
     def nbytes(self) -> int:
-        """What it takes of the ring."""
+        """Bytes used in the ring."""
         return self.places[-1][1]
 
 
 class RingBuffer:
-    """Memory that a worker fills and the main process empties, in the same order.
+    """Shared memory that a worker fills and the main process empties, in the same order.
 
-    Picklable while a process is being started. Needs ``memfd_create`` (Linux), which has no limit of its own, where
-    containers keep /dev/shm small.
+    Picklable only while a process is started. Uses ``memfd_create`` (Linux), which is not limited by the size of /dev/shm.
     """
 
     def __init__(self, handle: int | None = None) -> None:
@@ -73,27 +74,28 @@ class RingBuffer:
     def __reduce__(self) -> tuple[Callable[[Any], RingBuffer], tuple[Any]]:
         return _attach, (reduction.DupFd(self._handle),)
 
-    def __del__(self, close: Callable[[int], None] = os.close) -> None:  # at exit `os` may be gone
+    # `close` is bound at definition: at interpreter exit the module `os` may already be cleared.
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         if hasattr(self, "_handle"):
             close(self._handle)
 
     def reset(self, *, give_back: bool) -> None:
-        """In the worker: take all room as free, because nobody waits any more for what is on its way.
+        """In the worker: reset the ring and drop undelivered batches.
 
         Args:
-            give_back: Return its memory to the system: what was taken when the main process was late once is held for good otherwise. To
-                take it anew costs milliseconds, a fifth of an epoch of 2,000 photos from the page cache.
+            give_back: Return the ring's pages to the system; otherwise it keeps its peak memory. New page faults cost
+                milliseconds, which matters only for epochs as short as those of small local datasets.
         """
         self._in_flight.clear()
         if give_back:
-            with suppress(OSError):  # a sandbox that cannot
+            with suppress(OSError):  # not supported in some sandboxes
                 self._memory.madvise(mmap.MADV_REMOVE, _HEAD_BYTES, RING_BYTES)
 
     def pack(self, value: Any, worker: int) -> RingMessage:
-        """In the worker: copy a value; return what is to be sent for it.
+        """In the worker: copy a value into the ring; return the message to send.
 
         Raises:
-            SampleError: If it cannot be pickled.
+            SampleError: If the value cannot be pickled.
         """
         try:
             pieces, rest = serialize_value(value)
@@ -102,7 +104,7 @@ class RingBuffer:
         places = _lay_out_pieces(pieces)
         base = self._find_room(places[-1][1])
         if base is None:
-            # The queue's thread sends them later: a step may have changed its tensors by then.
+            # Cloned, because the queue's thread pickles them later: a step may have changed its tensors by then.
             copies = [one if isinstance(one, bytes) else one.clone() for one in pieces]
             return RingMessage(worker, 0, 0, places, copies, rest)
         for (start, end), piece in zip(places, pieces, strict=True):
@@ -114,7 +116,7 @@ class RingBuffer:
         return message
 
     def unpack(self, message: RingMessage) -> Any:
-        """In the main process: return the value, and let its room be used again."""
+        """In the main process: copy a value out of the ring and free its space."""
         if (pieces := message.pieces) is not None:
             return deserialize_value(pieces[-1], message.rest, lambda number, _: pieces[number])
         base = _HEAD_BYTES + message.start
@@ -128,11 +130,12 @@ class RingBuffer:
 
         start, end = message.places[-1]
         value = deserialize_value(self._memory[base + start : base + end], message.rest, load)
+        # Last: from here on the worker may overwrite the message.
         _COUNT.pack_into(self._memory, 0, message.number)
         return value
 
     def _find_room(self, size: int) -> int | None:
-        """Return the first place with that many free bytes, so that few pages are used."""
+        """Return the lowest offset with ``size`` free bytes (first fit touches few pages), or None."""
         (unpacked,) = _COUNT.unpack_from(self._memory)
         while self._in_flight and self._in_flight[0].number <= unpacked:
             self._in_flight.popleft()
@@ -145,7 +148,7 @@ class RingBuffer:
 
 
 def _lay_out_pieces(pieces: list[Any]) -> list[tuple[int, int]]:
-    """Return where each piece begins and ends in a message."""
+    """Return start and end of each piece in a message; tensors are aligned."""
     places, end = [], 0
     for piece in pieces:
         if isinstance(piece, bytes):
@@ -158,12 +161,12 @@ def _lay_out_pieces(pieces: list[Any]) -> list[tuple[int, int]]:
 
 
 def open_rings(workers: int) -> list[RingBuffer]:
-    """Return a ring for each worker; none where the system cannot, or may not."""
+    """Return a ring for each worker; an empty list if the system does not support them."""
     if not hasattr(os, "memfd_create"):
         return []
     try:
         return [RingBuffer() for _ in range(workers)]
-    except OSError:  # a sandbox, or a limit of addresses, files or their size
+    except OSError:  # a sandbox, or a limit on address space, open files or file size
         return []
 
 

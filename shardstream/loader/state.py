@@ -1,4 +1,4 @@
-"""What a loader's state holds, and the checks before it is continued."""
+"""Build the state of a loader, and check it before a resume."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VERSION = 2
 
 
 def seal_state(state: State) -> State:
-    """Return a state with its version and a checksum, so that an edited or damaged one is noticed."""
+    """Add version and checksum to a state, to detect edits and damage."""
     state = {"version": VERSION, **state}
     return {**state, "state_checksum": _checksum(state)}
 
@@ -32,10 +32,10 @@ def plan_state(order: EpochOrder, *, data: State, epoch: int, consumed: int) -> 
     """Return the state of an exact loader: a few numbers, the same on every rank.
 
     Args:
-        order: What the batches are made of.
-        data: What the dataset must agree with: its fingerprint, checksums, and recipe if it is a mix.
+        order: Order of the samples.
+        data: Fields that the dataset must match: fingerprint, checksums, and for a mix its recipe.
         epoch: From 0.
-        consumed: Samples of the epoch that all ranks together have seen; all of them means the start of the next epoch.
+        consumed: Samples of the epoch consumed by all ranks together; all of them means the start of the next epoch.
     """
     if consumed >= order.nsamples > 0:
         epoch, consumed = epoch + 1, 0
@@ -56,11 +56,11 @@ def plan_state(order: EpochOrder, *, data: State, epoch: int, consumed: int) -> 
 
 
 def part_state(topology: State, position: Position) -> State:
-    """Return the state of a loader whose workers each have a position of their own.
+    """Return the state of a loader with a position per worker.
 
     Args:
-        topology: What it must agree with when it is continued.
-        position: Where it is.
+        topology: Fields that must match at a resume.
+        position: Position of the loader.
     """
     parts = {str(part): value for part, value in position.parts.items()}
     return seal_state(
@@ -77,18 +77,18 @@ def check_state(state: Any, *, mine: Mapping[str, Any]) -> None:
     """Refuse a state that cannot be continued exactly here.
 
     Args:
-        state: What was saved.
-        mine: What it must agree with, by name; a value of None agrees with anything.
+        state: The saved state.
+        mine: Fields that it must match, by name; a value of None matches any.
 
     Raises:
-        StateError: Naming the first difference, with both values.
+        StateError: With the first difference and both values.
     """
     if not isinstance(state, Mapping) or "version" not in state or "kind" not in state:
-        raise StateError(f"no state of a ShardLoader: {str(state)[:80]}")
+        raise StateError(f"not a state of a ShardLoader: {str(state)[:80]}")
     if state["version"] != VERSION:
         raise StateError(
-            f"a state of version {state['version']!r}; this shardstream continues version {VERSION}: finish the epoch with "
-            "the shardstream that saved it, or start it again with set_epoch"
+            f"the state has version {state['version']!r}, this shardstream continues version {VERSION}; finish the epoch with "
+            "the shardstream that saved it, or restart it with set_epoch"
         )
     for name, value in mine.items():
         if name in ("checksums", "stages"):
@@ -102,23 +102,23 @@ def check_state(state: Any, *, mine: Mapping[str, Any]) -> None:
     _check_position(state)
     if state.get("state_checksum") != _checksum(state):
         raise StateError(
-            "this state is damaged or was edited: its checksum is wrong; use the one that was saved"
+            "this state is damaged or was edited: its checksum is wrong; use the state as it was saved"
         )
 
 
 def _check_steps(theirs: Any, mine: Sequence[str]) -> None:
-    """Refuse other steps than those of the state, and name the first."""
+    """Refuse a state whose steps differ; name the first difference."""
     pairs = zip_longest(theirs if isinstance(theirs, list) else [], mine)
     for place, (saved, here) in enumerate(pairs, start=1):
         if saved != here:
             raise StateError(
                 f"step {place} of the pipeline: the state says {saved or 'nothing'}, here it is {here or 'nothing'}; use the same "
-                "steps (name='…' gives a function that was only renamed its old name), or start the epoch again"
+                "steps (for a renamed function pass its old name as name='…'), or restart the epoch"
             )
 
 
 def _check_checksums(theirs: Any, mine: Sequence[str | None] | None) -> None:
-    """Refuse other bytes than those of the state, where the checksums of both are known; warn where only the state's are."""
+    """Refuse a state with other checksums; warn if only the state has checksums."""
     if mine is None:
         return
     if not isinstance(theirs, list) or len(theirs) != len(mine):
@@ -130,15 +130,15 @@ def _check_checksums(theirs: Any, mine: Sequence[str | None] | None) -> None:
             )
     if any(saved is not None and here is None for saved, here in zip(theirs, mine, strict=True)):
         warnings.warn(
-            "the state holds checksums of its data, but here none are known: names, counts and sizes agree, the bytes were not "
-            "compared. Write a manifest (shardstream index) to have them compared.",
+            "the state has checksums of its data, but the dataset here has none: names, counts and sizes match, the bytes were not "
+            "compared. Write a manifest (shardstream index) to compare them.",
             UserWarning,
             stacklevel=4,
         )
 
 
 def _check_position(state: Mapping[str, Any]) -> None:
-    """Refuse a position that no state has."""
+    """Refuse an impossible position."""
     for name in _NUMBERS.get(state["kind"], ()):
         value, limit = state.get(name), _LIMITS.get(name, _MAX_VALUE)
         if not isinstance(value, int) or not (name in _ORDER) <= value < limit:
@@ -171,10 +171,10 @@ _WHAT = {
 
 def _remedy(name: str) -> str:
     if name == "fingerprint":
-        return "it was taken on other data (shards, counts, sizes or checksums differ); name the same dataset, or start anew"
+        return "it was saved with other data (shards, counts, sizes or checksums differ); use the same dataset, or start without the state"
     if name in ("num_workers", "world_size", "rank", "batch_size"):
         return (
-            "steps that change counts (select, shuffle, batched, …) resume on the same topology alone; "
-            "use the same one, or move them before packing"
+            "steps that change counts (select, shuffle, batched, …) resume only on the same topology; "
+            "use the same one, or move these steps before packing"
         )
-    return "use the same value, or start anew"
+    return "use the same value, or start without the state"

@@ -1,4 +1,4 @@
-"""Where the time of an epoch goes: the timings of workers, and how long the training loop waited for them."""
+"""Timings of an epoch: the workers' time by phase, and the training loop's wait."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from shardstream.errors import plural
 
 @dataclass(slots=True, kw_only=True)
 class WorkerTimings:
-    """Seconds, bytes and requests of reading so far, in one worker or in all.
+    """Seconds, bytes and requests so far, of one worker or summed over all.
 
     Args:
-        samples: Handed to the collate function.
+        samples: Samples passed to the collate function.
         read_s: Seconds of planning, parsing and waiting for bytes.
         wait_s: Of these, seconds of waiting for bytes.
         steps_s: Seconds of the pipeline's steps: decode, map, …
         collate_s: Seconds of making batches.
         read_bytes: Bytes of shards that were read.
-        requests: Range reads that brought them; 0 for local shards, which are mapped to memory.
-        throttled: How often a server asked for fewer requests.
+        requests: Range requests for them; 0 for local shards, which are memory-mapped.
+        throttled: Number of throttling responses of servers.
     """
 
     samples: int = 0
@@ -34,14 +34,14 @@ class WorkerTimings:
     throttled: float = 0
 
     def add_batch(self, samples: int, read_s: float, steps_s: float, collate_s: float) -> None:
-        """Count a batch."""
+        """Add the timings of a batch."""
         self.samples += samples
         self.read_s += read_s
         self.steps_s += steps_s
         self.collate_s += collate_s
 
     def with_read_costs(self, costs: Mapping[str, float]) -> WorkerTimings:
-        """Return a copy with what a fetcher says of itself."""
+        """Return a copy with the bytes, requests and waits of a fetcher."""
         return WorkerTimings(
             samples=self.samples,
             read_s=self.read_s,
@@ -58,17 +58,17 @@ class WorkerTimings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderStats:
-    """What an epoch has cost so far, as `ShardLoader.stats` returns it; ``print`` shows it as a few lines.
+    """Timings of an epoch so far, from `ShardLoader.stats`; ``print`` shows a summary.
 
-    Where steps change counts, ``steps_s`` is a part of ``read_s``, and bytes and requests are not known.
+    If steps change counts, ``steps_s`` is included in ``read_s``, and bytes and requests are unknown.
 
     Args:
         epoch: From 0.
-        batches: Handed out.
-        seconds: Since the epoch was begun here.
+        batches: Batches yielded.
+        seconds: Since the epoch started in this process.
         loop_wait_s: Of these, seconds that the training loop waited for batches.
-        workers: Loader processes; 0 reads in the loop's own.
-        timings: Sum over the workers; they read ahead of the loop, so it may count more than was handed out.
+        workers: Worker processes; 0 reads in the main process.
+        timings: Sum over the workers; they prefetch, so it may count more samples than were yielded.
     """
 
     epoch: int
@@ -115,11 +115,11 @@ class LoaderStats:
 
 @dataclass(slots=True)
 class Stopwatch:
-    """The loop's side of an epoch.
+    """Collects the timings of an epoch in the main process.
 
     Args:
         epoch: From 0.
-        workers: Loader processes.
+        workers: Worker processes.
     """
 
     epoch: int
@@ -131,7 +131,7 @@ class Stopwatch:
     _timings: dict[int, WorkerTimings] = field(default_factory=dict)
 
     def add_batch(self, part: int, timings: WorkerTimings, *, waited_s: float) -> None:
-        """Count a batch that a worker has sent."""
+        """Count a received batch."""
         self.batches += 1
         self.wait_s += waited_s
         self._timings[part] = timings
@@ -141,7 +141,7 @@ class Stopwatch:
         self._ended = time.perf_counter()
 
     def stats(self) -> LoaderStats:
-        """Return what it has cost so far."""
+        """Return the timings so far."""
         total = WorkerTimings()
         for timings in self._timings.values():
             total.add(timings)

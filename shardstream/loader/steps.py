@@ -1,4 +1,4 @@
-"""The steps of a chain under the names that WebDataset users know; each returns a new dataset with one more stage."""
+"""Dataset methods with WebDataset's names; each returns a new dataset with one more stage."""
 
 from __future__ import annotations
 
@@ -39,24 +39,24 @@ from shardstream.pipeline import (
 
 
 class ItemSteps:
-    """Steps on single samples: one item out for each."""
+    """Steps that yield one item per item."""
 
     @property
     def _num_stages(self) -> int:
-        """Steps so far."""
+        """Number of stages so far."""
         raise NotImplementedError
 
     def then(self, stage: Stage) -> Self:
-        """Append a stage of your own: a frozen dataclass with ``open(source, context)``.
+        """Append a custom stage: a frozen dataclass with ``open(source, context)``.
 
-        An `ItemStage` has ``bind(context)`` instead, returns one item for each item, and keeps positions exact on any number of ranks
+        An `ItemStage` has ``bind(context)`` instead, yields one item per item, and keeps positions exact on any number of ranks
         and workers. See docs/extending.md.
 
         Args:
-            stage: Can be pickled. Its fields are compared when a state is loaded where steps change counts.
+            stage: Picklable stage. If steps change counts, its fields are compared when a state is loaded.
 
         Raises:
-            OptionError: If it is no stage, or changes counts in a dataset that is read by number.
+            OptionError: If it is not a stage, or changes counts in a map-style dataset.
         """
         raise NotImplementedError
 
@@ -70,28 +70,28 @@ class ItemSteps:
         masks: Sequence[str] | None = None,
         threads: int = 0,
     ) -> Self:
-        """Decode fields by their last part: txt, cls, json, npy, npz, pt, …; images where a name such as "rgb8" is given.
+        """Decode fields by extension: txt, cls, json, npy, npz, pt, …; images if an image name is given.
 
         Image names: "l8", "rgb8", "rgba8" are uint8 arrays, shape (H, W) or (H, W, C); without the 8 float32 from 0 to 1; with
-        "torch" in front tensors, shape (H, W) or (C, H, W); "pil" PIL images. "raw" gives the numbers that the file stores, in
-        their own depth; "mask" one whole number for each pixel, shape (H, W). A file whose numbers a name cannot hold, such as
-        16 bits or fractions for "rgb8", is a `DecodeError`. Of an animation the first frame is decoded, with an `ImageWarning`.
+        the prefix "torch" tensors, shape (H, W) or (C, H, W); "pil" PIL images. "raw" gives the stored numbers in their own
+        depth; "mask" one integer per pixel, shape (H, W). If a name cannot hold the numbers of a file, such as 16 bits or
+        fractions for "rgb8", a `DecodeError` is raised. Of an animation the first frame is decoded, with an `ImageWarning`.
 
         Args:
             handlers: One image name, and WebDataset's functions ``handler(".jpg", data)``.
             only: Fields to decode; the others stay bytes.
-            fields: Decoders of single fields, by name or last part: an image name, or ``function(data)``.
-            max_side: Make larger images smaller, keeping their aspect, so that no side has more pixels. A JPEG is decoded in half
-                the time or less where that halves it. Masks and palette images keep their numbers: the nearest pixel is taken.
-                So it is with fields decoded as "mask" or "raw"; images with another name in ``fields`` keep their size.
-            upright: Turn images as their EXIF orientation says. By default pixels come in the order that is stored, as in
-                torchvision and WebDataset: boxes and masks must have been made for the same choice.
-            masks: Fields that are masks. By default those with a word such as mask, seg, label or depth before their last part,
-                and a png (or another lossless format) beside a jpg of the same name.
-            threads: Decode in so many threads, in order; image decoders release the GIL.
+            fields: Decoders of single fields, by name or extension: an image name, or ``function(data)``.
+            max_side: Limit of the longest side, in pixels; larger images are shrunk with their aspect ratio. A JPEG decodes at
+                least twice as fast if that halves it. Masks, palette images and fields decoded as "mask" or "raw" keep their
+                numbers: they are resized to the nearest pixel. Images with another name in ``fields`` keep their size.
+            upright: Apply the EXIF orientation. By default pixels stay in stored order, as in torchvision and WebDataset: boxes
+                and masks must match this choice.
+            masks: Fields that are masks. By default those with a word such as mask, seg, label or depth before the extension,
+                and a png (or another lossless format) next to a jpg of the same name.
+            threads: Number of decoding threads, in order; image decoders release the GIL.
 
         Raises:
-            OptionError: If there is no such image name, or something else makes no sense.
+            OptionError: If an image name is unknown, or an argument is invalid.
         """
         check_at_least(0, threads=threads)
         check_at_least(1, max_side=max_side)
@@ -99,10 +99,10 @@ class ItemSteps:
         functions = tuple(handler for handler in handlers if not isinstance(handler, str))
         if len(names) > 1:
             raise OptionError(
-                f"decode takes one image name, not {names}; name fields: fields={{'seg.png': 'mask'}}"
+                f"decode takes one image name, not {names}; pass the others by field: fields={{'seg.png': 'mask'}}"
             )
         table: dict[str, Decoder] = {**BASIC, "pt": load_tensors, "pth": load_tensors}
-        # An installed package never changes what a name means that is known here: a jpg stays bytes unless an image name is given.
+        # Installed packages cannot override built-in extensions: a jpg stays bytes unless an image name is given.
         ours = table.keys() | set(EXTENSIONS)
         table |= {name: one for name, one in installed_decoders().items() if name not in ours}
         mask_table = dict(table)
@@ -138,15 +138,15 @@ class ItemSteps:
         name: str | None = None,
         version: int | str | None = None,
     ) -> Self:
-        """Apply ``function(item)``; with ``rng`` ``function(item, generator)``, a NumPy generator of that sample and epoch.
+        """Apply ``function(item)`` to each item; with ``rng``, ``function(item, generator)``.
 
         Args:
             function: Returns the new item.
-            rng: Pass a generator.
-            threads: Call it in so many threads, in order.
-            name: Where steps change counts, a state is refused if a function has another name than when it was saved. This is
-                the name instead of the function's own, for one that was renamed or moved.
-            version: Change it when the function does, so that states from before are refused.
+            rng: Pass a NumPy generator, seeded by sample and epoch.
+            threads: Number of threads that call it, in order.
+            name: Replaces the function's own name, for a function that was renamed or moved: if steps change counts, a state is
+                refused when a function's name differs from the saved one.
+            version: Change it when the function changes, so that older states are refused.
         """
         check_at_least(0, threads=threads)
         stage = Map(
@@ -177,7 +177,7 @@ class ItemSteps:
 
 
 class StreamSteps(ItemSteps):
-    """And steps that change counts or order: positions are then kept per worker."""
+    """All steps, also those that change counts or order; these keep a position per worker."""
 
     def select(
         self,
@@ -186,11 +186,11 @@ class StreamSteps(ItemSteps):
         name: str | None = None,
         version: int | str | None = None,
     ) -> Self:
-        """Keep the items that ``predicate`` says yes to; ``name`` and ``version`` as in `map`."""
+        """Keep the items that ``predicate`` accepts; ``name`` and ``version`` as in `map`."""
         return self.then(Select(predicate=predicate, name=name, version=version))
 
     def shuffle(self, window: int) -> Self:
-        """Shuffle runs of ``window`` items of each worker, 0 for none; ``ShardDataset(shuffle=True)`` needs no such step."""
+        """Shuffle runs of ``window`` items of each worker; 0 is no shuffle. Not needed with ``ShardDataset(shuffle=True)``."""
         if window == 0:
             return self
         return self.then(Shuffle(window=window, purpose=self._num_stages))
@@ -204,7 +204,7 @@ class StreamSteps(ItemSteps):
         name: str | None = None,
         version: int | str | None = None,
     ) -> Self:
-        """Collate items to batches within each worker; then use the loader with ``batch_size=None``."""
+        """Collate items to batches within each worker, for a loader with ``batch_size=None``."""
         return self.then(
             Batched(
                 size=batch_size, collate=collate_fn, partial=partial, name=name, version=version
@@ -212,7 +212,7 @@ class StreamSteps(ItemSteps):
         )
 
     def unbatched(self) -> Self:
-        """Take batches apart again; after ``map(to_list)`` it is a flat-map that resumes at once."""
+        """Split batches into items; after ``map(to_list)`` it is a flat-map with cheap resume."""
         return self.then(Unbatched())
 
     def map_batches(
@@ -223,7 +223,7 @@ class StreamSteps(ItemSteps):
         name: str | None = None,
         version: int | str | None = None,
     ) -> Self:
-        """Collate ``batch_size`` items, apply ``function(batch)``, and take what it returns apart again."""
+        """Collate ``batch_size`` items, apply ``function(batch)``, and split the result into items."""
         return self.batched(batch_size).map(function, name=name, version=version).unbatched()
 
     def group_batched(  # noqa: PLR0913  (the public door)
@@ -237,7 +237,7 @@ class StreamSteps(ItemSteps):
         name: str | None = None,
         version: int | str | None = None,
     ) -> Self:
-        """Batch items that share a group: a field, or what ``group(item)`` returns (a shape, a length rounded up, …)."""
+        """Batch items of equal group: a field, or the result of ``group(item)`` (a shape, a rounded length, …)."""
         function = _FieldOf(group) if isinstance(group, str) else group
         return self.then(
             GroupBatched(
@@ -252,23 +252,25 @@ class StreamSteps(ItemSteps):
         )
 
     def pack_sequences(self, field: str, length: int, **options: Any) -> Self:
-        """Pack token sequences to rows of ``length`` tokens: ``packing="concat"`` or ``"first_fit"``; see `PackSequences`."""
+        """Pack token sequences into rows of ``length`` tokens (``packing="concat"`` or ``"first_fit"``); see `PackSequences`."""
         return self.then(PackSequences(field=field, length=length, **options))
 
     def slice(self, *bounds: int | None) -> Self:
-        """Take ``stop`` items, or those from ``start`` to ``stop`` by ``step``, of each worker, as ``itertools.islice``."""
+        """Slice the items of each worker by ``stop``, or ``start``, ``stop`` and ``step``, as ``itertools.islice``."""
         cut = slice(*bounds)
         start, step = cut.start or 0, 1 if cut.step is None else cut.step
         if start < 0 or step < 1 or (cut.stop is not None and cut.stop < 0):
-            raise OptionError(f"slice{bounds} makes no sense: bounds of a stream are not negative")
+            raise OptionError(
+                f"slice{bounds}: start and stop of a stream must be at least 0, step at least 1"
+            )
         return self.then(Slice(start=start, stop=cut.stop, step=step))
 
     def repeat(self, times: int | None = None) -> Self:
-        """Go through the epoch ``times`` times, or for ever."""
+        """Repeat the epoch ``times`` times; None repeats without end."""
         return self.then(Repeat(times=times))
 
     def with_epoch(self, items: int) -> Self:
-        """Let an epoch of each worker have exactly ``items`` items, by repeating or cutting."""
+        """Set the epoch of each worker to exactly ``items`` items, by repeating or cutting."""
         return self.then(Repeat(items=items))
 
     def compose(
@@ -277,7 +279,7 @@ class StreamSteps(ItemSteps):
         name: str | None = None,
         version: int | str | None = None,
     ) -> Self:
-        """Put the stream through functions from iterator to iterator; a resume runs them from the epoch's start."""
+        """Apply functions from iterator to iterator; a resume reruns them from the epoch's start."""
         changed = self
         for function in functions:
             changed = changed.then(Compose(function=function, name=name, version=version))
@@ -285,7 +287,7 @@ class StreamSteps(ItemSteps):
 
 
 def _field_decoder(given: object, upright: bool, max_side: int | None) -> Decoder:
-    """Return the decoder of a single field: an image name asks for this image, so a mask must not turn grey in silence."""
+    """Return the decoder of a single field; a grey image name must not average a mask's numbers."""
     if isinstance(given, str):
         decoder = ImageDecoder(spec=given, to_tensor=to_tensor, upright=upright)
         fits = max_side if decoder.keeps_numbers else None
@@ -308,7 +310,7 @@ def _listed(names: str | Sequence[str]) -> Sequence[str]:
 
 @dataclass(frozen=True, slots=True)
 class _FieldOf:
-    """A group by the value of a field; a class, so that it can be pickled."""
+    """Group function that returns a field; a class, so that it is picklable."""
 
     field: str
 

@@ -1,4 +1,4 @@
-"""The batches of one rank: what a loader's workers run."""
+"""Make the batches of one rank in a loader's workers."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from shardstream.pipeline import (
 from shardstream.process_memory import tune_worker_process
 
 _NOT_FOR_OTHERS = (
-    "only its ShardLoader reads this dataset, but another loader was built around it (accelerate's skip_first_batches does so): "
-    "iterate the ShardLoader itself; after load_state_dict, or Accelerate's load_state, it goes on where the state was taken. "
+    "only its ShardLoader can read this dataset, but another loader was built around it (accelerate's skip_first_batches does so); "
+    "iterate the ShardLoader itself: after load_state_dict, or Accelerate's load_state, it continues from the saved state. "
     "For a Hugging Face Trainer return shardstream.integrations.hf.TrainerLoader(loader) from get_train_dataloader"
 )
 
@@ -49,34 +49,34 @@ class WorkerBatch(NamedTuple):
 
     batch: Any
     empty: bool
-    """All samples of the step were bad: it counts, but is not handed out."""
+    """All samples of the step were bad: the batch counts, but is not yielded."""
     part: int
     state: State | None
-    """Position of the part behind this batch; None where positions are arithmetic."""
+    """Position of the part after this batch; None if positions are arithmetic."""
     skipped: dict[str, int]
     """Bad samples of this worker so far, by kind of error."""
     samples_per_dataset: dict[str, int]
     """Samples of this worker so far, by part of a mix."""
     refilled: int
-    """Samples of this worker so far that stood in for bad ones."""
+    """Samples of this worker so far that replaced bad ones."""
     bad: tuple[BadSample, ...]
     """Bad samples of this worker since its last worker batch."""
     timings: WorkerTimings
-    """What reading has cost this worker so far."""
+    """Timings of this worker so far."""
     error: SkipBudgetError | None = None
-    """There were too many of them: there is no batch, and will be none."""
+    """Set if the skip budget is exceeded: there is no batch, and the worker ends."""
 
 
 class BatchDataset(IterableDataset[Any]):
     """Batches of one rank, split over the loader's workers.
 
     Args:
-        dataset: Where samples come from.
-        batch_size: Items of a batch; None hands out single items.
+        dataset: Source of the samples.
+        batch_size: Items of a batch; None yields single items.
         collate_fn: Makes a batch of a list of items.
-        partition_config: How an epoch is dealt out.
-        lanes: Readers of the job: the default number of lanes.
-        num_workers: Loader processes.
+        partition_config: Partition of an epoch over ranks.
+        lanes: Number of readers of the job: the default number of lanes.
+        num_workers: Worker processes.
     """
 
     def __init__(
@@ -98,33 +98,33 @@ class BatchDataset(IterableDataset[Any]):
         self._serves_loader = False
         self._position = Position()
         self._is_used = False
-        # Epoch and samples consumed, in shared memory, for persistent workers. A position of parts never reaches those:
-        # loading a state ends them.
+        # Epoch and samples consumed, in shared memory for persistent workers. Positions of parts need no place here:
+        # loading a state ends persistent workers.
         self._control = shared_numbers(0, 0)
         self.begun = shared_numbers(*[0] * max(1, num_workers))
-        """Which batch each worker is at (see `track_progress`)."""
+        """Current batch of each worker (see `track_progress`)."""
         self.rings: list[RingBuffer] = []
-        """Of each worker, if there are workers and the system can."""
+        """Ring buffer of each worker; empty without workers or system support."""
         self.message_sizes: MessageSizes
         self.indexed_source = None if batch_size is None else dataset.pipeline.indexed_source
-        """The source, where positions are arithmetic; None where each worker has a position of its own."""
+        """The source if positions are arithmetic; None if each worker has its own position."""
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy has workers of its own.
+        # Rings go only to a spawned worker; any other copy starts workers of its own.
         state = self.__dict__.copy()
-        if get_spawning_popen() is None:  # else it is on its way to a worker
+        if get_spawning_popen() is None:
             state["rings"] = []
         return state
 
     def begin(self, position: Position) -> None:
-        """Let the next iteration start here; called in the main process, before the workers are."""
+        """Set the start of the next iteration; called in the main process before workers start."""
         self._position = position
         self._control[0], self._control[1] = position.epoch, position.consumed
         self.begun.zero_()
 
     @contextmanager
     def serve_loader(self) -> Iterator[None]:
-        """Let the iterators made inside, and the workers started inside, hand out worker batches: to the `ShardLoader` alone."""
+        """Allow iteration by the `ShardLoader` inside this context, also in workers started there."""
         self._serves_loader = True
         try:
             yield
@@ -132,11 +132,11 @@ class BatchDataset(IterableDataset[Any]):
             self._serves_loader = False
 
     def open_channels(self, num_workers: int, *, pins: bool) -> None:
-        """Make what batches of new workers come by; called before those are started.
+        """Open the rings and message sizes of new workers, before they start.
 
         Args:
-            num_workers: How many.
-            pins: Whether torch pins their tensors: it finds them in what torch itself has sent, not in rings.
+            num_workers: Number of workers.
+            pins: Whether torch pins their tensors: it pins only tensors that it has sent itself, so no rings are opened.
         """
         self.rings = [] if pins else open_rings(num_workers)
         self.message_sizes = MessageSizes()
@@ -144,8 +144,8 @@ class BatchDataset(IterableDataset[Any]):
     def receive_batches(
         self, sent: Iterator[Any], num_workers: int, ahead: int
     ) -> Iterator[WorkerBatch]:
-        """In the main process: hand out what the workers of now send, each of which is asked for so many messages ahead."""
-        rings = self.rings  # another iteration has its own workers, or these
+        """In the main process: yield the worker batches of the current workers, ``ahead`` messages prefetched each."""
+        rings = self.rings  # bound now: the next iteration may replace self.rings
 
         def unpack(packed: Any) -> WorkerBatch:
             if type(packed) is RingMessage:
@@ -156,7 +156,7 @@ class BatchDataset(IterableDataset[Any]):
         return receive_items(sent, num_workers, self.message_sizes, unpack, ahead=ahead)
 
     def set_order_options(self, order: Mapping[str, Any]) -> None:
-        """Take numbers of the order from a state; they hold for the epochs after it too."""
+        """Set order options from a state; they hold for later epochs too."""
         assert self.indexed_source is not None  # noqa: S101  (asked by the callers)
         self.indexed_source = self.indexed_source.with_options(**order)
         dataset = copy.copy(self.source_dataset)
@@ -170,7 +170,7 @@ class BatchDataset(IterableDataset[Any]):
         return self.indexed_source.order(batch=batch, lanes=self.lanes, epoch=epoch)
 
     def partition(self, position: Position) -> RankPartition | None:
-        """Return the steps of this rank from a position on; None where they cannot be known."""
+        """Return the steps of this rank from a position on; None if they are not known in advance."""
         if self.indexed_source is None:
             return None
         plan = self.indexed_source.plan(self.order(position.epoch), position.epoch)
@@ -201,7 +201,7 @@ class BatchDataset(IterableDataset[Any]):
         )
 
     def _message_packer(self, worker: int) -> Callable[[WorkerBatch], tuple[Any, float]]:
-        """Return what makes of a worker batch what is sent, and says how large that is (see `WorkerMessage`)."""
+        """Return a function that packs a worker batch, with its bytes as in `WorkerMessage`."""
         if not self.rings:
             return lambda worker_batch: (PickledValue(worker_batch), math.inf)
         ring = self.rings[worker]
@@ -218,7 +218,7 @@ class BatchDataset(IterableDataset[Any]):
         return pack
 
     def _start_position(self) -> Position:
-        """Return where to begin: what this worker was started with, or, if it is used again, what is in shared memory."""
+        """Return the start position; a reused persistent worker reads it from shared memory."""
         if get_worker_info() is None or not self._is_used:
             self._is_used = get_worker_info() is not None
             return self._position
@@ -265,7 +265,7 @@ class BatchDataset(IterableDataset[Any]):
                 batch = self._collate(items)
                 timings.add_batch(len(items), read - begun, ready - read, perf_counter() - ready)
                 made = [worker_batch(batch, empty=not items)]
-                # While the next are read, only who has taken the worker batch holds these: photos are many MB.
+                # Freed here, so that this frame does not keep many MB of photos alive while the next are read.
                 del samples, items, batch
                 yield made.pop()
                 begun = perf_counter()
@@ -281,7 +281,7 @@ class BatchDataset(IterableDataset[Any]):
         return self.collate_fn(items if self.collate_fn is collate else list(items))
 
     def _read_stream(self, worker_info: WorkerInfo, position: Position) -> Generator[WorkerBatch]:
-        # torch asks worker 0 first: after a resume it takes the part whose turn it is.
+        # torch reads worker 0 first, so after a resume parts are rotated: worker 0 takes part `next_part`.
         part = (worker_info.worker + position.next_part) % worker_info.num_workers
         pipeline = self.source_dataset.pipeline
         worker_info = WorkerInfo(worker_info.placement, part, worker_info.num_workers)
@@ -318,7 +318,7 @@ class BatchDataset(IterableDataset[Any]):
                 yield last
             if context.skips.counts != (
                 last.skipped if last else {}
-            ):  # bad ones behind the last batch
+            ):  # bad samples after the last batch
                 yield worker_batch(None, empty=True)
         except SkipBudgetError as error:
             yield worker_batch(None, empty=True, error=error)
@@ -326,7 +326,7 @@ class BatchDataset(IterableDataset[Any]):
             run.close()
 
     def _collated(self, run: Run, timings: WorkerTimings) -> Iterator[Any]:
-        """Yield the batches of a stream of items, or the items where batches are made by its steps."""
+        """Yield batches of a stream of items; with ``batch_size=None`` the items themselves."""
         size, begun = self.batch_size, perf_counter()
         while items := list(islice(run, size or 1)):
             if size is not None and self.partition_config.drop_last and len(items) < size:

@@ -25,21 +25,21 @@ from shardstream.pipeline import worker_steps
 
 _T = TypeVar("_T")
 _REMEDIES = {
-    "SIGKILL": "mostly the system ran out of memory (see dmesg): use fewer workers, or a smaller prefetch_factor, "
+    "SIGKILL": "usually the system ran out of memory (see dmesg): use fewer workers, or a smaller prefetch_factor, "
     "prefetch_bytes or window",
-    "SIGBUS": "mostly /dev/shm is full: give it more room (docker run --shm-size), or use fewer workers",
+    "SIGBUS": "usually /dev/shm is full: enlarge it (docker run --shm-size), or use fewer workers",
 }
 _CRASHED = "a library crashed: iterate with num_workers=0 and python -X faulthandler to see where"
 _IN_WORKER = "in DataLoader worker process"
-# A worker's connections are closed before it is dead: long before, on a machine that is busy, or where it writes a core dump.
+# A worker's connections close before the process ends; on a busy machine, or during a core dump, long before.
 _DEATH_S = 60.0
 
 
 def track_progress(worker_batches: Generator[_T], begun: Any, worker: int) -> Generator[_T]:
-    """Hand worker batches on, and note in shared memory which is being made: number n from 1, or -n once it has been handed on.
+    """Yield worker batches and record progress in shared memory: n while batch n is made, then -n.
 
     Args:
-        worker_batches: What a worker makes.
+        worker_batches: The worker's batches, numbered from 1.
         begun: Shape (workers,), int64, in shared memory.
         worker: Its place there.
     """
@@ -57,13 +57,13 @@ def track_progress(worker_batches: Generator[_T], begun: Any, worker: int) -> Ge
 
 
 class WorkerWatch:
-    """Knows what the workers of one iteration are at; while it is open, a dead one is told by a `WorkerError`.
+    """Context that turns errors caused by a dead worker into a `WorkerError` with its position.
 
     Args:
-        workers: torch's iterator, which holds the processes; any other has none.
+        workers: torch's iterator, which holds the processes; other iterators have none.
         begun: As in `track_progress`.
-        partition: The rank's steps, where they are known.
-        catalog: Whose samples they are.
+        partition: The rank's steps, if they are known.
+        catalog: Catalog of the samples.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class WorkerWatch:
                 raise told from error
 
     def _wait_for_exit(self) -> None:
-        """Give a worker whose connections are closed the moment that it takes to be dead."""
+        """Wait until a worker with closed connections has ended, so that it has an exit code."""
         until = time.monotonic() + _DEATH_S
         while all(worker.is_alive() for worker in self._workers) and time.monotonic() < until:
             time.sleep(0.005)
 
     def explain(self) -> WorkerError | None:
-        """Return what to say of a dead worker; None if all live."""
+        """Return the error for the first dead worker; None if all are alive."""
         for number, worker in enumerate(self._workers):
             if not worker.is_alive() and (worker.exitcode or int(self._begun[number]) > 0):
                 return WorkerError(self._describe(number, worker))
@@ -114,7 +114,7 @@ class WorkerWatch:
         )
 
     def _at(self, worker: int) -> str:
-        """Say what a worker is reading, or has sent last."""
+        """Describe the batch that a worker is making, or has sent last."""
         begun = int(self._begun[worker])
         if begun == 0:
             return "before it read anything"
@@ -135,8 +135,8 @@ class WorkerWatch:
 
 
 def _is_lost_connection(error: object) -> bool:
-    """Tell whether a worker could not be reached; what a user's function met in a worker is none of that."""
-    # Its socket is gone before it is.
+    """Return whether a worker could not be reached; errors of user functions inside a worker do not count."""
+    # FileNotFoundError: the worker's socket file is removed before the process ends.
     is_connection = isinstance(error, ConnectionError | EOFError | FileNotFoundError)
     return (
         is_connection and not isinstance(error, ShardStreamError) and _IN_WORKER not in str(error)
@@ -154,17 +154,17 @@ def _signal_name(exitcode: int | None) -> str:
 
 
 def end_workers(workers: Any, *, at_once: bool = False) -> None:
-    """End the processes of torch's iterator; any other has none.
+    """End the worker processes of torch's iterator; other iterators have none.
 
     Args:
         workers: The iterator.
-        at_once: Do not wait for them to end by themselves: a dead one may have taken a lock along that they wait for.
+        at_once: Terminate them without waiting: a dead worker may hold a lock that the others wait for.
     """
     end = getattr(workers, "_shutdown_workers", None)
     if end is None:
         return
     if at_once and workers._worker_pids_set:
-        signal_handling._remove_worker_pids(id(workers))  # type: ignore[attr-defined]  # that they end is no error any more
+        signal_handling._remove_worker_pids(id(workers))  # type: ignore[attr-defined]  # torch must not report their end as an error
         workers._worker_pids_set = False
         for worker in workers._workers:
             worker.terminate()
@@ -172,7 +172,7 @@ def end_workers(workers: Any, *, at_once: bool = False) -> None:
 
 
 def live_workers(workers: Any) -> Any:
-    """Return torch's iterator of persistent workers if all live; else end it, so that new ones are started."""
+    """Return torch's iterator if all its workers are alive; else end it and return None."""
     if all(worker.is_alive() for worker in getattr(workers, "_workers", ())):
         return workers
     end_workers(workers, at_once=True)
@@ -180,9 +180,9 @@ def live_workers(workers: Any) -> Any:
 
 
 def wrap_exception(error: Exception, worker: int) -> ExceptionWrapper:
-    """In a worker: return an error as torch sends it, with the worker's traceback in its text.
+    """In a worker: wrap an error as torch sends it, with the worker's traceback in its text.
 
-    Its class is the nearest one that the main process can find: a class made in a function cannot be sent.
+    Its class is the nearest base that is picklable: a class defined in a function cannot be sent.
     """
     where = (type(error), error, error.__traceback__)
     told = ExceptionWrapper(where, f"{_IN_WORKER} {worker}")  # type: ignore[no-untyped-call]

@@ -166,7 +166,7 @@ def test_cat_finds_a_sample_in_any_shard(
     [
         (["--number", "12"], "there is no sample 12: they are numbered from 0 to 11"),
         (["--key", "nope"], "no sample has the key 'nope' in 3 shards"),
-        (["--field", "jpg"], "no field 'jpg', it has bin, cls [sample '0000']"),
+        (["--field", "jpg"], "no field 'jpg'; choose from bin, cls [sample '0000']"),
         (["--field", "__key__"], "no field '__key__'"),
     ],
 )

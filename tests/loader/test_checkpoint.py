@@ -260,7 +260,7 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     torch.save({"value": Bomb()}, "bad.pt")
-    with pytest.raises(ss.StateError, match=r"if you trust who wrote it.*\[in bad\.pt\]"):
+    with pytest.raises(ss.StateError, match=r"if you trust its source.*\[in bad\.pt\]"):
         ss.load_checkpoint("bad.pt")
     assert not Path("exploded").exists()
 

@@ -106,7 +106,7 @@ def sample(key: str, **fields: Any) -> dict[str, Any]:
         ([sample("a", x=1), sample("b")], r"different fields .*\['x'\] of 'a' and 'b'; choose fields"),
         ([sample("a", x=np.zeros(2)), sample("b", x=np.zeros(3))],
          r"x: \(2,\) float64 and \(3,\) float64 \(sample 'b'\) cannot be stacked.*field 'x'"),
-        ([sample("a", x=np.zeros(2)), sample("b", x=np.zeros(2, np.float32))], "make them alike in a"),
+        ([sample("a", x=np.zeros(2)), sample("b", x=np.zeros(2, np.float32))], "give them one shape and dtype in a"),
         ([(np.zeros(2),), (np.zeros(3),)], "element 0: "),
         ([np.zeros(2), np.zeros(3)], "items: "),
         ([(1,), (1, 2)], r"tuples of different lengths, \[1, 2\], cannot be one batch"),

@@ -88,7 +88,7 @@ def test_samples_are_bytes_until_they_are_decoded(folder: str) -> None:
         ({"remainder": "wrap"}, "remainder is 'pad', 'drop' or 'keep'"),
         ({"on_error": "ignore"}, "on_error is 'raise', 'warn', 'skip'"),
         ({"on_error": "ignore", "index": "ignore"}, "on_error is 'raise', 'warn', 'skip'"),
-        ({"index": "always"}, "index is 'auto', 'require' or 'ignore', not 'always'"),
+        ({"index": "always"}, "index must be 'auto', 'require' or 'ignore', not 'always'"),
     ],
 )
 def test_options_that_make_no_sense_are_refused_at_once(
@@ -264,7 +264,7 @@ def test_shuffle_mixes_what_it_gets(folder: str) -> None:
 
 @pytest.mark.parametrize("bounds", [(-1,), (0, 5, 0), (0, 5, -1), (0, -5)])
 def test_slices_of_a_stream_are_not_negative(bounds: tuple[int, ...], folder: str) -> None:
-    with pytest.raises(OptionError, match="makes no sense: bounds of a stream are not negative"):
+    with pytest.raises(OptionError, match="start and stop of a stream must be at least 0"):
         ss.ShardDataset(folder).slice(*bounds)
 
 

@@ -196,7 +196,7 @@ def test_global_batches_are_the_same_on_every_topology(folder: str) -> None:
 @pytest.mark.parametrize(
     ("lanes", "num_workers", "message"),
     [
-        (4, 3, "lanes=4 is no multiple of 1 ranks x 3 workers x 1 .*Lanes that fit: 3, 6"),
+        (4, 3, "lanes=4 is not a multiple of 1 ranks x 3 workers x 1 .*Lanes that fit: 3, 6"),
         (1, 2, "Lanes that fit: 2$"),
     ],
 )
@@ -420,9 +420,9 @@ def test_an_epoch_loaded_is_kept_by_set_epoch(folder: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"shuffle": True}, r"the order belongs to the dataset: say ShardDataset\(.*shuffle=True"),
-        ({"sampler": [1]}, "a stream has no sampler"),
-        ({"batch_sampler": [[1]]}, "a stream has no sampler"),
+        ({"shuffle": True}, r"pass shuffle=True to ShardDataset\("),
+        ({"sampler": [1]}, "a ShardLoader takes no sampler"),
+        ({"batch_sampler": [[1]]}, "a ShardLoader takes no sampler"),
         ({"batch_size": 0}, "batch_size must be at least 1, not 0"),
         ({"in_order": False, "num_workers": 2}, "in_order"),
     ],
@@ -649,7 +649,7 @@ def test_another_loader_around_its_dataset_is_refused(folder: str, num_workers: 
     own = loader(folder, num_workers=num_workers)
     list(own)
     other = DataLoader(own.dataset, batch_size=None, num_workers=num_workers)
-    with pytest.raises(ss.OptionError, match="only its ShardLoader reads this dataset"):
+    with pytest.raises(ss.OptionError, match="only its ShardLoader can read this dataset"):
         list(other)
     assert len(list(own)) == len(own)
 

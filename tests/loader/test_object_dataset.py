@@ -344,7 +344,7 @@ def test_an_empty_file_is_a_field_like_any_other(tmp_path: Path) -> None:
         (["a.jpg", "a.jpeg"], {}, ss.SourceError, r"a\.jpeg and a\.jpg would both be the field 'jpg'"),
         (["README", ".hidden/a.jpg"], {}, ss.SourceError, "no file here has an extension"),
         (["a.jpg"], {"label": "folder"}, ss.OptionError, r"a\.jpg is not in a folder of a class"),
-        (["a.jpg"], {"label": "class"}, ss.OptionError, "label is 'folder' or a function"),
+        (["a.jpg"], {"label": "class"}, ss.OptionError, "label must be 'folder' or a function"),
         (["a.jpg"], {"label": lambda _: 0.5}, ss.OptionError, "names or numbers, not float"),
         (["a.jpg", "a.cls"], {"label": lambda _: 1}, ss.OptionError, "has a file for 'cls'"),
         (["a.jpg"], {"microbatch": 0}, ss.OptionError, "microbatch must be at least 1"),

@@ -45,14 +45,16 @@ def test_all_ranks_refuse_where_one_differs(ranks: int, odd: int) -> None:
     assert all(found)
     assert f"rank {odd} has lanes=3" in found[odd]
     assert all("lanes=2" in text and "epoch" not in text for text in found)
-    assert "same num_workers, batch_size and state, or say lanes=" in found[0]
+    assert "same num_workers, batch_size and state, or set lanes=" in found[0]
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
 def test_a_rank_that_never_comes_costs_a_wait_and_a_warning(missing: int) -> None:
     store = HashStore()
     for rank in {0, 1, 2} - {missing}:
-        with pytest.warns(UserWarning, match=r"within 0.05 s: whether all ranks read in the same"):
+        with pytest.warns(
+            UserWarning, match=r"within 0.05 s: the order of samples was not compared"
+        ):
             assert outcome(store, rank, 3, 4, wait_s=0.05) == ""
 
 
@@ -68,7 +70,7 @@ def test_a_rank_that_comes_late_is_compared(late: int) -> None:
 
 def test_a_late_rank_that_agrees_does_not_wait_for_those_that_went_on() -> None:
     store = HashStore()
-    with pytest.warns(UserWarning, match="rank 1 did not begin to read this dataset"):
+    with pytest.warns(UserWarning, match="rank 1 did not start to read this dataset"):
         outcome(store, 0, 2, 4, wait_s=0.05)
     begun = time.monotonic()
     assert outcome(store, 1, 2, 4) == ""

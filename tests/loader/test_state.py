@@ -54,13 +54,15 @@ def test_positions_of_parts_survive_json() -> None:
 
 @pytest.mark.parametrize("state", [None, 3, [], {}, {"epoch": 1}, {"_snapshot": {}}])
 def test_what_is_no_state_is_refused(state: Any) -> None:
-    with pytest.raises(StateError, match="no state of a ShardLoader"):
+    with pytest.raises(StateError, match="not a state of a ShardLoader"):
         check_state(state, mine={})
 
 
 @pytest.mark.parametrize("version", [1, 99])
 def test_a_state_of_another_version_is_refused(version: int) -> None:
-    match = f"a state of version {version}; this shardstream continues version 2: finish the epoch"
+    match = (
+        f"the state has version {version}, this shardstream continues version 2; finish the epoch"
+    )
     with pytest.raises(StateError, match=match):
         check_state({"version": version, "kind": "plan"}, mine={})
 
@@ -86,7 +88,9 @@ def test_a_state_of_another_order_is_refused_with_both_values(
 
 def test_a_state_of_other_data_is_refused(folder: str, tmp_path: Path) -> None:
     state = loader(folder).state_dict()
-    with pytest.raises(StateError, match=r"fingerprint of the dataset: .* it was taken on other d"):
+    with pytest.raises(
+        StateError, match=r"fingerprint of the dataset: .* it was saved with other d"
+    ):
         loader(numbered(tmp_path, 61, 9)).load_state_dict(state)
 
 
@@ -118,7 +122,7 @@ def test_a_state_of_other_data_of_the_same_size_is_refused(kind: str, tmp_path: 
     state = json.loads(json.dumps(steps_for(kind, one).state_dict()))
     steps_for(kind, same).load_state_dict(state)
     with pytest.raises(
-        StateError, match=r"checksums of the dataset: .* it was taken on other data"
+        StateError, match=r"checksums of the dataset: .* it was saved with other data"
     ):
         steps_for(kind, other).load_state_dict(state)
     iterator, state = iter(ss.ShardDataset(other)), iter(ss.ShardDataset(one)).state_dict()
@@ -279,9 +283,9 @@ def test_checksums_that_no_state_has_are_refused(checksums: Any) -> None:
     ("name", "remedy"),
     [
         ("fingerprint", "name the same dataset"),
-        ("num_workers", "resume on the same topology alone"),
-        ("world_size", "resume on the same topology alone"),
-        ("seed", "use the same value, or start anew"),
+        ("num_workers", "resume only on the same topology"),
+        ("world_size", "resume only on the same topology"),
+        ("seed", "use the same value, or start without the state"),
     ],
 )
 def test_a_difference_comes_with_its_remedy(name: str, remedy: str) -> None:

@@ -86,7 +86,7 @@ def test_a_stage_that_changes_counts_is_named_in_states(folder: str) -> None:
 def test_a_dataset_by_number_takes_item_stages_alone(folder: str) -> None:
     dataset = ss.ShardMapDataset(folder).decode().then(Scale(factor=2))
     assert (dataset[5]["cls"], dataset[5]["n"]) == (10, 5)
-    with pytest.raises(OptionError, match="a dataset by number has no Drop"):
+    with pytest.raises(OptionError, match="a map-style dataset cannot use Drop"):
         dataset.then(Drop(divisor=2))
 
 

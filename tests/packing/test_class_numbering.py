@@ -262,7 +262,7 @@ def test_loose_files_take_the_numbers_of_a_list(splits: Path) -> None:
         ({"label": "folder", "classes": ["ant"]}, "lacks 'cat'"),
         ({"label": "folder", "classes": ["ant", "cat", "ant"]}, "a name twice"),
         ({"label": len, "classes": ["ant"]}, "classes is for names"),
-        ({"classes": ["ant"]}, "names of label=, which is missing"),
+        ({"classes": ["ant"]}, "classes= needs label="),
     ]
     for options, message in refused:
         with pytest.raises(OptionError, match=message):

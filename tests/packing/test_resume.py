@@ -266,7 +266,7 @@ def test_a_signal_stops_with_a_message_and_the_same_command_goes_on(
         process.send_signal(number)
         said = process.communicate()[1]
     assert (process.returncode, "Traceback" in said) == (code, False), said
-    assert "the same command continues" in said
+    assert "run the same command again to resume" in said
     assert not list((tmp_path / "out").glob("*.part-*"))
     done = subprocess.run(
         [*COMMAND, *command], cwd=ROOT, capture_output=True, text=True, check=True
