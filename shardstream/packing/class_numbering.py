@@ -51,7 +51,7 @@ class ClassSource(Protocol):
 
 
 def is_split(name: str) -> bool:
-    """Tell whether a folder is a part of a dataset, by its name.
+    """Return whether a folder is a part of a dataset, by its name.
 
     >>> is_split("Train"), is_split("trains")
     (True, False)
@@ -65,7 +65,7 @@ def named_classes(classes: AnyClasses, storage: Storage) -> tuple[Classes, str]:
     Raises:
         OptionError: If they are no names, or a folder has none.
         ManifestError: If a ``classes.json`` is not a list of names.
-        StorageError: If it is missing or out of reach.
+        StorageError: If it is missing or cannot be reached.
     """
     if not isinstance(classes, str | os.PathLike):
         names = tuple(classes)
@@ -102,7 +102,7 @@ def number_classes(
     Raises:
         OptionError: If the source numbers no classes, or splits that are there contradict each other.
         SourceError: If the source has a class that is not among the names.
-        StorageError: If a place is out of reach.
+        StorageError: If a place cannot be reached.
     """
     numbered = _numbered(source, classes, folders, storage)
     if isinstance(numbered, ClassSource) and numbered.classes is not None:

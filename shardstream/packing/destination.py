@@ -92,7 +92,7 @@ class ShardNames:
         return join_url(self.folder, name)
 
     def is_ours(self, name: str) -> bool:
-        """Tell whether a shard of this pattern may be called so.
+        """Return whether a shard of this pattern may be called so.
 
         >>> ShardNames(folder="x", template="a-{shard:06d}.tar").is_ours("a-000012.tar")
         True
@@ -159,7 +159,7 @@ class Destination:
                 self.folder.remove(name)
 
     def _is_written(self, name: str) -> bool:
-        """Tell whether a writer of this dataset makes a file of that name."""
+        """Return whether a writer of this dataset makes a file of that name."""
         is_shard = self.names.is_ours(name.removesuffix(INDEX_SUFFIX))
         return is_shard or is_journal(name) or name in (MANIFEST_NAME, *self.extras)
 
@@ -178,7 +178,7 @@ def claim_destination(
 
     Raises:
         OptionError: If something else is there and ``overwrite`` is not set.
-        StorageError: If the folder is out of reach.
+        StorageError: If the folder cannot be reached.
     """
     listed = folder.list_files()
     if not listed:
@@ -260,7 +260,7 @@ def _finished_before(
 
 
 def is_deletable(name: str) -> bool:
-    """Tell whether a file that a manifest or journal names may be deleted as a shard: a tar right in the folder.
+    """Return whether a file that a manifest or journal names may be deleted as a shard: a tar right in the folder.
 
     >>> [is_deletable(name) for name in ("a.tar", "notes.txt", "..", "../a.tar", "s3://b/a.tar", "file::a.tar")]
     [True, False, False, False, False, False]
@@ -298,7 +298,7 @@ def _published_error(names: ShardNames) -> OptionError:
 
 
 def _is_published_by(journal: Journal) -> bool:
-    """Tell whether the published dataset is that of a journal, whose run was stopped before it deleted the journal."""
+    """Return whether the published dataset is that of a journal, whose run was stopped before it deleted the journal."""
     shards = _manifest_shards(journal.folder)
     return bool(shards) and shards == tuple(one.info for one in journal.finished)
 

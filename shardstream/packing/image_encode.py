@@ -93,7 +93,7 @@ class ImageOptions:
 
     @property
     def changes_nothing(self) -> bool:
-        """Tell whether every image stays as it is."""
+        """Return whether every image stays as it is."""
         return self.max_side is None and self.format is None
 
     def masks_among(self, fields: Iterable[str]) -> frozenset[str]:
@@ -108,7 +108,7 @@ class ImageOptions:
 
 
 def is_image_field(field: str) -> bool:
-    """Tell whether a field holds an image file.
+    """Return whether a field holds an image file.
 
     >>> is_image_field("seg.png"), is_image_field("json")
     (True, False)
@@ -303,7 +303,7 @@ def _for_format(image: Image.Image, form: str) -> Image.Image:
 
 
 def _holds(form: str, image: Image.Image) -> bool:
-    """Tell whether a format keeps the numbers of an image of more than 8 bits; Pillow clips them in some, and says nothing."""
+    """Return whether a format keeps the numbers of an image of more than 8 bits; Pillow clips them in some, and says nothing."""
     if image.mode == "F":
         return form == "TIFF"
     if image.mode.startswith("I;16"):

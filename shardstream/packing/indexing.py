@@ -63,7 +63,7 @@ class IndexShard:
 
     Args:
         tar: What to scan.
-        storage: Where it is.
+        storage: The storage of the files.
         wds2idx: Also write ``NAME.idx``.
         meter: Counts bytes, in this process only; a task with a meter cannot be pickled.
     """
@@ -120,8 +120,8 @@ def index(  # noqa: PLR0913  (the public door)
 
     Args:
         urls: A folder or prefix (all tars right in it, sorted by name), a pattern, a tar, or a list; all in one folder.
-        storage_options: What fsspec takes.
-        filesystem: An fsspec file system to use instead of looking one up.
+        storage_options: ``storage_options`` of fsspec.
+        filesystem: An fsspec file system to use instead of looking one up by protocol.
         threads: Tars to read at a time; each takes about 32 MiB of memory.
         name: Name of the dataset; by default the one in a manifest that is there already.
         wds2idx: Also write ``NAME.idx``, the text index of NVIDIA DALI.
@@ -215,7 +215,7 @@ def _tars_of(url: str, storage: Storage, listed: dict[str, dict[str, FileInfo]])
 
     Args:
         url: A folder, a pattern or a tar.
-        storage: Where it is.
+        storage: The storage of the files.
         listed: The files of folders listed before, by name: one listing instead of a question for each of 10,000 tars.
     """
     is_pattern = any(sign in url for sign in "*?[")

@@ -95,14 +95,14 @@ def list_shards(
 
     Args:
         urls: A folder, a manifest, a pattern, a tar or a list.
-        storage_options: What fsspec takes.
-        filesystem: An fsspec file system to use instead of looking one up.
+        storage_options: ``storage_options`` of fsspec.
+        filesystem: An fsspec file system to use instead of looking one up by protocol.
 
     Raises:
-        OptionError: If there is nothing to look for.
+        OptionError: If the list of URLs is empty.
         UnfinishedError: If the dataset is being written, or its writer was stopped.
-        StorageError: If nothing is there, or the place is out of reach.
-        ManifestError: If the manifest cannot be understood.
+        StorageError: If nothing is found, or the place cannot be reached.
+        ManifestError: If the manifest is invalid.
     """
     storage = Storage(storage_options, filesystem)
     located = locate_shards(urls, storage)
@@ -130,16 +130,16 @@ def list_splits(
 
     Args:
         folder: URL of the folder.
-        storage_options: What fsspec takes.
-        filesystem: An fsspec file system to use instead of looking one up.
+        storage_options: ``storage_options`` of fsspec.
+        filesystem: An fsspec file system to use instead of looking one up by protocol.
 
     Returns:
         Name of the folder -> its dataset, None where that is not finished; sorted. Empty if the folder is missing or holds
         shards, or no folder in it does.
 
     Raises:
-        StorageError: If the folder is out of reach.
-        ManifestError: If a manifest cannot be understood.
+        StorageError: If the folder cannot be reached.
+        ManifestError: If a manifest is invalid.
     """
     storage = Storage(storage_options, filesystem)
     try:
@@ -162,7 +162,7 @@ def list_splits(
 
 
 def _holds_shards(files: Sequence[FileInfo]) -> bool:
-    """Tell whether a dataset is in a folder, or has begun there."""
+    """Return whether a dataset is in a folder, or has begun there."""
     names = [file.url.rsplit("/", 1)[-1] for file in files]
     return any(name == MANIFEST_NAME or is_tar(name) or is_journal(name) for name in names)
 
@@ -196,15 +196,15 @@ def read_one(
         urls: A folder, a manifest, a pattern, a tar or a list.
         number: From 0.
         key: As in ``__key__``; the first sample that has it.
-        storage_options: What fsspec takes.
-        filesystem: An fsspec file system to use instead of looking one up.
+        storage_options: ``storage_options`` of fsspec.
+        filesystem: An fsspec file system to use instead of looking one up by protocol.
         progress: Told bytes done and bytes in all of a search by key, after each shard.
 
     Raises:
         OptionError: If there is no such sample, or not exactly one of number and key is given.
         ShardError: If a shard is damaged.
         UnfinishedError: If the dataset is being written, or its writer was stopped.
-        StorageError: If nothing is there, or the place is out of reach.
+        StorageError: If nothing is found, or the place cannot be reached.
     """
     if (number is None) == (key is None):
         raise OptionError("give the number of a sample or its key, one of them")

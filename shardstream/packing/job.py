@@ -105,7 +105,7 @@ def pack(  # noqa: PLR0913  (public door)
         OptionError: If an argument is wrong, or a dataset is there already.
         SourceError: If a file or row cannot be packed, or there is nothing to pack.
         ShardError: If a tar that is packed again is damaged.
-        StorageError: If a place is out of reach or full, or another pack writes there; then nothing is published, of several
+        StorageError: If a place cannot be reached or is full, or another pack writes there; then nothing is published, of several
             splits none. If a split was published and cannot be taken back, a note of the error names it.
     """
     if processes < 1:

@@ -147,7 +147,7 @@ class Journal:
         """Delete it; the beginning last.
 
         Raises:
-            StorageError: If another run has taken the place, or it is out of reach.
+            StorageError: If another run has taken the place, or it cannot be reached.
         """
         self.check_owner()
         for number in reversed(range(self._last + 1)):
@@ -195,7 +195,7 @@ def read_journal(folder: OutputFolder, names: Collection[str]) -> Journal | None
 
     Raises:
         OptionError: If there is one that cannot be understood.
-        StorageError: If it is out of reach.
+        StorageError: If it cannot be reached.
     """
     if journal_name(0) not in names:
         return None

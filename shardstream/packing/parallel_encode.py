@@ -47,13 +47,13 @@ class RecordEncoder:
         """Encode some records, in order; what is wrong with one of them is its `Encoded.error`.
 
         Raises:
-            StorageError: If files are out of reach, for a reason that would meet others too.
+            StorageError: If files cannot be reached, for a reason that would meet others too.
         """
         ahead = self._read_ahead(records)
         return [self._encode(record, ahead) for record in records]
 
     def only_copies(self, records: Sequence[Record]) -> bool:
-        """Tell whether all there is to do is to read files of this machine: carried from process to process, they take longer."""
+        """Return whether all there is to do is to read files of this machine: carried from process to process, they take longer."""
         return self.images.changes_nothing and all(
             self.storage.local_path(value.url) is not None
             if isinstance(value, FileRef)
@@ -148,7 +148,7 @@ def encode_in_order(
 
     Raises:
         SourceError: If a process dies.
-        StorageError: If files are out of reach.
+        StorageError: If files cannot be reached.
     """
     chunks = chunked(records)
     first = next(chunks, [])

@@ -69,7 +69,7 @@ class ShardScanner:
     Use it as a context manager; call `scan`, then `finish`, which holds even after a scan that failed.
 
     Args:
-        storage: Where it is.
+        storage: The storage of the files.
         url: Its URL.
         size: Its length in bytes.
         meter: Counts what is read; None counts nothing.

@@ -55,11 +55,11 @@ class ShardWriter:
         overwrite: Replace a dataset that is there, or shards of these names that a killed writer left. Its ``index.json`` is
             removed before the first new shard appears, shards that were not written again at the end.
         storage_options: As fsspec takes them, e.g. ``{"endpoint_url": …}``.
-        filesystem: An fsspec file system to use instead of looking one up.
+        filesystem: An fsspec file system to use instead of looking one up by protocol.
 
     Raises:
         OptionError: If an argument is wrong, or a dataset is there and ``overwrite`` is not set.
-        StorageError: If the folder is out of reach, or another pack or `ShardWriter` writes there.
+        StorageError: If the folder cannot be reached, or another pack or `ShardWriter` writes there.
     """
 
     def __init__(  # noqa: PLR0913  (public door)
@@ -206,7 +206,7 @@ class DatasetWriter:
 
     Raises:
         OptionError: If another dataset is there and may not be replaced.
-        StorageError: If the folder is out of reach, or another writer is at work there.
+        StorageError: If the folder cannot be reached, or another writer is at work there.
     """
 
     def __init__(

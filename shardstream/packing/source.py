@@ -196,6 +196,6 @@ class SamplesSource:
 
 
 def is_image_name(name: str) -> bool:
-    """Tell whether a file is an image, by its name; hidden files are none."""
+    """Return whether a file is an image, by its name; hidden files are none."""
     last = name.rpartition("/")[2]
     return "." in last[1:] and last[0] != "." and is_image_field(last.lower())

@@ -54,7 +54,7 @@ def open_source(source: AnySource, storage: Storage, options: SourceOptions) -> 
     Raises:
         OptionError: If an option does not go with the source.
         SourceError: If there is nothing to pack, or its kind cannot be guessed.
-        StorageError: If it is out of reach.
+        StorageError: If it cannot be reached.
     """
     if not isinstance(source, str | os.PathLike):
         return _python_source(source, options)

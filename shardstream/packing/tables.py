@@ -50,7 +50,7 @@ class Row:
 
 
 def is_table(name: str) -> bool:
-    """Tell whether a file is a table, by its name."""
+    """Return whether a file is a table, by its name."""
     return name.lower().endswith(TABLE_SUFFIXES)
 
 
@@ -59,13 +59,13 @@ def iter_rows(url: str, storage: Storage, *, columns: Sequence[str] | None) -> I
 
     Args:
         url: Its name tells the format.
-        storage: Where it is.
+        storage: The storage of the files.
         columns: Those that are needed; None for all.
 
     Raises:
         OptionError: If it is Parquet and pyarrow is not installed.
         SourceError: If a row is malformed, or the table lacks a column.
-        StorageError: If it is out of reach.
+        StorageError: If it cannot be reached.
     """
     name = url.lower()
     if name.endswith(".parquet"):

@@ -80,7 +80,7 @@ class VerifyShard:
     Args:
         info: The shard, as the manifest or its index describes it.
         has_index: Whether it has an index.
-        storage: Where it is.
+        storage: The storage of the files.
         meter: Counts bytes, in this process only; a task with a meter cannot be pickled.
     """
 
@@ -141,8 +141,8 @@ def verify(
 
     Args:
         urls: A folder, a manifest, a pattern, a tar or a list. Without a manifest there is less to compare with.
-        storage_options: What fsspec takes.
-        filesystem: An fsspec file system to use instead of looking one up.
+        storage_options: ``storage_options`` of fsspec.
+        filesystem: An fsspec file system to use instead of looking one up by protocol.
         threads: Tars to read at a time; each takes about 32 MiB of memory, and each sample of the dataset 40 bytes.
         progress: Called with bytes done and bytes in all, from the threads that read, one at a time; with an executor after
             each tar, from this thread.
@@ -150,10 +150,10 @@ def verify(
             Storage options travel with the tasks.
 
     Raises:
-        OptionError: If there is nothing to look for.
+        OptionError: If the list of URLs is empty.
         UnfinishedError: If the dataset is being written, or its writer was stopped.
-        StorageError: If nothing is there, or the place is out of reach.
-        ManifestError: If the manifest cannot be understood.
+        StorageError: If nothing is found, or the place cannot be reached.
+        ManifestError: If the manifest is invalid.
     """
     storage = Storage(storage_options, filesystem)
     located = locate_shards(urls, storage)

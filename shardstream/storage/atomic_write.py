@@ -21,7 +21,7 @@ from shardstream.storage.store import Storage, parent_url
 
 # Stores on which a PUT is atomic.
 _ATOMIC = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "az", "adl", "oss", "memory", "hf"})
-_PART = re.compile(r"\.part-[0-9a-f]{12}\Z")  # what `_part_of` appends, and nothing else
+_PART = re.compile(r"\.part-[0-9a-f]{12}\Z")  # the suffix that `_part_of` appends
 
 
 class PendingFile(ABC):
@@ -119,13 +119,13 @@ def publish_bytes_over(storage: Storage, url: str, data: bytes, *, old: bytes | 
     S3 servers compare and write atomically; elsewhere a writer at the same moment is not detected.
 
     Args:
-        storage: Where it goes.
-        url: Its URL.
-        data: Its bytes; no two writers write the same ones.
-        old: What is there now, as this writer knows it; None for nothing.
+        storage: The storage to write to.
+        url: URL of the file.
+        data: Bytes of the file; different for each writer.
+        old: Bytes that this writer expects there now; None for no file.
 
     Raises:
-        ChangedError: If something else is there.
+        ChangedError: If other bytes are there.
         StorageError: If it cannot be written.
     """
     if not takes_parts(storage.resolve(url)[0]):
@@ -157,7 +157,7 @@ def _read_or_none(storage: Storage, url: str) -> bytes | None:
 
 
 def is_part(name: str) -> bool:
-    """Tell whether a file is an unfinished one that a killed writer left.
+    """Return whether a file is an unfinished one that a killed writer left.
 
     >>> [is_part(name) for name in ("a.tar.part-0123456789ab", "a.tar.part-aa", "a.part-1.jpg")]
     [True, False, False]
@@ -193,7 +193,7 @@ def remove(storage: Storage, url: str) -> None:
 
 
 class LocalFile(PendingFile):
-    """A file of this machine: written beside its final place, flushed to the disk and renamed."""
+    """A file of this machine: written in the same folder under a temporary name, flushed to the disk and renamed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

@@ -22,7 +22,7 @@ def parse_bytes(size: int | str) -> int:
     if isinstance(size, str):
         match = _SIZE.fullmatch(size.strip())
         if match is None:
-            raise OptionError(f"{size!r} is no size; write '256MB', '1GiB' or a number of bytes")
+            raise OptionError(f"{size!r} is not a size; write '256MB', '1GiB' or a number of bytes")
         number, prefix, binary = match.groups()
         size = int(float(number) * (1024 if binary else 1000) ** _EXPONENTS[prefix.lower()])
     if size < 1:

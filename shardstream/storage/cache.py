@@ -101,7 +101,7 @@ class Cache:
     """Reads ranges of remote files through chunks on a local disk; picklable, safe with threads and processes.
 
     Args:
-        folder: A folder on a local disk; created if missing, for this user alone.
+        folder: A folder on a local disk; created if missing, accessible to this user only.
         max_bytes: Limit of the bytes of all processes that use the folder; None leaves a tenth of the disk free.
 
     Raises:
@@ -152,7 +152,7 @@ class Cache:
             size: Length of the file, if the caller knows it.
             max_bytes: Bytes that are needed of a file that is read to its end.
             read: Reads a range from the source.
-            look_up: Looks up a file that no listing named, which calls `record`.
+            look_up: Looks up a file that was not listed, which calls `record`.
         """
         if url not in self._known:
             look_up()
@@ -202,7 +202,7 @@ class Cache:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"{redact(url)} is not kept in the cache: its file system tells neither an ETag nor a time of change, or no length",
+                f"{redact(url)} is not cached: its file system does not report its length, or neither an ETag nor a modification time",
                 CacheWarning,
                 stacklevel=2,
             )
@@ -292,11 +292,11 @@ def open_cache(
     """
     if cache_dir is None:
         if cache_bytes is not None:
-            raise OptionError("cache_bytes says how large a cache may grow; say cache_dir, too")
+            raise OptionError("cache_bytes is set without cache_dir; set both")
         return None
     folder = os.fspath(cache_dir)
     if "://" in folder or not folder:
-        raise OptionError(f"cache_dir is a folder on this machine, not {folder!r}")
+        raise OptionError(f"cache_dir must be a folder on this machine, not {folder!r}")
     max_bytes = None if cache_bytes is None else parse_bytes(cache_bytes)
     if max_bytes is not None and max_bytes < _MIN_BYTES:
         raise OptionError(f"cache_bytes must be {_MIN_BYTES:,} or more, not {max_bytes:,}")
@@ -304,7 +304,7 @@ def open_cache(
 
 
 class ChunkError(Exception):
-    """A file of the cache is damaged, or another file than its name says."""
+    """A cache file is damaged, or is not the chunk that its name says."""
 
 
 def encode_header(name: bytes, data: memoryview) -> bytes:
@@ -316,14 +316,14 @@ def encode_header(name: bytes, data: memoryview) -> bytes:
 def read_chunk(handle: int, name: bytes, length: int, start: int, end: int) -> memoryview:
     """Return the bytes ``start`` to ``end`` of a chunk that is ``length`` bytes long, checked.
 
-    They are in memory that the next call of this thread overwrites: allocating it for each call would cost more than the rest.
+    The next call of this thread overwrites the returned memory: a new buffer for each call would cost more than the rest.
 
     Args:
         handle: An open file of any kind.
         name: The chunk's name.
-        length: The length of the chunk, by that of the remote file.
-        start: Within the chunk.
-        end: Within the chunk, above ``start``.
+        length: Expected length of the chunk, from that of the remote file.
+        start: Offset of the first byte in the chunk.
+        end: Offset after the last byte, above ``start``.
 
     Raises:
         ChunkError: If the file is not this chunk, or damaged where it is read.

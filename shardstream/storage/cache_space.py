@@ -1,7 +1,7 @@
-"""The bytes that a cache may take on a disk, for several processes that know nothing of each other.
+"""Limit and evict the files of a cache on a disk, shared by processes without a coordinator.
 
-FOLDER/shardstream-cache-1/     of this user alone
-    total                       bytes in the cache, counted under a lock of the kernel, which ends with its holder
+FOLDER/shardstream-cache-1/     accessible to this user only
+    total                       bytes in the cache, counted under a file lock of the kernel, which ends with the process that holds it
     evicting                    locked by the one process that evicts files
     parts/                      files while they are written
     00/ ... ff/                 complete files
@@ -31,8 +31,8 @@ _SUM = struct.Struct("<I")
 _USAGE = struct.Struct("<8sQQQ")
 _FOLDER = "shardstream-cache-1"
 _BLOCK_BYTES = 4096  # a file occupies a multiple of this
-_KEEP_FREE = 0.1  # of a disk, where the user gave no limit
-_SLACK = 0.05  # of the cache is freed at once, so that looking for what has to go is rare
+_KEEP_FREE = 0.1  # of a disk, if the user sets no limit
+_SLACK = 0.05  # of the cache is freed at once, so that surveys are rare
 _LOCK_WAIT_S = 0.1
 _PAUSE_S = 60.0
 _PART_AGE_S = 60.0  # writing one takes milliseconds
@@ -78,7 +78,7 @@ class CacheSpace:
         try:
             self._make_folders()
         except (FileExistsError, NotADirectoryError) as error:
-            raise OptionError(f"cache_dir is no folder: {folder}") from error
+            raise OptionError(f"cache_dir is not a folder: {folder}") from error
         except OSError as error:
             self._pause_writing(error.strerror or str(error))
             return
@@ -99,15 +99,13 @@ class CacheSpace:
             self._evict(nbytes)
             total = (self._read_usage() or state).total
             room = self._free_bytes(total)
-        except FileNotFoundError:  # deleted by someone: it is created again
+        except FileNotFoundError:  # the folder was deleted: `publish` creates it again
             return nbytes
         except OSError as error:
             self._pause_writing(error.strerror or str(error))
             return 0
         if room <= 0 and not total and self._max_bytes is None:
-            self._pause_writing(
-                "less than a tenth of its disk is free, and cache_bytes says nothing else"
-            )
+            self._pause_writing("less than a tenth of its disk is free, and cache_bytes is not set")
         return room
 
     def publish(self, path: str, pieces: Sequence[bytes | memoryview]) -> None:
@@ -162,8 +160,8 @@ class CacheSpace:
         if not self._warned:
             self._warned = True
             warnings.warn(
-                f"nothing more is kept in the cache {self.root}: {why}; reading goes on without. "
-                "Free some space, or choose another cache_dir or other cache_bytes",
+                f"cannot write to the cache {self.root}: {why}; reads continue without it. "
+                "Free some space, or change cache_dir or cache_bytes",
                 CacheWarning,
                 stacklevel=3,
             )
@@ -193,7 +191,7 @@ class CacheSpace:
                 return
             state = load_usage(handle) or self._count_usage()
             if self._free_bytes(state.total) >= on_disk(nbytes):
-                # Counted before it is there: a process that dies in between leaves a bit too little room, not too much.
+                # Counted before the rename: if the process dies in between, the total is too high, never too low.
                 save_usage(handle, state._replace(total=state.total + on_disk(nbytes)))
                 os.replace(part, path)
 
@@ -236,13 +234,13 @@ class CacheSpace:
                 state = None if handle is None else load_usage(handle)
                 if handle is None or state is None:
                     return
-                # What came since `before` may be in the survey or not: counted twice is on the safe side.
+                # Files added since `before` may be in the survey or not: counting them twice is safe.
                 total += max(0, state.total - before.total) - freed
                 oldest_ns = int(left.min()) if left.size else now_ns
                 save_usage(handle, CacheUsage(max(0, total), oldest_ns, now_ns))
 
     def _survey(self, nbytes: int) -> tuple[int, np.ndarray[tuple[int], np.dtype[np.int64]], int]:
-        """Return the bytes kept, when each file was used, and until when those were used that have to go (-1: none)."""
+        """Return the total bytes, the time of last use of each file, and the newest such time to evict (-1: none)."""
         columns = array("q"), array("q")
         for _, size, used_ns in self._files():
             columns[0].append(size)
@@ -290,8 +288,8 @@ def _check_owner(root: str) -> None:
         raise OptionError(f"{root} belongs to another user; choose another cache_dir")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise OptionError(
-            f"{root} can be written by others (mode {stat.S_IMODE(found.st_mode):o}, the limit is 755): delete it, "
-            "as what is in it may be theirs, or choose another cache_dir"
+            f"{root} can be written by others (mode {stat.S_IMODE(found.st_mode):o}, the limit is 755); delete it, "
+            "because they may have written its files, or choose another cache_dir"
         )
 
 

@@ -18,9 +18,9 @@ _AMBIGUOUS = re.compile(r"[?#@\\\s\x00-\x20\x7f-\x9f]")
 def check_names(manifest_url: str, names: Iterable[str]) -> None:
     """Refuse names of shards outside the store of a remote manifest.
 
-    A manifest on this machine is trusted as the command line is: it may name anything. One that came over the network may name
-    names in or below its folder, and absolute URLs of the same store: the same protocol, and for protocols that name a
-    server (http, sftp, ...) the same server.
+    A local manifest is trusted like the command line: it may name anything. A remote one may name relative paths in or below
+    its folder, and absolute URLs of the same store: the same protocol, and for protocols with a server name (http, sftp, ...)
+    the same server.
 
     >>> check_names("s3://b/train/index.json", ["0.tar", "more/1.tar", "s3://b/2.tar"])
 
@@ -41,13 +41,13 @@ def check_names(manifest_url: str, names: Iterable[str]) -> None:
 
 
 def _is_below(name: str) -> bool:
-    """Tell whether a relative name stays in its folder, also where a client decodes "%2e%2e"."""
+    """Return whether a relative name stays in its folder, also where a client decodes "%2e%2e"."""
     decoded = unquote(name).replace("\\", "/")
     return not ("::" in name or decoded.startswith("/") or ".." in decoded.split("/"))
 
 
 def _is_in_store(url: str, protocol: str, authority: str) -> bool:
-    """Tell whether all clients resolve a URL to this store."""
+    """Return whether all clients resolve a URL to this store."""
     its_protocol, its_authority = _split(url)
     if its_protocol != protocol or not _is_below(url.partition("://")[2]):
         return False

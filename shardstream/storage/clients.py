@@ -146,15 +146,15 @@ class Clients:
 
         Args:
             url: Of any protocol, or a chain.
-            reading: Requests will be retried by `storage.retry`, so the client need not.
+            reading: Whether `storage.retry` repeats failed requests, so that the client does not.
 
         Raises:
             OptionError: If the URL starts a command, or its protocol is unknown or not installed.
         """
         if url.startswith("pipe:"):
             raise OptionError(
-                "no URL starts a command here; give the files' own URL (s3://…), "
-                "or mount or download what only a command can reach"
+                "a URL must not start a command (pipe:); use the files' own URL (s3://…), "
+                "or mount or download them"
             )
         self._drop_inherited_clients()
         if self._filesystem is not None:
@@ -169,7 +169,7 @@ class Clients:
         return filesystem, filesystem._strip_protocol(url)
 
     def is_s3(self, url: str) -> bool:
-        """Tell whether a URL is read by an S3 client: no chain of URLs, no file system of the user."""
+        """Return whether a URL is read by an S3 client: no chain of URLs, no file system of the user."""
         return self.kind_of(url) == "s3"
 
     def kind_of(self, url: str) -> str | None:
@@ -301,7 +301,7 @@ class Clients:
         return f"{together}, {_SPAWN}" if why == _FORKED else together
 
     def _reads_little(self, *, whole: bool) -> bool:
-        """Tell whether this process may read little and then fork workers, which would lose obstore's threads."""
+        """Return whether this process may read little and then fork workers, which would lose obstore's threads."""
         if multiprocessing.parent_process() is not None:
             return False
         return whole or not (
@@ -323,7 +323,7 @@ class Clients:
         trusted = None if settings is None else settings.verify
         if isinstance(trusted, str) and not os.path.exists(trusted):
             raise OptionError(
-                f"no certificates are in {trusted!r}: it does not exist; check AWS_CA_BUNDLE, or verify in client_kwargs"
+                f"the certificate file {trusted!r} does not exist; check AWS_CA_BUNDLE, or verify in client_kwargs"
             )
         return settings
 
@@ -388,7 +388,7 @@ def _unknown_option(kind: str) -> str:
 
 
 def _is_http(filesystem: Any) -> bool:
-    """Tell whether a file system is fsspec's own for HTTP: its module needs aiohttp, and is slow to import."""
+    """Return whether a file system is fsspec's own for HTTP: its module needs aiohttp, and is slow to import."""
     http = sys.modules.get("fsspec.implementations.http")
     return http is not None and type(filesystem) is http.HTTPFileSystem
 
@@ -398,7 +398,7 @@ def protocol_of(url: str) -> str:
     return url.split("://", 1)[0] if "://" in url else "file"
 
 
-@cache  # asked at each read
+@cache  # called at each read
 def _is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 

@@ -39,9 +39,9 @@ class AdaptiveLimit:
     """A number of slots that grows while the byte rate grows, and is halved when the server throttles.
 
     Args:
-        initial: Slots to begin with.
-        max_limit: Slots at most.
-        clock: Seconds, growing.
+        initial: Slots at the start.
+        max_limit: Maximum of slots.
+        clock: Returns a monotonic time in seconds.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""URL, brace pattern, ``::`` join, glob, list, folder or manifest -> the shards, with what is known of each."""
+"""Find the shards of a dataset by URL, brace pattern, ``::`` join, glob, list, folder or manifest."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from shardstream.storage.url_patterns import expand_braces
 TAR_SUFFIXES = (".tar",)
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
 _HTTP = ("http://", "https://")
-# Of indexes that are read with the manifest, at most; workers read what they need of more, or larger ones.
+# Limits of the indexes that are read with the manifest; workers read further or larger ones themselves.
 INDEXES, INDEXES_BYTES = 48, 1 << 20
 _SMALL_INDEX_BYTES = 1 << 23  # of a million samples
 MANIFEST_LIMIT_BYTES = 256 << 20  # over a million shards
@@ -43,7 +43,7 @@ _GLOB = re.compile(r"[*?\[]")
 
 
 Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
-"""What names a dataset: a URL or path of any kind below, or several."""
+"""Location of a dataset: a URL or path of a tar, pattern, folder or manifest, or several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,11 +51,11 @@ class LocatedShards:
     """The shards of a dataset.
 
     Args:
-        shards: With absolute URLs; counts and sizes where a manifest, an index or a listing gave them.
-        manifest_url: The manifest that told, if one did.
+        shards: Shards with absolute URLs; counts and sizes if a manifest, an index or a listing has them.
+        manifest_url: URL of the manifest that lists all shards, if there is one.
         manifests: URL of each manifest that was read -> its SHA-256, in hex digits.
-        indexed: URLs of the shards that have an ``.idx`` beside them.
-        indexes: URL of an ``.idx`` -> its bytes, where they have been read on the way.
+        indexed: URLs of the shards that have an ``.idx`` file.
+        indexes: URL of an ``.idx`` -> its bytes, if they have been read already.
     """
 
     shards: tuple[ShardInfo, ...]
@@ -66,12 +66,12 @@ class LocatedShards:
 
 
 def is_tar(name: str) -> bool:
-    """Tell whether a file name is that of a shard."""
+    """Return whether a file name has the suffix of a shard."""
     return _without_query(name).lower().endswith(TAR_SUFFIXES + COMPRESSED_SUFFIXES)
 
 
 def is_compressed(name: str) -> bool:
-    """Tell whether a shard can only be read from its start to its end."""
+    """Return whether a shard is compressed, so that it can only be read from start to end."""
     return _without_query(name).lower().endswith(COMPRESSED_SUFFIXES)
 
 
@@ -82,7 +82,7 @@ def expand_urls(urls: Urls) -> list[str]:
     ['a-00.tar', 'a-01.tar', 'a-02.tar', 'b.tar']
 
     Raises:
-        OptionError: If a brace is not closed, or too many URLs are meant (see `url_patterns`).
+        OptionError: If a brace is not closed, or the patterns expand to too many URLs (see `url_patterns`).
     """
     expanded: list[str] = []
     for part in [urls] if isinstance(urls, str | os.PathLike) else urls:
@@ -95,14 +95,14 @@ def expand_urls(urls: Urls) -> list[str]:
 def locate_shards(urls: Urls, storage: Storage) -> LocatedShards:
     """Find the shards of a dataset.
 
-    A folder or prefix is read through its ``index.json`` if it has one, else it is all tars in it, sorted by name. Without
-    ``index.json``, a folder or glob whose dataset is not finished is refused; tars that are named one by one are not.
+    The shards of a folder or prefix are those in its ``index.json``; without one, all tars in it, sorted by name. Without
+    ``index.json``, a folder or glob with an unfinished dataset is refused; tars that are named one by one are not.
 
     Raises:
-        OptionError: If there is nothing to look for, a brace is not closed, or a URL starts a command.
+        OptionError: If the list of URLs is empty, a brace is not closed, or a URL starts a command.
         UnfinishedError: If a dataset is being written there, or its writer was stopped.
-        StorageError: If nothing is there, or it is out of reach.
-        ManifestError: If a manifest cannot be understood.
+        StorageError: If nothing is found, or the store cannot be reached.
+        ManifestError: If a manifest is invalid.
     """
     expanded = expand_urls(urls)
     if not expanded:
@@ -112,7 +112,7 @@ def locate_shards(urls: Urls, storage: Storage) -> LocatedShards:
     globbed: set[str] = set()
     for url in expanded:
         if url.startswith("pipe:"):
-            storage.resolve(url)  # says why not
+            storage.resolve(url)  # raises the error
         elif _GLOB.search(_without_query(url)):
             found = _globbed(url, storage)
             globbed.update(map(parent_url, found))
@@ -140,10 +140,10 @@ def read_manifest(file: FileInfo, storage: Storage) -> tuple[Manifest, str]:
     """Read an ``index.json`` that was listed or looked up; return it and the SHA-256 of its bytes.
 
     Raises:
-        ManifestError: If it cannot be understood, or names what lies elsewhere (see `check_names`).
+        ManifestError: If it is invalid, or names files outside its store (see `check_names`).
     """
     url = file.url
-    if (file.size_or_none or 0) > MANIFEST_LIMIT_BYTES:  # a web server may not tell
+    if (file.size_or_none or 0) > MANIFEST_LIMIT_BYTES:  # a web server may not send the size
         raise _too_large(str(file.size), url)
     data = storage.read(url, max_bytes=MANIFEST_LIMIT_BYTES + 1)
     if len(data) > MANIFEST_LIMIT_BYTES:
@@ -178,15 +178,15 @@ def _split_join(text: str) -> Iterable[str]:
     *heads, last = text.split("::")
     for part in heads:
         if part.isalnum() and is_known_protocol(part):
-            chain += f"{part}::"  # the head of an fsspec chain, no file of its own
+            chain += f"{part}::"  # the head of an fsspec chain, not a file
         else:
             yield chain + part
             chain = ""
-    yield chain + last  # whatever its name: a folder may well be called "data"
+    yield chain + last  # even if it is the name of a protocol: a folder may be called "data"
 
 
 def _without_query(url: str) -> str:
-    """Cut the query off a URL over HTTP: its '?' is no glob, and its path tells what it is."""
+    """Remove the query of an HTTP URL: its '?' is not a glob, and the suffix is in the path."""
     return url.partition("?")[0] if url.startswith(_HTTP) else url
 
 
@@ -194,7 +194,7 @@ def _globbed(pattern: str, storage: Storage) -> list[str]:
     tars = [file.url for file in storage.glob(pattern) if is_tar(file.url)]
     if not tars:
         raise NotFoundError(
-            "no shard matches this pattern; check it, and that the shards end in .tar",
+            "no shard matches this pattern; check it, and that the names of the shards end in .tar",
             shard=pattern,
         )
     return tars
@@ -203,7 +203,7 @@ def _globbed(pattern: str, storage: Storage) -> list[str]:
 def _from_manifest(
     file: FileInfo, storage: Storage, here: list[FileInfo] | None = None
 ) -> LocatedShards:
-    """Take the shards that a manifest names; ``here`` is what is in its folder, if that has been listed."""
+    """Return the shards that a manifest names; ``here`` is the listing of its folder, if there is one."""
     url = file.url
     manifest, digest = read_manifest(file, storage)
     folder = parent_url(url)
@@ -216,11 +216,11 @@ def _from_manifest(
     folders = _by_folder(shards)
     if len(folders) > FOLDERS_LIMIT:
         raise ManifestError(
-            f"shards in {len(folders)} folders, the limit is {FOLDERS_LIMIT}; move them together",
+            f"shards in {len(folders)} folders, the limit is {FOLDERS_LIMIT}; move them to fewer folders",
             shard=url,
         )
     for one, mine in folders.items():
-        if one.startswith(_HTTP):  # cannot be listed: one index stands for all
+        if one.startswith(_HTTP):  # cannot be listed: the first index decides for all
             indexed.update(mine if storage.exists(mine[0] + INDEX_SUFFIX) else ())
             continue
         listed = storage.list_folder(one)[0] if here is None or one != folder else here
@@ -232,7 +232,7 @@ def _from_manifest(
 
 
 def _from_small_reads(folder: str, storage: Storage) -> LocatedShards | None:
-    """Take the shards of a folder's manifest by few small reads, where that is as good as a listing; else None."""
+    """Return the shards of a folder's manifest with few small reads; None if a listing is needed."""
     url = join_url(folder, MANIFEST_NAME)
     (data,) = storage.read_small_files([url], max_bytes=_SMALL_MANIFEST_BYTES)
     if data is None:
@@ -241,7 +241,7 @@ def _from_small_reads(folder: str, storage: Storage) -> LocatedShards | None:
     shards = tuple(replace(one, url=join_url(folder, one.url)) for one in manifest.shards)
     if {parent_url(one.url) for one in shards} != {folder.rstrip("/")}:
         return None
-    # The last stands for all: a run that wrote them in order may have been stopped. Few small ones are read all at once.
+    # The last index decides for all: indexes are written in order, so a stopped run lacks it. Few small indexes are all read.
     wanted = [one.url + INDEX_SUFFIX for one in shards]
     size = OFFSET_BYTES * sum(one.nsamples or 0 for one in shards)
     if len(wanted) > INDEXES or size > INDEXES_BYTES:
@@ -285,19 +285,19 @@ def _from_folder(url: str, storage: Storage) -> LocatedShards:
 def _check_finished(folder: str, names: Collection[str], storage: Storage) -> None:
     check_finished(folder, names)
     if folder.startswith(_HTTP):  # web servers list no hidden files
-        with suppress(StorageError):  # or refuse to say
+        with suppress(StorageError):  # or refuse the request
             if storage.exists(join_url(folder, journal_name(0))):
                 names = [*names, journal_name(0)]
         check_finished(folder, names)
 
 
 def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> LocatedShards:
-    """Take named tars with what the manifest in their folder, or their indexes, say of them.
+    """Return named tars with their entries in the manifest of their folder, or counts from their indexes.
 
     Args:
         urls: The tars.
         storage: Where they are.
-        globbed: Folders in which a pattern took whatever is there.
+        globbed: Folders whose tars a pattern matched; an unfinished dataset there is refused.
     """
     found: dict[str, ShardInfo] = {}
     indexed: set[str] = set()
@@ -329,10 +329,10 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
 
 
 def _look_up(names: dict[str, str], folder: str, storage: Storage) -> dict[str, FileInfo]:
-    """List the folder of some tars; where folders cannot be listed (http), ask for each file."""
+    """List the folder of some tars; if folders cannot be listed (http), look up each file."""
     if not folder.startswith(_HTTP):
         return {file.url.rsplit("/", 1)[-1]: file for file in storage.list_folder(folder)[0]}
-    # A query (a signature, say) is about one file: there is no telling what its neighbours' would be.
+    # A query (such as a signature) is valid for one file; those of the index and manifest are unknown.
     plain = [url for url in names.values() if "?" not in url]
     wanted = [*names.values(), *(url + INDEX_SUFFIX for url in plain)]
     wanted += [join_url(folder, MANIFEST_NAME)] if plain else []
@@ -340,7 +340,7 @@ def _look_up(names: dict[str, str], folder: str, storage: Storage) -> dict[str, 
 
 
 def _with_indexes(tars: list[FileInfo], by_name: dict[str, FileInfo]) -> LocatedShards:
-    """Count samples by the sizes of the index files: one listing, nothing read."""
+    """Return tars with sample counts from the sizes of their index files; nothing is read."""
     shards, indexed = [], set()
     for tar in tars:
         index = by_name.get(tar.url.rsplit("/", 1)[-1] + INDEX_SUFFIX)

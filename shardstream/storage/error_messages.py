@@ -38,7 +38,7 @@ _CLIENTS = (
     "pyo3_runtime",
     "fsspec",
 )
-# Secrets of a signed request in messages of servers and clients; those in URLs are for `redact`.
+# Secrets of a signed request in messages of servers and clients; `redact` removes those in URLs.
 _SIGNED = re.compile(
     r"(?is)(<(AWSAccessKeyId|StringToSign|StringToSignBytes|SignatureProvided|CanonicalRequest|CanonicalRequestBytes)>).*?(?=</\2>|$)"
     r"|(\b(?:X-Amz-(?:Signature|Credential|Security-Token)|AWSAccessKeyId|Signature|Credential|sig|Authorization)['\"]?\s*[=:]\s*(?:(?:Bearer|Basic|Token) )?)[^\s&<>]+"
@@ -76,23 +76,23 @@ class _ErrorPattern(NamedTuple):
 _REFUSED = "access refused; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy"
 _TIMED_OUT = "the server did not answer in time; check it and the network, or raise read_timeout_s in storage_options"
 _ERROR_PATTERNS = (
-    _ErrorPattern(("OfflineModeIsEnabled",), "this machine is told to stay offline; unset HF_HUB_OFFLINE"),
+    _ErrorPattern(("OfflineModeIsEnabled",), "offline mode of Hugging Face is enabled; unset HF_HUB_OFFLINE"),
     _ErrorPattern(("SocketTimeoutError",), _TIMED_OUT, is_retryable=True),  # of aiohttp; it is a ConnectionError, too
     _ErrorPattern(("AnswerCutError", "ClientPayloadError", "IncompleteRead", "response body error", "ConnectionReset",
            "ServerDisconnected", "IncompleteMessage"),
           "the connection broke off; check the server and the network", is_retryable=True),
     _ErrorPattern(("CaUsedAsEndEntity",),
-          "the server's certificate has signed itself, which obstore does not take; read with s3fs (s3_client='s3fs'), "
-          "or make one that cannot sign others (basicConstraints=CA:FALSE)"),
+          "the server's certificate is self-signed, which obstore refuses; read with s3fs (s3_client='s3fs'), "
+          "or create a certificate with basicConstraints=CA:FALSE"),
     _ErrorPattern(("InvalidCertificate", "CERTIFICATE_VERIFY_FAILED", "CertificateError"),
-          "the server's certificate is not trusted; name the file of the certificate that signed it in AWS_CA_BUNDLE, "
-          "and the server as the certificate does"),
+          "the server's certificate is not trusted; set AWS_CA_BUNDLE to the certificate that signed it, "
+          "and use a server name that is in the certificate"),
     _ErrorPattern(("EndpointConnectionError", "ConnectionError", "ConnectorError", "ConnectTimeout", "ConnectError", "NameResolution", "gaierror",
            "kind: Connect"),
           "the server cannot be reached; check AWS_ENDPOINT_URL and the network", is_retryable=True),
     _ErrorPattern(("SlowDown", "reduce your request rate", "TooManyRequests", "Too Many Requests", "Throttl", "RequestLimitExceeded",
            "503 Service Unavailable", "ServiceUnavailable", "503, message", "429, message", "(503)", "(429)"),
-          "the server asks for fewer requests; read with fewer workers at a time", is_retryable=True, is_throttled=True),
+          "the server throttles requests; use fewer workers", is_retryable=True, is_throttled=True),
     _ErrorPattern(("InvalidRange", "Range Not Satisfiable", "RangeNotSatisfiable"),
           "the file is shorter than its index says", is_past_end=True),
     _ErrorPattern(("NoCredentials", "CredentialRetrieval", "PartialCredentials", "ProfileNotFound"),
@@ -102,7 +102,7 @@ _ERROR_PATTERNS = (
           "no storage account is named; set AZURE_STORAGE_ACCOUNT_NAME, or pass account_name in storage_options"),
     _ErrorPattern(("ExpiredToken", "TokenRefreshRequired", "InvalidToken"),
           "access refused; AWS_SESSION_TOKEN is wrong or has expired, get new credentials", AccessDeniedError),
-    _ErrorPattern(("RequestTimeTooSkewed",), "access refused; the clock of this machine is wrong", AccessDeniedError),
+    _ErrorPattern(("RequestTimeTooSkewed",), "access refused because the clock of this machine is wrong; set the clock", AccessDeniedError),
     _ErrorPattern(("PermissionError", "PermissionDenied", "Unauthenticated", "Forbidden", "AccessDenied", "InvalidAccessKeyId",
            "SignatureDoesNotMatch"),
           _REFUSED, AccessDeniedError),
@@ -113,14 +113,14 @@ _ERROR_PATTERNS = (
     _ErrorPattern(("NoSuchBucket", "ContainerNotFound"),
           "the bucket {bucket!r} does not exist; create it, or check the URL", NotFoundError),
     _ErrorPattern(("FileNotFoundError", "NoSuchKey"),
-          "nothing is there; check the URL, and that it was written", NotFoundError),
+          "not found; check the URL", NotFoundError),
     _ErrorPattern(("PermanentRedirect", "BareRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint"),
           "the bucket is in another region; set AWS_REGION"),
     _ErrorPattern(("Read-only file system",), "the disk is read-only; write elsewhere"),
     _ErrorPattern(("No space left", "Disk quota exceeded", "File too large"),
           "the disk is full; free some space, or write elsewhere"),
     _ErrorPattern(("PreconditionFailed",), "the file was changed meanwhile", ChangedError),
-    _ErrorPattern(("(NotImplemented)",), "NotImplemented: the server does not know such requests"),
+    _ErrorPattern(("(NotImplemented)",), "NotImplemented: the server does not support this request"),
 )  # fmt: skip
 _HTTP_REMEDIES = {
     "AWS_CA_BUNDLE": "SSL_CERT_FILE",
@@ -131,9 +131,7 @@ _OTHER_REMEDIES = {
     "AWS_ENDPOINT_URL and": "the URL and",
     _REFUSED: "access refused; check the credentials in storage_options, or those of the protocol's own tools",
 }
-_LOCAL_REMEDIES = {
-    _REFUSED: "access refused; check the permissions of the file and of the folders that it is in"
-}
+_LOCAL_REMEDIES = {_REFUSED: "access refused; check the permissions of the file and of its folders"}
 _RETRYABLE_TYPES = (
     OSError,
     RuntimeError,
@@ -156,7 +154,7 @@ _NOT_RETRYABLE = (
 
 
 def classify_error(error: Exception, url: str, secrets: tuple[str, ...] = ()) -> Verdict:
-    """Find the first known pattern in the chain of an error.
+    """Classify an error by the first known pattern in its chain.
 
     Raises:
         Exception: The error itself if it is not one of a client: a bug keeps its type.
@@ -216,10 +214,10 @@ def safe_cause(error: BaseException, secrets: tuple[str, ...] = ()) -> BaseExcep
 
 
 def ranges_ignored_error(url: str, offset: int) -> StorageError:
-    """Return the error of a server that sends more than the requested range."""
+    """Return the error of a response that is longer than the requested range."""
     return StorageError(
-        "more bytes came than were asked for: the server does not know ranges; "
-        "serve the files by one that does, such as nginx, Caddy or an S3 server (Python's http.server does not)",
+        "the server ignored the requested range and sent more bytes; "
+        "serve the files with one that supports ranges, such as nginx, Caddy or an S3 server (Python's http.server does not)",
         shard=url,
         offset=offset,
     )
@@ -282,7 +280,7 @@ def _first_line(error: Exception) -> str:
 
 
 def has_http_status(error: BaseException) -> bool:
-    """Tell whether a server sent an HTTP status, so that it can be reached."""
+    """Return whether a server sent an HTTP status, so that it can be reached."""
     return any(_status(one) is not None for one in _causes(error))
 
 

@@ -46,12 +46,12 @@ def note_obstore_started() -> None:
 
 
 def has_obstore_threads() -> bool:
-    """Tell whether obstore is known to have threads in this process."""
+    """Return whether obstore is known to have threads in this process."""
     return _threads["started"]
 
 
 def has_lost_obstore_threads() -> bool:
-    """Tell whether this process was forked from one in which obstore had started its threads."""
+    """Return whether this process was forked from one in which obstore had started its threads."""
     return _threads["dead"]
 
 

@@ -1,7 +1,7 @@
-"""The journal that marks a folder while a dataset is written to it, and the check that readers make for it.
+"""Name the journal of an unfinished dataset, and refuse to read folders that have one.
 
 A pack or `ShardWriter` creates the journal before it changes anything else, and deletes it after ``index.json`` is published.
-A folder with a journal and without ``index.json`` may lack shards, whatever tars are there.
+A folder with a journal and without ``index.json`` may lack shards, even if it has tars.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def journal_name(number: int) -> str:
 
 
 def is_journal(name: str) -> bool:
-    """Tell whether a file is part of a journal, by its name.
+    """Return whether a file is part of a journal, by its name.
 
     >>> is_journal(".shardstream-pack-000000.json")
     True
@@ -37,8 +37,8 @@ def check_finished(folder: str, names: Collection[str]) -> None:
     """Refuse a folder in which a dataset is being written, or whose writer was stopped.
 
     Args:
-        folder: Its URL.
-        names: The files that are right in it.
+        folder: URL of the folder.
+        names: Names of the files directly in it.
 
     Raises:
         UnfinishedError: If there is no ``index.json``, but a journal or a half-written tar.

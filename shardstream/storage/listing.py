@@ -26,9 +26,9 @@ from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
 _log = logging.getLogger(__name__)
 
 _THREADS = 16
-_RARE, _MANY_RARE_FIELDS = 20, 10  # a field is rare in one of 20 samples or fewer
+_RARE, _MANY_RARE_FIELDS = 20, 10  # a field is rare if at most one of 20 samples has it
 _MANY_FIELDS = 30  # more are suspicious if there are fewer samples
-MAX_FOLDERS = 4096  # with more, one listing of everything is fewer requests
+MAX_FOLDERS = 4096  # with more, one recursive listing takes fewer requests
 
 
 class ListedFile(NamedTuple):
@@ -46,7 +46,7 @@ def list_files(root: str, storage: Storage, *, max_folders: int = MAX_FOLDERS) -
     """Return all files under a folder, sorted by path, without hidden and unfinished ones.
 
     An object store lists a thousand names per request, one page after the other. So the folders directly under this one are listed
-    concurrently, up to ``max_folders``; of more, one listing of everything takes fewer requests.
+    concurrently, up to ``max_folders``; with more, one recursive listing takes fewer requests.
 
     Raises:
         StorageError: If the folder is missing or cannot be listed.
@@ -71,13 +71,13 @@ def list_all(urls: Sequence[str], storage: Storage) -> tuple[str, list[ListedFil
     """Return the common folder of some URLs, and all files in them with paths relative to it.
 
     Raises:
-        OptionError: If none is named.
+        OptionError: If the list of URLs is empty.
         NotFoundError: If one of them is missing or empty.
         UnfinishedError: If a dataset is being written in one of them, or its writer was stopped.
-        StorageError: If one is out of reach.
+        StorageError: If one cannot be reached.
     """
     if not urls:
-        raise OptionError("no folder and no file is named")
+        raise OptionError("no folder or file is named; pass at least one URL")
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-list") as pool:
         found = list(pool.map(lambda url: _list_one(url, storage), urls))
     if len(found) == 1:
@@ -101,7 +101,7 @@ def list_beginning(prefix: str, storage: Storage) -> list[str]:
     urls = [join_url(folder, name) for name in folders if name.startswith(start)]
     urls += [file.url for file in files if file.url.rpartition("/")[2].startswith(start)]
     if not urls:
-        raise NotFoundError("no file or folder begins so; check the prefix", shard=prefix)
+        raise NotFoundError("no file or folder begins with this prefix; check it", shard=prefix)
     return urls
 
 
@@ -109,11 +109,11 @@ def sample_members(root: str, files: Sequence[ListedFile]) -> list[tuple[str, st
     """Return key, field and file of each member of a sample, sorted.
 
     Files without an extension, and those in folders named like ``__this__``, are left out, with a warning that counts them.
-    Names with dots that make many rare fields, or more fields than samples, are a warning, too.
+    Names with dots that make many rare fields, or more fields than samples, cause a warning, too.
 
     Raises:
         OptionError: If the files are tar shards.
-        SourceError: If none is left, or two would be the same field of a sample.
+        SourceError: If no file is left, or two files would be the same field of a sample.
     """
     _check_loose(root, files)
     named = [(split_member_name(file.path), file) for file in files]
@@ -152,7 +152,7 @@ def _check_loose(root: str, files: Sequence[ListedFile]) -> None:
     ]
     if beside or 2 * len(tars) > len(files):
         raise OptionError(
-            f"these are tar shards, not loose files ({min(tars)}, say); read them with ss.ShardDataset, "
+            f"these are tar shards, not loose files (for example {min(tars)}); read them with ss.ShardDataset, "
             "or pack them again as tars, one folder at a time",
             shard=root,
         )
@@ -172,7 +172,7 @@ def _warn_of_rare_fields(root: str, members: Sequence[tuple[str, str, ListedFile
         )
         _log.warning(
             "%s: %s make %s with %s%s. A key ends at the first dot of a name: %s is the field %r of the sample %r. "
-            "Rename such files if that is not meant",
+            "Rename such files if this is not intended",
             root,
             plural(len(members), "file"),
             plural(samples, "sample"),
@@ -195,7 +195,7 @@ def _list_one(url: str, storage: Storage) -> tuple[str, list[ListedFile]]:
     if files:
         return url.rstrip("/"), files
     if url.endswith("/"):
-        raise NotFoundError("no files are here; check the URL", shard=url)
+        raise NotFoundError("no files found; check the URL", shard=url)
     info = storage.info(url)
     return parent_url(url), [ListedFile(url.rpartition("/")[2], url, info.size, info.version)]
 

@@ -1,7 +1,7 @@
-"""Files of this machine: list and read them, map them to memory, and notice that one is overwritten.
+"""List, read and memory-map local files, and detect files that are overwritten.
 
-Local files need none of what remote ones do: no client, no retries, no cache. What fails here is tried once more by
-`Storage` on the general path, which explains the error.
+Local files need no client, no retries and no cache. `Storage` repeats a failed call once on the general path, which explains
+the error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def scan_folder(path: str) -> tuple[list[tuple[str, os.stat_result]], list[str]]
     """Return the files (path and status) and the names of the folders in a folder, sorted; links are followed.
 
     Raises:
-        OSError: If it is no folder, or cannot be read.
+        OSError: If it is not a folder, or cannot be read.
     """
     files: list[tuple[str, os.stat_result]] = []
     folders: list[str] = []
@@ -86,9 +86,9 @@ def map_file(path: str, url: str) -> mmap.mmap:
 
 
 class MmapPool:
-    """The mapped shards of a dataset, by number, kept over the epochs.
+    """The mapped shards of a dataset, by number, kept across epochs.
 
-    Mapping a page again takes as long as copying it: a second epoch over kept maps is half again as fast. All pools of a
+    Mapping a page again takes as long as copying it: a second epoch over kept maps is 1.5 times as fast. All pools of a
     process together keep at most `MAX_MAPS` maps, or half as many as the process may open files.
     """
 
@@ -127,7 +127,7 @@ def num_maps() -> int:
 
 
 class FileVersion(NamedTuple):
-    """What tells a file from another one at the same path."""
+    """Identifies a file, to detect another one at the same path."""
 
     size: int
     mtime_ns: int
@@ -135,10 +135,10 @@ class FileVersion(NamedTuple):
     ctime_ns: int
 
     def differs_from(self, before: FileVersion) -> bool:
-        """Tell whether the bytes may differ from those of the version before.
+        """Return whether the bytes may differ from those of the version before.
 
-        An inode alone proves nothing: some network file systems renumber their files now and then. Nor does the time of the
-        last change of the inode: permissions or another link change that.
+        A new inode alone proves nothing: some network file systems renumber their files. Nor does a new ctime: changes of
+        permissions or links set it, too.
         """
         if (self.size, self.mtime_ns) != (before.size, before.mtime_ns):
             return True
@@ -146,25 +146,25 @@ class FileVersion(NamedTuple):
 
 
 class FileVersions:
-    """The local files of a dataset as they were when it was opened; picklable, so workers compare with the same.
+    """Versions of the local files of a dataset when it was opened; picklable, so that workers compare with the same ones.
 
-    A store tells the version of a file with each answer; a disk does not. A map of a file that is overwritten in place shows
-    the new bytes at once, and other shards of the dataset may be old or new: without a look at each file an epoch would mix both.
+    A store sends the version of a file with each response; a disk does not. A map of a file that is overwritten in place shows
+    the new bytes at once, while other shards of the dataset may be old: without a check of each file an epoch would mix both.
 
     Args:
-        paths: Of each shard; None for one that is not on this machine.
+        paths: Local path of each shard; None for a remote one.
     """
 
     def __init__(self, paths: Sequence[str | None]) -> None:
         self._paths = tuple(paths)
-        # Of a file that is missing or out of reach nothing is known: opening it gives the error.
+        # None for a file that is missing or cannot be reached: opening it raises the error.
         self._known = [None if path is None else _stat_version(path) for path in paths]
 
     def check(self, shards: Iterable[int]) -> None:
-        """Compare shards with what they were; called after their bytes were read.
+        """Compare shards with their recorded versions; called after their bytes were read.
 
         Raises:
-            ChangedError: If one has changed. One that was deleted is fine: what is mapped or open is whole.
+            ChangedError: If one has changed. A deleted one is accepted: its map or open file stays complete.
         """
         for shard in shards:
             path, before = self._paths[shard], self._known[shard]
@@ -198,7 +198,7 @@ def _version_of(found: os.stat_result) -> FileVersion:
 
 
 def _difference(before: FileVersion, now: FileVersion) -> str:
-    """Return the text of a change; a time alone may be of the same bytes, copied again or touched."""
+    """Describe a change; if only the time differs, the bytes may be equal (copied again or touched)."""
     if (now.size, now.inode) == (before.size, before.inode):
         return (
             "the file may have been overwritten after the dataset was opened: "

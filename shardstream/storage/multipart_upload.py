@@ -1,4 +1,4 @@
-"""Upload a file to S3 in parts while it is written; it becomes visible when the parts are joined.
+"""Upload a file to S3 in parts while it is written; it becomes visible when they are joined.
 
 Parts are 8 MiB: one is filled while up to four are in flight, and the client copies each of them. So an upload takes at most 72 MiB of
 memory and nothing on the disk. A file smaller than one part is sent in one request. Each request has the MD5 of its bytes, which the
@@ -40,7 +40,7 @@ class _Part(NamedTuple):
 
 
 class S3Upload(io.RawIOBase):
-    """A stream whose bytes are sent while they are written; end it with `finish` or `abort`. For one thread at a time.
+    """A stream whose bytes are sent while they are written; end it with `finish` or `abort`. Used by one thread at a time.
 
     Args:
         storage: A storage whose file system for the URL is s3fs (see `takes_parts`).
@@ -153,7 +153,7 @@ class S3Object:
     """One object of a bucket: requests for it, with retries."""
 
     response_timeout_s = 120.0
-    """Limit of a request of 8 MiB: it needs 0.07 MB/s, and a server that stopped reading is given up."""
+    """Time limit of a request of 8 MiB, which needs 0.07 MB/s: a server that stopped reading fails it."""
     abort_timeout_s = 5.0
     """Time that requests in flight get to end when an upload is aborted."""
 
@@ -215,7 +215,7 @@ class S3Object:
     def abort_all(self) -> None:
         """Abort all uploads of this object.
 
-        If the server does not list them, they stay: they take space, and do no harm.
+        If the server does not list them, they stay: they use space, but are not visible.
         """
         try:
             with self._storage.translate_errors(self._url):
@@ -249,7 +249,7 @@ class S3Object:
             self._compare(parts)
 
     def give_up(self, under_way: deque[Future[_Part]]) -> None:
-        """Stop retries; requests in flight get five seconds to end."""
+        """Stop retries; requests in flight get `abort_timeout_s` to end."""
         self._cancelled.set()
         wait(under_way, timeout=self.abort_timeout_s)
         for request in list(self._requests):
@@ -288,7 +288,9 @@ class S3Object:
         try:
             return cast("dict[str, Any]", request.result())
         except CancelledError as error:
-            raise StorageError("given up", shard=self._url) from error
+            raise StorageError(
+                "the request was cancelled: its upload was aborted", shard=self._url
+            ) from error
         finally:
             self._requests.discard(request)
 
@@ -311,7 +313,7 @@ def put_if(storage: Storage, url: str, body: bytes, condition: Mapping[str, str]
 
 
 def takes_parts(filesystem: Any) -> bool:
-    """Tell whether `S3Upload` can write to a file system, which must be s3fs."""
+    """Return whether `S3Upload` can write to a file system, which must be s3fs."""
     return hasattr(filesystem, "_call_s3")
 
 
@@ -320,7 +322,7 @@ def _plain(etag: str) -> str:
 
 
 def may_be_md5(etag: str, found: dict[str, Any], num_parts: int) -> bool:
-    """Tell whether an ETag may be an MD5 of the bytes (of parts: of their MD5s); ETags of encrypted objects are not."""
+    """Return whether an ETag may be an MD5 of the bytes (of parts: of their MD5s); ETags of encrypted objects are not."""
     if found.get("ServerSideEncryption", "AES256") != "AES256" or "SSECustomerAlgorithm" in found:
         return False
     match = _MD5.fullmatch(etag)

@@ -1,4 +1,4 @@
-"""obstore: a client in Rust for S3, Google Cloud Storage and Azure, without Python's lock while bytes arrive.
+"""Read S3, Google Cloud Storage and Azure with obstore, a Rust client that releases the GIL during requests.
 
 One reader and one file system serve all three; `open_bucket` builds the store of a bucket from its settings.
 """
@@ -85,7 +85,7 @@ class ObstoreReader:
 
 
 class ObstoreFilesystem(FsspecStore):
-    """An fsspec file system by obstore alone: it lists and writes where s3fs, gcsfs or adlfs is not installed.
+    """An fsspec file system on obstore: lists and writes where s3fs, gcsfs or adlfs is not installed.
 
     obstore opens buckets with ``from_url``, which does not accept all settings that a reader has.
 
@@ -135,7 +135,7 @@ def open_bucket(
 
 
 def can_name(path: str) -> bool:
-    """Tell whether obstore can request a path: no empty, "." or ".." part, and no control characters."""
+    """Return whether obstore can request a path: no empty, "." or ".." part, and no control characters."""
     parts = path.split("/")
     return len(parts) > 1 and all(
         part not in ("", ".", "..") and part.isprintable() for part in parts

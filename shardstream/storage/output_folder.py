@@ -1,4 +1,4 @@
-"""The folder that a dataset is written to: files published whole, read back, listed and deleted by name.
+"""Publish, read, list and delete the files of a folder that a dataset is written to.
 
 `LocalFolder` calls the operating system directly; `RemoteFolder` goes through `Storage`, with its clients and retries.
 """
@@ -46,7 +46,7 @@ class OutputFolder(Protocol):
         """Release the lock; a second call does nothing."""
 
     def list_files(self) -> dict[str, FileInfo]:
-        """Return the files right in the folder by name; none if the folder is missing."""
+        """Return the files directly in the folder by name; none if the folder is missing."""
 
     def read(self, name: str) -> bytes:
         """Read a small file; raises `NotFoundError` if it is missing."""
@@ -93,7 +93,7 @@ class LocalFolder:
         self._unlock: weakref.finalize[..., LocalFolder] | None = None
 
     def lock(self) -> None:
-        """Create the folder and lock it until `unlock` or the end of this process; no file is left behind.
+        """Create the folder and lock it until `unlock` or the end of this process; no file is created.
 
         A file system without such locks (some NFS) is used without.
 
@@ -115,7 +115,7 @@ class LocalFolder:
             _log.info("%s: the folder cannot be locked: %s", self.url, error)
         token = object()
         _held[token] = folder, handle
-        # Also when the folder is collected: a writer that was never closed must not lock forever.
+        # Also when this object is garbage-collected: a writer that was never closed must not lock forever.
         self._unlock = weakref.finalize(self, _release, token)
 
     def unlock(self) -> None:
@@ -124,7 +124,7 @@ class LocalFolder:
             self._unlock()
 
     def list_files(self) -> dict[str, FileInfo]:
-        """Return the files right in the folder by name; none if the folder is missing."""
+        """Return the files directly in the folder by name; none if the folder is missing."""
         files: dict[str, FileInfo] = {}
         with (
             translate_errors(self.url),
@@ -179,13 +179,13 @@ class RemoteFolder:
         self._storage = storage
 
     def lock(self) -> None:
-        """Do nothing: the journal tells writers of each other."""
+        """Do nothing: writers detect each other by the journal."""
 
     def unlock(self) -> None:
         """Do nothing."""
 
     def list_files(self) -> dict[str, FileInfo]:
-        """Return the files right in the folder by name; none if the folder is missing."""
+        """Return the files directly in the folder by name; none if the folder is missing."""
         try:
             files, _ = self._storage.list_folder(self.url)
         except NotFoundError:
@@ -225,9 +225,9 @@ def _locked_error(url: str, *, by_us: bool) -> StorageError:
 
 
 def _release(token: object) -> None:
-    """Unlock for all that have the handle: a lock belongs to the opened file, which forked children share (flock(2))."""
+    """Release a lock, also for forked children: they share the opened file, which holds the lock (flock(2))."""
     _, handle = _held.pop(token, (None, None))
-    if handle is None:  # of the process that this one was forked from
+    if handle is None:  # it belongs to the process that this one was forked from
         return
     with suppress(OSError):  # where there are no such locks
         fcntl.flock(handle, fcntl.LOCK_UN)

@@ -11,20 +11,20 @@ if TYPE_CHECKING:
 
     from shardstream.storage.store import Storage
 
-_BUFFER_BYTES = 8 << 20  # a reader of lines asks for few bytes at a time
+_BUFFER_BYTES = 8 << 20  # a reader of lines requests few bytes at a time
 
 
 class RangeStream:
     """Reads a file in order, each piece by one range read.
 
-    A file object of fsspec would do as well, but for two things: clients hand out bodies that were cut without a word
-    (`fetch` checks the length), and a file object reads ahead what a seek then throws away.
+    Not a file object of fsspec, for two reasons: clients return truncated bodies without an error (`Storage.read` checks the
+    length), and a file object reads ahead bytes that a seek then discards.
 
     Args:
-        storage: Where the file is.
-        url: Its URL.
-        size: Its length in bytes.
-        least_bytes: Of one range read; what is asked for in smaller pieces (decompressors ask for 8 KiB) is kept for them.
+        storage: The storage of the file.
+        url: URL of the file.
+        size: Length of the file in bytes.
+        least_bytes: Minimum bytes of one range read; smaller reads (decompressors read 8 KiB) take from these.
     """
 
     def __init__(self, storage: Storage, url: str, size: int, *, least_bytes: int = 0) -> None:
@@ -39,7 +39,7 @@ class RangeStream:
         """Return up to ``size`` bytes; an empty result is the end.
 
         Raises:
-            StorageError: If the file is shorter than it was said to be, or out of reach.
+            StorageError: If the file is shorter than ``size``, or cannot be reached.
         """
         start, end = self._position, min(self._position + size, self._size)
         if end <= start:

@@ -50,7 +50,7 @@ def read_small_files(
 
 
 def _is_plain(settings: S3Settings, paths: Sequence[str]) -> bool:
-    """Tell whether a GET by path, signed by a fixed rule, is what the clients would send."""
+    """Return whether a GET by path, signed by a fixed rule, is what the clients would send."""
     return not (
         settings.verify is False
         or settings.virtual_hosts

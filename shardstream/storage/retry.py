@@ -1,4 +1,4 @@
-"""Requests that are tried again where that can help, from the byte they had reached."""
+"""Retry failed requests with backoff, and resume reads at the byte they reached."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 8.0
-# Patience with a server that has sent no HTTP answer at all, not even an error: more likely a wrong address.
+# Retry timeout of a server that has never sent an HTTP response, not even an error: its address is probably wrong.
 _NEVER_REACHED_S = 10.0
-_jitter = random.Random()  # of its own: the user's global generator is left alone
+_jitter = random.Random()  # separate: the user's global generator must not advance
 
 
 class ReadHints(TypedDict, total=False):
-    """What the caller knows and wants of a read."""
+    """Optional arguments of a read."""
 
     size: int | None
-    """Length of the file as a manifest says; None is unknown."""
+    """Length of the file in the manifest; None if unknown."""
     max_bytes: int | None
-    """Bytes to return of a file that is read to its end, however long a hostile server says it is."""
+    """Limit of the bytes of a file that is read to its end, whatever length a hostile server claims."""
     on_throttle: Callable[[], None] | None
-    """Called each time the server asks for fewer requests (503 SlowDown, 429)."""
+    """Called each time the server throttles (503 SlowDown, 429)."""
     cancelled: threading.Event | None
-    """Once set, nobody waits for the bytes: a pause is cut short and no more requests are sent."""
+    """Set when the bytes are not needed any more: ends a pause and prevents further requests."""
 
 
 def read_remote(
     storage: Storage, url: str, start: int, end: int | None, **hints: Unpack[ReadHints]
 ) -> bytes | memoryview:
-    """Read a range, or a whole file; after a fault continue at the byte reached, with growing pauses (see `Storage.read_view`)."""
+    """Read a range or a whole file; after a failure resume at the byte reached, with backoff (see `Storage.read_view`)."""
     range_read = _RangeRead(storage, url, start, end, hints.get("size"))
     range_read.max_bytes = hints.get("max_bytes")
     backoff = Backoff(storage, url, hints.get("on_throttle"), hints.get("cancelled"))
@@ -59,7 +59,7 @@ def read_remote(
                 keep_partial=range_read.has_broken_off,
                 max_bytes=range_read.bytes_left,
             )
-        except Exception as error:  # noqa: BLE001  (judged: a bug keeps its type)
+        except Exception as error:  # noqa: BLE001  (classified: a bug keeps its type)
             backoff.wait(error, range_read.explain)
             continue
         range_read.add(response)
@@ -74,22 +74,22 @@ def read_remote(
 def retry_call(
     storage: Storage, url: str, ask: Callable[[], _T], *, cancelled: threading.Event | None = None
 ) -> _T:
-    """Ask for something that may be asked twice, such as a listing, again while that can help.
+    """Retry an idempotent request, such as a listing, while a retry can help.
 
     Args:
-        storage: Where.
-        url: For messages.
-        ask: Asks once.
-        cancelled: Ends the pauses, and the attempts, when it is set from another thread.
+        storage: Its options set the retry timeout.
+        url: The URL, for messages.
+        ask: Sends the request once.
+        cancelled: Ends pauses and retries when another thread sets it.
 
     Raises:
-        StorageError: If it still fails after ``retry_timeout_s``; at once if it is missing or refused.
+        StorageError: If the request still fails after ``retry_timeout_s``; at once if the file is missing or access is refused.
     """
     backoff = Backoff(storage, url, cancelled=cancelled)
     while True:
         try:
             answer = ask()
-        except Exception as error:  # noqa: BLE001  (judged: a bug keeps its type)
+        except Exception as error:  # noqa: BLE001  (classified: a bug keeps its type)
             backoff.wait(error)
             continue
         storage.reached = True
@@ -97,17 +97,17 @@ def retry_call(
 
 
 class AnswerCutError(OSError):
-    """An answer with fewer bytes than it was asked for, which ends as if it were whole."""
+    """A response that ended normally with fewer bytes than requested."""
 
 
 class Backoff:
-    """The pauses between attempts, and when there are no more.
+    """Pauses between attempts, with a limit on their total time.
 
     Args:
-        storage: Whose options say how long, and which texts no message may show.
-        url: For messages.
-        on_throttle: Called each time the server asks for fewer requests.
-        cancelled: Set when nobody wants the answer any more.
+        storage: Its options set the retry timeout and the secrets that no message may show.
+        url: The URL, for messages.
+        on_throttle: Called each time the server throttles.
+        cancelled: Set when the response is not needed any more.
     """
 
     def __init__(
@@ -122,14 +122,14 @@ class Backoff:
         self.reset()
 
     def reset(self) -> None:
-        """Bytes came: whatever fails now is a fault of its own."""
+        """Start a new retry timeout after bytes have arrived."""
         self._count, self._paused_s, self._since = 0, 0.0, 0.0
 
     def wait(self, error: Exception, explain: Callable[[Verdict], Exception] | None = None) -> None:
         """Pause before the next attempt.
 
         Raises:
-            StorageError: What the error means to the user, if trying again does not help or has lasted too long.
+            StorageError: The translated error, if a retry cannot help or the retry timeout has passed.
         """
         storage = self._storage
         verdict = classify_error(error, self._url, storage.secrets)
@@ -151,10 +151,10 @@ class Backoff:
             if verdict.is_retryable:
                 raised.add_note(f"tried {self._count} times in {passed_s:.0f} s")
             raise raised from (None if raised is error else safe_cause(error, storage.secrets))
-        _log.debug("again after %.1f s: %s", pause_s, verdict.error)
+        _log.debug("retrying after %.1f s: %s", pause_s, verdict.error)
 
     def _pause(self, pause_s: float) -> bool:
-        """Wait; True if nobody waits for the answer any more."""
+        """Wait; return True if the request was cancelled."""
         if self._cancelled is not None:
             return self._cancelled.wait(pause_s)
         time.sleep(pause_s)
@@ -162,7 +162,7 @@ class Backoff:
 
 
 class _RangeRead:
-    """What has come of a range, and whether it is all of one file."""
+    """The received bytes of a range, checked to be of one version of the file."""
 
     def __init__(
         self, storage: Storage, url: str, start: int, end: int | None, size: int | None
@@ -170,7 +170,7 @@ class _RangeRead:
         self.storage, self.url, self.end = storage, url, end
         self._expected_size = size
         self.max_bytes: int | None = None
-        self._size: int | None = None  # as the server says
+        self._size: int | None = None  # sent by the server
         self._version: str | None = None
         self._pins = (start, end) != (0, None) or size is not None
         self._parts: list[bytes | memoryview] = []
@@ -186,20 +186,20 @@ class _RangeRead:
 
     @property
     def bytes_left(self) -> int | None:
-        """Of ``max_bytes``, what has not come."""
+        """Bytes of ``max_bytes`` that have not arrived."""
         return None if self.max_bytes is None else self._start + self.max_bytes - self.position
 
     def add(self, response: RangeResponse) -> None:
-        """Take what a request brought.
+        """Append the bytes of a response.
 
         Raises:
-            ChangedError: If it is of another version of the file.
-            StorageError: If it is more than was asked for.
+            ChangedError: If the response is of another version of the file.
+            StorageError: If it has more bytes than requested.
         """
         self._check(response)
         limit = self._size if self.end is None else self.end
         if limit is not None and len(response.data) > limit - self.position:
-            # They are from the start of the file: other samples than those that are meant.
+            # The server ignored the range and sent the file from its start: these are bytes of other samples.
             raise ranges_ignored_error(self.url, self.position)
         self._parts.append(response.data)
         self.position += len(response.data)
@@ -226,8 +226,8 @@ class _RangeRead:
             self._version = pinned
         if self._version != response.version:
             raise ChangedError(
-                f"the file changed while it was read: its ETag was {self._version}, it is {response.version}",
-                remedy="start again, and run 'shardstream index' if it was written anew",
+                f"the file changed while it was read: its ETag was {self._version}, now {response.version}",
+                remedy="start again, and run 'shardstream index' if the shard was rewritten",
                 shard=self.url,
                 offset=self.position,
             )
@@ -236,14 +236,14 @@ class _RangeRead:
         known = self._expected_size if self._size is None else self._size
         if known not in (None, size):
             raise ChangedError(
-                f"the file changed: it has {size} bytes, the manifest or an earlier answer says {known}",
+                f"the file changed: it has {size} bytes, the manifest or an earlier response says {known}",
                 remedy="run 'shardstream index' again",
                 shard=self.url,
             )
         if size < (self._start if self.end is None else self.end):
             raise ChangedError(
-                f"the file is shorter than its index says: it has {size} bytes, wanted are those up to {self.end or 'its end'} "
-                f"from {self._start}",
+                f"the file is shorter than its index says: it has {size} bytes, "
+                f"the requested range is {self._start} to {self.end or 'its end'}",
                 remedy="run 'shardstream index' again, or write the shard again",
                 shard=self.url,
                 offset=self._start,
@@ -255,10 +255,10 @@ class _RangeRead:
             self._check_size(size)
 
     def too_short(self) -> Exception:
-        """Say that an answer ended early without a word.
+        """Return the error of a response that ended early without one.
 
         Raises:
-            ChangedError: If it is the file itself that does.
+            ChangedError: If the file itself is shorter than the range.
         """
         if self._size is None and self.end is not None:
             self._look_up_size()
@@ -269,7 +269,7 @@ class _RangeRead:
         """Return the error of a verdict.
 
         Raises:
-            ChangedError: If the server says that the file ends before the range, with the file's length.
+            ChangedError: If the server reports that the file ends before the range; the message has the file's length.
         """
         if verdict.is_past_end:
             self._look_up_size()

@@ -1,4 +1,4 @@
-"""Storage options and AWS variables -> the settings of both S3 clients.
+"""Translate storage options and AWS variables to settings of both S3 clients.
 
 Options have the form of s3fs. obstore is used only if all options are known here, so that both clients send the same credentials to
 the same server. `cloud_variables` is the only place of this room that reads the environment.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-_CREDENTIALS_LAST = timedelta(minutes=10)  # obstore asks again five minutes before
+_CREDENTIALS_LAST = timedelta(minutes=10)  # obstore renews them five minutes before
 # Without effect on reading ranges.
 _IDLE = frozenset(
     {
@@ -103,7 +103,7 @@ def parse_s3_options(
     """Parse the storage options of s3fs; None if only s3fs knows one of them.
 
     Args:
-        options: Those of `s3fs.S3FileSystem`.
+        options: Arguments of `s3fs.S3FileSystem`.
         variables: The AWS_… variables.
         read_timeout_s: Limit of the time without a byte.
 
@@ -200,7 +200,7 @@ def _profile(options: Mapping[str, Any], variables: Mapping[str, str]) -> Mappin
 
 
 def _has_profiles(variables: Mapping[str, str]) -> bool:
-    """Tell whether a file of profiles exists; importing botocore to find out takes 0.1 s."""
+    """Return whether a file of profiles exists; importing botocore to find out takes 0.1 s."""
     places = (
         variables.get("AWS_CONFIG_FILE", "~/.aws/config"),
         variables.get("AWS_SHARED_CREDENTIALS_FILE", "~/.aws/credentials"),

@@ -1,4 +1,4 @@
-"""One door to all stores: reads, lists and looks up files by URL, with errors that name an action."""
+"""Read, list and look up files of any store by URL, with errors that name an action."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class FileInfo:
     """A file in a listing.
 
     Args:
-        url: With its protocol, as `Storage` takes it back.
+        url: URL with its protocol, as `Storage` accepts it.
         size_or_none: Length in bytes; None if a web server does not send it.
         version: Changes with the bytes, if the file system lists a version.
     """
@@ -58,8 +58,8 @@ class FileInfo:
         """
         if self.size_or_none is None:
             raise StorageError(
-                "the server does not tell how long the file is (it sends no Content-Length)",
-                remedy="serve it by one that does, such as nginx, Caddy or an S3 server",
+                "the length of the file is unknown: the server sends no Content-Length",
+                remedy="serve the file with one that does, such as nginx, Caddy or an S3 server",
                 shard=self.url,
             )
         return self.size_or_none
@@ -71,15 +71,15 @@ class Storage:
     Requests that fail are retried where that can help (see `retry`). Local files are read without a client.
 
     Args:
-        options: What fsspec takes as ``storage_options``, e.g. ``{"key": …, "secret": …, "endpoint_url": …}``, and beside
-            them ``s3_client`` ("s3fs" or "obstore"; by default obstore where it is installed and knows all options),
-            ``read_timeout_s`` (limit of the time without a byte, 20) and ``retry_timeout_s`` (how long a server that fails is asked
-            again, 60).
+        options: ``storage_options`` of fsspec, e.g. ``{"key": …, "secret": …, "endpoint_url": …}``, and additionally
+            ``s3_client`` ("s3fs" or "obstore"; by default obstore where it is installed and knows all options),
+            ``read_timeout_s`` (limit of the time without a byte, 20) and ``retry_timeout_s`` (limit of the time of retries
+            without a byte, 60).
         filesystem: An fsspec file system to use for every URL instead of looking one up by protocol.
-        cache: Keeps what is read from remote files.
+        cache: Caches chunks of remote files on a local disk.
 
     Raises:
-        OptionError: If one of these three is invalid.
+        OptionError: If ``s3_client`` or a timeout is invalid.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class Storage:
         """Time limits of requests."""
         self._versions: OrderedDict[str, str] = OrderedDict()
         self.reached = False
-        """Whether a server has sent bytes or an HTTP error; one that never did is given up sooner."""
+        """Whether a server has sent bytes or an HTTP error; retries of one that never did end sooner."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_versions": OrderedDict()}
 
     def uncached(self, *, max_retry_s: float = math.inf) -> Storage:
-        """Return a storage with the same options, and no cache: for what is written, too.
+        """Return a storage with the same options and without a cache, for reads and writes.
 
         Args:
             max_retry_s: Upper limit of its ``retry_timeout_s``.
@@ -141,7 +141,7 @@ class Storage:
         keep_partial: bool = False,
         max_bytes: int | None = None,
     ) -> RangeResponse:
-        """Send one request, and raise what the client raises: for `retry`, which pauses and explains."""
+        """Send one request; raise the client's own error, which `retry` classifies."""
         return self._clients.read(url, start, end, keep_partial=keep_partial, max_bytes=max_bytes)
 
     def pin(self, url: str, version: str) -> str:
@@ -153,7 +153,7 @@ class Storage:
         return first
 
     def is_s3(self, url: str) -> bool:
-        """Tell whether a URL is read by an S3 client, which returns lengths and versions with each range."""
+        """Return whether a URL is read by an S3 client, which returns lengths and versions with each range."""
         return self._clients.is_s3(url)
 
     def local_path(self, url: str) -> str | None:
@@ -164,7 +164,7 @@ class Storage:
             and "::" not in url
             and not url.startswith(_NO_PATH)
         ):
-            # Asked for every file, and fsspec takes 10 us for it.
+            # Called for every file; fsspec takes 10 us.
             path = url.rstrip("/") or "/"
             if path.startswith("/"):
                 return path
@@ -186,7 +186,7 @@ class Storage:
         return self._file(url, found)
 
     def exists(self, url: str) -> bool:
-        """Tell whether there is a file or folder."""
+        """Return whether there is a file or folder."""
         try:
             self._ask(url, "info")  # exists() of some file systems returns False on any error
         except NotFoundError:
@@ -194,12 +194,12 @@ class Storage:
         return True
 
     def list_folder(self, url: str) -> tuple[list[FileInfo], list[str]]:
-        """Return the files, sorted by name, and the names of the folders, right under a folder or prefix.
+        """Return the files, sorted by name, and the names of the folders, directly under a folder or prefix.
 
         On S3 the name of a folder may be empty: that of ``a//b`` under ``a``.
 
         Raises:
-            StorageError: If it is missing, empty or out of reach.
+            StorageError: If it is missing or empty, or cannot be reached.
         """
         local = None if "://" in url else self.local_path(url)
         if local is not None:
@@ -235,7 +235,7 @@ class Storage:
     def read(
         self, url: str, start: int = 0, end: int | None = None, **hints: Unpack[ReadHints]
     ) -> bytes:
-        """Read a whole file, or the bytes ``start`` to ``end``, as `read_view` does, to bytes of its own."""
+        """Read a whole file, or the bytes ``start`` to ``end``, as a copy (see `read_view`)."""
         return bytes(self.read_view(url, start, end, **hints))
 
     def read_view(
@@ -243,8 +243,8 @@ class Storage:
     ) -> bytes | memoryview:
         """Read a whole file, or the bytes ``start`` to ``end``; a remote one with retries, and through the cache, if any.
 
-        All bytes of a remote file are of one version: its ETag must stay what it was when this storage first read a range of
-        it in this process, and its length what the caller says.
+        All bytes of a remote file are of one version: its ETag must stay the one of the first range that this storage read
+        of it in this process, and its length must be the one that the caller passes.
 
         Args:
             url: URL of the file.
@@ -258,8 +258,8 @@ class Storage:
         Raises:
             NotFoundError: If the file is missing; at once.
             AccessDeniedError: If access is refused; at once.
-            ChangedError: If the file is not the one that was indexed, or changes meanwhile; at once.
-            StorageError: If no byte comes for ``retry_timeout_s`` of the storage options.
+            ChangedError: If the file is not the one that was indexed, or changes during the read; at once.
+            StorageError: If no byte arrives for ``retry_timeout_s`` of the storage options.
         """
         path = self.local_path(url)
         if path is not None:
@@ -271,7 +271,7 @@ class Storage:
             return read_remote(self, url, start, end, **hints)
 
         def read(start: int, end: int | None) -> bytes | memoryview:
-            # What the cache keeps under the version of a listing must be of that version.
+            # Bytes that are cached under a listed version must be of that version.
             if self.cache is not None and (etag := self.cache.etag(url)) is not None:
                 self.pin(url, etag)
             return read_remote(self, url, start, end, **hints)
@@ -288,7 +288,7 @@ class Storage:
 
     def read_small_files(self, urls: Sequence[str], *, max_bytes: int) -> list[bytes | None]:
         """Read small files without setting up a client; None for a file means that it must be read otherwise."""
-        # A cache must record the versions of the files, which a listing tells.
+        # A cache must record the versions of the files, which come from a listing.
         return (
             [None] * len(urls)
             if self.cache is not None
@@ -320,7 +320,7 @@ class Storage:
         """Open a file for reading; a remote one by range reads like those of `read`, if its length is known.
 
         Raises:
-            StorageError: If it is missing or out of reach; of a remote file also while it is read.
+            StorageError: If it is missing or cannot be reached; for a remote file also during a read.
         """
         size = self._ask(url, "info")["size"] if self.local_path(url) is None else None
         if size is not None:
@@ -381,5 +381,5 @@ def parent_url(url: str) -> str:
 
 
 def is_known_protocol(name: str) -> bool:
-    """Tell whether fsspec has a file system of that name."""
+    """Return whether fsspec has a file system of that name."""
     return name in fsspec.available_protocols()

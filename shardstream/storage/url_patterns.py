@@ -55,7 +55,7 @@ def _expand_one(pattern: str, left: int, limit: int) -> list[str]:
     except ValueError as error:
         raise OptionError(
             f"the braces of {reprlib.repr(pattern)} are not closed or hold no range; "
-            "a range of shards is written {000000..000099}"
+            "write a range of shards as {000000..000099}"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""Shard tasks and where they run: in this thread, in processes, or in any ``concurrent.futures`` pool.
+"""Run shard tasks in this thread, in processes, or in any ``concurrent.futures`` pool.
 
 executor        the protocols `Task` and `Executor`; `LocalExecutor` and `FuturesExecutor`
 process_pool    worker processes that end with their parent and ignore Ctrl-C

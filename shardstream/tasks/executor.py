@@ -1,4 +1,4 @@
-"""Shard tasks, and executors that run them in this thread, in processes or in a ``concurrent.futures`` pool."""
+"""Run shard tasks in this thread, in processes or in a ``concurrent.futures`` pool."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Task(Protocol):
 
 
 class Executor(Protocol):
-    """Runs tasks, wherever it likes."""
+    """Runs tasks in threads, processes or a cluster."""
 
     def run(self, tasks: Iterable[Task], done: Callable[[Task, Mapping[str, JSON]], None]) -> None:
         """Run all tasks, and return when each has been handed to ``done``.
@@ -96,7 +96,7 @@ class FuturesExecutor:
 
     Args:
         pool: Any ``concurrent.futures.Executor``.
-        in_flight: Most tasks that are handed to the pool and not finished.
+        in_flight: Maximum of tasks that are submitted to the pool and not finished.
 
     Raises:
         OptionError: If ``in_flight`` is under 1.
@@ -133,7 +133,7 @@ def _run_futures(
     *,
     most: int,
 ) -> None:
-    """Keep up to ``most`` tasks in flight, and hand over each result as it comes."""
+    """Keep up to ``most`` tasks in flight, and call ``done`` with each result as it arrives."""
     in_flight: dict[futures.Future[Result], Task] = {}
     try:
         for task in tasks:

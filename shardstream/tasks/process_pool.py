@@ -1,4 +1,4 @@
-"""Worker processes: spawned, deaf to Ctrl-C, and ended when their parent ends or gives up."""
+"""Run functions in spawned worker processes that ignore Ctrl-C and end with their parent."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _T = TypeVar("_T")
 class ProcessPool:
     """Runs functions in worker processes; use it as a context manager.
 
-    When the block ends with an exception, the processes are killed: nobody takes their results any more, and some may be
-    seconds into importing numpy. When a process dies, the futures raise `BrokenProcessPool`.
+    When the block ends with an exception, the processes are killed: their results are not needed, and some may
+    still be importing numpy for seconds. When a process dies, the futures raise `BrokenProcessPool`.
 
     Args:
-        processes: How many.
+        processes: Number of processes.
         initializer: Called once in each process, with ``arguments``.
-        arguments: Picklable.
+        arguments: Picklable arguments of ``initializer``.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ProcessPool:
         )
 
     def submit(self, function: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Future[_T]:
-        """Let a process call a function; returns its future."""
+        """Call a function in a worker process; return its future."""
         return self._starter.submit(self._pool.submit, function, *args, **kwargs).result()
 
     def __enter__(self) -> Self:
@@ -69,15 +69,15 @@ class ProcessPool:
 
 def _hold_signals() -> None:
     """Let processes that this thread starts inherit blocked signals, until `_begin` ignores them."""
-    resource_tracker.ensure_running()  # it would undo this if it was started later
+    resource_tracker.ensure_running()  # if it started later, it would unblock the signals
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
 
 
 class _Process(SpawnProcess):
     """A process that ends at once when the pool terminates it.
 
-    Where one has died the pool terminates the others and waits for them before it lets anyone submit. They ignore SIGTERM (see
-    `_begin`), so the wait would last as long as their work, and from Python 3.12 on forever: the pool sends nothing else.
+    When one has died, the pool terminates the others and waits for them before it accepts submissions. They ignore SIGTERM (see
+    `_begin`), so the wait would last as long as their work, and from Python 3.12 on forever: the pool sends no other signal.
     """
 
     def terminate(self) -> None:
@@ -89,7 +89,7 @@ class _Context(SpawnContext):
 
 
 def _begin(initializer: Callable[..., object] | None, arguments: tuple[object, ...]) -> None:
-    # Ctrl-C, or the end of a whole group of processes, reaches all; the main process ends the rest.
+    # Ctrl-C and signals to the process group reach all processes; the main process ends the workers.
     for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_with_parent, name="shardstream-parent", daemon=True).start()

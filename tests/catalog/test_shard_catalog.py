@@ -288,7 +288,7 @@ def test_a_mapped_file_holds_no_descriptor(tmp_path: Path) -> None:
 
 
 def test_a_file_that_cannot_be_mapped_is_told(tmp_path: Path) -> None:
-    with pytest.raises(StorageError, match=r"nothing is there.*in a\.tar"):
+    with pytest.raises(StorageError, match=r"not found.*in a\.tar"):
         map_file(str(tmp_path / "none.tar"), "a.tar")
 
 

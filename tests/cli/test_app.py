@@ -106,7 +106,7 @@ def test_storage_troubles_say_what_to_do(
     bucket: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["ls", f"{bucket}/nothing/"]) == 1
-    assert "nothing is there" in capsys.readouterr().err
+    assert "not found" in capsys.readouterr().err
     assert main(["ls", f"{bucket}/", "--option", "key=wrong", "--option", "secret=wrong"]) == 1
     assert "access refused; check the credentials" in capsys.readouterr().err
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")

@@ -204,7 +204,7 @@ def test_without_options_nothing_is_kept(server: Server, tmp_path: Path) -> None
     for _ in range(2):
         assert epoch(server.loader(None)) == EVERYTHING
         assert server.requests()["GET .tar"] >= SHARDS
-    with pytest.raises(OptionError, match="say cache_dir, too"):
+    with pytest.raises(OptionError, match="cache_bytes is set without cache_dir"):
         server.loader(None, cache_bytes="1GB")
 
 

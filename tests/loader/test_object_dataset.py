@@ -127,7 +127,7 @@ def test_a_prefix_may_be_the_beginning_of_names(folder: str, tmp_path: Path) -> 
     assert len(ss.ObjectDataset.from_prefix(folder)) == 30
     assert len(ss.ObjectDataset.from_prefix(f"{folder}/bi")) == 10
     assert len(ss.ObjectMapDataset.from_prefix(f"{folder}/cat/00")) == 3
-    with pytest.raises(ss.NotFoundError, match="no file or folder begins so"):
+    with pytest.raises(ss.NotFoundError, match="no file or folder begins with this prefix"):
         ss.ObjectDataset.from_prefix(f"{folder}/mouse")
 
 
@@ -372,7 +372,7 @@ def test_a_label_function_that_fails_says_on_which_file(folder: str) -> None:
 def test_a_folder_that_is_not_there_is_missing(urls: str, tmp_path: Path) -> None:
     with pytest.raises(ss.NotFoundError, match=urls):
         ss.ObjectDataset(f"{tmp_path}/{urls}")
-    with pytest.raises(ss.OptionError, match="no folder and no file"):
+    with pytest.raises(ss.OptionError, match="no folder or file is named"):
         ss.ObjectDataset([])
 
 

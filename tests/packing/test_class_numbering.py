@@ -126,7 +126,7 @@ def test_names_are_given_as_a_list_a_file_or_a_packed_dataset(splits: Path, tmp_
         ("empty", "no class names are here; name a classes.json"),
         ("table.json", r"not a list of class names: \{'ant': 0\}"),
         ("twice.json", "the class 'ant' is listed twice"),
-        ("gone.json", "nothing is there"),
+        ("gone.json", "not found"),
     ],
 )
 def test_names_that_do_not_fit_are_an_error(

@@ -132,8 +132,8 @@ def test_a_bad_tar_is_named_and_no_manifest_written(tmp_path: Path, kind: str) -
 @pytest.mark.parametrize(
     ("urls", "message"),
     [
-        ("{folder}/missing", "nothing is there"),
-        ("{folder}/missing.tar", "nothing is there"),
+        ("{folder}/missing", "not found"),
+        ("{folder}/missing.tar", "not found"),
         ("{folder}/empty", r"no \.tar here \(found: nothing\)"),
         ("{folder}/none-*.tar", r"no \.tar here"),
         (["{folder}/a/0.tar", "{folder}/b/0.tar"], "2 folders"),

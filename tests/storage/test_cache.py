@@ -273,7 +273,7 @@ def test_another_length_than_the_caller_knows_is_left_to_the_source(folder: Path
 
 def test_what_has_no_version_is_not_kept(folder: Path) -> None:
     source, cache = Source(version=None), cached(folder)
-    with pytest.warns(CacheWarning, match="neither an ETag nor a time of change"):
+    with pytest.warns(CacheWarning, match="neither an ETag nor a modification time"):
         source.through(cache, 0, 9)
     assert source.through(cache, 0, 9) == DATA[:9]  # without another warning
     assert (len(source.reads), chunks(folder)) == (2, [])
@@ -591,7 +591,7 @@ def run_python(code: str, *arguments: object) -> str:
 
 def test_a_full_disk_is_one_warning_and_no_cache(folder: Path) -> None:
     said = run_python(FULL_DISK, folder)
-    assert said.startswith("1 nothing more is kept in the cache")
+    assert said.startswith("1 cannot write to the cache")
     assert "File too large" in said
 
 
@@ -612,7 +612,7 @@ def test_a_full_disk_is_tried_again_later(folder: Path, monkeypatch: pytest.Monk
 
 
 def test_a_folder_that_cannot_be_made_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(CacheWarning, match="reading goes on without"):
+    with pytest.warns(CacheWarning, match="reads continue without it"):
         cache = Cache("/proc/no-such-place/cache", ROOM)
     assert Source().through(cache, 0, 5) == DATA[:5]
 
@@ -721,12 +721,12 @@ def test_a_lock_that_another_process_holds_is_not_waited_for(folder: Path, name:
 @pytest.mark.parametrize(
     ("cache_dir", "cache_bytes", "message"),
     [
-        (None, "1GB", "say cache_dir, too"),
+        (None, "1GB", "cache_bytes is set without cache_dir"),
         ("s3://bucket/cache", None, "a folder on this machine"),
         ("", None, "a folder on this machine"),
-        ("here", "many", "is no size"),
+        ("here", "many", "is not a size"),
         ("here", 1000, "4,194,304 or more"),
-        (__file__, None, "no folder"),
+        (__file__, None, "cache_dir is not a folder"),
     ],
 )
 def test_options_that_make_no_sense(
@@ -787,7 +787,7 @@ def test_no_lock_is_made_or_taken_through_a_link(folder: Path, tmp_path: Path) -
         for number in range(4):  # more than there is room for
             Source(version=f"ETag {number}").through(cached(folder, 6 * MIB))
 
-    with pytest.warns(CacheWarning, match="nothing more is kept in the cache"):
+    with pytest.warns(CacheWarning, match="cannot write to the cache"):
         fill()
     assert not target.exists()
 
@@ -800,7 +800,7 @@ def test_a_count_that_is_a_link_is_no_count(folder: Path, tmp_path: Path) -> Non
     count.symlink_to(tmp_path / "elsewhere")
     before = (tmp_path / "elsewhere").read_bytes()
     source = Source()
-    with pytest.warns(CacheWarning, match="nothing more is kept in the cache"):
+    with pytest.warns(CacheWarning, match="cannot write to the cache"):
         source.through(cached(folder), 0, 10)
     assert source.reads == [(0, 10)]  # not the whole chunk, as there is nowhere to keep it
     assert (tmp_path / "elsewhere").read_bytes() == before

@@ -175,7 +175,7 @@ def test_a_length_that_differs_from_the_manifest_is_an_error(
 def test_a_missing_file_is_reported_at_once(place: Place) -> None:
     place.url("there.tar")
     begun = time.monotonic()
-    with pytest.raises(NotFoundError, match="nothing is there; check the URL"):
+    with pytest.raises(NotFoundError, match="not found; check the URL"):
         place.storage.read(f"{place.folder}/none.tar", 0, 10)
     assert time.monotonic() - begun < 60  # its patience
 
@@ -306,7 +306,7 @@ def test_a_server_that_always_fails_is_an_error_in_the_end(client: str, faults: 
     faults.set(slow=1)
     heard: list[int] = []
     storage = faults.storage(client, retry_timeout_s=1)
-    with pytest.raises(StorageError, match="the server asks for fewer requests") as raised:
+    with pytest.raises(StorageError, match="the server throttles requests") as raised:
         storage.read(faults.url, 0, 10, on_throttle=lambda: heard.append(1))
     assert len(heard) == faults.count("slow") >= 2
     assert raised.value.__notes__[0].startswith(f"tried {len(heard)} times")
@@ -448,7 +448,7 @@ def test_a_read_that_nobody_waits_for_ends_soon(client: str, faults: Faults) -> 
     faults.set(slow=1)
     storage, cancelled = faults.storage(client), threading.Event()
     threading.Timer(0.5, cancelled.set).start()
-    with pytest.raises(StorageError, match="the server asks for fewer requests"):
+    with pytest.raises(StorageError, match="the server throttles requests"):
         storage.read(faults.url, 0, 10, cancelled=cancelled)
 
 

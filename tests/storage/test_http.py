@@ -70,10 +70,10 @@ OPERATIONS: tuple[Callable[[Storage, str], object], ...] = (
 @pytest.mark.parametrize(
     ("status", "kind", "message"),
     [
-        (404, NotFoundError, "nothing is there"),
+        (404, NotFoundError, "not found"),
         (403, AccessDeniedError, "access refused; check the URL: its signature may have expired"),
         (500, StorageError, "the server failed"),
-        (503, StorageError, "the server asks for fewer requests"),
+        (503, StorageError, "the server throttles requests"),
         (None, StorageError, "the server cannot be reached; check the URL and the network"),
     ],
 )
@@ -101,7 +101,7 @@ def test_what_a_server_answers_is_reported(
 def test_a_server_that_sends_all_whatever_is_asked_for_is_reported(
     start: int, end: int, server: str
 ) -> None:
-    message = "more bytes came than were asked for: the server does not know ranges"
+    message = "the server ignored the requested range and sent more bytes"
     with pytest.raises(StorageError, match=message):
         Storage().read(f"{server}/200/a.tar", start, end)
 
@@ -119,7 +119,7 @@ def test_a_server_that_sends_all_whatever_is_asked_for_is_reported(
 def test_a_server_that_does_not_tell_lengths_is_reported(
     operation: Callable[[str, Path], object], server: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(StorageError, match="does not tell how long the file is"):
+    with pytest.raises(StorageError, match="the server sends no Content-Length"):
         operation(f"{server}/200", tmp_path / "out")
 
 
@@ -127,7 +127,7 @@ def test_what_needs_no_length_is_read_without_one(server: str, tmp_path: Path) -
     url = f"{server}/200/unsaid.csv"
     with pytest.raises(SourceError, match="the source is empty"):  # a table without a row
         ss.pack(url, tmp_path / "out")
-    with pytest.warns(CacheWarning, match="or no length"):
+    with pytest.warns(CacheWarning, match="does not report its length"):
         assert Storage(cache=open_cache(tmp_path / "cache", "100MB")).read(url) == b"0123456789"
     with pytest.raises(ManifestError):  # ten digits are none
         ss.ShardDataset(f"{server}/200/unsaid.json")
@@ -176,7 +176,7 @@ def test_a_manifest_without_end_is_read_to_its_limit(
 
 
 def test_of_a_range_without_end_no_more_is_read_than_was_asked_for(flooding: Any) -> None:
-    with pytest.raises(StorageError, match="more bytes came than were asked for"):
+    with pytest.raises(StorageError, match="the server ignored the requested range"):
         Storage().read(f"http://127.0.0.1:{flooding.server_port}/lies", 4, 1000)
     assert flooding.sent < 64 << 20
 

@@ -58,7 +58,7 @@ def test_a_prefix_is_a_folder_or_the_beginning_of_names(root: str) -> None:
     assert list_beginning(f"{root}/", Storage()) == [f"{root}/"]
     assert list_beginning(f"{root}/b", Storage()) == [f"{root}/b.c"]
     assert list_beginning(f"{root}/t", Storage()) == [f"{root}/top.json"]
-    with pytest.raises(NotFoundError, match="begins so"):
+    with pytest.raises(NotFoundError, match="begins with this prefix"):
         list_beginning(f"{root}/z", Storage())
 
 

@@ -39,7 +39,7 @@ def sizes(folder: OutputFolder) -> dict[str, int]:
 
 def test_a_missing_folder_has_no_files(folder: OutputFolder) -> None:
     assert folder.list_files() == {}
-    with pytest.raises(NotFoundError, match="nothing is there"):
+    with pytest.raises(NotFoundError, match="not found"):
         folder.read("a")
     folder.remove("a")
 
@@ -78,7 +78,7 @@ def test_the_kind_of_a_folder_follows_its_url(tmp_path: Path) -> None:
     assert isinstance(in_memory(tmp_path), RemoteFolder)
     with pytest.raises(OptionError, match="retry_timeout_s"):
         open_output_folder(str(tmp_path), {"retry_timeout_s": -1}, None)
-    with pytest.raises(OptionError, match="no URL starts a command"):
+    with pytest.raises(OptionError, match="a URL must not start a command"):
         open_output_folder("pipe:cat", None, None)
 
 
