@@ -45,7 +45,7 @@ LIMITS = {
     "next batch": (15, 50),
     "first state_dict": (7, 13),
     "next state_dict": (3, 6),
-    "ShardWriter, 40 samples": (16, 86),
+    "ShardWriter, 40 samples": (17, 87),
 }
 SAMPLES, BATCH_SIZE = 40, 4
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")

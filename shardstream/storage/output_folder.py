@@ -26,6 +26,7 @@ from shardstream.storage.atomic_write import (
     sync_folder,
 )
 from shardstream.storage.error_messages import translate_errors
+from shardstream.storage.local_files import scan_folder
 from shardstream.storage.store import FileInfo, Storage, join_url
 
 _log = logging.getLogger(__name__)
@@ -126,18 +127,9 @@ class LocalFolder:
     def list_files(self) -> dict[str, FileInfo]:
         """Return the files directly in the folder by name; none if the folder is missing."""
         files: dict[str, FileInfo] = {}
-        with (
-            translate_errors(self.url),
-            suppress(FileNotFoundError),
-            os.scandir(self._path) as all_,
-        ):
-            for entry in all_:
-                # A file may vanish between the two calls: another writer renames its own.
-                with suppress(FileNotFoundError):
-                    # Links are left out, as `Storage.list_folder` does.
-                    if entry.is_file(follow_symlinks=False):
-                        size = entry.stat().st_size
-                        files[entry.name] = FileInfo(url=entry.path, size_or_none=size)
+        with translate_errors(self.url), suppress(FileNotFoundError):
+            for path, status in scan_folder(str(self._path))[0]:
+                files[os.path.basename(path)] = FileInfo(url=path, size_or_none=status.st_size)
         return files
 
     def read(self, name: str) -> bytes:
