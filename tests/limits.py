@@ -1,4 +1,4 @@
-"""Set limits of the package lower, so that small data reach them."""
+"""Lower the limits of the package, so that small data reach them."""
 
 from __future__ import annotations
 

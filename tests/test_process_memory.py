@@ -1,4 +1,4 @@
-"""What is done to Python's collector is undone, or done in workers alone."""
+"""Changes of the garbage collector are undone, or made in workers only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the time goes, as a loader tells it."""
+"""Timings that a loader reports."""
 
 from __future__ import annotations
 
