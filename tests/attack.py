@@ -1,4 +1,4 @@
-"""Runs an attack in a child process that may take only so much memory and time."""
+"""Run an attack in a child process with limits on memory and time."""
 
 from __future__ import annotations
 

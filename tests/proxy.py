@@ -1,4 +1,4 @@
-"""A proxy before an S3 server that spoils requests on their way up, which the one in nginx cannot."""
+"""Proxy before an S3 server that corrupts requests in transit, which the nginx one cannot."""
 
 from __future__ import annotations
 

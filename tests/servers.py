@@ -1,4 +1,4 @@
-"""Throw-away S3 servers on loopback: Ceph, moto where Ceph is missing, nginx for faults.
+"""Temporary S3 servers on loopback: Ceph, moto where Ceph is missing, nginx for faults.
 
 The scripts in `tests/s3` do the work; they also run by hand, for benchmarks. Here they get free
 ports and a guard, which stops the daemons within two seconds of this process's end, however it

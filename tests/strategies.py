@@ -1,4 +1,4 @@
-"""Hypothesis strategies shared by the tests: member names, samples, and tars as others write them."""
+"""Hypothesis strategies shared by the tests: member names, samples, and tars of other writers."""
 
 from __future__ import annotations
 

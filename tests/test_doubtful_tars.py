@@ -1,4 +1,4 @@
-"""Tars that are empty, cut, joined or hold links: each is an error or a warning at every door, never fewer samples in silence."""
+"""Tars that are empty, truncated, joined or hold links give an error or a warning at every entry point, never silently fewer samples."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example runs as a user runs it: in a process of its own, with a good end and nothing left behind."""
+"""Every example runs in its own process, succeeds and leaves no files behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every block of the README runs, in order, on data made here; and its tables are true."""
+"""Every block of the README runs, in order, on data made here; and its tables are correct."""
 
 from __future__ import annotations
 

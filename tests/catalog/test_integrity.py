@@ -451,7 +451,7 @@ def test_shards_without_checksums_are_refused_until_they_are_indexed(tmp_path: P
 
 def test_what_cannot_be_checked_is_refused(tmp_path: Path) -> None:
     folder = arrays(tmp_path)
-    with pytest.raises(OptionError, match="leave out index='ignore'"):
+    with pytest.raises(OptionError, match="remove index='ignore'"):
         ss.ShardDataset(folder, verify="sha256", index="ignore")
     with pytest.raises(OptionError, match="verify is 'sha256' or None, not 'md5'"):
         ss.ShardDataset(folder, verify="md5")  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Names and texts in a shard that are made for terminals: shown, never obeyed. And nothing is written but where asked."""
+"""Terminal control characters in names and texts of a shard are escaped, and only requested files are written."""
 
 from __future__ import annotations
 

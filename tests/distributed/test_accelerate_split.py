@@ -1,4 +1,4 @@
-"""Who splits the samples between a dataset and a loader of Accelerate: all ranks of a job in one process."""
+"""Either the dataset or an Accelerate loader splits the samples over ranks: all ranks of a job in one process."""
 
 from __future__ import annotations
 

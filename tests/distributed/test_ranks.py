@@ -1,4 +1,4 @@
-"""DDP trainings on real ranks: no hang, equal steps, each sample once; a killed rank costs nothing but time."""
+"""DDP trainings on real ranks: no hang, equal steps, each sample once, and exact resume after a killed rank."""
 
 from __future__ import annotations
 

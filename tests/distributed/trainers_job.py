@@ -1,4 +1,4 @@
-"""What test_trainers.py starts: checks on one rank or on two, forked from one process that has imported the framework.
+"""Run the checks of test_trainers.py on one rank or on two, forked from one process that has imported the framework.
 
 Prints a JSON object: for each check and number of ranks, what each rank returned.
 """

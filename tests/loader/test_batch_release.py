@@ -1,4 +1,4 @@
-"""While the next batch is read, nobody but who took the last one holds it: photos are many MB."""
+"""A worker frees a batch before it reads the next one: photos are many MB."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Datasets with a cache, from a real server: what later epochs and other processes ask of it."""
+"""Datasets with a cache, read from a real server: requests of later epochs and other processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole epochs against a store that refuses, stalls, breaks, lies and dies: every sample exactly once with its own bytes, or an error.
+"""Whole epochs against a faulty store: every sample exactly once with its own bytes, or an error.
 
 The server is a real one behind a proxy that spoils answers. An epoch is compared as a whole: the key of each sample and a digest of
 each of its fields, sorted.

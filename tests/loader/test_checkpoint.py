@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, the latest N of them, on disks and on S3, and nothing in them runs."""
+"""Checkpoints are atomic, rotated, and never run code, on local disks and on S3."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def test_every_damaged_byte_of_the_values_is_found(tmp_path: Path) -> None:
             ss.load_checkpoint(url)
     for size in (0, 1, 100, len(data) // 2, len(data) - 1):
         url.write_bytes(data[:size])
-        with pytest.raises(ss.StateError, match=r"damaged, cut.*one\.pt"):
+        with pytest.raises(ss.StateError, match=r"damaged, truncated.*one\.pt"):
             ss.load_checkpoint(url)
 
 

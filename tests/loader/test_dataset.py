@@ -271,7 +271,7 @@ def test_slices_of_a_stream_are_not_negative(bounds: tuple[int, ...], folder: st
 def test_a_length_that_cannot_be_known_must_be_said(folder: str) -> None:
     dataset = ss.ShardDataset(folder).decode()
     assert len(dataset.map(len)) == 50
-    with pytest.raises(TypeError, match=r"say it with \.with_length\(n\)"):
+    with pytest.raises(TypeError, match=r"set it with \.with_length\(n\)"):
         len(dataset.select(odd))
     assert len(dataset.select(odd).with_length(25)) == 25
     with pytest.raises(TypeError):

@@ -1,4 +1,4 @@
-"""Through real files and loaders: any shape of data set and job, each sample once, in step, and after a resume."""
+"""Each sample is read once, with equal steps and exact resume, for any shape of dataset and job."""
 
 from __future__ import annotations
 

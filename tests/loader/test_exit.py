@@ -1,4 +1,4 @@
-"""A script that ends says nothing of its own: whatever its readers were doing, and whoever still holds them."""
+"""Scripts exit without messages of shardstream, whatever its readers are doing."""
 
 from __future__ import annotations
 

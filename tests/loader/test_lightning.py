@@ -1,4 +1,4 @@
-"""Lightning saves a loader's state in its own way. (Accelerate and the Hugging Face Trainer: tests/distributed.)"""
+"""Lightning saves and restores a loader's state. (Accelerate and the Hugging Face Trainer: tests/distributed.)"""
 
 from __future__ import annotations
 

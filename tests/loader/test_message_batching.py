@@ -1,4 +1,4 @@
-"""Small batches are sent several at a time, and nobody notices but by the clock."""
+"""Small batches are grouped into messages without a change of the batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loose files as samples: the same samples, order and state as those of the shards that are packed of them."""
+"""Loose files give the same samples, order and state as shards packed from them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Local datasets that are written over while they are read: an error that names the file, never old and new samples in one epoch."""
+"""Local datasets that are overwritten while they are read give an error with the file, never old and new samples in one epoch."""
 
 from __future__ import annotations
 

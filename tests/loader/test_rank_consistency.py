@@ -1,4 +1,4 @@
-"""Ranks that would read in different orders refuse, wherever one of them is late or never comes."""
+"""Ranks with different orders raise an error, also if a rank is late or missing."""
 
 from __future__ import annotations
 

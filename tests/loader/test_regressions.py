@@ -1,4 +1,4 @@
-"""What once went wrong in corners between modules."""
+"""Regression tests for bugs between modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Datasets on S3 that are replaced while they are read: an error, never old and new samples in one epoch."""
+"""Datasets on S3 that are replaced while they are read give an error, never old and new samples in one epoch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches go from workers to the main process through shared memory, and come out as they went in."""
+"""Batches pass from workers to the main process through shared memory unchanged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many epochs in the same processes: nothing grows."""
+"""Memory, files and threads do not grow over many epochs in the same processes."""
 
 from __future__ import annotations
 

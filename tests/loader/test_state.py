@@ -282,7 +282,7 @@ def test_checksums_that_no_state_has_are_refused(checksums: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
-        ("fingerprint", "name the same dataset"),
+        ("fingerprint", "use the same dataset"),
         ("num_workers", "resume only on the same topology"),
         ("world_size", "resume only on the same topology"),
         ("seed", "use the same value, or start without the state"),

@@ -1,4 +1,4 @@
-"""Where the time goes, as a loader tells it."""
+"""Timings that a loader reports."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_worker_that_must_hold_very_much_is_warned_of(monkeypatch: pytest.Monk
     url = numbered(f"memory://lanes-{random.getrandbits(64):x}", 100, 25)
     set_limits(monkeypatch, warn_of_lanes, WARN_WINDOWS_BYTES=60_000)
     with pytest.warns(
-        UserWarning, match=r"with lanes=20 each of 1 workers holds .* smaller window="
+        UserWarning, match=r"with lanes=20 each of 1 workers holds .* set window= below"
     ):
         loader(url, shuffle=True, lanes=20, window=8, batch_size=2, microbatch=2)
     with warnings.catch_warnings():

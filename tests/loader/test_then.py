@@ -1,4 +1,4 @@
-"""Stages of the user's own, appended by `then`."""
+"""Custom stages, appended by `then`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Datasets by number read from many threads at a time: thread loaders, viewers and free-threaded Python do."""
+"""Map-style datasets are read from several threads at a time, as thread loaders, viewers and free-threaded Python do."""
 
 from __future__ import annotations
 

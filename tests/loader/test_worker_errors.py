@@ -1,4 +1,4 @@
-"""Workers that die, or cannot send what they made: an error at once that says what they were at. Never a hang."""
+"""A worker that dies or cannot send a batch gives an error with its position at once, never a hang."""
 
 from __future__ import annotations
 
