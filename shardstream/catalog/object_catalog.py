@@ -59,9 +59,7 @@ class ObjectCatalog(Catalog):
         self.timeout_s = storage.timeouts.total_s
         self._root = files[0].url.removesuffix(files[0].path)
         if any(file.url != self._root + file.path for file in files):
-            raise OptionError(
-                "the URLs of these files are not the folder's URL and a path", shard=root
-            )
+            raise OptionError("file URLs do not consist of the folder's URL and a path", shard=root)
         members = sample_members(root, files)
         names = [file.path.encode("utf-8", "surrogateescape") for _, _, file in members]
         self._names = b"".join(names)
