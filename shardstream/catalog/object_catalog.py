@@ -256,9 +256,7 @@ def _checksum(members: Sequence[tuple[str, str, ListedFile]]) -> str | None:
     digest = hashlib.sha256()
     for _, _, file in members:
         match = _MD5.fullmatch(file.version or "")
-        if (
-            match is None
-        ):  # the ETag of a multipart upload, or a time: a copy would have a different one
+        if match is None:  # a multipart ETag, or a time: a copy would have another
             return None
         digest.update(match[1].encode())
     return digest.hexdigest()[:16]

@@ -279,8 +279,6 @@ class _Headers:
         if end > self.name.shape[1] or not key.shape[1]:
             return np.zeros(len(self.name), dtype=bool)
         named: Column = (self.name[:, key.shape[1] : end] == suffix).all(axis=1)
-        if (
-            key.base is not self.name.base
-        ):  # the key is a view of the first member's names: equal by definition
+        if key.base is not self.name.base:  # else the key is a view of these names
             named &= (self.name[:, : key.shape[1]] == key).all(axis=1)
         return named
