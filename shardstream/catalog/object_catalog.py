@@ -63,9 +63,7 @@ class ObjectCatalog(Catalog):
         self.timeout_s = storage.timeouts.total_s
         self._root = files[0].url.removesuffix(files[0].path)
         if any(file.url != self._root + file.path for file in files):
-            raise OptionError(
-                "the URLs of these files are not the folder's URL and a path", shard=root
-            )
+            raise OptionError("file URLs do not consist of the folder's URL and a path", shard=root)
         members = sample_members(root, files)
         names = [file.path.encode("utf-8", "surrogateescape") for _, _, file in members]
         self._names = b"".join(names)
@@ -262,9 +260,7 @@ def _checksum(members: Sequence[tuple[str, str, ListedFile]]) -> str | None:
     digest = hashlib.sha256()
     for _, _, file in members:
         match = _MD5.fullmatch(file.version or "")
-        if (
-            match is None
-        ):  # the ETag of a multipart upload, or a time: a copy would have a different one
+        if match is None:  # a multipart ETag, or a time: a copy would have another
             return None
         digest.update(match[1].encode())
     return digest.hexdigest()[:16]

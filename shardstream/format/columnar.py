@@ -159,7 +159,7 @@ class _ColumnarParser:
         """Store the keys, shape (n, k), and check them."""
         raw, size = key.tobytes(), key.shape[1]
         if not raw.isascii() or any(mark in raw for mark in _UNUSUAL_IN_KEYS):
-            # A key has no dot in its last part, does not end with a slash, and is not a name that readers skip.
+            # `read_one` decides about keys with a dot, a final slash, leading underscores or bytes that are not ASCII.
             self._sound &= ~(key == _DOT).any(axis=1) & (key[:, -1:] != _SLASH).all(axis=1)
             self._sound &= ~(key[:, :2] == _UNDERSCORE).all(axis=1)
             self._sound &= ((key > 0) & (key < 128)).all(axis=1)
@@ -279,8 +279,6 @@ class _Headers:
         if end > self.name.shape[1] or not key.shape[1]:
             return np.zeros(len(self.name), dtype=bool)
         named: Column = (self.name[:, key.shape[1] : end] == suffix).all(axis=1)
-        if (
-            key.base is not self.name.base
-        ):  # the key is a view of the first member's names: equal by definition
+        if key.base is not self.name.base:  # else the key is a view of these names
             named &= (self.name[:, : key.shape[1]] == key).all(axis=1)
         return named

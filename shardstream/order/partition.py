@@ -146,7 +146,7 @@ def _tail_range(left: int, config: PartitionConfig, rank: int) -> tuple[int, int
 
 
 def fitting_lanes(config: PartitionConfig, num_workers: int, lanes: int) -> tuple[int, int]:
-    """Return the nearest multiples of the readers below and above ``lanes``; with these each byte is read once.
+    """Return the nearest lane counts below and above that the readers divide evenly, so that each byte is read once.
 
     >>> fitting_lanes(PartitionConfig(world_size=2), 3, 8)
     (6, 12)

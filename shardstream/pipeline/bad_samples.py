@@ -32,7 +32,7 @@ class SkipBudget:
         report: Path or URL of a file in which a `ShardLoader` lists them, one line of JSON each: shard, offset, number, key, field,
             error. With several ranks its name needs ``{rank}``. Lines of earlier runs stay.
             Written with the dataset's storage options if its protocol is that of the shards. If it cannot be written, a
-            `ReportWarning` is raised and training continues.
+            `ReportWarning` is issued and training continues.
         refill: A `ShardLoader` replaces bad samples by other good samples of the epoch, so that all batches keep their size on
             all ranks, as losses over gathered batches need. Replacements appear twice in the epoch; `ShardLoader.refilled` counts them.
             Without it, batches shrink by the number of bad samples, and ranks may differ at a step. A `ShardLoader` refuses it with

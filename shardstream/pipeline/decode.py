@@ -255,9 +255,7 @@ class Decode(ItemStage):
         for name, field_name in plain.items():
             table = self.mask_table if field_name in masks and self.mask_table else self.table
             chosen[name] = table.get(field_name) or table.get(field_name.rsplit(".", 1)[-1])
-        if (
-            len(self._chosen) >= _CHOICES_KEPT
-        ):  # field names that never repeat, e.g. from file names with dots
+        if len(self._chosen) >= _CHOICES_KEPT:  # field names that never repeat
             self._chosen.clear()
         self._chosen[names] = chosen
         return chosen

@@ -159,7 +159,7 @@ class MixIndexedSource(IndexedSource):
 
     def _lanes(self, order: EpochOrder, epoch: int) -> _MixLanes:
         weights = self.recipe.weights_of(epoch)
-        assert weights is not None  # noqa: S101  (asked by the callers)
+        assert weights is not None  # noqa: S101  (checked by the callers)
         return _MixLanes(self, weights, order, epoch)
 
 

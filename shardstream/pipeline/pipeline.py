@@ -109,7 +109,7 @@ class Pipeline:
 
     def chain(self, epoch: int, skips: SkipTracker) -> ItemChain:
         """Return all stages as one function on the samples of a step; needs `indexed_source`."""
-        assert self.indexed_source is not None  # noqa: S101  (asked by the callers)
+        assert self.indexed_source is not None  # noqa: S101  (checked by the callers)
         context = Context(seed=self.source.seed, epoch=epoch, skips=skips)
         return ItemChain(self.indexed_source.chain(epoch, skips), self.stages, context)
 
@@ -129,7 +129,7 @@ class ItemChain:
         self._exit = ExitStack()
         self._functions: list[tuple[ItemFunction, ThreadPoolExecutor | None]] = []
         for stage in stages:
-            assert isinstance(stage, ItemStage)  # noqa: S101  (Pipeline.is_exact)
+            assert isinstance(stage, ItemStage)  # noqa: S101  (checked by `Pipeline.indexed_source`)
             pool = None
             if stage.threads:
                 pool = self._exit.enter_context(

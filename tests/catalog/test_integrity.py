@@ -1,4 +1,4 @@
-"""Bytes that are compared with checksums: what was flipped, anywhere, is mended from the source or told, never handed out."""
+"""Test checksums: flipped bytes are read again from the source or raise an error, and are never returned."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def flipped(data: bytes, at: int) -> bytes:
 
 
 class Wire:
-    """What is asked of the store, and which answers are spoiled on their way."""
+    """Record the requests to the store, and damage some responses."""
 
     def __init__(self) -> None:
         self.reads: list[tuple[int, int]] = []
         self.spoil: Callable[[int, int], int | None] = lambda _start, _end: None
-        """Told the range; says which byte of the answer is flipped."""
+        """Function of the range that returns the byte of the response to flip."""
         self.before: Callable[[], None] = lambda: None
 
 
@@ -275,7 +275,7 @@ def test_damage_after_the_check_is_told_with_its_place(wire: Wire) -> None:
 
 
 def in_fork(function: Callable[[], Any]) -> Any:
-    """Return what a forked process makes of a function."""
+    """Return the result of a function in a forked process."""
     context = multiprocessing.get_context("fork")
     mine, theirs = context.Pipe()
     child = context.Process(target=lambda: theirs.send(function()))
@@ -375,7 +375,7 @@ def test_a_remote_shard_that_is_damaged_ends_the_epoch_at_its_place(num_workers:
 
 
 def test_who_waits_for_anothers_check_waits_as_long_as_bytes_come(wire: Wire) -> None:
-    """Two iterators over one data set, and a shard that takes longer to read than a read without bytes may take."""
+    """Two iterators over one dataset, and a shard whose read takes longer than the timeout of a read without bytes."""
     url = f"memory://verified-{uuid.uuid4().hex}"
     with ss.ShardWriter(url) as writer:
         for number in range(20):  # five pieces

@@ -1,4 +1,4 @@
-"""Pages of local shards are asked for ahead of use once a disk had to be waited for, and not before."""
+"""Test that pages of local shards are requested ahead of use after the first wait for a disk, and not before."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.limits import module_of, set_limits
 
 
 class Spy(mmap.mmap):
-    """A map that remembers what was asked for."""
+    """A map that records the requested ranges."""
 
     asked: list[tuple[int, int]]
 
@@ -28,7 +28,7 @@ class Spy(mmap.mmap):
 
 @pytest.fixture
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """Eight shards of about 1 MB, and what is asked of their maps."""
+    """Eight shards of about 1 MB, and the ranges requested of their maps."""
     with ss.ShardWriter(tmp_path, max_samples=25) as writer:
         for number in range(200):
             writer.write({"__key__": f"{number}", "bin": bytes([number]) * 40_000})
@@ -47,7 +47,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, in
 
 
 def faults_from(monkeypatch: pytest.MonkeyPatch, call: int) -> None:
-    """Let the disk be waited for from a call on."""
+    """Simulate waits for the disk from a given call on."""
     calls = iter(range(10**6))
     monkeypatch.setattr(module_of(Readahead), "page_faults", lambda: max(0, next(calls) - call))
 

@@ -1,4 +1,4 @@
-"""Range reads ahead of use: what is asked of a store, how much is held, and what happens when it fails."""
+"""Test prefetching range reads: requests to the store, bytes held, and failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 
 @dataclass
 class Wire:
-    """What was asked of the store, and what it is told to do next."""
+    """Record the requests to the store, and control its next responses."""
 
     reads: list[tuple[str, int, int]] = field(default_factory=list)
     faults: list[Exception] = field(default_factory=list)
@@ -205,7 +205,7 @@ def test_no_more_is_asked_for_than_the_budget_or_a_group_and_a_fifth(
 
 
 def test_what_is_used_makes_room_for_what_comes_next(url: str) -> None:
-    """A window shrinks while the next one comes in: there is room for a fifth of it at first, for all in the end."""
+    """While a window is used, the prefetch limit for the next one grows from a fifth to the whole window."""
     parts = [range(45), range(45, 90)]  # three shards each, a request a shard
     fetcher = RangeFetcher(catalog_of(url), groups(*parts), prefetch_bytes=0)
     asked: set[int] = set()
@@ -240,7 +240,7 @@ def test_what_has_come_is_kept_as_samples_not_as_ranges(url: str) -> None:
 
 @pytest.fixture
 def asked(url: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """What is asked for, where the first answer from the sixth shard is late."""
+    """The requests if the first response from the sixth shard is slow."""
     asked: list[str] = []
     late = catalog_of(url).shards[5].url
     really_read = Storage.read_once

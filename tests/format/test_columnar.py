@@ -1,4 +1,4 @@
-"""Samples read side by side are those read one by one, and so are the errors."""
+"""Test that samples and errors of a bulk read equal those of single reads."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from tests.small_tars import samples, tar_bytes
 
 
 class OnlyForward(io.RawIOBase):
-    """Zeros without end in memory, in short reads; remembers the largest read asked."""
+    """An endless stream of zeros in short reads that records the largest requested read."""
 
     def __init__(self, length: int) -> None:
         self.left = length

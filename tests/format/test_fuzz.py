@@ -1,4 +1,4 @@
-"""The fuzz target of ``tools/fuzz_tar.py``, on inputs that Hypothesis chooses and on what runs of it have found."""
+"""Run the fuzz target of ``tools/fuzz_tar.py`` on inputs of Hypothesis and on inputs that earlier runs found."""
 
 from __future__ import annotations
 

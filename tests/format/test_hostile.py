@@ -1,4 +1,4 @@
-"""Tars made to do harm: each is refused or passed over, in bounded memory and time."""
+"""Test hostile tars: each is refused or skipped, in bounded memory and time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def samples(data: bytes, name: str) -> Iterator[object]:
 
 
 def zeros_packed(size: int, head: bytes = b"", *, wbits: int = 31) -> bytes:
-    """Deflate ``head`` and so many zeros without ever holding them: one packed piece, many times."""
+    """Deflate ``head`` and many zeros without holding them, by repeating one compressed piece."""
     piece = 32 * MiB
     packer = zlib.compressobj(9, zlib.DEFLATED, -15)
     first = packer.compress(head) + packer.flush(zlib.Z_FULL_FLUSH)

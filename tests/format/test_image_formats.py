@@ -1,4 +1,4 @@
-"""What is taken for a plain JPEG is one for Pillow, too; what cameras write is taken for one."""
+"""Test that plain JPEGs are JPEGs for Pillow, too, and that usual photos are accepted as plain."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def read_with_webdataset(data: bytes) -> list[dict[str, Any]]:
 
 
 def without_dot_files(data: bytes) -> bytes:
-    """Leave out the files whose name begins with a dot: the one difference to WebDataset."""
+    """Leave out files whose name begins with a dot, the only difference from WebDataset."""
     buffer = io.BytesIO()
     with (
         tarfile.open(fileobj=io.BytesIO(data), encoding="utf-8") as source,

@@ -248,7 +248,7 @@ def test_a_name_that_is_no_utf_8_keeps_its_bytes(name: str) -> None:
 
 
 class Zeros(bytes):
-    """Eight GiB that nobody has to hold."""
+    """A tar of eight GiB that is never in memory."""
 
     def __len__(self) -> int:
         return EIGHT_GIB
@@ -442,7 +442,7 @@ def all_readers(data: bytes) -> Iterator[Callable[[], object]]:
 
 
 def failure(function: Callable[[], object]) -> ShardStreamError | None:
-    """Return the error of ours that a call raises; any other passes through."""
+    """Return the shardstream error that a call raises; other errors propagate."""
     try:
         function()
     except ShardStreamError as error:

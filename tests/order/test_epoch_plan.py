@@ -202,5 +202,5 @@ def test_default_windows_are_whole_batches(nsamples: int, total_bytes: int, batc
 def test_default_windows_are_pinned(
     nsamples: int, total_bytes: int, batch: int, window: int
 ) -> None:
-    """They are part of the order: a change would give every dataset another one."""
+    """Defaults are part of the order: a change would change the order of every dataset."""
     assert default_window(nsamples, total_bytes, batch) == window

@@ -51,7 +51,7 @@ def steps_of(partition: RankPartition) -> list[list[int]]:
 
 
 def in_turn(ranks: list[list[list[int]]]) -> list[int]:
-    """What all ranks together see, step after step, rank after rank."""
+    """The samples of all ranks, step by step and rank by rank."""
     num_steps = max(map(len, ranks))
     return [
         number

@@ -1,4 +1,4 @@
-"""The list of bad samples: which, where and why, from all workers and epochs, and in a file for who mends the data."""
+"""Test the list of bad samples of all workers and epochs, and its report file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def even(sample: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """40 samples in shards of 10: two that are no JSON, one that a function refuses, one with a damaged header."""
+    """40 samples in shards of 10: two with invalid JSON, one that a function refuses, one with a damaged header."""
     samples = [
         {"__key__": f"k{n:02d}", "cls": n, "json": b"{" if n in (3, 33) else b"[1]"}
         for n in range(40)
@@ -234,7 +234,7 @@ def test_a_report_that_cannot_be_written_is_a_warning(folder: str, tmp_path: Pat
 
 
 class Slow(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """A store that answers once it may, to who knows the word."""
+    """A store that requires a password, and responds after it is released."""
 
     protocol = "slowmemory"
     store: ClassVar[dict[str, Any]] = {}

@@ -41,7 +41,7 @@ def decode_with(stage: Decode, **fields: Any) -> Sample:
 
 
 def decode_field(field: str, data: bytes, **options: Any) -> Any:
-    """Decode one field as a data set does by default."""
+    """Decode one field with the defaults of a dataset."""
     return decode_with(stage_of(**options), **{field: data})[field]
 
 

@@ -39,7 +39,7 @@ def with_fill_bytes() -> bytes:
 
 
 def by_pillow(*_: Any, **__: Any) -> None:
-    """Leave a JPEG to Pillow, in place of `decode_jpeg`."""
+    """Replace `decode_jpeg` so that Pillow decodes."""
 
 
 def decoded(data: bytes, spec: str, **options: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Fields made to do harm: each is one bad sample, in bounded memory and time, and none runs code."""
+"""Test hostile fields: each is one bad sample, in bounded memory and time, and none runs code."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def zipped(entries: dict[str, bytes], kind: int = zipfile.ZIP_STORED) -> bytes:
 
 
 def zip_of_zeros(size: int, *, says: int, kind: int = zipfile.ZIP_DEFLATED) -> bytes:
-    """A zip whose one entry unpacks to more than it says."""
+    """A zip whose only entry unpacks to more than its declared size."""
     body, name = zeros_packed(size, wbits=-15), b"x.npy"
     local = struct.pack(
         "<IHHHHHIIIHH", 0x04034B50, 20, 0, kind, 0, 0, 0, len(body), says, len(name), 0
@@ -111,7 +111,7 @@ class Call:
 
 
 def tensor_file(change: Callable[[bytes], bytes]) -> bytes:
-    """What ``torch.save`` writes, with another pickle inside."""
+    """A file of ``torch.save`` with another pickle inside."""
     whole = saved(lambda stream: torch.save(torch.arange(4), stream))
     with zipfile.ZipFile(io.BytesIO(whole)) as archive:
         entries = {name: archive.read(name) for name in archive.namelist()}

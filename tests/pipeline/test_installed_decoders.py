@@ -1,4 +1,4 @@
-"""Decoders of installed packages: found by entry point, imported late, never in place of a known name."""
+"""Test decoders of installed packages: found by entry point, imported late, never replacing a known name."""
 
 from __future__ import annotations
 

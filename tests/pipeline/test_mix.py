@@ -25,7 +25,7 @@ WEIGHTS = {"a": 0.5, "b": 0.3, "c": 0.2}
 
 
 class Tag:
-    """Picklable: a step of one dataset alone."""
+    """A picklable step of one dataset of the mix."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -54,7 +54,7 @@ def datasets(folders: dict[str, str], **options: Any) -> dict[str, ss.ShardDatas
 
 
 def streams(folders: dict[str, str]) -> dict[str, Any]:
-    """The same, but one of them drops samples: no arithmetic any more."""
+    """The same, but one dataset drops samples, so that positions are not arithmetic."""
     some: dict[str, Any] = dict(datasets(folders))
     some["a"] = ss.ShardDataset(folders["a"], shuffle=True).decode().select(is_even).map(Tag("a"))
     return some

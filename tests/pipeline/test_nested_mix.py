@@ -1,4 +1,4 @@
-"""Mixes of mixes, and what a mix's state must agree with."""
+"""Test nested mixes, and the values that a mix's state must match."""
 
 from __future__ import annotations
 

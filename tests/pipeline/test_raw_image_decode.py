@@ -1,4 +1,4 @@
-"""Numbers of image files come as they are stored, or not at all: "raw", "mask", and errors of what has 8 bits."""
+"""Test that stored numbers of images are returned unchanged or refused: "raw", "mask" and 8-bit names."""
 
 from __future__ import annotations
 

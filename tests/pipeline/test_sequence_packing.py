@@ -15,7 +15,7 @@ LENGTHS = [3, 9, 1, 0, 4, 4, 8, 2, 7, 10, 5]
 
 
 def sequences(lengths: list[int]) -> list[dict[str, Any]]:
-    """Tokens that tell sequence and place: 100 * sequence + place + 1."""
+    """Tokens that encode sequence and place: 100 * sequence + place + 1."""
     return [
         {"__key__": str(n), "ids": np.arange(size) + 100 * n + 1} for n, size in enumerate(lengths)
     ]

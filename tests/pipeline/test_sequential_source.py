@@ -1,4 +1,4 @@
-"""Shards without an index: read from their start to their end."""
+"""Test sequential reading of shards without an index."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every stage promises: it resumes exactly, anywhere, alone and at the end of a loader's chain."""
+"""Test the contract of all stages: exact resume at every position, alone and at the end of a loader's chain."""
 
 from __future__ import annotations
 

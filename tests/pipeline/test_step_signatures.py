@@ -1,4 +1,4 @@
-"""What a state says of steps and functions: enough to notice another one, and the same in every process."""
+"""Test signatures of steps and functions: they detect a different one, and are equal in every process."""
 
 from __future__ import annotations
 
