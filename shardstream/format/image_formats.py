@@ -11,6 +11,8 @@ from collections.abc import Iterable
 from functools import lru_cache
 from importlib.util import find_spec
 
+import simplejpeg
+
 PILLOW_FORMATS = (
     *("JPEG", "PNG", "WEBP", "GIF", "TIFF", "BMP", "DIB", "PPM", "JPEG2000", "TGA"),
     *(("AVIF",) if find_spec("PIL.AvifImagePlugin") is not None else ()),  # since Pillow 11.3
@@ -27,10 +29,6 @@ _MASK_WORDS = frozenset(
 )
 _PHOTOS = frozenset(("jpg", "jpeg", "jpe", "jfif", "webp", "avif"))
 _LOSSLESS = frozenset(("png", "tif", "tiff", "bmp", "gif", "pgm", "ppm", "pnm", "pbm"))
-
-_DQT, _SOS, _TABLE_BYTES = 0xDB, 0xDA, 65
-_FRAMES = (0xC0, 0xC1, 0xC2)  # sequential and progressive
-_PASSED_OVER = frozenset((0xC4, 0xDD, 0xFE, *range(0xE0, 0xF0)))  # DHT, DRI, COM, APPn
 
 
 def mask_fields(names: Iterable[str]) -> frozenset[str]:
@@ -67,9 +65,9 @@ def has_mask_word(name: str) -> bool:
 
 
 def is_plain_jpeg(data: bytes, max_pixels: int | None) -> bool:
-    """Return True for a usual JPEG: 8 bits, and valid markers up to the pixels (ITU-T T.81, annex B).
+    """Return True for a JPEG whose header libjpeg-turbo accepts, up to the pixels.
 
-    Takes 5 us, where Pillow takes 30 to open it. For False, Pillow must decide: another format, a rare kind, or no image.
+    Takes 2 us, where Pillow takes 30 to open it. For False, Pillow must decide: another format, a rare kind, or no image.
 
     Args:
         data: An image file.
@@ -77,28 +75,9 @@ def is_plain_jpeg(data: bytes, max_pixels: int | None) -> bool:
     """
     if data[:2] != b"\xff\xd8":
         return False
-    at, has_frame = 2, False
-    while len(data) > at + 4 and data[at] == 0xFF:
-        marker, size, body = data[at + 1], int.from_bytes(data[at + 2 : at + 4]), at + 4
-        at += 2 + size
-        if marker == _SOS:
-            return has_frame and size >= 2 and at < len(data)
-        if marker in _FRAMES and not has_frame:
-            has_frame = _is_plain_frame(data[body:at], max_pixels)
-            if not has_frame:
-                return False
-        elif marker == _DQT:
-            # Each table begins with its number, 0 to 3; tables of 16 bits, which are rare, with a larger one.
-            if (size - 2) % _TABLE_BYTES or max(data[body:at:_TABLE_BYTES], default=4) > 3:
-                return False
-        elif size < 2 or marker not in _PASSED_OVER:
-            return False
-    return False
-
-
-def _is_plain_frame(frame: bytes, max_pixels: int | None) -> bool:
-    """Return True if a frame header has 8 bits, 1, 3 or 4 components, and a size within the limit."""
-    if len(frame) < 6 or frame[0] != 8 or frame[5] not in (1, 3, 4):
+    try:
+        height, width, _, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
         return False
-    pixels = int.from_bytes(frame[1:3]) * int.from_bytes(frame[3:5])
-    return len(frame) == 6 + 3 * frame[5] and 0 < pixels <= (max_pixels or pixels)
+    pixels: int = height * width
+    return 0 < pixels <= (max_pixels or pixels)
