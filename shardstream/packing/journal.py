@@ -17,9 +17,8 @@ from shardstream.errors import ChangedError, NotFoundError, OptionError, Storage
 from shardstream.format import ShardInfo
 from shardstream.storage import OutputFolder, is_journal, join_url, journal_name
 
-VERSION = (
-    2  # of the files, and of the bytes that a pack writes: a journal of another version is refused
-)
+# Of the files, and of the bytes that a pack writes: a journal of another version is refused.
+VERSION = 2
 RECORDS_PER_FILE = 256
 # Raised if JSON has another structure than a journal.
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)

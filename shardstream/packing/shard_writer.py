@@ -307,7 +307,8 @@ class DatasetWriter:
         self._check_usable()
         if not self.nsamples:
             raise SampleError(
-                "no samples were written, so there is no dataset to publish; write at least one", shard=self.folder
+                "no samples were written, so there is no dataset to publish; write at least one",
+                shard=self.folder,
             )
         self._upload_shard()
         self._uploader.drain()
