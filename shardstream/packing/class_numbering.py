@@ -1,4 +1,4 @@
-"""Which number each class gets: the list that the user names, else that of a split packed before, else by sorted names."""
+"""Number classes by the user's list, else as in a split packed before, else by sorted names."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SPLIT_NAMES = (
 _SPLIT = re.compile(rf"(?<![a-z])(?:{'|'.join(SPLIT_NAMES)})(?![a-z])", re.IGNORECASE)
 
 AnyClasses = str | os.PathLike[str] | Sequence[str]
-"""Names in the order of their numbers, or where they are: a ``classes.json``, or the folder of a packed dataset."""
+"""Names in the order of their numbers, or the URL of a ``classes.json`` or of the folder of a packed dataset."""
 
 
 @runtime_checkable
@@ -43,7 +43,7 @@ class ClassSource(Protocol):
     """Names of its classes in the order of their numbers; None while it has none."""
 
     def numbered(self, classes: Classes, where: str) -> Source:
-        """Return the source with these numbers; ``where`` says for messages what they are from.
+        """Return the source with these numbers; ``where`` is their origin, for messages.
 
         Raises:
             SourceError: If it has a class that is not among them.
@@ -60,17 +60,17 @@ def is_split(name: str) -> bool:
 
 
 def named_classes(classes: AnyClasses, storage: Storage) -> tuple[Classes, str]:
-    """Return the names that the user gives, and for messages where they are from.
+    """Return the names that the user gives, and their origin for messages.
 
     Raises:
-        OptionError: If they are no names, or a folder has none.
+        OptionError: If they are not distinct names, or a folder has none.
         ManifestError: If a ``classes.json`` is not a list of names.
         StorageError: If it is missing or cannot be reached.
     """
     if not isinstance(classes, str | os.PathLike):
         names = tuple(classes)
         if not names or len(set(names)) < len(names) or not all(isinstance(n, str) for n in names):
-            raise OptionError(f"classes are names that differ, not {names[:5]!r}")
+            raise OptionError(f"classes must be distinct names, not {names[:5]!r}")
         return names, "classes"
     url = os.fspath(classes)
     folder = parent_url(url) if url.rpartition("/")[2] == MANIFEST_NAME else url
@@ -80,7 +80,7 @@ def named_classes(classes: AnyClasses, storage: Storage) -> tuple[Classes, str]:
         found = read_classes(folder, storage)
     if not found:
         raise OptionError(
-            f"no class names are here; name a {CLASSES_NAME}, or the folder of a packed dataset that has one",
+            f"no class names found; name a {CLASSES_NAME}, or the folder of a packed dataset that has one",
             shard=url,
         )
     return found, url
@@ -91,16 +91,16 @@ def number_classes(
 ) -> Source:
     """Return a source whose classes have the numbers that the user gives, or those of a split that is packed already.
 
-    Names that are replaced at the destination by others are a warning.
+    A warning is logged if the names at the destination change.
 
     Args:
-        source: What is packed.
+        source: The source.
         classes: The user's choice; None takes those of a split in the same parent folder as the destination, if there is one.
-        folders: Where the source goes to, a folder for each split.
-        storage: Where these are, and ``classes``.
+        folders: Destination folder of each split.
+        storage: Storage of these folders and of ``classes``.
 
     Raises:
-        OptionError: If the source numbers no classes, or splits that are there contradict each other.
+        OptionError: If the source numbers no classes, or existing splits contradict each other.
         SourceError: If the source has a class that is not among the names.
         StorageError: If a place cannot be reached.
     """
@@ -151,7 +151,7 @@ def _numbered(
 
 
 def warn_of_siblings(names: Classes, folders: Sequence[str], storage: Storage) -> None:
-    """Warn where a split of the same dataset numbers its classes differently: packed at the same time, say."""
+    """Warn if another split of the dataset, perhaps packed at the same time, numbers its classes differently."""
     try:
         found = sibling_classes(folders, storage)
     except StorageError as error:
@@ -171,7 +171,7 @@ def sibling_classes(folders: Sequence[str], storage: Storage) -> dict[str, Class
 
 
 def sibling_folders(folder: str) -> list[str]:
-    """Return where other splits of a dataset would be: the folder with another split's name in its last part.
+    """Return the URLs that other splits of a dataset would have: another split's name in the last part.
 
     Nothing is listed: the parent may be a bucket of a million names.
 
@@ -185,7 +185,7 @@ def sibling_folders(folder: str) -> list[str]:
     scheme, separator, path = folder.rpartition("://")
     parent, slash, last = path.rpartition("/")
     found = list(_SPLIT.finditer(last))
-    if not found or (separator and not slash):  # a bucket's name is none of a split
+    if not found or (separator and not slash):  # a bucket name is not a split name
         return []
     word = found[-1].group()
     before = f"{scheme}{separator}{parent}{slash}{last[: found[-1].start()]}"

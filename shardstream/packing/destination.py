@@ -1,4 +1,4 @@
-"""Names of shards in a folder, and the decision whether the folder may be written to, before anything is changed."""
+"""Name the shards of a folder, and decide whether the folder may be written to."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ DEFAULT_NAME = "{shard:06d}.tar"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardNames:
-    """Where a dataset goes and what its shards are called.
+    """Folder of a dataset and names of its shards.
 
     Args:
         folder: URL of the folder, without a slash at its end.
@@ -64,16 +64,18 @@ class ShardNames:
         if "{" not in text and not text.lower().endswith(".tar"):
             return cls(folder=text.rstrip("/") or "/", template=DEFAULT_NAME)
         names = cls(folder=parent_url(text), template=text.rsplit("/", 1)[-1])
-        example = f"write {join_url(parent_url(text.partition('{')[0]), DEFAULT_NAME)!r}, say"
+        example = (
+            f"write for example {join_url(parent_url(text.partition('{')[0]), DEFAULT_NAME)!r}"
+        )
         try:
             same = names.name(0) == names.name(1)
         except (LookupError, ValueError, AttributeError, TypeError) as error:
             raise OptionError(
-                f"the pattern knows no name but {{shard}} ({error!r}); {example}", shard=text
+                f"the pattern may contain only {{shard}} ({error!r}); {example}", shard=text
             ) from error
         if same or "{" in names.folder or not names.template.endswith(".tar"):
             raise OptionError(
-                "the name of a shard needs {shard} where its number goes, in its last part, and ends in .tar; "
+                "the last part of the pattern must contain {shard} for the number, and end in .tar; "
                 + example,
                 shard=text,
             )
@@ -92,7 +94,7 @@ class ShardNames:
         return join_url(self.folder, name)
 
     def is_ours(self, name: str) -> bool:
-        """Return whether a shard of this pattern may be called so.
+        """Return whether a name is that of a shard of this pattern.
 
         >>> ShardNames(folder="x", template="a-{shard:06d}.tar").is_ours("a-000012.tar")
         True
@@ -105,16 +107,16 @@ class ShardNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Destination:
-    """A folder that may be written to, as it was before anything was changed.
+    """A folder that may be written to, with its files before the first change.
 
     Args:
         folder: The folder.
         names: Names of its shards.
-        files: Sizes of the files in it, by name.
+        files: Sizes of its files, by name.
         stale: Names of shards of an earlier dataset; those that are not written again are deleted at the end.
         finished: Shards of an earlier run that are kept, in order.
         journal_files: Number of files of an earlier run's journal.
-        journal_head: The first of them.
+        journal_head: Bytes of the first of them.
         extras: Names of small files that the job writes, too.
     """
 
@@ -129,30 +131,30 @@ class Destination:
 
     @property
     def is_free(self) -> bool:
-        """Whether nothing of a dataset is there, finished or not; other files may be."""
+        """Whether the folder has no files of a dataset, finished or not; it may have other files."""
         return not (self.stale or self.journal_files or self.has_manifest)
 
     @property
     def replaces(self) -> bool:
-        """Whether shards of these names may be there."""
+        """Whether shards of these names may exist."""
         return any(self.names.is_ours(name.removesuffix(INDEX_SUFFIX)) for name in self.files)
 
     @property
     def has_manifest(self) -> bool:
-        """Whether a dataset is published there."""
+        """Whether a dataset is published in the folder."""
         return MANIFEST_NAME in self.files
 
     def unpublish(self) -> None:
-        """Delete the manifest that is there; its shards are deleted or replaced later."""
+        """Delete the existing manifest; its shards are deleted or replaced later."""
         self.folder.remove(MANIFEST_NAME)
         if CLASSES_NAME in self.files and CLASSES_NAME not in self.extras:
             _log.warning(
-                "%s is of the dataset that is replaced, and stays; delete it if its names are not those of the new class numbers",
+                "%s belongs to the replaced dataset and is kept; delete it if its names do not match the new class numbers",
                 self.names.url(CLASSES_NAME),
             )
 
     def remove_parts(self) -> None:
-        """Delete what killed writers left half-written."""
+        """Delete half-written files of killed writers."""
         for name in self.files:
             final = final_name(name)
             if final is not None and self._is_written(final):
@@ -172,12 +174,12 @@ def claim_destination(
     overwrite: bool,
     extras: frozenset[str] = frozenset(),
 ) -> Destination:
-    """Decide what happens to the files of the folder; nothing is changed, and nothing is replaced by mistake.
+    """Decide which files of the folder are kept or replaced; nothing is changed yet.
 
     An unfinished pack of the same task is resumed: its intact shards are kept.
 
     Raises:
-        OptionError: If something else is there and ``overwrite`` is not set.
+        OptionError: If another dataset or job is there and ``overwrite`` is not set.
         StorageError: If the folder cannot be reached.
     """
     listed = folder.list_files()
@@ -195,7 +197,7 @@ def claim_destination(
         finished = _finished_before(journal, names, files, task=task, overwrite=overwrite)
         stale = there | _shards_in_journal(journal)
     head = None if journal is None else journal.head
-    if head is None and journal_name(0) in files:  # one that cannot be read, and is replaced
+    if head is None and journal_name(0) in files:  # it cannot be read, and is replaced
         head = read_listed(folder, journal_name(0))
     return Destination(
         folder=folder,
@@ -220,13 +222,13 @@ def _refuse_what_is_there(
         raise _published_error(names)
     if shards:
         raise OptionError(
-            "a shard of this name is here without an index.json: left by a run that failed, or another tool's; "
-            "write over it with overwrite=True (--overwrite), or write elsewhere",
+            "a shard of this name exists without an index.json, from a failed run or another tool; "
+            "replace it with overwrite=True (--overwrite), or write elsewhere",
             shard=names.url(min(shards)),
         )
     if journal is not None and _may_have_shards(journal, files):
         raise OptionError(
-            "another pack or ShardWriter is writing here, or was stopped; wait for it, replace what it made with overwrite=True "
+            "another pack or ShardWriter is writing here, or was stopped; wait for it, replace its files with overwrite=True "
             "(--overwrite), or write elsewhere",
             shard=names.folder,
         )
@@ -250,7 +252,7 @@ def _finished_before(
         raise _published_error(names)  # the run that was to replace it was stopped before it began
     if differences and _may_have_shards(journal, files) and not overwrite:
         raise OptionError(
-            f"an unfinished pack is here, and it is another one: {'; '.join(differences)}. Finish that with its own source "
+            f"an unfinished pack with another source or options is here: {'; '.join(differences)}. Resume it with its own source "
             "and options, or replace it with overwrite=True (--overwrite), or write elsewhere",
             shard=names.folder,
         )
@@ -323,7 +325,7 @@ def _shards_in_manifest(folder: OutputFolder, files: Mapping[str, int]) -> froze
 
 
 def _manifest_shards(folder: OutputFolder) -> tuple[ShardInfo, ...]:
-    """Return the shards that the manifest lists; none if it cannot be understood."""
+    """Return the shards that the manifest lists; none if it is invalid."""
     url = join_url(folder.url, MANIFEST_NAME)
     try:
         return decode_manifest(folder.read(MANIFEST_NAME), url=url).shards

@@ -1,4 +1,4 @@
-"""Values -> field bytes, by the last part of the field's name: the mirror of decoding."""
+"""Encode values to field bytes, by the last part of the field's name."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TEXT_FIELDS = frozenset(
 INT_FIELDS = frozenset({"cls", "cls2", "class", "count", "index", "inx", "id"})
 """Fields that take one whole number, as ASCII digits."""
 JSON_FIELDS = frozenset({"json", "jsn"})
-"""Fields that take what JSON can say."""
+"""Fields that take JSON values."""
 
 _PLAIN = (str, bytes, int, float, bool, type(None))
 
@@ -32,9 +32,9 @@ _PLAIN = (str, bytes, int, float, bool, type(None))
 def encode_field(field: str, value: object) -> bytes:
     """Return the bytes of one field; equal values give equal bytes.
 
-    Bytes pass unchanged whatever the field. Else the last part of the name decides: text to UTF-8, ``cls`` and its like to
+    Bytes pass unchanged in any field. Other values are encoded by the last part of the name: text to UTF-8, ``cls`` etc. to
     digits, ``json``, ``npy`` and ``npz`` (arrays or tensors; no objects), ``pt`` and ``pth`` (tensors, or plain lists and
-    dicts of them), images (see `encode_image`). Nothing is pickled but what ``torch.load(weights_only=True)`` reads.
+    dicts of them), images (see `encode_image`). Only values that ``torch.load(weights_only=True)`` reads are pickled.
 
     >>> encode_field("cls", 7), encode_field("meta.json", {"a": [1, None]})
     (b'7', b'{"a":[1,null]}')
@@ -78,7 +78,7 @@ def _encode_text(field: str, value: object) -> bytes:
     try:
         return value.encode()
     except UnicodeEncodeError as error:
-        raise SampleError(f"the text is no valid Unicode: {error}", field=field) from error
+        raise SampleError(f"the text is not valid Unicode: {error}", field=field) from error
 
 
 def _encode_int(field: str, value: object) -> bytes:
@@ -106,7 +106,7 @@ def _to_json(value: object) -> object:
         return value.tolist()
     if isinstance(value, datetime.date | datetime.time):
         return value.isoformat()
-    raise TypeError(f"{type(value).__name__} is no JSON")
+    raise TypeError(f"{type(value).__name__} is not JSON serialisable")
 
 
 def _encode_npy(field: str, value: object) -> bytes:

@@ -1,4 +1,4 @@
-"""Default keys of files that are samples of their own: by their names, as short as they are unique."""
+"""Make the default keys of files that are one sample each: the shortest unique part of the path."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def file_key(path: str, number: int, level: int) -> str:
     ['a_1', 'cat/a_1', 'cat/a_1_00000007']
 
     Args:
-        path: Of the file in its dataset, with its extension.
-        number: Of the file in the dataset.
+        path: Path of the file in its dataset, with its extension.
+        number: Number of the file in the dataset.
         level: 0: the stem, 1: the path without extension, 2: this and the number.
     """
     folder, slash, name = path.rpartition("/")
@@ -38,8 +38,8 @@ def key_levels(paths: Sequence[str]) -> Levels:
     """Return for each file of a dataset the lowest level of `file_key` at which no other file has its key; shape (n,).
 
     A pure function of the sorted paths: equal folders give equal keys. No two keys are equal: those of the highest level end in
-    numbers that differ, and a file whose key is another's goes up. It holds 8 bytes a file, a hash of its key, and twice that
-    while it sorts them: two hashes that are equal by chance (1 in 10^5 for 10^7 files) make two keys longer than need be.
+    numbers that differ, and a file with a repeated key goes up a level. It holds 8 bytes a file, a hash of its key, and twice that
+    while it sorts them: two hashes that are equal by chance (1 in 10^5 for 10^7 files) make two keys longer than necessary.
 
     >>> key_levels(["cat/a.jpg", "cat/b.jpg", "dog/a.jpg", "dog/c.1.jpg", "dog/c_1.jpg"]).tolist()
     [1, 0, 1, 2, 2]
@@ -59,13 +59,13 @@ def key_levels(paths: Sequence[str]) -> Levels:
 
 
 def _hash(key: str) -> int:
-    # Not Python's own: that differs from process to process.
+    # Not Python's hash(): it differs between processes.
     digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=_HASH_BYTES)
     return int.from_bytes(digest.digest(), "little")
 
 
 def _repeated(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """Return the places of the hashes that are there more than once, sorted."""
+    """Return the sorted positions of hashes that occur more than once."""
     order = np.argsort(hashes, kind="stable")
     in_order = hashes[order]
     equal = in_order[1:] == in_order[:-1]

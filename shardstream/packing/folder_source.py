@@ -1,4 +1,4 @@
-"""Sources that are folders, or prefixes of a bucket: a folder for each class, or loose files grouped by their names."""
+"""Read records from folders of classes, or from loose files grouped by name."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ class ClassFolderSource:
 
     A sample has the image, under its own extension, and ``cls``: the number of its class among the sorted folder names, which
     go to ``classes.json``. Folders named train, val, test, … with the folders of classes in them are splits: one dataset each, with
-    one numbering. Other files are passed over, with a warning that counts them.
+    one numbering. Other files are skipped, with a warning that counts them.
 
     By default the key is the image's stem; where another image of the split has the same one, it is the path without the extension, and
     where that is not unique either (``a.jpg``, ``a.png``), the path and the number of the image.
 
     Args:
         root: URL of the folder, for messages.
-        files: What is under it.
+        files: Files under it.
         key: Template of the keys, from ``index``, ``stem``, ``path`` (without extension) and ``class``.
 
     Raises:
-        SourceError: If the images do not lie in folders of classes.
+        SourceError: If the images are not in folders of classes.
     """
 
     shuffled = True
@@ -70,7 +70,7 @@ class ClassFolderSource:
         _check_depth(root, self._images, 1 if self.splits else 0)
         if len(files) > len(self._images):
             _log.warning(
-                "%s: files that are no images are left out: %d",
+                "%s: files that are not images are skipped: %d",
                 root,
                 len(files) - len(self._images),
             )
@@ -79,18 +79,18 @@ class ClassFolderSource:
 
     @property
     def name(self) -> str:
-        """What it is and where."""
+        """Kind and location of the source."""
         of_splits = f" and {plural(len(self.splits), 'split')}" if self.splits else ""
         return f"images of {plural(len(self.classes), 'class')}{of_splits} in {self._root}"
 
     @property
     def length(self) -> int:
-        """How many images there are."""
+        """Number of images."""
         return len(self._images)
 
     @property
     def fingerprint(self) -> str:
-        """Changes with paths, sizes, and times or ETags."""
+        """Hash of paths, sizes, and times or ETags."""
         return _fingerprint("images", self._images)
 
     @property
@@ -104,7 +104,7 @@ class ClassFolderSource:
         return np.array([places[_top_folder(file)] for file in self._images], dtype=np.int64)
 
     def refuse_masks(self) -> None:
-        """Refuse a folder of photos next to a folder of their masks (``images/0001.jpg``, ``masks/0001.png``): these are no classes.
+        """Refuse a folder of photos next to a folder of their masks (``images/0001.jpg``, ``masks/0001.png``): these are not classes.
 
         Raises:
             SourceError: If half of the images in a folder named like masks have the stem of one in a folder named otherwise.
@@ -118,8 +118,8 @@ class ClassFolderSource:
                 if 2 * len(stems[name] & stems[other]) >= len(stems[name]):
                     raise SourceError(
                         f"the folder {name} seems to hold the masks of the images in {other}, and each folder would become a class; "
-                        "name both alike in one folder (0001.jpg, 0001.seg.png) and pack them with kind='files' (--kind files), or, "
-                        "if the folders are classes, say kind='images' (--kind images)",
+                        "give both the same name in one folder (0001.jpg, 0001.seg.png), pack them with kind='files' (--kind files), or, "
+                        "if the folders are classes, pass kind='images' (--kind images)",
                         shard=self._root,
                     )
 
@@ -127,7 +127,7 @@ class ClassFolderSource:
         """Return the same images with the class numbers of a list of names.
 
         Raises:
-            SourceError: If a folder is none of the classes.
+            SourceError: If a folder is not among the classes.
         """
         known = frozenset(classes)
         unknown = next((file for file in self._images if self._class(file) not in known), None)
@@ -185,7 +185,7 @@ def _top_folder(file: ListedFile) -> str:
 
 
 def _photo_stem(file: ListedFile) -> str:
-    """Return the stem of an image, of ``0001_mask.png`` that of its photo."""
+    """Return the stem of an image; for ``0001_mask.png`` the stem of its photo."""
     stem = file.path.rpartition("/")[2].partition(".")[0]
     photo, _, last = stem.rpartition("_")
     return photo if photo and has_mask_word(last) else stem
@@ -222,7 +222,7 @@ def _check_depth(root: str, images: Sequence[ListedFile], depth: int) -> None:
     if stray is not None:
         folder, slash, name = stray.path.rpartition("/")
         raise SourceError(
-            f"{stray.path} lies right in {'the folder of a split' if folder else 'this folder'}; put each image in the folder "
+            f"{stray.path} is directly in {'the folder of a split' if folder else 'this folder'}; put each image in the folder "
             f"of its class ({folder}{slash}CLASS/{name}), or pack loose files with kind='files' (--kind files)",
             shard=root,
         )
@@ -231,11 +231,11 @@ def _check_depth(root: str, images: Sequence[ListedFile], depth: int) -> None:
 class GroupedFilesSource:
     """Loose files, one sample for each base name: ``0001.jpg`` and ``0001.json`` make the sample ``0001``.
 
-    Files without an extension are passed over, with a warning that counts them.
+    Files without an extension are skipped, with a warning that counts them.
 
     Args:
         root: URL of the folder, for messages.
-        files: What is under it.
+        files: Files under it.
         key: Template of the keys, from ``index``, ``stem`` and ``path`` (up to the first dot); by default the path.
     """
 
@@ -250,30 +250,30 @@ class GroupedFilesSource:
         splits = sorted({_top_folder(file) for file in files if is_split(_top_folder(file))})
         if len(splits) > 1:
             _log.warning(
-                "%s: the folders %s look like splits, and all files go into one dataset; pack each folder by itself if that is not "
-                "meant",
+                "%s: the folders %s look like splits, but all files go into one dataset; pack each folder by itself if this is not "
+                "intended",
                 root,
                 ", ".join(splits),
             )
 
     @property
     def name(self) -> str:
-        """What it is and where."""
+        """Kind and location of the source."""
         return f"files grouped by name in {self._root}"
 
     @property
     def num_files(self) -> int:
-        """How many files the samples are made of."""
+        """Number of files in the samples."""
         return sum(map(len, self._groups.values()))
 
     @property
     def length(self) -> int:
-        """How many samples there are."""
+        """Number of samples."""
         return len(self._groups)
 
     @property
     def fingerprint(self) -> str:
-        """Changes with paths, sizes, and times or ETags."""
+        """Hash of paths, sizes, and times or ETags."""
         return _fingerprint("files", self._files)
 
     def __iter__(self) -> Iterator[Record]:
@@ -296,7 +296,7 @@ class GroupedFilesSource:
 def guess_folder(
     root: str, files: Sequence[ListedFile], *, key: str | None
 ) -> ClassFolderSource | GroupedFilesSource:
-    """Tell a folder of class folders from one of loose files.
+    """Open a folder as class folders or as loose files, by its content.
 
     Class folders hold images alone; an image that has companions (``0001.jpg`` with ``0001.json``) is a loose sample.
 
@@ -326,15 +326,15 @@ def _stem(path: str) -> str | None:
 def folder_source(
     root: str, storage: Storage, *, kind: str | None, key: str | None
 ) -> ClassFolderSource | GroupedFilesSource:
-    """Open a folder as ``images``, as ``files``, or as what it looks like.
+    """Open a folder as ``images``, as ``files``, or by its content.
 
     Raises:
-        OptionError: If the kind is another.
-        SourceError: If the folder does not look like that.
+        OptionError: If the kind is unknown.
+        SourceError: If the folder does not have that structure.
     """
     files = list_files(root, storage)
     if not files:
-        raise SourceError("no files are here; check the path", shard=root)
+        raise SourceError("no files found; check the path", shard=root)
     if kind is None:
         return guess_folder(root, files, key=key)
     if kind == "images":

@@ -1,4 +1,4 @@
-"""Images: pixels -> the bytes of an image file, and image files made smaller on the way in."""
+"""Encode pixels as image files, and resize or convert image files."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ IMAGE_FORMATS = {
     "pnm": "PPM",
     **({"avif": "AVIF"} if "AVIF" in PILLOW_FORMATS else {}),
 }
-"""Last part of a field -> the name that Pillow has for the format."""
+"""Last part of a field -> Pillow's name of the format."""
 
 REENCODED = ("jpg", "png", "webp")
-"""Formats that images are turned into."""
+"""Formats that images can be converted to."""
 
 DEFAULT_QUALITY = 90
 _LOSSY = ("JPEG", "WEBP", "AVIF")
@@ -58,7 +58,7 @@ _ACCEPTED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ImageOptions:
-    """How images that come as files are changed on the way in; by default not at all.
+    """Changes to image files while they are packed; none by default.
 
     Args:
         max_side: Longest side in pixels; larger images are made smaller, keeping their aspect. None: any size.
@@ -68,7 +68,7 @@ class ImageOptions:
             None: by their names, see `mask_fields`.
 
     Raises:
-        OptionError: If one makes no sense.
+        OptionError: If one is invalid.
     """
 
     max_side: int | None = None
@@ -80,20 +80,20 @@ class ImageOptions:
         if self.max_side is not None and self.max_side < 1:
             raise OptionError(f"max_side must be 1 pixel or more, not {self.max_side}")
         if not 1 <= self.quality <= 100:
-            raise OptionError(f"quality goes from 1 to 100, not {self.quality}")
+            raise OptionError(f"quality must be from 1 to 100, not {self.quality}")
         for name in self.masks or ():
             if name in ("", "none"):
                 raise OptionError(
-                    f"masks are names of fields, not {name!r}; if no field is a mask, say masks=[] (--masks none)"
+                    f"masks are names of fields, not {name!r}; if no field is a mask, pass masks=[] (--masks none)"
                 )
         if self.format is not None and self.format not in REENCODED:
             raise OptionError(
-                f"images are turned into {', '.join(REENCODED)}, not into {self.format!r}"
+                f"images can be converted to {', '.join(REENCODED)}, not to {self.format!r}"
             )
 
     @property
     def changes_nothing(self) -> bool:
-        """Return whether every image stays as it is."""
+        """Whether every image stays as it is."""
         return self.max_side is None and self.format is None
 
     def masks_among(self, fields: Iterable[str]) -> frozenset[str]:
@@ -120,7 +120,7 @@ def encode_image(field: str, value: object) -> bytes:
     """Return the bytes of an image file; JPEG, AVIF and WebP at quality 90, masks as lossless WebP.
 
     Args:
-        field: Its last part says the format.
+        field: Name of the field; its last part determines the format.
         value: A PIL image; a uint8 array of shape (height, width) or (height, width, 1, 3 or 4); a uint16 array of shape
             (height, width), for png and tif; a uint8 tensor of shape (height, width) or (channels, height, width).
 
@@ -156,25 +156,25 @@ def encode_image(field: str, value: object) -> bytes:
 def reencode(
     data: bytes, field: str, options: ImageOptions, *, where: str, is_mask: bool = False
 ) -> tuple[str, bytes]:
-    """Make an image file smaller, or another format, where the options ask for it; else return its bytes as they are.
+    """Resize or convert an image file as the options require; else return its bytes unchanged.
 
-    The header is looked at in any case: what is no image shall not be found out in training.
+    The header is always checked, so that a broken image fails here and not in training.
 
-    Pixels stay in the order that is stored, and the EXIF orientation stays with them; other EXIF goes, colour profiles stay.
-    Transparency becomes white where the format has none. Palettes, single bits and deep numbers are never averaged.
+    Pixels keep their stored order and EXIF orientation; other EXIF data is dropped, colour profiles are kept.
+    Transparency becomes white where the format has none. Palettes, single bits and numbers of more than 8 bits are never averaged.
 
     Args:
         data: The image file.
-        field: Where it goes; its last part changes with the format.
-        options: What is asked for.
+        field: Name of the field; its last part changes with the format.
+        options: Size and format.
         where: The file or row it comes from, for messages.
-        is_mask: It keeps its format, and no pixel is averaged.
+        is_mask: Whether to keep its format and average no pixels.
 
     Returns:
         Field and bytes.
 
     Raises:
-        SourceError: If the file is no image that can be read, or would lose frames or numbers.
+        SourceError: If the file is not a readable image, or would lose frames or numbers.
     """
     if options.changes_nothing and is_plain_jpeg(data, Image.MAX_IMAGE_PIXELS):
         return field, data
@@ -191,7 +191,7 @@ def reencode(
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
         detail = "unknown format" if isinstance(error, UnidentifiedImageError) else str(error)
         raise SourceError(
-            f"no image that can be read ({detail}); fix it, or leave such files out with on_error='skip' (--skip-errors)",
+            f"not a readable image ({detail}); fix it, or skip such files with on_error='skip' (--skip-errors)",
             shard=where,
         ) from error
     except Image.DecompressionBombWarning as error:
@@ -202,7 +202,7 @@ def reencode(
 
 
 class _LossError(Exception):
-    """An image would lose something that nobody asked it to lose."""
+    """A conversion would lose frames or numbers of an image."""
 
 
 def _write_again(
@@ -224,9 +224,9 @@ def _write_again(
 
 
 def _check_loss(image: Image.Image, depth: Depth, form: str, *, is_mask: bool) -> None:
-    """Refuse what would lose frames or bits that the format could hold."""
+    """Refuse a conversion that loses frames, or bits that the format could hold."""
     frames = getattr(image, "n_frames", 1)
-    if frames > 1 and image.format != "MPO":  # a photo, with views of it that cameras add
+    if frames > 1 and image.format != "MPO":  # an MPO is a photo with extra views that cameras add
         raise _LossError(
             f"an animation of {frames} frames would keep the first alone; "
             "pack it without image options, or leave it out"
@@ -248,15 +248,15 @@ def _check_loss(image: Image.Image, depth: Depth, form: str, *, is_mask: bool) -
 
 
 def _check_shades(image: Image.Image, field: str, option: str) -> None:
-    """Refuse a grey image that looks like a mask, and whose shades an option would mix."""
+    """Refuse a grey image that looks like a mask if an option would mix its shades."""
     if image.format == "JPEG" or image.mode != "L":
         return
     shades = image.getcolors(_MASK_SHADES)
     if shades is not None and len(shades) > 1:
         raise _LossError(
-            f"it has {len(shades)} shades of grey, as a mask has, and {option} would mix them; say which fields are masks, "
-            f"masks=[{field!r}] (--masks {field}), or that none are, masks=[] (--masks none). A stopped pack with finished "
-            "shards has to start again then, with overwrite=True (--overwrite)"
+            f"it has {len(shades)} shades of grey, as a mask has, and {option} would mix them; pass the fields that are masks, "
+            f"masks=[{field!r}] (--masks {field}), or, if none are, masks=[] (--masks none). A stopped pack with finished "
+            "shards must then start again, with overwrite=True (--overwrite)"
         )
 
 
@@ -285,7 +285,7 @@ def _fit(image: Image.Image, max_side: int | None, *, by_choice: bool) -> Image.
 
 
 def _for_format(image: Image.Image, form: str) -> Image.Image:
-    """Give an image a mode that the format has."""
+    """Convert an image to a mode that the format supports."""
     clear = image.mode == "P" and "transparency" in image.info
     if form in ("JPEG", "PPM", "BMP") and (
         clear or image.mode in ("RGBA", "LA", "PA", "La", "RGBa")
@@ -303,7 +303,7 @@ def _for_format(image: Image.Image, form: str) -> Image.Image:
 
 
 def _holds(form: str, image: Image.Image) -> bool:
-    """Return whether a format keeps the numbers of an image of more than 8 bits; Pillow clips them in some, and says nothing."""
+    """Return whether a format keeps the numbers of an image of more than 8 bits; Pillow clips them in some without an error."""
     if image.mode == "F":
         return form == "TIFF"
     if image.mode.startswith("I;16"):
@@ -341,7 +341,7 @@ def _from_pixels(field: str, value: object) -> Image.Image:
     elif isinstance(value, np.ndarray):
         pixels = value
     else:
-        raise SampleError(f"{type(value).__name__} is no image; give {_ACCEPTED}", field=field)
+        raise SampleError(f"{type(value).__name__} is not an image; give {_ACCEPTED}", field=field)
     if pixels.ndim == 3 and pixels.shape[2] == 1:
         pixels = pixels[:, :, 0]
     deep = pixels.dtype == np.uint16 and pixels.ndim == 2
@@ -357,6 +357,6 @@ def _from_pixels(field: str, value: object) -> Image.Image:
         or not pixels.size
     ):
         raise SampleError(
-            f"pixels of shape {tuple(value.shape)} are no image; give {_ACCEPTED}", field=field
+            f"pixels of shape {tuple(value.shape)} are not an image; give {_ACCEPTED}", field=field
         )
     return Image.fromarray(np.ascontiguousarray(pixels))

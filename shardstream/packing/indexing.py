@@ -1,4 +1,4 @@
-"""Tars of other tools -> a dataset: an index ``NAME.tar.idx`` for each, then ``index.json``. No tar is changed."""
+"""Index tars of other tools: write ``NAME.tar.idx`` for each, then ``index.json``. No tar is changed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class IndexShard:
     """The task that scans one tar and writes its index; the result is its line of the manifest.
 
     Args:
-        tar: What to scan.
+        tar: The tar to scan.
         storage: The storage of the files.
         wds2idx: Also write ``NAME.idx``.
         meter: Counts bytes, in this process only; a task with a meter cannot be pickled.
@@ -113,7 +113,7 @@ def index(  # noqa: PLR0913  (the public door)
     progress: ProgressFunction | None = None,
     executor: Executor | None = None,
 ) -> IndexReport:
-    """Make tars readable by number: write an index for each and one manifest for all.
+    """Write an index for each tar and one manifest for all, so that samples can be read by number.
 
     Every tar is read once, from its start to its end, in pieces of 8 MiB. Indexes and manifest that are there already are
     replaced. If a tar is bad, ``index.json`` is not written.
@@ -127,14 +127,14 @@ def index(  # noqa: PLR0913  (the public door)
         wds2idx: Also write ``NAME.idx``, the text index of NVIDIA DALI.
         progress: Called with bytes done and bytes in all, from the threads that read, one at a time; with an executor after
             each tar, from this thread.
-        executor: Where the tars are scanned, instead of ``threads`` threads of this process: e.g. ``LocalExecutor(processes=8)``.
+        executor: Executor that scans the tars, instead of ``threads`` threads of this process: e.g. ``LocalExecutor(processes=8)``.
             Storage options travel with the tasks.
 
     Raises:
         OptionError: If the tars are compressed, in several folders or named twice.
         ShardError: If a tar is damaged, cut or not a tar.
-        SampleError: If a key comes back, a field is there twice, or a name does not fit ``wds2idx``.
-        UnfinishedError: If a pack or `ShardWriter` is at work in that folder, or was stopped there.
+        SampleError: If a key or field is repeated, or a name does not fit ``wds2idx``.
+        UnfinishedError: If a pack or `ShardWriter` writes to that folder, or was stopped there.
         StorageError: If a place cannot be listed, read or written.
     """
     storage = Storage(storage_options, filesystem)
@@ -184,7 +184,9 @@ def _find_tars(urls: Urls, storage: Storage) -> tuple[str, list[FileInfo], list[
     folder = parent_url(found[0].url)
     names = {_name(tar.url) for tar in found}
     present = [_name(file.url) for file in storage.list_folder(folder)[0]]
-    check_finished(folder, present)  # however the tars are named: a manifest would publish them
+    check_finished(
+        folder, present
+    )  # also if tars are named one by one: a manifest would publish them
     return folder, found, [name for name in present if is_tar(name) and name not in names]
 
 
@@ -192,8 +194,8 @@ def _refuse_without_manifest(tars: Sequence[FileInfo], storage: Storage) -> None
     folders = dict.fromkeys(parent_url(storage.resolve(tar.url)[1]) for tar in tars)
     if len(folders) > 1:
         raise OptionError(
-            f"shards in {len(folders)} folders ({', '.join(list(folders)[:3])}): a manifest is about one folder; "
-            "index each by itself, then read them as a list"
+            f"shards in {len(folders)} folders ({', '.join(list(folders)[:3])}): a manifest covers one folder; "
+            "index each separately, then read them as a list"
         )
     for tar, count in Counter(tar.url for tar in tars).items():
         if count > 1:
@@ -216,7 +218,7 @@ def _tars_of(url: str, storage: Storage, listed: dict[str, dict[str, FileInfo]])
     Args:
         url: A folder, a pattern or a tar.
         storage: The storage of the files.
-        listed: The files of folders listed before, by name: one listing instead of a question for each of 10,000 tars.
+        listed: The files of folders listed before, by name: one listing instead of a request for each of 10,000 tars.
     """
     is_pattern = any(sign in url for sign in "*?[")
     if is_tar(url) and not is_pattern:
@@ -254,6 +256,6 @@ def _left_out(names: Sequence[str], url: str) -> Iterator[str]:
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         yield (
-            f"{url}: {', '.join(names[:3])}{more} in the same folder left out, so readers of the folder do not see "
-            f"{'them' if len(names) > 1 else 'it'}; index the folder itself to have all"
+            f"{url}: {', '.join(names[:3])}{more} in the same folder not indexed, so readers of the folder do not see "
+            f"{'them' if len(names) > 1 else 'it'}; index the folder itself to include all"
         )

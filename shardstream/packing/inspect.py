@@ -1,4 +1,4 @@
-"""Looking into a dataset without reading it: its shards and fields, or one sample."""
+"""Inspect a dataset without reading all of it: its shards and fields, or one sample."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ from shardstream.storage import (
 _log = logging.getLogger(__name__)
 _MAX_DIGITS = 18  # of a class number
 _MAX_SPLITS = 100  # each folder is listed
-_HEADERS_CHUNK_BYTES = 256 << 10  # searching remote headers: larger bodies are jumped over
+_HEADERS_CHUNK_BYTES = 256 << 10  # searching remote headers: larger bodies are skipped
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Listing:
-    """What is known of a dataset without reading its tars.
+    """Shards and fields of a dataset, without reading its tars.
 
     Args:
-        shards: With absolute URLs; counts and sizes are None where nothing tells them.
-        fields: Field -> how many samples have it, or None where only the first sample of the first shard was looked at.
+        shards: Shards with absolute URLs; counts and sizes are None if unknown.
+        fields: Field -> number of samples that have it; None if only the first sample of the first shard was read.
         indexed: URLs of the shards that have an index.
         name: Name of the dataset, if it has a manifest.
         manifest_url: The manifest, if there is one.
@@ -74,12 +74,12 @@ class Listing:
 
     @property
     def nsamples(self) -> int | None:
-        """Samples of all shards; None if that of one is unknown."""
+        """Number of samples in all shards; None if one count is unknown."""
         return _total([shard.nsamples for shard in self.shards])
 
     @property
     def total_bytes(self) -> int | None:
-        """Bytes of all shards; None if that of one is unknown."""
+        """Bytes of all shards; None if one size is unknown."""
         return _total([shard.filesize for shard in self.shards])
 
 
@@ -91,7 +91,7 @@ def list_shards(
 ) -> Listing:
     """List the shards of a dataset from its manifest, or from the names and sizes of its files.
 
-    Where no manifest tells the fields, they are those of the first sample of the first shard.
+    Without a manifest, the fields are those of the first sample of the first shard.
 
     Args:
         urls: A folder, a manifest, a pattern, a tar or a list.
@@ -126,7 +126,7 @@ def list_splits(
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
 ) -> dict[str, Listing | None]:
-    """List the datasets in the folders right under one, which holds no shards itself: the splits of a pack.
+    """List the datasets in the folders directly under one that has no shards itself: the splits of a pack.
 
     Args:
         folder: URL of the folder.
@@ -134,8 +134,8 @@ def list_splits(
         filesystem: An fsspec file system to use instead of looking one up by protocol.
 
     Returns:
-        Name of the folder -> its dataset, None where that is not finished; sorted. Empty if the folder is missing or holds
-        shards, or no folder in it does.
+        Name of the folder -> its dataset, None where that is not finished; sorted. Empty if the folder is missing or has
+        shards, or no folder in it has any.
 
     Raises:
         StorageError: If the folder cannot be reached.
@@ -190,15 +190,15 @@ def read_one(
 
     By number, shards with an index and local ones cost one range read; others are streamed up to it. By key, shards are
     searched one after another, as an index has no keys: of plain tars only the headers are read (remote bodies over 256
-    KiB are jumped over), compressed ones are streamed.
+    KiB are skipped), compressed ones are streamed.
 
     Args:
         urls: A folder, a manifest, a pattern, a tar or a list.
         number: From 0.
-        key: As in ``__key__``; the first sample that has it.
+        key: Value of ``__key__``; the first sample with it is returned.
         storage_options: ``storage_options`` of fsspec.
         filesystem: An fsspec file system to use instead of looking one up by protocol.
-        progress: Told bytes done and bytes in all of a search by key, after each shard.
+        progress: Called with bytes done and bytes in all of a search by key, after each shard.
 
     Raises:
         OptionError: If there is no such sample, or not exactly one of number and key is given.
@@ -207,7 +207,7 @@ def read_one(
         StorageError: If nothing is found, or the place cannot be reached.
     """
     if (number is None) == (key is None):
-        raise OptionError("give the number of a sample or its key, one of them")
+        raise OptionError("pass the number of a sample or its key, not both")
     storage = Storage(storage_options, filesystem)
     located = locate_shards(urls, storage)
     if number is not None:
@@ -217,7 +217,7 @@ def read_one(
 
 def _read_number(number: int, located: LocatedShards, storage: Storage) -> Sample:
     if number < 0:
-        raise OptionError(f"samples are numbered from 0, asked for {number}")
+        raise OptionError(f"samples are numbered from 0, not from {number}")
     if lacks_index(located, storage) is not None:
         return _stream_to(number, located, storage)
     catalog = ShardCatalog(located, storage)
@@ -246,7 +246,7 @@ def _search(
 
 
 def _find(key: str, shard: ShardInfo, storage: Storage) -> Sample | None:
-    """Look for a key among the headers of a plain tar."""
+    """Search a key in the headers of a plain tar."""
     with _open_headers(shard, storage) as (read, end):
         for group in _groups(read, end, shard):
             if group.key == key:
@@ -261,7 +261,7 @@ def _read_group(group: Group, url: str, storage: Storage) -> Sample:
 
 
 def _stream_to(number: int, located: LocatedShards, storage: Storage) -> Sample:
-    """Count samples from the start, passing over shards whose count is known."""
+    """Count samples from the start, skipping shards whose count is known."""
     first = 0
     for shard in located.shards:
         if shard.nsamples is not None and number >= first + shard.nsamples:

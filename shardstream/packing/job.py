@@ -1,4 +1,4 @@
-"""A whole packing job: source -> records -> encoded samples -> shards, one or several data sets at a time."""
+"""Run a packing job: source -> records -> encoded samples -> shards of one or several datasets."""
 
 from __future__ import annotations
 
@@ -65,12 +65,13 @@ def pack(  # noqa: PLR0913  (public door)
 ) -> PackReport:
     """Pack a source into shards, and publish them as a dataset; equal input gives equal bytes, whatever ``processes`` is.
 
-    A job that was stopped or killed goes on when it is called again with the same source and options: finished shards are kept.
-    Samples that are made in Python are packed again, unless their source says by a ``fingerprint`` that they are the same.
+    A job that was stopped or killed is resumed by a call with the same source and options: finished shards are kept.
+    Samples from Python are packed again, unless their source has the same ``fingerprint``.
 
     Args:
-        source: A folder of class folders with images (or of splits that hold class folders), a folder of loose files, a table (CSV, TSV, JSON lines, Parquet), tars;
-            local or on any fsspec file system; or an iterable of samples as `ShardWriter.write` takes them.
+        source: A folder of class folders with images (or of splits that hold class folders), a folder of loose files, a table
+            (CSV, TSV, JSON lines, Parquet) or tars, local or on any fsspec file system; or an iterable of samples as
+            `ShardWriter.write` takes them.
         dest: Folder, or pattern with ``{shard}``.
         kind: "images", "files", "table" or "tars"; by default guessed.
         name: Name of the dataset, kept in the manifest.
@@ -80,33 +81,33 @@ def pack(  # noqa: PLR0913  (public door)
             named by its stem, or by its path without extension where another image of the dataset has the stem (docs/formats.md), loose
             files by their path up to the first dot, rows and samples by their number; tars keep their keys.
         shuffle: Pack in a random order: by default a folder of classes alone, which would be sorted by class otherwise.
-        seed: Of the order and the splits.
-        split: Name -> part, e.g. {"train": 0.9, "val": 0.1}: a dataset each, in a folder of that name under ``dest``. A source with
+        seed: Seed of the order and the splits.
+        split: Name -> fraction, e.g. {"train": 0.9, "val": 0.1}: one dataset each, in a folder of that name under ``dest``. A source with
             folders train, val, … that hold the folders of classes has these splits.
-        fields: Of a table: field -> column, e.g. {"jpg": "path", "cls": "label"}; by default all columns go to ``json``.
-        root: Of a table: the folder that its paths are relative to; by default its own.
-        classes: Which number each class gets: the names in order, or where they are, a ``classes.json`` or the folder of a packed
-            dataset. By default the numbers of a split that is already packed in the same parent folder (``out/train`` for ``out/val``), else
-            those of the sorted names. Of a table: the column of the field ``cls`` holds these names.
+        fields: For a table: field -> column, e.g. {"jpg": "path", "cls": "label"}; by default all columns go to ``json``.
+        root: For a table: the folder that its paths are relative to; by default its own.
+        classes: Class names in the order of their numbers, or the URL of a ``classes.json`` or of the folder of a packed
+            dataset. By default the numbers of a split that is already packed in the same parent folder (``out/train`` for
+            ``out/val``), else those of the sorted names. For a table: the column of the field ``cls`` holds these names.
         max_side: Make larger images smaller: the longest side in pixels.
         quality: Quality of JPEG and WebP that are encoded again, 1 to 100.
         image_format: Turn all images but masks into "jpg", "png" or "webp".
         masks: Fields whose pixels are numbers, which are never averaged: the nearest pixel is taken. By default those with a word
             such as mask, seg, label or depth before their last part, and a png if there is a jpg of the same name.
-        processes: That read and encode, where there is something to encode or files are far away; local files that are packed as
-            they are do not gain by them.
-        overwrite: Replace a dataset that is there, or what another job has left unfinished.
-        on_error: At a file or row that cannot be packed: "raise", or "skip" it and report it.
+        processes: Processes that read and encode. They are used if there is something to encode or files are remote; local
+            files that are packed unchanged are read in this process.
+        overwrite: Replace an existing dataset, or an unfinished one of another job.
+        on_error: For a file or row that cannot be packed: "raise", or "skip" it and report it.
         progress: Called about ten times a second.
-        storage_options: What fsspec takes, of the destination.
-        source_options: The same, of the source; by default the destination's.
+        storage_options: ``storage_options`` of fsspec for the destination.
+        source_options: The same for the source; by default those of the destination.
 
     Raises:
         OptionError: If an argument is wrong, or a dataset is there already.
         SourceError: If a file or row cannot be packed, or there is nothing to pack.
         ShardError: If a tar that is packed again is damaged.
-        StorageError: If a place cannot be reached or is full, or another pack writes there; then nothing is published, of several
-            splits none. If a split was published and cannot be taken back, a note of the error names it.
+        StorageError: If a place cannot be reached or is full, or another pack writes there; then no split is
+            published. If a published split cannot be unpublished, a note of the error names it.
     """
     if processes < 1:
         raise OptionError(f"processes must be 1 or more, not {processes}")
@@ -146,7 +147,7 @@ def pack(  # noqa: PLR0913  (public door)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Plan:
-    """Which records, in which order, to which split."""
+    """Records in packing order, with the split of each."""
 
     source: Source
     records: Iterable[Record]
@@ -182,7 +183,7 @@ def _plan(source: Source, *, shuffle: bool | None, seed: int, split: Mapping[str
     if source.shuffled if shuffle is None else shuffle:
         if source.folders:
             raise OptionError(
-                "tars are packed again in their own order (all of them would have to be in memory); "
+                "tars cannot be shuffled when they are packed (all samples would have to be in memory); "
                 "leave shuffle out: training shuffles when it reads"
             )
         found = list(source)
@@ -191,7 +192,7 @@ def _plan(source: Source, *, shuffle: bool | None, seed: int, split: Mapping[str
         assigned = None if assigned is None else assigned[order]
         total = len(found)
     if split:
-        if total is None:  # may be a generator: it is gone once counted
+        if total is None:  # may be a generator, which counting consumes
             found = list(records)
             records, total = found, len(found)
         assigned = assign_splits(total, split, seed=seed)
@@ -203,13 +204,13 @@ def _check_source_is_elsewhere(source: Source, folder: str, storage: Storage) ->
     for taken in source.folders:
         if storage.resolve(taken)[1].rstrip("/") == place:
             raise OptionError(
-                "the tars would be written over while they are read; write elsewhere", shard=folder
+                "the tars would be overwritten while they are read; write elsewhere", shard=folder
             )
 
 
 @dataclass(slots=True, kw_only=True)
 class _Job:
-    """One run; counts what it does."""
+    """One run of a packing job, with its counts."""
 
     plan: _Plan
     names: ShardNames
@@ -250,14 +251,14 @@ class _Job:
         )
 
     def _check_classes(self, storage: Storage) -> None:
-        """Look again at other splits: one that was packed meanwhile may number its classes differently."""
+        """Warn if a split that was packed meanwhile numbers its classes differently."""
         data = self.plan.source.extras.get(CLASSES_NAME)
         if data is not None:
             folders = [_folder_of(self.names, split) for split in self.plan.splits]
             warn_of_siblings(decode_classes(data, url=CLASSES_NAME), folders, storage)
 
     def _open_writers(self, stack: ExitStack) -> list[DatasetWriter]:
-        """Open the writers of all splits, or none; if one is refused, those of published splits delete forgotten journals as they end."""
+        """Open the writers of all splits, or none; if one is refused, aborting the others deletes leftover journals of published splits."""
         writers: list[DatasetWriter] = []
         refusals: list[OptionError] = []
         for name in self.plan.splits:
@@ -278,7 +279,7 @@ class _Job:
         return DatasetWriter(output, names, task=self.task, options=self.options)
 
     def _publish(self, writers: list[DatasetWriter]) -> None:
-        """Publish all data sets, or none: their manifests come last, and go again if one of them fails."""
+        """Publish all datasets or none: manifests are written last, and deleted again if one fails."""
         for writer in writers:
             writer.finish()
         storage = Storage(self.storage_options)
@@ -295,33 +296,33 @@ class _Job:
                     writer.unpublish()
                 except StorageError:
                     error.add_note(
-                        f"{writer.folder} is published already and stays so; run the same pack again to publish the other splits"
+                        f"{writer.folder} is published already and is kept; run the same pack again to publish the other splits"
                     )
             raise
         for writer in writers:
             writer.remove_journal()
 
     def _resume(self, writers: list[DatasetWriter]) -> None:
-        """Take over what an earlier run has done."""
+        """Add the finished shards and skipped records of an earlier run."""
         for writer in writers:
             if writer.kept:
                 _log.info(
-                    "%s: going on after %s",
+                    "%s: resuming after %s",
                     writer.folder,
                     plural(len(writer.kept), "finished shard"),
                 )
             self.skipped += [skip for shard in writer.kept for skip in shard.skipped]
         if self.skipped and not self.skips:
             raise OptionError(
-                f"the run that was stopped had left out {plural(len(self.skipped), 'record')}, the first: {self.skipped[0].reason}; "
-                "go on with on_error='skip' (--skip-errors), or start again with overwrite=True (--overwrite)",
+                f"the stopped run skipped {plural(len(self.skipped), 'record')}, the first: {self.skipped[0].reason}; "
+                "continue with on_error='skip' (--skip-errors), or start again with overwrite=True (--overwrite)",
                 shard=writers[0].folder,
             )
 
     def _remaining_records(
         self, writers: list[DatasetWriter]
     ) -> Iterator[tuple[int, DatasetWriter, Record]]:
-        """Yield the records that are in no finished shard, with their numbers and where they go."""
+        """Yield number, writer and record of each record that is in no finished shard."""
         starts = [writer.position for writer in writers]
         first, assigned = min(starts), self.plan.assigned
         for number, record in enumerate(records_from(self.plan.records, first), start=first):

@@ -1,4 +1,4 @@
-"""The journal of an unfinished pack or `ShardWriter`: small JSON files in the folder of its shards until all is published.
+"""Read and write the journal of an unfinished pack or `ShardWriter`: small JSON files in the folder of its shards.
 
 Each file holds 256 records, one for each published shard; the first file also holds the task of the pack.
 Only the last file is rewritten when a shard is finished, so the cost of a shard does not grow with their number.
@@ -17,30 +17,31 @@ from shardstream.errors import ChangedError, NotFoundError, OptionError, Storage
 from shardstream.format import ShardInfo
 from shardstream.storage import OutputFolder, is_journal, join_url, journal_name
 
-VERSION = 2  # of the files, and of the bytes that a pack writes: with another, nothing goes on
+# Of the files, and of the bytes that a pack writes: a journal of another version is refused.
+VERSION = 2
 RECORDS_PER_FILE = 256
-# What is raised by reading JSON that has another shape than ours.
+# Raised if JSON has another structure than a journal.
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 class NumberedSkip(NamedTuple):
-    """A record that was left out."""
+    """A skipped record."""
 
     number: int
-    """Of the record in the source."""
+    """Number of the record in the source."""
     where: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FinishedShard:
-    """A shard that is there, with its index.
+    """A shard that is published with its index.
 
     Args:
-        info: As the manifest will have it.
-        fields: How many samples have each field.
-        position: Number of the record of the source that comes next.
-        skipped: Records that were left out since the shard before.
+        info: Its entry in the manifest.
+        fields: Number of samples that have each field.
+        position: Number of the next record of the source.
+        skipped: Records that were skipped since the previous shard.
     """
 
     info: ShardInfo
@@ -51,18 +52,18 @@ class FinishedShard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What decides the bytes that a pack writes.
+    """Source and options that determine the bytes of a pack.
 
     Args:
-        source: Changes when the source does; None if nobody can tell.
-        options: As JSON can hold them.
+        source: Text that changes with the source; None if unknown.
+        options: Options as JSON values.
     """
 
     source: str | None
     options: Mapping[str, Any]
 
     def differences(self, earlier: Task) -> list[str]:
-        """Describe what has changed since an earlier task; empty if that one can be resumed by this."""
+        """Describe the changes since an earlier task; empty if this task can resume it."""
         now, then = (json.loads(json.dumps(dict(task.options))) for task in (self, earlier))
         found = [
             f"{name} was {then.get(name)!r}, now {now.get(name)!r}"
@@ -79,15 +80,15 @@ WRITER_TASK = Task(source=None, options={"writer": "ShardWriter"})
 
 @dataclass(slots=True, kw_only=True)
 class Journal:
-    """The journal of one dataset; `read` one, or begin it.
+    """The journal of one dataset.
 
     Args:
-        folder: Of the dataset.
-        task: What the pack was asked to do.
-        stale: Names of shards that were there before; those not written again are to be deleted at last.
-        finished: The shards that are there, in order.
-        run: Unique name of the run that writes it.
-        head: The first file as it is there now; None if it is not.
+        folder: Folder of the dataset.
+        task: Source and options of the pack.
+        stale: Names of shards of an earlier dataset; those that are not written again are deleted at the end.
+        finished: Published shards, in order.
+        run: Unique name of the run that writes the journal.
+        head: Current bytes of the first file; None if it does not exist.
     """
 
     folder: OutputFolder
@@ -103,10 +104,10 @@ class Journal:
         return self.task == WRITER_TASK
 
     def begin(self, num_files: int) -> None:
-        """Take the place from the run whose ``head`` this is, and write this journal over its ``num_files`` files.
+        """Take the folder over from the run that wrote ``head``, and replace its ``num_files`` journal files.
 
         Raises:
-            StorageError: If another run has taken it meanwhile, or it cannot be written.
+            StorageError: If another run has taken the folder over meanwhile, or it cannot be written.
         """
         self._write(0)
         for number in reversed(range(self._last + 1, num_files)):
@@ -115,16 +116,16 @@ class Journal:
             self._write(number)
 
     def add(self, finished: FinishedShard) -> None:
-        """Note that a shard is there.
+        """Record a published shard.
 
         Raises:
-            StorageError: If another run has taken the place, or it cannot be written.
+            StorageError: If another run has taken the folder over, or it cannot be written.
         """
         self.finished.append(finished)
         self._write(self._last)
 
     def check_owner(self) -> None:
-        """Make sure that no other run has taken the place.
+        """Check that no other run has taken the folder over.
 
         Raises:
             StorageError: If one has, or the journal was deleted or cannot be read.
@@ -136,7 +137,7 @@ class Journal:
             owner = None
         if owner is None:
             raise StorageError(
-                "the journal of this pack or ShardWriter was deleted: another one has ended here meanwhile, or somebody removed it; "
+                "the journal of this pack or ShardWriter was deleted, by another one that has ended or by hand; "
                 "start again with overwrite=True (--overwrite)",
                 shard=join_url(self.folder.url, name),
             )
@@ -144,10 +145,10 @@ class Journal:
             raise self._owner_changed_error()
 
     def remove(self) -> None:
-        """Delete it; the beginning last.
+        """Delete the journal, its first file last.
 
         Raises:
-            StorageError: If another run has taken the place, or it cannot be reached.
+            StorageError: If another run has taken the folder over, or it cannot be reached.
         """
         self.check_owner()
         for number in reversed(range(self._last + 1)):
@@ -187,14 +188,14 @@ def read_journal(folder: OutputFolder, names: Collection[str]) -> Journal | None
     """Read the journal that an earlier pack or writer has left.
 
     Args:
-        folder: Of the dataset.
-        names: Of the files in it.
+        folder: Folder of the dataset.
+        names: Names of the files in it.
 
     Returns:
         The journal; None if there is none.
 
     Raises:
-        OptionError: If there is one that cannot be understood.
+        OptionError: If the journal is invalid.
         StorageError: If it cannot be reached.
     """
     if journal_name(0) not in names:
@@ -208,12 +209,12 @@ def read_journal(folder: OutputFolder, names: Collection[str]) -> Journal | None
         try:
             document = json.loads(data)
             if number and document["run"] != journal.run:
-                break  # left by an earlier run, which another one took the place of
+                break  # left by an earlier run that another one replaced
             _load_document(journal, document, number)
             journal.head = data if number == 0 else journal.head
         except _MALFORMED as error:
             raise OptionError(
-                f"the notes of an unfinished pack cannot be read ({type(error).__name__}: {error}); "
+                f"the journal of an unfinished pack cannot be read ({type(error).__name__}: {error}); "
                 "start again with overwrite=True (--overwrite)",
                 shard=join_url(folder.url, name),
             ) from error
@@ -221,22 +222,22 @@ def read_journal(folder: OutputFolder, names: Collection[str]) -> Journal | None
 
 
 def read_listed(folder: OutputFolder, name: str) -> bytes:
-    """Read a file of a journal that was listed a moment ago.
+    """Read a journal file that was just listed.
 
     Raises:
-        StorageError: If it is gone, or out of reach.
+        StorageError: If it is gone, or cannot be reached.
     """
     try:
         return folder.read(name)
     except NotFoundError as error:
         raise StorageError(
-            "another pack or ShardWriter has just ended here; look at what it made, then run this again",
+            "another pack or ShardWriter has just ended here; check its dataset, then run this again",
             shard=join_url(folder.url, name),
         ) from error
 
 
 def _load_document(journal: Journal, document: Any, number: int) -> None:
-    """Add to a journal what one of its files says."""
+    """Add the content of one of its files to a journal."""
     if document["version"] != VERSION:
         raise ValueError(f"its version is {document['version']!r}")
     if number == 0:

@@ -1,4 +1,4 @@
-"""Records -> encoded samples, in order: here, or in other processes with a bounded number of records in flight."""
+"""Encode records in order, in this process or in others with a bounded number in flight."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _READ_THREADS = 16  # for remote files, where each read waits
 
 
 class Encoded(NamedTuple):
-    """A sample whose fields are bytes, or why it is none; its error never stands for anything but this one record."""
+    """A sample whose fields are bytes, or the error of its record."""
 
     key: str
     fields: Mapping[str, bytes]
@@ -36,24 +36,24 @@ class RecordEncoder:
     """Opens files and encodes values; picklable.
 
     Args:
-        storage: Where the files are.
-        images: How images are changed.
+        storage: Storage of the files.
+        images: Changes to images.
     """
 
     storage: Storage
     images: ImageOptions
 
     def encode(self, records: Sequence[Record]) -> list[Encoded]:
-        """Encode some records, in order; what is wrong with one of them is its `Encoded.error`.
+        """Encode records in order; the error of a record becomes its `Encoded.error`.
 
         Raises:
-            StorageError: If files cannot be reached, for a reason that would meet others too.
+            StorageError: If files cannot be reached, for a reason that may affect other records.
         """
         ahead = self._read_ahead(records)
         return [self._encode(record, ahead) for record in records]
 
     def only_copies(self, records: Sequence[Record]) -> bool:
-        """Return whether all there is to do is to read files of this machine: carried from process to process, they take longer."""
+        """Return whether the work is only to read local files: sending them between processes takes longer."""
         return self.images.changes_nothing and all(
             self.storage.local_path(value.url) is not None
             if isinstance(value, FileRef)
@@ -107,7 +107,7 @@ class RecordEncoder:
         return reencode(value, field, self.images, where=where, is_mask=is_mask)
 
     def _read_ahead(self, records: Sequence[Record]) -> dict[str, bytes | NotFoundError]:
-        """Read the files that are not on this machine, several at a time."""
+        """Read remote files concurrently."""
         urls = {
             value.url: None
             for record in records
@@ -134,7 +134,7 @@ class RecordEncoder:
 
 
 def named(error: ShardStreamError, where: str) -> SourceError:
-    """Return an error that says which file or row it is about."""
+    """Return an error that names its file or row."""
     text = str(error)
     return SourceError(text) if where in text else SourceError(text, shard=where)
 
@@ -142,7 +142,7 @@ def named(error: ShardStreamError, where: str) -> SourceError:
 def encode_in_order(
     records: Iterable[Record], encoder: RecordEncoder, *, processes: int
 ) -> Generator[Encoded, None, None]:
-    """Encode records, in their order whatever the number of processes; 1 is this one, and so is any if there is no work for them.
+    """Encode records in order; in this process if ``processes`` is 1 or there is nothing to encode.
 
     Close the generator to stop the processes early.
 
@@ -159,7 +159,7 @@ def encode_in_order(
         return
     in_flight: deque[Future[list[Encoded]]] = deque()
     try:
-        # Not tasks of `tasks.executor`: samples are no JSON, and come in order, a bounded number ahead of the writer.
+        # Not tasks of `tasks.executor`: samples are not JSON, and are needed in order, with a bounded number in flight.
         with ProcessPool(processes, _begin, (encoder,)) as pool:
             for chunk in chunks:
                 in_flight.append(pool.submit(_encode_here, chunk))

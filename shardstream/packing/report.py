@@ -1,4 +1,4 @@
-"""Progress of a packing job, and its report at the end."""
+"""Values for the progress and the report of a packing job."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    """How far a job is."""
+    """Progress of a packing job."""
 
     samples: int
-    """Written so far."""
+    """Samples written so far."""
     skipped: int
-    """Left out so far."""
+    """Records skipped so far."""
     size_bytes: int
-    """Of the tars so far."""
+    """Bytes of the tars so far."""
     total: int | None
-    """Records there are in all, if known."""
+    """Number of all records, if known."""
     kept: int = 0
-    """Of the samples: those in shards of an earlier run that was stopped."""
+    """Samples in shards of an earlier run that was stopped."""
 
 
 class Skip(NamedTuple):
-    """A record that was left out."""
+    """A skipped record."""
 
     where: str
     """Its file or row."""
@@ -32,15 +32,15 @@ class Skip(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitReport:
-    """What was written to one data set.
+    """Result of one split.
 
     Args:
-        name: Of the split; "" if there is but one.
-        url: Its folder.
+        name: Name of the split; "" without splits.
+        url: URL of its folder.
         samples: Samples in it.
         shards: Shards in it.
-        total_bytes: Of its tars.
-        kept: Of the shards: those of an earlier run that was stopped.
+        total_bytes: Bytes of its tars.
+        kept: Shards of an earlier run that was stopped.
     """
 
     name: str
@@ -53,15 +53,15 @@ class SplitReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackReport:
-    """What a job did.
+    """Result of a packing job.
 
     Args:
-        source: What was packed, for people.
-        splits: What was written where.
-        seconds: How long it took.
-        skipped: Records that were left out, with ``on_error="skip"``.
+        source: Description of the source.
+        splits: Result of each split.
+        seconds: Duration of the job.
+        skipped: Records that were skipped, with ``on_error="skip"``.
         files: Loose files that were grouped to samples; None for other sources.
-        fields: How many samples have each field.
+        fields: Number of samples that have each field.
     """
 
     source: str
@@ -88,5 +88,5 @@ class PackReport:
 
     @property
     def kept(self) -> int:
-        """Of the shards: those of an earlier run that was stopped."""
+        """Shards of an earlier run that was stopped."""
         return sum(split.kept for split in self.splits)

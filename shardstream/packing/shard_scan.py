@@ -1,4 +1,4 @@
-"""One pass over a whole shard, for its samples and its checksum; and many such passes at a time."""
+"""Scan whole shards for their samples and checksums, several shards at a time."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _Task = TypeVar("_Task", bound=Task)
 
 
 class StoppedError(Exception):
-    """Raised inside a pass when the whole job is given up."""
+    """Raised inside a pass when the whole job is cancelled."""
 
 
 class ProgressMeter:
@@ -66,20 +66,20 @@ class ProgressMeter:
 class ShardScanner:
     """Reads one tar from its first byte to its last, once.
 
-    Use it as a context manager; call `scan`, then `finish`, which holds even after a scan that failed.
+    Use it as a context manager; call `scan`, then `finish`, which also works after a failed scan.
 
     Args:
         storage: The storage of the files.
-        url: Its URL.
-        size: Its length in bytes.
-        meter: Counts what is read; None counts nothing.
+        url: URL of the tar.
+        size: Length of the tar in bytes.
+        meter: Counts the bytes that are read; None counts nothing.
     """
 
     def __init__(self, storage: Storage, url: str, size: int, meter: ProgressMeter | None) -> None:
         self.url = url
         self.members: list[Member] = []
         self.notes = TarNotes()
-        """What is not read, and how the tar ends; known after `scan`."""
+        """Findings about skipped members and the end of the tar; known after `scan`."""
         self._size = size
         self._meter = meter
         self._storage = storage
@@ -88,7 +88,7 @@ class ShardScanner:
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
-        keep_freed_memory()  # of one chunk for the next: a fifth faster
+        keep_freed_memory()  # reuse the memory of one chunk for the next: a fifth faster
         source = _TappedStream(RangeStream(self._storage, self.url, self._size), self._on_chunk)
         stream: Readable = source
         if is_compressed(self.url):
@@ -103,21 +103,21 @@ class ShardScanner:
         self._stack.close()
 
     def scan(self, *, keep_members: bool = False) -> ShardScan:
-        """Find the samples, and check that nothing that a reader would lose follows them.
+        """Find the samples, and check that no data that readers would miss follows them.
 
         Args:
-            keep_members: Keep what `members` holds: 100 to 200 bytes a member.
+            keep_members: Fill `members`, with 100 to 200 bytes for each.
 
         Raises:
             ShardError: If the tar is damaged, cut or empty, or another one is appended to it.
-            SampleError: If a key comes back or a field is there twice.
+            SampleError: If a key or a field is repeated.
         """
         end = None if is_compressed(self.url) else self._size
         members = iter_whole(self._read, end=end, shard=self.url, notes=self.notes)
         return scan_members(self._collect_members(members, keep=keep_members), shard=self.url)
 
     def finish(self) -> tuple[str, int]:
-        """Read what is left of the file; return its sha256 as hex digits and its length in bytes."""
+        """Read the rest of the file; return its sha256 as hex digits and its length in bytes."""
         while self._source.read(_SCAN_READ_BYTES):
             pass
         return self._digest.hexdigest(), self._nbytes
@@ -136,7 +136,7 @@ class ShardScanner:
 
 
 class _TappedStream:
-    """A stream whose bytes are shown to a listener as they pass: also those that a decompressor takes, bit by bit."""
+    """A stream that passes each chunk to a callback, also if a decompressor reads it in small pieces."""
 
     def __init__(self, stream: RangeStream, on_chunk: Callable[[bytes], None]) -> None:
         self._stream = stream
@@ -164,8 +164,8 @@ def run_shard_tasks(
     """Run one task for each shard; return the results in order.
 
     Args:
-        tasks: They count their bytes by ``meter`` if it is theirs.
-        executor: Where they run; None is ``threads`` threads of this process.
+        tasks: The tasks; those with this ``meter`` count their bytes in it.
+        executor: Executor of the tasks; None uses ``threads`` threads of this process.
         threads: Used without an executor.
         meter: Stopped at the first error, or an interrupt, so that threads end at their next chunk.
 
@@ -178,7 +178,7 @@ def run_shard_tasks(
 
     def done(task: Task, result: Mapping[str, JSON]) -> None:
         results[task.name] = result
-        if executor is not None:  # its tasks may run in other processes, and count nothing
+        if executor is not None:  # its tasks may run in other processes, where no meter counts
             meter.add(cast("int", result["bytes"]))
 
     if executor is not None:

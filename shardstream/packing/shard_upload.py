@@ -1,4 +1,4 @@
-"""Uploads finished shards in a thread while the next shard is written."""
+"""Upload finished shards in a thread while the next shard is written."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class ShardUploader:
     """Publishes shards with their indexes, in order, in a thread of its own; an error is raised by the next call.
 
     Args:
-        folder: Where they go.
-        replaces: Whether shards of these names may be there already.
-        check_owner: Called before each is published; raises if the folder belongs to another writer by now.
+        folder: Folder of the dataset.
+        replaces: Whether shards of these names may exist already.
+        check_owner: Called before each is published; raises if another writer has taken the folder over.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ShardUploader:
         self._etags: dict[str, str] = {}
         self._has_failed = False
         self._uploads: deque[_Upload] = deque()
-        # One thread: the journal lists shards in order, and no shard may be there without those before it.
+        # One thread: the journal lists shards in order, and no shard may be published before an earlier one.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardstream-send")
 
     def send(
@@ -53,13 +53,13 @@ class ShardUploader:
         offsets: Offsets,
         on_uploaded: Callable[[], None] | None = None,
     ) -> None:
-        """Hand over a finished shard; waits while two others are in flight.
+        """Queue a finished shard for upload; wait while two others are in flight.
 
         Args:
             pending: Its bytes.
-            info: What is known of it.
+            info: Its entry in the manifest.
             offsets: Its index.
-            on_uploaded: Called in the thread when both are there.
+            on_uploaded: Called in the thread when tar and index are published.
 
         Raises:
             StorageError: If an earlier one could not be published.
@@ -74,7 +74,7 @@ class ShardUploader:
         self._uploads.append(_Upload(future, pending))
 
     def check(self) -> None:
-        """Raise the error of a shard that could not be published, if there is one by now.
+        """Raise the error of a shard that could not be published, if there is one.
 
         Raises:
             StorageError: That error.
@@ -92,7 +92,7 @@ class ShardUploader:
             self._take_oldest()
 
     def check_in_place(self) -> None:
-        """Compare the folder with what was sent: sizes, and the ETags of S3 servers.
+        """Compare the folder with the sent files: sizes, and the ETags of S3 servers.
 
         Raises:
             StorageError: If a shard or its index is missing, or is another one.
@@ -109,8 +109,8 @@ class ShardUploader:
                 or etag not in (tar.version or etag)
             ):
                 raise StorageError(
-                    "the shard or its index was replaced or deleted while others were written: another pack or ShardWriter "
-                    "writes here, or somebody changed it; nothing is published, run this again",
+                    "the shard or its index was replaced or deleted while others were written, by another pack or "
+                    "ShardWriter or by hand; nothing is published, run this again",
                     shard=join_url(self._folder.url, info.url),
                 )
 
@@ -133,7 +133,7 @@ class ShardUploader:
         on_uploaded: Callable[[], None] | None,
     ) -> ShardInfo:
         index_name = info.url + INDEX_SUFFIX
-        if self._has_failed:  # no shard is there without those before it
+        if self._has_failed:  # no shard may be published before an earlier one
             pending.discard()
             raise StorageError("an earlier shard could not be published", shard=info.url)
         try:

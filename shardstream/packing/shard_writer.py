@@ -1,4 +1,4 @@
-"""Samples -> the shards of a dataset: a full shard is published while the next is written, the manifest at the end."""
+"""Write samples to the shards of a dataset; publish each shard when it is full, the manifest last."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ DEFAULT_MAX_SAMPLES = 10_000
 class ShardWriter:
     """Writes samples to the shards of a new dataset; use it as a context manager.
 
-    A new shard is begun when the next sample would exceed a limit; a sample larger than ``max_bytes`` gets a shard of its own.
+    A new shard starts when the next sample would exceed a limit; a sample larger than ``max_bytes`` gets a shard of its own.
     Finished shards are uploaded in the background. When the block ends without an error, ``index.json`` is written last. When it
     ends with an error, or the process is killed, the dataset is not published: the unfinished shard is dropped, finished ones stay,
     and a small file (``.shardstream-pack-000000.json``) makes readers refuse the folder; before the first shard, the folder stays
-    as it was. A writer with ``overwrite=True`` then replaces what is left (`pack` continues instead). Of two writers or packs in
+    as it was. A writer with ``overwrite=True`` then replaces these files (`pack` resumes instead). Of two writers or packs in
     one folder, one fails.
 
         with ShardWriter("s3://bucket/train/{shard:06d}.tar") as writer:
@@ -52,9 +52,9 @@ class ShardWriter:
         max_bytes: Maximum size of a tar, its end included: a number or "256MB" (10^6), "256MiB" (2^20).
         max_samples: Maximum samples of a shard.
         name: Name of the dataset, kept in the manifest.
-        overwrite: Replace a dataset that is there, or shards of these names that a killed writer left. Its ``index.json`` is
+        overwrite: Replace an existing dataset, or shards of these names that a killed writer left. Its ``index.json`` is
             removed before the first new shard appears, shards that were not written again at the end.
-        storage_options: As fsspec takes them, e.g. ``{"endpoint_url": …}``.
+        storage_options: ``storage_options`` of fsspec, e.g. ``{"endpoint_url": …}``.
         filesystem: An fsspec file system to use instead of looking one up by protocol.
 
     Raises:
@@ -110,7 +110,7 @@ class ShardWriter:
     def write(self, sample: Mapping[str, object]) -> None:
         """Encode a sample (see `encode_field`) and append it.
 
-        ``__key__`` names it, by default its running number ("00000000"); other names like ``__this__`` are left out. Keys
+        ``__key__`` is its key, by default its running number ("00000000"); other names like ``__this__`` are left out. Keys
         must differ within a shard, and should in the dataset.
 
         Raises:
@@ -180,7 +180,7 @@ class ShardWriter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterOptions:
-    """Options of a `DatasetWriter`: limits of a shard, as `ShardWriter` takes them, and names of other small files of the job."""
+    """Options of a `DatasetWriter`: limits of a shard (see `ShardWriter`), and names of other small files of the job."""
 
     max_samples: int
     max_bytes: int
@@ -206,7 +206,7 @@ class DatasetWriter:
 
     Raises:
         OptionError: If another dataset is there and may not be replaced.
-        StorageError: If the folder cannot be reached, or another writer is at work there.
+        StorageError: If the folder cannot be reached, or another writer writes there.
     """
 
     def __init__(
@@ -259,7 +259,7 @@ class DatasetWriter:
         """The dataset, once it is published."""
         if self._manifest is None:
             raise OptionError(
-                "the manifest is known when the writer has been closed, without error"
+                "the manifest is known after the writer was closed without an error; call close() first"
             )
         return self._manifest
 
@@ -287,7 +287,7 @@ class DatasetWriter:
             (self._shard or self._begin_shard()).add_pieces(key, fields, pieces)
         except SampleError:  # nothing of it was written: the shard is as it was
             raise
-        except BaseException as error:  # a shard that is missing now must not be missed later
+        except BaseException as error:  # a shard is missing: later calls must fail, too
             self._error = error
             raise
         self.nsamples += 1
@@ -295,7 +295,7 @@ class DatasetWriter:
         self.position = position
 
     def skip(self, skipped: NumberedSkip) -> None:
-        """Note a record of the source that is left out."""
+        """Record a skipped record of the source."""
         self._skipped.append(skipped)
 
     def drain(self) -> None:
@@ -307,7 +307,8 @@ class DatasetWriter:
         self._check_usable()
         if not self.nsamples:
             raise SampleError(
-                "no samples were written, so there is no dataset to publish", shard=self.folder
+                "no samples were written, so there is no dataset to publish; write at least one",
+                shard=self.folder,
             )
         self._upload_shard()
         self._uploader.drain()
@@ -327,7 +328,7 @@ class DatasetWriter:
             self._folder.write(MANIFEST_NAME, data)
             # A run that took the folder in between has not seen the manifest, so it must not stay.
             self._journal.check_owner()
-        except BaseException:  # the write may have succeeded all the same
+        except BaseException:  # the write may have succeeded anyway
             with suppress(StorageError):
                 self._remove_manifest(data)
             raise
@@ -384,7 +385,7 @@ class DatasetWriter:
         self._shard = self._pending = None
         on_uploaded = None
         if self._is_resumable:
-            # Only what belongs before this position: the record that filled the shard is not written yet.
+            # Only skips before this position: the record that filled the shard is not written yet.
             skipped = tuple(one for one in self._skipped if one.number < self.position)
             self._skipped = self._skipped[len(skipped) :]
             finished = FinishedShard(

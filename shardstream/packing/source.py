@@ -1,4 +1,4 @@
-"""Sources of a pack: they yield light records; files are opened later, by the encoder."""
+"""Define sources of a pack, which yield records; the encoder reads their files later."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardstream.packing.split import Numbers
 
 _RUNNING = re.compile(r"\{index[:}]")
 PLACES_KEPT = 5_000_000
-"""Keys that a `KeyMaker` remembers, to tell where one was used before."""
+"""Keys that a `KeyMaker` remembers, to name the first use of a repeated one."""
 
 
 class FileRef(NamedTuple):
@@ -23,11 +23,11 @@ class FileRef(NamedTuple):
 
     url: str
     size: int = 0
-    """Bytes, if a listing says; else 0."""
+    """Length in bytes, if a listing has it; else 0."""
 
 
 class Record(NamedTuple):
-    """One sample before it is encoded; picklable and light: what lies in files stays there."""
+    """One sample before it is encoded; picklable and small: files are named, not read."""
 
     key: str
     fields: Mapping[str, Any]
@@ -35,7 +35,7 @@ class Record(NamedTuple):
     where: str
     """The file or row it comes from, for messages."""
     error: SourceError | None = None
-    """What is wrong with it, if it cannot be packed."""
+    """The reason why it cannot be packed, if it cannot."""
 
 
 class Source(Protocol):
@@ -43,11 +43,11 @@ class Source(Protocol):
 
     @property
     def name(self) -> str:
-        """What it is and where, for people."""
+        """Kind and location of the source, for messages and reports."""
 
     @property
     def length(self) -> int | None:
-        """How many records there are; None if only a pass over them would tell."""
+        """Number of records; None if unknown without a pass over them."""
 
     @property
     def extras(self) -> Mapping[str, bytes]:
@@ -71,7 +71,7 @@ class Source(Protocol):
 
 @runtime_checkable
 class SeekableSource(Protocol):
-    """A source that need not go through the records before one."""
+    """A source that can start at any record."""
 
     def iter_from(self, first: int) -> Iterator[Record]:
         """Yield the records from a number on."""
@@ -79,10 +79,10 @@ class SeekableSource(Protocol):
 
 @runtime_checkable
 class SplitSource(Protocol):
-    """A source whose records may be of several datasets."""
+    """A source whose records may belong to several datasets."""
 
     splits: tuple[str, ...]
-    """Names of the datasets; empty if all records are of one."""
+    """Names of the datasets; empty if all records belong to one."""
 
     def assigned(self) -> Numbers:
         """Return the dataset of each record, as its number in `splits`; shape (n,)."""
@@ -104,7 +104,7 @@ def fingerprint_of(kind: str, *parts: object) -> str:
 
 
 class KeyMaker:
-    """Makes the keys of one pass over a source, and finds those that come twice.
+    """Makes the keys of one pass over a source, and detects repeated ones.
 
     A dot would end a key, so in its last part each becomes "_".
 
@@ -121,7 +121,7 @@ class KeyMaker:
         self._template = template
         self._source = source
         self._places: dict[str, str] = {}
-        # Running numbers cannot come twice: they need no memory.
+        # Running numbers cannot repeat: they need no memory.
         self._is_unique = _RUNNING.search(template) is not None
 
     def __call__(self, where: str, /, **names: Any) -> str:
@@ -156,15 +156,14 @@ class KeyMaker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplesSource:
-    """Samples that are made in Python: a list of dicts, or any other iterable.
+    """Samples from Python: a list of dicts, or any other iterable.
 
     Args:
-        samples: Each a mapping as `ShardWriter.write` takes it; without ``__key__`` its number names it.
-        name: For messages.
+        samples: Mappings as `ShardWriter.write` takes them; without ``__key__`` the key is the number.
+        name: Name of the source, for messages.
         extras: Small files written to the folder of the manifest.
         shuffled: Whether to shuffle by default.
-        fingerprint: Any text, to say that these are the same samples in the same order whenever they are gone through
-            under this text: then a pack that was stopped goes on.
+        fingerprint: Any text that identifies these samples in this order; a stopped pack is resumed if the text is equal.
     """
 
     samples: Iterable[Mapping[str, Any]]
@@ -176,7 +175,7 @@ class SamplesSource:
 
     @property
     def length(self) -> int | None:
-        """How many there are, if the iterable knows."""
+        """Number of samples, if the iterable has a length."""
         samples: Any = self.samples
         return len(samples) if hasattr(samples, "__len__") else None
 
@@ -196,6 +195,6 @@ class SamplesSource:
 
 
 def is_image_name(name: str) -> bool:
-    """Return whether a file is an image, by its name; hidden files are none."""
+    """Return whether a file name is that of an image; those of hidden files are not."""
     last = name.rpartition("/")[2]
     return "." in last[1:] and last[0] != "." and is_image_field(last.lower())

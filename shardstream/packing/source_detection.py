@@ -1,4 +1,4 @@
-"""Path, URL or iterable of the user -> a source, by its kind if given, else by its look."""
+"""Open the source of a path, URL or iterable, by its given or guessed kind."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ AnySource = str | os.PathLike[str] | Source | Iterable[Mapping[str, Any]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceOptions:
-    """How a source is read.
+    """Options for reading a source.
 
     Args:
         kind: One of `KINDS`; None: guessed.
         key: Template of the keys; None: the default of the kind.
-        fields: Of a table: field -> column.
-        root: Of a table: URL of the folder that its paths are relative to.
+        fields: For a table: field -> column.
+        root: For a table: URL of the folder that its paths are relative to.
 
     Raises:
         OptionError: If the kind is unknown.
@@ -47,12 +47,12 @@ class SourceOptions:
 
 
 def open_source(source: AnySource, storage: Storage, options: SourceOptions) -> Source:
-    """Find out what is to be packed.
+    """Open the source that the user names.
 
-    A folder of class folders with images, a folder of loose files, tables, tars; or samples made in Python.
+    It is a folder of class folders with images, a folder of loose files, tables, tars, or samples from Python.
 
     Raises:
-        OptionError: If an option does not go with the source.
+        OptionError: If an option does not apply to the source.
         SourceError: If there is nothing to pack, or its kind cannot be guessed.
         StorageError: If it cannot be reached.
     """
@@ -62,7 +62,7 @@ def open_source(source: AnySource, storage: Storage, options: SourceOptions) -> 
     kind = options.kind or _guess_kind(url, storage)
     if kind != "table" and (options.fields or options.root):
         raise OptionError(
-            f"fields and root (--map, --root) say how to read a table, and this is packed as {kind}",
+            f"fields and root (--map, --root) apply to tables, but this is packed as {kind}",
             shard=url,
         )
     if kind == "table":
@@ -76,14 +76,14 @@ def open_source(source: AnySource, storage: Storage, options: SourceOptions) -> 
     if kind == "tars":
         return TarSource(url, storage, key=options.key)
     if not storage.exists(url):
-        raise SourceError("nothing is here; check the path", shard=url)
+        raise SourceError("not found; check the path", shard=url)
     return folder_source(url, storage, kind=options.kind, key=options.key)
 
 
 def _python_source(source: Source | Iterable[Mapping[str, Any]], options: SourceOptions) -> Source:
     if options != SourceOptions():
         raise OptionError(
-            "kind, key, fields and root say how to read files; samples from Python carry their own"
+            "kind, key, fields and root apply to files; leave them out for samples from Python"
         )
     if hasattr(source, "extras"):
         return cast("Source", source)
@@ -91,7 +91,7 @@ def _python_source(source: Source | Iterable[Mapping[str, Any]], options: Source
 
 
 def _guess_kind(url: str, storage: Storage) -> str:
-    """Return one of `KINDS`, or "folder", of which the files must tell."""
+    """Return one of `KINDS`, or "folder", whose kind depends on its files."""
     if is_table(url):
         return "table"
     if is_tar(url) or url.endswith(".json") or "::" in url:
@@ -99,7 +99,7 @@ def _guess_kind(url: str, storage: Storage) -> str:
     if "{" in url or any(sign in url for sign in _GLOB_SIGNS):
         return "tars"
     if not storage.exists(url):
-        raise SourceError("nothing is here; check the path", shard=url)
+        raise SourceError("not found; check the path", shard=url)
     files, folders = storage.list_folder(url)
     names = [file.url.rsplit("/", 1)[-1] for file in files]
     if MANIFEST_NAME in names or any(is_tar(name) for name in names):
@@ -108,7 +108,7 @@ def _guess_kind(url: str, storage: Storage) -> str:
         return "table"
     if not names and not folders and _is_file(url, storage):
         raise SourceError(
-            f"a file that is no table ({', '.join(TABLE_SUFFIXES)}) and no tar; name its folder",
+            f"neither a table ({', '.join(TABLE_SUFFIXES)}) nor a tar; name its folder",
             shard=url,
         )
     return "folder"
@@ -131,6 +131,6 @@ def _tables(url: str, storage: Storage) -> Sequence[str]:
         found = [file.url for file in storage.list_folder(url)[0] if is_table(file.url)]
     if not found:
         raise SourceError(
-            f"no table is here ({', '.join(TABLE_SUFFIXES)}); check the path", shard=url
+            f"no table found ({', '.join(TABLE_SUFFIXES)}); check the path", shard=url
         )
     return found

@@ -1,4 +1,4 @@
-"""Which record goes where: seeded orders and splits, as pure functions."""
+"""Compute seeded orders and splits of records, as pure functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def shuffled_order(count: int, *, seed: int, purpose: str) -> Numbers:
     >>> shuffled_order(5, seed=0, purpose="order").tolist()
     [3, 1, 4, 2, 0]
     """
-    # Python promises that random() stays the same for a seed; of shuffles nobody promises it.
+    # Python guarantees equal random() for equal seeds, but not equal shuffle().
     source = random.Random(f"{purpose}/{seed}")
     draws = np.array([source.random() for _ in range(count)])
     return np.argsort(draws, kind="stable").astype(np.int64)
@@ -37,12 +37,16 @@ def split_counts(count: int, fractions: Mapping[str, float]) -> dict[str, int]:
     """
     for name, fraction in fractions.items():
         if not name or not name.replace("-", "").replace("_", "").isalnum():
-            raise OptionError(f"a split is named by letters and digits, not {name!r}")
+            raise OptionError(
+                f"a split's name must have only letters, digits, '-' and '_', not {name!r}"
+            )
         if not 0 < fraction < 1:
-            raise OptionError(f"the part of split {name!r} lies between 0 and 1, not at {fraction}")
+            raise OptionError(
+                f"the fraction of split {name!r} must be between 0 and 1, not {fraction}"
+            )
     if not math.isclose(sum(fractions.values()), 1, abs_tol=1e-6):
         raise OptionError(
-            f"the parts of the splits add up to {sum(fractions.values()):g}, not 1: train=0.9,val=0.1, say"
+            f"the fractions of the splits add up to {sum(fractions.values()):g}, not 1; write for example train=0.9,val=0.1"
         )
     exact = {name: fraction * count for name, fraction in fractions.items()}
     counts = {name: int(part + 1e-9) for name, part in exact.items()}

@@ -1,4 +1,4 @@
-"""Sources that are tables: CSV, TSV, JSON lines or Parquet; a sample a row."""
+"""Read records from the rows of tables: CSV, TSV, JSON lines or Parquet."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _NUMBERS = ("npy", "npz", "pt", "pth")
 class TableSource:
     """The rows of one table, or of several with the same columns.
 
-    Text in a column that becomes an image, or any other field that is no text, number or JSON, is the path or URL of a file.
-    Bytes are taken as they are; so are the ``{"bytes": …, "path": …}`` of Hugging Face.
+    For an image field, or any other field that is not text, number or JSON, text in the column is the path or URL of a file.
+    Bytes become the field unchanged, also in the ``{"bytes": …, "path": …}`` of Hugging Face.
 
     Args:
-        urls: The tables.
-        storage: Where they and the files that they name are.
+        urls: URLs of the tables.
+        storage: Storage of the tables and of the files that they name.
         fields: Field -> column; empty: all columns go into one field ``json``.
         key: Template of the keys, from ``index`` and the columns, or the name of a column; by default the row's number.
         root: URL of the folder that paths are relative to; by default the table's own.
@@ -64,18 +64,18 @@ class TableSource:
         for field in self._fields:
             if field != field.lower() or not field or "/" in field:
                 raise OptionError(
-                    f"{field!r} is no field; fields are lower case, e.g. jpg=path", field=field
+                    f"{field!r} is not a field name; use lower case, e.g. jpg=path", field=field
                 )
 
     @property
     def name(self) -> str:
-        """What it is and where."""
+        """Kind and location of the source."""
         others = f" and {len(self._urls) - 1} more" if len(self._urls) > 1 else ""
         return f"rows of {self._urls[0]}{others}"
 
     @property
     def length(self) -> int | None:
-        """How many rows there are, if the files say so: Parquet does."""
+        """Number of rows, if the files store it, as Parquet does."""
         counts = [count_rows(url, self._storage) for url in self._urls]
         return None if None in counts else sum(count or 0 for count in counts)
 
@@ -102,7 +102,7 @@ class TableSource:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the tables; the files that they name are not looked at."""
+        """Hash of sizes and versions of the tables; the files that they name are not checked."""
         files = [self._storage.info(url) for url in self._urls]
         return fingerprint_of(
             "table", *(part for file in files for part in (file.size_or_none, file.version))
@@ -111,10 +111,10 @@ class TableSource:
     def __iter__(self) -> Iterator[Record]:
         """Yield the records.
 
-        A row that lacks a column, or holds what does not fit its field, is a record with an error.
+        A row that lacks a column, or has a value that does not fit its field, becomes a record with an error.
 
         Raises:
-            SourceError: If the table is malformed, or a key comes twice.
+            SourceError: If the table is malformed, or a key is repeated.
         """
         make_key = KeyMaker(self._key, source=self._urls[0])
         index = 0
@@ -149,7 +149,7 @@ class TableSource:
         return self._labels[str(name)]
 
     def _names(self, row: Row, index: int) -> dict[str, Any]:
-        """Return what the template of the keys may name."""
+        """Return the values for the key template."""
         if self._key_column is not None:
             return {"key": row.get(self._key_column)}
         return {"index": index} if self._key == _RUNNING_KEY else {**row.cells, "index": index}
@@ -173,12 +173,12 @@ def _unmapped(row: Row, *, is_first: bool) -> dict[str, Any]:
         if isinstance(value, bytes):
             field = _field_of(value)
             raise row.error(
-                f"column {column!r} holds bytes, which the field 'json' cannot hold; say which field they become, "
+                f"column {column!r} holds bytes, which the field 'json' cannot hold; map it to a field, "
                 f"e.g. fields={{{field!r}: {column!r}}} (--map {field}={column})"
             )
         if is_first and isinstance(value, str) and is_image_name(value):
             _log.warning(
-                "%s: column %r names images, and is packed as text; --map %s=%s packs the images",
+                "%s: column %r names images, but is packed as text; --map %s=%s packs the images",
                 row.where,
                 column,
                 canonical_field(value.rpartition(".")[2]),
@@ -195,7 +195,7 @@ def _field_of(data: bytes) -> str:
 
 
 def _convert(field: str, row: Row, column: str, root: str) -> object:
-    """Turn a cell into what the field takes.
+    """Convert a cell to a value for a field.
 
     Raises:
         SourceError: If it does not fit.
@@ -217,7 +217,7 @@ def _convert(field: str, row: Row, column: str, root: str) -> object:
 
 
 def _unwrapped(value: object) -> object:
-    """Take the bytes or the path out of what Hugging Face writes for an image or a sound."""
+    """Return the bytes or the path in a cell that Hugging Face wrote for an image or a sound."""
     if isinstance(value, Mapping) and "bytes" in value and value.keys() <= {"bytes", "path"}:
         return value["bytes"] if value["bytes"] is not None else value.get("path")
     return value
@@ -249,7 +249,7 @@ def _whole(field: str, row: Row, column: str, value: object) -> int:
 
 
 def _parsed(value: object) -> object:
-    """Read JSON out of a text cell; text that is none stays text."""
+    """Parse JSON in a text cell; return other text unchanged."""
     if isinstance(value, str) and value[:1] in ("{", "["):
         try:
             return json.loads(value)

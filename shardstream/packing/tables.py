@@ -1,4 +1,4 @@
-"""The rows of a table, one at a time: CSV, TSV, JSON lines, Parquet."""
+"""Iterate over the rows of a table: CSV, TSV, JSON lines or Parquet."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Row:
     Args:
         cells: Column -> value.
         where: Table and number of the row, the first being 1 (a header does not count).
-        is_text: Whether every cell is text, whatever it means.
+        is_text: Whether every cell is text, also a number.
     """
 
     cells: Mapping[str, Any]
@@ -55,12 +55,12 @@ def is_table(name: str) -> bool:
 
 
 def iter_rows(url: str, storage: Storage, *, columns: Sequence[str] | None) -> Iterator[Row]:
-    """Yield the rows of a table, reading no more at a time than it must.
+    """Yield the rows of a table, read in small pieces.
 
     Args:
-        url: Its name tells the format.
+        url: URL of the table; its suffix determines the format.
         storage: The storage of the files.
-        columns: Those that are needed; None for all.
+        columns: Columns that are needed; None for all.
 
     Raises:
         OptionError: If it is Parquet and pyarrow is not installed.
@@ -85,13 +85,13 @@ def iter_rows(url: str, storage: Storage, *, columns: Sequence[str] | None) -> I
                 yield Row(cells=cells, where=f"{url}, row {number}", is_text=is_text)
         except UnicodeDecodeError as error:
             raise SourceError(
-                f"behind row {number} the text is no UTF-8 ({error.reason}); convert the table to UTF-8",
+                f"the text after row {number} is not UTF-8 ({error.reason}); convert the table to UTF-8",
                 shard=url,
             ) from error
 
 
 def count_rows(url: str, storage: Storage) -> int | None:
-    """Return the number of rows if the file says it, else None."""
+    """Return the number of rows if the file stores it, else None."""
     if not url.lower().endswith(".parquet"):
         return None
     with storage.open(url) as stream, _parquet_file(stream, url, storage) as table:
@@ -132,7 +132,7 @@ def _iter_json(text: io.TextIOWrapper, url: str) -> Iterator[dict[str, Any]]:
         try:
             cells = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise SourceError(f"no JSON: {error}", shard=f"{url}, row {number}") from error
+            raise SourceError(f"not JSON: {error}", shard=f"{url}, row {number}") from error
         if not isinstance(cells, dict):
             raise SourceError(
                 f"a row is a JSON object, not {type(cells).__name__}", shard=f"{url}, row {number}"

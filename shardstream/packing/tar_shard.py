@@ -1,4 +1,4 @@
-"""Samples -> the bytes of one tar; equal input gives equal bytes."""
+"""Write samples to one tar; equal input gives equal bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Pieces = list[bytes | memoryview]
 
 
 class Writable(Protocol):
-    """Where the bytes of a tar go."""
+    """A stream that takes the bytes of a tar."""
 
     def write(self, data: bytes | memoryview, /) -> object:
         """Append bytes, all of them."""
@@ -58,11 +58,11 @@ def sample_pieces(key: str, fields: Mapping[str, bytes | memoryview]) -> Pieces:
 
 
 class TarShard:
-    """One tar while it is written.
+    """A tar that is being written.
 
     Args:
-        stream: Where it goes, from its current position.
-        url: Of the shard, for messages and for the manifest.
+        stream: Stream for the tar, from its current position.
+        url: URL of the shard, for messages and for the manifest.
         hashing: A pool of one thread that hashes during writing; None hashes in the calling thread.
     """
 
@@ -77,7 +77,7 @@ class TarShard:
         self._starts: list[int] = []
         self._keys: set[str] = set()
         self.fields: dict[str, int] = {}
-        """How many samples have each field."""
+        """Number of samples that have each field."""
         self.nsamples = 0
         """Samples so far."""
         self.size_bytes = 0
@@ -97,7 +97,7 @@ class TarShard:
         self.add_pieces(key, fields, sample_pieces(key, fields))
 
     def add_pieces(self, key: str, fields: Mapping[str, object], pieces: Pieces) -> None:
-        """Append one sample whose bytes are made already (see `sample_pieces`).
+        """Append one sample that is encoded already (see `sample_pieces`).
 
         Raises:
             SampleError: If its key is in the shard; then nothing of it is written.
@@ -121,7 +121,7 @@ class TarShard:
             self._flush()
 
     def finish(self) -> ShardInfo:
-        """Write the end of the archive, and return what is known of the shard."""
+        """Write the end of the archive, and return the shard's entry for the manifest."""
         self._buffer.append(END_OF_ARCHIVE)
         self._buffered_bytes += len(END_OF_ARCHIVE)
         self._flush()
@@ -134,7 +134,7 @@ class TarShard:
         )
 
     def _flush(self) -> None:
-        # One piece: the hashing thread then needs Python's lock once a buffer, which is worth more than the copy costs.
+        # Joined: the hashing thread then takes the GIL once per buffer, which saves more than the copy costs.
         data = b"".join(self._buffer)
         self._buffer, self._buffered_bytes = [], 0
         if self._hashing is None:
@@ -145,6 +145,6 @@ class TarShard:
         self._stream.write(data)
 
     def _wait_for_hashes(self, most: int) -> None:
-        """Wait until at most so many buffers are not hashed yet."""
+        """Wait until at most ``most`` buffers are not hashed yet."""
         while len(self._hashed) > most:
             self._hashed.popleft().result()

@@ -1,4 +1,4 @@
-"""Sources that are tars already: packed again, with other sizes, order or images."""
+"""Read records from existing tars, to pack them again."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class TarSource:
 
     Args:
         urls: A tar, a pattern, a folder or its ``index.json``, or a list of these.
-        storage: Where they are.
+        storage: Storage of the tars.
         key: Template of the keys, from ``index``, ``key`` and ``stem`` (its last part); by default the key stays.
 
     Raises:
-        StorageError: If no tar is there.
+        StorageError: If no tar is found.
     """
 
     shuffled = False
@@ -55,12 +55,12 @@ class TarSource:
 
     @property
     def name(self) -> str:
-        """What it is and where."""
+        """Kind and location of the source."""
         return f"{plural(len(self._shards), 'tar')} of {self._urls}"
 
     @property
     def length(self) -> int | None:
-        """How many samples there are, if manifests or indexes tell."""
+        """Number of samples, if manifests or indexes have it."""
         counts = [shard.nsamples for shard in self._shards]
         return None if None in counts else sum(count or 0 for count in counts)
 
@@ -74,7 +74,7 @@ class TarSource:
         differs = find_difference(self._class_names.found)
         if differs is not None:
             raise SourceError(
-                f"class numbers differ among these tars: {differs}; pack each folder by itself",
+                f"class numbers differ among these tars: {differs}; pack each folder separately",
                 shard=self._urls,
             )
         names = self._class_names.names
@@ -82,12 +82,12 @@ class TarSource:
 
     @property
     def folders(self) -> frozenset[str]:
-        """Where the tars are."""
+        """URLs of the folders of the tars."""
         return frozenset(parent_url(shard.url) for shard in self._shards)
 
     @property
     def fingerprint(self) -> str:
-        """Changes with names, sizes, counts, and sha256 if a manifest tells, else times or ETags."""
+        """Hash of names and counts, with the sha256 in a manifest, else sizes and times or ETags."""
         with ThreadPoolExecutor(
             _CONCURRENT_REQUESTS, thread_name_prefix="shardstream-look"
         ) as pool:
@@ -107,7 +107,7 @@ class TarSource:
 
         Raises:
             ShardError: If a tar is damaged.
-            SourceError: If a key comes twice.
+            SourceError: If a key is repeated.
         """
         return self.iter_from(0)
 
@@ -116,7 +116,7 @@ class TarSource:
 
         Raises:
             ShardError: If a tar is damaged.
-            SourceError: If a key comes twice among those that are read.
+            SourceError: If a key is repeated among the records that are read.
         """
         make_key = KeyMaker(self._key, source=self._urls)
         index = 0

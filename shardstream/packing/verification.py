@@ -53,13 +53,13 @@ from shardstream.tasks import JSON, Executor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport:
-    """What `verify` read and found.
+    """Result of `verify`.
 
     Args:
         shards: Shards of the dataset.
         samples: Samples in those that could be read.
         bytes: Bytes read.
-        problems: In the order of the shards; errors and warnings.
+        problems: Errors and warnings, in the order of the shards.
     """
 
     shards: int
@@ -69,7 +69,7 @@ class VerifyReport:
 
     @property
     def errors(self) -> tuple[Problem, ...]:
-        """The problems that are no mere warnings; none means that the dataset is sound."""
+        """The problems that are not warnings; empty if the dataset is intact."""
         return tuple(problem for problem in self.problems if problem.severity == "error")
 
 
@@ -118,7 +118,7 @@ class VerifyShard:
         keys: JSON = None
         if scan is not None:
             problems += _check_count(info, scan.offsets, self.storage, has_index=self.has_index)
-            keys = {  # as bytes in base64: a million keys are no list of numbers
+            keys = {  # base64 of bytes: shorter than a million numbers in JSON
                 "hashes": b64encode(hash_keys(scan.keys).tobytes()).decode(),
                 "offsets": b64encode(scan.offsets.tobytes()).decode(),
             }
@@ -136,8 +136,9 @@ def verify(
 ) -> VerifyReport:
     """Read a whole dataset again and compare it with its manifest, its indexes and itself.
 
-    Of each tar: length and sha256 as in the manifest, sound headers, no links where fields should be, nothing after its end, count of samples, index equal
-    to a fresh scan. Of all: no key twice, no tar or half-written file that the manifest does not list. A bad shard does not stop it.
+    Checks of each tar: length and sha256 as in the manifest, valid headers, no links instead of fields, no data after its end,
+    count of samples, index equal to a fresh scan. Checks of all: no repeated key, no tar or half-written file that the manifest
+    does not list. A bad shard does not stop the verification.
 
     Args:
         urls: A folder, a manifest, a pattern, a tar or a list. Without a manifest there is less to compare with.
@@ -146,7 +147,7 @@ def verify(
         threads: Tars to read at a time; each takes about 32 MiB of memory, and each sample of the dataset 40 bytes.
         progress: Called with bytes done and bytes in all, from the threads that read, one at a time; with an executor after
             each tar, from this thread.
-        executor: Where the tars are read, instead of ``threads`` threads of this process: e.g. ``LocalExecutor(processes=8)``.
+        executor: Executor that reads the tars, instead of ``threads`` threads of this process: e.g. ``LocalExecutor(processes=8)``.
             Storage options travel with the tasks.
 
     Raises:
@@ -230,7 +231,7 @@ def _check_count(
 
 
 def _find_stray_files(located: LocatedShards, storage: Storage) -> Iterator[Problem]:
-    """List files of the folder that belong to no dataset."""
+    """List files of the folder that do not belong to the dataset."""
     if located.manifest_url is None:
         return
     known = {shard.url.rsplit("/", 1)[-1] for shard in located.shards}
@@ -241,22 +242,22 @@ def _find_stray_files(located: LocatedShards, storage: Storage) -> Iterator[Prob
             yield replace(
                 stray,
                 shard=file.url,
-                what="a half-written file that a killed writer left behind",
-                remedy="delete it when no writer is at work",
+                what="a half-written file of a killed writer",
+                remedy="delete it when no writer is running",
             )
         elif is_journal(name):
             yield replace(
                 stray,
                 shard=file.url,
-                what="the journal of a pack or ShardWriter that is at work, or was stopped after it had published",
-                remedy="delete it when no writer is at work",
+                what="the journal of a pack or ShardWriter that is running, or was stopped after it had published",
+                remedy="delete it when no writer is running",
             )
         elif is_tar(name) and name not in known:
             yield replace(
                 stray,
                 shard=file.url,
                 what=f"not in {MANIFEST_NAME}, so readers of the folder do not see it",
-                remedy="run 'shardstream index' on the folder to take it in, or delete it",
+                remedy="run 'shardstream index' on the folder to include it, or delete it",
             )
 
 

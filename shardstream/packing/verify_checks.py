@@ -59,7 +59,7 @@ class ShardKeys(NamedTuple):
 
 
 def problem_from_error(error: ShardStreamError, *, shard: str) -> Problem:
-    """Return an error as a problem of the shard that it was met in."""
+    """Return an error as a `Problem`, by default of this shard."""
     return Problem(
         shard=error.shard or shard,
         what=error.what,
@@ -70,7 +70,7 @@ def problem_from_error(error: ShardStreamError, *, shard: str) -> Problem:
 
 
 def check_file(info: ShardInfo, *, sha256: str, nbytes: int) -> Iterator[Problem]:
-    """Compare a file with what the manifest says of it."""
+    """Compare length and sha256 of a file with the manifest."""
     if info.filesize is not None and info.filesize != nbytes:
         yield Problem(
             shard=info.url,
@@ -117,8 +117,8 @@ def repeated_keys(
 
     Args:
         shards: The keys of each shard; within one they differ.
-        read_key: ``read_key(shard, start, end)``: the key of the sample there, to tell equal hashes from equal keys; None
-            where it cannot be read.
+        read_key: ``read_key(shard, start, end)``: returns the key of that sample, to distinguish equal keys from equal hashes;
+            None if it cannot be read.
     """
     if not shards:
         return
@@ -142,7 +142,7 @@ def repeated_keys(
         yield Problem(
             shard=place(int(order[again[_LISTED_KEYS] + 1]))[0],
             what=f"{plural(len(again) - _LISTED_KEYS, 'more key')} in two shards",
-            remedy="was a shard copied under another name?",
+            remedy="check whether a shard was copied under another name",
         )
 
 

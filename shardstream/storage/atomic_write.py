@@ -218,7 +218,7 @@ class LocalFile(PendingFile):
             sync_folder(self._path.parent)
 
     def discard(self) -> None:
-        """Delete what was written, if it was not committed."""
+        """Delete the temporary file, if it was not committed."""
         _close_unsaved(self.stream)
         self._part.unlink(missing_ok=True)
 

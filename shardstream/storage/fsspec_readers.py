@@ -174,4 +174,4 @@ class S3fsReader(FilesystemReader):
 
 
 class _TooSlowError(TimeoutError):
-    """Bytes arrive so slowly that they are no progress."""
+    """Bytes arrive too slowly."""

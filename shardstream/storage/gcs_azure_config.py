@@ -1,7 +1,7 @@
 """Translate storage options of gcsfs and adlfs to settings of obstore's stores.
 
-Only options whose meaning is the same in obstore are translated. With any other option, gcsfs or adlfs reads. Without
-options, obstore uses the environment: application default credentials of Google, ``AZURE_STORAGE_…`` variables, the identity
+Only options whose meaning is the same in obstore are translated. With any other option, gcsfs or adlfs reads. Settings
+without an option come from the environment: application default credentials of Google, ``AZURE_STORAGE_…`` variables, the identity
 of the machine.
 """
 

@@ -221,7 +221,7 @@ def _release(token: object) -> None:
     _, handle = _held.pop(token, (None, None))
     if handle is None:  # it belongs to the process that this one was forked from
         return
-    with suppress(OSError):  # where there are no such locks
+    with suppress(OSError):  # the file system may have no locks
         fcntl.flock(handle, fcntl.LOCK_UN)
     os.close(handle)
 

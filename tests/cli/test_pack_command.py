@@ -98,14 +98,14 @@ def test_a_table_whose_rows_are_partly_broken(
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["nothing", "out"], 1, "nothing is here"),
+        (["nothing", "out"], 1, "not found; check the path"),
         (["PHOTOS", "OUT", "--split", "train:0.9"], 2, "train=0.9,val=0.1"),
         (["PHOTOS", "OUT", "--split", "train=0.9"], 1, "add up to 0.9"),
         (["PHOTOS", "OUT", "--map", "jpg"], 2, "FIELD=COLUMN"),
         (["PHOTOS", "OUT", "--max-bytes", "big"], 1, "is not a size"),
         (["PHOTOS", "OUT/x.tar"], 1, "{shard}"),
         (["PHOTOS"], 2, "DEST"),
-        (["PHOTOS", "OUT", "--classes", "PHOTOS/cat/0.png"], 1, "no class names are here"),
+        (["PHOTOS", "OUT", "--classes", "PHOTOS/cat/0.png"], 1, "no class names found"),
         (["PHOTOS", "OUT", "--masks", ""], 1, "--masks none"),
         (["PHOTOS", "OUT", "--masks", "none,png"], 1, "--masks none"),
     ],

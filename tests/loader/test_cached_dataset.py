@@ -216,6 +216,6 @@ def test_local_shards_are_not_copied(tmp_path: Path) -> None:
 
 
 def test_a_disk_that_cannot_be_written_costs_a_warning(server: Server) -> None:
-    with pytest.warns(CacheWarning, match="reading goes on without"):
+    with pytest.warns(CacheWarning, match="reads continue without it"):
         loader = server.loader(Path("/proc/no-such-place"))
     assert epoch(loader) == EVERYTHING

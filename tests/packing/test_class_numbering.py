@@ -1,4 +1,4 @@
-"""One class has one number: in all splits, in all packs, and where datasets are read together."""
+"""A class has the same number in all splits, in all packs, and in datasets that are read together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from shardstream.storage import Storage
 
 
 def images(root: Path, classes: Mapping[str, int]) -> str:
-    """A folder for each class with so many images, whose pixels are all the class's first letter."""
+    """Write a folder for each class with this number of images, whose pixels all have the class's first letter."""
     for name, count in classes.items():
         (root / name).mkdir(parents=True)
         for number in range(count):
@@ -36,7 +36,7 @@ def splits(tmp_path: Path) -> Path:
 
 
 def labels(folder: Path | str, **options: Any) -> dict[str, int]:
-    """Class, as the pixels tell -> its number; each sample must agree."""
+    """Return the class in the pixels -> its number; all samples must agree."""
     found: dict[str, set[int]] = {}
     for sample in ss.ShardDataset(str(folder), **options).decode("l8"):
         found.setdefault(chr(sample["png"].flat[0]), set()).add(int(sample["cls"]))
@@ -121,9 +121,9 @@ def test_names_are_given_as_a_list_a_file_or_a_packed_dataset(splits: Path, tmp_
     ("classes", "message"),
     [
         (["ant"], r"the class 'cat' \(cat/val-cat0\.png\) is not among the 1 class of classes"),
-        (["ant", "ant"], "names that differ"),
-        ([], "names that differ"),
-        ("empty", "no class names are here; name a classes.json"),
+        (["ant", "ant"], "distinct names"),
+        ([], "distinct names"),
+        ("empty", "no class names found; name a classes.json"),
         ("table.json", r"not a list of class names: \{'ant': 0\}"),
         ("twice.json", "the class 'ant' is listed twice"),
         ("gone.json", "not found"),
@@ -223,7 +223,7 @@ def test_a_list_of_names_that_is_replaced_is_told(
     ]
     with ss.ShardWriter(tmp_path / "out", overwrite=True) as writer:
         writer.write({"cls": 0})
-    assert "classes.json is of the dataset that is replaced, and stays" in caplog.text
+    assert "classes.json belongs to the replaced dataset and is kept" in caplog.text
 
 
 def test_a_pack_that_goes_on_keeps_its_numbers(splits: Path, tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_pack_that_goes_on_keeps_its_numbers(splits: Path, tmp_path: Path) -> 
     ss.pack(splits / "val", tmp_path / "out" / "val")
     with pytest.raises((SourceError, OptionError), match="the class 'bee'"):
         ss.pack(splits / "train", tmp_path / "out" / "train", max_samples=1)
-    with pytest.raises(OptionError, match="another one: class_numbers was"):
+    with pytest.raises(OptionError, match="another source or options is here: class_numbers was"):
         ss.pack(
             splits / "train",
             tmp_path / "out" / "train",

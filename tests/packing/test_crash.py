@@ -1,6 +1,6 @@
-"""What a power cut leaves on a local disk, at every moment of a writer: a model of what POSIX promises and no more.
+"""A power cut at any moment of a writer, in a model of the guarantees of POSIX for a local disk.
 
-Bytes of a file outlive a crash if an ``fsync`` of it came after they were written. Names outlive it in any mixture, old or
+Bytes of a file survive a crash if an ``fsync`` of it came after they were written. Names survive in any mixture, old or
 new, until an ``fsync`` of their folder. The model sees ``fsync``, ``rename`` and ``unlink`` as the writer calls them.
 """
 
@@ -19,14 +19,14 @@ from shardstream.format import INDEX_SUFFIX, MANIFEST_NAME
 from shardstream.storage import Storage, is_part, publish_bytes
 
 Tree = dict[str, bytes | None]
-"""Name -> the bytes that outlive a crash; None where some could be lost."""
+"""Return name -> the bytes that survive a crash; None if some could be lost."""
 
 
 class Disk:
-    """Watches one folder.
+    """Models the disk of one folder.
 
     Args:
-        folder: Whose files are followed; what is there already is safe.
+        folder: The folder; its existing files are on the disk.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -38,7 +38,7 @@ class Disk:
         """Of each call that was seen: the folders that a crash right after it may leave."""
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Put itself between the writer and the system."""
+        """Intercept the system calls of the writer."""
         for name in ("fsync", "replace", "rename", "unlink", "remove"):
             real = getattr(os, name)
             monkeypatch.setattr(os, name, self._seen(real, getattr(self, f"_{name}")))

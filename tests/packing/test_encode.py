@@ -70,12 +70,12 @@ def test_text_and_numbers(field: str, value: object, expected: bytes) -> None:
         ("cls", "3", "takes a whole number or bytes, not str"),
         ("cls", 3.0, "takes a whole number or bytes, not float"),
         ("txt", 3, "takes text or bytes, not int"),
-        ("txt", "\ud800", "no valid Unicode"),
+        ("txt", "\ud800", "not valid Unicode"),
         ("bin", "text", "takes bytes, not str; use value.encode"),
         ("wav", [1], "takes bytes, not list"),
         ("json", {"a": float("nan")}, "JSON cannot hold this value"),
-        ("json", {"a": {1}}, "set is no JSON"),
-        ("json", {"a": b"x"}, "bytes is no JSON"),
+        ("json", {"a": {1}}, "set is not JSON serialisable"),
+        ("json", {"a": b"x"}, "bytes is not JSON serialisable"),
         ("npy", np.array([None]), "pickles run code"),
         ("npy", {"a": 1}, "takes an array, a tensor"),
         ("npy", [[1], [1, 2]], "differ in length"),
@@ -84,10 +84,10 @@ def test_text_and_numbers(field: str, value: object, expected: bytes) -> None:
         ("pt", {"a": {1}}, "takes tensors, numbers and text"),
         ("png", np.zeros((2, 2)), "uint8, these are float64; multiply values from 0 to 1 by 255"),
         ("png", np.zeros((2, 2), np.int32), "convert them to uint8, or keep them as 'npy'"),
-        ("png", np.zeros((2, 2, 5), np.uint8), r"shape \(2, 2, 5\) are no image"),
-        ("png", np.zeros((0, 2), np.uint8), r"shape \(0, 2\) are no image"),
+        ("png", np.zeros((2, 2, 5), np.uint8), r"shape \(2, 2, 5\) are not an image"),
+        ("png", np.zeros((0, 2), np.uint8), r"shape \(0, 2\) are not an image"),
         ("jpg", np.zeros((2, 2, 4), np.uint8), "JPEG cannot hold an image of mode RGBA"),
-        ("jpg", "a.jpg", "str is no image; give a PIL image"),
+        ("jpg", "a.jpg", "str is not an image; give a PIL image"),
     ],
 )  # fmt: skip
 def test_a_value_that_does_not_fit_says_what_does(field: str, value: object, message: str) -> None:
@@ -196,7 +196,7 @@ def test_an_image_that_fits_keeps_its_bytes() -> None:
 
 def test_what_is_no_image_is_named_even_if_nothing_is_changed() -> None:
     assert reencode(jpeg(4, 2), "jpg", ImageOptions(), where="x")[1] == jpeg(4, 2)
-    with pytest.raises(SourceError, match=r"no image that can be read \(unknown format\).*x"):
+    with pytest.raises(SourceError, match=r"not a readable image \(unknown format\).*x"):
         reencode(b"no image", "jpg", ImageOptions(), where="x")
 
 
@@ -462,8 +462,8 @@ def _animation() -> bytes:
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (b"no image", "no image that can be read"),
-        (jpeg(64, 64)[:200], "no image that can be read"),
+        (b"no image", "not a readable image"),
+        (jpeg(64, 64)[:200], "not a readable image"),
         (_animation(), "an animation of 2 frames"),
     ],
 )
@@ -487,8 +487,8 @@ def test_a_decompression_bomb_is_an_error(
     [
         ({"max_side": 0}, "max_side must be 1"),
         ({"quality": 101}, "1 to 100"),
-        ({"format": "gif"}, "turned into jpg, png, webp, not into 'gif'"),
-        ({"format": "heic"}, "turned into jpg, png, webp, not into 'heic'"),
+        ({"format": "gif"}, "converted to jpg, png, webp, not to 'gif'"),
+        ({"format": "heic"}, "converted to jpg, png, webp, not to 'heic'"),
     ],
 )
 def test_image_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:

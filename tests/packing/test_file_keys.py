@@ -1,4 +1,4 @@
-"""Default keys of images: names that are unique, and say which file it was."""
+"""Default keys of images are unique and identify the file."""
 
 from __future__ import annotations
 

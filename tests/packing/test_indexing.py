@@ -88,7 +88,7 @@ def test_a_broken_or_later_manifest_is_replaced(tmp_path: Path) -> None:
 def test_tars_left_out_of_a_list_are_told(tmp_path: Path) -> None:
     make_dataset(tmp_path)
     (warning,) = index(str(tmp_path / "train-{000000..000001}.tar")).warnings
-    assert "train-000002.tar in the same folder left out" in warning
+    assert "train-000002.tar in the same folder not indexed" in warning
 
 
 def test_a_tar_without_its_end_is_told(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Whole jobs: order, splits, processes, skips, and what is published when one fails."""
+"""Packing jobs: order, splits, processes, skips, and publishing after a failure."""
 
 from __future__ import annotations
 
@@ -156,8 +156,8 @@ def test_every_record_goes_to_one_split(count: int, parts: list[int], seed: int)
     ("split", "message"),
     [
         ({"train": 0.9, "val": 0.2}, r"add up to 1\.1, not 1"),
-        ({"train": 1.0, "val": 0.0}, "lies between 0 and 1"),
-        ({"../train": 0.5, "val": 0.5}, "letters and digits"),
+        ({"train": 1.0, "val": 0.0}, "must be between 0 and 1"),
+        ({"../train": 0.5, "val": 0.5}, "must have only letters"),
         ({"train": 0.999, "val": 0.001}, "'val' would be empty: the source has 90 samples"),
     ],
 )
@@ -204,7 +204,7 @@ def test_a_broken_image_names_its_file_when_images_are_changed(
     photos: Path, tmp_path: Path
 ) -> None:
     (photos / "bee" / "07.jpeg").write_bytes(b"no image")
-    with pytest.raises(SourceError, match=r"no image that can be read.*bee/07\.jpeg"):
+    with pytest.raises(SourceError, match=r"not a readable image.*bee/07\.jpeg"):
         pack(photos, tmp_path / "out", max_side=8, processes=2)
 
 
@@ -236,9 +236,9 @@ def test_tars_are_packed_again(photos: Path, tmp_path: Path) -> None:
     before = {s["__key__"]: (s["jpg"], s["cls"]) for s in samples_of(tmp_path / "a")}
     after = samples_of(tmp_path / "b" / "x") + samples_of(tmp_path / "b" / "y")
     assert {s["__key__"]: (s["jpg"], s["cls"]) for s in after} == before
-    with pytest.raises(OptionError, match="written over while they are read"):
+    with pytest.raises(OptionError, match="overwritten while they are read"):
         pack(tmp_path / "a", tmp_path / "a", overwrite=True)
-    with pytest.raises(OptionError, match="packed again in their own order"):
+    with pytest.raises(OptionError, match="tars cannot be shuffled"):
         pack(tmp_path / "a", tmp_path / "c", shuffle=True)
 
 
@@ -361,7 +361,7 @@ def test_where_one_split_cannot_be_published_none_is_and_the_same_pack_goes_on(
 def test_a_split_that_stays_published_is_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The place of one split fails when its manifest is there, and takes no orders any more."""
+    """The store of one split fails after its manifest was written, and refuses all later requests."""
     (tmp_path / "t.csv").write_text("n\n" + "1\n" * 10)
     dest = tmp_path / "out"
     (dest / "b" / "index.json" / "x").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""Two packs or writers at one place: one of them fails and says why; what is published is of one alone."""
+"""Of two packs or writers at one place, one fails with an error; the published dataset is from one only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write(writer: ss.ShardWriter, text: str, count: int = 25) -> None:
 
 
 def compete(me: int, base: str, rounds: int, barrier: Barrier, results: Queue[Any]) -> None:
-    """Write to one place after another, each at the same moment as the other process."""
+    """Write to several places in turn, each at the same time as the other process."""
     for number in range(rounds):
         samples = [{"txt": f"{'ab'[me]} {i}"} for i in range(40)]
         url, is_pack, overwrite = f"{base}/{number}", number % 2 == 0, number % 4 > 1
@@ -54,7 +54,7 @@ def compete(me: int, base: str, rounds: int, barrier: Barrier, results: Queue[An
 
 
 def run_two(base: str, rounds: int) -> dict[int, list[str | None]]:
-    """Return for each round what became of both; None is a success."""
+    """Return both results of each round; None is a success."""
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(2), context.Queue()
     processes = [
@@ -123,7 +123,7 @@ def test_a_folder_of_this_machine_has_one_writer(tmp_path: Path) -> None:
 
 @pytest.fixture(params=["memory", "s3"])
 def remote(request: pytest.FixtureRequest) -> Iterator[str]:
-    """A folder that knows no locks."""
+    """A folder without locks."""
     if request.param == "memory":
         yield f"memory://{uuid.uuid4().hex}/out"
     else:
@@ -167,7 +167,7 @@ def test_a_pack_that_lost_its_place_leaves_the_journal_of_the_other(remote: str)
 
 
 def test_a_shard_of_another_in_its_place_is_noticed(remote: str) -> None:
-    """Whoever was checked, and stalled, may still write over a shard: nothing is published then."""
+    """A writer that stalls after its check may still overwrite a shard: nothing is published then."""
     storage = Storage()
     filesystem, path = storage.resolve(f"{remote}/000000.tar")
     writer = ss.ShardWriter(remote, max_samples=10)
@@ -210,7 +210,7 @@ def test_a_place_that_is_taken_while_the_manifest_is_written_is_not_published() 
 
 
 def test_a_manifest_that_may_have_been_written_is_taken_back() -> None:
-    """As when the answer to the request is lost."""
+    """As if the response to the request was lost."""
 
     class Losing(Hooked):
         def pipe_file(

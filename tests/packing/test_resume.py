@@ -1,4 +1,4 @@
-"""Packs that are killed: the same call again ends in the bytes of one clean run, and keeps finished shards."""
+"""Killed packs: the same call resumes, keeps finished shards, and produces the bytes of one clean run."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """All files there, hidden ones too."""
+    """Return all files in a folder, also hidden ones."""
     return {
         str(path.relative_to(folder)): path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -101,12 +101,12 @@ def remote_contents(folder: str, options: dict[str, Any] | None = None) -> dict[
 
 
 class StoppedError(Exception):
-    """Raised by a test in the midst of a pack."""
+    """Raised by a test during a pack."""
 
 
 @pytest.fixture
 def stop_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Make packs stop, by an exception, when they have noted so many shards; 0: no more."""
+    """Stop packs by an exception after this number of recorded shards; 0: never."""
     original = Journal.add
     left = [0]
 
@@ -135,12 +135,12 @@ def pack_stopped(stop_after: Callable[[int], None], count: int, *args: Any, **kw
 
 
 def run_killed(command: list[str], *, after_calls: int, counted: Path) -> bool:
-    """Run a command that kills itself at a call of our code; tell whether it ended by itself, well.
+    """Run a command that kills itself at a call of our code; return whether it ended successfully.
 
     Args:
         command: Arguments of the command line.
         after_calls: The number of the call, from 1; 0: none.
-        counted: Gets the number of all calls, if the command ends by itself.
+        counted: Receives the number of all calls, if the command is not killed.
     """
     done = subprocess.run(
         [sys.executable, "-c", KILLED_AT_A_CALL, str(after_calls), str(counted), *command],
@@ -162,7 +162,7 @@ def is_published(storage: Storage, folders: list[str]) -> bool:
 def pack_under_fire(
     command: list[str], folders: list[str], counted: Path, *, seed: int, kills: int
 ) -> None:
-    """Give a command again and again, killed at random calls of our code, until all is published."""
+    """Repeat a command, killed at random calls of our code, until the dataset is published."""
     draw = random.Random(seed)
     storage = Storage()
     calls = int(counted.read_text())  # of a clean run
@@ -339,7 +339,7 @@ def test_what_was_left_out_is_known_again(
     options: dict[str, Any] = {"fields": {"cls": "n"}, "max_samples": 10, "split": {"a": 0.5, "b": 0.5}}  # fmt: skip
     clean = pack(table, tmp_path / "clean", on_error="skip", **options)
     pack_stopped(stop_after, 3, table, tmp_path / "out", on_error="skip", **options)
-    with pytest.raises(OptionError, match=r"had left out \d+ records.*whole number.*--skip-errors"):
+    with pytest.raises(OptionError, match=r"skipped \d+ records.*whole number.*--skip-errors"):
         pack(table, tmp_path / "out", **options)
     report = pack(table, tmp_path / "out", on_error="skip", **options)
     assert report.kept >= 3
@@ -538,7 +538,9 @@ def test_notes_that_cannot_be_read_are_an_error_unless_replaced(
 ) -> None:
     pack_stopped(stop_after, 2, files, tmp_path / "out", max_samples=50)
     (tmp_path / "out" / ".shardstream-pack-000000.json").write_text(text)
-    with pytest.raises(OptionError, match=r"notes of an unfinished pack cannot be read.*overwrite"):
+    with pytest.raises(
+        OptionError, match=r"journal of an unfinished pack cannot be read.*overwrite"
+    ):
         pack(files, tmp_path / "out", max_samples=50)
     pack(files, tmp_path / "out", max_samples=50, overwrite=True)
     pack(files, tmp_path / "clean", max_samples=50)
@@ -551,7 +553,7 @@ def test_notes_on_s3_that_cannot_be_read_are_replaced(
     options = s3.storage_options
     filesystem = fsspec.filesystem("s3", **options)
     filesystem.pipe_file(f"{bucket}/out/.shardstream-pack-000000.json", b"{")
-    with pytest.raises(OptionError, match="notes of an unfinished pack cannot be read"):
+    with pytest.raises(OptionError, match="journal of an unfinished pack cannot be read"):
         pack(files, f"{bucket}/out", storage_options=options)
     report = pack(files, f"{bucket}/out", storage_options=options, overwrite=True)
     assert len(ss.ShardMapDataset(f"{bucket}/out", storage_options=options)) == report.samples
@@ -597,7 +599,7 @@ def finished_shards(count: int) -> list[FinishedShard]:
 
 
 def test_a_long_journal_is_of_several_files_of_one_run(tmp_path: Path) -> None:
-    """Those of another run, and those after a gap, are not read; a shorter journal leaves none."""
+    """Files of another run or after a gap are not read; a shorter journal leaves none."""
     folder = LocalFolder(str(tmp_path), str(tmp_path))
     shards = finished_shards(600)
     journal = Journal(folder=folder, task=Task(source="x", options={}), finished=shards)
@@ -667,7 +669,7 @@ def test_a_writer_run_again_replaces_what_a_killed_one_left(tmp_path: Path) -> N
     subprocess.run([sys.executable, "-c", KILLED, tmp_path / "out"], check=False, cwd=ROOT)
     (tmp_path / "out" / "000000.tar.part-aa").write_bytes(b"made by split -b")
     assert any(".part-" in name for name in contents(tmp_path / "out"))
-    with pytest.raises(OptionError, match="left by a run that failed"):
+    with pytest.raises(OptionError, match="from a failed run"):
         ShardWriter(tmp_path / "out")
     for folder in ("out", "clean"):
         with ShardWriter(tmp_path / folder, max_samples=10, overwrite=True) as writer:

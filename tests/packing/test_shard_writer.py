@@ -1,4 +1,4 @@
-"""The shards of a dataset: limits, publishing, replacing, and what is left when something goes wrong."""
+"""Shard writer: limits, publishing, replacing, and remaining files after an error."""
 
 from __future__ import annotations
 
@@ -135,14 +135,17 @@ def test_nothing_written_is_an_error(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("s3://b/train.tar", r"needs \{shard\}.*write 's3://b/\{shard:06d\}\.tar'"),
-        ("train-%06d.tar", r"needs \{shard\}"),
-        ("x/{n}.tar", r"no name but \{shard\}"),
-        ("x/{shard:06q}.tar", r"no name but \{shard\}"),
-        ("{shard}/x.tar", "in its last part"),
-        ("x/{shard:06d}", "ends in .tar"),
-        ("x/a-{0}.tar", r"no name but \{shard\}"),
-        ("x/{shard!r:.1}{{}}.tar.gz", r"ends in \.tar"),
+        (
+            "s3://b/train.tar",
+            r"must contain \{shard\}.*write for example 's3://b/\{shard:06d\}\.tar'",
+        ),
+        ("train-%06d.tar", r"must contain \{shard\}"),
+        ("x/{n}.tar", r"may contain only \{shard\}"),
+        ("x/{shard:06q}.tar", r"may contain only \{shard\}"),
+        ("{shard}/x.tar", "the last part of the pattern"),
+        ("x/{shard:06d}", "end in .tar"),
+        ("x/a-{0}.tar", r"may contain only \{shard\}"),
+        ("x/{shard!r:.1}{{}}.tar.gz", r"end in \.tar"),
     ],
 )
 def test_a_pattern_that_makes_no_sense(url: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""What is found in folders, tables and tars, and how messages lead to the file or row."""
+"""Records from folders, tables and tars; error messages name the file or row."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def records(source: Any, **options: Any) -> list[Record]:
 
 
 def plain(record: Record) -> dict[str, object]:
-    """Fields, with the last two parts of each file's path for the file."""
+    """Return fields, with the last two parts of each file's path instead of the file."""
     return {
         field: "/".join(value.url.split("/")[-2:]) if isinstance(value, FileRef) else value
         for field, value in record.fields.items()
@@ -95,7 +95,7 @@ def test_a_folder_for_each_class(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         ("dog/deep/a", {"jpg": "deep/a.jpeg", "cls": 1}),
     ]
     assert [r.message for r in caplog.records if r.levelno == logging.WARNING] == [
-        f"{root}: files that are no images are left out: 1"
+        f"{root}: files that are not images are skipped: 1"
     ]
 
 
@@ -162,19 +162,19 @@ def test_a_key_that_names_something_unknown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("files", "options", "message"),
     [
-        ({"a.png": b"", "cat/b.png": b"", "cat/c.png": b""}, {}, r"a\.png lies right in this folder.*CLASS/a\.png"),
-        ({"a.png": b""}, {"kind": "images"}, r"a\.png lies right in this folder"),
+        ({"a.png": b"", "cat/b.png": b"", "cat/c.png": b""}, {}, r"a\.png is directly in this folder.*CLASS/a\.png"),
+        ({"a.png": b""}, {"kind": "images"}, r"a\.png is directly in this folder"),
         ({"cat/a.txt": b""}, {"kind": "images"}, "no images in folders of classes"),
         ({"train/a.png": b"", "val/b.png": b""}, {}, "folders train, val look like splits, and hold no folders of classes; pack"),
         ({"train/cat/a.png": b"", "val/cat/a.png": b"", "more/a.png": b""}, {}, "folders train, val look like splits, more does not"),
-        ({"train/cat/a.png": b"", "test/a.png": b""}, {}, r"test/a\.png lies right in the folder of a split.*test/CLASS/a\.png"),
+        ({"train/cat/a.png": b"", "test/a.png": b""}, {}, r"test/a\.png is directly in the folder of a split.*test/CLASS/a\.png"),
         ({"README": b""}, {}, "no file here has an extension"),
-        ({".hidden": b""}, {}, "no files are here"),
+        ({".hidden": b""}, {}, "no files found"),
         ({"a.jpg": b"", "a.JPEG": b"", "a.json": b""}, {}, "would both be the field 'jpg' of 'a'"),
-        ({"cat/a.png": b""}, {"fields": {"jpg": "x"}}, "say how to read a table"),
+        ({"cat/a.png": b""}, {"fields": {"jpg": "x"}}, "apply to tables"),
         ({"cat/a.png": b""}, {"kind": "imgs"}, "one of images, files, table, tars"),
         ({"a.txt": b""}, {"kind": "tars"}, r"no index\.json and no \.tar here"),
-        ({"a.txt": b""}, {"kind": "table"}, "no table is here"),
+        ({"a.txt": b""}, {"kind": "table"}, "no table found"),
     ],
 )  # fmt: skip
 def test_folders_that_cannot_be_packed_say_why(
@@ -188,14 +188,14 @@ def test_folders_that_cannot_be_packed_say_why(
 @pytest.mark.parametrize("name", ["nothing", "nothing.csv", "nothing.tar"])
 def test_nothing_there(name: str, tmp_path: Path) -> None:
     with pytest.raises(
-        (SourceError, StorageError), match=r"nothing is|no table|is missing"
+        (SourceError, StorageError), match=r"not found|no table|is missing"
     ) as caught:
         opened(str(tmp_path / name))
     assert name in str(caught.value)
 
 
 def test_a_file_of_no_known_kind(tmp_path: Path) -> None:
-    with pytest.raises(SourceError, match=r"no table .* and no tar; name its folder"):
+    with pytest.raises(SourceError, match=r"neither a table .* nor a tar; name its folder"):
         opened(put(tmp_path, {"a.bin": b"x"}) + "/a.bin")
 
 
@@ -357,8 +357,8 @@ def test_a_row_that_cannot_be_packed_is_a_record_with_an_error(
         ("t.csv", b"a,a\n1,2\n", "two columns are named 'a'"),
         ("t.csv", b"", "the table is empty"),
         ("t.csv", b'a\n"x\n', "line 2"),
-        ("t.csv", b"a\nok\n\xff\n", "no UTF-8"),
-        ("t.jsonl", b'{"a": 1}\n{"a"\n', "no JSON.*row 2"),
+        ("t.csv", b"a\nok\n\xff\n", "not UTF-8"),
+        ("t.jsonl", b'{"a": 1}\n{"a"\n', "not JSON.*row 2"),
         ("t.jsonl", b"[1]\n", "a row is a JSON object, not list"),
         ("t.parquet", b"no parquet", r"t\.parquet"),
     ],
@@ -478,7 +478,7 @@ def test_a_table_whose_columns_go_into_json_says_what_to_map(
     url = put(tmp_path, {"t.csv": b"n,file\n1,a.JPEG\n2,b.jpeg\n"}) + "/t.csv"
     assert [record.fields["json"]["n"] for record in records(url)] == ["1", "2"]
     assert caplog.messages == [
-        f"{url}, row 1: column 'file' names images, and is packed as text; --map jpg=file packs the images"
+        f"{url}, row 1: column 'file' names images, but is packed as text; --map jpg=file packs the images"
     ]
 
 

@@ -1,4 +1,4 @@
-"""One tar: what others read in it, and that nothing of a refused sample is there."""
+"""Tars can be read by other tools, and have no part of a refused sample."""
 
 from __future__ import annotations
 

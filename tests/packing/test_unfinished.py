@@ -1,4 +1,4 @@
-"""A place where a pack or writer was stopped, or is at work, is no dataset: every reader and tool says so."""
+"""Every reader and tool refuses a folder with a running or stopped pack or writer."""
 
 from __future__ import annotations
 

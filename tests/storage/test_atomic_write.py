@@ -36,7 +36,7 @@ OLD, NEW = b"old" * 50_000, b"new!" * 60_000
 
 
 class SlowFileSystem(LocalFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """A remote place where a PUT is not one act: half of a file shows before the rest."""
+    """A remote store whose PUT is not atomic: half of a file is visible before the rest."""
 
     protocol = "slow"
 
@@ -51,7 +51,7 @@ class SlowFileSystem(LocalFileSystem):  # type: ignore[misc]  # fsspec has no ty
 
 
 class TalkativeFileSystem(LocalFileSystem):  # type: ignore[misc]
-    """A remote place that says who asked when something fails."""
+    """A remote store whose errors show the credentials."""
 
     protocol = "talkative"
 
@@ -410,7 +410,7 @@ def test_a_signal_while_a_file_is_created_leaves_nothing(
 
 
 class BucketFileSystem(MemoryFileSystem):  # type: ignore[misc]
-    """A store whose PUT is one act, as those of Google and Azure."""
+    """A store with an atomic PUT, as those of Google and Azure."""
 
     protocol = ("gs", "gcs")
 

@@ -1,4 +1,4 @@
-"""The cache on its own: whatever happens to its folder, the bytes are those of the source."""
+"""The cache returns the bytes of the source, whatever happens to its folder."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ URL = "s3://bucket/a.tar"
 
 
 class Source:
-    """A remote file, and what was asked of it through a cache."""
+    """A remote file, with the requests that a cache sent for it."""
 
     def __init__(self, data: bytes = DATA, version: str | None = "ETag 1", url: str = URL) -> None:
         self.data, self.version, self.url = data, version, url
@@ -443,7 +443,7 @@ def test_a_flipped_bit_is_found_and_mended(
 
 
 def hostile_files(path: Path, secret: Path) -> Iterator[None]:
-    """Put one thing after the other where a chunk is."""
+    """Replace a chunk by one hostile file after another."""
     good = path.read_bytes()
 
     path.write_bytes(b"")
@@ -621,7 +621,7 @@ def test_a_folder_that_cannot_be_made_is_a_warning(monkeypatch: pytest.MonkeyPat
 
 
 def read_all(folder: Path, room: int, seed: int, rounds: int, said: Any) -> None:
-    """What each process of these tests does."""
+    """Read all files; run by each process of these tests."""
     source, cache = Source(), cached(folder, room)
     starts = list(range(0, len(DATA), 250_000))
     for turn in range(rounds):

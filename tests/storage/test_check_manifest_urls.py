@@ -1,4 +1,4 @@
-"""A remote manifest opens no local files and contacts no other server; no URL starts a command."""
+"""A remote manifest opens no local files and contacts no other server; a URL starts no command."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_no_url_starts_a_command(url: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 class Site(http.server.ThreadingHTTPServer):
-    """A web server on loopback; what is not among its files goes to ``elsewhere``, and it remembers what it was asked."""
+    """A web server on loopback; it redirects unknown files to ``elsewhere`` and records its requests."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}

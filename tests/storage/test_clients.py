@@ -1,4 +1,4 @@
-"""One contract for every way to read: s3fs, obstore, any fsspec file system; on a real server that fails in all its ways."""
+"""One contract for all clients (s3fs, obstore, any fsspec file system), on a real server with injected faults."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ NAMES = (
 
 @dataclass(frozen=True)
 class Place:
-    """A way to read, and where."""
+    """A client and a location."""
 
     storage: Storage
     folder: str
@@ -75,7 +75,7 @@ def client(request: pytest.FixtureRequest) -> str:
 
 
 class Faults:
-    """The chaos port: what it is told to do, and what it was asked."""
+    """The chaos port: its injected faults, and its requests."""
 
     def __init__(self, shaped: ShapedS3, bucket: str) -> None:
         self.server = shaped
@@ -101,7 +101,7 @@ class Faults:
 
 @pytest.fixture(scope="module")
 def shaped(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShapedS3]:
-    """One proxy for all tests of this module: each sets every knob again."""
+    """One proxy for all tests of this module; each test sets all its options."""
     with nginx_or_skip(tmp_path_factory.mktemp("nginx"), s3) as proxy:
         yield proxy
 
@@ -313,7 +313,7 @@ def test_a_server_that_always_fails_is_an_error_in_the_end(client: str, faults: 
 
 
 class Chunked(http.server.BaseHTTPRequestHandler):
-    """An S3 server, or a proxy before one, whose answers do not begin with their length."""
+    """An S3 server, or a proxy before one, whose responses have no length."""
 
     protocol_version = "HTTP/1.1"
 
@@ -400,7 +400,7 @@ def test_a_byte_now_and_then_is_no_answer() -> None:
 
 @contextmanager
 def forwarded(port: int, target: str) -> Iterator[None]:
-    """Let a port of this machine lead to a server; then all its connections are cut."""
+    """Forward a local port to a server; close all its connections at the end."""
     ended = threading.Event()
 
     class Forward(socketserver.BaseRequestHandler):
@@ -465,7 +465,7 @@ def serving(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
 
 @pytest.fixture
 def paused(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The pauses of `retry`, each of which is over at once."""
+    """Record the pauses of `retry`, and skip them."""
     pauses: list[float] = []
     monkeypatch.setattr("time.sleep", pauses.append)
     return pauses
@@ -479,7 +479,7 @@ def test_a_server_that_throttles_from_the_first_request_on_has_the_whole_patienc
     paused: list[float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A fleet that starts together gets nothing but 503 at first: that is no wrong address."""
+    """Many readers that start together get only 503 at first: this does not mean a wrong address."""
     faults.set(slow=1)
     storage = Storage(faults.server.chaos.storage_options | {"s3_client": client})
 
@@ -539,7 +539,7 @@ def test_an_address_where_nothing_answers_is_given_up_sooner(way: str, paused: l
 def test_patience_begins_again_with_each_byte_that_comes(
     client: str, faults: Faults, paused: list[float]
 ) -> None:
-    """A server that cuts each answer after a few bytes is slow, not dead."""
+    """A server that cuts each response after a few bytes is slow, not dead."""
     storage = faults.storage(client, retry_timeout_s=20)
     really_read, cut = storage.read_once, [0]
 

@@ -1,4 +1,4 @@
-"""How many requests are in flight: a clock that the test winds says what is learned from which answers."""
+"""The limit of requests in flight, with a clock that the test sets."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def clock() -> Clock:
 
 
 def window(concurrency: AdaptiveLimit, clock: Clock, rate: float, *, crowded: bool = True) -> int:
-    """Let a window's worth of answers come at a rate in bytes a second; returns the slots after it."""
+    """Record one window of responses at a rate in bytes per second; return the limit after it."""
     concurrency._is_saturated = crowded  # as a request that had to wait for a slot sets it
     count = concurrency.limit
     for _ in range(count):
@@ -146,7 +146,7 @@ def test_while_the_server_asks_for_less_nothing_is_late(clock: Clock) -> None:
 
 
 class Holder:
-    """A thread that takes a slot and keeps it until it is told."""
+    """A thread that takes a slot and keeps it until `let_go` is set."""
 
     def __init__(self, concurrency: AdaptiveLimit) -> None:
         self.has_slot, self.let_go = threading.Event(), threading.Event()
@@ -165,7 +165,7 @@ class Holder:
 
 
 def with_slots(made: list[Holder], count: int) -> list[Holder]:
-    """Wait until so many have a slot; returns them."""
+    """Wait until this number of holders have a slot; return them."""
     deadline = time.monotonic() + 30
     while sum(one.has_slot.is_set() for one in made) < count and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -217,7 +217,7 @@ def test_slots_that_are_added_wake_those_that_wait(clock: Clock) -> None:
     st.integers(1, 3),
 )
 def test_after_the_close_nobody_waits_for_a_slot(events: list[str], active: int) -> None:
-    """Not those that wait then, nor a thread of the pool that comes later, whatever answers come meanwhile."""
+    """Neither waiting threads nor a later one wait, whatever responses arrive meanwhile."""
     concurrency = AdaptiveLimit(1, 8)
     made = [Holder(concurrency) for _ in range(active)]
     with_slots(made, 1)

@@ -1,4 +1,4 @@
-"""Errors of clients in our words: the right kind, whether to try again, and never a secret."""
+"""Client errors are translated to the right type and retry decision, without secrets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECRET = "hunter2"  # noqa: S105
 
 
 def refused(code: str, status: int) -> botocore.exceptions.ClientError:
-    """What S3 answers, as botocore raises it."""
+    """Return the error that botocore raises for a response of S3."""
     answer = {"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}
     return botocore.exceptions.ClientError(answer, "GetObject")
 
@@ -127,7 +127,7 @@ def test_a_name_is_no_sign() -> None:
 
 
 def fail(text: str) -> None:
-    """Raise an error with another behind it."""
+    """Raise an error with another one as its cause."""
     cause = KeyError(text)
     raise OSError(text) from cause
 

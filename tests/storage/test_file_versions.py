@@ -1,4 +1,4 @@
-"""What tells a local file from one that was written over it."""
+"""Detect that a local file was overwritten."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""S3 clients among processes: what a parent has opened must neither hang nor break its children, nor they it."""
+"""S3 clients and forks: the clients of a parent and of its children must not hang or break each other."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ LOADERS = """
 
 
 def run(program: str, folder: Path, *arguments: str) -> Any:
-    """Run a program as a process of its own: what threads this one has is not known."""
+    """Run a program in a new process, because the threads of this one are unknown."""
     (folder / "program.py").write_text(textwrap.dedent(HEAD) + textwrap.dedent(program))
     done = subprocess.run(
         [sys.executable, folder / "program.py", *arguments],

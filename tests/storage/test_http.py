@@ -1,4 +1,4 @@
-"""Files over plain http: what a server answers, or does not, in words; never the query of a signed URL."""
+"""Files over plain HTTP: messages for each response, without the query of a signed URL."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SECRET = "hunter2"  # noqa: S105
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
-    """The first part of the path is the status; a file called "unsaid" comes without a word of its length."""
+    """The first part of the path is the status; the file "unsaid" is sent without its length."""
 
     def do_GET(self) -> None:
         status = int(self.path.split("/")[1])
@@ -134,7 +134,7 @@ def test_what_needs_no_length_is_read_without_one(server: str, tmp_path: Path) -
 
 
 class Floods(Answers):
-    """A HEAD says ten bytes, or nothing of a length; the file has no end, or comes a byte at a time."""
+    """A HEAD has a length of ten bytes or none; the file has no end, or arrives byte by byte."""
 
     def do_GET(self) -> None:
         self.send_response(206 if "Range" in self.headers and "lies" in self.path else 200)

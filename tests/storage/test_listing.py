@@ -1,4 +1,4 @@
-"""Everything under a folder, however a store shows it."""
+"""List all files under a folder, on each kind of store."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_what_is_not_there_is_missing(root: str, name: str) -> None:
 
 @given(st.lists(st.text("ab/", min_size=1, max_size=6).filter(lambda name: name[-1] != "/")))
 def test_the_common_folder_is_a_folder_of_all(names: list[str]) -> None:
-    """Of any URLs of files, through a file system that has each."""
+    """For any URLs of files, on a file system that has each of them."""
     files = [
         f"memory://common/x{name}.txt".replace("//", "/").replace(":/", "://") for name in names
     ]

@@ -1,4 +1,4 @@
-"""Maps of local shards that outlive an epoch: never of a file that is gone where bytes are checked, safe among threads and forks."""
+"""Maps of local shards are kept across epochs, are safe with threads and forks, and never hide a deleted file if bytes are checked."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_any_limit_of_files_will_do(files: int, kept: int, monkeypatch: pytest.M
 
 @pytest.fixture
 def switching() -> Iterator[None]:
-    """Threads take turns as often as can be."""
+    """Switch between threads as often as possible."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield

@@ -1,4 +1,4 @@
-"""Files that are sent to S3 in parts: whole or not at all, checked, tried again, and nothing left behind."""
+"""Multipart uploads to S3 are atomic, checked and retried, and leave nothing unfinished."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DATA = random.Random(0).randbytes(2 * PART_BYTES + PART_BYTES // 2)  # two and a
 
 @pytest.fixture
 def uploads(s3: S3Server, bucket: str) -> Iterator[Callable[[], list[str]]]:
-    """Asks for the keys of uploads that are not finished."""
+    """Return a function that lists the keys of unfinished uploads."""
     client = s3.client()
     name = bucket.removeprefix("s3://")
     yield lambda: [
@@ -190,7 +190,7 @@ def test_bytes_that_change_in_transit_are_refused_and_sent_again(
 
 @pytest.fixture
 def careless(s3: S3Server) -> Iterator[S3Server]:
-    """A server that checks nothing it is sent, with a bucket "bucket"."""
+    """A server that does not check what it receives, with a bucket "bucket"."""
     moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     moto.start()
     host, port = moto.get_host_and_port()

@@ -1,4 +1,4 @@
-"""A folder for writing behaves the same on this machine and elsewhere."""
+"""Output folders behave the same on this machine and on a remote store."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The first read of a manifest needs no S3 client; the clients handle every case that is not plain."""
+"""The first read of a manifest needs no S3 client; the clients handle all other cases."""
 
 from __future__ import annotations
 

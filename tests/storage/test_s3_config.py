@@ -19,7 +19,7 @@ VARIABLES = {"AWS_ACCESS_KEY_ID": "vk", "AWS_SECRET_ACCESS_KEY": "vs", "AWS_SESS
 
 @pytest.fixture(autouse=True)
 def _bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No files and no variables of the machine's; the ones of the test's server are added by each test."""
+    """Hide the machine's configuration files and variables; each test adds those of its server."""
     for name in (
         "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION", "AWS_DEFAULT_REGION",
         "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3",

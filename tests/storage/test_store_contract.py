@@ -38,7 +38,7 @@ def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
 
 @pytest.fixture
 def public(s3: S3Server) -> Iterator[str]:
-    """Name of a bucket that everybody can read, with "data.bin", and "private.bin", which nobody else can."""
+    """Name of a public bucket with "data.bin", and the private object "private.bin"."""
     client, name = s3.client(), f"public-{uuid.uuid4().hex}"
     client.create_bucket(Bucket=name, ACL="public-read")
     client.put_object(Bucket=name, Key="data.bin", Body=DATA, ACL="public-read")

@@ -1,4 +1,4 @@
-"""Servers whose certificate has signed itself: read where it is trusted, by every client and in workers; else told at once."""
+"""Self-signed certificates: read by every client and in workers if trusted, else an error at once."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def tls(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tupl
 
 @pytest.fixture
 def trusted(tls: tuple[S3Server, Path], monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
-    """The environment leads to the server, and trusts it."""
+    """Set variables that name the server and trust its certificate."""
     server, certificate = tls
     for name, value in (server.environment | {"AWS_CA_BUNDLE": str(certificate)}).items():
         monkeypatch.setenv(name, value)

@@ -1,4 +1,4 @@
-"""Short texts that stand for many URLs: as bash expands them, or refused at once."""
+"""Brace patterns expand as in bash, or are refused at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Executors run the same tasks with the same results, and no failure is a hang."""
+"""Executors run the same tasks with the same results, and never hang after a failure."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_counts_under_one_are_refused(count: int) -> None:
 
 
 def test_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
-    """They hold the write end of a pipe: it is at its end when the last of them has gone."""
+    """They hold the write end of a pipe, which ends when the last of them has exited."""
     code = (
         "import os, signal\n"
         "import shardstream as ss\n"
