@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -75,27 +76,31 @@ def _json_or_text(value: str) -> Any:
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """Show a progress bar on a terminal's stderr; yields its update function, else None."""
+    """Show bytes done, rate and time left on a terminal's stderr; yields its update function, else None."""
     if not sys.stderr.isatty():
         yield None
         return
-    from rich.console import Console  # noqa: PLC0415  (50 ms that not every command needs)
-    from rich.progress import (  # noqa: PLC0415
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from rich.progress import DownloadColumn, TransferSpeedColumn  # noqa: PLC0415
 
-    columns = (
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total or None)
+    with terminal_bar(title, DownloadColumn(), TransferSpeedColumn()) as update:
+        yield lambda done, total: update(completed=done, total=total or None)
+
+
+@contextmanager
+def terminal_bar(title: str, *columns: Any, **fields: Any) -> Iterator[Callable[..., None]]:
+    """Show a progress bar on stderr while the block runs.
+
+    Args:
+        title: Text before the bar.
+        columns: Columns of ``rich.progress`` between the bar and the time left.
+        fields: Initial values of the columns' ``task.fields``.
+
+    Yields:
+        ``update(completed=, total=, **fields)``.
+    """
+    from rich.console import Console  # noqa: PLC0415  (50 ms that not every command needs)
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn  # noqa: PLC0415
+
+    shown = (TextColumn(title, markup=False), BarColumn(), *columns, TimeRemainingColumn())
+    with Progress(*shown, console=Console(stderr=True), transient=True) as bar:
+        yield partial(bar.update, bar.add_task(title, total=None, **fields))

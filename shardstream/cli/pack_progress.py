@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
+from shardstream.cli.options import terminal_bar
 from shardstream.cli.terminal_text import human_bytes
 from shardstream.errors import plural
 
@@ -36,18 +37,11 @@ def packing_bar() -> Iterator[Callable[[Progress], None] | None]:
     if not sys.stderr.isatty():
         yield None
         return
-    from rich import progress as bars  # noqa: PLC0415  (50 ms that --help does not need)
-    from rich.console import Console  # noqa: PLC0415
+    from rich.progress import TextColumn  # noqa: PLC0415  (50 ms that --help does not need)
 
-    columns = (
-        bars.TextColumn("packing", markup=False),
-        bars.BarColumn(),
-        bars.TextColumn("{task.fields[counts]}", markup=False),
-        bars.TimeRemainingColumn(),
-    )
+    counts_column = TextColumn("{task.fields[counts]}", markup=False)
     start_s = time.monotonic()
-    with bars.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("packing", total=None, counts="")
+    with terminal_bar("packing", counts_column, counts="") as update_bar:
 
         def update(progress: Progress) -> None:
             seconds = max(time.monotonic() - start_s, 1e-3)
@@ -59,6 +53,6 @@ def packing_bar() -> Iterator[Callable[[Progress], None] | None]:
                 f"{human_bytes(int(new * mean_bytes / seconds))}/s{kept}"
             )
             done = progress.samples + progress.skipped
-            bar.update(task, completed=done, total=progress.total, counts=counts)
+            update_bar(completed=done, total=progress.total, counts=counts)
 
         yield update
