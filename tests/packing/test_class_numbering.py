@@ -261,7 +261,7 @@ def test_loose_files_take_the_numbers_of_a_list(splits: Path) -> None:
     refused: Sequence[tuple[dict[str, Any], str]] = [
         ({"label": "folder", "classes": ["ant"]}, "lacks 'cat'"),
         ({"label": "folder", "classes": ["ant", "cat", "ant"]}, "a name twice"),
-        ({"label": len, "classes": ["ant"]}, "classes is for names"),
+        ({"label": len, "classes": ["ant"]}, "label= returns numbers, but classes= needs names"),
         ({"classes": ["ant"]}, "classes= needs label="),
     ]
     for options, message in refused:

@@ -220,7 +220,7 @@ def test_the_first_step_that_differs_is_named(folder: str) -> None:
     state = open_loader(folder, lambda ds: ds.select(is_even).shuffle(3)).state_dict()
     match = (
         r"step 2 of the pipeline: the state says Select\(predicate=.*test_step_signatures.is_even\), "
-        r"here it is Select\(predicate=.*test_step_signatures.is_odd\); use the same steps \(name="
+        r"here it is Select\(predicate=.*test_step_signatures.is_odd\); use the same steps \(for a renamed function pass its old name as name="
     )
     with pytest.raises(StateError, match=match):
         open_loader(folder, lambda ds: ds.select(is_odd).shuffle(3)).load_state_dict(state)
