@@ -66,6 +66,18 @@ def test_any_limit_of_files_will_do(files: int, kept: int, monkeypatch: pytest.M
     assert [maps.get(number) is not None for number in range(3)].count(True) == kept
 
 
+def test_the_least_used_map_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, limit = MmapPool(), 2 * (num_maps() + 2)  # room for two more than other tests keep
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    kept = num_maps() + 2
+    for number in range(kept):
+        pool.keep(number, b"tar")
+    pool.get(0)
+    pool.keep(kept, b"tar")
+    assert pool.get(0) is not None
+    assert pool.get(1) is None
+
+
 @pytest.fixture
 def switching() -> Iterator[None]:
     """Switch between threads as often as possible."""
