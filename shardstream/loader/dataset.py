@@ -25,6 +25,7 @@ from shardstream.loader.iterator import DatasetIterator
 from shardstream.loader.steps import StreamSteps
 from shardstream.order import Remainder
 from shardstream.pipeline import (
+    DEFAULT_PREFETCH_BYTES,
     CatalogSource,
     IndexedSource,
     OnError,
@@ -267,7 +268,7 @@ class ShardDataset(StreamDataset):
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int | str | None = None,
         on_error: OnError = "raise",
-        prefetch_bytes: int = 64 << 20,
+        prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
         hedge: bool = False,
         verify: Verify | None = None,
         placement: Placement | None = None,

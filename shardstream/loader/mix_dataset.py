@@ -11,6 +11,7 @@ from shardstream.errors import OptionError, plural
 from shardstream.loader.dataset import StreamDataset
 from shardstream.order import Remainder
 from shardstream.pipeline import (
+    DEFAULT_PREFETCH_BYTES,
     MixIndexedSource,
     MixRecipe,
     MixStreamSource,
@@ -34,7 +35,7 @@ def mix(  # noqa: PLR0913  (the public door)
     microbatch: int | None = None,
     window: int | None = None,
     remainder: Remainder = "pad",
-    prefetch_bytes: int = 64 << 20,
+    prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
 ) -> MixDataset:
     """Mix datasets, each with its own steps, into one; mixes can be nested.
 

@@ -12,7 +12,7 @@ from shardstream.errors import NotFoundError, OptionError
 from shardstream.loader.dataset import CatalogDataset
 from shardstream.loader.map_dataset import MapDataset
 from shardstream.order import Remainder
-from shardstream.pipeline import OnError, ReadOptions, SkipTracker
+from shardstream.pipeline import DEFAULT_PREFETCH_BYTES, OnError, ReadOptions, SkipTracker
 from shardstream.storage import Storage, Urls, list_all, list_beginning, open_cache
 
 Label = Literal["folder"] | LabelFunction
@@ -98,7 +98,7 @@ class ObjectDataset(_ObjectDatasetMixin, CatalogDataset):
         cache_dir: str | os.PathLike[str] | None = None,
         cache_bytes: int | str | None = None,
         on_error: OnError = "raise",
-        prefetch_bytes: int = 64 << 20,
+        prefetch_bytes: int = DEFAULT_PREFETCH_BYTES,
         hedge: bool = False,
         placement: Placement | None = None,
     ) -> None:

@@ -37,6 +37,7 @@ from shardstream.pipeline.fast_decode import decode_jpeg, has_only_pixels, parse
 from shardstream.pipeline.group_batch import GroupBatched, Leftover
 from shardstream.pipeline.image_decode import EXTENSIONS, IMAGE_NAMES, ImageDecoder
 from shardstream.pipeline.indexed_source import (
+    DEFAULT_PREFETCH_BYTES,
     CatalogSource,
     Chain,
     IndexedRun,
@@ -87,6 +88,7 @@ from shardstream.pipeline.stream_ops import Compose, Repeat, Shuffle, Slice
 
 __all__ = [
     "BASIC",
+    "DEFAULT_PREFETCH_BYTES",
     "EPOCHS",
     "EXTENSIONS",
     "IMAGE_NAMES",

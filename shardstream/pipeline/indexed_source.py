@@ -37,6 +37,8 @@ from shardstream.pipeline.stage import (
 )
 from shardstream.storage import Storage
 
+DEFAULT_PREFETCH_BYTES = 64 << 20
+"""Prefetch buffer of each worker for remote data: one window of the default size."""
 _DEFAULT_MICROBATCH = 64
 _LOOSE_WINDOW = 64
 # Samples planned at a time, which keeps the cost per sample under a microsecond; bytes parsed at a time; bytes copied at a time.
@@ -80,7 +82,7 @@ class ReadOptions:
     window: int | None = None
     block: int | None = None
     remainder: Remainder = "pad"
-    prefetch_bytes: int = 64 << 20
+    prefetch_bytes: int = DEFAULT_PREFETCH_BYTES
     hedge: bool = False
 
     def __post_init__(self) -> None:
