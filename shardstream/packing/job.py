@@ -124,19 +124,18 @@ def pack(  # noqa: PLR0913  (public door)
         source, reading, SourceOptions(kind=kind, key=key, fields=fields or {}, root=root)
     )
     names = ShardNames.parse(dest)
-    limits: dict[str, Any] = {"max_samples": max_samples, "max_bytes": parse_bytes(max_bytes)}
-    limits["name"] = name
+    max_bytes = parse_bytes(max_bytes)
+    limits: dict[str, Any] = {"max_samples": max_samples, "max_bytes": max_bytes, "name": name}
     _check_source_is_elsewhere(opened, names.folder, reading)
     folders = [_folder_of(names, one) for one in _split_names(opened, split or {})]
     opened = number_classes(opened, classes, folders, Storage(storage_options))
     asked: dict[str, Any] = {"kind": kind, "key": key, "fields": fields, "root": root, "seed": seed}
     asked |= {"shuffle": shuffle, "split": list((split or {}).items()), "template": names.template}
     asked |= {"class_numbers": _digest(opened.extras.get(CLASSES_NAME))}
-    task = Task(source=opened.fingerprint, options=limits | asked | images.decisive())
     job = _Job(
         plan=_plan(opened, shuffle=shuffle, seed=seed, split=split or {}),
         names=names,
-        task=task,
+        task=Task(source=opened.fingerprint, options=limits | asked | images.decisive()),
         options=WriterOptions(**limits, overwrite=overwrite, extras=frozenset(opened.extras)),
         storage_options=storage_options,
         skips=on_error == "skip",

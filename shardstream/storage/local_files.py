@@ -11,6 +11,7 @@ import os
 import resource
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 from weakref import WeakSet
 
@@ -37,11 +38,12 @@ def scan_folder(path: str) -> tuple[list[tuple[str, os.stat_result]], list[str]]
         for entry in entries:
             if entry.is_dir():
                 folders.append(entry.name)
-            elif entry.is_file():
-                try:
-                    files.append((entry.path, entry.stat()))
-                except FileNotFoundError:  # deleted meanwhile
-                    continue
+                continue
+            # A link without a target is listed, too: reading it is an error, leaving it out would be fewer samples.
+            is_dangling = entry.is_symlink() and not os.path.exists(entry.path)
+            if is_dangling or entry.is_file():
+                with suppress(FileNotFoundError):  # deleted meanwhile
+                    files.append((entry.path, entry.stat(follow_symlinks=not is_dangling)))
     return sorted(files), sorted(folders)
 
 

@@ -210,7 +210,7 @@ class Storage:
         entries = self._ask(url, "ls", detail=True)
         nameless = any(e["type"] == "directory" and e["name"] == f"{path}/" for e in entries)
         entries = [entry for entry in entries if entry["name"].rstrip("/") != path.rstrip("/")]
-        files = self._files(url, [entry for entry in entries if entry["type"] == "file"])
+        files = self._files(url, [entry for entry in entries if _is_file(entry)])
         folders = [
             entry["name"].rstrip("/").rsplit("/", 1)[-1]
             for entry in entries
@@ -230,7 +230,7 @@ class Storage:
         """
         pattern = simplify_glob(pattern)
         found = self._ask(pattern, "glob", detail=True).values()
-        return self._files(pattern, [entry for entry in found if entry["type"] == "file"])
+        return self._files(pattern, [entry for entry in found if _is_file(entry)])
 
     def read(
         self, url: str, start: int = 0, end: int | None = None, **hints: Unpack[ReadHints]
@@ -352,6 +352,11 @@ class Storage:
         if "://" not in asked or "://" in name:
             return name
         return f"{asked.split('://', 1)[0]}://{name.lstrip('/') if not asked.startswith('file:') else name}"
+
+
+def _is_file(entry: Mapping[str, Any]) -> bool:
+    """Return True for a file, and for a link, whose type fsspec gives as "other" in a local listing."""
+    return entry["type"] == "file" or bool(entry.get("islink") and entry["type"] == "other")
 
 
 def _local_info(path: str, status: os.stat_result) -> FileInfo:

@@ -30,8 +30,20 @@ def test_linked_shards_are_found(folder: Path, tmp_path: Path, manifest: bool) -
         if manifest or file.name != "index.json":
             (linked / file.name).symlink_to(file)
     assert keys(linked) == keys(folder)
-    (linked / "dangling.tar").symlink_to(tmp_path / "none.tar")
-    assert keys(linked) == keys(folder)
+    for url in (f"file://{linked}", f"{linked}/*.tar", f"{linked}/{{000000..000002}}.tar"):
+        assert keys(url) == keys(folder)
+
+
+@pytest.mark.parametrize("url", ["{}", "{}/*.tar"])
+def test_a_link_without_a_target_is_an_error_not_fewer_samples(url: str, folder: Path) -> None:
+    (folder / "index.json").unlink()
+    (folder / "000001.tar").rename(folder.parent / "moved.tar")
+    (folder / "000001.tar").symlink_to(folder / "none.tar")
+    with pytest.raises(ss.ShardStreamError, match=r"000001\.tar"):
+        keys(url.format(folder))
+    (folder / "000001.tar.idx").unlink()
+    with pytest.raises(NotFoundError, match=r"000001\.tar"):
+        keys(url.format(folder))
 
 
 @pytest.mark.parametrize("url", ["set", "./set", "set/", "../here/set", "set/index.json"])
