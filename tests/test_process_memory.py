@@ -52,7 +52,7 @@ blocks = [bytearray(100_000) for _ in range(1000)]  # below what malloc maps by 
 kept = blocks[::100]
 full = held_mb()
 del blocks
-memory.give_back_freed_memory()
+memory.release_freed_memory()
 print(full - held_mb())
 """
 

@@ -169,9 +169,7 @@ def test_what_lies_free_in_a_worker_is_given_back_at_the_end(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trimmed: list[int] = []
-    monkeypatch.setattr(
-        module_of(RangeFetcher), "give_back_freed_memory", lambda: trimmed.append(0)
-    )
+    monkeypatch.setattr(module_of(RangeFetcher), "release_freed_memory", lambda: trimmed.append(0))
     fetcher = RangeFetcher(catalog_of(url), groups(range(20)), prefetch_bytes=1 << 20)
     keys(fetcher, range(20))
     assert not trimmed

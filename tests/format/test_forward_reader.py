@@ -42,7 +42,7 @@ def test_reads_are_slices_of_the_stream(
 ) -> None:
     seen: list[bytes] = []
     read = ForwardReader(
-        io.BytesIO(data), chunk_bytes=chunk_bytes, watch=seen.append if watched else None
+        io.BytesIO(data), chunk_bytes=chunk_bytes, on_chunk=seen.append if watched else None
     )
     offset = 0
     for jump, size in jumps:

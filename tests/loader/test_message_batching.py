@@ -45,7 +45,7 @@ def worker(number: int, counts: list[int], broken: int | None) -> Generator[tupl
         yield number, place
 
 
-def in_turn(workers: list[Generator[Any]], ahead: int) -> Iterator[Any]:
+def in_turn(workers: list[Generator[Any]], prefetch_factor: int) -> Iterator[Any]:
     """As torch does: ask each worker for so many ahead, hand out in the order of asking, pass over who has ended."""
     asked: deque[tuple[int, Any]] = deque()
     live, turn = set(range(len(workers))), 0
@@ -61,7 +61,7 @@ def in_turn(workers: list[Generator[Any]], ahead: int) -> Iterator[Any]:
                     asked.append((number, error))
                 return
 
-    for _ in range(ahead * len(workers)):
+    for _ in range(prefetch_factor * len(workers)):
         ask()
     while asked:
         number, came = asked.popleft()
@@ -96,7 +96,7 @@ class Line:
     def __init__(
         self,
         workers: list[Generator[Any]],
-        ahead: int,
+        prefetch_factor: int,
         sizes: list[int],
         clock: Callable[[], float],
     ) -> None:
@@ -109,8 +109,8 @@ class Line:
             )
             for number, one in enumerate(workers)
         ]
-        self._messages = in_turn(senders, ahead)
-        self._workers, self._ahead = len(workers), ahead
+        self._messages = in_turn(senders, prefetch_factor)
+        self._workers, self._prefetch_factor = len(workers), prefetch_factor
 
     def _counted(self, number: int, messages: Generator[WorkerMessage]) -> Generator[WorkerMessage]:
         for message in messages:
@@ -125,7 +125,7 @@ class Line:
                 self._workers,
                 self.message_sizes,
                 self._unpack,
-                ahead=self._ahead,
+                prefetch_factor=self._prefetch_factor,
                 choose_size=lambda _: next(self._sizes),
             )
 
@@ -136,34 +136,34 @@ class Line:
 
 @given(
     counts=st.lists(st.integers(0, 60), min_size=1, max_size=4),
-    ahead=st.integers(1, 4),
+    prefetch_factor=st.integers(1, 4),
     broken=st.none() | st.integers(0, 60),
     sizes=st.lists(st.integers(1, 16), min_size=1, max_size=20),
     late=st.randoms(use_true_random=False),
 )
 def test_batches_come_in_the_order_in_which_they_would_come_alone(
-    counts: list[int], ahead: int, broken: int | None, sizes: list[int], late: Random
+    counts: list[int], prefetch_factor: int, broken: int | None, sizes: list[int], late: Random
 ) -> None:
     def workers() -> list[Generator[Any]]:
         return [worker(number, counts, broken) for number in range(len(counts))]
 
-    line = Line(workers(), ahead, sizes, lambda: late.choice([0.0, 0.0, 0.0, 1.0]))
-    assert handed_out(iter(line)) == handed_out(in_turn(workers(), ahead))
+    line = Line(workers(), prefetch_factor, sizes, lambda: late.choice([0.0, 0.0, 0.0, 1.0]))
+    assert handed_out(iter(line)) == handed_out(in_turn(workers(), prefetch_factor))
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 4])
+@pytest.mark.parametrize("prefetch_factor", [1, 2, 4])
 @pytest.mark.parametrize("sizes", [[16], [16, 1, 7, 3, 16, 2]])
-def test_no_worker_is_read_far_ahead_of_another(ahead: int, sizes: list[int]) -> None:
+def test_no_worker_is_read_far_ahead_of_another(prefetch_factor: int, sizes: list[int]) -> None:
     """Else what it sends would wait in the main process, and be more and more."""
     seeded = Random(0)
     line = Line(
         [worker(number, [5000] * 3, None) for number in range(3)],
-        ahead,
+        prefetch_factor,
         sizes,
         lambda: seeded.choice([0.0, 0.0, 0.0, 1.0]),
     )
     assert list(line) == [(number, place) for place in range(5000) for number in range(3)]
-    assert line.waited <= 16 * (ahead + 5)
+    assert line.waited <= 16 * (prefetch_factor + 5)
 
 
 def test_a_worker_that_is_always_late_is_not_left_behind() -> None:

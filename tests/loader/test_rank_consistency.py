@@ -72,9 +72,9 @@ def test_a_late_rank_that_agrees_does_not_wait_for_those_that_went_on() -> None:
     store = HashStore()
     with pytest.warns(UserWarning, match="rank 1 did not start to read this dataset"):
         outcome(store, 0, 2, 4, wait_s=0.05)
-    begun = time.monotonic()
+    started = time.monotonic()
     assert outcome(store, 1, 2, 4) == ""
-    assert time.monotonic() - begun < LONG_S / 2
+    assert time.monotonic() - started < LONG_S / 2
 
 
 class BrokenStore:

@@ -12,7 +12,7 @@ import shardstream as ss
 from shardstream.errors import OptionError, StateError
 from shardstream.loader import VERSION, check_state, part_state, plan_state, seal_state
 from shardstream.order import EpochOrder
-from shardstream.pipeline import Position
+from shardstream.pipeline import LoaderPosition
 from shardstream.testing import make_shards
 from tests.small_datasets import labels, loader, numbered, take
 
@@ -46,7 +46,7 @@ def test_the_end_of_an_epoch_is_the_start_of_the_next(
 
 
 def test_positions_of_parts_survive_json() -> None:
-    position = Position(epoch=1, parts={0: {"taken": 3}, 2: {"taken": 1}}, next_part=1)
+    position = LoaderPosition(epoch=1, parts={0: {"taken": 3}, 2: {"taken": 1}}, next_part=1)
     state = part_state({"kind": "parts", "num_workers": 3}, position)
     assert json.loads(json.dumps(state)) == state
     assert state["parts"] == {"0": {"taken": 3}, "2": {"taken": 1}}
@@ -55,7 +55,7 @@ def test_positions_of_parts_survive_json() -> None:
 @pytest.mark.parametrize("state", [None, 3, [], {}, {"epoch": 1}, {"_snapshot": {}}])
 def test_what_is_no_state_is_refused(state: Any) -> None:
     with pytest.raises(StateError, match="not a state of a ShardLoader"):
-        check_state(state, mine={})
+        check_state(state, expected={})
 
 
 @pytest.mark.parametrize("version", [1, 99])
@@ -64,7 +64,7 @@ def test_a_state_of_another_version_is_refused(version: int) -> None:
         f"the state has version {version}, this shardstream continues version 2; finish the epoch"
     )
     with pytest.raises(StateError, match=match):
-        check_state({"version": version, "kind": "plan"}, mine={})
+        check_state({"version": version, "kind": "plan"}, expected={})
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_the_checksum_of_a_state_is_pinned_and_knows_no_order_of_names() -> None
     """Else a state of today would be refused tomorrow."""
     state = plan_state(ORDER, data={"fingerprint": "ab12"}, epoch=2, consumed=40)
     assert state["state_checksum"] == "d3b534f353301a05"
-    check_state(dict(reversed(state.items())), mine={})
+    check_state(dict(reversed(state.items())), expected={})
 
 
 def test_an_epoch_of_one_sample_ends_with_it() -> None:
@@ -274,9 +274,9 @@ def test_an_epoch_of_one_sample_ends_with_it() -> None:
 @pytest.mark.parametrize("checksums", [None, "aa", ["aa", "bb"], []])
 def test_checksums_that_no_state_has_are_refused(checksums: Any) -> None:
     state = plan_state(ORDER, data={"checksums": checksums}, epoch=2, consumed=40)
-    check_state(state, mine={})
+    check_state(state, expected={})
     with pytest.raises(StateError, match="this state is damaged: checksums is"):
-        check_state(state, mine={"checksums": ["aa"]})
+        check_state(state, expected={"checksums": ["aa"]})
 
 
 @pytest.mark.parametrize(
@@ -291,7 +291,7 @@ def test_checksums_that_no_state_has_are_refused(checksums: Any) -> None:
 def test_a_difference_comes_with_its_remedy(name: str, remedy: str) -> None:
     state = plan_state(ORDER, data={name: 3}, epoch=2, consumed=40)
     with pytest.raises(StateError, match=remedy):
-        check_state(state, mine={name: 4})
+        check_state(state, expected={name: 4})
 
 
 @pytest.mark.parametrize(("name", "limit"), [("lanes", 1 << 24), ("window", 1 << 62)])
@@ -299,7 +299,7 @@ def test_numbers_have_a_limit(name: str, limit: int) -> None:
     for value, is_fine in ((limit - 1, True), (limit, False)):
         state = seal_state({**plan_state(ORDER, data={}, epoch=2, consumed=40), name: value})
         if is_fine:
-            check_state(state, mine={})
+            check_state(state, expected={})
         else:
             with pytest.raises(StateError, match=f"this state is damaged: {name} is {value}"):
-                check_state(state, mine={})
+                check_state(state, expected={})

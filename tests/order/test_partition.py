@@ -16,7 +16,7 @@ from shardstream.order import (
     PartitionConfig,
     RankPartition,
     Remainder,
-    fitting_lanes,
+    find_even_lane_counts,
 )
 from shardstream.pipeline import group_by_window, plan_steps, worker_steps
 from tests.order.test_epoch_plan import epochs, orders
@@ -260,7 +260,7 @@ def test_fitting_lanes_are_the_next_multiples(
 ) -> None:
     unit = world_size * microbatches * num_workers
     config = PartitionConfig(world_size=world_size, microbatches=microbatches)
-    down, up = fitting_lanes(config, num_workers, lanes)
+    down, up = find_even_lane_counts(config, num_workers, lanes)
     assert down % unit == up % unit == 0
     assert lanes <= up < lanes + unit
     assert down == max(unit, lanes - lanes % unit)

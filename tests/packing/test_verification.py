@@ -10,7 +10,14 @@ import pytest
 import zstandard
 
 from shardstream.errors import ManifestError, StorageError
-from shardstream.packing import ShardKeys, VerifyReport, hash_keys, index, repeated_keys, verify
+from shardstream.packing import (
+    ShardKeys,
+    VerifyReport,
+    find_repeated_keys,
+    hash_keys,
+    index,
+    verify,
+)
 from shardstream.storage import Storage
 from tests.small_tars import flip, make_dataset, samples, tar_bytes
 
@@ -124,7 +131,7 @@ def test_a_shard_copied_under_another_name_is_not_listed_key_by_key(tmp_path: Pa
 def test_equal_hashes_of_different_keys_are_no_problem() -> None:
     hashes = hash_keys(["a"])
     shards = [ShardKeys(name, hashes, np.array([0, 1024])) for name in ("1.tar", "2.tar")]
-    assert list(repeated_keys(shards, lambda shard, _start, _end: shard)) == []
+    assert list(find_repeated_keys(shards, lambda shard, _start, _end: shard)) == []
 
 
 def test_joined_tars_are_an_error(tmp_path: Path) -> None:

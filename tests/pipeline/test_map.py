@@ -140,8 +140,8 @@ def draw(item: int, generator: np.random.Generator) -> tuple[int, float]:
 
 def test_a_generator_depends_on_seed_epoch_and_sample_alone() -> None:
     stage = Map(function=draw, rng=True)
-    one = through(stage, 5, 6, context=Context(seed=1, epoch=2, worker_number=0))
-    assert through(stage, 5, 6, context=Context(seed=1, epoch=2, worker_number=7)) == one
+    one = through(stage, 5, 6, context=Context(seed=1, epoch=2, global_worker=0))
+    assert through(stage, 5, 6, context=Context(seed=1, epoch=2, global_worker=7)) == one
     for other in (Context(seed=2, epoch=2), Context(seed=1, epoch=3)):
         assert through(stage, 5, 6, context=other) != one
     assert one[0][1] != one[1][1]

@@ -133,7 +133,7 @@ CASES: dict[str, tuple[Stage, Iterable[Any]]] = {
 
 @pytest.mark.parametrize(("stage", "items"), CASES.values(), ids=CASES.keys())
 def test_a_stage_resumes_exactly_at_every_position(stage: Stage, items: Iterable[Any]) -> None:
-    context = Context(seed=3, epoch=2, worker_number=1)
+    context = Context(seed=3, epoch=2, global_worker=1)
     assert_resumes_exactly(lambda: stage.open(ListRun(items), context))
 
 

@@ -97,8 +97,8 @@ def test_compose_puts_a_stream_through_a_function() -> None:
 
 
 def test_composed_items_have_numbers_of_their_own() -> None:
-    def numbers(worker_number: int) -> list[int]:
-        run = Compose(function=pairs).open(ListRun(range(6)), Context(worker_number=worker_number))
+    def numbers(global_worker: int) -> list[int]:
+        run = Compose(function=pairs).open(ListRun(range(6)), Context(global_worker=global_worker))
         return [run.number for _ in run]
 
     assert len({*numbers(0), *numbers(1)}) == 6

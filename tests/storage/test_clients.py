@@ -95,7 +95,7 @@ class Faults:
 
     def storage(self, client: str, **options: Any) -> Storage:
         made = Storage(self.server.chaos.storage_options | {"s3_client": client, **options})
-        made.reached = True
+        made.has_responded = True
         return made
 
 
@@ -246,7 +246,7 @@ def test_threads_of_a_forked_child_do_not_take_each_others_readers_away(
         return True
 
     monkeypatch.setattr(module_of(ObstoreReader), "can_name", can_name)
-    reader, path = clients.reader("s3://b/k", whole=False)
+    reader, path = clients.reader("s3://b/k", reads_whole_file=False)
     assert (type(reader), path) == (ObstoreReader, "b/k")
 
 

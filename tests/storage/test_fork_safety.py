@@ -27,7 +27,7 @@ CHILDREN = """
 
     def read(storage, url):
         data = storage.read(url, 1, 3).decode()
-        return data, type(storage._clients.reader(url, whole=False)[0]).__name__
+        return data, type(storage._clients.reader(url, reads_whole_file=False)[0]).__name__
 
     if __name__ == "__main__":
         url, method, parent_client, own = sys.argv[1:]

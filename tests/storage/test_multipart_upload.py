@@ -164,7 +164,7 @@ def test_a_server_that_stays_busy_is_an_error_and_its_upload_is_dropped_later(
     assert "an unfinished upload is left on the server" in caplog.text
     assert uploads() == ["x.tar"]
     for name, alone, left in (("x.tar", False, 1), ("x.ta", True, 1), ("x.tar", True, 0)):
-        pending = open_pending(storage, f"{bucket}/{name}", alone=alone)
+        pending = open_pending(storage, f"{bucket}/{name}", is_only_writer=alone)
         pending.write(DATA)
         pending.commit()
         pending.discard()
