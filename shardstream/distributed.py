@@ -70,12 +70,12 @@ class WorkerInfo:
             raise OptionError(f"worker {self.worker} of {self.num_workers} does not exist")
 
     @property
-    def number(self) -> int:
+    def global_worker(self) -> int:
         """Number of this worker in the whole job, from 0."""
         return self.placement.rank * self.num_workers + self.worker
 
     @property
-    def total(self) -> int:
+    def num_global_workers(self) -> int:
         """Workers of the whole job."""
         return self.placement.world_size * self.num_workers
 

@@ -32,7 +32,7 @@ def tune_worker_process() -> None:
         return
 
 
-def give_back_freed_memory() -> None:
+def release_freed_memory() -> None:
     """Return a worker's free pages to the system; otherwise those between used ones add up over the epochs.
 
     This takes some milliseconds. In the user's process it does nothing: its heap may be large.

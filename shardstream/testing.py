@@ -108,42 +108,42 @@ def assert_resumes_exactly(open_run: Callable[[], Run]) -> None:
 def _walk(open_run: Callable[[], Run]) -> tuple[list[State], list[Any]]:
     """Return the state at every position, after a JSON round trip, and every item."""
     run = open_run()
-    states = [_saved(run, 0)]
+    states = [_checked_state(run, 0)]
     items: list[Any] = []
     for item in run:
         items.append(_comparable((run.number, item)))
-        states.append(_saved(run, len(items)))
-    states.append(_saved(run, len(items)))  # after the end: equal to the one before it
+        states.append(_checked_state(run, len(items)))
+    states.append(_checked_state(run, len(items)))  # after the end: equal to the one before it
     run.close()
     return states, items
 
 
 def _check_position(open_run: Callable[[], Run], place: int, state: State, rest: list[Any]) -> None:
-    fresh, used = open_run(), open_run()
-    next(used, None)
-    for name, run in (("a fresh run", fresh), ("a used run", used)):
+    new_run, used_run = open_run(), open_run()
+    next(used_run, None)
+    for name, run in (("a fresh run", new_run), ("a used run", used_run)):
         run.load_state_dict(state)
-        loaded = _saved(run, place)
+        loaded = _checked_state(run, place)
         assert loaded == state, f"at {place}, {name} loaded {state}, but says {loaded}"
         _check_rest(run, rest, f"at {place}, {name}")
-    again, last = open_run(), open_run()
-    again.load_state_dict(state)
-    next(again, None)
-    last.load_state_dict(_saved(again, place + 1))
-    _check_rest(last, rest[1:], f"at {place}, stopped again one item later,")
-    for run in (fresh, used, again, last):
+    resumed, resumed_twice = open_run(), open_run()
+    resumed.load_state_dict(state)
+    next(resumed, None)
+    resumed_twice.load_state_dict(_checked_state(resumed, place + 1))
+    _check_rest(resumed_twice, rest[1:], f"at {place}, stopped again one item later,")
+    for run in (new_run, used_run, resumed, resumed_twice):
         run.close()
 
 
-def _check_rest(run: Run, rest: list[Any], where: str) -> None:
+def _check_rest(run: Run, rest: list[Any], label: str) -> None:
     found = [_comparable((run.number, item)) for item in run]
-    assert found == rest, f"{where} goes on with (number, item) {found[:3]}…, not {rest[:3]}…"
+    assert found == rest, f"{label} goes on with (number, item) {found[:3]}…, not {rest[:3]}…"
 
 
-def _saved(run: Run, place: int) -> State:
+def _checked_state(run: Run, place: int) -> State:
     state: State = json.loads(json.dumps(run.state_dict()))
-    again = json.loads(json.dumps(run.state_dict()))
-    assert state == again, f"at {place}, the state is {state}, and a second call returns {again}"
+    second = json.loads(json.dumps(run.state_dict()))
+    assert state == second, f"at {place}, the state is {state}, and a second call returns {second}"
     return state
 
 
@@ -329,9 +329,13 @@ def _check_extents(catalog: Catalog, samples: int) -> list[bytes]:
     assert len(catalog.extents(np.arange(0)).shards) == 0, "extents() of no number gives rows"
     for number in (-1, samples):
         with contextlib.suppress(IndexError):
-            outside = [int(column[0]) for column in catalog.extents(np.array([number]))]
-            inside = [int(column[number % samples]) for column in forward]
-            assert outside == inside, f"the sample {number} of {samples} raises no IndexError"
+            extents_out_of_range = [
+                int(column[0]) for column in catalog.extents(np.array([number]))
+            ]
+            extents_in_range = [int(column[number % samples]) for column in forward]
+            assert extents_out_of_range == extents_in_range, (
+                f"the sample {number} of {samples} raises no IndexError"
+            )
     shards = set(map(int, forward.shards))
     assert shards >= set(catalog.shards_of(np.arange(samples))), "shards_of() gives other shards"
     for shard in shards:

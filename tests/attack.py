@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def survived(attack: Callable[[], object], *, memory_bytes: int, timeout_s: float = 60) -> str:
-    """Run it in a forked child with so much memory more than now; return what came of it.
+    """Run an attack in a forked child with a memory limit; return its result as text.
 
     Returns:
         What it returned, as text; or the name of its exception and what that said.
@@ -42,9 +42,9 @@ def _run(attack: Callable[[], object], memory_bytes: int, answer: Connection) ->
     limit = pages * os.sysconf("SC_PAGE_SIZE") + memory_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     try:
-        told = str(attack())
+        outcome = str(attack())
     except Exception as error:  # noqa: BLE001  (that is what is asked)
-        told = f"{type(error).__name__}: {error}"
-    answer.send(told)
+        outcome = f"{type(error).__name__}: {error}"
+    answer.send(outcome)
     answer.close()
     os._exit(0)  # nothing of pytest's runs at the end of a fork

@@ -11,14 +11,14 @@ from hypothesis import HealthCheck, settings
 
 from tests.servers import S3Server, ShapedS3, new_bucket, nginx_or_skip, start_s3
 
-# The machine may be busy: how long an example takes says nothing about the code.
+# No deadline: the machine may be busy.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
 
-# A shell's background jobs ignore interrupts, and so would the programs that tests start and interrupt.
+# Background jobs of a shell ignore SIGINT, and programs that tests start and interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Each would lead a client away from the server of the test.
+# Each of these would make a client use another server.
 _FOREIGN_VARIABLES = (
     "AWS_PROFILE",
     "AWS_SESSION_TOKEN",
@@ -29,33 +29,33 @@ _FOREIGN_VARIABLES = (
 
 @pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    """The server: Ceph, or moto where Ceph is not installed. Nothing global is set."""
+    """The S3 server: Ceph, or moto if Ceph is not installed. No global settings change."""
     with start_s3(tmp_path_factory.mktemp("s3")) as server:
         yield server
 
 
 @pytest.fixture
 def shaped_s3(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShapedS3]:
-    """The same server behind an nginx of the test's own, so that no knob outlives the test."""
+    """The same server behind an nginx that is started for this test, so that its settings end with the test."""
     with nginx_or_skip(tmp_path_factory.mktemp("nginx"), s3) as proxy:
         yield proxy
 
 
 @pytest.fixture
 def bucket(s3: S3Server) -> Iterator[str]:
-    """URL of a new, empty bucket, "s3://NAME"; it goes with the test, for it lives in memory."""
+    """URL of a new, empty bucket, "s3://NAME"; deleted after the test, because objects are in memory."""
     with new_bucket(s3) as url:
         yield url
 
 
 @pytest.fixture
 def s3_env(s3: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let clients that get no arguments find the server, here and in child processes."""
+    """Set variables so that clients without arguments find the server, also in child processes."""
     for name in _FOREIGN_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     for name, value in s3.environment.items():
         monkeypatch.setenv(name, value)
-    # s3fs keeps instances by their arguments, and with them the environment they were made in.
+    # s3fs caches instances by their arguments, with the environment of their creation.
     s3fs.S3FileSystem.clear_instance_cache()
     yield
     s3fs.S3FileSystem.clear_instance_cache()

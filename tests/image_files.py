@@ -1,4 +1,4 @@
-"""Image files that Pillow reads and cannot write."""
+"""Write image files that Pillow can read but not write."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ADAM7 = ((0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (
 
 
 def png_of(pixels: Array, *, interlaced: bool = False, bits: int = 0) -> bytes:
-    """A PNG of any depth and number of channels, each row with the filter "sub", which tells where a pixel begins."""
+    """Return a PNG of any depth and number of channels; each row has the filter "sub", which depends on the pixel size."""
     pixels = pixels if pixels.ndim == 3 else pixels[:, :, None]
     bits = bits or pixels.dtype.itemsize * 8
     step = max(1, pixels.shape[2] * bits // 8)
@@ -42,7 +42,7 @@ def png_of(pixels: Array, *, interlaced: bool = False, bits: int = 0) -> bytes:
 
 
 def tiff_of(pixels: Array, order: str, *, photometric: int | None = None) -> bytes:
-    """An uncompressed TIFF of any type of number, in a byte order ("<" or ">")."""
+    """Return an uncompressed TIFF of any number type, in a byte order ("<" or ">")."""
     channels = 1 if pixels.ndim == 2 else pixels.shape[2]
     plain = pixels.astype(pixels.dtype.newbyteorder(order)).tobytes()
     kind = {"u": 1, "i": 2, "f": 3}[pixels.dtype.kind]

@@ -1,4 +1,4 @@
-"""Set limits of the package lower, so that small data reach them; replace a public function of a module."""
+"""Lower limits of the package, so that small data reach them, and replace public functions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import pytest
 
 
 def module_of(owner: Any) -> ModuleType:
-    """Return the module that defines an exported function or class, wherever that is, to replace public names in it."""
+    """Return the module that defines an exported function or class, to replace public names in it."""
     return sys.modules[owner.__module__]
 
 
 def set_limits(monkeypatch: pytest.MonkeyPatch, owner: Any, **limits: float) -> None:
-    """Set constants of the module that defines an exported function or class, wherever that module is.
+    """Set constants of the module that defines an exported function or class.
 
     Args:
         monkeypatch: Restores them.
-        owner: What they limit.
+        owner: The function or class that they limit.
         limits: Names of public constants, with their values for this test.
     """
     module = module_of(owner)

@@ -1,4 +1,4 @@
-"""Proxy before an S3 server that corrupts requests in transit, which the nginx one cannot."""
+"""Proxy before an S3 server that corrupts requests in transit, unlike the nginx proxy."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import IO
 from urllib.parse import urlsplit
 
 Spoil = Callable[[str, int], str]
-"""``spoil("PUT /bucket/key?…", number of such a request, from 0)`` -> "", "flip" a bit, or "lose" the answer."""
+"""``spoil("PUT /bucket/key?…", number of such a request, from 0)`` -> "", "flip" a bit, or "lose" the response."""
 
 
 class SpoilingProxy:
-    """Relays connections; what it does to a request is up to the test.
+    """Relays connections, and changes requests as the test requires.
 
     Args:
         endpoint: The server.
-        spoil: Asked for each request.
+        spoil: Called for each request.
     """
 
     def __init__(self, endpoint: str, spoil: Spoil) -> None:
@@ -44,7 +44,7 @@ class SpoilingProxy:
         self._listener.close()
 
     def reopen(self) -> None:
-        """Take connections again, at the same port."""
+        """Accept connections again, at the same port."""
         self._listener = socket.create_server(("127.0.0.1", self.port), backlog=64)
         self._accepting()
 
@@ -111,7 +111,7 @@ class SpoilingProxy:
         try:
             while data := server.recv(1 << 16):
                 if losing.is_set() and not data.startswith(b"HTTP/1.1 100"):
-                    time.sleep(0.2)  # the server is done with it
+                    time.sleep(0.2)  # the server has closed the connection
                     return
                 client.sendall(data)
         except OSError:
@@ -123,7 +123,7 @@ class SpoilingProxy:
 
 
 def _lines(stream: IO[bytes]) -> Iterator[bytes]:
-    """Yield the lines of a request's head; none once the client is gone, which `readline` says for ever."""
+    """Yield the lines of a request's head; none once the client is gone, when `readline` returns an empty line without end."""
     while (line := stream.readline()) not in (b"\r\n", b""):
         yield line
 

@@ -1,9 +1,9 @@
-"""Temporary S3 servers on loopback: Ceph, moto where Ceph is missing, nginx for faults.
+"""Temporary S3 servers on loopback: Ceph, or moto if Ceph is missing, and nginx for faults.
 
-The scripts in `tests/s3` do the work; they also run by hand, for benchmarks. Here they get free
-ports and a guard, which stops the daemons within two seconds of this process's end, however it
-ended. With `CI=true` in the environment a missing server is an error: there, a test that silently
-runs against something weaker, or not at all, would be taken for a passed one.
+The scripts in `tests/s3` do the work; they also run on their own, for benchmarks. Here they get free
+ports and a guard, which stops the daemons within two seconds after this process ends, even if it
+is killed. With `CI=true` in the environment a missing server is an error: in CI, a test that
+runs against a weaker server, or not at all, would count as passed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ import boto3
 
 SCRIPTS = Path(__file__).parent / "s3"
 
-_PORTS = range(10_000, 32_000)  # below the ports that the kernel hands out to clients
+_PORTS = range(10_000, 32_000)  # below the ephemeral ports of the kernel
 _NOT_INSTALLED = 127
 _ATTEMPTS = 5
 
 
 class ServerError(Exception):
-    """A test server did not start; the message ends with what its script said."""
+    """A test server did not start; the message ends with the output of its script."""
 
 
 class ServerMissingError(ServerError):
@@ -49,9 +49,9 @@ class ServerMissingError(ServerError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class S3Server:
-    """One S3 endpoint and the one user that owns all its buckets.
+    """An S3 endpoint, and the user that owns all its buckets.
 
-    `kind` says how far it can be trusted: "moto" checks neither signatures nor checksums.
+    `kind` is "ceph" or "moto"; moto checks neither signatures nor checksums.
     """
 
     endpoint: str
@@ -62,7 +62,7 @@ class S3Server:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The variables by which any AWS client finds this server."""
+        """Variables with which any AWS client finds this server."""
         return {
             "AWS_ACCESS_KEY_ID": self.access_key,
             "AWS_SECRET_ACCESS_KEY": self.secret_key,
@@ -73,7 +73,7 @@ class S3Server:
 
     @property
     def storage_options(self) -> dict[str, Any]:
-        """Arguments of `s3fs.S3FileSystem`, for a test that leaves the environment alone."""
+        """Arguments of `s3fs.S3FileSystem`, for tests that do not change the environment."""
         return {
             "key": self.access_key,
             "secret": self.secret_key,
@@ -92,7 +92,7 @@ class S3Server:
         }
 
     def client(self, **options: Any) -> Any:
-        """A boto3 client; who asks for it closes it."""
+        """Return a boto3 client, which the caller closes."""
         return boto3.client("s3", **self.boto3_options, **options)
 
 
@@ -111,7 +111,7 @@ class ShapedS3:
     workdir: Path
 
     def control(self, path: str) -> str:
-        """Tune or ask the proxy; returns its counts and configuration as JSON text.
+        """Configure or query the proxy; return its counts and configuration as JSON text.
 
         `path` is "/stats", "/clear" (counts and draws, not the configuration) or
         "/set?profile=chaos&slow=0.5&seed=7"; the knobs are listed on top of `chaos.lua`.
@@ -124,7 +124,7 @@ class ShapedS3:
 
 
 def in_ci() -> bool:
-    """Whether a missing server must fail the run."""
+    """Return whether a missing server must fail the run."""
     return os.environ.get("CI") == "true"
 
 
@@ -150,7 +150,10 @@ def start_s3(workdir: Path) -> Iterator[S3Server]:
         yield _read_server(workdir / "s3.env", kind)
     finally:
         _stop(workdir)
-        for data in ("mon", "osd"):  # pytest keeps the folders of three runs: 40 MB each otherwise
+        for data in (
+            "mon",
+            "osd",
+        ):  # pytest keeps the folders of three runs, which would be 40 MB each
             shutil.rmtree(workdir / data, ignore_errors=True)
 
 
@@ -188,7 +191,7 @@ def start_nginx(workdir: Path, s3: S3Server) -> Iterator[ShapedS3]:
 
 @contextmanager
 def nginx_or_skip(workdir: Path, s3: S3Server) -> Iterator[ShapedS3]:
-    """`start_nginx` for a test or fixture: skipped where nginx is not installed, but for CI."""
+    """`start_nginx` for a test or fixture: skipped if nginx is not installed, except in CI."""
     try:
         with start_nginx(workdir, s3) as proxy:
             yield proxy
@@ -201,28 +204,28 @@ def nginx_or_skip(workdir: Path, s3: S3Server) -> Iterator[ShapedS3]:
 
 
 def signal_server(workdir: Path, name: str, number: signal.Signals) -> None:
-    """Send a signal to all processes of a server that was started here: "nginx", or "rgw" of a Ceph."""
+    """Send a signal to all processes of a server that was started here: "nginx", or "rgw" for Ceph."""
     lines = (workdir / "pids").read_text().splitlines()
     leaders = [int(pid) for pid, found, *_ in map(str.split, lines) if found == name]
-    for leader in leaders:  # each is the head of a session of its own
+    for leader in leaders:  # each is the leader of its own session
         os.killpg(leader, number)
 
 
 def restart_nginx(proxy: ShapedS3) -> None:
-    """Start a proxy that was killed again, at the same ports; what it was told by `control` it has forgotten."""
-    _stop(proxy.workdir)  # of what is left
+    """Start a killed proxy again at the same ports, with default settings."""
+    _stop(proxy.workdir)  # remaining processes
     port = proxy.plain.endpoint.rpartition(":")[2]
     _run_again("start_nginx.sh", proxy.workdir, str(proxy.workdir / "upstream"), port)
 
 
 def restart_rgw(workdir: Path) -> None:
-    """Start the gateway of a Ceph that was killed again, with the data it had."""
+    """Start a killed Ceph gateway again, with its data."""
     _run_again("restart_rgw.sh", workdir)
 
 
 @contextmanager
 def new_bucket(s3: S3Server, name: str | None = None) -> Iterator[str]:
-    """Make an empty bucket, "s3://NAME", and delete it with all that is in it."""
+    """Make an empty bucket, "s3://NAME", and delete it with its contents at the end."""
     client = boto3.resource("s3", **s3.boto3_options)
     made = client.create_bucket(Bucket=name or f"test-{uuid.uuid4().hex}")
     yield f"s3://{made.name}"
@@ -243,7 +246,9 @@ def _start(script: str, workdir: Path, *arguments: str, num_ports: int) -> int:
             said = done.stderr.strip()
             if done.returncode == _NOT_INSTALLED:
                 raise ServerMissingError(said)
-            if "is taken" not in said and "died" not in said:  # what a lost race for a port says
+            if (
+                "is taken" not in said and "died" not in said
+            ):  # the message if another process took the port
                 break
     raise ServerError(f"{script} failed, see {workdir}: {said}")
 
@@ -255,7 +260,7 @@ def _run(script: str, workdir: Path, *arguments: str) -> None:
 
 
 def _run_again(script: str, workdir: Path, *arguments: str) -> None:
-    """Run a script that starts a server where one has just died: its port may not be free for a moment."""
+    """Run a script that starts a server again; the port of a killed one may be in use for a moment."""
     for _ in range(_ATTEMPTS):
         if _script(script, workdir, *arguments).returncode == 0:
             return
@@ -291,7 +296,7 @@ def _one_start_at_a_time() -> Iterator[None]:
 
 
 def _find_free_ports(count: int) -> int:
-    source = random.SystemRandom()  # a seeded one would send all pytest workers to the same port
+    source = random.SystemRandom()  # a seeded generator would give all pytest workers the same port
     for _ in range(1000):
         first = source.choice(_PORTS[:-count])
         if all(_is_free(port) for port in range(first, first + count)):
@@ -355,7 +360,7 @@ def start_azurite(workdir: Path) -> Iterator[str]:
         process.wait()
 
 
-# Known to all: https://learn.microsoft.com/azure/storage/common/storage-use-azurite
+# Public default key: https://learn.microsoft.com/azure/storage/common/storage-use-azurite
 _AZURITE_ACCOUNT = "devstoreaccount1"
 _AZURITE_KEY = (
     "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
@@ -392,14 +397,14 @@ http {{
 
 @contextmanager
 def start_tls(workdir: Path, s3: S3Server) -> Iterator[tuple[S3Server, Path]]:
-    """Run nginx with a certificate that it signed itself, as openssl makes them, in front of `s3`.
+    """Run nginx with a self-signed certificate in front of `s3`.
 
     Yields the server, over https, and the file of the certificate.
 
     Raises:
         ServerMissingError: nginx or openssl is not installed.
     """
-    # Debian has it where only root's PATH leads.
+    # On Debian it is in a folder that only root's PATH has.
     nginx = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin")
     openssl = shutil.which("openssl")
     if nginx is None or openssl is None:

@@ -14,13 +14,13 @@ import PIL.Image
 import shardstream as ss
 from shardstream.testing import make_shards
 
-# torch counts the cores of this machine and warns where a test wants more workers; a fork while
-# threads run is what these tests are about.
+# torch warns if there are more workers than cores; these tests fork
+# while threads run on purpose.
 FEW_CORES = "ignore:This DataLoader will create:UserWarning"
 
 
 def numbered(folder: Path | str, nsamples: int = 100, per_shard: int = 15, **options: Any) -> str:
-    """A data set whose sample i has ``cls`` i and a small array of its own."""
+    """Write a dataset whose sample i has ``cls`` i and its own small array."""
     samples = [
         {"__key__": f"{i:06d}", "cls": i, "npy": np.full((2, 3), i, dtype=np.int32)}
         for i in range(nsamples)
@@ -36,13 +36,13 @@ def loader(
     drop_last: bool = False,
     **options: Any,
 ) -> ss.ShardLoader:
-    """A loader of the plain data set: what most tests need."""
+    """Return a loader over a dataset without steps, as most tests need."""
     dataset = ss.ShardDataset(str(folder), **options).decode()
     return ss.ShardLoader(dataset, batch_size, num_workers=num_workers, drop_last=drop_last)
 
 
 def labels(batches: Iterable[Any]) -> list[list[int]]:
-    """The ``cls`` of each sample, batch by batch."""
+    """Return the ``cls`` of each sample, by batch."""
     return [batch["cls"].tolist() for batch in batches]
 
 
@@ -51,7 +51,7 @@ def flat(batches: Iterable[list[int]]) -> list[int]:
 
 
 def take(batches: Iterable[Any], count: int) -> list[Any]:
-    """The first batches; the loader is left in the middle of its epoch."""
+    """Return the first batches; the loader stops during its epoch."""
     return list(islice(batches, count))
 
 
@@ -61,7 +61,7 @@ def all_ranks(world_size: int, folder: str, **options: Any) -> Iterator[ss.Shard
 
 
 def picture(mode: str = "RGB", size: tuple[int, int] = (13, 9), *, fmt: str = "PNG") -> bytes:
-    """The bytes of a real image file with no two pixels alike."""
+    """Return the bytes of an image file whose pixels all differ."""
     shape = (size[1], size[0], len(mode)) if len(mode) > 1 else (size[1], size[0])
     noise = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
     stream = io.BytesIO()

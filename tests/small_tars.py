@@ -1,4 +1,4 @@
-"""Small tars for the tests of packing and of the command line."""
+"""Write small tars for the tests of packing and of the command line."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardstream.format import END_OF_ARCHIVE, encode_member
 
 
 def tar_bytes(members: list[tuple[str, bytes]], *, end: bytes = END_OF_ARCHIVE) -> bytes:
-    """A tar as shardstream writes it."""
+    """Return a tar as shardstream writes it."""
     return (
         b"".join(bytes(part) for name, data in members for part in encode_member(name, data)) + end
     )
 
 
 def samples(first: int, count: int, *, size: int = 700) -> list[tuple[str, bytes]]:
-    """Members of samples 0000, 0001, …: a bin of ``size`` bytes, a cls."""
+    """Return members of samples 0000, 0001, …: a bin of ``size`` bytes, and a cls."""
     numbers = range(first, first + count)
     return [
         member
@@ -33,7 +33,7 @@ def samples(first: int, count: int, *, size: int = 700) -> list[tuple[str, bytes
 
 
 def make_dataset(folder: Path, *, shards: int = 3, count: int = 4) -> list[Path]:
-    """Tars of ``count`` samples each, without side files."""
+    """Write tars of ``count`` samples each, without indexes and manifest."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"train-{shard:06d}.tar" for shard in range(shards)]
     for number, path in enumerate(paths):
@@ -42,7 +42,7 @@ def make_dataset(folder: Path, *, shards: int = 3, count: int = 4) -> list[Path]
 
 
 def foreign_tar(path: Path, members: list[tuple[str, bytes]]) -> None:
-    """A tar as Python's tarfile writes it, with a folder entry."""
+    """Write a tar with Python's tarfile, with a folder entry."""
     with tarfile.open(path, "w") as tar:
         folder = tarfile.TarInfo("stuff/")
         folder.type = tarfile.DIRTYPE
@@ -66,7 +66,7 @@ def npy_bytes(array: np.ndarray) -> bytes:
 
 
 def flip(path: Path, offset: int) -> None:
-    """Turn one bit over."""
+    """Flip one bit."""
     data = bytearray(path.read_bytes())
     data[offset] ^= 1
     path.write_bytes(data)

@@ -33,20 +33,20 @@ _OTHER_KINDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One thing to put into a tar: a regular file, or, by its kind, anything else."""
+    """An entry of a tar: a regular file, or another kind."""
 
     name: str
     data: bytes = b""
     kind: bytes = tarfile.REGTYPE
     records: dict[str, str] = field(default_factory=dict)
-    """Pax records to write in front; other formats have no place for them."""
+    """Pax records to write before it; other formats ignore them."""
     base_256: bool = False
-    """Write the size as GNU does from 8 GiB on, whatever it is."""
+    """Write the size in GNU's binary form, which GNU uses from 8 GiB on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class Archive:
-    """A tar and what was put in."""
+    """A tar, and the entries that were written to it."""
 
     form: TarFormat
     entries: tuple[Entry, ...]
@@ -61,7 +61,7 @@ class Archive:
 
 
 def path_parts() -> st.SearchStrategy[str]:
-    """Parts of member names: short and plain, full of dots, of any script, or long."""
+    """Generate parts of member names: short and plain, with many dots, of any script, or long."""
     return st.one_of(
         st.text("abAB01_-", min_size=1, max_size=6),
         st.text("aA_. ", min_size=1, max_size=5),
@@ -75,13 +75,13 @@ def path_parts() -> st.SearchStrategy[str]:
 
 
 def member_names() -> st.SearchStrategy[str]:
-    """Names of files in tars, with or without a field, up to three folders deep."""
+    """Generate names of files in tars, with or without a field, up to three folders deep."""
     plain = st.builds("{}.{}".format, st.text("abc", min_size=1, max_size=3), _plain_fields())
     return plain | st.lists(path_parts(), min_size=1, max_size=4).map("/".join)
 
 
 def keys() -> st.SearchStrategy[str]:
-    """Keys that a sample can be written under."""
+    """Generate keys that samples can be written with."""
     last = path_parts().map(lambda part: part.replace(".", "_") or "_")
     return (
         st.tuples(st.lists(path_parts(), max_size=2), last)
@@ -91,13 +91,13 @@ def keys() -> st.SearchStrategy[str]:
 
 
 def fields() -> st.SearchStrategy[str]:
-    """Fields that a sample can be written with: lower case, dots inside."""
+    """Generate fields that a sample can be written with: lower case, dots inside."""
     strange = path_parts().map(str.lower).filter(lambda name: name == name.lower())
     return (_plain_fields() | strange).filter(lambda name: name not in ("__key__", "__url__"))
 
 
 def raw_samples(*, max_samples: int = 6) -> st.SearchStrategy[list[dict[str, Any]]]:
-    """Samples with fields of bytes, no key twice."""
+    """Generate samples with fields of bytes and unique keys."""
     one = st.tuples(
         keys(), st.dictionaries(fields(), st.binary(max_size=1100), min_size=1, max_size=3)
     )
@@ -114,7 +114,7 @@ def _plain_fields() -> st.SearchStrategy[str]:
 
 
 def entries(form: TarFormat) -> st.SearchStrategy[Entry]:
-    """Regular files, and folders, links, devices and pipes between them."""
+    """Generate regular files, with folders, links, devices and pipes between them."""
     bodies = st.binary(max_size=64) | st.integers(500, 1100).map(lambda size: b"b" * size)
     files = st.builds(Entry, name=member_names(), data=bodies, base_256=st.just(form == "gnu"))
     others = st.builds(Entry, name=member_names(), kind=st.sampled_from(_OTHER_KINDS))
@@ -136,10 +136,10 @@ def entries(form: TarFormat) -> st.SearchStrategy[Entry]:
 
 @st.composite
 def archives(draw: st.DrawFn, *, forms: tuple[TarFormat, ...] = TAR_FORMATS) -> Archive:
-    """Tars that Python's ``tarfile`` writes, in any of its formats."""
+    """Generate tars that Python's ``tarfile`` writes, in any of its formats."""
     form = draw(st.sampled_from(forms))
     globals_ = draw(st.none() | _records()) if form == "pax" else None
-    # tarfile refuses what it writes itself: a global header with nothing behind it
+    # tarfile refuses a tar that it wrote: a global header at the end
     put = draw(st.lists(entries(form), min_size=1 if globals_ else 0, max_size=6))
     return make_archive(put, form=form, global_records=globals_)
 
@@ -147,7 +147,7 @@ def archives(draw: st.DrawFn, *, forms: tuple[TarFormat, ...] = TAR_FORMATS) -> 
 def make_archive(
     put: list[Entry], *, form: TarFormat, global_records: dict[str, str] | None = None
 ) -> Archive:
-    """Write a tar; what the format has no room for is left out."""
+    """Write a tar; entries that the format cannot hold are omitted."""
     buffer = io.BytesIO()
     kept: list[Entry] = []
     with tarfile.open(
@@ -211,7 +211,7 @@ def make_header(
     prefix: bytes = b"",
     magic: bytes = b"ustar\x0000",
 ) -> bytes:
-    """Return a header block with the right checksum, whatever nonsense its fields hold."""
+    """Return a header block with the right checksum, also for invalid fields."""
     block = b"".join(
         (
             name.ljust(100, b"\0")[:100],
@@ -231,7 +231,7 @@ def make_header(
 
 
 def with_checksum(block: bytes) -> bytes:
-    """Return a block with the checksum that its other bytes ask for."""
+    """Return a block with the checksum of its other bytes."""
     total = sum(block[:148]) + 8 * 32 + sum(block[156:])
     return block[:148] + b"%06o\0 " % total + block[156:]
 
@@ -242,12 +242,12 @@ def octal(size: int) -> bytes:
 
 
 def base_256(size: int) -> bytes:
-    """Return a size field as GNU tar writes it when octal has no room, or below zero."""
+    """Return a size field as GNU tar writes sizes that octal cannot hold, and negative ones."""
     return (b"\x80" if size >= 0 else b"\xff") + (size % (1 << 88)).to_bytes(11, "big")
 
 
 def padded(data: bytes) -> bytes:
-    """Fill up to whole blocks."""
+    """Pad with zeros to whole blocks."""
     return data + bytes(-len(data) % BLOCK_BYTES)
 
 
@@ -263,7 +263,7 @@ def _tar_info(entry: Entry) -> tarfile.TarInfo:
 
 
 def _write_size_in_base_256(buffer: io.BytesIO, start: int, size: int) -> None:
-    # The entry's last header stands right before its body, which ends the buffer.
+    # The entry's last header is right before its body, which ends the buffer.
     end = buffer.tell()
     header = end - len(padded(bytes(size))) - BLOCK_BYTES
     assert header >= start

@@ -1,4 +1,4 @@
-"""The rooms of the package: which rooms a room may import, no circles, and how long a module may be."""
+"""Test the rooms of the package: allowed imports, no circles, and sizes of modules and functions."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ HOMES = {
     "webdataset": (),
 }
 NEVER_IMPORTED = ("subprocess", "pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve")
-# `serialize` unpickles what a worker of ours has sent, `testing` what it has pickled itself.
+# `serialize` unpickles messages of its own workers, `testing` its own pickles.
 MAY_PICKLE = ("pipeline/decode.py", "loader/serialize.py", "testing.py")
 NEVER_CALLED = ("eval", "exec", "compile", "__import__", "os.system", "os.popen")
 
@@ -79,7 +79,7 @@ def name_of(path: Path) -> str:
 
 
 def part_of(module: str) -> str:
-    """Return the room that ``shardstream.x.y`` lies in."""
+    """Return the room that contains ``shardstream.x.y``."""
     parts = module.split(".")
     return parts[1] if len(parts) > 1 else "__init__"
 
@@ -123,7 +123,7 @@ def dotted_names(path: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_a_module_imports_only_rooms_that_its_room_may_import(path: Path) -> None:
+def test_module_imports_only_rooms_that_its_room_may_import(path: Path) -> None:
     mine = own_part(path)
     assert mine in MAY_IMPORT, f"{mine} is no room: name it in MAY_IMPORT"
     for module in imports(path):
@@ -137,10 +137,10 @@ def module_name(path: Path) -> str:
     return ".".join(parts).removesuffix(".__init__")
 
 
-def test_no_modules_import_each_other_in_a_circle() -> None:
+def test_there_are_no_import_circles() -> None:
     modules = {module_name(path): path for path in MODULES}
     found = {
-        # For types alone `retry` and `range_file` import `store`.
+        # `retry` and `range_file` import `store` only for types.
         name: {one for one in imports(path, for_types=False) if one in modules and one != name}
         for name, path in modules.items()
     }
@@ -184,7 +184,7 @@ def test_other_rooms_and_tests_import_only_exported_names(path: Path) -> None:
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_rooms_export_what_others_use_and_no_more(room: str) -> None:
+def test_rooms_export_only_names_used_elsewhere(room: str) -> None:
     used = {
         name
         for path in [*MODULES, *TESTS, *CLIENTS]
@@ -193,7 +193,7 @@ def test_rooms_export_what_others_use_and_no_more(room: str) -> None:
         if module == f"shardstream.{room}"
     }
     used |= {name for name, home in vars(shardstream)["_LAZY"].items() if home == room}
-    pages = [*(ROOT / "docs").glob("*.md"), *TESTS]  # tests hold programs as texts
+    pages = [*(ROOT / "docs").glob("*.md"), *TESTS]  # tests contain programs as strings
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     for names in re.findall(rf"from shardstream\.{room} import ([\w, ]+)", text):
         used.update(names.split(", "))
@@ -215,7 +215,7 @@ def test_tests_replace_no_private_name(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_fsspec_and_torch_stay_at_home(path: Path) -> None:
+def test_fsspec_and_torch_are_imported_only_in_their_rooms(path: Path) -> None:
     for module in imports(path, for_types=False):
         homes = HOMES.get(module.split(".")[0])
         assert homes is None or name_of(path).startswith(homes), (
@@ -224,7 +224,7 @@ def test_fsspec_and_torch_stay_at_home(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
-def test_the_environment_is_read_in_two_modules_alone(path: Path) -> None:
+def test_environment_is_read_only_in_two_modules(path: Path) -> None:
     read = {name for name in dotted_names(path) if name in ("os.environ", "os.getenv", "os.putenv")}
     homes = ("distributed.py", "storage/s3_config.py")
     assert not read or name_of(path) in homes, f"{name_of(path)} reads {read}"
@@ -239,7 +239,7 @@ def test_data_never_runs_as_code(path: Path) -> None:
         ast.unparse(node.func) for node in ast.walk(parse(path)) if isinstance(node, ast.Call)
     }
     assert not called.intersection(NEVER_CALLED), f"{name_of(path)}: {called & {*NEVER_CALLED}}"
-    # numpy unpickles object arrays and torch any file, unless told not to
+    # numpy unpickles object arrays and torch any file, unless an argument forbids it
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("np.load", "torch.load"):
             options = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
@@ -278,7 +278,7 @@ def test_every_folder_of_the_package_is_shallow() -> None:
     assert all(len(path.relative_to(PACKAGE).parts) <= 2 for path in MODULES)
 
 
-def test_importing_the_package_leaves_torch_and_the_clients_out() -> None:
+def test_importing_the_package_does_not_import_torch_or_clients() -> None:
     heavy = (
         "torch",
         "s3fs",

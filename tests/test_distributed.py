@@ -47,11 +47,11 @@ def context(rank: int | None, world_size: int | None) -> SimpleNamespace:
     return SimpleNamespace(get_world_rank=lambda: rank, get_world_size=lambda: world_size)
 
 
-def test_without_a_hint_it_is_rank_0_of_1() -> None:
+def test_default_is_rank_0_of_1() -> None:
     assert Placement.detect() == Placement() == Placement(0, 1)
 
 
-def test_torchruns_variables_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchrun_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert Placement.detect() == Placement(2, 4)
@@ -68,7 +68,7 @@ def test_torchruns_variables_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
         ("2", "2", "both be whole|rank 2 of world size 2"),
     ],
 )
-def test_half_or_wrong_variables_are_refused(
+def test_incomplete_or_invalid_variables_are_refused(
     rank: str | None, world_size: str | None, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if rank is not None:
@@ -87,7 +87,7 @@ def test_half_or_wrong_variables_are_refused(
         (False, False, Placement(1, 2)),
     ],
 )
-def test_an_initialised_process_group_wins_over_variables(
+def test_process_group_overrides_variables(
     *, available: bool, initialised: bool, expected: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
@@ -105,7 +105,7 @@ def test_an_initialised_process_group_wins_over_variables(
         (outside_a_worker, Placement()),
     ],
 )
-def test_ray_train_is_asked(
+def test_ray_train_context_is_read(
     get_context: Callable[[], object], expected: Placement, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake_ray(monkeypatch, get_context)
@@ -113,12 +113,12 @@ def test_ray_train_is_asked(
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [(-1, 1), (1, 1), (0, 0), (8, 8)])
-def test_a_rank_outside_the_world_does_not_exist(rank: int, world_size: int) -> None:
+def test_rank_outside_the_world_is_refused(rank: int, world_size: int) -> None:
     with pytest.raises(OptionError, match=f"rank {rank} of world size {world_size}"):
         Placement(rank, world_size)
 
 
 @pytest.mark.parametrize(("worker", "num_workers"), [(-1, 1), (1, 1), (0, 0)])
-def test_a_worker_outside_its_rank_does_not_exist(worker: int, num_workers: int) -> None:
+def test_worker_outside_its_rank_is_refused(worker: int, num_workers: int) -> None:
     with pytest.raises(OptionError, match=f"worker {worker} of {num_workers}"):
         WorkerInfo(Placement(), worker, num_workers)

@@ -1,4 +1,4 @@
-"""The documents for developers name files that exist, and link to each other."""
+"""Test that the documents for developers name files that exist, and link to each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parent.parent
 DECISIONS = ROOT / "docs" / "decisions"
 PAGES = sorted(DECISIONS.glob("*.md"))
 DEVELOPERS = (ROOT / "docs" / "architecture.md", ROOT / "CONTRIBUTING.md", *PAGES)
-# In backquotes: a path with a folder and a suffix, or a module of the package's root.
+# In backticks: a path with a folder and a suffix, or a module of the package's root.
 _FILE = re.compile(r"`((?:\w+/)+\w+\.py|distributed\.py|process_memory\.py)`")
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
 
@@ -27,7 +27,7 @@ def test_files_that_are_named_exist(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", DEVELOPERS, ids=name_of)
-def test_links_lead_somewhere(path: Path) -> None:
+def test_links_have_targets(path: Path) -> None:
     for target in _LINK.findall(path.read_text(encoding="utf-8")):
         assert (path.parent / target).exists(), target
 
@@ -38,14 +38,14 @@ def test_every_decision_is_in_the_index() -> None:
     assert linked == {page.name for page in PAGES} - {"README.md"}
 
 
-def test_the_architecture_names_every_room() -> None:
+def test_architecture_names_every_room() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rooms = {path.parent.name for path in (ROOT / "shardstream").glob("*/__init__.py")}
     assert {room for room in rooms if f"`{room}`" not in text} == set()
 
 
 def test_modules_in_the_drawings_exist() -> None:
-    """The first words of a line in a drawing are a room and its modules."""
+    """The first words of a line in a diagram are a room and its modules."""
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rooms = {path.parent.name for path in (ROOT / "shardstream").glob("*/__init__.py")}
     room = ""

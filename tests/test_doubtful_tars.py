@@ -1,4 +1,4 @@
-"""Tars that are empty, truncated, joined or hold links give an error or a warning at every entry point, never silently fewer samples."""
+"""Test that empty, truncated or joined tars and tars with links give an error or a warning at every entry point."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LEFTOVER = WHOLE + bytes(RECORD - len(WHOLE) - 512) + b"\x30\0\xf1" + bytes(509)
 
 
 def linked(*entries: tuple[str, bytes, str]) -> bytes:
-    """Three samples, and after the first one entries of some type, as GNU tar and tarfile write them."""
+    """Return a tar of three samples with entries of another type after the first, as GNU tar and tarfile write them."""
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for number in range(3):
@@ -45,7 +45,7 @@ LINKS = linked(
     ("0003.bin", HARD, "0000.bin"), ("0003.cls", HARD, "0000.cls"), ("0004.bin", SYMBOLIC, "x")
 )
 
-# What is wrong -> the bytes of a tar, and a part of the message.
+# Defect -> the bytes of a tar, and a part of the message.
 REFUSED = {
     "empty": (b"", "the file is empty"),
     "cut in the padding": (WHOLE[: END - 100], "is cut"),
@@ -77,7 +77,7 @@ SUFFIXES: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.fixture
 def place(tmp_path: Path) -> Callable[[str, bytes], str]:
-    """Writes a tar, compressed by its suffix, to a folder of its own."""
+    """Return a function that writes a tar, compressed by its suffix, to a new folder."""
 
     def put(suffix: str, data: bytes) -> str:
         path = tmp_path / "in" / f"a{suffix}"
@@ -98,7 +98,7 @@ def pack(url: str) -> int:
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("kind", REFUSED)
-def test_it_is_refused_at_every_door(
+def test_ambiguous_tar_is_refused_by_all_readers(
     kind: str, suffix: str, place: Callable[[str, bytes], str]
 ) -> None:
     data, message = REFUSED[kind]
@@ -113,7 +113,7 @@ def test_it_is_refused_at_every_door(
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
 @pytest.mark.parametrize("kind", TOLERATED)
-def test_it_is_read_with_a_warning_at_every_door(
+def test_doubtful_tar_is_read_with_a_warning_by_all_readers(
     kind: str,
     suffix: str,
     place: Callable[[str, bytes], str],
@@ -131,7 +131,7 @@ def check_warned(url: str, message: str, caplog: pytest.LogCaptureFixture) -> No
     assert re.search(message, caplog.text)
     if url.endswith(".tar"):
         with pytest.warns(ss.ShardWarning, match=message):
-            assert len(ss.ShardMapDataset(url)) == 3  # a scan, as there is no index
+            assert len(ss.ShardMapDataset(url)) == 3  # a scan, because there is no index
         (warning,) = ss.index(url).warnings
         assert re.search(message, warning)
     assert any(re.search(message, problem.what) for problem in ss.verify(url).problems)
@@ -146,7 +146,7 @@ def check_warned(url: str, message: str, caplog: pytest.LogCaptureFixture) -> No
         ("d/v1.0", HARD, True),
     ],
 )
-def test_a_link_that_is_of_no_sample_is_no_error(
+def test_link_outside_samples_is_not_an_error(
     name: str, kind: bytes, is_error: bool, place: Callable[[str, bytes], str]
 ) -> None:
     report = ss.verify(place(".tar", linked((name, kind, "d"))))
@@ -154,14 +154,14 @@ def test_a_link_that_is_of_no_sample_is_no_error(
     assert bool(report.errors) is is_error
 
 
-def test_a_plain_tar_cut_between_samples_is_read_with_a_warning(
+def test_plain_tar_cut_between_samples_is_read_with_a_warning(
     place: Callable[[str, bytes], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     check_warned(place(".tar", WHOLE[:END]), NO_END, caplog)
 
 
 def zstd_cut_in_its_frame() -> bytes:
-    """Cut between two blocks of the frame, where the decoder sees no end and says nothing."""
+    """Return a frame that is cut between two blocks, where the decoder reports no error."""
     packer = zstandard.ZstdCompressor().compressobj()
     return packer.compress(WHOLE[:END]) + packer.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
 
@@ -173,13 +173,13 @@ def zstd_cut_in_its_frame() -> bytes:
         (
             ".tar.gz",
             gzip.compress(WHOLE[: END - 2560]) + gzip.compress(b""),
-        ),  # as pigz makes: parts
+        ),  # several members, as pigz writes
         (".tar.zst", zstandard.compress(WHOLE[:END])),
         (".tar.zst", zstd_cut_in_its_frame()),
     ],
     ids=range(4),
 )
-def test_a_compressed_tar_must_have_its_end(suffix: str, data: bytes, tmp_path: Path) -> None:
+def test_compressed_tar_must_have_its_end(suffix: str, data: bytes, tmp_path: Path) -> None:
     path = tmp_path / "in" / f"a{suffix}"
     path.parent.mkdir()
     path.write_bytes(data)
@@ -189,10 +189,10 @@ def test_a_compressed_tar_must_have_its_end(suffix: str, data: bytes, tmp_path: 
     assert NO_END in ss.verify(str(path)).errors[0].what
 
 
-def test_a_sample_that_may_lack_its_last_fields_is_not_handed_out(
+def test_sample_that_may_lack_fields_is_not_returned(
     place: Callable[[str, bytes], str],
 ) -> None:
-    url = place(".tar.gz", WHOLE[: END - 1024])  # the third sample has lost its class
+    url = place(".tar.gz", WHOLE[: END - 1024])  # the third sample lacks its class
     found: list[str] = []
     with pytest.raises(ss.ShardError, match=NO_END):
         found.extend(sample["__key__"] for sample in ss.ShardDataset(url, index="ignore"))
@@ -200,7 +200,7 @@ def test_a_sample_that_may_lack_its_last_fields_is_not_handed_out(
 
 
 @pytest.mark.parametrize("suffix", SUFFIXES)
-def test_an_empty_shard_beside_good_ones_is_refused(
+def test_empty_shard_next_to_valid_ones_is_refused(
     suffix: str, place: Callable[[str, bytes], str], tmp_path: Path
 ) -> None:
     good, empty = place(suffix, WHOLE), tmp_path / f"b{suffix}"
@@ -209,18 +209,18 @@ def test_an_empty_shard_beside_good_ones_is_refused(
         list(ss.ShardDataset([good, str(empty)], index="ignore"))
 
 
-def test_an_empty_shard_with_an_index_is_refused(
+def test_empty_shard_with_an_index_is_refused(
     place: Callable[[str, bytes], str], tmp_path: Path
 ) -> None:
     good, empty = place(".tar", WHOLE), tmp_path / "in" / "b.tar"
     ss.index(good)
     empty.write_bytes(b"")
-    empty.with_name("b.tar.idx").write_bytes(bytes(8))  # of no samples
+    empty.with_name("b.tar.idx").write_bytes(bytes(8))  # not part of samples
     with pytest.raises(ss.ShardError, match=r"the file is empty.*b\.tar"):
         ss.ShardDataset([good, str(empty)])
 
 
-def test_samples_read_by_number_warn_of_links(place: Callable[[str, bytes], str]) -> None:
+def test_reads_by_number_warn_of_links(place: Callable[[str, bytes], str]) -> None:
     url = place(".tar", LINKS)
     ss.index(url)
     with pytest.warns(ss.ShardWarning, match="links and other entries without data") as caught:
@@ -228,7 +228,7 @@ def test_samples_read_by_number_warn_of_links(place: Callable[[str, bytes], str]
     assert len({str(warning.message) for warning in caught}) == 1
 
 
-def test_links_that_are_no_fields_are_no_loss(
+def test_links_that_are_not_fields_are_no_loss(
     place: Callable[[str, bytes], str], recwarn: pytest.WarningsRecorder
 ) -> None:
     url = place(".tar", linked(("README", SYMBOLIC, "x"), ("__meta__/a.txt", HARD, "0000.bin")))
@@ -237,13 +237,13 @@ def test_links_that_are_no_fields_are_no_loss(
     assert not ss.index(url).warnings
 
 
-def test_a_shard_that_lost_samples_since_the_state_was_taken_is_an_error(
+def test_shard_that_lost_samples_since_the_state_was_taken_is_an_error(
     place: Callable[[str, bytes], str],
 ) -> None:
     url = place(".tar.gz", b"")
 
     def put(count: int) -> ss.ShardLoader:
-        """Write so many samples to a file of the same size, and open it."""
+        """Write this number of samples to a file of constant size, and open it."""
         tar = tar_bytes(samples(0, count)).ljust(RECORD, b"\0")
         Path(url).write_bytes(gzip.compress(tar, 0))
         return ss.ShardLoader(ss.ShardDataset(url, index="ignore"), batch_size=1)

@@ -26,7 +26,7 @@ ALL_ERRORS = sorted(
 SIGNED = "https://me:hunter2@host/b/a.tar?X-Amz-Signature=1f3&X-Amz-Credential=k"
 
 
-def test_the_tree_in_the_docstring_is_the_tree() -> None:
+def test_docstring_shows_the_class_tree() -> None:
     drawn: list[tuple[int, str, str]] = []
     for line in (errors.__doc__ or "").splitlines():
         if line.strip(" │├└─").split(" ", 1)[0].endswith("Error") and line.startswith("    "):
@@ -40,7 +40,7 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
 
 
 @pytest.mark.parametrize("kind", ALL_ERRORS)
-def test_an_error_can_be_rebuilt_from_its_message_alone(kind: type[ShardStreamError]) -> None:
+def test_error_can_be_rebuilt_from_its_message_alone(kind: type[ShardStreamError]) -> None:
     # torch's loader does: exception_type(message)
     error = kind("wrong", shard="s3://b/a.tar", offset=512, key="0001", field="jpg")
     message = "wrong [in s3://b/a.tar, at byte 512, sample '0001', field 'jpg']"
@@ -49,7 +49,7 @@ def test_an_error_can_be_rebuilt_from_its_message_alone(kind: type[ShardStreamEr
 
 
 @pytest.mark.parametrize("kind", ALL_ERRORS)
-def test_an_error_goes_between_processes_with_its_places(kind: type[ShardStreamError]) -> None:
+def test_pickled_error_keeps_its_location(kind: type[ShardStreamError]) -> None:
     error = kind("wrong", shard="s3://b/a.tar", offset=0, key="", field="jpg")
     again = pickle.loads(pickle.dumps(error))  # noqa: S301  (our own bytes)
     assert type(again) is kind
@@ -57,7 +57,7 @@ def test_an_error_goes_between_processes_with_its_places(kind: type[ShardStreamE
     assert (again.offset, again.key) == (0, "")
 
 
-def test_only_known_places_are_told() -> None:
+def test_only_known_locations_are_shown() -> None:
     assert str(ShardError("wrong")) == "wrong"
     assert str(ShardError("wrong", offset=0)) == "wrong [at byte 0]"
 
@@ -65,7 +65,7 @@ def test_only_known_places_are_told() -> None:
 @pytest.mark.parametrize(
     ("kind", "python"), [(NotFoundError, FileNotFoundError), (AccessDeniedError, PermissionError)]
 )
-def test_an_error_that_python_knows_is_one_of_pythons(
+def test_errors_inherit_from_matching_builtin_types(
     kind: type[ShardStreamError], python: type[OSError]
 ) -> None:
     with pytest.raises(python, match=r"^wrong \[in s3://b/a\]$") as raised:
@@ -73,7 +73,7 @@ def test_an_error_that_python_knows_is_one_of_pythons(
     assert type(OSError(raised.value.errno, "x")) is python
 
 
-def test_an_option_error_is_a_value_error() -> None:
+def test_option_error_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="no such option"):
         raise OptionError("no such option")
 
@@ -92,18 +92,18 @@ def test_an_option_error_is_a_value_error() -> None:
         ("FileNotFoundError('https://h/a?x=1')", "FileNotFoundError('https://h/a?…')"),
     ],
 )
-def test_secrets_in_urls_are_left_out(url: str, shown: str) -> None:
+def test_secrets_in_urls_are_redacted(url: str, shown: str) -> None:
     assert redact(url) == shown
 
 
-def test_a_signed_url_is_in_no_message_and_no_attribute() -> None:
+def test_signed_url_is_in_no_message_and_no_attribute() -> None:
     error = ShardError("wrong", shard=SIGNED)
-    told = "".join(traceback.format_exception(error)) + repr(error) + repr(vars(error))
-    assert "hunter2" not in told
-    assert "1f3" not in told
+    shown_text = "".join(traceback.format_exception(error)) + repr(error) + repr(vars(error))
+    assert "hunter2" not in shown_text
+    assert "1f3" not in shown_text
 
 
-def test_an_error_carries_what_where_and_remedy() -> None:
+def test_error_has_problem_location_and_remedy() -> None:
     error = ShardError("cut; in half", remedy="write it again", shard="a.tar", offset=512)
     assert str(error) == "cut; in half; write it again [in a.tar, at byte 512]"
     assert (error.what, error.remedy, error.where) == (

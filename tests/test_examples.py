@@ -1,4 +1,4 @@
-"""Every example runs in its own process, succeeds and leaves no files behind."""
+"""Test that every example runs in its own process, succeeds and leaves no files."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _TIMEOUT_S = 600
 
 @pytest.fixture
 def tmp_path() -> Iterator[Path]:
-    """Short: sockets between processes lie in TMPDIR, and the name of a socket has 108 bytes at most."""
+    """Short temporary folder: sockets between processes are in TMPDIR, and socket names have at most 108 bytes."""
     with tempfile.TemporaryDirectory(prefix="ss-") as name:
         yield Path(name)
 
 
 def environment(tmp_path: Path) -> dict[str, str]:
-    """Without what would lead S3 clients elsewhere; temporary files go where the test can see them."""
+    """Environment without variables that select another S3 server, and with a temporary folder that the test checks."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     (tmp_path / "tmp").mkdir(exist_ok=True)
     return clean | {
@@ -51,21 +51,21 @@ def run(
 
 
 def left_running(tmp_path: Path) -> list[str]:
-    """Return the processes that an example started and that are still there, known by their environment."""
+    """Return the running processes that an example started, identified by their environment."""
     mark = f"TMPDIR={tmp_path / 'tmp'}\0".encode()
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             if mark in (folder / "environ").read_bytes():
                 found.append((folder / "cmdline").read_text().replace("\0", " "))
-        except OSError:  # it has ended, or is not ours
+        except OSError:  # it has ended, or belongs to another user
             continue
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_an_example_shows_what_it_says(path: Path, tmp_path: Path) -> None:
+def test_example_prints_the_documented_output(path: Path, tmp_path: Path) -> None:
     done = run(path.name, tmp_path=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout
@@ -75,7 +75,7 @@ def test_an_example_shows_what_it_says(path: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_quickstart_trains_from_a_server_of_its_own(tmp_path: Path) -> None:
+def test_quickstart_trains_from_its_own_server(tmp_path: Path) -> None:
     done = run("quickstart.py", tmp_path=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "s3://" in done.stdout
@@ -85,7 +85,7 @@ def test_the_quickstart_trains_from_a_server_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_quickstart_trains_from_a_folder_and_does_not_replace_it_unasked(
+def test_quickstart_trains_from_a_folder_and_keeps_it(
     tmp_path: Path,
 ) -> None:
     dest = str(tmp_path / "digits")
@@ -99,7 +99,7 @@ def test_the_quickstart_trains_from_a_folder_and_does_not_replace_it_unasked(
 
 
 @pytest.mark.slow
-def test_an_interrupted_quickstart_takes_its_server_along(tmp_path: Path) -> None:
+def test_interrupted_quickstart_stops_its_server(tmp_path: Path) -> None:
     with subprocess.Popen(
         [sys.executable, EXAMPLES / "quickstart.py"],
         cwd=tmp_path, env=environment(tmp_path), stdout=subprocess.PIPE, text=True,
@@ -114,19 +114,19 @@ def test_an_interrupted_quickstart_takes_its_server_along(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_the_minio_example_uses_the_server_of_the_environment(s3: S3Server, tmp_path: Path) -> None:
+def test_minio_example_uses_the_server_of_the_environment(s3: S3Server, tmp_path: Path) -> None:
     done = run("06_minio.py", tmp_path=tmp_path, **s3.environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"server: {s3.endpoint}" in done.stdout
 
 
-def test_examples_are_numbered_without_gaps_and_say_what_is_learnt() -> None:
+def test_examples_are_numbered_without_gaps_and_state_their_topic() -> None:
     assert [int(path.name[:2]) for path in SCRIPTS] == list(range(1, len(SCRIPTS) + 1))
     for path in SCRIPTS:
-        said = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        assert "You learn:" in said, path.name
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        assert "You learn:" in docstring, path.name
 
 
-def test_examples_use_the_public_names_alone() -> None:
+def test_examples_use_only_public_names() -> None:
     for path in EXAMPLES.glob("*.py"):
         assert not re.search(r"(from|import) shardstream\.", path.read_text("utf-8")), path.name

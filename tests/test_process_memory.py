@@ -1,4 +1,4 @@
-"""Malloc and garbage collector settings: once in a process, and for workers only."""
+"""Test malloc and garbage collector settings: once per process, and only in workers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shardstream import process_memory
 
 
 class Cycle:
-    """Garbage that only the collector finds."""
+    """Garbage that only the cycle collector frees."""
 
     def __init__(self) -> None:
         self.myself = self
 
 
-def test_looking_up_a_name_keeps_no_garbage_alive() -> None:
+def test_lazy_import_keeps_no_garbage() -> None:
     alive: weakref.WeakSet[Cycle] = weakref.WeakSet()
     for _ in range(20_000):
         alive.add(Cycle())
@@ -29,11 +29,9 @@ def test_looking_up_a_name_keeps_no_garbage_alive() -> None:
     assert len(alive) < 10_000
 
 
-def test_malloc_is_taught_once_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malloc_is_tuned_once_per_process(monkeypatch: pytest.MonkeyPatch) -> None:
     process_memory.keep_freed_memory()
-    monkeypatch.setattr(
-        process_memory, "MMAP_THRESHOLD_PROBE_BYTES", -1
-    )  # with which bytes() fails
+    monkeypatch.setattr(process_memory, "MMAP_THRESHOLD_PROBE_BYTES", -1)  # bytes() fails with this
     process_memory.keep_freed_memory()
 
 
@@ -52,13 +50,13 @@ blocks = [bytearray(100_000) for _ in range(1000)]  # below what malloc maps by 
 kept = blocks[::100]
 full = held_mb()
 del blocks
-memory.give_back_freed_memory()
+memory.release_freed_memory()
 print(full - held_mb())
 """
 
 
 @pytest.mark.parametrize(("process", "least", "most"), [("worker", 85, 105), ("user", 0, 15)])
-def test_a_worker_gives_back_what_lies_free_between_used_memory(
+def test_worker_returns_free_memory_between_used_blocks(
     process: str, least: int, most: int
 ) -> None:
     done = subprocess.run(
@@ -71,7 +69,7 @@ def frozen(sample: dict[str, Any]) -> int:
     return int(sample["json"]) + gc.get_freeze_count()
 
 
-def test_workers_leave_what_they_inherit_out_of_collections(tmp_path: Any) -> None:
+def test_workers_exclude_inherited_objects_from_garbage_collection(tmp_path: Any) -> None:
     with ss.ShardWriter(tmp_path) as writer:
         for number in range(4):
             writer.write({"__key__": str(number), "json": 0})

@@ -16,7 +16,7 @@ def test_names_are_sorted_and_listed_once() -> None:
 
 
 @pytest.mark.parametrize("name", ss.__all__)
-def test_each_name_is_there_and_says_what_it_is(name: str) -> None:
+def test_each_public_name_exists_and_has_a_docstring(name: str) -> None:
     found = getattr(ss, name)
     assert found.__name__ == name
     assert len(inspect.getdoc(found) or "") > 20
@@ -24,7 +24,7 @@ def test_each_name_is_there_and_says_what_it_is(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ss.__all__)
-def test_each_public_method_says_what_it_does(name: str) -> None:
+def test_each_public_method_has_a_docstring(name: str) -> None:
     found = getattr(ss, name)
     if not inspect.isclass(found):
         return
@@ -36,26 +36,26 @@ def test_each_public_method_says_what_it_does(name: str) -> None:
     assert not missing
 
 
-def test_an_unknown_name_is_an_attribute_error() -> None:
+def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module 'shardstream' has no attribute 'ShardReader'"):
         ss.ShardReader  # noqa: B018
 
 
 @pytest.mark.parametrize("module", ["shardstream", "shardstream.testing", "shardstream.cli"])
-def test_importing_leaves_torch_out(module: str) -> None:
+def test_import_does_not_import_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
 @pytest.mark.parametrize("room", ["storage", "pipeline", "packing", "loader"])
-def test_importing_a_room_leaves_optional_packages_out(room: str) -> None:
+def test_importing_a_room_does_not_import_optional_packages(room: str) -> None:
     optional = ["obstore", "s3fs", "botocore", "aiohttp", "accelerate", "transformers", "pyarrow"]
     code = f"import sys, shardstream.{room}; print(sorted({{*{optional}}} & {{*sys.modules}}))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "[]\n"
 
 
-def test_every_error_is_one_of_ours() -> None:
+def test_every_error_inherits_from_the_base_class() -> None:
     errors = [getattr(ss, name) for name in ss.__all__ if name.endswith("Error")]
     assert len(errors) > 10
     assert all(issubclass(error, ss.ShardStreamError) for error in errors)
@@ -72,5 +72,5 @@ def test_every_error_is_one_of_ours() -> None:
         "make_shards",
     ],
 )
-def test_the_helpers_for_tests_are_there(name: str) -> None:
+def test_testing_helpers_are_public(name: str) -> None:
     assert len(inspect.getdoc(getattr(testing, name)) or "") > 20

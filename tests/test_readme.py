@@ -1,4 +1,4 @@
-"""Every block of the README runs, in order, on data made here; and its tables are correct."""
+"""Test that every block of the README runs, in order, and that its tables are correct."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ RUN = (README, ROOT / "docs" / "minio.md")
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
 _FILE = re.compile(r"# (\S+\.py)\n")
-_BUCKET = "bucket"  # as the README calls it
+_BUCKET = "bucket"  # the README's name for it
 _CLASSES = ("cat", "dog")
 _PER_CLASS = 20
 
 pytestmark = [
-    # Of this machine and of Python 3.12 and later; a reader sees them too, and may.
+    # Warnings of this machine and of Python 3.12 and later, which users may see as well.
     pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning"),
     pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning"),
 ]
@@ -67,7 +67,7 @@ def jpeg(seed: int) -> bytes:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with what the README's reader is taken to have, as the current one."""
+    """Current folder with the data that the README assumes."""
     monkeypatch.chdir(tmp_path)
     for label, name in enumerate(_CLASSES):
         (tmp_path / "photos" / name).mkdir(parents=True)
@@ -124,7 +124,7 @@ def test_every_block_runs(path: Path, here: Path, readme_bucket: None) -> None:
         assert namespace["loader"].skipped == {}
 
 
-def test_every_block_about_extending_runs(here: Path) -> None:
+def test_every_block_of_the_extension_guide_runs(here: Path) -> None:
     found = [b.code for b in blocks(ROOT / "docs" / "extending.md") if b.language == "python"]
     (here / "extending.py").write_text("\n".join(found))  # classes need a module
     done = subprocess.run(
@@ -133,21 +133,21 @@ def test_every_block_about_extending_runs(here: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_the_documents_have_blocks_to_run() -> None:
+def test_documents_have_blocks_to_run() -> None:
     languages = [block.language for path in RUN for block in blocks(path)]
     assert languages.count("bash") >= 6
     assert languages.count("python") >= 6
 
 
 @pytest.mark.parametrize("path", [README, *DOCS], ids=lambda path: path.name)
-def test_blocks_have_a_known_language_and_shell_commands_are_no_mere_text(path: Path) -> None:
+def test_blocks_have_a_known_language_and_shell_commands_are_tested(path: Path) -> None:
     for block in blocks(path):
         assert block.language in {"bash", "python", "text", "yaml", "json", "toml"}, block.where
         if block.language == "text":
             assert not re.search(r"^shardstream ", block.code, re.MULTILINE), block.where
 
 
-def test_the_two_commands_of_a_fresh_machine_are_there_word_for_word() -> None:
+def test_readme_contains_the_two_setup_commands() -> None:
     text = README.read_text(encoding="utf-8")
     install = 'pip install -e ".[dev]" -c constraints.txt'
     assert f"\n{install} && python examples/quickstart.py\n" in text
@@ -157,7 +157,7 @@ def test_the_two_commands_of_a_fresh_machine_are_there_word_for_word() -> None:
 
 
 @pytest.mark.parametrize("path", [README, *DOCS, ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)
-def test_links_lead_somewhere(path: Path) -> None:
+def test_links_have_targets(path: Path) -> None:
     for target in _LINK.findall(path.read_text(encoding="utf-8")):
         assert (path.parent / target).exists(), f"{path.name}: {target}"
 
@@ -171,8 +171,8 @@ def test_names_of_shardstream_in_the_documents_exist() -> None:
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # webdataset's open files
-def test_methods_said_to_be_the_same_as_webdatasets_are(here: Path) -> None:
-    """The same chain gives the same samples, value for value."""
+def test_methods_documented_as_equal_to_webdatasets_are_equal(here: Path) -> None:
+    """The same steps give the same samples, value for value."""
     shards = sorted(map(str, (here / "old").glob("*.tar")))
 
     def chain(dataset: Any) -> list[Any]:
@@ -186,7 +186,7 @@ def test_methods_said_to_be_the_same_as_webdatasets_are(here: Path) -> None:
     assert [tuple(map(int, pair)) for pair in mine] == [tuple(map(int, pair)) for pair in theirs]
 
 
-def test_the_dataset_of_a_folder_of_images_is_what_imagefolder_gives(here: Path) -> None:
+def test_dataset_of_an_image_folder_equals_imagefolder(here: Path) -> None:
     ss.pack("photos/", "packed/", shuffle=False)
     dataset = ss.ShardDataset("packed/").decode("pil").to_tuple("jpg;png", "cls")
     got = [(image.size, label) for image, label in dataset.map_tuple(lambda image: image)]
@@ -195,7 +195,7 @@ def test_the_dataset_of_a_folder_of_images_is_what_imagefolder_gives(here: Path)
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")
-def test_a_stateful_dataloader_around_a_dataset_resumes(here: Path) -> None:
+def test_stateful_dataloader_over_a_dataset_resumes(here: Path) -> None:
     from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: PLC0415  (imports torch)
 
     ss.index(str(here / "old"))
@@ -212,13 +212,13 @@ def test_a_stateful_dataloader_around_a_dataset_resumes(here: Path) -> None:
     assert before + list(resumed) == whole
 
 
-def test_shards_behind_a_cache_of_fsspec_are_read(here: Path) -> None:
+def test_shards_are_read_through_an_fsspec_cache(here: Path) -> None:
     ss.index(str(here / "old"))
     dataset = ss.ShardDataset(f"simplecache::file://{here}/old/000.tar", shuffle=True)
     assert len(list(dataset)) == len(dataset) == 4
 
 
-def test_single_files_on_s3_become_samples_as_the_table_says(readme_bucket: None) -> None:
+def test_single_files_on_s3_form_samples_as_documented(readme_bucket: None) -> None:
     for number in range(4):
         with fsspec.open(f"s3://{_BUCKET}/files/{number}.txt", "wb") as stream:
             stream.write(f"text {number}".encode())
@@ -233,7 +233,7 @@ def test_single_files_on_s3_become_samples_as_the_table_says(readme_bucket: None
         assert torch.load(checkpoint, weights_only=True) == {"step": 3}
 
 
-def test_the_manifest_in_the_documents_has_the_keys_that_are_written(tmp_path: Path) -> None:
+def test_documented_manifest_has_the_written_keys(tmp_path: Path) -> None:
     (shown,) = [
         json.loads(block.code)
         for block in blocks(ROOT / "docs" / "formats.md")
@@ -245,8 +245,8 @@ def test_the_manifest_in_the_documents_has_the_keys_that_are_written(tmp_path: P
     assert list(shown["shardlist"][0]) == list(written["shardlist"][0])
 
 
-def test_messages_that_the_documents_explain_are_those_of_the_code() -> None:
-    """Word for word, but for line breaks inside them."""
+def test_documented_messages_exist_in_the_code() -> None:
+    """Word for word, except for line breaks."""
     code = "".join(path.read_text("utf-8") for path in (ROOT / "shardstream").rglob("*.py"))
     table = (ROOT / "docs" / "minio.md").read_text("utf-8").partition("## If it fails")[2]
     messages = re.findall(r"^\| `([^`]+?)(?: \.\.\.)?`", table, re.MULTILINE)
@@ -255,7 +255,7 @@ def test_messages_that_the_documents_explain_are_those_of_the_code() -> None:
         assert message in code, message
 
 
-def test_the_readme_speaks_of_the_pythons_that_are_supported() -> None:
+def test_readme_names_the_supported_python_versions() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     versions = re.findall(r"Python :: (3\.\d+)", text)
     assert versions == ["3.11", "3.12", "3.13"]

@@ -18,11 +18,11 @@ from tests.servers import S3Server, ServerMissingError, ShapedS3, start_s3
 
 
 def make_client(server: S3Server) -> botocore.client.BaseClient:
-    """A client that never retries, so that it shows each answer of the server."""
+    """Return a client that never retries, so that it shows each response of the server."""
     return server.client(config=botocore.config.Config(retries={"total_max_attempts": 1}))
 
 
-def test_objects_come_back_whole_and_by_range(s3: S3Server, bucket: str) -> None:
+def test_objects_are_read_whole_and_by_range(s3: S3Server, bucket: str) -> None:
     filesystem = s3fs.S3FileSystem(**s3.storage_options)
     body = bytes(range(256)) * 4096
     filesystem.pipe_file(f"{bucket}/a/b.bin", body)
@@ -31,7 +31,7 @@ def test_objects_come_back_whole_and_by_range(s3: S3Server, bucket: str) -> None
     assert filesystem.ls(f"{bucket}/a") == [f"{bucket.removeprefix('s3://')}/a/b.bin"]
 
 
-def test_range_is_answered_with_206(s3: S3Server, bucket: str) -> None:
+def test_range_response_has_status_206(s3: S3Server, bucket: str) -> None:
     client, name = make_client(s3), bucket.removeprefix("s3://")
     client.put_object(Bucket=name, Key="k", Body=b"0123456789")
     answer = client.get_object(Bucket=name, Key="k", Range="bytes=2-4")
@@ -59,7 +59,7 @@ def test_environment_reaches_this_process_and_its_children(bucket: str) -> None:
     assert done.stdout.strip() == "from the parent"
 
 
-def test_chaos_port_injects_what_control_asks_for(shaped_s3: ShapedS3, bucket: str) -> None:
+def test_chaos_port_injects_the_configured_faults(shaped_s3: ShapedS3, bucket: str) -> None:
     shaped_s3.control("/set?profile=chaos&slow=1")
     name = bucket.removeprefix("s3://")
     plain, chaos = make_client(shaped_s3.plain), make_client(shaped_s3.chaos)
@@ -75,7 +75,7 @@ def test_chaos_port_injects_what_control_asks_for(shaped_s3: ShapedS3, bucket: s
 
 @pytest.fixture
 def without_ceph(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine where Ceph is not installed; everything else is as it is."""
+    """Simulate a machine without Ceph."""
     for script in servers.SCRIPTS.iterdir():
         (tmp_path / script.name).symlink_to(script)
     (tmp_path / "start_ceph.sh").unlink()
@@ -119,7 +119,7 @@ def test_servers_end_with_a_killed_test_run(tmp_path: Path) -> None:
         time.sleep(0.05)
     while (
         is_open(port) and time.monotonic() < deadline
-    ):  # a killed thread may hold the socket for another moment
+    ):  # a killed thread may hold the socket for a moment
         time.sleep(0.05)
     assert not is_open(port)
 

@@ -34,7 +34,7 @@ from shardstream.format import (
     ReadAt,
     Sample,
     ShardSlice,
-    TarNotes,
+    TarDiagnostics,
     decode_index,
     decode_manifest,
     encode_index,
@@ -93,13 +93,15 @@ def _check(data: bytes) -> str:
 
 
 def _check_samples(data: bytes) -> None:
-    notes = TarNotes()
+    diagnostics = TarDiagnostics()
     known = _tried(
-        lambda: list(iter_samples(_Counted(data), end=len(data), shard=_SHARD, notes=notes))
+        lambda: list(
+            iter_samples(_Counted(data), end=len(data), shard=_SHARD, diagnostics=diagnostics)
+        )
     )
     forward = ForwardReader(io.BytesIO(data), chunk_bytes=700)
     streamed = _tried(lambda: list(iter_samples(forward, shard=_SHARD)))
-    assert streamed == (known if notes.has_end else None), "samples differ in a stream"
+    assert streamed == (known if diagnostics.has_end else None), "samples differ in a stream"
     scan = _tried(lambda: scan_shard(_Counted(data), end=len(data), shard=_SHARD))
     assert (scan is None) == (known is None), "only one of indexing and reading accepts it"
     if scan is None or known is None:

@@ -100,10 +100,10 @@ def common_classes(found: Mapping[str, Classes]) -> Classes | None:
 
 def warn_of_difference(found: Mapping[str, Classes]) -> None:
     """Warn where datasets that are read together number their classes differently."""
-    differs = find_difference(found)
-    if differs is not None:
+    difference = find_difference(found)
+    if difference is not None:
         warnings.warn(
-            f"class numbers differ: {shown(redact(differs))}. One value of 'cls' means several classes; "
+            f"class numbers differ: {shown(redact(difference))}. One value of 'cls' means several classes; "
             "pack again with one list of names (shardstream pack --classes), or silence this if your steps renumber them",
             ClassesWarning,
             stacklevel=3,

@@ -70,8 +70,8 @@ class VerifiedReader:
         self._open_table()
 
     def __getstate__(self) -> dict[str, Any]:
-        hidden = ("_state", "_digests", "_pending_checks")
-        return {name: value for name, value in self.__dict__.items() if name not in hidden}
+        not_pickled = ("_state", "_digests", "_pending_checks")
+        return {name: value for name, value in self.__dict__.items() if name not in not_pickled}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -100,10 +100,10 @@ class VerifiedReader:
             StorageError: If they cannot be read.
         """
         while self._state[shard] != _CHUNKS_KNOWN:
-            mine = _PendingCheck()
-            check = self._pending_checks.setdefault((os.getpid(), shard), mine)
-            if check is mine:
-                return self._read_first(shard, start, end, concurrency, mine)
+            new_check = _PendingCheck()
+            check = self._pending_checks.setdefault((os.getpid(), shard), new_check)
+            if check is new_check:
+                return self._read_first(shard, start, end, concurrency, new_check)
             if concurrency is not None:
                 check.waiting.add(concurrency)
             check.result()  # ends when its reads do
@@ -153,16 +153,16 @@ class VerifiedReader:
         self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None
     ) -> bytes:
         """Read a whole shard until it matches or the same wrong bytes come twice; return the wanted bytes."""
-        seen: set[str] = set()
+        sums_seen: set[str] = set()
         while True:
             sha256, digests, wanted = self._read_digests(shard, start, end, concurrency)
             if sha256 == self._sha256(shard):
                 self._store_digests(shard, _CHUNKS_KNOWN, digests)
                 return wanted
             self._storage.forget(self._shards[shard].url)
-            if sha256 in seen or len(seen) == _ATTEMPTS - 1:
+            if sha256 in sums_seen or len(sums_seen) == _ATTEMPTS - 1:
                 raise self._mismatch_error(shard, sha256)
-            seen.add(sha256)
+            sums_seen.add(sha256)
 
     def _read_digests(
         self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None
@@ -171,17 +171,17 @@ class VerifiedReader:
         size = self._sizes[shard]
         sha256, digests, wanted = hashlib.sha256(), bytearray(), bytearray()
         for low in range(0, size, _WHOLE_READ_BYTES):
-            begin = time.monotonic()
+            started = time.monotonic()
             data = memoryview(
                 self._fetch(shard, low, min(low + _WHOLE_READ_BYTES, size), concurrency)
             )
             if concurrency is not None:
-                concurrency.record_response(len(data), time.monotonic() - begin)
+                concurrency.record_response(len(data), time.monotonic() - started)
             for other in tuple(self._pending_checks[os.getpid(), shard].waiting):
                 other.record_activity()
             sha256.update(data)
-            for at in range(0, len(data), DIGEST_CHUNK_BYTES):
-                digests += _digest(data[at : at + DIGEST_CHUNK_BYTES])
+            for position in range(0, len(data), DIGEST_CHUNK_BYTES):
+                digests += _digest(data[position : position + DIGEST_CHUNK_BYTES])
             wanted += data[max(start - low, 0) : max(end - low, 0)]
         return sha256.hexdigest(), bytes(digests), bytes(wanted)
 
@@ -193,18 +193,18 @@ class VerifiedReader:
         data = self._fetch(shard, low, high, concurrency)
         view = memoryview(data)
         edges = [*range(low, high, DIGEST_CHUNK_BYTES), high]
-        bad = [
+        mismatched = [
             left
             for left, right in pairwise(edges)
             if _digest(view[left - low : right - low])
             != self._digest_of(shard, left // DIGEST_CHUNK_BYTES)
         ]
-        if bad:
-            mended = bytearray(data)
-            for left in bad:
+        if mismatched:
+            corrected = bytearray(data)
+            for left in mismatched:
                 chunk = self._read_again(shard, left // DIGEST_CHUNK_BYTES, concurrency)
-                mended[left - low : left - low + len(chunk)] = chunk
-            data = bytes(mended)
+                corrected[left - low : left - low + len(chunk)] = chunk
+            data = bytes(corrected)
         return data[start - low : end - low]
 
     def _read_again(self, shard: int, number: int, concurrency: AdaptiveLimit | None) -> bytes:
@@ -226,21 +226,21 @@ class VerifiedReader:
         )
 
     def _fetch(self, shard: int, low: int, high: int, concurrency: AdaptiveLimit | None) -> bytes:
-        told = hints_of(concurrency) | {"size": self._sizes[shard]}
-        return self._storage.read(self._shards[shard].url, low, high, **told)
+        options = hints_of(concurrency) | {"size": self._sizes[shard]}
+        return self._storage.read(self._shards[shard].url, low, high, **options)
 
     def _bounds(self, shard: int, first: int, last: int) -> tuple[int, int]:
         size = self._sizes[shard]
         return first * DIGEST_CHUNK_BYTES, min(last * DIGEST_CHUNK_BYTES, size)
 
     def _digest_of(self, shard: int, number: int) -> bytes:
-        at = (self._firsts[shard] + number) * _DIGEST_BYTES
-        return self._digests[at : at + _DIGEST_BYTES]
+        position = (self._firsts[shard] + number) * _DIGEST_BYTES
+        return self._digests[position : position + _DIGEST_BYTES]
 
     def _store_digests(self, shard: int, state: int, digests: bytes) -> None:
         self._state[shard] = _UNKNOWN
-        at = self._firsts[shard] * _DIGEST_BYTES
-        self._digests[at : at + len(digests)] = digests
+        position = self._firsts[shard] * _DIGEST_BYTES
+        self._digests[position : position + len(digests)] = digests
         self._state[shard] = state
 
     def _sha256(self, shard: int) -> str:

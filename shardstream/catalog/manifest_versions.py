@@ -35,11 +35,11 @@ def check_manifests(
         ChangedError: If a manifest is missing, or its entry for a shard has changed.
     """
     reading = storage.uncached(max_retry_s=_RETRY_S)
-    for url, before in digests.items():
+    for url, old_digest in digests.items():
         if storage.local_path(url) is not None:
             continue
         try:
-            manifest = _read_changed(url, before, reading)
+            manifest = _read_changed(url, old_digest, reading)
         except NotFoundError as error:
             raise _replaced_error("its manifest is missing", url) from error
         except StorageError as error:
@@ -51,11 +51,11 @@ def check_manifests(
             continue
         others = [] if manifest is None else _changed_shards(shards, manifest, parent_url(url))
         if others:
-            how = f"{plural(len(others), 'shard')} changed in its manifest, such as {others[0]}"
-            raise _replaced_error(how, url)
+            change = f"{plural(len(others), 'shard')} changed in its manifest, such as {others[0]}"
+            raise _replaced_error(change, url)
 
 
-def _read_changed(url: str, before: str, storage: Storage) -> Manifest | None:
+def _read_changed(url: str, old_digest: str, storage: Storage) -> Manifest | None:
     """Return a manifest whose bytes have changed; None if they have not.
 
     Changed bytes are accepted when they are read twice: a single response may have been damaged in transfer.
@@ -65,7 +65,7 @@ def _read_changed(url: str, before: str, storage: Storage) -> Manifest | None:
         StorageError: If it is missing or cannot be read.
     """
     file = FileInfo(url=url, size_or_none=None)
-    seen: set[str] = set()
+    digests_seen: set[str] = set()
     manifest: Manifest | None = None
     for attempts_left in reversed(range(_ATTEMPTS)):
         try:
@@ -74,11 +74,11 @@ def _read_changed(url: str, before: str, storage: Storage) -> Manifest | None:
             if not attempts_left:
                 raise
             continue
-        if digest == before:
+        if digest == old_digest:
             return None
-        if digest in seen:
+        if digest in digests_seen:
             return manifest
-        seen.add(digest)
+        digests_seen.add(digest)
     return manifest
 
 
@@ -92,17 +92,17 @@ def _changed_shards(shards: Iterable[ShardInfo], manifest: Manifest, folder: str
     ]
 
 
-def _has_changed(before: ShardInfo, now: ShardInfo | None) -> bool:
+def _has_changed(old_digest: ShardInfo, now: ShardInfo | None) -> bool:
     if now is None:
-        return before.sha256 is not None
-    if (before.nsamples, before.filesize) != (now.nsamples, now.filesize):
+        return old_digest.sha256 is not None
+    if (old_digest.nsamples, old_digest.filesize) != (now.nsamples, now.filesize):
         return True
-    return None not in (before.sha256, now.sha256) and before.sha256 != now.sha256
+    return None not in (old_digest.sha256, now.sha256) and old_digest.sha256 != now.sha256
 
 
-def _replaced_error(how: str, url: str) -> ChangedError:
+def _replaced_error(change: str, url: str) -> ChangedError:
     return ChangedError(
-        f"the dataset was replaced during this epoch, so the samples read may be of both datasets: {how}",
+        f"the dataset was replaced during this epoch, so the samples read may be of both datasets: {change}",
         remedy="open the dataset again and start the epoch again; write a new dataset to a folder of its own",
         shard=url,
     )

@@ -17,9 +17,9 @@ from shardstream.errors import ChangedError, OptionError, plural
 from shardstream.format import canonical_field, encode_member, member_bytes, split_member_name
 from shardstream.storage import (
     AdaptiveLimit,
-    AnswerCutError,
     ListedFile,
     Storage,
+    TruncatedResponseError,
     hints_of,
     retry_call,
     sample_members,
@@ -144,8 +144,8 @@ class ObjectCatalog(Catalog):
             places = {name: place for place, name in enumerate(self.classes)}
             unknown = next((name for name in labels if name not in places), None)
             if unknown is not None or len(places) < len(self.classes):
-                fault = "has a name twice" if unknown is None else f"lacks {unknown!r}"
-                raise OptionError(f"classes {fault}; give each name once", shard=self._root)
+                problem = "has a name twice" if unknown is None else f"lacks {unknown!r}"
+                raise OptionError(f"classes {problem}; give each name once", shard=self._root)
             labels = [places[name] for name in labels]
         elif not all(isinstance(one, int | np.integer) for one in labels):
             kinds = sorted({type(one).__name__ for one in labels})
@@ -197,7 +197,7 @@ class ObjectCatalog(Catalog):
         # S3 returns the length with a range; elsewhere only a read of the whole file shows that it has grown.
         end = size if self._storage.is_s3(url) else None
 
-        def ask() -> bytes:
+        def read_file() -> bytes:
             try:
                 data = self._storage.read(url, 0, end, **(hints_of(concurrency) | {"size": size}))
             except ChangedError as error:
@@ -205,10 +205,10 @@ class ObjectCatalog(Catalog):
             if len(data) != size:
                 if self._storage.info(url).size != size:
                     raise _changed_error(url)
-                raise AnswerCutError(f"got {len(data)} of {size} bytes")
+                raise TruncatedResponseError(f"got {len(data)} of {size} bytes")
             return data
 
-        return retry_call(self._storage, url, ask)
+        return retry_call(self._storage, url, read_file)
 
     def _members(self, number: int) -> list[tuple[str, int | None]]:
         """Return (name in the tar, number of the file) sorted by field; None stands for the label."""

@@ -23,7 +23,7 @@ from shardstream.format import (
     Offsets,
     Sample,
     ShardInfo,
-    TarNotes,
+    TarDiagnostics,
     check_extent,
     checksum,
     decode_index,
@@ -292,11 +292,14 @@ class ShardCatalog(Catalog):
                 shard=shard.url,
             )
         tar = map_file(path, shard.url)
-        notes = TarNotes()
+        diagnostics = TarDiagnostics()
         scan = scan_shard(
-            lambda at, size: tar[at : at + size], end=len(tar), shard=shard.url, notes=notes
+            lambda at, size: tar[at : at + size],
+            end=len(tar),
+            shard=shard.url,
+            diagnostics=diagnostics,
         )
-        notes.warn(shard.url)
+        diagnostics.warn(shard.url)
         nsamples, filesize = len(scan.keys), len(tar)
         if shard.nsamples not in (None, nsamples):
             raise IndexMismatchError(

@@ -47,10 +47,10 @@ def describe(field: str, data: bytes, *, limit: int | None = _PREVIEW_CHARACTERS
 
 
 def _text(data: bytes, limit: int | None) -> str | None:
-    cut = data if limit is None else data[: 4 * limit + 4]
+    limited = data if limit is None else data[: 4 * limit + 4]
     try:
         # "ignore" when truncated: the cut may split the last character.
-        text = cut.decode("utf-8", "strict" if len(cut) == len(data) else "ignore")
+        text = limited.decode("utf-8", "strict" if len(limited) == len(data) else "ignore")
     except UnicodeDecodeError:
         return None
     if limit is None:

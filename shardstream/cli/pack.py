@@ -296,13 +296,13 @@ def _show(report: PackReport) -> None:
 
 def _fields(report: PackReport) -> str:
     """Describe the fields of the samples, and for loose files the numbers of files and samples."""
-    most = sorted(report.fields.items(), key=lambda one: (-one[1], one[0]))
+    max_shown = sorted(report.fields.items(), key=lambda one: (-one[1], one[0]))
     listed = ", ".join(
         printable(name) if count == report.samples else f"{printable(name)} ({count:,})"
-        for name, count in most[:_FIELDS_SHOWN]
+        for name, count in max_shown[:_FIELDS_SHOWN]
     )
-    more = ", …" if len(most) > _FIELDS_SHOWN else ""
-    made = f"{plural(len(most), 'field')}: {listed}{more}"
+    more = ", …" if len(max_shown) > _FIELDS_SHOWN else ""
+    made = f"{plural(len(max_shown), 'field')}: {listed}{more}"
     if report.files is None:
         return f"  {made}"
     return f"  {plural(report.files, 'file')} -> {plural(report.samples, 'sample')}, {made}"

@@ -44,14 +44,14 @@ def coalesce(extents: Extents) -> list[ByteRange]:
     shards, starts, ends = extents
     order = np.lexsort((starts, shards))
     shards, starts, ends = shards[order], starts[order], ends[order]
-    apart = (np.diff(shards) != 0) | (starts[1:] - ends[:-1] > GAP_BYTES)
-    runs = [0, *(np.flatnonzero(apart) + 1).tolist(), len(order)]
+    is_split = (np.diff(shards) != 0) | (starts[1:] - ends[:-1] > GAP_BYTES)
+    runs = [0, *(np.flatnonzero(is_split) + 1).tolist(), len(order)]
     ranges: list[ByteRange] = []
     for run, run_end in pairwise(runs):
         first = run
         while first < run_end:
-            reach = starts[first] + _RANGE_BYTES
-            last = max(first + 1, run + int(np.searchsorted(ends[run:run_end], reach, "right")))
+            max_end = starts[first] + _RANGE_BYTES
+            last = max(first + 1, run + int(np.searchsorted(ends[run:run_end], max_end, "right")))
             begin, end = int(starts[first]), int(ends[last - 1])
             ranges.append(ByteRange(int(shards[first]), begin, end, order[first:last]))
             first = last

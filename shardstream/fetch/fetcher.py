@@ -15,7 +15,7 @@ from shardstream.fetch.readahead import Readahead
 from shardstream.fetch.remote import RangeFetcher
 from shardstream.format import (
     Columns,
-    Found,
+    LazyColumns,
     Samples,
     ShardSlice,
     as_rows,
@@ -28,7 +28,7 @@ from shardstream.format import (
 )
 
 # Mean sample size from which finding many samples before copying any is faster; number of samples too small to judge that.
-_LARGE_BYTES, _FEW = 16 << 10, 256
+_LARGE_BYTES, _MIN_SAMPLES_TO_JUDGE = 16 << 10, 256
 
 
 class Fetcher(Protocol):
@@ -128,7 +128,7 @@ class MappedSamples:
         found: Offsets of the samples' fields.
     """
 
-    def __init__(self, catalog: Catalog, shards: Numbers, found: Found) -> None:
+    def __init__(self, catalog: Catalog, shards: Numbers, found: LazyColumns) -> None:
         self._catalog, self._shards, self._found = catalog, shards, found
 
     def __getitem__(self, taken: slice) -> Columns:
@@ -177,7 +177,7 @@ class LocalFetcher:
         by_shard = np.argsort(extents.shards, kind="stable")
         found = find_samples(self._shard_slices(extents, by_shard))
         if found is None:  # the next samples will probably not fit either
-            self._is_lazy = len(numbers) < _FEW
+            self._is_lazy = len(numbers) < _MIN_SAMPLES_TO_JUDGE
             return None
         self._record_read(extents)
         return MappedSamples(self._catalog, extents.shards, found.restore_order(by_shard))

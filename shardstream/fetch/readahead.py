@@ -61,5 +61,5 @@ class Readahead:
 
 def page_faults() -> int:
     """Return the major page faults of this thread, or of this process where threads have no count (macOS)."""
-    whose = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
-    return resource.getrusage(whose).ru_majflt
+    scope = getattr(resource, "RUSAGE_THREAD", resource.RUSAGE_SELF)
+    return resource.getrusage(scope).ru_majflt

@@ -15,7 +15,7 @@ from shardstream.errors import IndexMismatchError, StorageError
 from shardstream.fetch.coalesce import ByteRange, coalesce
 from shardstream.fetch.in_flight import InFlightRange, RequestPool
 from shardstream.format import Samples, ShardSlice, as_rows, from_rows, read_samples
-from shardstream.process_memory import give_back_freed_memory
+from shardstream.process_memory import release_freed_memory
 
 _NEXT_GROUP_FRACTION = (
     0.2  # prefetch of the next group when a group is started, as a fraction of the started one
@@ -106,7 +106,7 @@ class RangeFetcher:
         self._rows.clear()
         self._queue.clear()
         self._requests.close()
-        give_back_freed_memory()
+        release_freed_memory()
 
     def _parts_of(self, wanted: dict[int, None]) -> list[_Part]:
         """Return the parts that contain these samples, in order of use."""
@@ -121,8 +121,8 @@ class RangeFetcher:
         """Mark groups as started and raise the prefetch limit."""
         for group in groups - self._started:
             self._started.add(group)
-            begun_bytes = sum(one.left_bytes for one in self._started)
-            self._limit = max(self._budget, begun_bytes + _NEXT_GROUP_FRACTION * group.left_bytes)
+            started_bytes = sum(one.left_bytes for one in self._started)
+            self._limit = max(self._budget, started_bytes + _NEXT_GROUP_FRACTION * group.left_bytes)
 
     def _prefetch(self) -> None:
         """Request the next parts within the limit."""
@@ -154,8 +154,10 @@ class RangeFetcher:
         for shard, index in indexes.items():
             self._requests.wait_for_index(shard, index, self._indexes_requested_at)
         # A tail may repeat samples.
-        fresh = [n for n in dict.fromkeys(numbers.tolist()) if n not in self._parts]
-        self._plan_group(numbers if len(fresh) == len(numbers) else np.array(fresh, dtype=np.int64))
+        unplanned = [n for n in dict.fromkeys(numbers.tolist()) if n not in self._parts]
+        self._plan_group(
+            numbers if len(unplanned) == len(numbers) else np.array(unplanned, dtype=np.int64)
+        )
         self._next = self._request_indexes()
         return True
 

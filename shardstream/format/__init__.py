@@ -15,7 +15,7 @@ the shards: ``index`` (``NAME.tar.idx``), ``manifest`` (``index.json``), ``class
 """
 
 from shardstream.format.bit_depth import (
-    Depth,
+    BitDepth,
     is_inverted,
     is_rendered,
     stored_depth,
@@ -29,7 +29,14 @@ from shardstream.format.columnar import (
     read_one,
     read_samples,
 )
-from shardstream.format.columns import Columns, Found, Samples, as_rows, from_rows, restore_order
+from shardstream.format.columns import (
+    Columns,
+    LazyColumns,
+    Samples,
+    as_rows,
+    from_rows,
+    restore_order,
+)
 from shardstream.format.dali_index import WDS2IDX_SUFFIX, encode_wds2idx
 from shardstream.format.forward_reader import ForwardReader, Readable, open_decompressed
 from shardstream.format.image_formats import (
@@ -75,7 +82,7 @@ from shardstream.format.samples import (
     iter_samples,
     read_sample,
 )
-from shardstream.format.tar_diagnostics import TarNotes
+from shardstream.format.tar_diagnostics import TarDiagnostics
 from shardstream.format.tar_reader import (
     BLOCK_BYTES,
     Buffer,
@@ -98,12 +105,12 @@ __all__ = [
     "OFFSET_BYTES",
     "PILLOW_FORMATS",
     "WDS2IDX_SUFFIX",
+    "BitDepth",
     "Buffer",
     "Columns",
-    "Depth",
     "ForwardReader",
-    "Found",
     "Group",
+    "LazyColumns",
     "Manifest",
     "Member",
     "Offsets",
@@ -114,7 +121,7 @@ __all__ = [
     "ShardInfo",
     "ShardScan",
     "ShardSlice",
-    "TarNotes",
+    "TarDiagnostics",
     "as_rows",
     "canonical_field",
     "check_extent",

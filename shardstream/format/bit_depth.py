@@ -27,7 +27,7 @@ _AVIF_HIGH, _AVIF_TWELVE = (
 )  # in the third byte of the box av1C (AV1 codec ISO media file format binding)
 
 
-class Depth(NamedTuple):
+class BitDepth(NamedTuple):
     """Bits of a stored number, and its type: "unsigned", "signed" or "float"."""
 
     bits: int
@@ -42,7 +42,7 @@ class Depth(NamedTuple):
         return f"{self.bits}-bit {self.kind} numbers"
 
 
-def stored_depth(image: Image, data: bytes) -> Depth:
+def stored_depth(image: Image, data: bytes) -> BitDepth:
     """Return the bit depth and type of the numbers of an image file.
 
     Args:
@@ -51,20 +51,20 @@ def stored_depth(image: Image, data: bytes) -> Depth:
     """
     form = image.format
     if form == "PNG":
-        return Depth(data[_PNG_DEPTH])
+        return BitDepth(data[_PNG_DEPTH])
     if form == "TIFF":
         tags: Any = getattr(image, "tag_v2", {})
         kind = _KINDS.get(max(tags.get(_TIFF_KINDS, (1,))), "unsigned")
-        return Depth(max(tags.get(_TIFF_BITS, (1,))), kind)
+        return BitDepth(max(tags.get(_TIFF_BITS, (1,))), kind)
     if image.mode == "F":
-        return Depth(32, "float")
+        return BitDepth(32, "float")
     if form == "PPM":
-        return Depth(stored_maximum(image).bit_length())
+        return BitDepth(stored_maximum(image).bit_length())
     if form == "JPEG2000":
         return _jpeg2000_depth(data)
     if form == "AVIF":
-        return Depth(_avif_bits(data))
-    return Depth(8)
+        return BitDepth(_avif_bits(data))
+    return BitDepth(8)
 
 
 def is_inverted(image: Image) -> bool:
@@ -73,7 +73,7 @@ def is_inverted(image: Image) -> bool:
     return image.mode in ("1", "L") and tags.get(_TIFF_SHADES) == _WHITE_IS_ZERO
 
 
-def is_rendered(image: Image, depth: Depth) -> bool:
+def is_rendered(image: Image, depth: BitDepth) -> bool:
     """Return True if Pillow changes the stored numbers: scaled to the range of its type, or inverted."""
     if image.format == "PPM" and image.mode in ("L", "I"):
         return stored_maximum(image) not in (255, 65535)
@@ -90,13 +90,13 @@ def stored_maximum(image: Image) -> int:
     return int(options[1])
 
 
-def _jpeg2000_depth(data: bytes) -> Depth:
+def _jpeg2000_depth(data: bytes) -> BitDepth:
     """Read the precisions of all components (ITU-T T.800, A.5.1)."""
     start = data.find(_JPEG2000_SIZE) + _SIZ_COMPONENTS
     count = int.from_bytes(data[start : start + 2])
     precisions = data[start + 2 : start + 2 + 3 * count : 3]
     kind = "signed" if any(precision & 0x80 for precision in precisions) else "unsigned"
-    return Depth(max(((precision & 0x7F) + 1 for precision in precisions), default=8), kind)
+    return BitDepth(max(((precision & 0x7F) + 1 for precision in precisions), default=8), kind)
 
 
 def _avif_bits(data: bytes) -> int:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardstream.format.columns import Column, Columns, Found, Samples
+from shardstream.format.columns import Column, Columns, LazyColumns, Samples
 from shardstream.format.samples import Sample, read_sample
 from shardstream.format.tar_reader import BLOCK_BYTES, Buffer
 
@@ -65,11 +65,11 @@ def read_samples(shard_slices: Sequence[ShardSlice]) -> Samples:
     return _ColumnarParser(shard_slices, starts).samples()
 
 
-def find_samples(shard_slices: Sequence[ShardSlice]) -> Found | None:
+def find_samples(shard_slices: Sequence[ShardSlice]) -> LazyColumns | None:
     """Find samples as `read_samples` does, without copying field bytes; None unless all have the form of the first."""
     starts = np.concatenate([shard_slice.starts - shard_slice.base for shard_slice in shard_slices])
     many = len(starts) > 1 and is_worth_vectorizing(len(starts), len(shard_slices))
-    return _ColumnarParser(shard_slices, starts).found() if many else None
+    return _ColumnarParser(shard_slices, starts).lazy_columns() if many else None
 
 
 def _read_each(shard_slice: ShardSlice) -> list[Sample | Exception]:
@@ -95,34 +95,44 @@ class _ColumnarParser:
 
     def __init__(self, shard_slices: Sequence[ShardSlice], starts: Column) -> None:
         self._shard_slices = shard_slices
-        self._at = starts
+        self._position = starts
         self._counts = [len(shard_slice.starts) for shard_slice in shard_slices]
         self._blocks = [_blocks(shard_slice.buffer) for shard_slice in shard_slices]
         self._last_block = np.repeat([len(blocks) - 1 for blocks in self._blocks], self._counts)
-        self._sound = (starts >= 0) & (starts % BLOCK_BYTES == 0)
-        self._buffers = [each.buffer for each in shard_slices for _ in range(len(each.starts))]
-        self._ends = np.concatenate([each.ends - each.base for each in shard_slices])
-        self._limits = np.repeat([len(each.buffer) for each in shard_slices], self._counts)
-        self._has_views = any(isinstance(each.buffer, memoryview) for each in shard_slices)
+        self._is_valid = (starts >= 0) & (starts % BLOCK_BYTES == 0)
+        self._buffers = [
+            shard_slice.buffer
+            for shard_slice in shard_slices
+            for _ in range(len(shard_slice.starts))
+        ]
+        self._ends = np.concatenate(
+            [shard_slice.ends - shard_slice.base for shard_slice in shard_slices]
+        )
+        self._limits = np.repeat(
+            [len(shard_slice.buffer) for shard_slice in shard_slices], self._counts
+        )
+        self._has_views = any(
+            isinstance(shard_slice.buffer, memoryview) for shard_slice in shard_slices
+        )
         self._columns: dict[str, list[Any]] = {}
 
     def samples(self) -> Samples:
         has_fields = self._parse_members(self._copy)
         return (
-            self._repaired()
+            self._reread_invalid()
             if has_fields
-            else [s for each in self._shard_slices for s in _read_each(each)]
+            else [s for shard_slice in self._shard_slices for s in _read_each(shard_slice)]
         )
 
-    def found(self) -> Found | None:
+    def lazy_columns(self) -> LazyColumns | None:
         places: dict[str, tuple[Column, Column]] = {}
         has_fields = self._parse_members(places.__setitem__)
-        if not has_fields or not self._are_sound().all():
+        if not has_fields or not self._valid_mask().all():
             return None
-        return Found(self._columns, self._buffers, places)
+        return LazyColumns(self._columns, self._buffers, places)
 
-    def _parse_members(self, take: Callable[[str, tuple[Column, Column]], None]) -> bool:
-        """Call ``take`` with the offsets of each field; return False if the first sample has no fields."""
+    def _parse_members(self, on_field: Callable[[str, tuple[Column, Column]], None]) -> bool:
+        """Call ``on_field`` with the offsets of each field; return False if the first sample has no fields."""
         shard_slice = self._shard_slices[0]
         first = read_one(
             shard_slice.buffer,
@@ -141,14 +151,14 @@ class _ColumnarParser:
             if not self._columns:
                 key = headers.name[:, : headers.name_bytes + 1 - len(suffix)]
                 self._begin(key)
-            self._sound &= headers.sound & headers.are_named(key, suffix)
-            take(field, self._places(headers.size))
+            self._is_valid &= headers.is_valid & headers.match_names(key, suffix)
+            on_field(field, self._places(headers.size))
         return bool(fields)
 
     def _headers(self) -> Column:
         """Return the header of each sample's next member, shape (n, 512); an arbitrary block if it is outside the buffer."""
-        taken = np.empty(len(self._at), dtype=_BLOCK)
-        block = np.minimum(np.maximum(self._at // BLOCK_BYTES, 0), self._last_block)
+        taken = np.empty(len(self._position), dtype=_BLOCK)
+        block = np.minimum(np.maximum(self._position // BLOCK_BYTES, 0), self._last_block)
         first = 0
         for blocks, count in zip(self._blocks, self._counts, strict=True):
             taken[first : first + count] = blocks[block[first : first + count]]
@@ -160,9 +170,9 @@ class _ColumnarParser:
         raw, size = key.tobytes(), key.shape[1]
         if not raw.isascii() or any(mark in raw for mark in _UNUSUAL_IN_KEYS):
             # `read_one` decides about keys with a dot, a final slash, leading underscores or bytes that are not ASCII.
-            self._sound &= ~(key == _DOT).any(axis=1) & (key[:, -1:] != _SLASH).all(axis=1)
-            self._sound &= ~(key[:, :2] == _UNDERSCORE).all(axis=1)
-            self._sound &= ((key > 0) & (key < 128)).all(axis=1)
+            self._is_valid &= ~(key == _DOT).any(axis=1) & (key[:, -1:] != _SLASH).all(axis=1)
+            self._is_valid &= ~(key[:, :2] == _UNDERSCORE).all(axis=1)
+            self._is_valid &= ((key > 0) & (key < 128)).all(axis=1)
         text = raw.decode("latin-1")
         keys = [text[at : at + size] for at in range(0, len(text), max(1, size))]
         keys = keys or [""] * len(key)
@@ -175,9 +185,9 @@ class _ColumnarParser:
 
     def _places(self, sizes: Column) -> tuple[Column, Column]:
         """Return start and end of each sample's current member, and advance to the next."""
-        bodies = self._at + BLOCK_BYTES
-        ends = np.where(self._sound, bodies + sizes, bodies)  # sizes of bad headers are ignored
-        self._at = bodies + (sizes + 511 & -512)
+        bodies = self._position + BLOCK_BYTES
+        ends = np.where(self._is_valid, bodies + sizes, bodies)  # sizes of bad headers are ignored
+        self._position = bodies + (sizes + 511 & -512)
         return bodies, ends
 
     def _copy(self, field: str, places: tuple[Column, Column]) -> None:
@@ -185,7 +195,7 @@ class _ColumnarParser:
         sizes = ends - bodies
         size = int(sizes[0])  # 0 if a sample is not sound
         if 0 < size <= _SMALL_BYTES and ((sizes == size) & (ends <= self._limits)).all():
-            self._columns[field] = self._copied_alike(bodies // BLOCK_BYTES, size)
+            self._columns[field] = self._copy_equal_sizes(bodies // BLOCK_BYTES, size)
             return
         whole = zip(self._buffers, bodies.tolist(), ends.tolist(), strict=True)
         if self._has_views:
@@ -193,7 +203,7 @@ class _ColumnarParser:
         else:
             self._columns[field] = [buffer[body:end] for buffer, body, end in whole]
 
-    def _copied_alike(self, blocks: Column, size: int) -> list[bytes]:
+    def _copy_equal_sizes(self, blocks: Column, size: int) -> list[bytes]:
         """Return ``size`` bytes from each block on, with one call per slice: 250 ns per sample instead of 470."""
         copied: list[bytes] = []
         first = 0
@@ -206,23 +216,28 @@ class _ColumnarParser:
             first += count
         return copied
 
-    def _are_sound(self) -> Column:
+    def _valid_mask(self) -> Column:
         """Return a mask of the samples that are valid to their ends, shape (n,)."""
-        sound: Column = self._sound & (self._at == self._ends) & (self._at <= self._limits)
-        return sound
+        is_valid: Column = (
+            self._is_valid & (self._position == self._ends) & (self._position <= self._limits)
+        )
+        return is_valid
 
-    def _repaired(self) -> Samples:
+    def _reread_invalid(self) -> Samples:
         """Return the samples, after reading those of another form again with `read_one`."""
         columns = Columns(self._columns)
-        unsound = np.flatnonzero(~self._are_sound())
-        if not len(unsound):
+        invalid = np.flatnonzero(~self._valid_mask())
+        if not len(invalid):
             return columns
         samples: list[Sample | Exception] = [*columns]
         firsts = np.cumsum([0, *self._counts])
-        for place in unsound.tolist():
+        for place in invalid.tolist():
             number = int(np.searchsorted(firsts, place, side="right")) - 1
-            shard_slice, within = self._shard_slices[number], place - int(firsts[number])
-            start, end = int(shard_slice.starts[within]), int(shard_slice.ends[within])
+            shard_slice, place_in_slice = self._shard_slices[number], place - int(firsts[number])
+            start, end = (
+                int(shard_slice.starts[place_in_slice]),
+                int(shard_slice.ends[place_in_slice]),
+            )
             samples[place] = read_one(
                 shard_slice.buffer, shard_slice.base, start, end, shard_slice.url
             )
@@ -254,26 +269,26 @@ class _Headers:
 
     @property
     def size(self) -> Column:
-        """Sizes of the members in bytes, shape (n,); valid where `sound`."""
+        """Sizes of the members in bytes, shape (n,); valid where `is_valid`."""
         return self._size_digits.astype(np.int64) @ _POWERS_OF_8
 
     @property
-    def sound(self) -> Column:
+    def is_valid(self) -> Column:
         """Mask of plain headers (`tar_reader.is_plain_header`) with eleven octal digits of size and six of checksum; shape (n,)."""
         header = self._header
         field = header[:, 148:156]
         stored = (field[:, :6] ^ np.uint8(48)).astype(np.int64) @ _POWERS_OF_8[-6:]
         # The checksum's own field counts as eight spaces.
         total = header.sum(axis=1, dtype=np.uint32) + 8 * 32 - field.sum(axis=1, dtype=np.uint32)
-        sound: Column = total == stored
-        sound &= header[:, 154] == 0
-        sound &= (header[:, 156] == _FLAG_FILE) & (header[:, 345] == 0) & (header[:, 135] <= 32)
+        is_valid: Column = total == stored
+        is_valid &= header[:, 154] == 0
+        is_valid &= (header[:, 156] == _FLAG_FILE) & (header[:, 345] == 0) & (header[:, 135] <= 32)
         words = header.view("<u8")[:, 15:17]
         high, low = ((words[:, n] ^ _DIGITS[n]) & _NO_DIGITS[n] for n in (0, 1))
-        sound &= (high | low) == 0
-        return sound
+        is_valid &= (high | low) == 0
+        return is_valid
 
-    def are_named(self, key: Column, suffix: Column) -> Column:
+    def match_names(self, key: Column, suffix: Column) -> Column:
         """Return a mask of the names that are the key and the suffix, shape (n,); key: (n, k), suffix: (s,)."""
         end = key.shape[1] + len(suffix)
         if end > self.name.shape[1] or not key.shape[1]:

@@ -51,7 +51,7 @@ class Columns(Sequence[Sample]):
         return iter(samples)
 
 
-class Found:
+class LazyColumns:
     """Checked samples with the same fields, whose bytes are copied at access.
 
     Args:
@@ -68,13 +68,15 @@ class Found:
     ) -> None:
         self._frame, self._buffers, self._places = frame, buffers, places
 
-    def restore_order(self, places: Sequence[int] | Column) -> Found:
+    def restore_order(self, places: Sequence[int] | Column) -> LazyColumns:
         """Return the samples in the order of `restore_order`."""
-        back = _back(places)
-        take = itemgetter(*back.tolist())
+        inverse = _invert_permutation(places)
+        take = itemgetter(*inverse.tolist())
         frame = {name: list(take(column)) for name, column in self._frame.items()}
-        moved = {name: (starts[back], ends[back]) for name, (starts, ends) in self._places.items()}
-        return Found(frame, list(take(self._buffers)), moved)
+        reordered = {
+            name: (starts[inverse], ends[inverse]) for name, (starts, ends) in self._places.items()
+        }
+        return LazyColumns(frame, list(take(self._buffers)), reordered)
 
     def __getitem__(self, taken: slice) -> Columns:
         columns = {name: column[taken] for name, column in self._frame.items()}
@@ -93,17 +95,17 @@ def restore_order(samples: Samples, places: Sequence[int] | Column) -> Samples:
     """Return samples with the first at ``places[0]``, and so on; places are a permutation of 0 to n - 1."""
     if len(samples) < 2:
         return samples
-    take = itemgetter(*_back(places).tolist())
+    take = itemgetter(*_invert_permutation(places).tolist())
     if isinstance(samples, Columns):
         return Columns({name: list(take(column)) for name, column in samples.columns.items()})
     return list(take(samples))
 
 
-def _back(places: Sequence[int] | Column) -> Column:
+def _invert_permutation(places: Sequence[int] | Column) -> Column:
     """Return the inverse of a permutation, shape (n,)."""
-    back = np.empty(len(places), dtype=np.int64)
-    back[places] = np.arange(len(places))
-    return back
+    inverse = np.empty(len(places), dtype=np.int64)
+    inverse[places] = np.arange(len(places))
+    return inverse
 
 
 def as_rows(samples: Samples) -> list[object]:

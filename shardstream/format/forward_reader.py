@@ -33,7 +33,7 @@ class ForwardReader:
     """Read a stream at growing offsets: the ``read(offset, size)`` of `iter_members` and `iter_samples`.
 
     Memory is bounded by one chunk plus the last bytes requested. Bytes between two requests are skipped chunk by chunk, or
-    by one ``seek`` if the stream is seekable and there is no ``watch``.
+    by one ``seek`` if the stream is seekable and there is no ``on_chunk``.
 
     >>> import io
     >>> read = ForwardReader(io.BytesIO(b"0123456789"), chunk_bytes=4)
@@ -43,7 +43,7 @@ class ForwardReader:
     Args:
         stream: Read from its current position, which is offset 0. Only an empty read means the end.
         chunk_bytes: Bytes to read from the stream at a time.
-        watch: Called once with every chunk, in order and without gaps, for example for a checksum. May raise to stop.
+        on_chunk: Called once with every chunk, in order and without gaps, for example for a checksum. May raise to stop.
     """
 
     def __init__(
@@ -51,20 +51,20 @@ class ForwardReader:
         stream: Readable,
         *,
         chunk_bytes: int = DEFAULT_READ_BYTES,
-        watch: Callable[[bytes], object] | None = None,
+        on_chunk: Callable[[bytes], object] | None = None,
     ) -> None:
         self._stream = stream
         self._chunk_bytes = chunk_bytes
-        self._watch = watch
-        self._seeks = watch is None and stream.seekable()
-        self._kept = b""
+        self._on_chunk = on_chunk
+        self._can_seek = on_chunk is None and stream.seekable()
+        self._buffer = b""
         self._start = 0
-        self._asked = 0
+        self._last_offset = 0
 
     @property
     def position(self) -> int:
         """Bytes read from the stream so far."""
-        return self._start + len(self._kept)
+        return self._start + len(self._buffer)
 
     def __call__(self, offset: int, size: int) -> bytes:
         """Return ``size`` bytes from an offset of the stream; fewer only at its end.
@@ -72,24 +72,24 @@ class ForwardReader:
         Raises:
             ValueError: If the offset is before that of the last request.
         """
-        if offset < self._asked:
-            raise ValueError(f"a stream cannot go back from byte {self._asked} to {offset}")
-        self._asked = offset
+        if offset < self._last_offset:
+            raise ValueError(f"a stream cannot go back from byte {self._last_offset} to {offset}")
+        self._last_offset = offset
         at = offset - self._start
-        if at + size > len(self._kept):
+        if at + size > len(self._buffer):
             self._fetch(offset, size)
             at = offset - self._start
-        return self._kept[at : at + size] if at >= 0 else b""
+        return self._buffer[at : at + size] if at >= 0 else b""
 
     def _fetch(self, offset: int, size: int) -> None:
         """Make the kept bytes begin at or before ``offset`` and hold ``size`` bytes from there, if the stream has them."""
-        if self._seeks and offset > self.position + self._chunk_bytes:
+        if self._can_seek and offset > self.position + self._chunk_bytes:
             cast("BinaryIO", self._stream).seek(offset)
-            self._start, self._kept = offset, b""
+            self._start, self._buffer = offset, b""
         while offset > self.position:
             if not self._next(self._chunk_bytes):
                 return
-        pieces = [self._kept[offset - self._start :]]
+        pieces = [self._buffer[offset - self._start :]]
         missing = size - len(pieces[0])
         while missing > 0:
             # A long body is read exactly, so that the kept bytes are returned without a copy.
@@ -98,19 +98,19 @@ class ForwardReader:
                 break
             pieces.append(piece)
             missing -= len(piece)
-        self._start, self._kept = offset, b"".join(pieces)
+        self._start, self._buffer = offset, b"".join(pieces)
 
     def _next(self, size: int) -> bool:
         """Replace the kept bytes by the next chunk; False at the end, where the position stays."""
         self._start = self.position
-        self._kept = self._take(size)
-        return bool(self._kept)
+        self._buffer = self._take(size)
+        return bool(self._buffer)
 
     def _take(self, size: int) -> bytes:
         # A size from a header may be wrong: never request more than a chunk at once.
         chunk = self._stream.read(min(size, self._chunk_bytes))
-        if chunk and self._watch is not None:
-            self._watch(chunk)
+        if chunk and self._on_chunk is not None:
+            self._on_chunk(chunk)
         return chunk
 
 

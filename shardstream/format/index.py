@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from shardstream.errors import IndexMismatchError, plural
 from shardstream.format.samples import iter_groups
-from shardstream.format.tar_diagnostics import TarNotes
+from shardstream.format.tar_diagnostics import TarDiagnostics
 from shardstream.format.tar_reader import Member, ReadAt, iter_whole
 
 Offsets = npt.NDArray[np.int64]
@@ -97,7 +97,7 @@ def check_extent(offsets: Offsets, *, filesize: int, nsamples: int | None, url: 
 
 
 def scan_shard(
-    read: ReadAt, *, end: int | None, shard: str, notes: TarNotes | None = None
+    read: ReadAt, *, end: int | None, shard: str, diagnostics: TarDiagnostics | None = None
 ) -> ShardScan:
     """Find the samples of a tar by its headers, without reading bodies.
 
@@ -105,8 +105,10 @@ def scan_shard(
         ShardError: If the tar is damaged, truncated or empty, or has data after its end.
         SampleError: If a key returns after another key, or a sample has a field twice.
     """
-    notes = TarNotes() if notes is None else notes
-    return scan_members(iter_whole(read, end=end, shard=shard, notes=notes), shard=shard)
+    diagnostics = TarDiagnostics() if diagnostics is None else diagnostics
+    return scan_members(
+        iter_whole(read, end=end, shard=shard, diagnostics=diagnostics), shard=shard
+    )
 
 
 def scan_members(members: Iterable[Member], *, shard: str) -> ShardScan:

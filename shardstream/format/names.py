@@ -61,7 +61,7 @@ def member_name(key: str, field: str) -> str:
     """
     name = f"{key}.{field}"
     if split_member_name(name) != (key, field):
-        raise SampleError(_why_not(key, field), key=key, field=field)
+        raise SampleError(_invalid_name_reason(key, field), key=key, field=field)
     parts = key.split("/")
     if field in RESERVED_FIELDS:
         raise SampleError(
@@ -99,13 +99,11 @@ def is_name(name: str) -> bool:
     return b"\0" not in raw and raw.decode("utf-8", "surrogateescape") == name
 
 
-def _why_not(key: str, field: str) -> str:
+def _invalid_name_reason(key: str, field: str) -> str:
     last = key.rsplit("/", 1)[-1]
     if "." in last:
-        better = key[: len(key) - len(last)] + last.replace(".", "_")
-        return (
-            f"a key ends at its first dot, so {key!r} would be read as another key; use {better!r}"
-        )
+        suggestion = key[: len(key) - len(last)] + last.replace(".", "_")
+        return f"a key ends at its first dot, so {key!r} would be read as another key; use {suggestion!r}"
     if not last:
         return "a key needs a name after its last slash"
     if not field:

@@ -8,7 +8,7 @@ from zlib import adler32
 
 from shardstream.errors import IndexMismatchError, SampleError, ShardError
 from shardstream.format.names import RESERVED_FIELDS, is_meta_name, split_member_name
-from shardstream.format.tar_diagnostics import TarNotes
+from shardstream.format.tar_diagnostics import TarDiagnostics
 from shardstream.format.tar_reader import (
     BLOCK_BYTES,
     Buffer,
@@ -51,8 +51,8 @@ def iter_groups(members: Iterable[Member], *, shard: str = "") -> Iterator[Group
         SampleError: If a sample has a field twice or over 65,536 fields, or a key returns after another key, so that
             the sample would be read as two. Detected among at least the last million keys of a shard.
     """
-    seen: set[int] = set()
-    before: set[int] = set()
+    hashes: set[int] = set()
+    older_hashes: set[int] = set()
     key, start, end = None, 0, 0
     fields: dict[str, tuple[int, int]] = {}
     for name, header, body, size in members:
@@ -64,8 +64,8 @@ def iter_groups(members: Iterable[Member], *, shard: str = "") -> Iterator[Group
                 yield Group(key, start, end, fields)
             key, start, fields = parts[0], header, {}
             # Hashes, because keys may be long. Python salts them per process, so collisions cannot be crafted.
-            mark = hash(key)
-            if mark in seen or mark in before:
+            key_hash = hash(key)
+            if key_hash in hashes or key_hash in older_hashes:
                 raise SampleError(
                     "the key returns after another key: its sample is in two parts",
                     remedy="write the members of a sample one after another",
@@ -73,9 +73,9 @@ def iter_groups(members: Iterable[Member], *, shard: str = "") -> Iterator[Group
                     offset=header,
                     key=key,
                 )
-            seen.add(mark)
-            if len(seen) >= KEYS_KEPT:
-                before, seen = seen, set()
+            hashes.add(key_hash)
+            if len(hashes) >= KEYS_KEPT:
+                older_hashes, hashes = hashes, set()
         if len(fields) >= FIELDS_LIMIT:
             raise SampleError(
                 f"a sample of over {FIELDS_LIMIT} fields",
@@ -98,7 +98,7 @@ def iter_samples(
     end: int | None = None,
     start: int = 0,
     shard: str,
-    notes: TarNotes | None = None,
+    diagnostics: TarDiagnostics | None = None,
 ) -> Iterator[tuple[Group, Sample]]:
     """Yield the samples of a tar in order, with their offsets; check the end of the tar before the last one.
 
@@ -108,21 +108,21 @@ def iter_samples(
             end-of-archive blocks.
         start: Offset of a sample's first header.
         shard: URL, for ``__url__`` and messages.
-        notes: Filled during the pass: entries that are not read, and the end of the tar.
+        diagnostics: Filled during the pass: entries that are not read, and the end of the tar.
 
     Raises:
         ShardError: If the tar is damaged, truncated or empty, or has data after its end.
         SampleError: As in `iter_groups`.
     """
-    notes = TarNotes() if notes is None else notes
+    diagnostics = TarDiagnostics() if diagnostics is None else diagnostics
     kept: dict[int, bytes] = {}
-    began = start
+    sample_start = start
 
-    def keeping(members: Iterable[Member]) -> Iterator[Member]:
+    def read_bodies(members: Iterable[Member]) -> Iterator[Member]:
         # Each body is read right after its header, because a stream cannot seek back.
         for member in members:
             name, header, body, size = member
-            if end is None and body + size - began > STREAMED_SAMPLE_LIMIT_BYTES:
+            if end is None and body + size - sample_start > STREAMED_SAMPLE_LIMIT_BYTES:
                 raise ShardError(
                     f"a sample of over {STREAMED_SAMPLE_LIMIT_BYTES} bytes in a stream of unknown length",
                     remedy="unpack it to a plain tar",
@@ -135,14 +135,14 @@ def iter_samples(
             kept[body] = data
             yield member
 
-    members = iter_whole(read, start=start, end=end, shard=shard, notes=notes)
-    for group in iter_groups(keeping(members), shard=shard):
+    members = iter_whole(read, start=start, end=end, shard=shard, diagnostics=diagnostics)
+    for group in iter_groups(read_bodies(members), shard=shard):
         sample: Sample = {"__key__": group.key, "__url__": shard}
         for field, (body, _) in group.fields.items():
             sample[field] = kept[body]
         # The rest belongs to the next sample, whose first member was read already.
         kept = {body: data for body, data in kept.items() if body >= group.end}
-        began = group.end
+        sample_start = group.end
         yield group, sample
 
 
@@ -232,8 +232,10 @@ def _read_any(buffer: Buffer, base: int, start: int, end: int, shard: str) -> Sa
         return bytes(buffer[at - base : at - base + size]) if at < end else b""
 
     sample: Sample = {"__key__": None, "__url__": shard}
-    notes = TarNotes()
-    for name, header, body, size in iter_members(read, start=start, shard=shard, notes=notes):
+    diagnostics = TarDiagnostics()
+    for name, header, body, size in iter_members(
+        read, start=start, shard=shard, diagnostics=diagnostics
+    ):
         data = read(body, size)
         if end <= base + len(buffer) and body + (size + 511 & -512) > end:
             raise _mismatch_error(f"{name} continues after its end", shard, header)
@@ -252,7 +254,7 @@ def _read_any(buffer: Buffer, base: int, start: int, end: int, shard: str) -> Sa
         if end > base + len(buffer):
             raise _cut_error("a sample", 0, end - start, shard, start)
         raise _mismatch_error("no sample", shard, start)
-    notes.warn_of_links(shard)
+    diagnostics.warn_of_links(shard)
     return sample
 
 

@@ -35,7 +35,7 @@ class Finding(NamedTuple):
 
 
 @dataclass(slots=True)
-class TarNotes:
+class TarDiagnostics:
     """Notes of one pass over a tar, filled by `iter_members` and `iter_whole`; complete after the pass."""
 
     has_end: bool = False
@@ -46,15 +46,15 @@ class TarNotes:
     """Offset of the first block with a non-zero byte after the end, if it is in the padding of the last record."""
     hard_links: int = 0
     symbolic_links: int = 0
-    others: int = 0
+    other_entries: int = 0
     samples: int = 0
     """Number of samples that these entries belong to."""
-    _first: tuple[str, int] = ("", 0)
+    _first_omitted: tuple[str, int] = ("", 0)
     _key: str | None = None
     _names: list[tuple[str, str]] = field(default_factory=list)
     """Key and field of the first symbolic links."""
 
-    def omit(self, kind: bytes, name: str, offset: int) -> None:
+    def count_omitted(self, kind: bytes, name: str, offset: int) -> None:
         """Count an entry without bytes of its own, if its name is that of a field.
 
         Args:
@@ -66,7 +66,7 @@ class TarNotes:
         if kind in _NO_DATA or parts is None or is_meta_name(name):
             return
         if not self.samples:
-            self._first = name, offset
+            self._first_omitted = name, offset
         if parts[0] != self._key:
             self.samples += 1
             self._key = parts[0]
@@ -77,7 +77,7 @@ class TarNotes:
             if len(self._names) < _MAX_NAMES:
                 self._names.append(parts)
         else:
-            self.others += 1
+            self.other_entries += 1
 
     def has_links_of_samples(self, keys: Collection[str], fields: Collection[str]) -> bool:
         """Return True if omitted entries belong to samples, and are not just a few links such as ``releases/v1.0 -> v1.0.3``.
@@ -88,7 +88,7 @@ class TarNotes:
         """
         if self.samples and not keys:
             return True
-        if self.hard_links or self.others or self.symbolic_links > len(self._names):
+        if self.hard_links or self.other_entries or self.symbolic_links > len(self._names):
             return True
         known = frozenset(keys) if self._names else ()
         return any(key in known or name in fields for key, name in self._names)
@@ -142,10 +142,10 @@ class TarNotes:
         counts = {
             "hard links": self.hard_links,
             "symbolic links": self.symbolic_links,
-            "devices or entries of unknown type": self.others,
+            "devices or entries of unknown type": self.other_entries,
         }
         kinds = ", ".join(f"{kind}: {count}" for kind, count in counts.items() if count)
-        name, offset = self._first
+        name, offset = self._first_omitted
         return Finding(
             f"entries without data are not read ({kinds}; first: {name!r}), samples that lack fields or are missing: {self.samples}",
             "write the tar again with files in their place (GNU tar: --dereference --hard-dereference)",

@@ -19,7 +19,7 @@ from shardstream.format.pax import (
     extended_size,
     records_of,
 )
-from shardstream.format.tar_diagnostics import TarNotes
+from shardstream.format.tar_diagnostics import TarDiagnostics
 
 BLOCK_BYTES = 512
 _ZERO_BLOCK = bytes(BLOCK_BYTES)
@@ -51,7 +51,7 @@ def iter_members(
     start: int = 0,
     end: int | None = None,
     shard: str = "",
-    notes: TarNotes | None = None,
+    diagnostics: TarDiagnostics | None = None,
 ) -> Iterator[Member]:
     """Yield the regular files of a tar, or of a slice of one that begins and ends between members.
 
@@ -62,12 +62,12 @@ def iter_members(
         start: Offset of the first header.
         end: Offset after the last byte; None if unknown, as in a stream.
         shard: URL for messages.
-        notes: Filled during the pass.
+        diagnostics: Filled during the pass.
 
     Raises:
         ShardError: At a wrong checksum, an invalid header, or a truncated header or body.
     """
-    notes = TarNotes() if notes is None else notes
+    diagnostics = TarDiagnostics() if diagnostics is None else diagnostics
     position = start
     while end is None or position < end:
         block = read(position, BLOCK_BYTES)
@@ -75,7 +75,7 @@ def iter_members(
             break
         if block == _ZERO_BLOCK:
             _check_end(read, position, end, shard)
-            notes.has_end = True
+            diagnostics.has_end = True
             break
         kind, member, position = _plain_entry(block, position, shard) or _read_entry(
             read, position, block, shard
@@ -83,7 +83,7 @@ def iter_members(
         if end is not None and position > end:
             raise _cut_body(member, end, shard)
         if kind != _FILE:
-            notes.omit(kind, member[0], member[1])
+            diagnostics.count_omitted(kind, member[0], member[1])
         elif not member[0]:
             raise ShardError(
                 "a file without a name",
@@ -93,11 +93,11 @@ def iter_members(
             )
         else:
             yield member
-    notes.stop = position
+    diagnostics.stop = position
 
 
 def iter_whole(
-    read: ReadAt, *, start: int = 0, end: int | None, shard: str, notes: TarNotes
+    read: ReadAt, *, start: int = 0, end: int | None, shard: str, diagnostics: TarDiagnostics
 ) -> Iterator[Member]:
     """Yield the regular files of a whole tar, and check its end.
 
@@ -108,28 +108,28 @@ def iter_whole(
         start: Offset of the first wanted header.
         end: Offset after the tar's last byte; None if unknown, as in a compressed tar.
         shard: URL for messages.
-        notes: Filled during the pass.
+        diagnostics: Filled during the pass.
 
     Raises:
         ShardError: As in `iter_members`; if the tar is empty; if its length is unknown and the end-of-archive blocks are
             missing; if another archive or other data follow.
     """
-    yield from iter_members(read, start=start, end=end, shard=shard, notes=notes)
-    if notes.has_end:
-        _check_tail(read, notes, shard)
-    elif notes.stop == 0:
+    yield from iter_members(read, start=start, end=end, shard=shard, diagnostics=diagnostics)
+    if diagnostics.has_end:
+        _check_tail(read, diagnostics, shard)
+    elif diagnostics.stop == 0:
         raise empty_tar(shard)
-    elif end is None or notes.stop > end:
+    elif end is None or diagnostics.stop > end:
         raise ShardError(
-            f"the tar is cut: the blocks that end an archive are missing at byte {notes.stop}",
+            f"the tar is cut: the blocks that end an archive are missing at byte {diagnostics.stop}",
             remedy="fetch or write the shard again",
             shard=shard,
-            offset=notes.stop,
+            offset=diagnostics.stop,
         )
 
 
-def _check_tail(read: ReadAt, notes: TarNotes, shard: str) -> None:
-    position = notes.stop + BLOCK_BYTES
+def _check_tail(read: ReadAt, diagnostics: TarDiagnostics, shard: str) -> None:
+    position = diagnostics.stop + BLOCK_BYTES
     record_end = (position // _RECORD_BYTES + 1) * _RECORD_BYTES
     while chunk := read(position, _TAIL_CHUNK_BYTES):
         rest = chunk.lstrip(b"\0")
@@ -144,7 +144,7 @@ def _check_tail(read: ReadAt, notes: TarNotes, shard: str) -> None:
                     shard=shard,
                     offset=offset,
                 )
-            notes.leftover = offset if notes.leftover is None else notes.leftover
+            diagnostics.leftover = offset if diagnostics.leftover is None else diagnostics.leftover
         position += len(chunk)
 
 

@@ -32,7 +32,7 @@ class TrainerLoader(DataLoader[Any]):
 
     def __init__(self, loader: ShardLoader) -> None:
         self.loader = loader
-        super().__init__(_Resumed(loader), batch_size=None, collate_fn=_as_is)
+        super().__init__(_Resumed(loader), batch_size=None, collate_fn=_return_unchanged)
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # the iterator of the ShardLoader
         return iter(self.loader)
@@ -78,10 +78,10 @@ class LoaderStateCallback(TrainerCallback, ExportableState):  # type: ignore[mis
     def state(self) -> dict[str, Any]:
         """Return the loader's state for the Trainer's checkpoint, one per rank if they differ."""
         if self._loader is not None:
-            mine = self._loader.loader.state_dict()
-            if not _differs_among_ranks(mine):
-                self.states = [mine]
-            elif self.states[mine["rank"] : mine["rank"] + 1] != [mine]:
+            own_state = self._loader.loader.state_dict()
+            if not _differs_among_ranks(own_state):
+                self.states = [own_state]
+            elif self.states[own_state["rank"] : own_state["rank"] + 1] != [own_state]:
                 raise StateError(
                     "the loader's state of this step has not been gathered from the other ranks; "
                     "pass LoaderStateCallback as the last callback"
@@ -119,7 +119,7 @@ class LoaderStateCallback(TrainerCallback, ExportableState):  # type: ignore[mis
     ) -> None:
         """Gather the states of all ranks before a checkpoint is saved."""
         if control.should_save and self._loader is not None:
-            self.states = _gathered(self._loader.loader.state_dict())
+            self.states = _gather_states(self._loader.loader.state_dict())
 
     on_epoch_end = on_step_end
 
@@ -130,12 +130,12 @@ class LoaderStateCallback(TrainerCallback, ExportableState):  # type: ignore[mis
         self._loader = None
 
 
-def _gathered(mine: Any) -> list[Any]:
+def _gather_states(own_state: Any) -> list[Any]:
     """Return the states of all ranks; a single one if they are equal."""
-    if not _differs_among_ranks(mine):
-        return [mine]
-    states: list[Any] = [None] * mine["world_size"]
-    torch.distributed.all_gather_object(states, mine)
+    if not _differs_among_ranks(own_state):
+        return [own_state]
+    states: list[Any] = [None] * own_state["world_size"]
+    torch.distributed.all_gather_object(states, own_state)
     return states
 
 
@@ -151,15 +151,15 @@ def _resume(
     if rank >= len(saved):
         raise StateError(f"the checkpoint holds states of {len(saved)} ranks, none of rank {rank}")
     loader.loader.load_state_dict(saved[rank])
-    steps = _batches_of(loader.loader, of_whole_epoch=True)
+    steps = _count_batches(loader.loader, whole_epoch=True)
     per_epoch = state.max_steps if steps is None else -(-steps // args.gradient_accumulation_steps)
     epoch, steps_of_epoch = divmod(state.global_step, max(1, per_epoch))
     batches = steps_of_epoch * args.gradient_accumulation_steps
-    left = _batches_of(loader.loader, of_whole_epoch=False)
+    left = _count_batches(loader.loader, whole_epoch=False)
     read = None if steps is None or left is None else steps - left
-    begins = batches == 0 and read is None  # the Trainer itself chooses the epoch
-    agrees = args.ignore_data_skip or read is None or read == batches
-    if not begins and (loader.loader.epoch != epoch or not agrees):
+    is_epoch_start = batches == 0 and read is None  # the Trainer itself chooses the epoch
+    is_same_position = args.ignore_data_skip or read is None or read == batches
+    if not is_epoch_start and (loader.loader.epoch != epoch or not is_same_position):
         raise StateError(
             f"the Trainer resumes after batch {batches} of epoch {epoch}, the saved state of the loader after batch "
             f"{'?' if read is None else read} of epoch {loader.loader.epoch}; use the same numbers of ranks, batch size and gradient "
@@ -168,13 +168,13 @@ def _resume(
     loader.dataset.dropped = None if args.ignore_data_skip else batches
 
 
-def _batches_of(loader: ShardLoader, *, of_whole_epoch: bool) -> int | None:
+def _count_batches(loader: ShardLoader, *, whole_epoch: bool) -> int | None:
     """Return the number of batches of the epoch, or those left in it; None if unknown."""
     try:
-        return len(loader) if of_whole_epoch else loader.batches_left
+        return len(loader) if whole_epoch else loader.batches_left
     except (TypeError, OptionError):
         return None
 
 
-def _as_is(batch: Any) -> Any:
+def _return_unchanged(batch: Any) -> Any:
     return batch

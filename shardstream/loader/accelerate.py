@@ -31,7 +31,7 @@ class PreparedEpoch:
         self.remainder = remainder
         self._non_blocking = non_blocking
 
-    def flag_end(self, worker_batches: Iterator[WorkerBatch]) -> Iterator[WorkerBatch]:
+    def mark_last_batch(self, worker_batches: Iterator[WorkerBatch]) -> Iterator[WorkerBatch]:
         """Yield worker batches; read one batch ahead and set ``end_of_dataloader`` before the last batch."""
         held: list[WorkerBatch] = []
         for worker_batch in worker_batches:
@@ -42,7 +42,7 @@ class PreparedEpoch:
         self.end_of_dataloader = True
         yield from held
 
-    def hand_out(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def move_to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches on the device; register this epoch with Accelerate's gradient state meanwhile."""
         gradient_state, device = GradientState(), PartialState().device
         gradient_state._add_dataloader(self)

@@ -284,15 +284,15 @@ def _check_sums(stream: BinaryIO, url: str) -> None:
         with zipfile.ZipFile(stream) as archive:
             bad = archive.testzip()
     except (zipfile.BadZipFile, EOFError, ValueError, NotImplementedError) as error:
-        raise _damaged(f"{error}", url) from error
+        raise _damaged_error(f"{error}", url) from error
     if bad is not None:
-        raise _damaged(f"the checksum of {bad} is wrong", url)
+        raise _damaged_error(f"the checksum of {bad} is wrong", url)
     stream.seek(0)
 
 
-def _damaged(why: str, url: str) -> StateError:
+def _damaged_error(reason: str, url: str) -> StateError:
     return StateError(
-        f"the checkpoint is damaged, truncated, or not written by torch.save ({why}); load an older one by its URL",
+        f"the checkpoint is damaged, truncated, or not written by torch.save ({reason}); load an older one by its URL",
         shard=url,
     )
 

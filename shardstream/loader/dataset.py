@@ -21,7 +21,7 @@ from shardstream.catalog import (
 from shardstream.distributed import Placement, WorkerInfo, accelerate_loader
 from shardstream.errors import NoIndexWarning, NotFoundError, OptionError, redact, shown
 from shardstream.loader.collation import shared_numbers
-from shardstream.loader.iterator import DatasetIterator
+from shardstream.loader.iterator import WorkerIterator
 from shardstream.loader.steps import StreamSteps
 from shardstream.order import Remainder
 from shardstream.pipeline import (
@@ -104,17 +104,17 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
         self._epoch[0] = check_epoch(epoch)
         self._epoch[1] += 1
 
-    def __iter__(self) -> DatasetIterator:
+    def __iter__(self) -> WorkerIterator:
         worker_info, source = current_worker_info(self.placement), self.pipeline.indexed_source
-        unsaid = source is not None and source.options.microbatch is None
+        is_default_microbatch = source is not None and source.options.microbatch is None
         if (
-            unsaid
+            is_default_microbatch
             and worker_info.num_workers > 1
             and worker_info.worker == 0
             and accelerate_loader()
         ):
             warnings.warn(_SAY_MICROBATCH, stacklevel=2)
-        return DatasetIterator(self.pipeline, worker_info, self.epoch)
+        return WorkerIterator(self.pipeline, worker_info, self.epoch)
 
     def __len__(self) -> int:
         if self._length is not None:

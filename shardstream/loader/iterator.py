@@ -12,7 +12,7 @@ from shardstream.loader.state import check_state, seal_state
 from shardstream.pipeline import BadSample, Pipeline, Run, State
 
 
-class DatasetIterator:
+class WorkerIterator:
     """Items of one worker in one epoch.
 
     Args:
@@ -26,7 +26,7 @@ class DatasetIterator:
         self._bad: list[BadSample] = []
         self._run = self._open(epoch)
 
-    def __iter__(self) -> DatasetIterator:
+    def __iter__(self) -> WorkerIterator:
         return self
 
     def __next__(self) -> Any:
@@ -80,7 +80,7 @@ class DatasetIterator:
         Raises:
             StateError: If its data, steps, order or worker differ.
         """
-        check_state(state, mine=self._identity())
+        check_state(state, expected=self._identity())
         self._run.close()
         self._run = self._open(state["epoch"])
         self._run.load_state_dict(state["run"])

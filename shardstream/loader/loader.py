@@ -33,7 +33,7 @@ from shardstream.pipeline import (
     BadSample,
     BadSampleReport,
     IndexedSource,
-    Position,
+    LoaderPosition,
     ReadOptions,
     SkipTracker,
     State,
@@ -79,7 +79,7 @@ class ShardLoader(DataLoader[Any]):
     ) -> None:
         batch_size = None if batch_size is None else whole_number("batch_size", batch_size)
         check_options(dataset, batch_size, shuffle, options | {"drop_last": drop_last})
-        self._begin = self._position = Position(epoch=dataset.epoch)
+        self._begin = self._position = LoaderPosition(epoch=dataset.epoch)
         self._partition: RankPartition | None = None
         self._data: State | None = (
             None  # computed for the first state: hashing the names of all shards takes time
@@ -196,7 +196,7 @@ class ShardLoader(DataLoader[Any]):
         """
         epoch = check_epoch(epoch)
         if epoch != self._position.epoch:
-            self._begin = self._position = Position(epoch=epoch)
+            self._begin = self._position = LoaderPosition(epoch=epoch)
             self._partition = None
             self._iteration += 1  # an iteration that is still open no longer updates the position
 
@@ -231,7 +231,7 @@ class ShardLoader(DataLoader[Any]):
         # Always of a whole epoch, even after a resume in the middle: trainers count batches from the epoch's start.
         dataset, size = self._batches.source_dataset, self._batches.batch_size or 1
         if not dataset.has_given_length:
-            partition = self._batches.partition(Position(epoch=self.epoch))
+            partition = self._batches.partition(LoaderPosition(epoch=self.epoch))
             if partition is not None:
                 return partition.num_steps
             source = dataset.pipeline.indexed_source
@@ -254,9 +254,9 @@ class ShardLoader(DataLoader[Any]):
         if self.num_workers:
             self._prepare_workers(begin.epoch)
         # Without workers and pinning, torch's iterator would only add 11 us per batch.
-        here = self.num_workers == 0 and not self.pin_memory
+        is_in_process = self.num_workers == 0 and not self.pin_memory
         with self._batches.serve_loader():
-            worker_batches = workers = iter(self._batches) if here else super().__iter__()
+            worker_batches = workers = iter(self._batches) if is_in_process else super().__iter__()
         if self.num_workers:
             worker_batches = self._batches.receive_batches(
                 workers, self.num_workers, self.prefetch_factor or 1
@@ -265,11 +265,11 @@ class ShardLoader(DataLoader[Any]):
             not self.persistent_workers
         ):  # frees the rings with the workers: a ring keeps its peak memory
             self._batches.rings = []
-        hand_out = self._serve_accelerate if self._serves_accelerate else self._hand_out
-        handed_out = hand_out(worker_batches, workers, begin, self._iteration)
+        yield_batches = self._serve_accelerate if self._serves_accelerate else self._yield_batches
+        yielded = yield_batches(worker_batches, workers, begin, self._iteration)
         # Last: if anything above raised, the next iteration starts from the same position.
-        self._begin = Position(epoch=begin.epoch)
-        return handed_out
+        self._begin = LoaderPosition(epoch=begin.epoch)
+        return yielded
 
     def _prepare_workers(self, epoch: int) -> None:
         """Seed workers and open their channels before they start or get the next epoch."""
@@ -285,7 +285,11 @@ class ShardLoader(DataLoader[Any]):
         keep_freed_memory()  # of the batches that come out of rings
 
     def _serve_accelerate(
-        self, worker_batches: Iterator[WorkerBatch], workers: Any, begin: Position, iteration: int
+        self,
+        worker_batches: Iterator[WorkerBatch],
+        workers: Any,
+        begin: LoaderPosition,
+        iteration: int,
     ) -> Iterator[Any]:
         from shardstream.loader.accelerate import PreparedEpoch, check_data_parallel  # noqa: PLC0415  (it imports Accelerate)
 
@@ -294,8 +298,10 @@ class ShardLoader(DataLoader[Any]):
             remainder=0 if self._partition is None else self._partition.short_step_samples,
             non_blocking=self.pin_memory,
         )
-        worker_batches = prepared.flag_end(worker_batches)
-        return prepared.hand_out(self._hand_out(worker_batches, workers, begin, iteration))
+        worker_batches = prepared.mark_last_batch(worker_batches)
+        return prepared.move_to_device(
+            self._yield_batches(worker_batches, workers, begin, iteration)
+        )
 
     def _refuse_second_split(self) -> None:
         """Refuse to be read by an Accelerate loader, which would split the batches over ranks again."""
@@ -323,20 +329,26 @@ class ShardLoader(DataLoader[Any]):
         compare_ranks(fingerprint, numbers, batches.placement)
         self._is_compared = True
 
-    def _hand_out(
-        self, worker_batches: Iterator[WorkerBatch], workers: Any, begin: Position, iteration: int
+    def _yield_batches(
+        self,
+        worker_batches: Iterator[WorkerBatch],
+        workers: Any,
+        begin: LoaderPosition,
+        iteration: int,
     ) -> Iterator[Any]:
         parts = dict(begin.parts)
         batches = self._batches
         catalog = None if batches.indexed_source is None else batches.indexed_source.catalog
         watch: AbstractContextManager[object] = nullcontext()
         if self.num_workers:
-            watch = WorkerWatch(workers, batches.begun, self._partition, catalog)
-        stopwatch, asked = self._stopwatch, time.perf_counter()
+            watch = WorkerWatch(workers, batches.current_batches, self._partition, catalog)
+        stopwatch, requested_at = self._stopwatch, time.perf_counter()
         with self._ending_workers_on_error(workers), watch:
             for steps, worker_batch in enumerate(worker_batches, start=1):
                 stopwatch.add_batch(
-                    worker_batch.part, worker_batch.timings, waited_s=time.perf_counter() - asked
+                    worker_batch.part,
+                    worker_batch.timings,
+                    waited_s=time.perf_counter() - requested_at,
                 )
                 if self._bad_sample_report is not None:
                     self._bad_sample_report.add(
@@ -351,10 +363,10 @@ class ShardLoader(DataLoader[Any]):
                     self._position = self._position_after(worker_batch, steps, begin.epoch, parts)
                 if not worker_batch.empty:
                     yield worker_batch.batch
-                asked = time.perf_counter()
+                requested_at = time.perf_counter()
         stopwatch.stop()
         if iteration == self._iteration:
-            self._begin = self._position = Position(epoch=begin.epoch + 1)
+            self._begin = self._position = LoaderPosition(epoch=begin.epoch + 1)
             self._partition = None
 
     @contextmanager
@@ -364,7 +376,7 @@ class ShardLoader(DataLoader[Any]):
             yield
         except BaseException as error:
             if isinstance(error, Exception):
-                end_workers(workers, at_once=isinstance(error, WorkerError))
+                end_workers(workers, immediately=isinstance(error, WorkerError))
                 self._iterator = None
             waits = not isinstance(error, KeyboardInterrupt)
             if (problem := self._finish_report(waits=waits)) is not None:
@@ -381,12 +393,12 @@ class ShardLoader(DataLoader[Any]):
 
     def _position_after(
         self, worker_batch: WorkerBatch, steps: int, epoch: int, parts: dict[int, State]
-    ) -> Position:
+    ) -> LoaderPosition:
         if self._partition is not None:
-            return Position(epoch=epoch, consumed=self._partition.consumed_after(steps))
+            return LoaderPosition(epoch=epoch, consumed=self._partition.consumed_after(steps))
         if worker_batch.state is not None:
             parts[worker_batch.part] = worker_batch.state
-        return Position(
+        return LoaderPosition(
             epoch=epoch,
             parts=dict(parts),
             next_part=(worker_batch.part + 1) % max(1, self.num_workers),
@@ -417,12 +429,14 @@ class ShardLoader(DataLoader[Any]):
                 the number of ranks or workers.
         """
         if self._batches.indexed_source is None:
-            check_state(state, mine=self._topology())
+            check_state(state, expected=self._topology())
             parts = {int(part): value for part, value in state["parts"].items()}
-            position = Position(epoch=state["epoch"], parts=parts, next_part=state["next_part"])
+            position = LoaderPosition(
+                epoch=state["epoch"], parts=parts, next_part=state["next_part"]
+            )
         else:
             self._load_order(state)
-            position = Position(epoch=state["epoch"], consumed=state["consumed"])
+            position = LoaderPosition(epoch=state["epoch"], consumed=state["consumed"])
             nsamples = self._batches.order(position.epoch).nsamples
             if position.consumed > nsamples:
                 raise StateError(
@@ -443,10 +457,12 @@ class ShardLoader(DataLoader[Any]):
         source = batches.indexed_source
         assert source is not None  # noqa: S101  (asked by load_state_dict)
         options = self._given
-        mine = {name: getattr(options, name) for name in ("seed", "shuffle", "microbatch", "lanes")}
+        own_options = {
+            name: getattr(options, name) for name in ("seed", "shuffle", "microbatch", "lanes")
+        }
         if options.shuffle:  # without shuffle these two do not affect the sequence
-            mine |= {"window": options.window, "block": options.block}
-        check_state(state, mine={"kind": "plan"} | mine | _data_identity(source))
+            own_options |= {"window": options.window, "block": options.block}
+        check_state(state, expected={"kind": "plan"} | own_options | _data_identity(source))
         batch_size, microbatch = batches.batch_size or 1, state["microbatch"]
         if batch_size % microbatch:
             raise StateError(

@@ -24,9 +24,9 @@ from shardstream.format import Sample
 from shardstream.loader.steps import ItemSteps
 from shardstream.pipeline import (
     CatalogSource,
-    ItemChain,
     ItemStage,
     Pipeline,
+    PipelineTransform,
     ReadOptions,
     SkipTracker,
     Stage,
@@ -44,7 +44,7 @@ class _Opened(NamedTuple):
     pid: int
     epoch: int
     fetcher: Fetcher
-    chain: ItemChain
+    transform: PipelineTransform
 
 
 class MapDataset(ItemSteps, Dataset[Any]):
@@ -97,11 +97,11 @@ class MapDataset(ItemSteps, Dataset[Any]):
             if not -size <= index < size:
                 raise IndexError(f"sample number {index} is not from {-size} to {size - 1}")
         numbers = np.array([self._numbers[index] for index in indices], dtype=np.int64)
-        unique, back = np.unique(numbers, return_inverse=True)
+        unique, inverse = np.unique(numbers, return_inverse=True)
         opened = self._open()
-        raw = [_sound(sample) for sample in opened.fetcher.samples(unique)]
-        items, _ = opened.chain(
-            [raw[place] if unique.size == numbers.size else dict(raw[place]) for place in back],
+        raw = [_raise_if_error(sample) for sample in opened.fetcher.samples(unique)]
+        items, _ = opened.transform(
+            [raw[place] if unique.size == numbers.size else dict(raw[place]) for place in inverse],
             numbers.tolist(),
         )
         return list(items)
@@ -122,7 +122,9 @@ class MapDataset(ItemSteps, Dataset[Any]):
             else:
                 fetcher = opened.fetcher
             # Kept open, because steps may own threads: starting four takes three times as long as decoding a small image.
-            opened = _Opened(pid, epoch, fetcher, self._pipeline.chain(epoch, SkipTracker()))
+            opened = _Opened(
+                pid, epoch, fetcher, self._pipeline.open_transform(epoch, SkipTracker())
+            )
             self._opened = opened
             return opened
 
@@ -208,7 +210,7 @@ class ShardMapDataset(MapDataset):
         return self._class_names.names
 
 
-def _sound(sample: Sample | Exception) -> Sample:
+def _raise_if_error(sample: Sample | Exception) -> Sample:
     if isinstance(sample, Exception):
         raise sample
     return sample

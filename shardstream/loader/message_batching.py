@@ -92,20 +92,23 @@ def send_messages(
         pack: Returns the packed item, and its bytes as in `WorkerMessage`. Called as soon as the item is made.
         clock: Monotonic clock, in seconds.
     """
-    owed = 0  # items missing from flushed messages; later rounds send them, so that all workers are even again
+    missing = 0  # items missing from flushed messages; later rounds send them, so that all workers are even again
     with closing(items):
         for number in count():
-            begun, size = clock(), owed + message_sizes.size(number)
-            late = partial(_is_past, clock, begun + MAX_DELAY_S)
-            made, end = _take_items(items, size, pack, late)
-            owed = size - len(made)
+            started, size = clock(), missing + message_sizes.size(number)
+            is_past_deadline = partial(_is_past, clock, started + MAX_DELAY_S)
+            packed_items, end = _take_items(items, size, pack, is_past_deadline)
+            missing = size - len(packed_items)
             error = (
                 wrap_exception(end, worker) if end and not isinstance(end, StopIteration) else None
             )
-            packed, nbytes = [one for one, _ in made], sum(nbytes for _, nbytes in made)
-            made_s = clock() - begun
+            packed, nbytes = (
+                [one for one, _ in packed_items],
+                sum(nbytes for _, nbytes in packed_items),
+            )
+            made_s = clock() - started
             messages = [WorkerMessage(worker, packed, made_s, nbytes, end is not None, error)]
-            del made, packed
+            del packed_items, packed
             yield messages.pop()  # popped, so that this frame does not keep the batches alive while the next are made
             if end is not None:
                 return
@@ -117,7 +120,7 @@ def receive_items(
     message_sizes: MessageSizes,
     unpack: Callable[[Any], _T],
     *,
-    ahead: int,
+    prefetch_factor: int,
     choose_size: Callable[[WorkerMessage], int] | None = None,
 ) -> Generator[_T]:
     """In the main process: yield the items of all workers in turn, one of each.
@@ -127,7 +130,7 @@ def receive_items(
         workers: Number of workers.
         message_sizes: Items per message; adapted here to the messages received.
         unpack: Returns the item of a packed item.
-        ahead: Messages requested from each worker before the first is received.
+        prefetch_factor: Messages requested from each worker before the first is received.
         choose_size: Returns the best number of items per message, given a message; by default `preferred_size`.
 
     Raises:
@@ -135,10 +138,10 @@ def receive_items(
         Exception: The error of a worker, at its turn.
     """
     waiting: list[deque[Any]] = [deque() for _ in range(workers)]
-    ended, failed, number, turn = set[int](), dict[int, Any](), 0, 0
+    ended, failed, number, current_worker = set[int](), dict[int, Any](), 0, 0
     sizes: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=SIZES_KEPT))
     while len(ended) < workers or any(waiting) or failed:
-        while not waiting[turn] and turn not in ended:
+        while not waiting[current_worker] and current_worker not in ended:
             if (message := next(messages, None)) is None:
                 raise OptionError(
                     "another iteration of this loader has taken over its persistent workers; finish one iteration before "
@@ -153,24 +156,28 @@ def receive_items(
             sizes[message.worker].append((choose_size or preferred_size)(message))
             # A round counts only while all workers send: once one has ended, torch polls the others more often.
             if message.worker == workers - 1 and not ended:
-                crowded = max(map(len, waiting)) > 2 * _MAX_ITEMS
-                size = 1 if crowded else int(min(median(judged) for judged in sizes.values()))
-                _adapt_size(message_sizes, number, size, ahead)
+                is_backlogged = max(map(len, waiting)) > 2 * _MAX_ITEMS
+                size = (
+                    1
+                    if is_backlogged
+                    else int(min(median(worker_sizes) for worker_sizes in sizes.values()))
+                )
+                _adapt_size(message_sizes, number, size, prefetch_factor)
                 number += 1
-        if waiting[turn]:
-            yield unpack(waiting[turn].popleft())
-        elif turn in failed:
-            failed[turn].reraise()
-        turn = (turn + 1) % workers
+        if waiting[current_worker]:
+            yield unpack(waiting[current_worker].popleft())
+        elif current_worker in failed:
+            failed[current_worker].reraise()
+        current_worker = (current_worker + 1) % workers
     next(messages, None)  # lets torch end the workers
 
 
-def _adapt_size(message_sizes: MessageSizes, number: int, size: int, ahead: int) -> None:
+def _adapt_size(message_sizes: MessageSizes, number: int, size: int, prefetch_factor: int) -> None:
     """Change the message size if it is off by a factor of two, after round ``number`` is complete."""
-    now = message_sizes.size(number)
-    if not message_sizes.is_changing(number) and not now / 2 < size < now * 2:
-        # The next `ahead` rounds are already requested, so they keep the old size.
-        message_sizes.change(number + ahead + 1, size)
+    current_size = message_sizes.size(number)
+    if not message_sizes.is_changing(number) and not current_size / 2 < size < current_size * 2:
+        # The next `prefetch_factor` rounds are already requested, so they keep the old size.
+        message_sizes.change(number + prefetch_factor + 1, size)
 
 
 def preferred_size(message: WorkerMessage) -> int:
@@ -181,8 +188,8 @@ def preferred_size(message: WorkerMessage) -> int:
     return int(max(1, min(_MAX_ITEMS, by_time, by_bytes)))
 
 
-def _is_past(clock: Callable[[], float], until: float) -> bool:
-    return clock() >= until
+def _is_past(clock: Callable[[], float], deadline: float) -> bool:
+    return clock() >= deadline
 
 
 def _take_items(
@@ -192,10 +199,10 @@ def _take_items(
     is_late: Callable[[], bool],
 ) -> tuple[list[tuple[Any, float]], Exception | None]:
     """Take and pack up to ``size`` items, fewer if late; also return the exception that ended them."""
-    made: list[tuple[Any, float]] = []
+    packed_items: list[tuple[Any, float]] = []
     try:
-        while not made or (len(made) < size and not is_late()):
-            made.append(pack(next(items)))
+        while not packed_items or (len(packed_items) < size and not is_late()):
+            packed_items.append(pack(next(items)))
     except Exception as end:  # noqa: BLE001  (returned to the caller)
-        return made, end
-    return made, None
+        return packed_items, end
+    return packed_items, None

@@ -110,10 +110,12 @@ def mix(  # noqa: PLR0913  (the public door)
 def _classes(named: Mapping[str, StreamDataset]) -> dict[str, Classes]:
     """Return name -> class names, for the datasets that have class names."""
     with ThreadPoolExecutor(_CONCURRENT_REQUESTS, thread_name_prefix="shardstream-look") as pool:
-        asked = pool.map(lambda dataset: getattr(dataset, "classes", None), named.values())
+        classes_or_none = pool.map(
+            lambda dataset: getattr(dataset, "classes", None), named.values()
+        )
         return {
             f"dataset {name!r}": names
-            for name, names in zip(named, asked, strict=True)
+            for name, names in zip(named, classes_or_none, strict=True)
             if names is not None
         }
 
@@ -150,4 +152,6 @@ class MixDataset(StreamDataset):
             raise OptionError("counts of a mix are not known in advance where steps change counts")
         worker_info = WorkerInfo(self.placement)
         batch = source.options.microbatch or batch_size or 1
-        return source.counts(source.order(batch=batch, lanes=worker_info.total, epoch=epoch), epoch)
+        return source.counts(
+            source.order(batch=batch, lanes=worker_info.num_global_workers, epoch=epoch), epoch
+        )

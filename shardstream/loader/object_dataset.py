@@ -28,15 +28,15 @@ class _ObjectDatasetMixin:
     def from_prefix(cls, prefix: str, **options: Any) -> Self:
         """Open all files under a folder or name prefix, as the S3 connector does."""
         storage = Storage(options.get("storage_options"), options.get("filesystem"))
-        return cls._of(list_beginning(prefix, storage), options)
+        return cls._from_urls(list_beginning(prefix, storage), options)
 
     @classmethod
     def from_objects(cls, urls: Sequence[str], **options: Any) -> Self:
         """Open files by URL; each costs requests for its size."""
-        return cls._of(urls, options)
+        return cls._from_urls(urls, options)
 
     @classmethod
-    def _of(cls, urls: Sequence[str], options: Mapping[str, Any]) -> Self:
+    def _from_urls(cls, urls: Sequence[str], options: Mapping[str, Any]) -> Self:
         made: Self = cast("Any", cls)(urls, **options)
         return made
 
@@ -163,8 +163,8 @@ class ObjectMapDataset(_ObjectDatasetMixin, MapDataset):
 
 def _open(urls: Urls, storage: Storage, suffixes: str | Sequence[str] | None) -> ObjectCatalog:
     """List the files and build their catalog."""
-    several = [urls] if isinstance(urls, str | os.PathLike) else urls
-    root, files = list_all([os.fspath(url) for url in several], storage)
+    url_list = [urls] if isinstance(urls, str | os.PathLike) else urls
+    root, files = list_all([os.fspath(url) for url in url_list], storage)
     if suffixes is not None:
         ends = (suffixes,) if isinstance(suffixes, str) else tuple(suffixes)
         ends = tuple(end.lower() for end in ends)

@@ -10,7 +10,7 @@ from typing import Any
 from shardstream.errors import OptionError
 from shardstream.loader.dataset import StreamDataset
 from shardstream.loader.worker import BatchDataset
-from shardstream.order import fitting_lanes
+from shardstream.order import find_even_lane_counts
 from shardstream.pipeline import ReadOptions, SkipTracker
 
 _READ_OPTIONS = frozenset(field.name for field in fields(ReadOptions))
@@ -60,13 +60,13 @@ def check_options(
     source = dataset.pipeline.indexed_source
     budget = SkipTracker(dataset.pipeline.on_error).budget
     if budget is not None and budget.refill and (source is None or batch_size is None):
-        why = (
+        reason = (
             "with batch_size=None"
             if batch_size is None
             else "after steps that change counts, or without an index"
         )
         raise OptionError(
-            f"SkipBudget(refill=True) has no effect {why}; set refill=False, or use a batch_size, an index and only steps that "
+            f"SkipBudget(refill=True) has no effect {reason}; set refill=False, or use a batch_size, an index and only steps that "
             "yield one item per item"
         )
     microbatch = None if source is None else source.options.microbatch
@@ -81,17 +81,17 @@ def warn_of_lanes(batches: BatchDataset, num_workers: int) -> None:
     if batches.indexed_source is None or not batches.indexed_source.options.shuffle:
         return
     config, lanes = batches.partition_config, batches.indexed_source.options.lanes or batches.lanes
-    unit = config.batches_per_step * num_workers
-    fitting = sorted(set(fitting_lanes(config, num_workers, lanes)))
-    if lanes % unit:
+    lanes_per_step = config.batches_per_step * num_workers
+    lane_counts = sorted(set(find_even_lane_counts(config, num_workers, lanes)))
+    if lanes % lanes_per_step:
         warnings.warn(
             f"lanes={lanes} is not a multiple of {config.world_size} ranks x {num_workers} workers x {config.microbatches} "
-            f"microbatches: the order stays exact, but workers read parts of the same windows. Lanes that fit: {str(fitting)[1:-1]}",
+            f"microbatches: the order stays exact, but workers read parts of the same windows. Lanes that fit: {str(lane_counts)[1:-1]}",
             UserWarning,
             stacklevel=4,
         )
     catalog, window = batches.indexed_source.catalog, batches.order(0).window
-    held_bytes = min(-(-lanes * config.microbatches // unit) * window, len(catalog)) * (
+    held_bytes = min(-(-lanes * config.microbatches // lanes_per_step) * window, len(catalog)) * (
         catalog.total_bytes // max(1, len(catalog))
     )
     if held_bytes > WARN_WINDOWS_BYTES and not catalog.is_local:

@@ -83,56 +83,65 @@ def compare_in_store(
     Raises:
         OptionError: If two ranks differ.
     """
-    until = time.monotonic() + wait_s
+    deadline = time.monotonic() + wait_s
     rank, size = placement.rank, placement.world_size
-    mine = json.dumps(numbers, sort_keys=True)
-    store.set(f"{key}/{rank}", mine)
+    own_numbers = json.dumps(numbers, sort_keys=True)
+    store.set(f"{key}/{rank}", own_numbers)
     for other in sorted({(rank - 1) % size, (rank + 1) % size}):
-        theirs = _wait_for(store, f"{key}/{other}", until)
-        if theirs is None:
+        other_numbers = _wait_for(store, f"{key}/{other}", deadline)
+        if other_numbers is None:
             store.set(
                 f"{key}/verdict", ""
             )  # later ranks need not wait for a verdict; they still compare with this rank's numbers
             _warn(f"rank {other} did not start to read this dataset", wait_s)
             return
-        if theirs != mine:
-            found = _difference(json.loads(mine), rank, json.loads(theirs), other)
-            store.set(f"{key}/verdict", found)
-            raise OptionError(found)
+        if other_numbers != own_numbers:
+            difference = _difference(
+                json.loads(own_numbers), rank, json.loads(other_numbers), other
+            )
+            store.set(f"{key}/verdict", difference)
+            raise OptionError(difference)
     if store.add(f"{key}/agreed", 1) == size:
         store.set(f"{key}/verdict", "")
-    verdict = _wait_for(store, f"{key}/verdict", until)
+    verdict = _wait_for(store, f"{key}/verdict", deadline)
     if verdict is None:
         _warn("a rank did not start to read this dataset", wait_s)
     elif verdict:
         raise OptionError(verdict)
 
 
-def _wait_for(store: KeyValueStore, key: str, until: float) -> str | None:
-    while (left := until - time.monotonic()) > 0:
+def _wait_for(store: KeyValueStore, key: str, deadline: float) -> str | None:
+    while (left_s := deadline - time.monotonic()) > 0:
         try:
-            store.wait([key], min(_POLL, timedelta(seconds=left)))
+            store.wait([key], min(_POLL, timedelta(seconds=left_s)))
             return store.get(key).decode()
         except RuntimeError:  # timeout; or the store is gone, which fails without waiting
-            time.sleep(min(0.05, left))
+            time.sleep(min(0.05, left_s))
     return None
 
 
-def _difference(mine: Mapping[str, Any], rank: int, theirs: Mapping[str, Any], other: int) -> str:
-    names = [name for name in sorted({*mine, *theirs}) if mine.get(name) != theirs.get(name)]
-    told = [
-        ", ".join(f"{name}={numbers.get(name)!r}" for name in names) for numbers in (mine, theirs)
+def _difference(
+    own_numbers: Mapping[str, Any], rank: int, other_numbers: Mapping[str, Any], other: int
+) -> str:
+    names = [
+        name
+        for name in sorted({*own_numbers, *other_numbers})
+        if own_numbers.get(name) != other_numbers.get(name)
+    ]
+    descriptions = [
+        ", ".join(f"{name}={numbers.get(name)!r}" for name in names)
+        for numbers in (own_numbers, other_numbers)
     ]
     return (
-        f"ranks read in different orders, so samples would be repeated or missed: rank {rank} has {told[0]}, rank {other} has "
-        f"{told[1]}; give all ranks the same num_workers, batch_size and state, or set lanes= and microbatch= in the dataset; a "
+        f"ranks read in different orders, so samples would be repeated or missed: rank {rank} has {descriptions[0]}, rank {other} has "
+        f"{descriptions[1]}; give all ranks the same num_workers, batch_size and state, or set lanes= and microbatch= in the dataset; a "
         "dataset that only one rank reads needs placement=ss.Placement(0, 1)"
     )
 
 
-def _warn(what: str, wait_s: float) -> None:
+def _warn(reason: str, wait_s: float) -> None:
     warnings.warn(
-        f"{what} within {wait_s:g} s: the order of samples was not compared between ranks. Every rank must read the same data with "
+        f"{reason} within {wait_s:g} s: the order of samples was not compared between ranks. Every rank must read the same data with "
         "the same num_workers and batch_size; a dataset that only one rank reads needs placement=ss.Placement(0, 1)",
         UserWarning,
         stacklevel=5,

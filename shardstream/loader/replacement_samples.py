@@ -12,7 +12,7 @@ from shardstream.catalog import Catalog
 from shardstream.errors import SampleError
 from shardstream.format import read_sample
 from shardstream.order import RankPartition, derive_key
-from shardstream.pipeline import Chain, SkipTracker
+from shardstream.pipeline import SampleTransform, SkipTracker
 
 _log = logging.getLogger(__name__)
 _ATTEMPTS = 16  # per sample to replace
@@ -21,7 +21,7 @@ _SUBSTITUTE = 5
 
 def replace_bad_samples(
     catalog: Catalog,
-    chain: Chain,
+    transform: SampleTransform,
     partition: RankPartition,
     step: int,
     done: tuple[Sequence[Any], list[int]],
@@ -35,7 +35,7 @@ def replace_bad_samples(
 
     Args:
         catalog: The dataset.
-        chain: The pipeline's steps.
+        transform: The pipeline's steps.
         partition: The rank's steps.
         step: Number of the step.
         done: Its good items, and their sample numbers.
@@ -52,7 +52,7 @@ def replace_bad_samples(
     if count == 0:
         return items
     planned = partition.samples(np.array([step], dtype=np.int64))[0].tolist()
-    taken, bad, found = set(present), set(planned) - set(present), list[Any]()
+    taken, bad, replacements = set(present), set(planned) - set(present), list[Any]()
     for attempt in range(_ATTEMPTS * count):
         number = _draw(partition, step, attempt)
         if number in bad or (number in taken and attempt < _ATTEMPTS * count // 2):
@@ -63,18 +63,18 @@ def replace_bad_samples(
             skips.skip_or_raise(error, number=number)
             bad.add(number)
             continue
-        good, _ = chain([sample], [number])
-        if not good:
+        accepted, _ = transform([sample], [number])
+        if not accepted:
             bad.add(number)
             continue
         taken.add(number)
-        found += good
-        if len(found) == count:
+        replacements += accepted
+        if len(replacements) == count:
             skips.refilled += count
             _log.warning("step %s: replaced %s bad samples", step, count)
-            return [*items, *found]
+            return [*items, *replacements]
     raise SampleError(
-        f"{count} samples of a batch are bad, and {_ATTEMPTS * count} attempts found {len(found)} replacements: this rank would "
+        f"{count} samples of a batch are bad, and {_ATTEMPTS * count} attempts found {len(replacements)} replacements: this rank would "
         "have fewer batches than the others; fix the data"
     )
 
@@ -82,8 +82,8 @@ def replace_bad_samples(
 def _draw(partition: RankPartition, step: int, attempt: int) -> int:
     """Draw the number of a sample of the epoch; for a mix, by its weights."""
     plan, order = partition.plan, partition.plan.order
-    place = partition.consumed_after(step)
-    key = derive_key(order.seed, plan.epoch, partition.rank, place, attempt, _SUBSTITUTE)
+    position = partition.consumed_after(step)
+    key = derive_key(order.seed, plan.epoch, partition.rank, position, attempt, _SUBSTITUTE)
     if order.num_batches == 0:
         return int(plan.rest(0)[key % order.nsamples])
     batch, slot = divmod(key % (order.num_batches * order.batch), order.batch)

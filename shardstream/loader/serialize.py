@@ -194,8 +194,8 @@ class _Unpacker(pickle.Unpickler):
             return [load(number, None) for number in numbers]
 
         def tensor(number: int, kind: TensorLayout) -> torch.Tensor:
-            found: torch.Tensor = load(number, kind)
-            return found if kind.order is None else found.permute(kind.order)
+            stored: torch.Tensor = load(number, kind)
+            return stored if kind.order is None else stored.permute(kind.order)
 
         self._found = {"_large": large, "_tensor": tensor, "_rest": rest.__getitem__}
 
@@ -233,7 +233,7 @@ def _contiguous_order(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ..
     If elements lie apart, a contiguous copy and None.
     """
     by_stride = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)
-    lying = tensor.permute(by_stride)
-    if not lying.is_contiguous():
+    permuted = tensor.permute(by_stride)
+    if not permuted.is_contiguous():
         return tensor.contiguous(), None
-    return lying, tuple(map(by_stride.index, range(tensor.ndim)))
+    return permuted, tuple(map(by_stride.index, range(tensor.ndim)))

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardstream.errors import StateError
 from shardstream.order import EpochOrder
-from shardstream.pipeline import EPOCHS, Position, State
+from shardstream.pipeline import EPOCHS, LoaderPosition, State
 
 VERSION = 2
 
@@ -55,7 +55,7 @@ def plan_state(order: EpochOrder, *, data: State, epoch: int, consumed: int) -> 
     )
 
 
-def part_state(topology: State, position: Position) -> State:
+def part_state(topology: State, position: LoaderPosition) -> State:
     """Return the state of a loader with a position per worker.
 
     Args:
@@ -73,12 +73,12 @@ def part_state(topology: State, position: Position) -> State:
     )
 
 
-def check_state(state: Any, *, mine: Mapping[str, Any]) -> None:
+def check_state(state: Any, *, expected: Mapping[str, Any]) -> None:
     """Refuse a state that cannot be continued exactly here.
 
     Args:
         state: The saved state.
-        mine: Fields that it must match, by name; a value of None matches any.
+        expected: Fields that it must match, by name; a value of None matches any.
 
     Raises:
         StateError: With the first difference and both values.
@@ -90,15 +90,15 @@ def check_state(state: Any, *, mine: Mapping[str, Any]) -> None:
             f"the state has version {state['version']!r}, this shardstream continues version {VERSION}; finish the epoch with "
             "the shardstream that saved it, or restart it with set_epoch"
         )
-    for name, value in mine.items():
+    for name, value in expected.items():
         if name in ("checksums", "stages"):
             continue
         if value is not None and state.get(name) != value:
             raise StateError(
                 f"{_WHAT.get(name, name)}: the state says {state.get(name)!r}, here it is {value!r}; {_remedy(name)}"
             )
-    _check_steps(state.get("stages", []), mine.get("stages", []))
-    _check_checksums(state.get("checksums"), mine.get("checksums"))
+    _check_steps(state.get("stages", []), expected.get("stages", []))
+    _check_checksums(state.get("checksums"), expected.get("checksums"))
     _check_position(state)
     if state.get("state_checksum") != _checksum(state):
         raise StateError(
@@ -106,29 +106,32 @@ def check_state(state: Any, *, mine: Mapping[str, Any]) -> None:
         )
 
 
-def _check_steps(theirs: Any, mine: Sequence[str]) -> None:
+def _check_steps(saved_values: Any, expected: Sequence[str]) -> None:
     """Refuse a state whose steps differ; name the first difference."""
-    pairs = zip_longest(theirs if isinstance(theirs, list) else [], mine)
-    for place, (saved, here) in enumerate(pairs, start=1):
-        if saved != here:
+    pairs = zip_longest(saved_values if isinstance(saved_values, list) else [], expected)
+    for place, (saved, current) in enumerate(pairs, start=1):
+        if saved != current:
             raise StateError(
-                f"step {place} of the pipeline: the state says {saved or 'nothing'}, here it is {here or 'nothing'}; use the same "
+                f"step {place} of the pipeline: the state says {saved or 'nothing'}, here it is {current or 'nothing'}; use the same "
                 "steps (for a renamed function pass its old name as name='…'), or restart the epoch"
             )
 
 
-def _check_checksums(theirs: Any, mine: Sequence[str | None] | None) -> None:
+def _check_checksums(saved_values: Any, expected: Sequence[str | None] | None) -> None:
     """Refuse a state with other checksums; warn if only the state has checksums."""
-    if mine is None:
+    if expected is None:
         return
-    if not isinstance(theirs, list) or len(theirs) != len(mine):
-        raise StateError(f"this state is damaged: checksums is {str(theirs)[:80]!r}")
-    for saved, here in zip(theirs, mine, strict=True):
-        if saved is not None and here is not None and saved != here:
+    if not isinstance(saved_values, list) or len(saved_values) != len(expected):
+        raise StateError(f"this state is damaged: checksums is {str(saved_values)[:80]!r}")
+    for saved, current in zip(saved_values, expected, strict=True):
+        if saved is not None and current is not None and saved != current:
             raise StateError(
-                f"checksums of the dataset: the state says {saved!r}, here it is {here!r}; {_remedy('fingerprint')}"
+                f"checksums of the dataset: the state says {saved!r}, here it is {current!r}; {_remedy('fingerprint')}"
             )
-    if any(saved is not None and here is None for saved, here in zip(theirs, mine, strict=True)):
+    if any(
+        saved is not None and current is None
+        for saved, current in zip(saved_values, expected, strict=True)
+    ):
         warnings.warn(
             "the state has checksums of its data, but the dataset here has none: names, counts and sizes match, the bytes were not "
             "compared. Write a manifest (shardstream index) to compare them.",

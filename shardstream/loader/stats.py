@@ -40,14 +40,14 @@ class WorkerTimings:
         self.steps_s += steps_s
         self.collate_s += collate_s
 
-    def with_read_costs(self, costs: Mapping[str, float]) -> WorkerTimings:
+    def with_read_stats(self, read_stats: Mapping[str, float]) -> WorkerTimings:
         """Return a copy with the bytes, requests and waits of a fetcher."""
         return WorkerTimings(
             samples=self.samples,
             read_s=self.read_s,
             steps_s=self.steps_s,
             collate_s=self.collate_s,
-            **costs,
+            **read_stats,
         )
 
     def add(self, other: WorkerTimings) -> None:
@@ -91,7 +91,7 @@ class LoaderStats:
     def __str__(self) -> str:
         timings, seconds = self.timings, max(self.seconds, 1e-9)
         rate = f"{timings.samples / seconds:,.0f} samples/s, {timings.read_bytes / seconds / 1e6:,.1f} MB/s"
-        busy = timings.read_s + timings.steps_s + timings.collate_s
+        busy_s = timings.read_s + timings.steps_s + timings.collate_s
         parts = {
             "waiting for bytes": timings.wait_s,
             "reading": timings.read_s - timings.wait_s,
@@ -99,12 +99,12 @@ class LoaderStats:
             "collate": timings.collate_s,
         }
         shares = ", ".join(
-            f"{name} {100 * value / max(busy, 1e-9):.0f} %" for name, value in parts.items()
+            f"{name} {100 * value / max(busy_s, 1e-9):.0f} %" for name, value in parts.items()
         )
         lines = [
             f"epoch {self.epoch}: {plural(self.batches, 'batch')}, {plural(timings.samples, 'sample')} in {seconds:.1f} s ({rate})",
             f"the loop waited {100 * self.loop_wait_s / seconds:.0f} % of the time for batches",
-            f"{plural(self.workers, 'worker') if self.workers else 'no workers'} {'was' if self.workers == 1 else 'were'} busy for {busy:.1f} s: {shares}",
+            f"{plural(self.workers, 'worker') if self.workers else 'no workers'} {'was' if self.workers == 1 else 'were'} busy for {busy_s:.1f} s: {shares}",
         ]
         if timings.requests:
             size = timings.read_bytes / timings.requests / 1e6

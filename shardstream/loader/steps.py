@@ -103,8 +103,10 @@ class ItemSteps:
             )
         table: dict[str, Decoder] = {**BASIC, "pt": load_tensors, "pth": load_tensors}
         # Installed packages cannot override built-in extensions: a jpg stays bytes unless an image name is given.
-        ours = table.keys() | set(EXTENSIONS)
-        table |= {name: one for name, one in installed_decoders().items() if name not in ours}
+        known_fields = table.keys() | set(EXTENSIONS)
+        table |= {
+            name: one for name, one in installed_decoders().items() if name not in known_fields
+        }
         mask_table = dict(table)
         for spec in names:
             decoder = ImageDecoder(
@@ -121,9 +123,9 @@ class ItemSteps:
         stage = Decode(
             table=table | single,
             mask_table=mask_table | single,
-            masks=None if masks is None else frozenset(_listed(masks)),
+            masks=None if masks is None else frozenset(_as_list(masks)),
             handlers=functions,
-            only=None if only is None else frozenset(_listed(only)),
+            only=None if only is None else frozenset(_as_list(only)),
             threads=threads,
             given={name: value for name, value in given.items() if value} or None,
         )
@@ -238,7 +240,7 @@ class StreamSteps(ItemSteps):
         version: int | str | None = None,
     ) -> Self:
         """Batch items of equal group: a field, or the result of ``group(item)`` (a shape, a rounded length, …)."""
-        function = _FieldOf(group) if isinstance(group, str) else group
+        function = _FieldGetter(group) if isinstance(group, str) else group
         return self.then(
             GroupBatched(
                 group=function,
@@ -257,13 +259,13 @@ class StreamSteps(ItemSteps):
 
     def slice(self, *bounds: int | None) -> Self:
         """Slice the items of each worker by ``stop``, or ``start``, ``stop`` and ``step``, as ``itertools.islice``."""
-        cut = slice(*bounds)
-        start, step = cut.start or 0, 1 if cut.step is None else cut.step
-        if start < 0 or step < 1 or (cut.stop is not None and cut.stop < 0):
+        bounds_slice = slice(*bounds)
+        start, step = bounds_slice.start or 0, 1 if bounds_slice.step is None else bounds_slice.step
+        if start < 0 or step < 1 or (bounds_slice.stop is not None and bounds_slice.stop < 0):
             raise OptionError(
                 f"slice{bounds}: start and stop of a stream must be at least 0, step at least 1"
             )
-        return self.then(Slice(start=start, stop=cut.stop, step=step))
+        return self.then(Slice(start=start, stop=bounds_slice.stop, step=step))
 
     def repeat(self, times: int | None = None) -> Self:
         """Repeat the epoch ``times`` times; None repeats without end."""
@@ -290,8 +292,8 @@ def _field_decoder(given: object, upright: bool, max_side: int | None) -> Decode
     """Return the decoder of a single field; a grey image name must not average a mask's numbers."""
     if isinstance(given, str):
         decoder = ImageDecoder(spec=given, to_tensor=to_tensor, upright=upright)
-        fits = max_side if decoder.keeps_numbers else None
-        return replace(decoder, is_mask=decoder.makes_grey, max_side=fits)
+        mask_max_side = max_side if decoder.keeps_numbers else None
+        return replace(decoder, is_mask=decoder.makes_grey, max_side=mask_max_side)
     _check_callable(given)
     return given  # type: ignore[return-value]
 
@@ -304,12 +306,12 @@ def _check_callable(given: object) -> None:
         )
 
 
-def _listed(names: str | Sequence[str]) -> Sequence[str]:
+def _as_list(names: str | Sequence[str]) -> Sequence[str]:
     return [names] if isinstance(names, str) else names
 
 
 @dataclass(frozen=True, slots=True)
-class _FieldOf:
+class _FieldGetter:
     """Group function that returns a field; a class, so that it is picklable."""
 
     field: str

@@ -28,7 +28,7 @@ from shardstream.order import EpochOrder, PartitionConfig, RankPartition
 from shardstream.pipeline import (
     BadSample,
     IndexedRun,
-    Position,
+    LoaderPosition,
     Run,
     SkipTracker,
     State,
@@ -96,12 +96,12 @@ class BatchDataset(IterableDataset[Any]):
         self.lanes = lanes
         self.placement = dataset.placement
         self._serves_loader = False
-        self._position = Position()
+        self._position = LoaderPosition()
         self._is_used = False
         # Epoch and samples consumed, in shared memory for persistent workers. Positions of parts need no place here:
         # loading a state ends persistent workers.
         self._control = shared_numbers(0, 0)
-        self.begun = shared_numbers(*[0] * max(1, num_workers))
+        self.current_batches = shared_numbers(*[0] * max(1, num_workers))
         """Current batch of each worker (see `track_progress`)."""
         self.rings: list[RingBuffer] = []
         """Ring buffer of each worker; empty without workers or system support."""
@@ -116,11 +116,11 @@ class BatchDataset(IterableDataset[Any]):
             state["rings"] = []
         return state
 
-    def begin(self, position: Position) -> None:
+    def begin(self, position: LoaderPosition) -> None:
         """Set the start of the next iteration; called in the main process before workers start."""
         self._position = position
         self._control[0], self._control[1] = position.epoch, position.consumed
-        self.begun.zero_()
+        self.current_batches.zero_()
 
     @contextmanager
     def serve_loader(self) -> Iterator[None]:
@@ -142,9 +142,9 @@ class BatchDataset(IterableDataset[Any]):
         self.message_sizes = MessageSizes()
 
     def receive_batches(
-        self, sent: Iterator[Any], num_workers: int, ahead: int
+        self, sent: Iterator[Any], num_workers: int, prefetch_factor: int
     ) -> Iterator[WorkerBatch]:
-        """In the main process: yield the worker batches of the current workers, ``ahead`` messages prefetched each."""
+        """In the main process: yield the worker batches of the current workers, ``prefetch_factor`` messages prefetched each."""
         rings = self.rings  # bound now: the next iteration may replace self.rings
 
         def unpack(packed: Any) -> WorkerBatch:
@@ -153,7 +153,9 @@ class BatchDataset(IterableDataset[Any]):
             worker_batch: WorkerBatch = packed
             return worker_batch
 
-        return receive_items(sent, num_workers, self.message_sizes, unpack, ahead=ahead)
+        return receive_items(
+            sent, num_workers, self.message_sizes, unpack, prefetch_factor=prefetch_factor
+        )
 
     def set_order_options(self, order: Mapping[str, Any]) -> None:
         """Set order options from a state; they hold for later epochs too."""
@@ -169,7 +171,7 @@ class BatchDataset(IterableDataset[Any]):
         batch = self.indexed_source.options.microbatch or self.batch_size
         return self.indexed_source.order(batch=batch, lanes=self.lanes, epoch=epoch)
 
-    def partition(self, position: Position) -> RankPartition | None:
+    def partition(self, position: LoaderPosition) -> RankPartition | None:
         """Return the steps of this rank from a position on; None if they are not known in advance."""
         if self.indexed_source is None:
             return None
@@ -192,7 +194,7 @@ class BatchDataset(IterableDataset[Any]):
         if get_worker_info() is None:
             return worker_batches
         tune_worker_process()
-        tracked = track_progress(worker_batches, self.begun, worker_info.worker)
+        tracked = track_progress(worker_batches, self.current_batches, worker_info.worker)
         return send_messages(
             tracked,
             worker_info.worker,
@@ -217,13 +219,13 @@ class BatchDataset(IterableDataset[Any]):
 
         return pack
 
-    def _start_position(self) -> Position:
+    def _start_position(self) -> LoaderPosition:
         """Return the start position; a reused persistent worker reads it from shared memory."""
         if get_worker_info() is None or not self._is_used:
             self._is_used = get_worker_info() is not None
             return self._position
         epoch, consumed = self._control.tolist()
-        return Position(epoch=epoch, consumed=consumed)
+        return LoaderPosition(epoch=epoch, consumed=consumed)
 
     def _read_steps(
         self, partition: RankPartition, worker_info: WorkerInfo
@@ -235,7 +237,7 @@ class BatchDataset(IterableDataset[Any]):
         def worker_batch(
             batch: Any, *, empty: bool, error: SkipBudgetError | None = None
         ) -> WorkerBatch:
-            bad = with_locations(skips.drain_bad_samples(), catalog) if skips.bad else ()
+            bad = with_locations(skips.drain_bad_samples(), catalog) if skips.drained else ()
             counts, samples_per_dataset = dict(skips.counts), dict(skips.samples_per_dataset)
             return WorkerBatch(
                 batch,
@@ -246,33 +248,33 @@ class BatchDataset(IterableDataset[Any]):
                 samples_per_dataset,
                 skips.refilled,
                 bad,
-                timings.with_read_costs(run.costs()),
+                timings.with_read_stats(run.read_stats()),
                 error,
             )
 
         run = IndexedRun(self.indexed_source, partition, worker_info, skips)
-        chain = pipeline.chain(partition.plan.epoch, skips)
+        transform = pipeline.open_transform(partition.plan.epoch, skips)
         try:
-            begun = perf_counter()
+            started = perf_counter()
             steps = iter(worker_steps(partition, worker_info.worker, worker_info.num_workers))
-            for planned, samples in run.steps():
+            for step_numbers, samples in run.steps():
                 read, step = perf_counter(), next(steps)
-                items, numbers = chain(samples, planned)
+                items, numbers = transform(samples, step_numbers)
                 if len(items) < partition.step_size(step):
                     done = items, numbers
-                    items = replace_bad_samples(catalog, chain, partition, step, done, skips)
+                    items = replace_bad_samples(catalog, transform, partition, step, done, skips)
                 ready = perf_counter()
                 batch = self._collate(items)
-                timings.add_batch(len(items), read - begun, ready - read, perf_counter() - ready)
+                timings.add_batch(len(items), read - started, ready - read, perf_counter() - ready)
                 made = [worker_batch(batch, empty=not items)]
                 # Freed here, so that this frame does not keep many MB of photos alive while the next are read.
                 del samples, items, batch
                 yield made.pop()
-                begun = perf_counter()
+                started = perf_counter()
         except SkipBudgetError as error:
             yield worker_batch(None, empty=True, error=error)
         finally:
-            chain.close()
+            transform.close()
             run.close()
 
     def _collate(self, items: Sequence[Any]) -> Any:
@@ -280,7 +282,9 @@ class BatchDataset(IterableDataset[Any]):
             return None
         return self.collate_fn(items if self.collate_fn is collate else list(items))
 
-    def _read_stream(self, worker_info: WorkerInfo, position: Position) -> Generator[WorkerBatch]:
+    def _read_stream(
+        self, worker_info: WorkerInfo, position: LoaderPosition
+    ) -> Generator[WorkerBatch]:
         # torch reads worker 0 first, so after a resume parts are rotated: worker 0 takes part `next_part`.
         part = (worker_info.worker + position.next_part) % worker_info.num_workers
         pipeline = self.source_dataset.pipeline
@@ -307,13 +311,13 @@ class BatchDataset(IterableDataset[Any]):
                 samples_per_dataset,
                 context.skips.refilled,
                 bad,
-                timings.with_read_costs({}),
+                timings.with_read_stats({}),
                 error,
             )
 
         last, timings = None, WorkerTimings()
         try:
-            for batch in self._collated(run, timings):
+            for batch in self._collate_stream(run, timings):
                 last = worker_batch(batch, empty=False)
                 yield last
             if context.skips.counts != (
@@ -325,14 +329,14 @@ class BatchDataset(IterableDataset[Any]):
         finally:
             run.close()
 
-    def _collated(self, run: Run, timings: WorkerTimings) -> Iterator[Any]:
+    def _collate_stream(self, run: Run, timings: WorkerTimings) -> Iterator[Any]:
         """Yield batches of a stream of items; with ``batch_size=None`` the items themselves."""
-        size, begun = self.batch_size, perf_counter()
+        size, started = self.batch_size, perf_counter()
         while items := list(islice(run, size or 1)):
             if size is not None and self.partition_config.drop_last and len(items) < size:
                 return
             done = perf_counter()
             batch = items[0] if size is None else self._collate(items)
-            timings.add_batch(len(items), done - begun, 0.0, perf_counter() - done)
+            timings.add_batch(len(items), done - started, 0.0, perf_counter() - done)
             yield batch
-            begun = perf_counter()
+            started = perf_counter()

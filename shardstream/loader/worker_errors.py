@@ -35,15 +35,17 @@ _IN_WORKER = "in DataLoader worker process"
 _DEATH_S = 60.0
 
 
-def track_progress(worker_batches: Generator[_T], begun: Any, worker: int) -> Generator[_T]:
+def track_progress(
+    worker_batches: Generator[_T], current_batches: Any, worker: int
+) -> Generator[_T]:
     """Yield worker batches and record progress in shared memory: n while batch n is made, then -n.
 
     Args:
         worker_batches: The worker's batches, numbered from 1.
-        begun: Shape (workers,), int64, in shared memory.
+        current_batches: Shape (workers,), int64, in shared memory.
         worker: Its place there.
     """
-    place = begun.numpy()
+    place = current_batches.numpy()
     with closing(worker_batches):
         number = 0
         while True:
@@ -61,7 +63,7 @@ class WorkerWatch:
 
     Args:
         workers: torch's iterator, which holds the processes; other iterators have none.
-        begun: As in `track_progress`.
+        current_batches: As in `track_progress`.
         partition: The rank's steps, if they are known.
         catalog: Catalog of the samples.
     """
@@ -69,12 +71,12 @@ class WorkerWatch:
     def __init__(
         self,
         workers: Any,
-        begun: Any,
+        current_batches: Any,
         partition: RankPartition | None,
         catalog: Catalog | None,
     ) -> None:
         self._workers: list[Any] = list(getattr(workers, "_workers", ()))
-        self._begun = begun
+        self._current_batches = current_batches
         self._partition, self._catalog = partition, catalog
 
     def __enter__(self) -> Self:
@@ -86,9 +88,9 @@ class WorkerWatch:
         if isinstance(error, RuntimeError | OSError | EOFError) and not isinstance(
             error, ShardStreamError
         ):
-            told = self.explain()
-            if told is not None:
-                raise told from error
+            worker_error = self.dead_worker_error()
+            if worker_error is not None:
+                raise worker_error from error
 
     def _wait_for_exit(self) -> None:
         """Wait until a worker with closed connections has ended, so that it has an exit code."""
@@ -96,36 +98,38 @@ class WorkerWatch:
         while all(worker.is_alive() for worker in self._workers) and time.monotonic() < until:
             time.sleep(0.005)
 
-    def explain(self) -> WorkerError | None:
+    def dead_worker_error(self) -> WorkerError | None:
         """Return the error for the first dead worker; None if all are alive."""
         for number, worker in enumerate(self._workers):
-            if not worker.is_alive() and (worker.exitcode or int(self._begun[number]) > 0):
+            if not worker.is_alive() and (
+                worker.exitcode or int(self._current_batches[number]) > 0
+            ):
                 return WorkerError(self._describe(number, worker))
         return None
 
     def _describe(self, number: int, worker: Any) -> str:
         code = worker.exitcode
         name = _signal_name(code)
-        how = f"was killed by {name}" if name else f"ended by itself (exit code {code})"
+        ending = f"was killed by {name}" if name else f"ended by itself (exit code {code})"
         remedy = _REMEDIES.get(name, _CRASHED) if name else "something in it called exit()"
         return (
-            f"loader worker {number} of {len(self._workers)} (pid {worker.pid}) {how} "
-            f"{self._at(number)}; {remedy}"
+            f"loader worker {number} of {len(self._workers)} (pid {worker.pid}) {ending} "
+            f"{self._describe_batch(number)}; {remedy}"
         )
 
-    def _at(self, worker: int) -> str:
+    def _describe_batch(self, worker: int) -> str:
         """Describe the batch that a worker is making, or has sent last."""
-        begun = int(self._begun[worker])
-        if begun == 0:
+        batch_number = int(self._current_batches[worker])
+        if batch_number == 0:
             return "before it read anything"
-        doing = "while it made" if begun > 0 else "after it had made"
-        text = f"{doing} batch {abs(begun)} of its own"
+        doing = "while it made" if batch_number > 0 else "after it had made"
+        text = f"{doing} batch {abs(batch_number)} of its own"
         if self._partition is None or self._catalog is None:
             return text
         steps = worker_steps(self._partition, worker, len(self._workers))
-        if abs(begun) > len(steps):
+        if abs(batch_number) > len(steps):
             return "after its last batch"
-        step = steps[abs(begun) - 1]
+        step = steps[abs(batch_number) - 1]
         numbers = self._partition.samples(np.array([step], dtype=np.int64))[0]
         catalog = self._catalog
         urls = [redact(catalog.url_of(shard)) for shard in catalog.shards_of(numbers)]
@@ -153,17 +157,17 @@ def _signal_name(exitcode: int | None) -> str:
         return f"signal {-exitcode}"
 
 
-def end_workers(workers: Any, *, at_once: bool = False) -> None:
+def end_workers(workers: Any, *, immediately: bool = False) -> None:
     """End the worker processes of torch's iterator; other iterators have none.
 
     Args:
         workers: The iterator.
-        at_once: Terminate them without waiting: a dead worker may hold a lock that the others wait for.
+        immediately: Terminate them without waiting: a dead worker may hold a lock that the others wait for.
     """
     end = getattr(workers, "_shutdown_workers", None)
     if end is None:
         return
-    if at_once and workers._worker_pids_set:
+    if immediately and workers._worker_pids_set:
         signal_handling._remove_worker_pids(id(workers))  # type: ignore[attr-defined]  # torch must not report their end as an error
         workers._worker_pids_set = False
         for worker in workers._workers:
@@ -175,7 +179,7 @@ def live_workers(workers: Any) -> Any:
     """Return torch's iterator if all its workers are alive; else end it and return None."""
     if all(worker.is_alive() for worker in getattr(workers, "_workers", ())):
         return workers
-    end_workers(workers, at_once=True)
+    end_workers(workers, immediately=True)
     return None
 
 
@@ -185,6 +189,6 @@ def wrap_exception(error: Exception, worker: int) -> ExceptionWrapper:
     Its class is the nearest base that is picklable: a class defined in a function cannot be sent.
     """
     where = (type(error), error, error.__traceback__)
-    told = ExceptionWrapper(where, f"{_IN_WORKER} {worker}")  # type: ignore[no-untyped-call]
-    told.exc_type = next(kind for kind in type(error).__mro__ if is_picklable_type(kind))
-    return told
+    worker_error = ExceptionWrapper(where, f"{_IN_WORKER} {worker}")  # type: ignore[no-untyped-call]
+    worker_error.exc_type = next(kind for kind in type(error).__mro__ if is_picklable_type(kind))
+    return worker_error

@@ -10,7 +10,12 @@ No file of this package does I/O or keeps state. The order of an epoch is comput
 
 from shardstream.order.epoch_plan import EpochOrder, EpochPlan, default_block, default_window
 from shardstream.order.mix_schedule import MixSchedule
-from shardstream.order.partition import PartitionConfig, RankPartition, Remainder, fitting_lanes
+from shardstream.order.partition import (
+    PartitionConfig,
+    RankPartition,
+    Remainder,
+    find_even_lane_counts,
+)
 from shardstream.order.permutation import Ints, derive_key, derive_keys, permute
 
 __all__ = [
@@ -25,6 +30,6 @@ __all__ = [
     "default_window",
     "derive_key",
     "derive_keys",
-    "fitting_lanes",
+    "find_even_lane_counts",
     "permute",
 ]

@@ -115,19 +115,19 @@ class EpochPlan:
         first, window, offset, size = self._windows(numbers)
         shape = (len(numbers), order.batch)
         keys = derive_keys(self._window_key, numbers % order.lanes, window)
-        within = permute(
+        offset_in_window = permute(
             (offset[:, None] + slots).ravel(),
             np.repeat(size, order.batch),
             np.repeat(keys, order.batch),
         ).reshape(shape)
-        return self._samples_at((first[:, None] + within).ravel()).reshape(shape)
+        return self._samples_at((first[:, None] + offset_in_window).ravel()).reshape(shape)
 
     def rest(self, start: int) -> Ints:
         """Return the samples of the batches from ``start`` on, with the last incomplete batch, in order, shape (n,)."""
         order = self.order
         full = self.batches(np.arange(start, order.num_batches, dtype=np.int64)).ravel()
-        left = np.arange(order.num_batches * order.batch, order.nsamples, dtype=np.int64)
-        return np.concatenate((full, self._samples_at(left) if order.shuffle else left))
+        leftover = np.arange(order.num_batches * order.batch, order.nsamples, dtype=np.int64)
+        return np.concatenate((full, self._samples_at(leftover) if order.shuffle else leftover))
 
     def windows(self, numbers: Ints) -> Ints:
         """Return the window number of each batch, shape (n,); batches of one window share their reads."""
@@ -153,9 +153,9 @@ class EpochPlan:
         """Return for each batch its window's first place in the epoch, number in the lane, offset of the batch in it, and size."""
         order = self.order
         lane, turn = numbers % order.lanes, numbers // order.lanes
-        each, more = divmod(order.num_batches, order.lanes)
-        lane_first = (lane * each + np.minimum(lane, more)) * order.batch
-        lane_size = (each + (lane < more)) * order.batch
+        batches_per_lane, extra = divmod(order.num_batches, order.lanes)
+        lane_first = (lane * batches_per_lane + np.minimum(lane, extra)) * order.batch
+        lane_size = (batches_per_lane + (lane < extra)) * order.batch
         window, offset = np.divmod(turn * order.batch, order.window)
         size = np.minimum(order.window, lane_size - window * order.window)
         return lane_first + window * order.window, window, offset, size
@@ -167,8 +167,8 @@ class EpochPlan:
             return self._block_order[blocks]
         if last - first >= blocks.size:
             return permute(blocks, self._blocks, self._block_key)
-        near = np.arange(first, last + 1, dtype=np.int64)
-        return permute(near, self._blocks, self._block_key)[blocks - first]
+        block_range = np.arange(first, last + 1, dtype=np.int64)
+        return permute(block_range, self._blocks, self._block_key)[blocks - first]
 
     @cached_property
     def _block_order(self) -> Ints:
@@ -177,11 +177,11 @@ class EpochPlan:
     def _samples_at(self, places: Ints) -> Ints:
         """Return the samples at places of the permuted sequence of blocks."""
         short = (places >= self._short_start) & (places < self._short_start + self._short)
-        shifted = np.where(places < self._short_start, places, places - self._short)
+        without_short = np.where(places < self._short_start, places, places - self._short)
         if self._blocks == 0:
             return places
-        block, within = np.divmod(np.where(short, 0, shifted), self.order.block)
-        samples = self._permuted(block) * self.order.block + within
+        block, offset_in_window = np.divmod(np.where(short, 0, without_short), self.order.block)
+        samples = self._permuted(block) * self.order.block + offset_in_window
         return np.where(
             short, self._blocks * self.order.block + places - self._short_start, samples
         )

@@ -54,35 +54,35 @@ class MixSchedule:
         """
         pattern, slot = np.divmod(places, self.length)
         pairs, row = np.unique(np.stack((streams, pattern)), axis=1, return_inverse=True)
-        sources, ranks = self._patterns(pairs[0], pairs[1])
+        sources, occurrences = self._patterns(pairs[0], pairs[1])
         source: Ints = sources[row, slot]
-        before: Ints = self._before(pairs[1])[row, source] + ranks[row, slot]
-        return source, before
+        num_before: Ints = self._count_before(pairs[1])[row, source] + occurrences[row, slot]
+        return source, num_before
 
     def counts(self, lengths: Ints, streams: Ints) -> Ints:
         """Return how often each source is taken in the first ``lengths`` places of streams, shape (n, sources)."""
         pattern, rest = np.divmod(lengths, self.length)
         sources, _ = self._patterns(streams, pattern)
-        inside = np.arange(self.length) < rest[:, None]
-        counts = self._before(pattern)
+        is_counted = np.arange(self.length) < rest[:, None]
+        counts = self._count_before(pattern)
         for kind in range(len(self._rates)):
-            counts[:, kind] += ((sources == kind) & inside).sum(axis=1)
+            counts[:, kind] += ((sources == kind) & is_counted).sum(axis=1)
         return counts
 
     def _patterns(self, streams: Ints, pattern: Ints) -> tuple[Ints, Ints]:
         """Return the source of every place of some patterns, and its earlier occurrences in the pattern: (n, length) each."""
         slots = np.tile(np.arange(self.length, dtype=np.int64), len(pattern))
         keys = np.repeat(derive_keys(self._key, streams, pattern), self.length)
-        drawn = permute(slots, self.length, keys).reshape(len(pattern), self.length)
-        ends = np.cumsum(self._before(pattern + 1) - self._before(pattern), axis=1)
-        sources = (drawn[:, :, None] >= ends[:, None, :]).sum(axis=2)
-        ranks = np.empty_like(sources)
+        shuffled_slots = permute(slots, self.length, keys).reshape(len(pattern), self.length)
+        ends = np.cumsum(self._count_before(pattern + 1) - self._count_before(pattern), axis=1)
+        sources = (shuffled_slots[:, :, None] >= ends[:, None, :]).sum(axis=2)
+        occurrences = np.empty_like(sources)
         for kind in range(len(self._rates)):
-            mine = sources == kind
-            ranks[mine] = (np.cumsum(mine, axis=1) - 1)[mine]
-        return sources, ranks
+            is_kind = sources == kind
+            occurrences[is_kind] = (np.cumsum(is_kind, axis=1) - 1)[is_kind]
+        return sources, occurrences
 
-    def _before(self, pattern: Ints) -> Ints:
+    def _count_before(self, pattern: Ints) -> Ints:
         """Return how often each source is taken before a pattern begins, shape (n, sources)."""
         counts: Ints = (pattern[:, None] * self._rates) >> _FRACTION_BITS
         counts[:, self._largest] = 0

@@ -74,13 +74,15 @@ class RankPartition:
         self._first = order.num_batches if done else consumed // order.batch
         self.full_steps = (order.num_batches - self._first) // config.batches_per_step
         tail_batch = self._first + self.full_steps * config.batches_per_step
-        left = 0 if done else order.nsamples - tail_batch * order.batch
-        self._tail_batch, self._left = tail_batch, left
+        samples_left = 0 if done else order.nsamples - tail_batch * order.batch
+        self._tail_batch, self._left = tail_batch, samples_left
         self._tail_start, self._tail_size = (
-            (0, 0) if config.drop_last else _tail_range(left, config, rank)
+            (0, 0) if config.drop_last else _tail_range(samples_left, config, rank)
         )
         # With "keep" this rank may get none of the last samples; other ranks then have one more step.
-        self._is_short = config.remainder == "keep" and not config.drop_last and 0 < left <= rank
+        self._is_short = (
+            config.remainder == "keep" and not config.drop_last and 0 < samples_left <= rank
+        )
 
     @property
     def num_steps(self) -> int:
@@ -129,27 +131,33 @@ class RankPartition:
 
     def steps_of_window(self, window: int) -> Ints:
         """Return the steps of this rank that take a batch of the window, shape (n,)."""
-        turns = (self.plan.batches_of_window(window) - self._first) // self.config.microbatches
-        mine = turns[(turns >= 0) & (turns % self.config.world_size == self.rank)]
-        steps = mine // self.config.world_size  # in order, as the batches are
+        step_numbers = (
+            self.plan.batches_of_window(window) - self._first
+        ) // self.config.microbatches
+        own_numbers = step_numbers[
+            (step_numbers >= 0) & (step_numbers % self.config.world_size == self.rank)
+        ]
+        steps = own_numbers // self.config.world_size  # in order, as the batches are
         first: Ints = steps[np.diff(steps, prepend=-1) != 0]
         return first
 
 
-def _tail_range(left: int, config: PartitionConfig, rank: int) -> tuple[int, int]:
+def _tail_range(samples_left: int, config: PartitionConfig, rank: int) -> tuple[int, int]:
     """Return start and size of a rank's part of the last samples."""
-    each, more = divmod(left, config.world_size)
+    per_rank, extra = divmod(samples_left, config.world_size)
     if config.remainder == "keep":
-        return rank * each + min(rank, more), each + (rank < more)
-    size = each + (config.remainder == "pad" and more > 0)
+        return rank * per_rank + min(rank, extra), per_rank + (rank < extra)
+    size = per_rank + (config.remainder == "pad" and extra > 0)
     return rank * size, size
 
 
-def fitting_lanes(config: PartitionConfig, num_workers: int, lanes: int) -> tuple[int, int]:
+def find_even_lane_counts(config: PartitionConfig, num_workers: int, lanes: int) -> tuple[int, int]:
     """Return the nearest lane counts below and above that the readers divide evenly, so that each byte is read once.
 
-    >>> fitting_lanes(PartitionConfig(world_size=2), 3, 8)
+    >>> find_even_lane_counts(PartitionConfig(world_size=2), 3, 8)
     (6, 12)
     """
-    unit = config.batches_per_step * num_workers
-    return max(unit, lanes // unit * unit), -(-lanes // unit) * unit
+    lanes_per_step = config.batches_per_step * num_workers
+    return max(lanes_per_step, lanes // lanes_per_step * lanes_per_step), -(
+        -lanes // lanes_per_step
+    ) * lanes_per_step

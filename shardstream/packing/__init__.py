@@ -35,7 +35,7 @@ from shardstream.packing.split import assign_splits, shuffled_order, split_count
 from shardstream.packing.tables import iter_rows
 from shardstream.packing.tar_shard import TarShard, sample_pieces
 from shardstream.packing.verification import VerifyReport, verify
-from shardstream.packing.verify_checks import ShardKeys, hash_keys, repeated_keys
+from shardstream.packing.verify_checks import ShardKeys, find_repeated_keys, hash_keys
 
 __all__ = [
     "INT_FIELDS",
@@ -66,6 +66,7 @@ __all__ = [
     "encode_field",
     "encode_sample",
     "file_key",
+    "find_repeated_keys",
     "hash_keys",
     "index",
     "iter_rows",
@@ -78,7 +79,6 @@ __all__ = [
     "read_journal",
     "read_one",
     "reencode",
-    "repeated_keys",
     "reshard",
     "sample_pieces",
     "shuffled_order",

@@ -42,7 +42,7 @@ class ClassSource(Protocol):
     classes: Classes | None
     """Names of its classes in the order of their numbers; None while it has none."""
 
-    def numbered(self, classes: Classes, where: str) -> Source:
+    def with_class_numbers(self, classes: Classes, where: str) -> Source:
         """Return the source with these numbers; ``where`` is their origin, for messages.
 
         Raises:
@@ -59,7 +59,7 @@ def is_split(name: str) -> bool:
     return name.lower() in SPLIT_NAMES
 
 
-def named_classes(classes: AnyClasses, storage: Storage) -> tuple[Classes, str]:
+def read_given_classes(classes: AnyClasses, storage: Storage) -> tuple[Classes, str]:
     """Return the names that the user gives, and their origin for messages.
 
     Raises:
@@ -104,21 +104,21 @@ def number_classes(
         SourceError: If the source has a class that is not among the names.
         StorageError: If a place cannot be reached.
     """
-    numbered = _numbered(source, classes, folders, storage)
-    if isinstance(numbered, ClassSource) and numbered.classes is not None:
-        before = find_difference(
-            {"this pack": numbered.classes} | read_all_classes(folders, storage)
+    renumbered = _apply_numbers(source, classes, folders, storage)
+    if isinstance(renumbered, ClassSource) and renumbered.classes is not None:
+        difference = find_difference(
+            {"this pack": renumbered.classes} | read_all_classes(folders, storage)
         )
-        if before is not None:
+        if difference is not None:
             _log.warning(
                 "class numbers change: %s; --classes with the old %s keeps them",
-                before,
+                difference,
                 CLASSES_NAME,
             )
-    return numbered
+    return renumbered
 
 
-def _numbered(
+def _apply_numbers(
     source: Source, classes: AnyClasses | None, folders: Sequence[str], storage: Storage
 ) -> Source:
     if classes is not None:
@@ -127,27 +127,27 @@ def _numbered(
                 "classes (--classes) numbers the folders of images, or the column of a table that becomes 'cls'; "
                 f"the numbers in {source.name} stay as they are"
             )
-        return source.numbered(*named_classes(classes, storage))
+        return source.with_class_numbers(*read_given_classes(classes, storage))
     if not isinstance(source, ClassSource) or source.classes is None:
         return source
     found = sibling_classes(folders, storage)
-    differs = find_difference(found)
-    if differs is not None:
+    difference = find_difference(found)
+    if difference is not None:
         raise OptionError(
-            f"the splits that are packed already number their classes differently: {differs}; choose with classes= (--classes)",
+            f"the splits that are packed already number their classes differently: {difference}; choose with classes= (--classes)",
             shard=folders[0],
         )
     names = common_classes(found)
     if names is None or names == source.classes:
         return source
     place = max(found, key=lambda folder: len(found[folder]))
-    numbered = source.numbered(names, place)
+    renumbered = source.with_class_numbers(names, place)
     _log.warning(
         "%s: classes are numbered as in %s, which is packed already",
         folders[0],
         join_url(place, CLASSES_NAME),
     )
-    return numbered
+    return renumbered
 
 
 def warn_of_siblings(names: Classes, folders: Sequence[str], storage: Storage) -> None:
@@ -157,10 +157,11 @@ def warn_of_siblings(names: Classes, folders: Sequence[str], storage: Storage) -
     except StorageError as error:
         _log.warning("%s: class numbers of other splits are unknown: %s", folders[0], error)
         return
-    differs = find_difference({folders[0]: names} | found)
-    if differs is not None:
+    difference = find_difference({folders[0]: names} | found)
+    if difference is not None:
         _log.warning(
-            "class numbers differ among splits: %s; pack one of them again with --classes", differs
+            "class numbers differ among splits: %s; pack one of them again with --classes",
+            difference,
         )
 
 
@@ -187,13 +188,15 @@ def sibling_folders(folder: str) -> list[str]:
     found = list(_SPLIT.finditer(last))
     if not found or (separator and not slash):  # a bucket name is not a split name
         return []
-    word = found[-1].group()
-    before = f"{scheme}{separator}{parent}{slash}{last[: found[-1].start()]}"
-    others = (name for name in SPLIT_NAMES if name != word.lower())
-    return [before + _cased(other, word) + last[found[-1].end() :] for other in others]
+    split_name = found[-1].group()
+    prefix = f"{scheme}{separator}{parent}{slash}{last[: found[-1].start()]}"
+    other_splits = (name for name in SPLIT_NAMES if name != split_name.lower())
+    return [
+        prefix + _match_case(other, split_name) + last[found[-1].end() :] for other in other_splits
+    ]
 
 
-def _cased(name: str, like: str) -> str:
-    if like.isupper():
+def _match_case(name: str, example: str) -> str:
+    if example.isupper():
         return name.upper()
-    return name.capitalize() if like[:1].isupper() else name
+    return name.capitalize() if example[:1].isupper() else name

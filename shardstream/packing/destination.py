@@ -71,12 +71,12 @@ class ShardNames:
             f"write for example {join_url(parent_url(text.partition('{')[0]), DEFAULT_NAME)!r}"
         )
         try:
-            same = names.name(0) == names.name(1)
+            is_constant = names.name(0) == names.name(1)
         except (LookupError, ValueError, AttributeError, TypeError) as error:
             raise OptionError(
                 f"the pattern may contain only {{shard}} ({error!r}); {example}", shard=text
             ) from error
-        if same or "{" in names.folder or not names.template.endswith(".tar"):
+        if is_constant or "{" in names.folder or not names.template.endswith(".tar"):
             raise OptionError(
                 "the last part of the pattern must contain {shard} for the number, and end in .tar; "
                 + example,
@@ -198,15 +198,15 @@ def claim_destination(
         return Destination(folder=folder, names=names, files={}, extras=extras)
     files = {name: file.size for name, file in listed.items()}
     journal = _read_journal(folder, files, overwrite=overwrite)
-    there = frozenset(name for name in files if names.is_ours(name))
+    existing_shards = frozenset(name for name in files if names.is_ours(name))
     finished: tuple[FinishedShard, ...] = ()
     if task == WRITER_TASK or journal is None or journal.is_of_writer:
         if not overwrite:
-            _refuse_what_is_there(names, files, there, journal)
-        stale = there | _shards_in_manifest(folder, files) | _shards_in_journal(journal)
+            _refuse_existing_files(names, files, existing_shards, journal)
+        stale = existing_shards | _shards_in_manifest(folder, files) | _shards_in_journal(journal)
     else:
         finished = _finished_before(journal, names, files, task=task, overwrite=overwrite)
-        stale = there | _shards_in_journal(journal)
+        stale = existing_shards | _shards_in_journal(journal)
     head = None if journal is None else journal.head
     if head is None and journal_name(0) in files:  # it cannot be read, and is replaced
         head = read_listed(folder, journal_name(0))
@@ -222,7 +222,7 @@ def claim_destination(
     )
 
 
-def _refuse_what_is_there(
+def _refuse_existing_files(
     names: ShardNames,
     files: Mapping[str, int],
     shards: frozenset[str],

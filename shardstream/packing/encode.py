@@ -74,7 +74,7 @@ def encode_sample(sample: Mapping[str, object]) -> dict[str, bytes]:
 
 def _encode_text(field: str, value: object) -> bytes:
     if not isinstance(value, str):
-        raise _unfit(field, value, "text or bytes")
+        raise _wrong_type_error(field, value, "text or bytes")
     try:
         return value.encode()
     except UnicodeEncodeError as error:
@@ -85,7 +85,7 @@ def _encode_int(field: str, value: object) -> bytes:
     try:
         return b"%d" % operator.index(value)  # type: ignore[arg-type]
     except TypeError as error:
-        raise _unfit(field, value, "a whole number or bytes") from error
+        raise _wrong_type_error(field, value, "a whole number or bytes") from error
 
 
 def _encode_json(field: str, value: object) -> bytes:
@@ -110,19 +110,19 @@ def _to_json(value: object) -> object:
 
 
 def _encode_npy(field: str, value: object) -> bytes:
-    out = io.BytesIO()
-    np.lib.format.write_array(out, _to_array(field, value), allow_pickle=False)
-    return out.getvalue()
+    buffer = io.BytesIO()
+    np.lib.format.write_array(buffer, _to_array(field, value), allow_pickle=False)
+    return buffer.getvalue()
 
 
 def _encode_npz(field: str, value: object) -> bytes:
     if not isinstance(value, Mapping):
-        raise _unfit(field, value, "a dict of arrays or bytes")
+        raise _wrong_type_error(field, value, "a dict of arrays or bytes")
     arrays = {str(name): _to_array(field, array) for name, array in value.items()}
-    out = io.BytesIO()
+    buffer = io.BytesIO()
     # numpy gives each part of the zip the date 1980-01-01, so equal arrays give equal bytes.
-    np.savez(out, allow_pickle=False, **arrays)
-    return out.getvalue()
+    np.savez(buffer, allow_pickle=False, **arrays)
+    return buffer.getvalue()
 
 
 def _to_array(field: str, value: object) -> np.ndarray[Any, Any]:
@@ -140,7 +140,7 @@ def _to_array(field: str, value: object) -> np.ndarray[Any, Any]:
                 f"the rows of this list differ in length: {error}", field=field
             ) from error
     if not isinstance(value, np.ndarray | np.generic):
-        raise _unfit(field, value, "an array, a tensor, a list of numbers or bytes")
+        raise _wrong_type_error(field, value, "an array, a tensor, a list of numbers or bytes")
     array = np.asarray(value)
     if array.dtype.hasobject:
         raise SampleError(
@@ -154,10 +154,12 @@ def _to_array(field: str, value: object) -> np.ndarray[Any, Any]:
 def _encode_torch(field: str, value: object) -> bytes:
     torch = sys.modules.get("torch")
     if torch is None:  # then the value holds no tensor
-        raise _unfit(field, value, "a tensor, plain lists and dicts of tensors, or bytes")
-    out = io.BytesIO()
-    torch.save(_to_plain(field, value, torch), out)
-    return out.getvalue()
+        raise _wrong_type_error(
+            field, value, "a tensor, plain lists and dicts of tensors, or bytes"
+        )
+    buffer = io.BytesIO()
+    torch.save(_to_plain(field, value, torch), buffer)
+    return buffer.getvalue()
 
 
 def _to_plain(field: str, value: object, torch: Any) -> object:
@@ -171,10 +173,12 @@ def _to_plain(field: str, value: object, torch: Any) -> object:
         return {_to_plain(field, k, torch): _to_plain(field, v, torch) for k, v in value.items()}
     if type(value) in _PLAIN:
         return value
-    raise _unfit(field, value, "tensors, numbers and text, in plain lists and dicts, or bytes")
+    raise _wrong_type_error(
+        field, value, "tensors, numbers and text, in plain lists and dicts, or bytes"
+    )
 
 
-def _unfit(field: str, value: object, accepted: str) -> SampleError:
+def _wrong_type_error(field: str, value: object, accepted: str) -> SampleError:
     return SampleError(
         f"this field takes {accepted}, not {type(value).__name__} ({reprlib.repr(value)}); "
         "convert it, or choose another field",

@@ -69,7 +69,7 @@ def _repeated(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
     order = np.argsort(hashes, kind="stable")
     in_order = hashes[order]
     equal = in_order[1:] == in_order[:-1]
-    twice = np.zeros(len(hashes), dtype=bool)
-    twice[1:] |= equal
-    twice[:-1] |= equal
-    return np.sort(order[twice])
+    is_repeated = np.zeros(len(hashes), dtype=bool)
+    is_repeated[1:] |= equal
+    is_repeated[:-1] |= equal
+    return np.sort(order[is_repeated])

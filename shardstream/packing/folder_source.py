@@ -80,8 +80,8 @@ class ClassFolderSource:
     @property
     def name(self) -> str:
         """Kind and location of the source."""
-        of_splits = f" and {plural(len(self.splits), 'split')}" if self.splits else ""
-        return f"images of {plural(len(self.classes), 'class')}{of_splits} in {self._root}"
+        splits_text = f" and {plural(len(self.splits), 'split')}" if self.splits else ""
+        return f"images of {plural(len(self.classes), 'class')}{splits_text} in {self._root}"
 
     @property
     def length(self) -> int:
@@ -123,7 +123,7 @@ class ClassFolderSource:
                         shard=self._root,
                     )
 
-    def numbered(self, classes: Classes, where: str) -> ClassFolderSource:
+    def with_class_numbers(self, classes: Classes, where: str) -> ClassFolderSource:
         """Return the same images with the class numbers of a list of names.
 
         Raises:
@@ -201,16 +201,16 @@ def _splits(root: str, images: Sequence[ListedFile]) -> tuple[str, ...]:
     Raises:
         SourceError: If some of the folders are splits, or splits without folders of classes: their names would become labels.
     """
-    tops = sorted({_top_folder(file) for file in images if "/" in file.path})
-    named = [name for name in tops if is_split(name)]
+    top_folders = sorted({_top_folder(file) for file in images if "/" in file.path})
+    named = [name for name in top_folders if is_split(name)]
     has_classes = any(is_split(_top_folder(file)) and file.path.count("/") > 1 for file in images)
-    if named == tops and has_classes:
-        return tuple(tops)
+    if named == top_folders and has_classes:
+        return tuple(top_folders)
     if len(named) > 1:
-        others = [name for name in tops if name not in named]
-        why = f"{others[0]} does not" if others else "and hold no folders of classes"
+        not_splits = [name for name in top_folders if name not in named]
+        problem = f"{not_splits[0]} does not" if not_splits else "and hold no folders of classes"
         raise SourceError(
-            f"the folders {', '.join(named)} look like splits, {why}; pack splits as SPLIT/CLASS/image.jpg, "
+            f"the folders {', '.join(named)} look like splits, {problem}; pack splits as SPLIT/CLASS/image.jpg, "
             "or each folder by itself",
             shard=root,
         )
@@ -218,11 +218,11 @@ def _splits(root: str, images: Sequence[ListedFile]) -> tuple[str, ...]:
 
 
 def _check_depth(root: str, images: Sequence[ListedFile], depth: int) -> None:
-    stray = next((file for file in images if file.path.count("/") <= depth), None)
-    if stray is not None:
-        folder, slash, name = stray.path.rpartition("/")
+    misplaced = next((file for file in images if file.path.count("/") <= depth), None)
+    if misplaced is not None:
+        folder, slash, name = misplaced.path.rpartition("/")
         raise SourceError(
-            f"{stray.path} is directly in {'the folder of a split' if folder else 'this folder'}; put each image in the folder "
+            f"{misplaced.path} is directly in {'the folder of a split' if folder else 'this folder'}; put each image in the folder "
             f"of its class ({folder}{slash}CLASS/{name}), or pack loose files with kind='files' (--kind files)",
             shard=root,
         )

@@ -17,7 +17,7 @@ from PIL import Image, UnidentifiedImageError
 from shardstream.errors import OptionError, SampleError, SourceError
 from shardstream.format import (
     PILLOW_FORMATS,
-    Depth,
+    BitDepth,
     has_mask_word,
     is_plain_jpeg,
     is_rendered,
@@ -96,11 +96,11 @@ class ImageOptions:
         """Whether every image stays as it is."""
         return self.max_side is None and self.format is None
 
-    def masks_among(self, fields: Iterable[str]) -> frozenset[str]:
+    def select_masks(self, fields: Iterable[str]) -> frozenset[str]:
         """Return the fields of a sample that are masks."""
         return mask_fields(fields) if self.masks is None else frozenset(self.masks)
 
-    def decisive(self) -> dict[str, Any]:
+    def encoding_options(self) -> dict[str, Any]:
         """Return the options that decide the bytes of images, with the version of the encoder if images are encoded again."""
         if self.changes_nothing:
             return {}
@@ -128,15 +128,15 @@ def encode_image(field: str, value: object) -> bytes:
         SampleError: If the value is anything else, or the format cannot hold it.
     """
     image = value if isinstance(value, Image.Image) else _from_pixels(field, value)
-    form = IMAGE_FORMATS[field.rpartition(".")[2]]
+    file_format = IMAGE_FORMATS[field.rpartition(".")[2]]
     is_mask = has_mask_word(field)
-    if is_mask and form == "JPEG" and image.mode not in _AVERAGED[1:]:
+    if is_mask and file_format == "JPEG" and image.mode not in _AVERAGED[1:]:
         raise SampleError(
             "a JPEG does not keep the numbers of a mask; use a field that ends in png", field=field
         )
-    if not _holds(form, image):
+    if not _can_hold(file_format, image):
         raise SampleError(
-            f"{form} cannot hold the numbers of an image of mode {image.mode}; use the field 'png', 'tif' or 'npy'",
+            f"{file_format} cannot hold the numbers of an image of mode {image.mode}; use the field 'png', 'tif' or 'npy'",
             field=field,
         )
     if getattr(image, "is_animated", False) and image.format != "MPO":
@@ -145,10 +145,12 @@ def encode_image(field: str, value: object) -> bytes:
             field=field,
         )
     try:
-        return _save(image, form, DEFAULT_QUALITY, is_mask=is_mask, orientation=_orientation(image))
+        return _save(
+            image, file_format, DEFAULT_QUALITY, is_mask=is_mask, orientation=_orientation(image)
+        )
     except (OSError, ValueError, KeyError) as error:
         raise SampleError(
-            f"{form} cannot hold an image of mode {image.mode} ({error}); convert it first, e.g. image.convert('RGB')",
+            f"{file_format} cannot hold an image of mode {image.mode} ({error}); convert it first, e.g. image.convert('RGB')",
             field=field,
         ) from error
 
@@ -181,68 +183,80 @@ def reencode(
     old = field.rpartition(".")[2]
     new = old if is_mask else options.format or old
     try:
-        with _bombs_refused(), Image.open(io.BytesIO(data), formats=PILLOW_FORMATS) as image:
+        with _refuse_bombs(), Image.open(io.BytesIO(data), formats=PILLOW_FORMATS) as image:
             if options.changes_nothing:
                 return field, data
-            fits = options.max_side is None or max(image.size) <= options.max_side
-            if fits and IMAGE_FORMATS[new] == IMAGE_FORMATS[old]:
+            fits_max_side = options.max_side is None or max(image.size) <= options.max_side
+            if fits_max_side and IMAGE_FORMATS[new] == IMAGE_FORMATS[old]:
                 return field, data
-            encoded = _write_again(image, data, field, IMAGE_FORMATS[new], options, is_mask=is_mask)
+            encoded = _encode_again(
+                image, data, field, IMAGE_FORMATS[new], options, is_mask=is_mask
+            )
     except (OSError, ValueError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
-        detail = "unknown format" if isinstance(error, UnidentifiedImageError) else str(error)
+        cause = "unknown format" if isinstance(error, UnidentifiedImageError) else str(error)
         raise SourceError(
-            f"not a readable image ({detail}); fix it, or skip such files with on_error='skip' (--skip-errors)",
+            f"not a readable image ({cause}); fix it, or skip such files with on_error='skip' (--skip-errors)",
             shard=where,
         ) from error
     except Image.DecompressionBombWarning as error:
         raise SourceError(f"the image is suspiciously large: {error}", shard=where) from error
-    except _LossError as error:
+    except _LossyEncodeError as error:
         raise SourceError(str(error), shard=where) from error
     return field[: len(field) - len(old)] + new, encoded
 
 
-class _LossError(Exception):
+class _LossyEncodeError(Exception):
     """A conversion would lose frames or numbers of an image."""
 
 
-def _write_again(
-    image: Image.Image, data: bytes, field: str, form: str, options: ImageOptions, *, is_mask: bool
+def _encode_again(
+    image: Image.Image,
+    data: bytes,
+    field: str,
+    file_format: str,
+    options: ImageOptions,
+    *,
+    is_mask: bool,
 ) -> bytes:
     """Return the bytes of an image in a format and size; the field is that of the source, for messages."""
     depth = stored_depth(image, data)
-    _check_loss(image, depth, form, is_mask=is_mask)
-    turn = _orientation(image)
-    by_choice = is_mask or image.mode not in _AVERAGED
+    _check_loss(image, depth, file_format, is_mask=is_mask)
+    exif_orientation = _orientation(image)
+    nearest_pixel = is_mask or image.mode not in _AVERAGED
     shrinks = options.max_side is not None and max(image.size) > options.max_side
-    if not by_choice and options.masks is None and (shrinks or form in _LOSSY):
+    if not nearest_pixel and options.masks is None and (shrinks or file_format in _LOSSY):
         _check_shades(image, field, "max_side" if shrinks else "image_format")
-    smaller = _fit(image, options.max_side, by_choice=by_choice)
-    fitting = _for_format(smaller, form)
-    if not _holds(form, fitting):
-        raise _LossError(f"{form} cannot hold {depth}; leave image_format (--image-format) out")
-    return _save(fitting, form, options.quality, is_mask=is_mask, orientation=turn)
+    shrunk = _shrink(image, options.max_side, nearest_pixel=nearest_pixel)
+    converted = _convert_for_format(shrunk, file_format)
+    if not _can_hold(file_format, converted):
+        raise _LossyEncodeError(
+            f"{file_format} cannot hold {depth}; leave image_format (--image-format) out"
+        )
+    return _save(
+        converted, file_format, options.quality, is_mask=is_mask, orientation=exif_orientation
+    )
 
 
-def _check_loss(image: Image.Image, depth: Depth, form: str, *, is_mask: bool) -> None:
+def _check_loss(image: Image.Image, depth: BitDepth, file_format: str, *, is_mask: bool) -> None:
     """Refuse a conversion that loses frames, or bits that the format could hold."""
     frames = getattr(image, "n_frames", 1)
     if frames > 1 and image.format != "MPO":  # an MPO is a photo with extra views that cameras add
-        raise _LossError(
+        raise _LossyEncodeError(
             f"an animation of {frames} frames would keep the first alone; "
             "pack it without image options, or leave it out"
         )
-    if not depth.fits_8_bits and image.mode in _AVERAGED and form not in _LOSSY:
-        raise _LossError(
+    if not depth.fits_8_bits and image.mode in _AVERAGED and file_format not in _LOSSY:
+        raise _LossyEncodeError(
             f"{depth} of {image.format} {image.mode} would be cut to 8 bits; pack it without image options, or turn "
             "images into jpg or webp with image_format (--image-format)"
         )
-    if is_mask and form == "JPEG":
-        raise _LossError(
+    if is_mask and file_format == "JPEG":
+        raise _LossyEncodeError(
             "a JPEG does not keep the numbers of a mask when it is written again; pack it without max_side (--max-side), "
             "or say which fields are masks with masks (--masks)"
         )
     if is_mask and is_rendered(image, depth):
-        raise _LossError(
+        raise _LossyEncodeError(
             f"a mask of {depth} would be stretched to 8 bits; pack it without max_side (--max-side)"
         )
 
@@ -253,7 +267,7 @@ def _check_shades(image: Image.Image, field: str, option: str) -> None:
         return
     shades = image.getcolors(_MASK_SHADES)
     if shades is not None and len(shades) > 1:
-        raise _LossError(
+        raise _LossyEncodeError(
             f"it has {len(shades)} shades of grey, as a mask has, and {option} would mix them; pass the fields that are masks, "
             f"masks=[{field!r}] (--masks {field}), or, if none are, masks=[] (--masks none). A stopped pack with finished "
             "shards must then start again, with overwrite=True (--overwrite)"
@@ -261,7 +275,7 @@ def _check_shades(image: Image.Image, field: str, option: str) -> None:
 
 
 @contextmanager
-def _bombs_refused() -> Iterator[None]:
+def _refuse_bombs() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         yield
@@ -272,10 +286,10 @@ def _orientation(image: Image.Image) -> int:
     return 1 if image.format == "TIFF" else image.getexif().get(_ORIENTATION, 1)
 
 
-def _fit(image: Image.Image, max_side: int | None, *, by_choice: bool) -> Image.Image:
+def _shrink(image: Image.Image, max_side: int | None, *, nearest_pixel: bool) -> Image.Image:
     if max_side is not None and max(image.size) > max_side:
         # Sizes are Pillow's in both cases, so that a mask still fits its photo.
-        if by_choice:
+        if nearest_pixel:
             image.thumbnail((max_side, max_side), Image.Resampling.NEAREST, reducing_gap=None)
         else:
             # Lets JPEG decode at a fraction of its size, then reduces by boxes, then by Lanczos.
@@ -284,51 +298,51 @@ def _fit(image: Image.Image, max_side: int | None, *, by_choice: bool) -> Image.
     return image
 
 
-def _for_format(image: Image.Image, form: str) -> Image.Image:
+def _convert_for_format(image: Image.Image, file_format: str) -> Image.Image:
     """Convert an image to a mode that the format supports."""
     clear = image.mode == "P" and "transparency" in image.info
-    if form in ("JPEG", "PPM", "BMP") and (
+    if file_format in ("JPEG", "PPM", "BMP") and (
         clear or image.mode in ("RGBA", "LA", "PA", "La", "RGBa")
     ):
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, "white")
         return Image.alpha_composite(white, image).convert("RGB")
-    if form not in ("JPEG", "TIFF") and image.mode in ("CMYK", "YCbCr", "LAB", "HSV"):
+    if file_format not in ("JPEG", "TIFF") and image.mode in ("CMYK", "YCbCr", "LAB", "HSV"):
         return image.convert("RGB")
-    if image.mode == "PA" and form != "TIFF":
+    if image.mode == "PA" and file_format != "TIFF":
         return image.convert("RGBA")
-    if image.mode == "P" and form in ("JPEG", "PPM"):
+    if image.mode == "P" and file_format in ("JPEG", "PPM"):
         return image.convert("RGB")
     return image
 
 
-def _holds(form: str, image: Image.Image) -> bool:
+def _can_hold(file_format: str, image: Image.Image) -> bool:
     """Return whether a format keeps the numbers of an image of more than 8 bits; Pillow clips them in some without an error."""
     if image.mode == "F":
-        return form == "TIFF"
+        return file_format == "TIFF"
     if image.mode.startswith("I;16"):
-        return form in ("PNG", "TIFF", "PPM")
-    if image.mode == "I" and form in ("PNG", "PPM"):
+        return file_format in ("PNG", "TIFF", "PPM")
+    if image.mode == "I" and file_format in ("PNG", "PPM"):
         low, high = image.getextrema()
         return low >= 0 and high <= 65535  # type: ignore[operator]
-    return image.mode != "I" or form == "TIFF"
+    return image.mode != "I" or file_format == "TIFF"
 
 
 def _save(
-    image: Image.Image, form: str, quality: int, *, is_mask: bool, orientation: int = 1
+    image: Image.Image, file_format: str, quality: int, *, is_mask: bool, orientation: int = 1
 ) -> bytes:
-    options: dict[str, Any] = {"quality": quality} if form in _LOSSY else {}
-    if is_mask and form == "WEBP":
+    options: dict[str, Any] = {"quality": quality} if file_format in _LOSSY else {}
+    if is_mask and file_format == "WEBP":
         options = {"lossless": True, "exact": True}
-    if form == "GIF":
+    if file_format == "GIF":
         options["optimize"] = False  # would renumber the palette
-    if image.info.get("icc_profile") and form in ("JPEG", "PNG", "WEBP", "TIFF", "AVIF"):
+    if image.info.get("icc_profile") and file_format in ("JPEG", "PNG", "WEBP", "TIFF", "AVIF"):
         options["icc_profile"] = image.info["icc_profile"]
     if 2 <= orientation <= 8:
         options["exif"] = Image.Exif()
         options["exif"][_ORIENTATION] = orientation
     out = io.BytesIO()
-    image.save(out, form, **options)
+    image.save(out, file_format, **options)
     return out.getvalue()
 
 
@@ -344,8 +358,8 @@ def _from_pixels(field: str, value: object) -> Image.Image:
         raise SampleError(f"{type(value).__name__} is not an image; give {_ACCEPTED}", field=field)
     if pixels.ndim == 3 and pixels.shape[2] == 1:
         pixels = pixels[:, :, 0]
-    deep = pixels.dtype == np.uint16 and pixels.ndim == 2
-    if pixels.dtype != np.uint8 and not deep:
+    is_16_bit = pixels.dtype == np.uint16 and pixels.ndim == 2
+    if pixels.dtype != np.uint8 and not is_16_bit:
         advice = (
             "multiply values from 0 to 1 by 255, round, and convert them to uint8"
             if pixels.dtype.kind == "f"

@@ -96,7 +96,7 @@ class IndexShard:
         publish_bytes(storage, tar.url + INDEX_SUFFIX, encode_index(scan.offsets))
         if text is not None:
             publish_bytes(storage, tar.url[: -len(TAR_SUFFIXES[0])] + WDS2IDX_SUFFIX, text)
-        warnings = [f"{tar.url}: {finding}" for finding in shard.notes.findings()]
+        warnings = [f"{tar.url}: {finding}" for finding in shard.diagnostics.findings()]
         if not scan.keys:
             warnings.append(f"{tar.url}: no samples in it (members need a name like KEY.FIELD)")
         return {
@@ -175,7 +175,7 @@ def index(  # noqa: PLR0913  (the public door)
     manifest = _manifest_of(results, name=name or _name_before(url, storage))
     publish_bytes(storage, url, encode_manifest(manifest))
     found = chain.from_iterable(cast("list[str]", one["warnings"]) for one in results.values())
-    warnings = (*found, *_left_out(others, url))
+    warnings = (*found, *_warn_left_out(others, url))
     return IndexReport(manifest_url=url, manifest=manifest, warnings=warnings)
 
 
@@ -229,7 +229,7 @@ def _index_part(
     return IndexReport(
         manifest_url=url,
         manifest=Manifest(shards=shards, name=job.name, fields=dict(fields)),
-        warnings=(*chain.from_iterable(one.warnings for one in done), *_left_out(others, url)),
+        warnings=(*chain.from_iterable(one.warnings for one in done), *_warn_left_out(others, url)),
         unfinished=unfinished,
     )
 
@@ -307,9 +307,9 @@ def _tars_of(url: str, storage: Storage, listed: dict[str, dict[str, FileInfo]])
     tars = [file for file in files if is_tar(file.url)]
     if tars:
         return tars
-    inside = [f"{folder}/" for folder in folders] + [_name(file.url) for file in files]
+    contents = [f"{folder}/" for folder in folders] + [_name(file.url) for file in files]
     raise StorageError(
-        f"no .tar here (found: {', '.join(inside[:8]) or 'nothing'}); "
+        f"no .tar here (found: {', '.join(contents[:8]) or 'nothing'}); "
         "name the tars, or the folder that they are right in",
         shard=url,
     )
@@ -329,7 +329,7 @@ def _name(url: str) -> str:
     return url.rsplit("/", 1)[-1]
 
 
-def _left_out(names: Sequence[str], url: str) -> Iterator[str]:
+def _warn_left_out(names: Sequence[str], url: str) -> Iterator[str]:
     if names:
         more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         yield (

@@ -148,9 +148,9 @@ def list_splits(
         return {}
     if _holds_shards(files) or len(folders) > _MAX_SPLITS:
         return {}
-    inside = {name: join_url(folder, name) for name in folders if not name.startswith(".")}
+    child_folders = {name: join_url(folder, name) for name in folders if not name.startswith(".")}
     splits: dict[str, Listing | None] = {}
-    for name, url in inside.items():
+    for name, url in child_folders.items():
         if _holds_shards(storage.list_folder(url)[0]):
             try:
                 splits[name] = list_shards(
@@ -222,7 +222,7 @@ def _read_number(number: int, located: LocatedShards, storage: Storage) -> Sampl
         return _stream_to(number, located, storage)
     catalog = ShardCatalog(located, storage)
     if number >= len(catalog):
-        raise _too_far(number, len(catalog))
+        raise _no_such_sample_error(number, len(catalog))
     return catalog.read_sample(number)
 
 
@@ -272,7 +272,7 @@ def _stream_to(number: int, located: LocatedShards, storage: Storage) -> Sample:
                 if first == number:
                     return sample
                 first += 1
-    raise _too_far(number, first)
+    raise _no_such_sample_error(number, first)
 
 
 def _stream(shard: ShardInfo, storage: Storage) -> Generator[Sample]:
@@ -324,5 +324,5 @@ def _total(numbers: Sequence[int | None]) -> int | None:
     return sum(known) if len(known) == len(numbers) else None
 
 
-def _too_far(number: int, count: int) -> OptionError:
+def _no_such_sample_error(number: int, count: int) -> OptionError:
     return OptionError(f"there is no sample {number}: they are numbered from 0 to {count - 1}")

@@ -135,7 +135,7 @@ def pack(  # noqa: PLR0913  (public door)
     job = _Job(
         plan=_plan(opened, shuffle=shuffle, seed=seed, split=split or {}),
         names=names,
-        task=Task(source=opened.fingerprint, options=limits | asked | images.decisive()),
+        task=Task(source=opened.fingerprint, options=limits | asked | images.encoding_options()),
         options=WriterOptions(**limits, overwrite=overwrite, extras=frozenset(opened.extras)),
         storage_options=storage_options,
         skips=on_error == "skip",

@@ -75,7 +75,7 @@ class RecordEncoder:
         self, record: Record, ahead: Mapping[str, bytes | NotFoundError]
     ) -> dict[str, bytes]:
         fields: dict[str, bytes] = {}
-        masks = self.images.masks_among(record.fields)
+        masks = self.images.select_masks(record.fields)
         for field, value in record.fields.items():
             name, data = self._encode_field(
                 field, value, record.where, ahead, is_mask=field in masks

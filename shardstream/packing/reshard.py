@@ -117,19 +117,17 @@ def reshard(  # noqa: PLR0913  (public door)
     steps = SampleSteps.checked(fields, select, map, batch_size)
     reading = storage_options if source_options is None else source_options
     opened = _open_source(source, reading)
-    names = ShardNames.parse(dest)
-    _check_is_elsewhere(opened, names.folder)
+    names = _shard_names(dest, opened)
     limits = WriterOptions(max_samples=max_samples, max_bytes=parse_bytes(max_bytes), name=name)
     kept = _kept_fraction(opened, fields)
+    options = {"max_samples": limits.max_samples, "max_bytes": limits.max_bytes, "seed": seed}
     firsts = plan_shards(opened.catalog, limits, is_shuffled=seed is not None, kept=kept)
     job = PartJob(
         kind="reshard",
         title=opened.title,
         names=names,
         source=opened.identity,
-        options={"max_samples": limits.max_samples, "max_bytes": limits.max_bytes, "seed": seed}
-        | steps.identity
-        | {"version": version, "kept": kept},
+        options=options | steps.identity | {"version": version, "kept": kept},
         parts=len(firsts) - 1,
         name=name,
         extras=_class_names(opened),
@@ -188,14 +186,17 @@ def _open_source(source: Urls, options: Mapping[str, Any] | None) -> _OpenedSour
     return _OpenedSource(located, catalog, identity)
 
 
-def _check_is_elsewhere(opened: _OpenedSource, folder: str) -> None:
-    storage = opened.catalog.storage
-    place = storage.resolve(folder)[1].rstrip("/")
+def _shard_names(dest: str | os.PathLike[str], opened: _OpenedSource) -> ShardNames:
+    """Return folder and names of the new shards; refuse the folders of the source."""
+    names, storage = ShardNames.parse(dest), opened.catalog.storage
+    place = storage.resolve(names.folder)[1].rstrip("/")
     for taken in dict.fromkeys(parent_url(shard.url) for shard in opened.catalog.shards):
         if storage.resolve(taken)[1].rstrip("/") == place:
             raise OptionError(
-                "the shards would be overwritten while they are read; write elsewhere", shard=folder
+                "the shards would be overwritten while they are read; write elsewhere",
+                shard=names.folder,
             )
+    return names
 
 
 def _class_names(opened: _OpenedSource) -> dict[str, str]:

@@ -15,7 +15,7 @@ from shardstream.format import (
     Member,
     Readable,
     ShardScan,
-    TarNotes,
+    TarDiagnostics,
     iter_whole,
     open_decompressed,
     scan_members,
@@ -41,7 +41,7 @@ class ProgressMeter:
     def __init__(self, total: int, progress: ProgressFunction | None) -> None:
         self._total = total
         self._progress = progress
-        self._done = 0
+        self._done_bytes = 0
         self._lock = threading.Lock()
         self._stopped = threading.Event()
 
@@ -55,8 +55,8 @@ class ProgressMeter:
             raise StoppedError
         if self._progress is not None:
             with self._lock:
-                self._done += count
-                self._progress(self._done, self._total)
+                self._done_bytes += count
+                self._progress(self._done_bytes, self._total)
 
     def stop(self) -> None:
         """Make every pass end at its next chunk."""
@@ -78,7 +78,7 @@ class ShardScanner:
     def __init__(self, storage: Storage, url: str, size: int, meter: ProgressMeter | None) -> None:
         self.url = url
         self.members: list[Member] = []
-        self.notes = TarNotes()
+        self.diagnostics = TarDiagnostics()
         """Findings about skipped members and the end of the tar; known after `scan`."""
         self._size = size
         self._meter = meter
@@ -113,7 +113,7 @@ class ShardScanner:
             SampleError: If a key or a field is repeated.
         """
         end = None if is_compressed(self.url) else self._size
-        members = iter_whole(self._read, end=end, shard=self.url, notes=self.notes)
+        members = iter_whole(self._read, end=end, shard=self.url, diagnostics=self.diagnostics)
         return scan_members(self._collect_members(members, keep=keep_members), shard=self.url)
 
     def finish(self) -> tuple[str, int]:
@@ -141,17 +141,17 @@ class _TappedStream:
     def __init__(self, stream: RangeStream, on_chunk: Callable[[bytes], None]) -> None:
         self._stream = stream
         self._on_chunk = on_chunk
-        self._kept = b""
-        self._at = 0
+        self._buffer = b""
+        self._position = 0
 
     def read(self, size: int = -1, /) -> bytes:
-        if self._at >= len(self._kept):
-            self._kept, self._at = self._stream.read(_SCAN_READ_BYTES), 0
-            if self._kept:
-                self._on_chunk(self._kept)
-        end = len(self._kept) if size < 0 else self._at + size
-        piece = self._kept[self._at : end]
-        self._at += len(piece)
+        if self._position >= len(self._buffer):
+            self._buffer, self._position = self._stream.read(_SCAN_READ_BYTES), 0
+            if self._buffer:
+                self._on_chunk(self._buffer)
+        end = len(self._buffer) if size < 0 else self._position + size
+        piece = self._buffer[self._position : end]
+        self._position += len(piece)
         return piece
 
     def seekable(self) -> bool:

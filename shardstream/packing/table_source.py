@@ -84,7 +84,7 @@ class TableSource:
         """``classes.json``, if the column of ``cls`` holds names."""
         return {} if self.classes is None else {CLASSES_NAME: encode_classes(self.classes)}
 
-    def numbered(self, classes: Classes, where: str) -> TableSource:
+    def with_class_numbers(self, classes: Classes, where: str) -> TableSource:
         """Return the same rows, with the names in the column of ``cls`` as numbers.
 
         Raises:

@@ -104,9 +104,9 @@ def _iter_separated(text: io.TextIOWrapper, url: str, delimiter: str) -> Iterato
         header = next(reader, None)
         if not header:
             raise SourceError("the table is empty; its first line names the columns", shard=url)
-        twice = next((name for name in header if header.count(name) > 1), None)
-        if twice is not None:
-            raise SourceError(f"two columns are named {twice!r}; rename one", shard=url)
+        repeated_name = next((name for name in header if header.count(name) > 1), None)
+        if repeated_name is not None:
+            raise SourceError(f"two columns are named {repeated_name!r}; rename one", shard=url)
         number = 0
         for cells in reader:
             if not cells:  # a blank line

@@ -15,7 +15,7 @@ from shardstream.format import (
     ForwardReader,
     Sample,
     ShardInfo,
-    TarNotes,
+    TarDiagnostics,
     encode_classes,
     iter_samples,
     open_decompressed,
@@ -71,10 +71,10 @@ class TarSource:
         Raises:
             SourceError: If the tars of several folders number their classes differently.
         """
-        differs = find_difference(self._class_names.found)
-        if differs is not None:
+        difference = find_difference(self._class_names.found)
+        if difference is not None:
             raise SourceError(
-                f"class numbers differ among these tars: {differs}; pack each folder separately",
+                f"class numbers differ among these tars: {difference}; pack each folder separately",
                 shard=self._urls,
             )
         names = self._class_names.names
@@ -91,12 +91,12 @@ class TarSource:
         with ThreadPoolExecutor(
             _CONCURRENT_REQUESTS, thread_name_prefix="shardstream-look"
         ) as pool:
-            stamps = list(pool.map(self._stamp, self._shards))
+            versions = list(pool.map(self._file_version, self._shards))
         names = [shard.url.rsplit("/", 1)[-1] for shard in self._shards]
         counts = [shard.nsamples for shard in self._shards]
-        return fingerprint_of("tars", *itertools.chain(*zip(names, counts, stamps, strict=True)))
+        return fingerprint_of("tars", *itertools.chain(*zip(names, counts, versions, strict=True)))
 
-    def _stamp(self, shard: ShardInfo) -> str:
+    def _file_version(self, shard: ShardInfo) -> str:
         if shard.sha256 is not None:
             return shard.sha256
         file = self._storage.info(shard.url)
@@ -128,9 +128,9 @@ class TarSource:
             for sample in self._samples(shard):
                 key = str(sample.pop("__key__"))
                 where = f"sample {key} of {sample.pop('__url__')}"
-                made = make_key(where, index=index, key=key, stem=key.rpartition("/")[2])
+                sample_key = make_key(where, index=index, key=key, stem=key.rpartition("/")[2])
                 if index >= first:
-                    yield Record(made, sample, where)
+                    yield Record(sample_key, sample, where)
                 index += 1
             if shard.nsamples not in (None, index - begin):
                 raise IndexMismatchError(
@@ -146,8 +146,8 @@ class TarSource:
         end = None if is_compressed(url) else size
         with open_decompressed(stream, shard=url) as tar:
             read = ForwardReader(tar, chunk_bytes=_RANGE_BYTES)
-            notes = TarNotes()
-            for _, sample in iter_samples(read, end=end, shard=url, notes=notes):
+            diagnostics = TarDiagnostics()
+            for _, sample in iter_samples(read, end=end, shard=url, diagnostics=diagnostics):
                 yield sample
-        for finding in notes.findings():
+        for finding in diagnostics.findings():
             _log.warning("%s", shown(f"{redact(url)}: {finding}"))

@@ -33,9 +33,9 @@ from shardstream.packing.verify_checks import (
     ShardKeys,
     check_file,
     check_index,
+    find_repeated_keys,
     hash_keys,
     problem_from_error,
-    repeated_keys,
 )
 from shardstream.storage import (
     LocatedShards,
@@ -106,7 +106,7 @@ class VerifyShard:
             with ShardScanner(self.storage, info.url, size, self.meter) as shard:
                 try:
                     scan = shard.scan()
-                    problems += _check_notes(shard, scan)
+                    problems += _check_diagnostics(shard, scan)
                 except StorageError:
                     raise
                 except ShardStreamError as error:
@@ -180,7 +180,7 @@ def verify(
             for result in results.values()
             for one in cast("list[Any]", result["problems"])
         ),
-        repeated_keys(keys, partial(_read_key, storage)),
+        find_repeated_keys(keys, partial(_read_key, storage)),
         _find_stray_files(located, storage),
     )
     return VerifyReport(
@@ -197,9 +197,9 @@ def _decode_keys(url: str, encoded: Mapping[str, str]) -> ShardKeys:
     return ShardKeys(url, hashes, np.frombuffer(b64decode(encoded["offsets"]), dtype=np.int64))
 
 
-def _check_notes(shard: ShardScanner, scan: ShardScan) -> Iterator[Problem]:
-    is_loss = shard.notes.has_links_of_samples(scan.keys, scan.fields)
-    for finding in shard.notes.findings():
+def _check_diagnostics(shard: ShardScanner, scan: ShardScan) -> Iterator[Problem]:
+    is_loss = shard.diagnostics.has_links_of_samples(scan.keys, scan.fields)
+    for finding in shard.diagnostics.findings():
         yield Problem(
             shard=shard.url,
             what=finding.what,
@@ -242,26 +242,26 @@ def _find_stray_files(located: LocatedShards, storage: Storage) -> Iterator[Prob
     if located.manifest_url is None:
         return
     known = {shard.url.rsplit("/", 1)[-1] for shard in located.shards}
-    stray = Problem(shard="", what="", severity="warning")
+    template = Problem(shard="", what="", severity="warning")
     for file in storage.list_folder(parent_url(located.manifest_url))[0]:
         name = file.url.rsplit("/", 1)[-1]
         if is_part(name):
             yield replace(
-                stray,
+                template,
                 shard=file.url,
                 what="a half-written file of a killed writer",
                 remedy="delete it when no writer is running",
             )
         elif is_journal(name):
             yield replace(
-                stray,
+                template,
                 shard=file.url,
                 what="the journal of a pack or ShardWriter that is running, or was stopped after it had published",
                 remedy="delete it when no writer is running",
             )
         elif is_tar(name) and name not in known:
             yield replace(
-                stray,
+                template,
                 shard=file.url,
                 what=f"not in {MANIFEST_NAME}, so readers of the folder do not see it",
                 remedy="run 'shardstream index' on the folder to include it, or delete it",

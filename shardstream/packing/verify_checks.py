@@ -41,12 +41,12 @@ class Problem:
     severity: Literal["error", "warning"] = "error"
 
     def __str__(self) -> str:
-        place = self.shard
+        location = self.shard
         if self.offset is not None:
-            place += f", byte {self.offset}"
+            location += f", byte {self.offset}"
         if self.key is not None:
-            place += f", sample {self.key!r}"
-        return f"{place}: {self.what}" + (f"; {self.remedy}" if self.remedy else "")
+            location += f", sample {self.key!r}"
+        return f"{location}: {self.what}" + (f"; {self.remedy}" if self.remedy else "")
 
 
 class ShardKeys(NamedTuple):
@@ -92,11 +92,11 @@ def check_index(index: Offsets, scanned: Offsets, *, url: str) -> Problem | None
     common = min(len(index), len(scanned))
     differing = np.flatnonzero(index[:common] != scanned[:common])
     number = int(differing[0]) if differing.size else common - 1
-    says = f"byte {index[number]}" if differing.size else plural(len(index) - 1, "sample")
-    is_ = f"byte {scanned[number]}" if differing.size else f"{len(scanned) - 1}"
+    indexed_text = f"byte {index[number]}" if differing.size else plural(len(index) - 1, "sample")
+    scanned_text = f"byte {scanned[number]}" if differing.size else f"{len(scanned) - 1}"
     return Problem(
         shard=url,
-        what=f"the index is not that of its tar: it says {says} where a scan finds {is_} (sample {number} of the shard)",
+        what=f"the index is not that of its tar: it says {indexed_text} where a scan finds {scanned_text} (sample {number} of the shard)",
         remedy=_INDEX_AGAIN,
     )
 
@@ -110,7 +110,7 @@ def hash_keys(keys: Sequence[str]) -> Hashes:
     return np.frombuffer(digests, dtype=np.uint64)
 
 
-def repeated_keys(
+def find_repeated_keys(
     shards: Sequence[ShardKeys], read_key: Callable[[str, int, int], str | None]
 ) -> Iterator[Problem]:
     """Find keys that are in more than one shard, by sorting the hashes of all: 24 bytes a sample.
@@ -125,28 +125,34 @@ def repeated_keys(
     hashes = np.concatenate([shard.hashes for shard in shards])
     firsts = np.cumsum([0] + [len(shard.hashes) for shard in shards])
     order = np.argsort(hashes, kind="stable")
-    again = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
+    repeats = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
 
-    def place(number: int) -> tuple[str, int, int]:
-        at = int(np.searchsorted(firsts, number, side="right")) - 1
-        within = number - int(firsts[at])
-        offsets = shards[at].offsets
-        return shards[at].shard, int(offsets[within]), int(offsets[within + 1])
+    def locate(number: int) -> tuple[str, int, int]:
+        shard_number = int(np.searchsorted(firsts, number, side="right")) - 1
+        number_in_shard = number - int(firsts[shard_number])
+        offsets = shards[shard_number].offsets
+        return (
+            shards[shard_number].shard,
+            int(offsets[number_in_shard]),
+            int(offsets[number_in_shard + 1]),
+        )
 
-    pairs = sorted((int(order[at + 1]), int(order[at])) for at in again[:_LISTED_KEYS].tolist())
+    pairs = sorted(
+        (int(order[row + 1]), int(order[row])) for row in repeats[:_LISTED_KEYS].tolist()
+    )
     for later, earlier in pairs:
-        key = read_key(*place(later))
-        if key == read_key(*place(earlier)):
-            yield _repeated(key, place(later), place(earlier))
-    if len(again) > _LISTED_KEYS:
+        key = read_key(*locate(later))
+        if key == read_key(*locate(earlier)):
+            yield _repeated_key_problem(key, locate(later), locate(earlier))
+    if len(repeats) > _LISTED_KEYS:
         yield Problem(
-            shard=place(int(order[again[_LISTED_KEYS] + 1]))[0],
-            what=f"{plural(len(again) - _LISTED_KEYS, 'more key')} in two shards",
+            shard=locate(int(order[repeats[_LISTED_KEYS] + 1]))[0],
+            what=f"{plural(len(repeats) - _LISTED_KEYS, 'more key')} in two shards",
             remedy="check whether a shard was copied under another name",
         )
 
 
-def _repeated(
+def _repeated_key_problem(
     key: str | None, later: tuple[str, int, int], earlier: tuple[str, int, int]
 ) -> Problem:
     return Problem(

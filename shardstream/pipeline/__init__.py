@@ -39,10 +39,10 @@ from shardstream.pipeline.image_decode import EXTENSIONS, IMAGE_NAMES, ImageDeco
 from shardstream.pipeline.indexed_source import (
     DEFAULT_PREFETCH_BYTES,
     CatalogSource,
-    Chain,
     IndexedRun,
     IndexedSource,
     ReadOptions,
+    SampleTransform,
     default_partition,
     group_by_window,
     plan_steps,
@@ -61,7 +61,7 @@ from shardstream.pipeline.map import (
 )
 from shardstream.pipeline.mix import MixIndexedSource, MixRecipe, Stop, Weights
 from shardstream.pipeline.mix_streams import MixStreamSource
-from shardstream.pipeline.pipeline import ItemChain, Pipeline
+from shardstream.pipeline.pipeline import Pipeline, PipelineTransform
 from shardstream.pipeline.sequence_packing import Packing, PackSequences
 from shardstream.pipeline.sequential_source import (
     SequentialRun,
@@ -73,7 +73,7 @@ from shardstream.pipeline.stage import (
     Context,
     ItemFunction,
     ItemStage,
-    Position,
+    LoaderPosition,
     Run,
     SourceRun,
     Stage,
@@ -96,7 +96,6 @@ __all__ = [
     "BadSampleReport",
     "Batched",
     "CatalogSource",
-    "Chain",
     "Compose",
     "Context",
     "Decode",
@@ -106,10 +105,10 @@ __all__ = [
     "ImageDecoder",
     "IndexedRun",
     "IndexedSource",
-    "ItemChain",
     "ItemFunction",
     "ItemStage",
     "Leftover",
+    "LoaderPosition",
     "Map",
     "MapDict",
     "MapTuple",
@@ -120,11 +119,12 @@ __all__ = [
     "PackSequences",
     "Packing",
     "Pipeline",
-    "Position",
+    "PipelineTransform",
     "ReadOptions",
     "Rename",
     "Repeat",
     "Run",
+    "SampleTransform",
     "Select",
     "SequentialRun",
     "SequentialSource",

@@ -124,9 +124,9 @@ class BadSampleReport:
         self._rank = placement.rank
         self._storage = storage
         self._found: dict[tuple[Any, ...], BadSample] = {}
-        self._before: dict[tuple[Any, ...], BadSample] | None = None
+        self._earlier_samples: dict[tuple[Any, ...], BadSample] | None = None
         self._is_new = False
-        self._begun_at = -_EVERY_S
+        self._write_started_at = -_EVERY_S
         self._writing: Future[None] | None = None
 
     @property
@@ -141,10 +141,10 @@ class BadSampleReport:
                 self._found[one.place] = replace(one, epoch=epoch, rank=self._rank, worker=worker)
                 self._is_new = True
         is_idle = self._writing is None or self._writing.done()
-        if self._is_new and is_idle and time.monotonic() - self._begun_at >= _EVERY_S:
-            if (problem := self._problem()) is not None:
+        if self._is_new and is_idle and time.monotonic() - self._write_started_at >= _EVERY_S:
+            if (problem := self._wait_for_write()) is not None:
                 warn_or_raise(problem)
-            self._begin()
+            self._start_write()
 
     def finish(self, *, waits: bool = True) -> Exception | None:
         """Write the report; return the error if that fails, for the caller to report.
@@ -152,28 +152,30 @@ class BadSampleReport:
         Args:
             waits: Wait until it is written or has failed; else return at once.
         """
-        problem = self._problem() if waits else None
+        problem = self._wait_for_write() if waits else None
         if self._is_new:
             is_late = self._writing is not None
-            self._begin()
+            self._start_write()
             if waits and not is_late:
-                problem = self._problem()
+                problem = self._wait_for_write()
         return problem
 
-    def _begin(self) -> None:
+    def _start_write(self) -> None:
         """Start a thread that writes the report after the previous thread is done, so that the newest report stays."""
         if self._url is None:
             return
-        self._is_new, self._begun_at = False, time.monotonic()
-        before, self._writing = self._writing, Future[None]()
+        self._is_new, self._write_started_at = False, time.monotonic()
+        previous_write, self._writing = self._writing, Future[None]()
         writing = self._writing
-        found = dict(self._found)
+        samples_found = dict(self._found)
 
         def write() -> None:
-            if before is not None and not sys.is_finalizing():  # other threads stop at finalization
-                wait([before])
+            if (
+                previous_write is not None and not sys.is_finalizing()
+            ):  # other threads stop at finalization
+                wait([previous_write])
             try:
-                self._write(str(self._url), found)
+                self._write(str(self._url), samples_found)
             except Exception as error:  # noqa: BLE001  (reported by the thread that waits)
                 writing.set_exception(error)
             else:
@@ -184,7 +186,7 @@ class BadSampleReport:
         else:  # a daemon, so that a stalled store does not keep the process alive
             threading.Thread(target=write, name="shardstream-report", daemon=True).start()
 
-    def _problem(self) -> Exception | None:
+    def _wait_for_write(self) -> Exception | None:
         """Wait for the thread; return its error, or None."""
         if self._writing is None:
             return None
@@ -199,11 +201,13 @@ class BadSampleReport:
         self._is_new |= error is not None  # retried with the next write
         return _as_report_error(error, str(self._url))
 
-    def _write(self, url: str, found: dict[tuple[Any, ...], BadSample]) -> None:
+    def _write(self, url: str, samples_found: dict[tuple[Any, ...], BadSample]) -> None:
         """Publish the whole report, with the lines of earlier runs."""
-        if self._before is None:
-            self._before = _read(url, self._storage)
-        lines = [json.dumps(asdict(one)) for one in (self._before | found).values()]
+        if self._earlier_samples is None:
+            self._earlier_samples = _read(url, self._storage)
+        lines = [
+            json.dumps(asdict(one)) for one in (self._earlier_samples | samples_found).values()
+        ]
         publish_bytes(self._storage, url, "".join(f"{line}\n" for line in lines).encode())
 
 
@@ -229,7 +233,7 @@ def _read(url: str, storage: Storage) -> dict[tuple[Any, ...], BadSample]:
     if not storage.exists(url):
         return {}
     names = {field.name for field in fields(BadSample)}
-    found: dict[tuple[Any, ...], BadSample] = {}
+    samples_found: dict[tuple[Any, ...], BadSample] = {}
     for line in storage.read(url).splitlines():
         try:
             values = json.loads(line)
@@ -240,5 +244,5 @@ def _read(url: str, storage: Storage) -> dict[tuple[Any, ...], BadSample]:
                 "this file is not a report of bad samples; give another name", shard=url
             )
         one = BadSample(**values)
-        found[one.place] = one
-    return found
+        samples_found[one.place] = one
+    return samples_found

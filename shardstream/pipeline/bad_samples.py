@@ -74,13 +74,13 @@ class SkipTracker:
         """All samples of each part of a mix, not only bad ones."""
         self.refilled = 0
         """Number of samples that replaced bad ones."""
-        self.bad: list[BadSample] = []
+        self.drained: list[BadSample] = []
         """Bad samples since the last `drain_bad_samples`."""
 
     def drain_bad_samples(self) -> list[BadSample]:
         """Return the bad samples since the last call."""
-        bad, self.bad = self.bad, []
-        return bad
+        drained, self.drained = self.drained, []
+        return drained
 
     def skip_or_raise(self, error: Exception, item: Any = None, number: int | None = None) -> None:
         """Count a bad sample, or raise its error again.
@@ -102,7 +102,7 @@ class SkipTracker:
             raise error
         self.counts[type(error).__name__] += 1
         if self.counts.total() <= _LISTED:
-            self.bad.append(BadSample.of(error, item, number))
+            self.drained.append(BadSample.of(error, item, number))
         notes = "; ".join(getattr(error, "__notes__", ()))
         text = shown(f"{type(error).__name__}: {error}" + (f" ({notes})" if notes else ""))
         _log.log(

@@ -79,9 +79,9 @@ class _UnbatchedRun(SourceRun):
     def __init__(self, source: Run) -> None:
         super().__init__(source)
         self._items: deque[Any] = deque()
-        self._before = source.state_dict()  # position before the current batch
+        self._state_before = source.state_dict()  # position before the current batch
         self._taken = 0  # items returned of the current batch
-        self._passed_over = 0  # items of it still to be skipped after a resume
+        self._items_to_skip = 0  # items of it still to be skipped after a resume
 
     @property
     def number(self) -> int:
@@ -89,22 +89,22 @@ class _UnbatchedRun(SourceRun):
 
     def __next__(self) -> Any:
         while not self._items:
-            self._before, self._taken = self.source.state_dict(), self._passed_over
-            self._items = deque(islice(split_batch(next(self.source)), self._passed_over, None))
-            self._passed_over = 0
+            self._state_before, self._taken = self.source.state_dict(), self._items_to_skip
+            self._items = deque(islice(split_batch(next(self.source)), self._items_to_skip, None))
+            self._items_to_skip = 0
         self._taken += 1
         return self._items.popleft()
 
     def state_dict(self) -> State:
-        if not self._items and not self._passed_over:
+        if not self._items and not self._items_to_skip:
             return {"source": self.source.state_dict(), "taken": 0}
-        return {"source": self._before, "taken": self._taken}
+        return {"source": self._state_before, "taken": self._taken}
 
     def load_state_dict(self, state: State) -> None:
         self._items.clear()
-        self._before, self._taken = state["source"], state["taken"]
-        self._passed_over = self._taken
-        self.source.load_state_dict(self._before)
+        self._state_before, self._taken = state["source"], state["taken"]
+        self._items_to_skip = self._taken
+        self.source.load_state_dict(self._state_before)
 
 
 def split_batch(batch: Any) -> Iterator[Any]:

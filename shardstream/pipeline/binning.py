@@ -19,7 +19,7 @@ from shardstream.pipeline.stage import Run, SourceRun, State
 class _Waiting:
     item: Any
     place: int  # in the stream of this worker
-    before: State  # position of the run before this one, before this item
+    state_before: State  # position of the run before this one, before this item
 
 
 class BinningRun(SourceRun, ABC):
@@ -42,11 +42,11 @@ class BinningRun(SourceRun, ABC):
         """Return True if a bin is complete."""
 
     @abstractmethod
-    def overflowing_bin(self) -> Hashable | None:
+    def find_overflowing_bin(self) -> Hashable | None:
         """Return the bin to batch because too many items wait; None if none."""
 
     @abstractmethod
-    def leftover(self) -> bool:
+    def keeps_incomplete(self) -> bool:
         """Return True if incomplete bins become batches at the end."""
 
     @abstractmethod
@@ -64,13 +64,13 @@ class BinningRun(SourceRun, ABC):
         while not self._ended:
             name = self._read_item()
             if name is not None and self.is_full(name):
-                return self._hand_out(name)
-            crowded = self.overflowing_bin()
-            if crowded is not None:
-                return self._hand_out(crowded)
-        if not self.leftover() or not self._bins:
+                return self._batch_bin(name)
+            overflowing = self.find_overflowing_bin()
+            if overflowing is not None:
+                return self._batch_bin(overflowing)
+        if not self.keeps_incomplete() or not self._bins:
             raise StopIteration
-        return self._hand_out(next(iter(self._bins)))
+        return self._batch_bin(next(iter(self._bins)))
 
     def sizes(self) -> dict[Hashable, int]:
         """Return the number of waiting items of each bin, oldest bin first."""
@@ -78,7 +78,7 @@ class BinningRun(SourceRun, ABC):
 
     def _read_item(self, wanted: frozenset[int] | None = None) -> Hashable | None:
         """Read an item into its bin if its place is wanted; return the bin, or None if the item was not kept."""
-        before = self.source.state_dict()
+        state_before = self.source.state_dict()
         item = next(self.source, self)
         if item is self:
             self._ended = True
@@ -93,10 +93,10 @@ class BinningRun(SourceRun, ABC):
             self._skips.skip_or_raise(error, item)
             return None
         if name is not None:
-            self._bins.setdefault(name, []).append(_Waiting(item, place, before))
+            self._bins.setdefault(name, []).append(_Waiting(item, place, state_before))
         return name
 
-    def _hand_out(self, name: Hashable) -> Any:
+    def _batch_bin(self, name: Hashable) -> Any:
         waiting = self._bins.pop(name)
         self.drop_bin(name)
         return self.batch([one.item for one in waiting])
@@ -121,7 +121,7 @@ class BinningRun(SourceRun, ABC):
             return self._resume
         oldest = self._oldest()
         return {
-            "source": self.source.state_dict() if oldest is None else oldest.before,
+            "source": self.source.state_dict() if oldest is None else oldest.state_before,
             "first": self._read if oldest is None else oldest.place,
             "read": self._read,
             "waiting": sorted(one.place for waiting in self._bins.values() for one in waiting),

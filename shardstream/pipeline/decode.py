@@ -16,7 +16,7 @@ from numpy.lib import format as npy_format
 from shardstream.errors import DecodeError, OptionError, redact
 from shardstream.format import FIELDS_LIMIT, Sample, mask_fields
 from shardstream.pipeline.fast_decode import parse_json
-from shardstream.pipeline.raw_image_decode import LossError
+from shardstream.pipeline.raw_image_decode import LossyDecodeError
 from shardstream.pipeline.stage import Context, ItemFunction, ItemStage
 
 Decoder = Callable[[bytes], Any]
@@ -231,7 +231,7 @@ class Decode(ItemStage):
             except Exception as error:
                 raise DecodeError(
                     f"cannot be decoded: {type(error).__name__}: {error}",
-                    remedy="" if isinstance(error, LossError) else _REMEDY,
+                    remedy="" if isinstance(error, LossyDecodeError) else _REMEDY,
                     shard=sample.get("__url__"),
                     key=sample.get("__key__"),
                     field=name,

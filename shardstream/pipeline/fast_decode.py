@@ -32,14 +32,14 @@ def parse_json(data: bytes) -> Any:
 
 
 def decode_jpeg(
-    data: bytes, mode: str, *, least: int | None = None
+    data: bytes, mode: str, *, min_longer_side: int | None = None
 ) -> np.ndarray[Any, np.dtype[np.uint8]] | None:
     """Decode a JPEG with libjpeg-turbo to Pillow's pixels, in two thirds of the time.
 
     Args:
         data: The file.
         mode: ``RGB`` or ``L``.
-        least: Minimum of the longer side in pixels; a larger image may be scaled by 1/2, 1/4 or 1/8 during decoding.
+        min_longer_side: Minimum of the longer side in pixels; a larger image may be scaled by 1/2, 1/4 or 1/8 during decoding.
 
     Returns:
         Shape (H, W, 3) or (H, W), uint8; None where Pillow must decode: another format, other colours, unusual or damaged bytes,
@@ -53,9 +53,9 @@ def decode_jpeg(
         if colours not in _SAME_PIXELS[mode] or (limit is not None and height * width > limit):
             return None
         smallest = {}
-        if least is not None and max(height, width) > least:
-            smallest = {"min_height": -(-height * least // max(height, width)),
-                        "min_width": -(-width * least // max(height, width))}  # fmt: skip
+        if min_longer_side is not None and max(height, width) > min_longer_side:
+            smallest = {"min_height": -(-height * min_longer_side // max(height, width)),
+                        "min_width": -(-width * min_longer_side // max(height, width))}  # fmt: skip
         pixels: np.ndarray[Any, np.dtype[np.uint8]] = simplejpeg.decode_jpeg(
             data, "RGB" if mode == "RGB" else "GRAY", **smallest
         )

@@ -67,13 +67,13 @@ class _GroupBatchedRun(BinningRun):
     def is_full(self, name: Hashable) -> bool:
         return self.sizes()[name] >= self._stage.size
 
-    def overflowing_bin(self) -> Hashable | None:
+    def find_overflowing_bin(self) -> Hashable | None:
         sizes = self.sizes()
         return (
             max(sizes, key=sizes.__getitem__) if sum(sizes.values()) > self._stage.buffer else None
         )
 
-    def leftover(self) -> bool:
+    def keeps_incomplete(self) -> bool:
         return self._stage.leftover == "keep"
 
     def batch(self, items: list[Any]) -> Any:

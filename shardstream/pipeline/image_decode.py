@@ -16,10 +16,10 @@ from shardstream.errors import ImageWarning, OptionError
 from shardstream.format import PILLOW_FORMATS, is_rendered, stored_depth
 from shardstream.pipeline.fast_decode import decode_jpeg, has_only_pixels, jpeg_size
 from shardstream.pipeline.raw_image_decode import (
-    LossError,
+    LossyDecodeError,
     read_mask,
     read_stored,
-    shrink_by_choice,
+    shrink_to_nearest,
 )
 
 EXTENSIONS = frozenset(
@@ -73,7 +73,7 @@ _STORED = {"raw": read_stored, "mask": read_mask}
 IMAGE_NAMES = tuple(sorted([*_SPECS, *_STORED]))
 """Values of ``spec`` for `ImageDecoder`."""
 _ORIENTATION = 0x0112  # EXIF tag; 1 means upright
-_BY_CHOICE = ("1", "P", "PA")  # modes whose numbers must not be averaged
+_NEAREST_PIXEL = ("1", "P", "PA")  # modes whose numbers must not be averaged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,14 +124,14 @@ class ImageDecoder:
         Raises:
             OSError: If the bytes are truncated, or not an image that Pillow decodes without other programs.
             PIL.Image.DecompressionBombError: If the image has more pixels than Pillow's limit (179 million).
-            LossError: If ``spec`` cannot hold the numbers of the file.
+            LossyDecodeError: If ``spec`` cannot hold the numbers of the file.
         """
         if self.keeps_numbers:
-            return self._stored(data)
+            return self._decode_stored(data)
         library, kind, mode = _SPECS[self.spec]
         if library == "pil":
-            return self._picture(data, mode)
-        array = self._pixels(data, mode)
+            return self._decode_colours(data, mode)
+        array = self._decode_pixels(data, mode)
         if library == "torch" and array.ndim == 3:
             array = array.transpose(2, 0, 1)
         if kind == "float":
@@ -142,59 +142,59 @@ class ImageDecoder:
         writable = array.flags.writeable and array.flags.c_contiguous
         return self.to_tensor(array if writable else np.array(array, order="C"))
 
-    def _stored(self, data: bytes) -> np.ndarray[Any, Any]:
-        pixels = self._turn(_STORED[self.spec](data), data)
+    def _decode_stored(self, data: bytes) -> np.ndarray[Any, Any]:
+        pixels = self._apply_orientation(_STORED[self.spec](data), data)
         size = (pixels.shape[1], pixels.shape[0])
         if self.max_side is None or max(size) <= self.max_side:
             return pixels
-        return shrink_by_choice(pixels, _fitting(size, self.max_side))
+        return shrink_to_nearest(pixels, _fit_size(size, self.max_side))
 
-    def _pixels(self, data: bytes, mode: str) -> np.ndarray[Any, Any]:
+    def _decode_pixels(self, data: bytes, mode: str) -> np.ndarray[Any, Any]:
         array = self._decode_fast(data, mode)
         if array is None:
             return np.asarray(self._open(data, mode))
         if self.max_side is not None:
-            array = np.asarray(self._fit(PIL.Image.fromarray(array), jpeg_size(data)))
-        return self._turn(array, data)
+            array = np.asarray(self._shrink(PIL.Image.fromarray(array), jpeg_size(data)))
+        return self._apply_orientation(array, data)
 
-    def _picture(self, data: bytes, mode: str) -> PIL.Image.Image:
+    def _decode_colours(self, data: bytes, mode: str) -> PIL.Image.Image:
         array = self._decode_fast(data, mode) if has_only_pixels(data) else None
         if array is None:
             return self._open(data, mode)
         picture = PIL.Image.fromarray(array)
-        return picture if self.max_side is None else self._fit(picture, jpeg_size(data))
+        return picture if self.max_side is None else self._shrink(picture, jpeg_size(data))
 
     def _decode_fast(self, data: bytes, mode: str) -> np.ndarray[Any, Any] | None:
         """Decode a JPEG without Pillow; None if Pillow must do it."""
         # Decoding at a fraction of the size averages pixels, so masks are decoded at full size.
-        return decode_jpeg(data, mode, least=None if self.is_mask else self.max_side)
+        return decode_jpeg(data, mode, min_longer_side=None if self.is_mask else self.max_side)
 
     def _open(self, data: bytes, mode: str) -> PIL.Image.Image:
         """Load an image in a mode (``L``, ``RGB``, ``RGBA``), no side longer than ``max_side`` pixels."""
         with PIL.Image.open(io.BytesIO(data), formats=PILLOW_FORMATS) as image:
             self._check(image, data)
-            by_choice, size = self.is_mask or image.mode in _BY_CHOICE, image.size
+            nearest_pixel, size = self.is_mask or image.mode in _NEAREST_PIXEL, image.size
             reduced = None
-            if self.max_side is not None and max(size) > self.max_side and not by_choice:
+            if self.max_side is not None and max(size) > self.max_side and not nearest_pixel:
                 # Decoding a JPEG at 1/2, 1/4 or 1/8 takes less time than at full size.
-                reduced = image.draft(None, _fitting(size, self.max_side))
+                reduced = image.draft(None, _fit_size(size, self.max_side))
             converted = image.convert(mode)
             size = converted.size if reduced is None else size
-            fitted = self._fit(converted, size, by_choice=by_choice)
-        return PIL.ImageOps.exif_transpose(fitted) if self.upright else fitted
+            shrunk = self._shrink(converted, size, nearest_pixel=nearest_pixel)
+        return PIL.ImageOps.exif_transpose(shrunk) if self.upright else shrunk
 
-    def _turn(self, array: np.ndarray[Any, Any], data: bytes) -> np.ndarray[Any, Any]:
-        return array if not self.upright else _TURNS[_orientation(data)](array)
+    def _apply_orientation(self, array: np.ndarray[Any, Any], data: bytes) -> np.ndarray[Any, Any]:
+        return array if not self.upright else _ORIENTATION_TRANSFORMS[_orientation(data)](array)
 
     def _check(self, image: PIL.Image.Image, data: bytes) -> None:
         """Raise an error or warn if ``spec`` would lose information of the file."""
         depth = stored_depth(image, data)
         if not depth.fits_8_bits:
-            raise LossError(
+            raise LossyDecodeError(
                 f"{depth} do not fit {self.spec!r}, which has 8 bits; to keep them use decode(fields={{name: 'raw'}})"
             )
-        if self.is_mask and (image.mode in _BY_CHOICE or is_rendered(image, depth)):
-            raise LossError(
+        if self.is_mask and (image.mode in _NEAREST_PIXEL or is_rendered(image, depth)):
+            raise LossyDecodeError(
                 f"{self.spec!r} would replace the numbers of a mask ({depth.bits} bits, mode {image.mode}) by colours or shades; "
                 "to keep them use decode(fields={name: 'mask'}), or masks=() if this field is not a mask"
             )
@@ -211,18 +211,18 @@ class ImageDecoder:
                 stacklevel=2,
             )
 
-    def _fit(
-        self, image: PIL.Image.Image, size: tuple[int, int], *, by_choice: bool = False
+    def _shrink(
+        self, image: PIL.Image.Image, size: tuple[int, int], *, nearest_pixel: bool = False
     ) -> PIL.Image.Image:
         """Scale an image down by the ``size`` of its file, not of the decoded JPEG, so that masks get the same size."""
         if self.max_side is None or max(size) <= self.max_side:
             return image
-        nearest = by_choice or self.is_mask
+        nearest = nearest_pixel or self.is_mask
         resampling = PIL.Image.Resampling.NEAREST if nearest else PIL.Image.Resampling.BICUBIC
-        return image.resize(_fitting(size, self.max_side), resampling)
+        return image.resize(_fit_size(size, self.max_side), resampling)
 
 
-def _fitting(size: tuple[int, int], max_side: int) -> tuple[int, int]:
+def _fit_size(size: tuple[int, int], max_side: int) -> tuple[int, int]:
     longer = max(size)
     return max(1, round(size[0] * max_side / longer)), max(1, round(size[1] * max_side / longer))
 
@@ -233,10 +233,10 @@ def _orientation(data: bytes) -> int:
         return 1
     with PIL.Image.open(io.BytesIO(data), formats=PILLOW_FORMATS) as image:
         found = 1 if image.format == "TIFF" else image.getexif().get(_ORIENTATION, 1)
-    return found if found in _TURNS else 1
+    return found if found in _ORIENTATION_TRANSFORMS else 1
 
 
-_TURNS: dict[int, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]] = {
+_ORIENTATION_TRANSFORMS: dict[int, Callable[[np.ndarray[Any, Any]], np.ndarray[Any, Any]]] = {
     1: lambda a: a,
     2: lambda a: a[:, ::-1],
     3: lambda a: a[::-1, ::-1],

@@ -46,7 +46,7 @@ _CHUNK_SAMPLES, LOOK_AHEAD_BYTES, _COPIED_BYTES = 16384, 64 << 20, 10 << 20
 _CHUNK_STEPS = 1024
 
 
-class Chain(Protocol):
+class SampleTransform(Protocol):
     """Steps that are applied to samples before the stages of the pipeline."""
 
     def __call__(self, items: list[Any], numbers: list[int], /) -> tuple[Sequence[Any], list[int]]:
@@ -145,7 +145,7 @@ class IndexedSource(Source):
     def with_options(self, **changes: Any) -> IndexedSource:
         """Return the same source with other options."""
 
-    def chain(self, epoch: int, skips: SkipTracker) -> Chain | None:  # noqa: ARG002
+    def open_transform(self, epoch: int, skips: SkipTracker) -> SampleTransform | None:  # noqa: ARG002
         """Return the steps to apply to raw samples before the pipeline's own stages, or None."""
         return None
 
@@ -161,8 +161,8 @@ class IndexedSource(Source):
         """Open the part of one loader worker, item by item, of a dataset that is iterated without a `ShardLoader`."""
         partition = default_partition(self, worker_info, context.epoch)
         run = IndexedRun(self, partition, worker_info, context.skips)
-        chain = self.chain(context.epoch, context.skips)
-        return run if chain is None else ChainRun(run, chain)
+        transform = self.open_transform(context.epoch, context.skips)
+        return run if transform is None else SampleTransformRun(run, transform)
 
     def place(self) -> tuple[Storage, str]:
         """Return the storage of the first shard, and its URL."""
@@ -224,33 +224,35 @@ def default_microbatch(nsamples: int, readers: int) -> int:
 
 def default_partition(source: IndexedSource, worker_info: WorkerInfo, epoch: int) -> RankPartition:
     """Return the steps of a rank of a dataset that is iterated without a `ShardLoader`."""
-    batch = source.options.microbatch or default_microbatch(len(source.catalog), worker_info.total)
+    batch = source.options.microbatch or default_microbatch(
+        len(source.catalog), worker_info.num_global_workers
+    )
     if source.options.microbatch is None and source.options.window is not None:
         batch = math.gcd(batch, source.options.window)
-    order = source.order(batch=batch, lanes=worker_info.total, epoch=epoch)
+    order = source.order(batch=batch, lanes=worker_info.num_global_workers, epoch=epoch)
     config = PartitionConfig(
         world_size=worker_info.placement.world_size, remainder=source.options.remainder
     )
     return RankPartition(source.plan(order, epoch), config, rank=worker_info.placement.rank)
 
 
-class ChainRun(SourceRun):
+class SampleTransformRun(SourceRun):
     """Apply a chain to single items, for a pipeline that is read item by item."""
 
-    def __init__(self, source: Run, chain: Chain) -> None:
+    def __init__(self, source: Run, transform: SampleTransform) -> None:
         super().__init__(source)
-        self._chain = chain
+        self._transform = transform
 
     def __next__(self) -> Any:
         for item in self.source:
-            items, _ = self._chain([item], [self.source.number])
+            items, _ = self._transform([item], [self.source.number])
             if items:
                 return items[0]
         raise StopIteration
 
     def close(self) -> None:
         """Join the chain's threads, and close the run before."""
-        self._chain.close()
+        self._transform.close()
         super().close()
 
 
@@ -268,29 +270,31 @@ def plan_steps(partition: RankPartition, steps: range) -> Iterator[list[Ints]]:
         start, size = start + size, min(4 * size, max(1, _CHUNK_SAMPLES // width))
 
 
-def _chunk_steps(steps: list[Ints], most: int) -> Iterator[list[Ints]]:
-    """Yield the steps in lists of at most ``most`` samples, or of one step."""
-    size = max(1, most // max(1, len(steps[-1])))
+def _chunk_steps(steps: list[Ints], max_samples: int) -> Iterator[list[Ints]]:
+    """Yield the steps in lists of at most ``max_samples`` samples, or of one step."""
+    size = max(1, max_samples // max(1, len(steps[-1])))
     return (steps[first : first + size] for first in range(0, len(steps), size))
 
 
 def group_by_window(partition: RankPartition, steps: range) -> Iterator[Ints]:
     """Yield the sample numbers of these steps grouped by window, in order of first use, so that each group is fetched together."""
     plan, lanes = partition.plan, partition.plan.order.lanes
-    reached: dict[int, int] = {}  # lane -> its last window
+    last_windows: dict[int, int] = {}  # lane -> its last window
     full = range(steps.start, min(steps.stop, partition.full_steps), steps.step)
     for start in range(0, len(full), _CHUNK_STEPS):
         numbers = partition.batches(_array(full[start : start + _CHUNK_STEPS])).ravel()
         windows = plan.windows(numbers)
         for window in windows[np.sort(np.unique(windows, return_index=True)[1])].tolist():
             lane = window % lanes if plan.order.shuffle else 0
-            if window <= reached.get(lane, -1):
+            if window <= last_windows.get(lane, -1):
                 continue
-            reached[lane] = window
-            mine = partition.steps_of_window(window)
-            mine = mine[(mine >= full.start) & (mine < full.stop)]  # other steps are in the tail
-            mine = mine[(mine - full.start) % full.step == 0]
-            batches = partition.batches(mine).ravel()
+            last_windows[lane] = window
+            own_steps = partition.steps_of_window(window)
+            own_steps = own_steps[
+                (own_steps >= full.start) & (own_steps < full.stop)
+            ]  # other steps are in the tail
+            own_steps = own_steps[(own_steps - full.start) % full.step == 0]
+            batches = partition.batches(own_steps).ravel()
             yield plan.batches(batches[plan.windows(batches) == window]).ravel()
     if len(full) < len(steps):
         yield partition.tail()
@@ -300,15 +304,17 @@ def _array(steps: range) -> Ints:
     return np.arange(steps.start, steps.stop, steps.step, dtype=np.int64)
 
 
-def _read(fetcher: Fetcher, steps: list[Ints], most: int) -> Iterator[tuple[list[int], Samples]]:
-    """Yield numbers and samples of each step; copies at most ``most`` samples, or one step, at a time."""
+def _read(
+    fetcher: Fetcher, steps: list[Ints], max_samples: int
+) -> Iterator[tuple[list[int], Samples]]:
+    """Yield numbers and samples of each step; copies at most ``max_samples`` samples, or one step, at a time."""
     found = fetcher.find(np.concatenate(steps))
     if found is not None:
         yield from _split_by_step(steps, found)
         return
-    for some in _chunk_steps(steps, most):
-        samples = fetcher.samples(np.concatenate(some))
-        yield from _split_by_step(some, samples)
+    for chunk_of_steps in _chunk_steps(steps, max_samples):
+        samples = fetcher.samples(np.concatenate(chunk_of_steps))
+        yield from _split_by_step(chunk_of_steps, samples)
         del samples  # free the memory before the next read
 
 
@@ -372,7 +378,7 @@ class IndexedRun:
             yield kept, samples
             del found, samples  # free them before the next read: batches of photos are many MB
 
-    def costs(self) -> dict[str, float]:
+    def read_stats(self) -> dict[str, float]:
         """Return the reading statistics so far, as `Fetcher.stats`."""
         return {} if self._fetcher is None else self._fetcher.stats()
 
@@ -397,26 +403,30 @@ class IndexedRun:
     def _open(self) -> Generator[tuple[list[int], Samples], None, None]:
         """Start reading at the position; yield numbers and samples of each step."""
         width = self._partition.config.microbatches * self._partition.plan.order.batch
-        first, within = divmod(self._taken, width)
+        first, samples_to_skip = divmod(self._taken, width)
         steps = worker_steps(
             self._partition, self._worker_info.worker, self._worker_info.num_workers, first
         )
-        ahead = group_by_window(self._partition, steps)
-        if within:  # do not fetch samples that a resume skips in its first step
-            passed = next(plan_steps(self._partition, steps))[0][:within]
-            ahead = (kept for numbers in ahead if len(kept := numbers[~np.isin(numbers, passed)]))
+        upcoming = group_by_window(self._partition, steps)
+        if samples_to_skip:  # do not fetch samples that a resume skips in its first step
+            skipped_numbers = next(plan_steps(self._partition, steps))[0][:samples_to_skip]
+            upcoming = (
+                kept
+                for numbers in upcoming
+                if len(kept := numbers[~np.isin(numbers, skipped_numbers)])
+            )
         catalog, options = self._source.catalog, self._source.options
         mean_bytes = max(1, catalog.total_bytes) / max(1, len(catalog))
         self._fetcher = open_fetcher(
-            catalog, ahead, prefetch_bytes=options.prefetch_bytes, hedge=options.hedge
+            catalog, upcoming, prefetch_bytes=options.prefetch_bytes, hedge=options.hedge
         )
         with closing(self._fetcher) as fetcher:
-            most = 1  # read the first few steps one by one, so that the first batch waits for its own samples only
+            max_samples = 1  # read the first few steps one by one, so that the first batch waits for its own samples only
             for chunk in plan_steps(self._partition, steps):
-                chunk[0], within = chunk[0][within:], 0
-                for some in _chunk_steps(chunk, most):
-                    yield from _read(fetcher, some, int(_COPIED_BYTES / mean_bytes))
-                most = int(LOOK_AHEAD_BYTES / mean_bytes)
+                chunk[0], samples_to_skip = chunk[0][samples_to_skip:], 0
+                for chunk_of_steps in _chunk_steps(chunk, max_samples):
+                    yield from _read(fetcher, chunk_of_steps, int(_COPIED_BYTES / mean_bytes))
+                max_samples = int(LOOK_AHEAD_BYTES / mean_bytes)
         catalog.check_manifests()
 
     def _read_samples(self) -> Generator[tuple[int, Sample], None, None]:

@@ -195,8 +195,8 @@ class _SelectRun(SourceRun):
 def like_tuple(model: tuple[Any, ...], values: Iterable[Any]) -> tuple[Any, ...]:
     """Return values as a tuple, of the named tuple type of ``model`` if it has one."""
     make = getattr(type(model), "_make", tuple)
-    made: tuple[Any, ...] = make(values)
-    return made
+    tuple_value: tuple[Any, ...] = make(values)
+    return tuple_value
 
 
 def find_field(names: str, sample: Any, step: str) -> str:
@@ -216,9 +216,9 @@ def _no_field(names: str, sample: Any, step: str) -> SampleError:
         return SampleError(
             f"{step} works on samples, not on {type(sample).__name__}: put it before to_tuple and batched"
         )
-    there = ", ".join(name for name in sample if not name.startswith("__"))
+    field_names = ", ".join(name for name in sample if not name.startswith("__"))
     return SampleError(
-        f"{step}: no field {names!r}; the sample has: {there}",
+        f"{step}: no field {names!r}; the sample has: {field_names}",
         shard=sample.get("__url__"),
         key=sample.get("__key__"),
     )

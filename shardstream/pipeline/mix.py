@@ -12,8 +12,8 @@ from shardstream.catalog import ConcatCatalog
 from shardstream.errors import OptionError
 from shardstream.order import EpochOrder, EpochPlan, Ints, MixSchedule, default_window, derive_key
 from shardstream.pipeline.bad_samples import SkipTracker
-from shardstream.pipeline.indexed_source import Chain, IndexedSource, ReadOptions
-from shardstream.pipeline.pipeline import ItemChain, Pipeline
+from shardstream.pipeline.indexed_source import IndexedSource, ReadOptions, SampleTransform
+from shardstream.pipeline.pipeline import Pipeline, PipelineTransform
 from shardstream.pipeline.stage import State
 from shardstream.pipeline.step_signatures import function_name
 
@@ -135,10 +135,12 @@ class MixIndexedSource(IndexedSource):
         """Return the same mix with other options."""
         return replace(self, options=replace(self.options, **changes))
 
-    def chain(self, epoch: int, skips: SkipTracker) -> Chain | None:
+    def open_transform(self, epoch: int, skips: SkipTracker) -> SampleTransform | None:
         """Return the steps of the parts, each applied to its own samples."""
-        chains = {name: part.chain(epoch, skips) for name, part in self.recipe.parts.items()}
-        return _PartChains(self.catalog, chains, skips)
+        transforms = {
+            name: part.open_transform(epoch, skips) for name, part in self.recipe.parts.items()
+        }
+        return _MixTransform(self.catalog, transforms, skips)
 
     def describe(self, *, steps: bool) -> State:
         """Return the values of the mix that must equal those of a state."""
@@ -163,35 +165,46 @@ class MixIndexedSource(IndexedSource):
         return _MixLanes(self, weights, order, epoch)
 
 
-class _PartChains:
+class _MixTransform:
     """The steps of each part, applied to its own samples."""
 
     def __init__(
-        self, catalog: ConcatCatalog, chains: Mapping[str, ItemChain], skips: SkipTracker
+        self,
+        catalog: ConcatCatalog,
+        transforms: Mapping[str, PipelineTransform],
+        skips: SkipTracker,
     ) -> None:
         self._catalog = catalog
-        self._names, self._chains = list(chains), list(chains.values())
+        self._names, self._transforms = list(transforms), list(transforms.values())
         self._skips = skips
 
     def __call__(self, items: list[Any], numbers: list[int], /) -> tuple[list[Any], list[int]]:
         catalog = self._catalog
-        joined = np.array(numbers, dtype=np.int64)
-        parts = catalog.part_of(joined)
-        turns, within = np.divmod(joined, len(catalog))
+        mix_numbers = np.array(numbers, dtype=np.int64)
+        parts = catalog.part_of(mix_numbers)
+        turns, number_in_mix = np.divmod(mix_numbers, len(catalog))
         done: dict[int, Any] = {}
         for part in np.unique(parts).tolist():
             places = np.flatnonzero(parts == part).tolist()
-            own = within[places] - catalog.firsts[part] + turns[places] * len(catalog.parts[part])
-            out, kept = self._chains[part]([items[place] for place in places], own.tolist())
+            part_numbers = (
+                number_in_mix[places]
+                - catalog.firsts[part]
+                + turns[places] * len(catalog.parts[part])
+            )
+            part_items, part_kept = self._transforms[part](
+                [items[place] for place in places], part_numbers.tolist()
+            )
             self._skips.samples_per_dataset[self._names[part]] += len(places)
-            where = dict(zip(own.tolist(), places, strict=True))
-            done.update((where[number], item) for item, number in zip(out, kept, strict=True))
+            place_of = dict(zip(part_numbers.tolist(), places, strict=True))
+            done.update(
+                (place_of[number], item) for item, number in zip(part_items, part_kept, strict=True)
+            )
         order = sorted(done)
         return [done[place] for place in order], [numbers[place] for place in order]
 
     def close(self) -> None:
-        for chain in self._chains:
-            chain.close()
+        for transform in self._transforms:
+            transform.close()
 
 
 class _MixLanes:
@@ -207,8 +220,8 @@ class _MixLanes:
         self._plans: dict[tuple[int, int], EpochPlan] = {}
         self._schedule = MixSchedule(weights, derive_key(order.seed, epoch, _MIX))
         numbers = np.arange(order.lanes, dtype=np.int64)
-        each = [self._plan(part, 0).order.nsamples for part in range(len(weights))]
-        self.sizes = np.stack([-((numbers - size) // order.lanes) for size in each], axis=1)
+        part_sizes = [self._plan(part, 0).order.nsamples for part in range(len(weights))]
+        self.sizes = np.stack([-((numbers - size) // order.lanes) for size in part_sizes], axis=1)
         self.wanted = np.array(weights) > 0
         small = (self.sizes == 0).any(axis=0) & self.wanted
         if small.any():
@@ -228,14 +241,14 @@ class _MixLanes:
         numbers = np.empty_like(places)
         catalog = self._mix.catalog
         for kind in np.unique(part).tolist():
-            for again in np.unique(passes[part == kind]).tolist():
-                mine = (part == kind) & (passes == again)
-                batches = turn[mine] * self._lanes + lanes[mine]
-                plan = self._plan(kind, again)
+            for pass_number in np.unique(passes[part == kind]).tolist():
+                is_in_pass = (part == kind) & (passes == pass_number)
+                batches = turn[is_in_pass] * self._lanes + lanes[is_in_pass]
+                plan = self._plan(kind, pass_number)
                 inner_pass, inner = np.divmod(plan.batches(batches)[:, 0], len(catalog.parts[kind]))
                 # A repeated sample gets a new number: it is fetched again, and its random augmentation differs.
-                turns = inner_pass + again * self._plan(kind, 0).passes
-                numbers[mine] = catalog.firsts[kind] + inner + turns * len(catalog)
+                turns = inner_pass + pass_number * self._plan(kind, 0).passes
+                numbers[is_in_pass] = catalog.firsts[kind] + inner + turns * len(catalog)
         return numbers
 
     def passes(self, order: EpochOrder) -> int:
@@ -246,16 +259,16 @@ class _MixLanes:
         # Doubled for nested mixes whose weights differ between passes.
         return 2 * turns * inner
 
-    def _plan(self, part: int, again: int) -> EpochPlan:
-        plan = self._plans.get((part, again))
+    def _plan(self, part: int, pass_number: int) -> EpochPlan:
+        plan = self._plans.get((part, pass_number))
         if plan is None:
             source = self._mix.sources[part]
-            epoch = self._epoch + again * EPOCHS_PER_PASS
+            epoch = self._epoch + pass_number * EPOCHS_PER_PASS
             order = source.order(batch=1, lanes=self._lanes, epoch=epoch)
             order = replace(
                 order, lanes=self._lanes, window=source.options.window or self._windows[part]
             )
-            plan = self._plans[part, again] = source.plan(order, epoch)
+            plan = self._plans[part, pass_number] = source.plan(order, epoch)
         return plan
 
 
@@ -291,7 +304,7 @@ def _length(lanes: _MixLanes, recipe: MixRecipe, batch: int) -> int:
         return recipe.samples // batch * batch
     number = len(lanes.sizes)
 
-    def goes(batches: int) -> bool:
+    def is_within_epoch(batches: int) -> bool:
         counts = lanes.counts(_lane_lengths(batches, number) * batch)
         # first_exhausted: no sample was repeated yet; all_exhausted: some sample was not read yet
         if recipe.stop == "first_exhausted":
@@ -299,9 +312,9 @@ def _length(lanes: _MixLanes, recipe: MixRecipe, batch: int) -> int:
         return bool(((counts < lanes.sizes) & lanes.wanted).any())
 
     low, high = 0, 1
-    while goes(high):
+    while is_within_epoch(high):
         low, high = high, high * 2
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if goes(middle) else (low, middle)
+        low, high = (middle, high) if is_within_epoch(middle) else (low, middle)
     return (low if recipe.stop == "first_exhausted" else high) * batch

@@ -65,19 +65,19 @@ class MixStreamRun:
         self.number = -1
         self._recipe, self._worker_info, self._context = recipe, worker_info, context
         weights = recipe.weights_of(context.epoch)
-        self._every = weights is None  # each part is read once, whatever its length
+        self._reads_all_parts = weights is None  # each part is read once, whatever its length
         key = derive_key(context.seed, context.epoch, _MIX_STREAM)
         self._schedule = MixSchedule(weights or [1.0] * len(recipe.parts), key)
         self._limit = None
         if recipe.samples is not None:
-            each, more = divmod(recipe.samples, worker_info.total)
-            self._limit = each + (worker_info.number < more)
+            per_worker, more = divmod(recipe.samples, worker_info.num_global_workers)
+            self._limit = per_worker + (worker_info.global_worker < more)
         self._names = list(recipe.parts)
         self._place = 0  # in the schedule
         self._taken = 0
         self._passes = [0] * len(recipe.parts)
         self._ended = [False] * len(recipe.parts)
-        self._got = [0] * len(recipe.parts)  # items in this pass
+        self._items_in_pass = [0] * len(recipe.parts)  # items in this pass
         self._empty = [False] * len(recipe.parts)  # a part without items: its places are skipped
         self._runs = [self._open(part) for part in range(len(recipe.parts))]
         self._pattern: tuple[int, list[int]] = (-1, [])
@@ -90,13 +90,13 @@ class MixStreamRun:
             raise StopIteration
         while not self._is_over():
             part = self._part_at(self._place)
-            if self._empty[part] or (self._every and self._ended[part]):
+            if self._empty[part] or (self._reads_all_parts and self._ended[part]):
                 self._place += 1
                 continue
             for item in self._runs[part]:
                 self.number = derive_key(part, self._passes[part], self._runs[part].number)
                 self._place, self._taken = self._place + 1, self._taken + 1
-                self._got[part] += 1
+                self._items_in_pass[part] += 1
                 self._context.skips.samples_per_dataset[self._names[part]] += 1
                 return item
             self._end(part)
@@ -108,18 +108,18 @@ class MixStreamRun:
             return not ended
         return (
             any(ended)
-            if ended and self._recipe.stop == "first_exhausted" and not self._every
+            if ended and self._recipe.stop == "first_exhausted" and not self._reads_all_parts
             else all(ended)
         )
 
     def _end(self, part: int) -> None:
         """Mark a part as ended, and restart it unless the mix is over."""
         self._ended[part] = True
-        self._empty[part] = self._got[part] == 0
-        if not self._every and not self._empty[part] and not self._is_over():
+        self._empty[part] = self._items_in_pass[part] == 0
+        if not self._reads_all_parts and not self._empty[part] and not self._is_over():
             self._runs[part].close()
             self._passes[part] += 1
-            self._got[part] = 0
+            self._items_in_pass[part] = 0
             self._runs[part] = self._open(part)
 
     def _part_at(self, place: int) -> int:
@@ -129,16 +129,16 @@ class MixStreamRun:
                 self._schedule.length, dtype=np.int64
             )
             sources, _ = self._schedule.assign_sources(
-                places, np.full_like(places, self._worker_info.number)
+                places, np.full_like(places, self._worker_info.global_worker)
             )
             self._pattern = pattern, sources.tolist()
         return self._pattern[1][slot]
 
     def _open(self, part: int) -> Run:
         pipeline = list(self._recipe.parts.values())[part]
-        epoch, again = self._context.epoch, self._passes[part]
+        epoch, pass_number = self._context.epoch, self._passes[part]
         context = replace(
-            self._context, seed=pipeline.source.seed, epoch=epoch + again * EPOCHS_PER_PASS
+            self._context, seed=pipeline.source.seed, epoch=epoch + pass_number * EPOCHS_PER_PASS
         )
         return pipeline.open(self._worker_info, context)
 
@@ -148,7 +148,7 @@ class MixStreamRun:
             "place": self._place,
             "taken": self._taken,
             "passes": list(self._passes),
-            "got": list(self._got),
+            "got": list(self._items_in_pass),
             "ended": list(self._ended),
             "empty": list(self._empty),
             "parts": [run.state_dict() for run in self._runs],
@@ -158,7 +158,7 @@ class MixStreamRun:
         """Move to a place, and each part to its position."""
         self.close()
         self._place, self._taken = state["place"], state["taken"]
-        self._passes, self._got = list(state["passes"]), list(state["got"])
+        self._passes, self._items_in_pass = list(state["passes"]), list(state["got"])
         self._ended, self._empty = list(state["ended"]), list(state["empty"])
         self._runs = [self._open(part) for part in range(len(self._runs))]
         for run, position in zip(self._runs, state["parts"], strict=True):

@@ -10,7 +10,7 @@ from typing import Any
 
 from shardstream.distributed import WorkerInfo
 from shardstream.pipeline.bad_samples import OnError, SkipTracker
-from shardstream.pipeline.indexed_source import Chain, IndexedSource
+from shardstream.pipeline.indexed_source import IndexedSource, SampleTransform
 from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import (
     Context,
@@ -96,7 +96,7 @@ class Pipeline:
         return Context(
             seed=self.source.seed,
             epoch=epoch,
-            worker_number=worker_info.number,
+            global_worker=worker_info.global_worker,
             skips=SkipTracker(self.on_error),
         )
 
@@ -107,14 +107,16 @@ class Pipeline:
             run = stage.open(run, context)
         return run
 
-    def chain(self, epoch: int, skips: SkipTracker) -> ItemChain:
+    def open_transform(self, epoch: int, skips: SkipTracker) -> PipelineTransform:
         """Return all stages as one function on the samples of a step; needs `indexed_source`."""
         assert self.indexed_source is not None  # noqa: S101  (checked by the callers)
         context = Context(seed=self.source.seed, epoch=epoch, skips=skips)
-        return ItemChain(self.indexed_source.chain(epoch, skips), self.stages, context)
+        return PipelineTransform(
+            self.indexed_source.open_transform(epoch, skips), self.stages, context
+        )
 
 
-class ItemChain:
+class PipelineTransform:
     """All stages of an exact pipeline as one function on the samples of a step.
 
     Args:
@@ -123,7 +125,9 @@ class ItemChain:
         context: Context that the stages share.
     """
 
-    def __init__(self, first: Chain | None, stages: tuple[Stage, ...], context: Context) -> None:
+    def __init__(
+        self, first: SampleTransform | None, stages: tuple[Stage, ...], context: Context
+    ) -> None:
         self._first = first
         self._skips = context.skips
         self._exit = ExitStack()

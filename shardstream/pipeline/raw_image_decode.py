@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 
-from shardstream.format import PILLOW_FORMATS, Depth, is_inverted, stored_depth, stored_maximum
+from shardstream.format import PILLOW_FORMATS, BitDepth, is_inverted, stored_depth, stored_maximum
 
 Pixels = np.ndarray[Any, np.dtype[Any]]
 
@@ -20,7 +20,7 @@ _OTHER_ORDER = {"L": "B", "B": "L", "N": "B" if sys.byteorder == "little" else "
 _CHANGED_BY_PILLOW = re.compile(r"LAB|RGBa.*|.*;1[56]")  # raw modes whose numbers Pillow converts
 
 
-class LossError(ValueError):
+class LossyDecodeError(ValueError):
     """Decoding would change the stored numbers of an image; the message names an alternative."""
 
 
@@ -32,11 +32,11 @@ def read_stored(data: bytes) -> Pixels:
 
     Raises:
         OSError: If the bytes are truncated, or not an image that Pillow decodes.
-        LossError: If Pillow would change the numbers, or there is more than one frame.
+        LossyDecodeError: If Pillow would change the numbers, or there is more than one frame.
     """
     with _opened(data) as image:
         if getattr(image, "is_animated", False) and image.format != "MPO":
-            raise LossError(
+            raise LossyDecodeError(
                 "an image with several frames or pages does not fit one array; store its frames as separate files"
             )
         depth = stored_depth(image, data)
@@ -59,20 +59,20 @@ def read_mask(data: bytes) -> Pixels:
 
     Raises:
         OSError: If the bytes are truncated, or not an image that Pillow decodes.
-        LossError: If there are several channels or fractions, or the file is a JPEG, which is lossy.
+        LossyDecodeError: If there are several channels or fractions, or the file is a JPEG, which is lossy.
     """
     if data[:2] == b"\xff\xd8":
-        raise LossError("a JPEG does not keep the numbers of a mask; store masks as PNG")
+        raise LossyDecodeError("a JPEG does not keep the numbers of a mask; store masks as PNG")
     pixels = read_stored(data)
     if pixels.ndim != 2 or pixels.dtype.kind not in "bui":
-        raise LossError(
+        raise LossyDecodeError(
             f"a mask needs one whole number for each pixel, got {pixels.dtype} of shape {pixels.shape}; "
             "decode it with 'raw'"
         )
     return pixels.astype(np.uint8) if pixels.dtype == bool else pixels
 
 
-def shrink_by_choice(pixels: Pixels, size: tuple[int, int]) -> Pixels:
+def shrink_to_nearest(pixels: Pixels, size: tuple[int, int]) -> Pixels:
     """Scale an array down to ``size`` (width, height) by the nearest pixels; numbers are never averaged."""
     height, width = pixels.shape[:2]
     columns = ((np.arange(size[0]) + 0.5) * width / size[0]).astype(np.intp)
@@ -98,14 +98,14 @@ def _rawmode(image: Any) -> str:
     return name if isinstance(name, str) else ""
 
 
-def _changes(image: PIL.Image.Image, depth: Depth) -> LossError:
-    return LossError(
+def _changes(image: PIL.Image.Image, depth: BitDepth) -> LossyDecodeError:
+    return LossyDecodeError(
         f"Pillow changes {depth} of {image.format}, {_rawmode(image) or image.mode}, when it reads them; "
         "pass your own decoder for this field: decode(fields={name: function})"
     )
 
 
-def _read_png(image: PIL.Image.Image, data: bytes, depth: Depth) -> Pixels:
+def _read_png(image: PIL.Image.Image, data: bytes, depth: BitDepth) -> Pixels:
     if depth.bits < 8 and image.mode == "L":
         return _unscaled(_native(image), 255, (1 << depth.bits) - 1)
     if depth.bits <= 8:
@@ -118,7 +118,7 @@ def _read_png(image: PIL.Image.Image, data: bytes, depth: Depth) -> Pixels:
     return _native(image).astype(np.uint16)
 
 
-def _read_tiff(image: Any, data: bytes, depth: Depth) -> Pixels:
+def _read_tiff(image: Any, data: bytes, depth: BitDepth) -> Pixels:
     if image.mode == "P":
         return _native(image)
     if depth.bits > 8 and image.mode not in ("I", "F") and not image.mode.startswith("I;16"):
@@ -140,7 +140,7 @@ def _read_tiff(image: Any, data: bytes, depth: Depth) -> Pixels:
     return pixels.astype(f"{stored}{size}")  # lossless: Pillow's type is at least as large
 
 
-def _read_ppm(image: PIL.Image.Image, depth: Depth) -> Pixels:
+def _read_ppm(image: PIL.Image.Image, depth: BitDepth) -> Pixels:
     if image.mode in ("1", "F"):
         return _native(image)
     if depth.bits > 8 and image.mode != "I":
@@ -156,15 +156,15 @@ def _unscaled(pixels: Pixels, top: int, maximum: int) -> Pixels:
     return ((pixels.astype(np.int64) * maximum + top // 2) // top).astype(pixels.dtype)
 
 
-def _read_sixteen_bits(image: PIL.Image.Image, data: bytes, depth: Depth) -> Pixels:
+def _read_sixteen_bits(image: PIL.Image.Image, data: bytes, depth: BitDepth) -> Pixels:
     """Read several channels of 16 bits. Pillow keeps only the high bytes, so the low bytes are read in the other byte order."""
     found = _SIXTEEN_BITS.fullmatch(_rawmode(image))
     if found is None:
         raise _changes(image, depth)
     name = found[0]
-    with _opened(data) as again:
-        _lay_out(again, name[:-1] + _OTHER_ORDER[found[1]])
-        low = _native(again)
+    with _opened(data) as reopened:
+        _lay_out(reopened, name[:-1] + _OTHER_ORDER[found[1]])
+        low = _native(reopened)
     return _native(image).astype(np.uint16) << 8 | low
 
 

@@ -66,30 +66,30 @@ class _ConcatRun(SourceRun):
     def __init__(self, source: Run, stage: PackSequences, context: Context) -> None:
         super().__init__(source)
         self._stage, self._skips = stage, context.skips
-        self._before = source.state_dict()
+        self._state_before = source.state_dict()
         self._used = 0
         self._tokens: np.ndarray[Any, Any] | None = None
 
     def __next__(self) -> Sample:
         pieces: list[tuple[np.ndarray[Any, Any], int]] = []
-        missing = self._stage.length
-        while missing:
+        tokens_left = self._stage.length
+        while tokens_left:
             if self._tokens is None or self._used >= len(self._tokens):
                 if not self._next_sequence():
                     break
                 continue
-            piece = self._tokens[self._used : self._used + missing]
+            piece = self._tokens[self._used : self._used + tokens_left]
             pieces.append((piece, self._used))
             self._used += len(piece)
-            missing -= len(piece)
-        if not pieces or (missing and self._stage.drop_last):
+            tokens_left -= len(piece)
+        if not pieces or (tokens_left and self._stage.drop_last):
             raise StopIteration
         return _row(pieces, self._stage)
 
     def _next_sequence(self) -> bool:
         used = self._used if self._tokens is None else 0  # a resume continues inside its sequence
         while True:
-            before = self.source.state_dict()
+            state_before = self.source.state_dict()
             try:
                 item = next(self.source)
             except StopIteration:
@@ -99,17 +99,17 @@ class _ConcatRun(SourceRun):
             except Exception as error:  # noqa: BLE001  (the skip policy decides)
                 self._skips.skip_or_raise(error, item)
                 continue
-            self._before, self._used = before, used
+            self._state_before, self._used = state_before, used
             return True
 
     def state_dict(self) -> State:
         if self._tokens is not None and self._used >= len(self._tokens):
             return {"source": self.source.state_dict(), "used": 0}
-        return {"source": self._before, "used": self._used}
+        return {"source": self._state_before, "used": self._used}
 
     def load_state_dict(self, state: State) -> None:
-        self._before, self._used, self._tokens = state["source"], state["used"], None
-        self.source.load_state_dict(self._before)
+        self._state_before, self._used, self._tokens = state["source"], state["used"], None
+        self.source.load_state_dict(self._state_before)
 
 
 class _FirstFitRun(BinningRun):
@@ -117,7 +117,7 @@ class _FirstFitRun(BinningRun):
         super().__init__(source, context.skips)
         self._stage = stage
         self._filled: dict[Hashable, int] = {}  # tokens of each open row
-        self._made = 0
+        self._num_rows = 0
 
     def choose_bin(self, item: Any) -> Hashable | None:
         size = len(_tokens(item, self._stage))
@@ -130,27 +130,27 @@ class _FirstFitRun(BinningRun):
                 key=item.get("__key__"),
                 field=self._stage.field,
             )
-        fitting = (
+        rows_that_fit = (
             row for row, filled in self._filled.items() if filled + size <= self._stage.length
         )
-        row = next(fitting, None)
+        row = next(rows_that_fit, None)
         if row is None:
-            self._made += 1
-            row = self._made
+            self._num_rows += 1
+            row = self._num_rows
         self._filled[row] = self._filled.get(row, 0) + size
         return row
 
     def is_full(self, name: Hashable) -> bool:
         return self._filled[name] == self._stage.length
 
-    def overflowing_bin(self) -> Hashable | None:
+    def find_overflowing_bin(self) -> Hashable | None:
         return (
             max(self._filled, key=self._filled.__getitem__)
             if len(self._filled) > self._stage.open_rows
             else None
         )
 
-    def leftover(self) -> bool:
+    def keeps_incomplete(self) -> bool:
         return True
 
     def drop_bin(self, name: Hashable) -> None:
@@ -185,10 +185,10 @@ def _row(pieces: list[tuple[np.ndarray[Any, Any], int]], stage: PackSequences) -
         )
     row = np.full(stage.length, stage.pad, dtype=dtype)
     segments, positions = np.zeros(stage.length, np.int32), np.zeros(stage.length, np.int32)
-    at = 0
+    position = 0
     for number, (piece, start) in enumerate(pieces, start=1):
-        end = at + len(piece)
-        row[at:end], segments[at:end] = piece, number
-        positions[at:end] = np.arange(start, start + len(piece))
-        at = end
+        end = position + len(piece)
+        row[position:end], segments[position:end] = piece, number
+        positions[position:end] = np.arange(start, start + len(piece))
+        position = end
     return {stage.field: row, "segments": segments, "positions": positions}

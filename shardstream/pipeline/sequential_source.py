@@ -16,7 +16,7 @@ from shardstream.format import (
     ForwardReader,
     Sample,
     ShardInfo,
-    TarNotes,
+    TarDiagnostics,
     checksum,
     fingerprint,
     iter_samples,
@@ -72,7 +72,9 @@ class SequentialSource(Source):
         if self.shuffle and len(order):
             order = permute(order, len(order), derive_key(self.seed, context.epoch, _SHARD_ORDER))
         return SequentialRun(
-            self, order[worker_info.number :: worker_info.total].tolist(), context.skips
+            self,
+            order[worker_info.global_worker :: worker_info.num_global_workers].tolist(),
+            context.skips,
         )
 
 
@@ -145,16 +147,18 @@ class SequentialRun:
 
     def _read_shard(self, shard: int, info: ShardInfo) -> Generator[Sample, None, None]:
         compressed = is_compressed(info.url)
-        start, passed = (0, self._taken) if compressed else (self._offset, 0)
+        start, skip_left = (0, self._taken) if compressed else (self._offset, 0)
         with self._open(info) as raw, open_decompressed(raw, shard=info.url) as stream:
             read = ForwardReader(stream, chunk_bytes=STREAM_READ_BYTES)
             end = None if compressed else self._size(info)
-            notes = TarNotes()
-            samples = iter_samples(read, start=start, end=end, shard=info.url, notes=notes)
+            diagnostics = TarDiagnostics()
+            samples = iter_samples(
+                read, start=start, end=end, shard=info.url, diagnostics=diagnostics
+            )
             checked = -1
             for group, sample in samples:
-                if passed:
-                    passed -= 1
+                if skip_left:
+                    skip_left -= 1
                     continue
                 self.number = derive_key(shard, self._taken)
                 if (
@@ -164,10 +168,10 @@ class SequentialRun:
                     checked = read.position
                 self._taken, self._offset = self._taken + 1, group.end
                 yield sample
-        notes.warn(info.url)
-        if passed:
+        diagnostics.warn(info.url)
+        if skip_left:
             raise ChangedError(
-                f"{passed} of the {self._taken} samples read before the resume are missing; restart the epoch",
+                f"{skip_left} of the {self._taken} samples read before the resume are missing; restart the epoch",
                 shard=info.url,
             )
 
@@ -179,7 +183,7 @@ class SequentialRun:
             with storage.open(info.url) as stream:
                 yield stream
         else:
-            yield RangeStream(storage, info.url, self._size(info), least_bytes=STREAM_READ_BYTES)
+            yield RangeStream(storage, info.url, self._size(info), min_read_bytes=STREAM_READ_BYTES)
 
     def _size(self, info: ShardInfo) -> int:
         return self._source.storage.info(info.url).size if info.filesize is None else info.filesize

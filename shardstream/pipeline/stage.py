@@ -32,13 +32,13 @@ class Context:
     Args:
         seed: Seed of the dataset.
         epoch: Epoch number, from 0.
-        worker_number: Number of this loader worker among all workers of the job.
+        global_worker: Number of this loader worker among all workers of the job.
         skips: Skip policy and counts of bad samples, shared by the whole chain.
     """
 
     seed: int = 0
     epoch: int = 0
-    worker_number: int = 0
+    global_worker: int = 0
     skips: SkipTracker = field(default_factory=SkipTracker)
 
     def generator(self, number: int, purpose: int) -> np.random.Generator:
@@ -49,7 +49,7 @@ class Context:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
+class LoaderPosition:
     """Position of a loader.
 
     Args:

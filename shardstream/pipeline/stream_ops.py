@@ -94,18 +94,18 @@ class Slice:
 
 
 class _SliceRun(SourceRun):
-    def __init__(self, source: Run, cut: Slice) -> None:
+    def __init__(self, source: Run, bounds: Slice) -> None:
         super().__init__(source)
-        self._cut = cut
+        self._bounds = bounds
         self._taken = 0
 
     def __next__(self) -> Any:
-        cut = self._cut
-        while cut.stop is None or self._taken < cut.stop:
+        bounds = self._bounds
+        while bounds.stop is None or self._taken < bounds.stop:
             item = next(self.source)
-            place = self._taken - cut.start
+            place = self._taken - bounds.start
             self._taken += 1
-            if place >= 0 and place % cut.step == 0:
+            if place >= 0 and place % bounds.step == 0:
                 return item
         raise StopIteration
 
@@ -194,16 +194,16 @@ class Compose:
 
     def open(self, source: Run, context: Context) -> Run:
         """Open the stage on a stream."""
-        return _ComposeRun(source, self.function, context.worker_number)
+        return _ComposeRun(source, self.function, context.global_worker)
 
 
 class _ComposeRun(SourceRun):
     def __init__(
-        self, source: Run, function: Callable[[Iterator[Any]], Iterable[Any]], worker_number: int
+        self, source: Run, function: Callable[[Iterator[Any]], Iterable[Any]], global_worker: int
     ) -> None:
         super().__init__(source)
         self._function = function
-        self._worker_number = worker_number
+        self._global_worker = global_worker
         self._begin = source.state_dict()
         self._taken = 0
         self._items: Iterator[Any] | None = None
@@ -222,10 +222,10 @@ class _ComposeRun(SourceRun):
         except StopIteration as error:  # would silently end the epoch
             text = f"compose({name_of(self._function)}) raised StopIteration"
             raise RuntimeError(text) from error
-        passed = sum(1 for _ in islice(items, self._taken))
-        if passed < self._taken:
+        num_skipped = sum(1 for _ in islice(items, self._taken))
+        if num_skipped < self._taken:
             raise StateError(
-                f"compose({name_of(self._function)}) returned {passed} items, the state has {self._taken}; "
+                f"compose({name_of(self._function)}) returned {num_skipped} items, the state has {self._taken}; "
                 "use a deterministic function, or restart the epoch"
             )
         return items
@@ -233,7 +233,7 @@ class _ComposeRun(SourceRun):
     @property
     def number(self) -> int:
         # Items in and out need not match, so the number comes from the place in this worker's stream, which a resume repeats.
-        return derive_key(self._worker_number, self._taken)
+        return derive_key(self._global_worker, self._taken)
 
     def state_dict(self) -> State:
         return {"taken": self._taken}

@@ -74,7 +74,7 @@ from shardstream.storage.output_folder import (
 from shardstream.storage.range_file import RangeStream
 from shardstream.storage.read_small_files import read_small_files
 from shardstream.storage.response import RangeResponse
-from shardstream.storage.retry import AnswerCutError, retry_call
+from shardstream.storage.retry import TruncatedResponseError, retry_call
 from shardstream.storage.s3_config import S3Settings, complete_s3fs_options, parse_s3_options
 from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
 from shardstream.storage.url_patterns import expand_braces
@@ -88,7 +88,6 @@ __all__ = [
     "PART_BYTES",
     "TAR_SUFFIXES",
     "AdaptiveLimit",
-    "AnswerCutError",
     "Cache",
     "CacheSpace",
     "Clients",
@@ -110,6 +109,7 @@ __all__ = [
     "S3Upload",
     "Slot",
     "Storage",
+    "TruncatedResponseError",
     "Urls",
     "check_finished",
     "check_names",

@@ -69,7 +69,7 @@ class PendingFile(ABC):
         """Drop the unfinished file; does nothing after `commit` or a second time."""
 
 
-def open_pending(storage: Storage, url: str, *, alone: bool = False) -> PendingFile:
+def open_pending(storage: Storage, url: str, *, is_only_writer: bool = False) -> PendingFile:
     """Open a file for writing that becomes visible at ``url`` when it is committed.
 
     On a local disk it is written under a temporary name in the same folder, flushed and renamed, and the folder is flushed, too. To S3
@@ -79,7 +79,7 @@ def open_pending(storage: Storage, url: str, *, alone: bool = False) -> PendingF
     Args:
         storage: The storage to write to.
         url: The file.
-        alone: Whether no other process writes this file. Unfinished uploads of it, left by a killed writer, are then aborted.
+        is_only_writer: Whether no other process writes this file. Unfinished uploads of it, left by a killed writer, are then aborted.
 
     Raises:
         StorageError: If it cannot be opened.
@@ -88,7 +88,7 @@ def open_pending(storage: Storage, url: str, *, alone: bool = False) -> PendingF
     if path is not None:
         return LocalFile(Path(path))
     if takes_parts(storage.resolve(url)[0]):
-        return _S3File(storage, url, alone=alone)
+        return _S3File(storage, url, is_only_writer=is_only_writer)
     return _RemoteFile(storage, url)
 
 
@@ -224,8 +224,8 @@ class LocalFile(PendingFile):
 
 
 class _S3File(PendingFile):
-    def __init__(self, storage: Storage, url: str, *, alone: bool) -> None:
-        self._upload = S3Upload(storage, url, alone=alone)
+    def __init__(self, storage: Storage, url: str, *, is_only_writer: bool) -> None:
+        self._upload = S3Upload(storage, url, is_only_writer=is_only_writer)
         super().__init__(url, cast("BinaryIO", self._upload))
 
     def end(self) -> None:

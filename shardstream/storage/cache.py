@@ -172,20 +172,20 @@ class Cache:
         file = _CachedFile(self._space, identity, size)
         numbers = range(start // CACHE_CHUNK_BYTES, -(-end // CACHE_CHUNK_BYTES))
         out = io.BytesIO()
-        gap: int | None = None
+        gap_start: int | None = None
         for number in numbers:
             piece = file.read_cached(number, start, end)
             if piece is None:
-                gap = number if gap is None else gap
+                gap_start = number if gap_start is None else gap_start
                 continue
-            if gap is not None:
-                out.write(file.read_source(gap, number, start, end, read))
-                gap = None
+            if gap_start is not None:
+                out.write(file.read_source(gap_start, number, start, end, read))
+                gap_start = None
             out.write(piece)
-        if gap == numbers.start:  # no chunk was in the cache
-            return bytes(file.read_source(gap, numbers.stop, start, end, read))
-        if gap is not None:
-            out.write(file.read_source(gap, numbers.stop, start, end, read))
+        if gap_start == numbers.start:  # no chunk was in the cache
+            return bytes(file.read_source(gap_start, numbers.stop, start, end, read))
+        if gap_start is not None:
+            out.write(file.read_source(gap_start, numbers.stop, start, end, read))
         return out.getvalue()
 
     def forget(self, url: str, start: int = 0, end: int | None = None) -> None:
@@ -248,8 +248,8 @@ class _CachedFile:
         cost = (last - first - 1) * whole + on_disk(
             HEADER_BYTES + (limit - base - 1) % CACHE_CHUNK_BYTES + 1
         )
-        room = self._space.make_room(cost)
-        kept = last - first if room >= cost else max(0, room // whole)
+        free_bytes = self._space.make_room(cost)
+        kept = last - first if free_bytes >= cost else max(0, free_bytes // whole)
         if not kept:
             return read(low, high)  # no bytes around the range are read that will not be kept
         data = memoryview(read(base, limit if first + kept == last else high))

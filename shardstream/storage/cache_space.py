@@ -90,23 +90,23 @@ class CacheSpace:
             return 0
         try:
             state = self._read_usage() or CacheUsage(0)
-            room = self._free_bytes(state.total)
+            free_bytes = self._free_bytes(state.total)
             all_in_use = state.oldest_ns >= self.started_ns
-            if room >= nbytes or (
+            if free_bytes >= nbytes or (
                 all_in_use and time.time_ns() - state.surveyed_ns < self.survey_ns
             ):
-                return room
+                return free_bytes
             self._evict(nbytes)
             total = (self._read_usage() or state).total
-            room = self._free_bytes(total)
+            free_bytes = self._free_bytes(total)
         except FileNotFoundError:  # the folder was deleted: `publish` creates it again
             return nbytes
         except OSError as error:
             self._pause_writing(error.strerror or str(error))
             return 0
-        if room <= 0 and not total and self._max_bytes is None:
+        if free_bytes <= 0 and not total and self._max_bytes is None:
             self._pause_writing("less than a tenth of its disk is free, and cache_bytes is not set")
-        return room
+        return free_bytes
 
     def publish(self, path: str, pieces: Sequence[bytes | memoryview]) -> None:
         """Publish a file atomically; if that fails, warn once and write no file for a minute."""
@@ -201,9 +201,9 @@ class CacheSpace:
         with os.scandir(self.root) as folders:
             # No link is followed: its target does not belong to the cache.
             names = [
-                each.path
-                for each in folders
-                if len(each.name) == 2 and each.is_dir(follow_symlinks=False)
+                folder.path
+                for folder in folders
+                if len(folder.name) == 2 and folder.is_dir(follow_symlinks=False)
             ]
         for name in names:
             with suppress(FileNotFoundError, NotADirectoryError), os.scandir(name) as entries:
@@ -219,8 +219,8 @@ class CacheSpace:
 
     def _evict(self, nbytes: int) -> None:
         """Delete files that were not used since this object was made, until there is room; one process at a time."""
-        with lock_file(self._path("evicting"), 0) as alone:
-            if alone is None:
+        with lock_file(self._path("evicting"), 0) as eviction_lock:
+            if eviction_lock is None:
                 return
             with lock_file(self._path("total"), _LOCK_WAIT_S) as handle:
                 before = None if handle is None else (load_usage(handle) or self._count_usage())
@@ -229,14 +229,14 @@ class CacheSpace:
             now_ns = time.time_ns()
             total, used, cutoff_ns = self._survey(nbytes)
             freed = self._delete_used_until(cutoff_ns) if cutoff_ns >= 0 else 0
-            left = used[used > cutoff_ns]
+            remaining_ns = used[used > cutoff_ns]
             with lock_file(self._path("total"), _LOCK_WAIT_S) as handle:
                 state = None if handle is None else load_usage(handle)
                 if handle is None or state is None:
                     return
                 # Files added since `before` may be in the survey or not: counting them twice is safe.
                 total += max(0, state.total - before.total) - freed
-                oldest_ns = int(left.min()) if left.size else now_ns
+                oldest_ns = int(remaining_ns.min()) if remaining_ns.size else now_ns
                 save_usage(handle, CacheUsage(max(0, total), oldest_ns, now_ns))
 
     def _survey(self, nbytes: int) -> tuple[int, np.ndarray[tuple[int], np.dtype[np.int64]], int]:
@@ -247,9 +247,9 @@ class CacheSpace:
             columns[1].append(used_ns)
         sizes, used = (np.frombuffer(column, dtype=np.int64) for column in columns)
         total = int(sizes.sum())
-        room = self._free_bytes(total)
+        free_bytes = self._free_bytes(total)
         order = np.argsort(used)
-        wanted = nbytes - room + int(_SLACK * (total + room))
+        wanted = nbytes - free_bytes + int(_SLACK * (total + free_bytes))
         count = int(np.searchsorted(np.cumsum(sizes[order]), wanted)) + 1
         count = min(count, int((used < self.started_ns).sum()))
         return total, used, int(used[order[count - 1]]) if count else -1
@@ -302,9 +302,9 @@ def _write(path: str, pieces: Sequence[bytes | memoryview]) -> None:
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         for piece in pieces:
-            left = memoryview(piece)
-            while left:
-                left = left[os.write(handle, left) :]
+            unwritten = memoryview(piece)
+            while unwritten:
+                unwritten = unwritten[os.write(handle, unwritten) :]
         os.utime(
             handle, ns=(now := time.time_ns(), now)
         )  # the clock of the kernel is slightly late

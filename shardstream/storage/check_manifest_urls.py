@@ -48,17 +48,20 @@ def _is_below(name: str) -> bool:
 
 def _is_in_store(url: str, protocol: str, authority: str) -> bool:
     """Return whether all clients resolve a URL to this store."""
-    its_protocol, its_authority = _split(url)
-    if its_protocol != protocol or not _is_below(url.partition("://")[2]):
+    manifest_protocol, manifest_authority = _split(url)
+    if manifest_protocol != protocol or not _is_below(url.partition("://")[2]):
         return False
-    if its_authority == authority:  # the server that the user named
+    if manifest_authority == authority:  # the server that the user named
         return True
     try:  # urllib must parse it to the same server
-        if _AMBIGUOUS.search(its_authority) or urlsplit(url).netloc.lower() != its_authority:
+        if (
+            _AMBIGUOUS.search(manifest_authority)
+            or urlsplit(url).netloc.lower() != manifest_authority
+        ):
             return False
     except ValueError:
         return False
-    return protocol in _BUCKETS or its_authority == authority.rpartition("@")[2]
+    return protocol in _BUCKETS or manifest_authority == authority.rpartition("@")[2]
 
 
 def _split(url: str) -> tuple[str, str]:

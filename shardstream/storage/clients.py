@@ -178,18 +178,18 @@ class Clients:
             return None
         return _KINDS.get(protocol_of(url))
 
-    def reader(self, url: str, *, whole: bool) -> tuple[RangeReader, str]:
+    def reader(self, url: str, *, reads_whole_file: bool) -> tuple[RangeReader, str]:
         """Return the reader of a URL, and the path to request from it.
 
         Args:
             url: Of any protocol, or a chain.
-            whole: The whole file will be read, as small files are.
+            reads_whole_file: The whole file will be read, as small files are.
         """
         self._drop_inherited_clients()
         kind = self.kind_of(url)
         if kind is not None:
             path = url.partition("://")[2]
-            reader = self._obstore_reader_or_none(kind, path, whole=whole)
+            reader = self._obstore_reader_or_none(kind, path, reads_whole_file=reads_whole_file)
             if reader is not None:
                 return reader, path
         filesystem, path = self.filesystem(url, reading=True)
@@ -210,13 +210,13 @@ class Clients:
         max_bytes: int | None = None,
     ) -> RangeResponse:
         """Request bytes of a file once; errors of the client are not translated."""
-        reader, path = self.reader(url, whole=(start, end) == (0, None))
+        reader, path = self.reader(url, reads_whole_file=(start, end) == (0, None))
         try:
             response = reader.read(path, start, end, keep_partial=keep_partial, max_bytes=max_bytes)
         except Exception as error:
             if not self.is_s3(url) or not self._switch_to_s3fs(error):
                 raise
-            reader, path = self.reader(url, whole=False)
+            reader, path = self.reader(url, reads_whole_file=False)
             response = reader.read(path, start, end, keep_partial=keep_partial, max_bytes=max_bytes)
         self._read_bytes += len(response.data)
         return response
@@ -255,14 +255,16 @@ class Clients:
                 self._filesystem = copy.deepcopy(self._filesystem)  # opens it again
             self._pid = os.getpid()
 
-    def _obstore_reader_or_none(self, kind: str, path: str, *, whole: bool) -> ObstoreReader | None:
+    def _obstore_reader_or_none(
+        self, kind: str, path: str, *, reads_whole_file: bool
+    ) -> ObstoreReader | None:
         client = self._s3_client if kind == "s3" else None
         if client == "s3fs" or not _is_installed("obstore"):
             if client == "obstore":
                 raise OptionError("s3_client='obstore' needs one more package: pip install obstore")
             return None
-        forced = client == "obstore" or not _is_installed(_PACKAGES[kind])
-        if not forced and self._reads_little(whole=whole):
+        is_only_client = client == "obstore" or not _is_installed(_PACKAGES[kind])
+        if not is_only_client and self._may_fork_later(reads_whole_file=reads_whole_file):
             return None
         from shardstream.storage.obstore_client import ObstoreReader, can_name  # noqa: PLC0415
 
@@ -280,31 +282,31 @@ class Clients:
                 found = ObstoreReader(kind, settings)
             with _client_choice_lock:  # another thread may have decided, and switched to s3fs
                 found = readers.setdefault(kind, found)
-        why = found if can_name(path) else "obstore cannot request a key of that name"
-        if isinstance(why, ObstoreReader):
-            return why
-        if forced:
+        reason_or_reader = found if can_name(path) else "obstore cannot request a key of that name"
+        if isinstance(reason_or_reader, ObstoreReader):
+            return reason_or_reader
+        if is_only_client:
             raise OptionError(
-                f"obstore cannot read this: {why}; {self._remedy(kind, why)}",
+                f"obstore cannot read this: {reason_or_reader}; {self._remedy(kind, reason_or_reader)}",
                 shard=f"{kind}://{path}",
             )
         return None
 
-    def _remedy(self, kind: str, why: str) -> str:
+    def _remedy(self, kind: str, reason: str) -> str:
         """Return how an object store can be read where obstore cannot read it."""
         remedies, package = [], _PACKAGES[kind]
         if kind == "s3" and self._s3_client == "obstore":
             remedies.append("leave s3_client='obstore' out, so that s3fs reads it")
         if not _is_installed(package):
             remedies.append(f"install {package}")
-        together = " and ".join(remedies)
-        return f"{together}, {_SPAWN}" if why == _FORKED else together
+        remedy_text = " and ".join(remedies)
+        return f"{remedy_text}, {_SPAWN}" if reason == _FORKED else remedy_text
 
-    def _reads_little(self, *, whole: bool) -> bool:
+    def _may_fork_later(self, *, reads_whole_file: bool) -> bool:
         """Return whether this process may read little and then fork workers, which would lose obstore's threads."""
         if multiprocessing.parent_process() is not None:
             return False
-        return whole or not (
+        return reads_whole_file or not (
             fork_safety.has_obstore_threads() or self._read_bytes >= self.small_reads_bytes
         )
 
@@ -347,8 +349,8 @@ class Clients:
                 f"{protocol}:// needs one more package ({error}): {install}", shard=url
             ) from error
         except (ValueError, TypeError) as error:
-            told = remove_secrets(str(error), self.secrets)
-            raise OptionError(f"cannot open this URL: {told}", shard=url) from safe_cause(
+            message = remove_secrets(str(error), self.secrets)
+            raise OptionError(f"cannot open this URL: {message}", shard=url) from safe_cause(
                 error, self.secrets
             )
         except Exception:  # some file systems connect at once
@@ -376,8 +378,8 @@ class Clients:
             raise OptionError(f"{_FORKED}; {self._remedy(kind, _FORKED)}")
         settings = self._settings(kind)
         if settings is None:
-            why = _unknown_option(kind)
-            raise OptionError(f"{why}; {self._remedy(kind, why)}")
+            reason = _unknown_option(kind)
+            raise OptionError(f"{reason}; {self._remedy(kind, reason)}")
         fork_safety.note_obstore_started()
         return open_filesystem(kind, settings, retries=not reading)
 

@@ -69,13 +69,13 @@ class AdaptiveLimit:
     @contextmanager
     def slot(self) -> Iterator[Slot]:
         """Wait for a slot, and hold it until it is released or the block ends."""
-        gate = threading.Lock()
+        turn_lock = threading.Lock()
         with self._changed:
-            gate.acquire()
-            self._waiting.append(gate)
+            turn_lock.acquire()
+            self._waiting.append(turn_lock)
             self._is_saturated |= self._active >= self.limit
             self._admit_waiting()
-        gate.acquire()  # in the order of arrival, which is the order of need
+        turn_lock.acquire()  # in the order of arrival, which is the order of need
         slot = Slot(self)
         try:
             yield slot

@@ -201,9 +201,9 @@ def _globbed(pattern: str, storage: Storage) -> list[str]:
 
 
 def _from_manifest(
-    file: FileInfo, storage: Storage, here: list[FileInfo] | None = None
+    file: FileInfo, storage: Storage, listed_files: list[FileInfo] | None = None
 ) -> LocatedShards:
-    """Return the shards that a manifest names; ``here`` is the listing of its folder, if there is one."""
+    """Return the shards that a manifest names; ``listed_files`` is the listing of its folder, if there is one."""
     url = file.url
     manifest, digest = read_manifest(file, storage)
     folder = parent_url(url)
@@ -219,13 +219,23 @@ def _from_manifest(
             f"shards in {len(folders)} folders, the limit is {FOLDERS_LIMIT}; move them to fewer folders",
             shard=url,
         )
-    for one, mine in folders.items():
+    for one, tars_in_folder in folders.items():
         if one.startswith(_HTTP):  # cannot be listed: the first index decides for all
-            indexed.update(mine if storage.exists(mine[0] + INDEX_SUFFIX) else ())
+            indexed.update(
+                tars_in_folder if storage.exists(tars_in_folder[0] + INDEX_SUFFIX) else ()
+            )
             continue
-        listed = storage.list_folder(one)[0] if here is None or one != folder else here
-        there = {file.url.rsplit("/", 1)[-1] for file in listed}
-        indexed.update([tar for tar in mine if tar.rsplit("/", 1)[-1] + INDEX_SUFFIX in there])
+        listed = (
+            storage.list_folder(one)[0] if listed_files is None or one != folder else listed_files
+        )
+        names_in_folder = {file.url.rsplit("/", 1)[-1] for file in listed}
+        indexed.update(
+            [
+                tar
+                for tar in tars_in_folder
+                if tar.rsplit("/", 1)[-1] + INDEX_SUFFIX in names_in_folder
+            ]
+        )
     return LocatedShards(
         shards=tuple(shards), manifest_url=url, manifests={url: digest}, indexed=frozenset(indexed)
     )
@@ -274,9 +284,9 @@ def _from_folder(url: str, storage: Storage) -> LocatedShards:
         raise StorageError(
             "not a shard: its name does not end in .tar (.tar.gz, .tgz, .tar.zst)", shard=url
         )
-    inside = ", ".join([f"{folder}/" for folder in folders[:5]] + list(by_name)[:5]) or "nothing"
+    contents = ", ".join([f"{folder}/" for folder in folders[:5]] + list(by_name)[:5]) or "nothing"
     raise StorageError(
-        f"no index.json and no .tar here (found: {inside}); name the folder that holds the shards, "
+        f"no index.json and no .tar here (found: {contents}); name the folder that holds the shards, "
         "or pack them with 'shardstream pack'",
         shard=url,
     )
@@ -302,8 +312,8 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
     found: dict[str, ShardInfo] = {}
     indexed: set[str] = set()
     manifests: dict[str, str] = {}
-    for folder, inside in _by_folder([ShardInfo(url=url) for url in urls]).items():
-        names = {url.rsplit("/", 1)[-1]: url for url in inside}
+    for folder, shard_urls in _by_folder([ShardInfo(url=url) for url in urls]).items():
+        names = {url.rsplit("/", 1)[-1]: url for url in shard_urls}
         by_name = _look_up(names, folder, storage)
         if folder in globbed:
             _check_finished(folder, by_name, storage)
@@ -333,9 +343,9 @@ def _look_up(names: dict[str, str], folder: str, storage: Storage) -> dict[str, 
     if not folder.startswith(_HTTP):
         return {file.url.rsplit("/", 1)[-1]: file for file in storage.list_folder(folder)[0]}
     # A query (such as a signature) is valid for one file; those of the index and manifest are unknown.
-    plain = [url for url in names.values() if "?" not in url]
-    wanted = [*names.values(), *(url + INDEX_SUFFIX for url in plain)]
-    wanted += [join_url(folder, MANIFEST_NAME)] if plain else []
+    plain_urls = [url for url in names.values() if "?" not in url]
+    wanted = [*names.values(), *(url + INDEX_SUFFIX for url in plain_urls)]
+    wanted += [join_url(folder, MANIFEST_NAME)] if plain_urls else []
     return {url.rsplit("/", 1)[-1]: storage.info(url) for url in wanted if storage.exists(url)}
 
 

@@ -50,7 +50,7 @@ _CERTIFICATE = re.compile(r"InvalidCertificate\((?:\s|Other\(|OtherError\()*(\w+
 _CODE = re.compile(r"<Code>([^<]*)</Code>(?:<Message>([^<]*)</Message>)?")
 
 
-class Verdict(NamedTuple):
+class ErrorClassification(NamedTuple):
     """The classification of a failed request."""
 
     error: StorageError
@@ -78,7 +78,7 @@ _TIMED_OUT = "the server did not answer in time; check it and the network, or ra
 _ERROR_PATTERNS = (
     _ErrorPattern(("OfflineModeIsEnabled",), "offline mode of Hugging Face is enabled; unset HF_HUB_OFFLINE"),
     _ErrorPattern(("SocketTimeoutError",), _TIMED_OUT, is_retryable=True),  # of aiohttp; it is a ConnectionError, too
-    _ErrorPattern(("AnswerCutError", "ClientPayloadError", "IncompleteRead", "response body error", "ConnectionReset",
+    _ErrorPattern(("TruncatedResponseError", "ClientPayloadError", "IncompleteRead", "response body error", "ConnectionReset",
            "ServerDisconnected", "IncompleteMessage"),
           "the connection broke off; check the server and the network", is_retryable=True),
     _ErrorPattern(("CaUsedAsEndEntity",),
@@ -153,7 +153,9 @@ _NOT_RETRYABLE = (
 )
 
 
-def classify_error(error: Exception, url: str, secrets: tuple[str, ...] = ()) -> Verdict:
+def classify_error(
+    error: Exception, url: str, secrets: tuple[str, ...] = ()
+) -> ErrorClassification:
     """Classify an error by the first known pattern in its chain.
 
     Raises:
@@ -161,7 +163,7 @@ def classify_error(error: Exception, url: str, secrets: tuple[str, ...] = ()) ->
         OptionError: If the file system does not know a storage option.
     """
     if isinstance(error, StorageError):
-        return Verdict(error, is_retryable=False)
+        return ErrorClassification(error, is_retryable=False)
     if isinstance(error, ShardStreamError):
         raise error
     if isinstance(error, TypeError) and "keyword argument" in str(error):
@@ -169,8 +171,10 @@ def classify_error(error: Exception, url: str, secrets: tuple[str, ...] = ()) ->
             f"the file system does not know one of the storage options: {remove_secrets(str(error), secrets)}",
             shard=url,
         ) from safe_cause(error, secrets)
-    theirs = type(error).__module__.split(".")[0] in _CLIENTS
-    if not theirs and not isinstance(error, OSError | ValueError | RuntimeError | TimeoutError):
+    is_client_error = type(error).__module__.split(".")[0] in _CLIENTS
+    if not is_client_error and not isinstance(
+        error, OSError | ValueError | RuntimeError | TimeoutError
+    ):
         raise error
     text = _causes_text(error)
     for name in (url.partition("://")[2] or url, url.rpartition("/")[2]):
@@ -181,14 +185,16 @@ def classify_error(error: Exception, url: str, secrets: tuple[str, ...] = ()) ->
         if any(name in text for name in pattern.names):
             what, remedy = _problem_and_remedy(pattern, url)
             if remedy:
-                made = pattern.kind(what, remedy=f"{remedy} ({detail})", shard=url)
+                error_shown = pattern.kind(what, remedy=f"{remedy} ({detail})", shard=url)
             else:
-                made = pattern.kind(f"{what} ({detail})", shard=url)
-            return Verdict(made, pattern.is_retryable, pattern.is_throttled, pattern.is_past_end)
-    is_retryable = (theirs or isinstance(error, _RETRYABLE_TYPES)) and not any(
+                error_shown = pattern.kind(f"{what} ({detail})", shard=url)
+            return ErrorClassification(
+                error_shown, pattern.is_retryable, pattern.is_throttled, pattern.is_past_end
+            )
+    is_retryable = (is_client_error or isinstance(error, _RETRYABLE_TYPES)) and not any(
         name in text for name in _NOT_RETRYABLE
     )
-    return Verdict(StorageError(detail, shard=url), is_retryable)
+    return ErrorClassification(StorageError(detail, shard=url), is_retryable)
 
 
 def _problem_and_remedy(pattern: _ErrorPattern, url: str) -> tuple[str, str]:
@@ -200,8 +206,8 @@ def _problem_and_remedy(pattern: _ErrorPattern, url: str) -> tuple[str, str]:
         others = _LOCAL_REMEDIES
     elif not url.startswith(("s3:", "s3a:")):
         others = _OTHER_REMEDIES
-    for words, instead in others.items():
-        advice = advice.replace(words, instead)
+    for words, replacement in others.items():
+        advice = advice.replace(words, replacement)
     bucket = url.partition("://")[2].partition("/")[0]
     what, _, remedy = advice.replace("{bucket!r}", repr(bucket)).partition("; ")
     return what, remedy
@@ -232,10 +238,10 @@ def translate_errors(
         yield
     except Exception as error:
         secrets = find_secrets()
-        verdict = classify_error(error, url, secrets)
-        if verdict.error is error:
+        classification = classify_error(error, url, secrets)
+        if classification.error is error:
             raise
-        raise verdict.error from safe_cause(error, secrets)
+        raise classification.error from safe_cause(error, secrets)
 
 
 def remove_secrets(text: str, secrets: tuple[str, ...]) -> str:
@@ -290,5 +296,5 @@ def _status(error: BaseException) -> int | None:
     if isinstance(response, Mapping):  # botocore
         response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     found = _STATUS.search(str(error))  # obstore has it in the message only
-    said = (response, getattr(error, "status", None), getattr(error, "status_code", None))
-    return next((one for one in said if isinstance(one, int)), int(found[1]) if found else None)
+    statuses = (response, getattr(error, "status", None), getattr(error, "status_code", None))
+    return next((one for one in statuses if isinstance(one, int)), int(found[1]) if found else None)

@@ -92,16 +92,16 @@ class HttpReader(FilesystemReader):
         data = bytearray()
         begin = loop.time()
         async with asyncio.timeout(self._read_timeout_s) as limit:
-            async with session.get(filesystem.encode_url(path), **options) as answer:
-                filesystem._raise_not_found_for_status(answer, path)
-                if start and answer.status == http.HTTPStatus.OK:  # the file from its first byte
+            async with session.get(filesystem.encode_url(path), **options) as response:
+                filesystem._raise_not_found_for_status(response, path)
+                if start and response.status == http.HTTPStatus.OK:  # the file from its first byte
                     raise ranges_ignored_error(path, start)
-                async for chunk in answer.content.iter_any():
+                async for chunk in response.content.iter_any():
                     data += chunk
                     if len(data) > max_bytes:
                         break
-                    earned_s = len(data) / _SLOWEST_HTTP
-                    limit.reschedule(begin + self._read_timeout_s + earned_s)
+                    allowed_s = len(data) / _SLOWEST_HTTP
+                    limit.reschedule(begin + self._read_timeout_s + allowed_s)
         return bytes(data)
 
 
@@ -140,24 +140,24 @@ class S3fsReader(FilesystemReader):
             request["VersionId"] = version_id
         # 10 s more: it may connect and look up credentials first
         async with asyncio.timeout(self._read_timeout_s + 10):
-            answer = await self._filesystem._call_s3("get_object", **request)
-        whole = answer.get("ContentRange", "").rpartition("/")[2]
+            response = await self._filesystem._call_s3("get_object", **request)
+        whole = response.get("ContentRange", "").rpartition("/")[2]
         parts: list[bytes] = []
         error: Exception | None = None
         try:
-            await self._collect(answer["Body"], parts, max_bytes)
+            await self._collect(response["Body"], parts, max_bytes)
         except _TooSlowError:
             raise
         except Exception as broken:  # noqa: BLE001  (the caller judges it and keeps the bytes before it)
             error = broken
         finally:
-            answer["Body"].close()
-        size = int(whole) if whole.isdigit() else answer.get("ContentLength")
+            response["Body"].close()
+        size = int(whole) if whole.isdigit() else response.get("ContentLength")
         if size is None:  # a chunked response, whose end looks like a cut
             async with asyncio.timeout(self._read_timeout_s):
                 head = await self._filesystem._call_s3("head_object", Bucket=bucket, Key=key)
             size = head["ContentLength"]
-        version = plain_etag(answer.get("ETag"))
+        version = plain_etag(response.get("ETag"))
         return RangeResponse(data=b"".join(parts), size=size, version=version, error=error)
 
     async def _collect(self, body: Any, parts: list[bytes], max_bytes: float) -> None:

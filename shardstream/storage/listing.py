@@ -144,13 +144,13 @@ def _check_loose(root: str, files: Sequence[ListedFile]) -> None:
     if not tars:
         return
     folders = set(map(_folder, tars))
-    beside = [
+    index_files = [
         file.path
         for file in files
         if (file.path.endswith(INDEX_SUFFIX) and file.path.removesuffix(INDEX_SUFFIX) in tars)
         or (file.path.rpartition("/")[2] == MANIFEST_NAME and _folder(file.path) in folders)
     ]
-    if beside or 2 * len(tars) > len(files):
+    if index_files or 2 * len(tars) > len(files):
         raise OptionError(
             f"these are tar shards, not loose files (for example {min(tars)}); read them with ss.ShardDataset, "
             "or pack them again as tars, one folder at a time",
@@ -165,9 +165,9 @@ def _warn_of_rare_fields(root: str, members: Sequence[tuple[str, str, ListedFile
     rare = {field for field, count in fields.items() if count * _RARE <= samples}
     many_rare = len(rare) >= _MANY_RARE_FIELDS
     if many_rare or len(fields) > max(samples, _MANY_FIELDS):
-        odd = rare if many_rare else fields
-        key, field, file = next(member for member in members if member[1] in odd)
-        of_rare = (
+        suspicious_fields = rare if many_rare else fields
+        key, field, file = next(member for member in members if member[1] in suspicious_fields)
+        rare_share = (
             f", and {len(rare):,} of the fields are in at most {100 // _RARE} % of the samples"
         )
         _log.warning(
@@ -177,7 +177,7 @@ def _warn_of_rare_fields(root: str, members: Sequence[tuple[str, str, ListedFile
             plural(len(members), "file"),
             plural(samples, "sample"),
             plural(len(fields), "field"),
-            of_rare if many_rare else "",
+            rare_share if many_rare else "",
             file.path,
             field,
             key,
@@ -206,8 +206,8 @@ def _check_all_finished(files: Sequence[FileInfo]) -> None:
     for file in files if marked else ():
         if (folder := parent_url(file.url)) in marked:
             names[folder].append(_name(file))
-    for folder, inside in names.items():
-        check_finished(folder, inside)
+    for folder, file_names in names.items():
+        check_finished(folder, file_names)
 
 
 def _name(file: FileInfo) -> str:
@@ -220,6 +220,6 @@ def _find(root: str, storage: Storage, max_folders: int = MAX_FOLDERS) -> list[F
         return storage.find(root)
     urls = [join_url(root, folder) for folder in folders if not folder.startswith(".")]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-list") as pool:
-        for inside in pool.map(storage.find, urls):
-            files += inside
+        for found in pool.map(storage.find, urls):
+            files += found
     return files

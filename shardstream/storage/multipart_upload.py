@@ -45,17 +45,17 @@ class S3Upload(io.RawIOBase):
     Args:
         storage: A storage whose file system for the URL is s3fs (see `takes_parts`).
         url: The file.
-        alone: Whether no other process writes this file. Unfinished uploads of it, left by a killed writer, are then aborted.
+        is_only_writer: Whether no other process writes this file. Unfinished uploads of it, left by a killed writer, are then aborted.
     """
 
-    def __init__(self, storage: Storage, url: str, *, alone: bool = False) -> None:
+    def __init__(self, storage: Storage, url: str, *, is_only_writer: bool = False) -> None:
         super().__init__()
-        self._alone = alone
+        self._is_only_writer = is_only_writer
         self._object = S3Object(storage, url)
         self._pieces: list[memoryview] = []
         self._held_bytes = 0
         self._parts: list[Future[_Part]] = []
-        self._uploads_under_way: deque[Future[_Part]] = deque()
+        self._uploads_in_flight: deque[Future[_Part]] = deque()
         self._pool: ThreadPoolExecutor | None = None
         self._upload_id: Future[str] | None = None
         self.etag: str | None = None
@@ -105,27 +105,27 @@ class S3Upload(io.RawIOBase):
         """
         if self._upload_id is None:
             parts = [self._object.put("put_object", self._take(), **self._object.kind)]
-            told: str | None = parts[0].etag
+            etag_or_none: str | None = parts[0].etag
         else:
             self.end()
             parts = [future.result() for future in self._parts]
-            told = self._object.join(self._upload_id.result(), parts)
+            etag_or_none = self._object.join(self._upload_id.result(), parts)
             self._upload_id = None
-        self.etag = None if told is None else _plain(told)
-        if told is None or _plain(told) != _etag_of(parts):
-            self._object.check(parts, is_known=told is not None)
+        self.etag = None if etag_or_none is None else _plain(etag_or_none)
+        if etag_or_none is None or _plain(etag_or_none) != _etag_of(parts):
+            self._object.check(parts, is_known=etag_or_none is not None)
         self.abort()
 
     def abort(self) -> None:
         """Abort the upload; does nothing after `finish` or a second time."""
         self._pieces.clear()
         self._held_bytes = 0
-        self._object.give_up(self._uploads_under_way)
+        self._object.stop_retries(self._uploads_in_flight)
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
-        begun, self._upload_id = self._upload_id, None
-        if begun is not None and not begun.cancelled() and begun.exception() is None:
-            self._object.abort(begun.result())
+        upload_id, self._upload_id = self._upload_id, None
+        if upload_id is not None and not upload_id.cancelled() and upload_id.exception() is None:
+            self._object.abort(upload_id.result())
 
     @property
     def _part_bytes(self) -> int:
@@ -140,12 +140,14 @@ class S3Upload(io.RawIOBase):
     def _send_part(self) -> None:
         if self._upload_id is None or self._pool is None:
             self._pool = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="shardstream-part")
-            self._upload_id = self._pool.submit(self._object.begin, alone=self._alone)
-        while len(self._uploads_under_way) >= _IN_FLIGHT:
-            self._uploads_under_way.popleft().result()
+            self._upload_id = self._pool.submit(
+                self._object.begin, is_only_writer=self._is_only_writer
+            )
+        while len(self._uploads_in_flight) >= _IN_FLIGHT:
+            self._uploads_in_flight.popleft().result()
         number = len(self._parts) + 1
         future = self._pool.submit(self._object.put_part, self._upload_id, number, self._take())
-        self._uploads_under_way.append(future)
+        self._uploads_in_flight.append(future)
         self._parts.append(future)
 
 
@@ -167,28 +169,28 @@ class S3Object:
         kind = mimetypes.guess_type(self._key)[0]
         self.kind: dict[str, Any] = {} if kind is None else {"ContentType": kind}
 
-    def begin(self, *, alone: bool) -> str:
+    def begin(self, *, is_only_writer: bool) -> str:
         """Begin an upload in parts."""
-        if alone:
+        if is_only_writer:
             self.abort_all()
-        return str(self._ask("create_multipart_upload", **self.kind)["UploadId"])
+        return str(self._call("create_multipart_upload", **self.kind)["UploadId"])
 
     def put(self, method: str, body: bytes, **arguments: Any) -> _Part:
         """Send bytes with their MD5."""
         md5 = hashlib.md5(body, usedforsecurity=False).digest()
         digest = base64.b64encode(md5).decode()
-        answer = self._ask(method, len(body), Body=body, ContentMD5=digest, **arguments)
-        return _Part(md5, len(body), str(answer.get("ETag", "")))
+        response = self._call(method, len(body), Body=body, ContentMD5=digest, **arguments)
+        return _Part(md5, len(body), str(response.get("ETag", "")))
 
-    def put_part(self, begun: Future[str], number: int, body: bytes) -> _Part:
+    def put_part(self, upload_id: Future[str], number: int, body: bytes) -> _Part:
         """Send one part, when the upload has begun."""
-        return self.put("upload_part", body, UploadId=begun.result(), PartNumber=number)
+        return self.put("upload_part", body, UploadId=upload_id.result(), PartNumber=number)
 
     def join(self, upload_id: str, sent: list[_Part]) -> str | None:
         """Join the parts; return the ETag of the object, None if the upload is gone."""
         parts = [{"PartNumber": n, "ETag": part.etag} for n, part in enumerate(sent, start=1)]
         try:
-            answer = self._ask(
+            response = self._call(
                 "complete_multipart_upload",
                 UploadId=upload_id,
                 MultipartUpload={"Parts": parts},
@@ -200,7 +202,7 @@ class S3Object:
                 "%s: the server does not know the upload any more; checking the object", self._url
             )
             return None
-        return str(answer.get("ETag", ""))
+        return str(response.get("ETag", ""))
 
     def abort(self, upload_id: str) -> None:
         """Abort an upload; errors are logged."""
@@ -219,11 +221,11 @@ class S3Object:
         """
         try:
             with self._storage.translate_errors(self._url):
-                answer = self._request("list_multipart_uploads", Prefix=self._key, Key=None)
+                response = self._request("list_multipart_uploads", Prefix=self._key, Key=None)
         except StorageError as error:
             _log.info("%s: cannot list unfinished uploads: %s", self._url, error)
             return
-        for upload in answer.get("Uploads") or ():
+        for upload in response.get("Uploads") or ():
             if upload["Key"] == self._key:
                 self.abort(upload["UploadId"])
 
@@ -237,7 +239,7 @@ class S3Object:
         Raises:
             StorageError: If they differ.
         """
-        found = self._ask("head_object")
+        found = self._call("head_object")
         size = sum(part.size for part in parts)
         if found["ContentLength"] != size:
             raise StorageError(
@@ -248,10 +250,10 @@ class S3Object:
         if etag != _etag_of(parts) if is_md5 else not is_known:
             self._compare(parts)
 
-    def give_up(self, under_way: deque[Future[_Part]]) -> None:
+    def stop_retries(self, uploads_in_flight: deque[Future[_Part]]) -> None:
         """Stop retries; requests in flight get `abort_timeout_s` to end."""
         self._cancelled.set()
-        wait(under_way, timeout=self.abort_timeout_s)
+        wait(uploads_in_flight, timeout=self.abort_timeout_s)
         for request in list(self._requests):
             request.cancel()
 
@@ -268,7 +270,7 @@ class S3Object:
                 )
             start += part.size
 
-    def _ask(self, method: str, nbytes: int = 0, **arguments: Any) -> dict[str, Any]:
+    def _call(self, method: str, nbytes: int = 0, **arguments: Any) -> dict[str, Any]:
         return retry_call(
             self._storage,
             self._url,

@@ -55,17 +55,17 @@ class ObstoreReader:
         elif start:
             options = {"range": {"offset": start}}
         fork_safety.note_obstore_started()
-        answer = obstore.get(self._store(bucket), key, options=options)
-        meta = answer.meta
+        response = obstore.get(self._store(bucket), key, options=options)
+        meta = response.meta
         parts: list[Any] = []
         error: Exception | None = None
-        first, last = answer.range
+        first, last = response.range
         try:
             if last - first <= _AT_ONCE_BYTES and not keep_partial:
-                parts.append(answer.bytes())
+                parts.append(response.bytes())
             else:
                 left = max_response_bytes(start, end, max_bytes)
-                for part in answer.stream(_STREAM_CHUNK_BYTES):
+                for part in response.stream(_STREAM_CHUNK_BYTES):
                     parts.append(part)
                     left -= len(part)
                     if left < 0:

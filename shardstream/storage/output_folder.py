@@ -112,7 +112,7 @@ class LocalFolder:
             if error.errno == errno.EWOULDBLOCK:
                 os.close(handle)
                 is_ours = folder in (one for one, _ in _held.values())
-                raise _locked_error(self.url, by_us=is_ours) from None
+                raise _locked_error(self.url, is_own_lock=is_ours) from None
             _log.info("%s: the folder cannot be locked: %s", self.url, error)
         token = object()
         _held[token] = folder, handle
@@ -202,11 +202,11 @@ class RemoteFolder:
 
     def open(self, name: str) -> PendingFile:
         """Open a new file that appears when it is committed; unfinished uploads of it are dropped."""
-        return open_pending(self._storage, join_url(self.url, name), alone=True)
+        return open_pending(self._storage, join_url(self.url, name), is_only_writer=True)
 
 
-def _locked_error(url: str, *, by_us: bool) -> StorageError:
-    if by_us:
+def _locked_error(url: str, *, is_own_lock: bool) -> StorageError:
+    if is_own_lock:
         return StorageError(
             "a pack or ShardWriter of this process has this folder open; call the writer's close() or abort(), or write elsewhere",
             shard=url,

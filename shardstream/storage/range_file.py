@@ -24,12 +24,12 @@ class RangeStream:
         storage: The storage of the file.
         url: URL of the file.
         size: Length of the file in bytes.
-        least_bytes: Minimum bytes of one range read; smaller reads (decompressors read 8 KiB) take from these.
+        min_read_bytes: Minimum bytes of one range read; smaller reads (decompressors read 8 KiB) take from these.
     """
 
-    def __init__(self, storage: Storage, url: str, size: int, *, least_bytes: int = 0) -> None:
+    def __init__(self, storage: Storage, url: str, size: int, *, min_read_bytes: int = 0) -> None:
         self._storage = storage
-        self._least_bytes = least_bytes
+        self._min_read_bytes = min_read_bytes
         self._kept, self._kept_start = b"", 0
         self._url = url
         self._size = size
@@ -46,8 +46,8 @@ class RangeStream:
             return b""
         at = start - self._kept_start
         if not 0 <= at < len(self._kept):
-            far = min(max(end, start + self._least_bytes), self._size)
-            self._kept = self._storage.read(self._url, start, far, size=self._size)
+            read_end = min(max(end, start + self._min_read_bytes), self._size)
+            self._kept = self._storage.read(self._url, start, read_end, size=self._size)
             self._kept_start, at = start, 0
         data = self._kept[at : at + end - start]
         self._position = start + len(data)

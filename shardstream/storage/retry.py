@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 from shardstream.errors import ChangedError
 from shardstream.storage.error_messages import (
-    Verdict,
+    ErrorClassification,
     classify_error,
     has_http_status,
     ranges_ignored_error,
@@ -60,26 +60,30 @@ def read_remote(
                 max_bytes=range_read.bytes_left,
             )
         except Exception as error:  # noqa: BLE001  (classified: a bug keeps its type)
-            backoff.wait(error, range_read.explain)
+            backoff.wait(error, range_read.error_of_failure)
             continue
         range_read.add(response)
-        storage.reached = True
+        storage.has_responded = True
         if not range_read.is_complete:
             if response.data:
                 backoff.reset()
-            backoff.wait(response.error or range_read.too_short(), range_read.explain)
+            backoff.wait(response.error or range_read.too_short(), range_read.error_of_failure)
     return range_read.data
 
 
 def retry_call(
-    storage: Storage, url: str, ask: Callable[[], _T], *, cancelled: threading.Event | None = None
+    storage: Storage,
+    url: str,
+    call_once: Callable[[], _T],
+    *,
+    cancelled: threading.Event | None = None,
 ) -> _T:
     """Retry an idempotent request, such as a listing, while a retry can help.
 
     Args:
         storage: Its options set the retry timeout.
         url: The URL, for messages.
-        ask: Sends the request once.
+        call_once: Sends the request once.
         cancelled: Ends pauses and retries when another thread sets it.
 
     Raises:
@@ -88,15 +92,15 @@ def retry_call(
     backoff = Backoff(storage, url, cancelled=cancelled)
     while True:
         try:
-            answer = ask()
+            response = call_once()
         except Exception as error:  # noqa: BLE001  (classified: a bug keeps its type)
             backoff.wait(error)
             continue
-        storage.reached = True
-        return answer
+        storage.has_responded = True
+        return response
 
 
-class AnswerCutError(OSError):
+class TruncatedResponseError(OSError):
     """A response that ended normally with fewer bytes than requested."""
 
 
@@ -125,19 +129,25 @@ class Backoff:
         """Start a new retry timeout after bytes have arrived."""
         self._count, self._paused_s, self._since = 0, 0.0, 0.0
 
-    def wait(self, error: Exception, explain: Callable[[Verdict], Exception] | None = None) -> None:
+    def wait(
+        self,
+        error: Exception,
+        error_of_failure: Callable[[ErrorClassification], Exception] | None = None,
+    ) -> None:
         """Pause before the next attempt.
 
         Raises:
             StorageError: The translated error, if a retry cannot help or the retry timeout has passed.
         """
         storage = self._storage
-        verdict = classify_error(error, self._url, storage.secrets)
-        storage.reached = storage.reached or verdict.is_throttled or has_http_status(error)
-        if verdict.is_throttled and self._on_throttle is not None:
+        classification = classify_error(error, self._url, storage.secrets)
+        storage.has_responded = (
+            storage.has_responded or classification.is_throttled or has_http_status(error)
+        )
+        if classification.is_throttled and self._on_throttle is not None:
             self._on_throttle()
         retry_timeout_s = storage.timeouts.retry_timeout_s
-        if not storage.reached:
+        if not storage.has_responded:
             retry_timeout_s = min(retry_timeout_s, _NEVER_REACHED_S)
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._count) * _jitter.uniform(0.5, 1.0)
         if self._count == 0:
@@ -146,12 +156,16 @@ class Backoff:
         self._count += 1
         self._paused_s += pause_s
         late = passed_s + pause_s > retry_timeout_s
-        if not verdict.is_retryable or late or self._pause(pause_s):
-            raised = verdict.error if explain is None else explain(verdict)
-            if verdict.is_retryable:
+        if not classification.is_retryable or late or self._pause(pause_s):
+            raised = (
+                classification.error
+                if error_of_failure is None
+                else error_of_failure(classification)
+            )
+            if classification.is_retryable:
                 raised.add_note(f"tried {self._count} times in {passed_s:.0f} s")
             raise raised from (None if raised is error else safe_cause(error, storage.secrets))
-        _log.debug("retrying after %.1f s: %s", pause_s, verdict.error)
+        _log.debug("retrying after %.1f s: %s", pause_s, classification.error)
 
     def _pause(self, pause_s: float) -> bool:
         """Wait; return True if the request was cancelled."""
@@ -263,14 +277,14 @@ class _RangeRead:
         if self._size is None and self.end is not None:
             self._look_up_size()
         wanted = (self._size or 0) - self._start if self.end is None else self.end - self._start
-        return AnswerCutError(f"got {self.position - self._start} of {wanted} bytes")
+        return TruncatedResponseError(f"got {self.position - self._start} of {wanted} bytes")
 
-    def explain(self, verdict: Verdict) -> Exception:
+    def error_of_failure(self, classification: ErrorClassification) -> Exception:
         """Return the error of a verdict.
 
         Raises:
             ChangedError: If the server reports that the file ends before the range; the message has the file's length.
         """
-        if verdict.is_past_end:
+        if classification.is_past_end:
             self._look_up_size()
-        return verdict.error
+        return classification.error

@@ -94,7 +94,7 @@ class Storage:
         self.timeouts = self._clients.timeouts
         """Time limits of requests."""
         self._versions: OrderedDict[str, str] = OrderedDict()
-        self.reached = False
+        self.has_responded = False
         """Whether a server has sent bytes or an HTTP error; retries of one that never did end sooner."""
 
     def __getstate__(self) -> dict[str, Any]:
@@ -180,7 +180,7 @@ class Storage:
         Raises:
             StorageError: If it is missing or cannot be reached.
         """
-        found = self._ask(url, "info")
+        found = self._call_uncached(url, "info")
         if found["type"] == "directory":
             raise StorageError("a folder where a file is expected", shard=url)
         return self._file(url, found)
@@ -188,7 +188,9 @@ class Storage:
     def exists(self, url: str) -> bool:
         """Return whether there is a file or folder."""
         try:
-            self._ask(url, "info")  # exists() of some file systems returns False on any error
+            self._call_uncached(
+                url, "info"
+            )  # exists() of some file systems returns False on any error
         except NotFoundError:
             return False
         return True
@@ -207,8 +209,10 @@ class Storage:
                 found, names = scan_folder(local)
                 return [_local_info(path, status) for path, status in found], names
         _, path = self._clients.filesystem(url, reading=True)
-        entries = self._ask(url, "ls", detail=True)
-        nameless = any(e["type"] == "directory" and e["name"] == f"{path}/" for e in entries)
+        entries = self._call_uncached(url, "ls", detail=True)
+        has_nameless_folder = any(
+            e["type"] == "directory" and e["name"] == f"{path}/" for e in entries
+        )
         entries = [entry for entry in entries if entry["name"].rstrip("/") != path.rstrip("/")]
         files = self._files(url, [entry for entry in entries if _is_file(entry)])
         folders = [
@@ -216,11 +220,11 @@ class Storage:
             for entry in entries
             if entry["type"] == "directory"
         ]
-        return files, sorted(folders + [""] * nameless)
+        return files, sorted(folders + [""] * has_nameless_folder)
 
     def find(self, url: str) -> list[FileInfo]:
         """Return all files under a folder or prefix, however deep, sorted by name."""
-        return self._files(url, self._ask(url, "find", detail=True).values())
+        return self._files(url, self._call_uncached(url, "find", detail=True).values())
 
     def glob(self, pattern: str) -> list[FileInfo]:
         """Return the files that match a pattern, sorted by name.
@@ -229,7 +233,7 @@ class Storage:
             OptionError: If it would take too long (see `simplify_glob`).
         """
         pattern = simplify_glob(pattern)
-        found = self._ask(pattern, "glob", detail=True).values()
+        found = self._call_uncached(pattern, "glob", detail=True).values()
         return self._files(pattern, [entry for entry in found if _is_file(entry)])
 
     def read(
@@ -300,16 +304,16 @@ class Storage:
         if self.cache is not None:
             self.cache.forget(url, start, end)
 
-    def _ask(self, url: str, method: str, **arguments: Any) -> Any:
+    def _call_uncached(self, url: str, method: str, **arguments: Any) -> Any:
         """Call a method that lists or looks up, without cached listings."""
         filesystem, path = self._clients.filesystem(url, reading=True)
 
-        def ask() -> Any:
+        def call_once() -> Any:
             filesystem.invalidate_cache()
             return getattr(filesystem, method)(path, **arguments)
 
         try:
-            return retry_call(self, url, ask)
+            return retry_call(self, url, call_once)
         except AccessDeniedError:
             if method == "info" and self.is_s3(url):
                 self.read(url, 0, 1)  # the response to a HEAD has no body with the error code
@@ -322,7 +326,7 @@ class Storage:
         Raises:
             StorageError: If it is missing or cannot be reached; for a remote file also during a read.
         """
-        size = self._ask(url, "info")["size"] if self.local_path(url) is None else None
+        size = self._call_uncached(url, "info")["size"] if self.local_path(url) is None else None
         if size is not None:
             with open_ranges(self, url, size) as stream:
                 yield stream
@@ -333,8 +337,8 @@ class Storage:
         with stream:
             yield cast("BinaryIO", stream)
 
-    def _files(self, asked: str, entries: Iterable[Mapping[str, Any]]) -> list[FileInfo]:
-        files = [self._file(self._url(asked, entry["name"]), entry) for entry in entries]
+    def _files(self, url_asked: str, entries: Iterable[Mapping[str, Any]]) -> list[FileInfo]:
+        files = [self._file(self._url(url_asked, entry["name"]), entry) for entry in entries]
         return sorted(files, key=lambda file: file.url)
 
     def _file(self, url: str, entry: Mapping[str, Any]) -> FileInfo:
@@ -344,14 +348,14 @@ class Storage:
         return file
 
     @staticmethod
-    def _url(asked: str, name: str) -> str:
+    def _url(url_asked: str, name: str) -> str:
         """Add the protocol of the requested URL to a listed name, so that it can be opened."""
-        if "::" in asked:
-            chain, last = asked.rsplit("::", 1)
+        if "::" in url_asked:
+            chain, last = url_asked.rsplit("::", 1)
             return f"{chain}::{Storage._url(last, name)}"
-        if "://" not in asked or "://" in name:
+        if "://" not in url_asked or "://" in name:
             return name
-        return f"{asked.split('://', 1)[0]}://{name.lstrip('/') if not asked.startswith('file:') else name}"
+        return f"{url_asked.split('://', 1)[0]}://{name.lstrip('/') if not url_asked.startswith('file:') else name}"
 
 
 def _is_file(entry: Mapping[str, Any]) -> bool:

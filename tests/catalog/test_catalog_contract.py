@@ -42,20 +42,20 @@ def test_loose_objects(folder: str) -> None:
     check_catalog(open_objects(folder), samples=7)
 
 
-def test_a_concatenation(folder: str) -> None:
+def test_concatenation(folder: str) -> None:
     one, other = open_shards(f"{folder}/one"), open_shards(f"{folder}/other")
     objects = open_objects(f"{folder}/objects")
     check_catalog(lambda: ConcatCatalog([one(), other(), objects()]), samples=53)
 
 
 class Broken(ShardCatalog):
-    """A catalog whose ranges depend on the order in which they are asked for."""
+    """A catalog whose ranges depend on the order of the request."""
 
     def extents(self, numbers: Any) -> Any:
         return super().extents(np.sort(numbers))
 
 
-def test_the_suite_finds_a_broken_catalog(tmp_path: Path) -> None:
+def test_contract_suite_detects_a_broken_catalog(tmp_path: Path) -> None:
     storage, folder = Storage(), make_shards(tmp_path, samples=23, per_shard=5)
     with pytest.raises(AssertionError, match="depend on the order"):
         check_catalog(lambda: Broken(locate_shards(folder, storage), storage), samples=23)

@@ -86,20 +86,20 @@ def damage(shard: ShardInfo, at: int) -> None:
     publish_bytes(Storage(), shard.url, flipped(DATA, at))
 
 
-# --- what is read
+# --- reads
 
 
 @pytest.mark.parametrize(
     ("start", "end"),
     [(0, 1), (MIB - 1, MIB + 1), (MIB, 2 * MIB), (5, len(DATA)), (len(DATA) - 3, len(DATA))],
 )
-def test_a_range_has_the_bytes_of_the_file_at_first_and_later(start: int, end: int) -> None:
+def test_first_and_later_reads_return_the_bytes_of_the_file(start: int, end: int) -> None:
     checks = VerifiedReader([shard_of()], Storage())
     for _ in range(2):
         assert checks.read(0, start, end) == DATA[start:end]
 
 
-def test_a_shard_is_read_whole_once_and_then_by_whole_chunks(wire: Wire) -> None:
+def test_first_read_fetches_whole_shard_and_later_reads_whole_chunks(wire: Wire) -> None:
     checks = VerifiedReader([shard_of()], Storage())
     checks.read(0, 3 * MIB + 5, 4 * MIB + 5)  # comes along
     assert wire.reads == [(0, 4 * MIB), (4 * MIB, 8 * MIB), (8 * MIB, len(DATA))]
@@ -109,7 +109,7 @@ def test_a_shard_is_read_whole_once_and_then_by_whole_chunks(wire: Wire) -> None
     assert wire.reads == [(3 * MIB, 5 * MIB), (9 * MIB, len(DATA))]
 
 
-def test_what_comes_meanwhile_is_told_so_that_nobody_takes_it_for_a_stall() -> None:
+def test_waiting_iterators_get_activity_reports_during_a_check() -> None:
     now = [0.0]
     concurrency = AdaptiveLimit(8, 32, lambda: now[0])
     now[0] = 50.0
@@ -117,7 +117,7 @@ def test_what_comes_meanwhile_is_told_so_that_nobody_takes_it_for_a_stall() -> N
     assert concurrency.last_response_at == 50.0
 
 
-def test_threads_that_want_a_shard_at_once_wait_for_one_that_checks_it(wire: Wire) -> None:
+def test_concurrent_threads_share_one_check_of_a_shard(wire: Wire) -> None:
     checks = VerifiedReader([shard_of()], Storage())
     barrier = threading.Barrier(8)
 
@@ -131,21 +131,21 @@ def test_threads_that_want_a_shard_at_once_wait_for_one_that_checks_it(wire: Wir
     assert len([read for read in wire.reads if read == (4 * MIB, 8 * MIB)]) == 1
 
 
-def test_a_check_that_failed_is_told_to_those_who_wait_and_made_anew_later(wire: Wire) -> None:
+def test_failed_check_raises_in_all_waiting_threads_and_is_repeated_later(wire: Wire) -> None:
     shard = shard_of()
     storage = Storage({"retry_timeout_s": 0.01})
     checks = VerifiedReader([shard], storage)
-    asked, go_on = threading.Event(), threading.Event()
+    has_started, go_on = threading.Event(), threading.Event()
 
     def fail() -> None:
-        asked.set()
+        has_started.set()
         go_on.wait(30)
         raise OSError("503 SlowDown")
 
     wire.before = fail
     with ThreadPoolExecutor(2) as pool:
         first = pool.submit(checks.read, 0, 0, 10)
-        assert asked.wait(30)
+        assert has_started.wait(30)
         second = pool.submit(checks.read, 0, 0, 10)
         go_on.set()
         for request in (first, second):
@@ -155,21 +155,21 @@ def test_a_check_that_failed_is_told_to_those_who_wait_and_made_anew_later(wire:
     assert checks.read(0, 0, 10) == DATA[:10]
 
 
-# --- what was flipped
+# --- bit flips
 
 
 def once(at: int) -> Callable[[int, int], int | None]:
-    """Flip one byte of the file, the first time that it is read."""
+    """Flip one byte of the file at its first read."""
     left = [at]
 
-    def spoil(start: int, end: int) -> int | None:
+    def damage_byte(start: int, end: int) -> int | None:
         return left.pop() - start if left and start <= left[0] < end else None
 
-    return spoil
+    return damage_byte
 
 
-def test_a_check_that_nobody_waits_for_any_more_is_made_by_who_does(wire: Wire) -> None:
-    # As when an epoch is left in the middle of a fault, and the next begins at once.
+def test_cancelled_check_is_taken_over_by_a_waiting_thread(wire: Wire) -> None:
+    # An epoch is stopped during a fault, and the next one begins at once.
     checks = VerifiedReader([shard_of()], Storage())
     left, failing = AdaptiveLimit(), threading.Event()
     waits = threading.Event()
@@ -185,13 +185,13 @@ def test_a_check_that_nobody_waits_for_any_more_is_made_by_who_does(wire: Wire) 
         first = pool.submit(checks.read, 0, 0, 10, left)
         assert failing.wait(30)
         left.close()
-        threading.Timer(0.2, waits.set).start()  # by when this thread waits
+        threading.Timer(0.2, waits.set).start()  # this thread waits by then
         assert checks.read(0, 5, 20, AdaptiveLimit()) == DATA[5:20]
         with pytest.raises(StorageError, match="connection lost"):
             first.result(30)
 
 
-def test_a_bit_flipped_on_the_way_of_the_first_read_is_mended(wire: Wire) -> None:
+def test_bit_flip_in_first_read_is_corrected_by_reading_again(wire: Wire) -> None:
     checks = VerifiedReader([shard_of()], Storage())
     wire.spoil = once(5 * MIB)
     assert checks.read(0, 5 * MIB, 5 * MIB + 9) == DATA[5 * MIB : 5 * MIB + 9]
@@ -199,7 +199,7 @@ def test_a_bit_flipped_on_the_way_of_the_first_read_is_mended(wire: Wire) -> Non
 
 
 @pytest.mark.parametrize("at", [2 * MIB, 3 * MIB - 1, 3 * MIB, len(DATA) - 1])
-def test_a_bit_flipped_on_the_way_later_costs_one_read_of_its_chunk(at: int, wire: Wire) -> None:
+def test_bit_flip_in_later_read_costs_one_extra_chunk_read(at: int, wire: Wire) -> None:
     checks = VerifiedReader([shard_of()], Storage())
     checks.read(0, 0, 1)
     wire.reads.clear()
@@ -209,7 +209,7 @@ def test_a_bit_flipped_on_the_way_later_costs_one_read_of_its_chunk(at: int, wir
     assert wire.reads == [(2 * MIB, len(DATA)), (low, min(low + MIB, len(DATA)))]
 
 
-def test_a_flipped_bit_in_the_cache_is_replaced_there(wire: Wire, tmp_path: Path) -> None:
+def test_bit_flip_in_the_cache_is_replaced(wire: Wire, tmp_path: Path) -> None:
     shard = shard_of()
 
     def storage() -> Storage:
@@ -217,16 +217,14 @@ def test_a_flipped_bit_in_the_cache_is_replaced_there(wire: Wire, tmp_path: Path
 
     wire.spoil = once(5 * MIB)
     damaged = storage()
-    assert damaged.read(shard.url, 0, len(DATA)) == flipped(DATA, 5 * MIB)  # it is in the cache
+    assert damaged.read(shard.url, 0, len(DATA)) == flipped(DATA, 5 * MIB)  # cached now
     assert VerifiedReader([shard], storage()).read(0, 5 * MIB, 6 * MIB) == DATA[5 * MIB : 6 * MIB]
     wire.reads.clear()
     assert storage().read(shard.url, 0, len(DATA)) == DATA
     assert wire.reads == []
 
 
-def test_a_flipped_chunk_that_came_into_the_cache_later_is_replaced(
-    wire: Wire, tmp_path: Path
-) -> None:
+def test_damaged_chunk_cached_after_the_check_is_replaced(wire: Wire, tmp_path: Path) -> None:
     shard = shard_of()
     storage = Storage(cache=open_cache(tmp_path, "100MB"))
     checks = VerifiedReader([shard], storage)
@@ -239,18 +237,18 @@ def test_a_flipped_chunk_that_came_into_the_cache_later_is_replaced(
     assert wire.reads == [(4 * MIB, 6 * MIB), (5 * MIB, 6 * MIB)]
 
 
-def test_a_shard_that_is_damaged_in_the_store_is_told_with_both_digests(wire: Wire) -> None:
+def test_shard_damaged_in_the_store_raises_with_both_digests(wire: Wire) -> None:
     shard = shard_of()
     damage(shard, 77)
     checks = VerifiedReader([shard], Storage())
     with pytest.raises(IndexMismatchError) as raised:
-        checks.read(0, 5 * MIB, 6 * MIB)  # of the part that is sound
+        checks.read(0, 5 * MIB, 6 * MIB)  # of the valid part
     assert (shard.sha256 or "").lower() in str(raised.value)
     assert raised.value.shard == shard.url
-    assert len(wire.reads) == 6  # the same twice: it is not the way
+    assert len(wire.reads) == 6  # the same twice: not an error in transfer
 
 
-def test_a_way_that_always_flips_ends_with_an_error(wire: Wire) -> None:
+def test_permanent_bit_flips_raise_an_error(wire: Wire) -> None:
     noise = random.Random(1)
     wire.spoil = lambda start, end: noise.randrange(end - start)
     with pytest.raises(IndexMismatchError, match="its sha256 is"):
@@ -258,7 +256,7 @@ def test_a_way_that_always_flips_ends_with_an_error(wire: Wire) -> None:
     assert len(wire.reads) == 12
 
 
-def test_damage_after_the_check_is_told_with_its_place(wire: Wire) -> None:
+def test_damage_after_the_check_raises_with_its_offset(wire: Wire) -> None:
     shard = shard_of()
     checks = VerifiedReader([shard], Storage())
     checks.read(0, 0, 1)
@@ -286,7 +284,7 @@ def in_fork(function: Callable[[], Any]) -> Any:
     return found
 
 
-def test_forked_processes_know_what_others_have_checked(wire: Wire) -> None:
+def test_forked_processes_share_the_digests(wire: Wire) -> None:
     shards = [shard_of(), shard_of()]
     checks = VerifiedReader(shards, Storage())
     checks.read(0, 0, 1)
@@ -296,30 +294,30 @@ def test_forked_processes_know_what_others_have_checked(wire: Wire) -> None:
         right = all(checks.read(shard, 10, 20) == DATA[10:20] for shard in (0, 1))
         return right, len(wire.reads)
 
-    assert in_fork(read) == (True, 1 + 3)  # the second is new to it
+    assert in_fork(read) == (True, 1 + 3)  # this process has not checked the second
     assert checks.read(1, 30, 40) == DATA[30:40]
-    assert wire.reads == [(0, MIB)]  # and known here now
+    assert wire.reads == [(0, MIB)]  # its digests are shared with this process
 
 
-def test_a_process_forked_in_mid_check_waits_for_nobody(wire: Wire) -> None:
+def test_process_forked_during_a_check_does_not_wait_for_it(wire: Wire) -> None:
     checks = VerifiedReader([shard_of()], Storage())
-    parent, asked, go_on = os.getpid(), threading.Event(), threading.Event()
+    parent, has_started, go_on = os.getpid(), threading.Event(), threading.Event()
 
     def stall() -> None:
         if os.getpid() == parent:
-            asked.set()
+            has_started.set()
             go_on.wait(60)
 
     wire.before = stall
     thread = threading.Thread(target=checks.read, args=(0, 0, 1))
     thread.start()
-    assert asked.wait(30)
+    assert has_started.wait(30)
     assert in_fork(lambda: checks.read(0, 10, 20)) == DATA[10:20]
     go_on.set()
     thread.join(60)
 
 
-def test_a_copy_begins_anew(wire: Wire) -> None:
+def test_pickled_copy_starts_without_digests(wire: Wire) -> None:
     checks = VerifiedReader([shard_of()], Storage())
     checks.read(0, 0, 1)
     copied = ForkingPickler.loads(ForkingPickler.dumps(checks))
@@ -337,18 +335,18 @@ def arrays(folder: Path | str, nsamples: int = 24, per_shard: int = 8, **options
     return make_shards(folder, samples=samples, per_shard=per_shard, **options)
 
 
-def spoil_file(path: Path, at: int) -> None:
+def damage_file(path: Path, at: int) -> None:
     path.write_bytes(flipped(path.read_bytes(), at))
 
 
 BODY = 200_000  # in the body of a sample: no header is damaged
 
 
-def test_without_verify_a_flipped_bit_goes_unnoticed_and_with_it_the_epoch_ends(
+def test_bit_flip_ends_the_epoch_only_with_verify(
     tmp_path: Path,
 ) -> None:
     folder = Path(arrays(tmp_path))
-    spoil_file(sorted(folder.glob("*.tar"))[1], BODY)
+    damage_file(sorted(folder.glob("*.tar"))[1], BODY)
     assert len(list(ss.ShardDataset(str(folder)))) == 24
     for dataset in (
         ss.ShardDataset(str(folder), verify="sha256", on_error="skip"),
@@ -360,7 +358,7 @@ def test_without_verify_a_flipped_bit_goes_unnoticed_and_with_it_the_epoch_ends(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_remote_shard_that_is_damaged_ends_the_epoch_at_its_place(num_workers: int) -> None:
+def test_damaged_remote_shard_ends_the_epoch_at_its_position(num_workers: int) -> None:
     url = arrays(f"memory://verified-{uuid.uuid4().hex}")
     storage = Storage()
     tar = sorted(file.url for file in storage.find(url) if file.url.endswith(".tar"))[1]
@@ -374,11 +372,11 @@ def test_a_remote_shard_that_is_damaged_ends_the_epoch_at_its_place(num_workers:
     assert loader.skipped == {}
 
 
-def test_who_waits_for_anothers_check_waits_as_long_as_bytes_come(wire: Wire) -> None:
+def test_wait_for_another_check_has_no_timeout_while_bytes_arrive(wire: Wire) -> None:
     """Two iterators over one dataset, and a shard whose read takes longer than the timeout of a read without bytes."""
     url = f"memory://verified-{uuid.uuid4().hex}"
     with ss.ShardWriter(url) as writer:
-        for number in range(20):  # five pieces
+        for number in range(20):  # five chunks
             writer.write({"__key__": str(number), "bin": DATA[:MIB]})
     storage = Storage({"read_timeout_s": 0.1, "retry_timeout_s": 1.0})
     catalog = ShardCatalog(locate_shards(url, storage), storage, "sha256")
@@ -399,7 +397,7 @@ def test_who_waits_for_anothers_check_waits_as_long_as_bytes_come(wire: Wire) ->
         fetcher.close()
 
 
-def test_local_shards_are_read_once_for_all_epochs_unless_they_change(
+def test_unchanged_local_shards_are_hashed_once_for_all_epochs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = arrays(tmp_path)
@@ -415,12 +413,12 @@ def test_local_shards_are_read_once_for_all_epochs_unless_they_change(
     for _ in range(2):
         assert [sample["cls"] for sample in dataset] == list(range(24))
     assert len(hashed) == 3
-    spoil_file(sorted(tmp_path.glob("*.tar"))[2], BODY)
+    damage_file(sorted(tmp_path.glob("*.tar"))[2], BODY)
     with pytest.raises(IndexMismatchError, match="the manifest says"):
         list(dataset)
 
 
-def test_an_epoch_over_a_way_that_flips_is_right(wire: Wire) -> None:
+def test_epoch_with_bit_flips_in_transfer_returns_correct_samples(wire: Wire) -> None:
     url = arrays(f"memory://verified-{uuid.uuid4().hex}", 60, 20)
     noise = random.Random(2)
     dataset = ss.ShardDataset(url, shuffle=True, verify="sha256", window=8, block=2)
@@ -429,12 +427,12 @@ def test_an_epoch_over_a_way_that_flips_is_right(wire: Wire) -> None:
     assert {sample["__key__"]: sample["bin"] for sample in dataset} == wanted
 
 
-def test_a_mix_checks_its_parts_by_number_of_the_mix(tmp_path: Path) -> None:
+def test_mix_maps_shard_numbers_to_the_verified_parts(tmp_path: Path) -> None:
     remote = arrays(f"memory://verified-{uuid.uuid4().hex}")
     local = arrays(tmp_path)
     mixed = ss.mix([ss.ShardDataset(url, verify="sha256").decode() for url in (remote, local)])
     assert sorted(flat(labels(ss.ShardLoader(mixed, 4)))) == sorted([*range(24)] * 2)
-    spoil_file(sorted(tmp_path.glob("*.tar"))[2], BODY)
+    damage_file(sorted(tmp_path.glob("*.tar"))[2], BODY)
     parts = [ss.ShardDataset(url, verify="sha256").decode() for url in (remote, local)]
     with pytest.raises(IndexMismatchError, match=str(tmp_path)):
         list(ss.ShardLoader(ss.mix(parts), 4))
@@ -449,7 +447,7 @@ def test_shards_without_checksums_are_refused_until_they_are_indexed(tmp_path: P
     assert len(list(ss.ShardDataset(folder, verify="sha256"))) == 24
 
 
-def test_what_cannot_be_checked_is_refused(tmp_path: Path) -> None:
+def test_verify_without_checksums_or_with_unknown_value_is_refused(tmp_path: Path) -> None:
     folder = arrays(tmp_path)
     with pytest.raises(OptionError, match="remove index='ignore'"):
         ss.ShardDataset(folder, verify="sha256", index="ignore")
@@ -460,7 +458,7 @@ def test_what_cannot_be_checked_is_refused(tmp_path: Path) -> None:
 # --- indexes
 
 
-def test_an_index_that_comes_damaged_is_read_again(
+def test_damaged_index_response_is_read_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = arrays(f"memory://verified-{uuid.uuid4().hex}")
@@ -483,7 +481,7 @@ def test_an_index_that_comes_damaged_is_read_again(
     assert left == []
 
 
-def test_a_local_file_that_was_found_right_is_not_hashed_again(tmp_path: Path) -> None:
+def test_checked_local_file_is_not_hashed_again(tmp_path: Path) -> None:
     other = shard_of(b"other")
     path = str(tmp_path / "a.tar")
     Path(path).write_bytes(DATA)

@@ -53,7 +53,7 @@ def read_keys(catalog: ShardCatalog) -> list[str]:
 
 @settings(max_examples=20)
 @given(counts=st.lists(st.integers(0, 4), min_size=1, max_size=6).map(tuple))
-def test_numbers_run_through_unequal_and_empty_shards(counts: tuple[int, ...]) -> None:
+def test_sample_numbers_continue_over_unequal_and_empty_shards(counts: tuple[int, ...]) -> None:
     folder = new_folder()
     write_dataset(folder, counts)
     catalog = open_catalog(folder)
@@ -61,14 +61,14 @@ def test_numbers_run_through_unequal_and_empty_shards(counts: tuple[int, ...]) -
     assert read_keys(catalog) == [f"{number:04d}" for number in range(sum(counts))]
 
 
-def test_extents_come_in_the_order_asked() -> None:
+def test_extents_have_the_order_of_the_request() -> None:
     folder = new_folder()
     write_dataset(folder, UNEQUAL)
     catalog = open_catalog(folder)
-    asked = [10, 0, 3, 3, 8, 4]
-    shards, starts, ends = catalog.extents(asked)
+    wanted = [10, 0, 3, 3, 8, 4]
+    shards, starts, ends = catalog.extents(wanted)
     assert shards.tolist() == [6, 0, 2, 2, 5, 5]
-    for number, shard, start, end in zip(asked, shards, starts, ends, strict=True):
+    for number, shard, start, end in zip(wanted, shards, starts, ends, strict=True):
         info = catalog.shards[shard]
         assert catalog.storage.read(info.url, start, end)[:4] == b"%04d" % number
     assert [len(column) for column in catalog.extents([])] == [0, 0, 0]
@@ -76,21 +76,21 @@ def test_extents_come_in_the_order_asked() -> None:
 
 
 @pytest.mark.parametrize("numbers", [[-1], [11], [0, 11], [1 << 62]])
-def test_there_are_no_other_samples(numbers: list[int]) -> None:
+def test_sample_numbers_out_of_range_raise_index_error(numbers: list[int]) -> None:
     folder = new_folder()
     write_dataset(folder, UNEQUAL)
     with pytest.raises(IndexError, match="sample numbers go from 0 to 10, requested"):
         open_catalog(folder).extents(numbers)
 
 
-def test_a_sample_is_a_plain_dict() -> None:
+def test_sample_is_a_plain_dict() -> None:
     folder = new_folder()
     write_dataset(folder, (2,))
     sample = open_catalog(folder).read_sample(1)
     assert sample == {"__key__": "0001", "__url__": f"{folder}/000.tar", "x": b"0001"}
 
 
-def test_totals_and_fingerprint_follow_the_dataset() -> None:
+def test_totals_and_fingerprint_change_with_the_dataset() -> None:
     one, copy, other = new_folder(), new_folder(), new_folder()
     for folder, counts in ((one, (2, 3)), (copy, (2, 3)), (other, (3, 2))):
         write_dataset(folder, counts)
@@ -117,7 +117,7 @@ def test_local_tars_without_an_index_are_scanned(tmp_path: Path) -> None:
     assert [list(c) for c in without.extents([0, 10])] == [list(c) for c in with_index.extents([0, 10])]  # fmt: skip
 
 
-def test_a_scan_that_does_not_fit_the_manifest_is_refused(tmp_path: Path) -> None:
+def test_scan_that_contradicts_the_manifest_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(make_shard(3))
     manifest = Manifest(shards=(ShardInfo(url="a.tar", nsamples=4),))
     (tmp_path / "index.json").write_bytes(encode_manifest(manifest))
@@ -133,14 +133,14 @@ def test_a_scan_that_does_not_fit_the_manifest_is_refused(tmp_path: Path) -> Non
         (b"x" * 2048, r"not a tar file"),
     ],
 )
-def test_a_damaged_local_tar_is_refused(data: bytes, message: str, tmp_path: Path) -> None:
+def test_damaged_local_tar_is_refused(data: bytes, message: str, tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(data)
     with pytest.raises(ShardError, match=f"{message}.*a\\.tar, at byte 0"):
         open_catalog(str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["a.tar", "a.tar.gz", "a.tgz", "a.tar.zst"])
-def test_what_has_no_index_cannot_be_read_by_number(name: str, tmp_path: Path) -> None:
+def test_shards_without_index_cannot_be_read_by_number(name: str, tmp_path: Path) -> None:
     folder = new_folder() if name == "a.tar" else str(tmp_path)
     publish_bytes(Storage(), f"{folder}/{name}", make_shard(1))
     located = locate_shards(folder, Storage())
@@ -149,13 +149,13 @@ def test_what_has_no_index_cannot_be_read_by_number(name: str, tmp_path: Path) -
         ShardCatalog(located, Storage())
 
 
-def test_indexed_and_local_tars_lack_no_index(tmp_path: Path) -> None:
+def test_indexed_and_local_tars_need_no_index_file(tmp_path: Path) -> None:
     write_dataset(str(tmp_path), (1, 2))
     (tmp_path / "000.tar.idx").unlink()
     assert lacks_index(locate_shards(str(tmp_path), Storage()), Storage()) is None
 
 
-# --- indexes that do not fit
+# --- wrong indexes
 
 
 @pytest.mark.parametrize(
@@ -168,7 +168,7 @@ def test_indexed_and_local_tars_lack_no_index(tmp_path: Path) -> None:
         (struct.pack("<3Q", 0, 2048, 2560), "two samples, '0000' and '0001'"),
     ],
 )
-def test_an_index_that_does_not_fit_is_refused(index: bytes, message: str) -> None:
+def test_index_that_contradicts_its_tar_is_refused(index: bytes, message: str) -> None:
     folder = new_folder()
     write_dataset(folder, (2, 1))
     publish_bytes(Storage(), f"{folder}/000.tar.idx", index)
@@ -177,7 +177,7 @@ def test_an_index_that_does_not_fit_is_refused(index: bytes, message: str) -> No
     assert (raised.value.shard or "").startswith(f"{folder}/000.tar")
 
 
-def test_an_index_that_counts_other_than_the_manifest_is_refused() -> None:
+def test_index_with_another_count_than_the_manifest_is_refused() -> None:
     folder = new_folder()
     write_dataset(folder, (2,))
     manifest = Manifest(shards=(ShardInfo(url="000.tar", nsamples=3, filesize=9999),))
@@ -188,7 +188,7 @@ def test_an_index_that_counts_other_than_the_manifest_is_refused() -> None:
         open_catalog(folder).read_sample(0)
 
 
-def test_a_shard_cut_after_indexing_is_refused() -> None:
+def test_shard_cut_after_indexing_is_refused() -> None:
     folder = new_folder()
     write_dataset(folder, (3,))
     catalog = open_catalog(folder)
@@ -201,12 +201,14 @@ def test_a_shard_cut_after_indexing_is_refused() -> None:
 # --- memory, threads and processes
 
 
-def test_indexes_are_read_once_and_the_least_used_forgotten(
+def test_indexes_are_read_once_and_the_least_recently_used_is_evicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = new_folder()
     write_dataset(folder, (1, 1, 1, 1))
-    set_limits(monkeypatch, ShardCatalog, OFFSETS_KEPT_BYTES=2 * 16)  # two indexes of one sample
+    set_limits(
+        monkeypatch, ShardCatalog, OFFSETS_KEPT_BYTES=2 * 16
+    )  # room for two indexes of one sample
     catalog = open_catalog(folder)
     reads: list[str] = []
     original = catalog.storage.read_once
@@ -221,7 +223,7 @@ def test_indexes_are_read_once_and_the_least_used_forgotten(
     assert reads == ["000", "001", "002", "000", "003"]
 
 
-def test_an_index_over_the_bound_is_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_larger_than_the_memory_limit_is_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = new_folder()
     write_dataset(folder, (3, 3))
     set_limits(monkeypatch, ShardCatalog, OFFSETS_KEPT_BYTES=1)
@@ -249,11 +251,11 @@ def test_threads_share_a_catalog(monkeypatch: pytest.MonkeyPatch) -> None:
     assert vars(catalog)["_kept_bytes"] == sum(offsets.nbytes for offsets in kept.values()) <= 120
 
 
-def test_a_pickled_catalog_leaves_a_large_cache_behind(
+def test_pickled_catalog_omits_a_large_index_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_dataset(str(tmp_path), (400, 1))
-    (tmp_path / "001.tar.idx").unlink()  # scanned: goes along
+    (tmp_path / "001.tar.idx").unlink()  # a scanned index is pickled
     catalog = open_catalog(str(tmp_path))
     before = len(pickle.dumps(catalog))
     keys = read_keys(catalog)
@@ -265,7 +267,7 @@ def test_a_pickled_catalog_leaves_a_large_cache_behind(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_catalog_on_s3_works_in_a_forked_child(s3: S3Server, bucket: str) -> None:
+def test_catalog_on_s3_works_in_a_forked_child(s3: S3Server, bucket: str) -> None:
     storage = Storage(s3.storage_options)
     write_dataset(bucket, (2, 2), storage=storage)
     catalog = open_catalog(bucket, storage=storage)
@@ -279,7 +281,7 @@ def test_a_catalog_on_s3_works_in_a_forked_child(s3: S3Server, bucket: str) -> N
 # --- local files
 
 
-def test_a_mapped_file_holds_no_descriptor(tmp_path: Path) -> None:
+def test_mapped_file_holds_no_descriptor(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     path.write_bytes(b"1234")
     mapped = map_file(str(path), "a.tar")
@@ -287,10 +289,10 @@ def test_a_mapped_file_holds_no_descriptor(tmp_path: Path) -> None:
     assert mapped[1:3] == b"23"
 
 
-def test_a_file_that_cannot_be_mapped_is_told(tmp_path: Path) -> None:
+def test_unmappable_file_raises_an_error_that_names_it(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"not found.*in a\.tar"):
         map_file(str(tmp_path / "none.tar"), "a.tar")
 
 
-def test_the_memory_filesystem_is_not_local() -> None:
+def test_memory_filesystem_is_not_local() -> None:
     assert Storage(filesystem=fsspec.filesystem("memory")).local_path("a.tar") is None

@@ -43,14 +43,14 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["cat", "x", "--output", "f"], "--output needs --field"),
     ],
 )
-def test_wrong_usage_ends_with_2(
+def test_wrong_usage_exits_with_2(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
     assert message in capsys.readouterr().err
 
 
-def test_an_error_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_error_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", "/no/[bold]such\x1b[31m\nplace"]) == 1
     captured = capsys.readouterr()
     assert captured.err.startswith("error: ")
@@ -59,7 +59,7 @@ def test_an_error_is_one_plain_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert captured.out == ""
 
 
-def test_debug_shows_the_traceback_wherever_it_stands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_debug_shows_the_traceback_at_any_position(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["--debug", "ls", "/no/such"], ["ls", "/no/such", "--debug"]):
         assert main(arguments) == 1
         assert "Traceback (most recent call last)" in capsys.readouterr().err
@@ -68,7 +68,7 @@ def test_debug_shows_the_traceback_wherever_it_stands(capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("error", "code"), [(KeyboardInterrupt(), 130), (ShardError("x", shard="a", offset=1), 1)]
 )
-def test_exit_codes_of_what_a_command_raises(
+def test_exit_code_depends_on_the_exception_of_a_command(
     error: BaseException, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -78,7 +78,7 @@ def test_exit_codes_of_what_a_command_raises(
     assert main(["ls", "x"]) == code
 
 
-def test_a_reader_that_has_seen_enough_causes_no_noise(tmp_path: Path) -> None:
+def test_closed_output_pipe_prints_no_traceback(tmp_path: Path) -> None:
     make_dataset(tmp_path, shards=1)
     code = (
         f"import sys; from shardstream.cli import main; sys.exit(main(['ls', {str(tmp_path)!r}]))"
@@ -92,7 +92,7 @@ def test_a_reader_that_has_seen_enough_causes_no_noise(tmp_path: Path) -> None:
         assert process.stderr.read() == b""
 
 
-def test_start_leaves_the_heavy_packages_out() -> None:
+def test_start_imports_no_heavy_packages() -> None:
     code = (
         "import sys, shardstream.cli\n"
         "print(*{'torch', 'numpy', 'fsspec', 'PIL', 's3fs', 'rich.console'} & set(sys.modules))"
@@ -102,7 +102,7 @@ def test_start_leaves_the_heavy_packages_out() -> None:
 
 
 @pytest.mark.usefixtures("s3_env")
-def test_storage_troubles_say_what_to_do(
+def test_storage_errors_name_a_remedy(
     bucket: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["ls", f"{bucket}/nothing/"]) == 1
@@ -114,7 +114,7 @@ def test_storage_troubles_say_what_to_do(
     assert "the server cannot be reached; check AWS_ENDPOINT_URL" in capsys.readouterr().err
 
 
-def test_the_package_runs_as_a_module() -> None:
+def test_package_runs_as_a_module() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "shardstream", "--help"], capture_output=True, text=True, check=True
     )

@@ -47,7 +47,7 @@ def _folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
      ["cat", "--field", "none"], ["index"], ["verify"]],
     ids=" ".join,
 )  # fmt: skip
-def test_what_is_printed_is_printable(
+def test_output_contains_only_printable_characters(
     command: list[str], is_terminal: bool, folder: str,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -55,12 +55,14 @@ def test_what_is_printed_is_printable(
     main([command[0], folder, *command[1:]])
     shown = capsys.readouterr()
     text = (shown.out + shown.err).replace("\n", "")
-    text = text.replace("\x1b[1m", "").replace("\x1b[0m", "")  # headings of a table
+    text = text.replace("\x1b[1m", "").replace("\x1b[0m", "")  # table headings
     assert text.isprintable(), [one for one in text if not one.isprintable()]
     assert "Traceback" not in text
 
 
-def test_markup_is_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rich_markup_in_names_is_printed_as_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.tar").write_bytes(tar_bytes([("[red]a.txt", b"[bold]b[/bold]")]))
     assert main(["cat", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -76,7 +78,7 @@ def test_errors_of_the_library_are_printable_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../evil.txt", "/evil/evil.txt", "a/../../evil.txt"])
-def test_a_field_is_written_to_the_file_that_was_asked_for_and_no_other(
+def test_extract_writes_only_the_requested_file(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "data").mkdir()
@@ -92,7 +94,7 @@ EVIL_KEYS = ["../a", "a/../b", "/etc/a", "a//b", "a\0b", "", "a/", "..", "__x__/
 
 
 @pytest.mark.parametrize("key", EVIL_KEYS)
-def test_names_that_lead_elsewhere_are_not_written(key: str, tmp_path: Path) -> None:
+def test_member_names_outside_the_folder_are_not_written(key: str, tmp_path: Path) -> None:
     with pytest.raises(SampleError):
         sample_pieces(key, {"txt": b"1"})
     with ss.ShardWriter(str(tmp_path / "{shard:06d}.tar")) as writer:
@@ -103,7 +105,7 @@ def test_names_that_lead_elsewhere_are_not_written(key: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("field", ["a/b", "../a", "a\0b", "", "__key__"])
-def test_fields_that_lead_elsewhere_are_not_written(field: str) -> None:
+def test_field_names_outside_the_folder_are_not_written(field: str) -> None:
     with pytest.raises(SampleError):
         sample_pieces("a", {field: b"1"})
 
@@ -116,5 +118,5 @@ def test_hostile_tars_are_not_packed_again(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("evil*"))
 
 
-def test_what_make_shards_writes_verifies(tmp_path: Path) -> None:
+def test_output_of_make_shards_passes_verify(tmp_path: Path) -> None:
     assert not ss.verify(make_shards(tmp_path, samples=3)).errors

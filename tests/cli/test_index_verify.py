@@ -29,7 +29,9 @@ def test_index_names_the_bad_shard(tmp_path: Path, capsys: pytest.CaptureFixture
     assert f"[in {tmp_path}/train-000001.tar, at byte 0]" in captured.err
 
 
-def test_index_tells_warnings_on_stderr(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_index_prints_warnings_on_stderr(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "a.tar").write_bytes(tar_bytes(samples(0, 1), end=b""))
     assert main(["index", str(tmp_path)]) == 0
     captured = capsys.readouterr()
@@ -37,7 +39,7 @@ def test_index_tells_warnings_on_stderr(tmp_path: Path, capsys: pytest.CaptureFi
     assert captured.out.startswith("indexed 1 shard, 1 sample, ")
 
 
-def test_verify_lists_problems_and_ends_with_1(
+def test_verify_lists_problems_and_exits_with_1(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_dataset(tmp_path)
@@ -52,7 +54,9 @@ def test_verify_lists_problems_and_ends_with_1(
     assert lines[2].endswith(": 1 error, 1 warning")
 
 
-def test_warnings_alone_end_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_with_only_warnings_exits_with_0(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     make_dataset(tmp_path, shards=1)
     assert main(["verify", str(tmp_path)]) == 0
     out = capsys.readouterr().out

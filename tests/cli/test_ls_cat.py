@@ -30,7 +30,7 @@ def mixed(tmp_path: Path) -> str:
     return str(tmp_path / "mixed")
 
 
-def test_ls_without_a_manifest_looks_at_one_sample(
+def test_ls_without_a_manifest_reads_one_sample(
     mixed: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["ls", mixed]) == 0
@@ -63,7 +63,7 @@ def test_ls_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("has_tar", [False, True])
-def test_ls_names_a_split_that_is_not_finished_and_lists_the_others(
+def test_ls_names_an_unfinished_split_and_lists_the_others(
     has_tar: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_dataset(tmp_path / "train", shards=1, count=2)
@@ -77,8 +77,8 @@ def test_ls_names_a_split_that_is_not_finished_and_lists_the_others(
     assert said.out.startswith("train/\n")
     assert said.out.endswith("val/: not finished\n")
     assert main(["ls", str(tmp_path), "--json"]) == 1
-    told = json.loads(capsys.readouterr().out)["splits"]
-    assert (told["train"]["nsamples"], told["val"]) == (2, None)
+    expected = json.loads(capsys.readouterr().out)["splits"]
+    assert (expected["train"]["nsamples"], expected["val"]) == (2, None)
 
 
 def test_ls_of_a_damaged_first_shard_still_lists(
@@ -131,7 +131,7 @@ def test_cat_extracts_to_a_file_or_stdout(
     assert capfdbinary.readouterr().out == png_bytes()
 
 
-def test_cat_to_a_place_that_cannot_be_written(
+def test_cat_to_an_unwritable_path_is_an_error(
     mixed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "missing" / "out.png"
@@ -170,7 +170,7 @@ def test_cat_finds_a_sample_in_any_shard(
         (["--field", "__key__"], "no field '__key__'"),
     ],
 )
-def test_cat_of_what_is_not_there(
+def test_cat_of_a_missing_sample_or_field_is_an_error(
     tmp_path: Path, where: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     make_dataset(tmp_path)
@@ -179,7 +179,7 @@ def test_cat_of_what_is_not_there(
 
 
 @pytest.mark.parametrize(
-    ("field", "data", "told"),
+    ("field", "data", "expected"),
     [
         ("png", b"no image", "bytes 6e 6f 20 69 6d 61 67 65"),
         ("npy", b"\x93NUMPY\x01\x00v\x00{broken", "bytes 93 4e"),
@@ -190,12 +190,12 @@ def test_cat_of_what_is_not_there(
         ("txt", b"", "(empty)"),
     ],
 )
-def test_describe(field: str, data: bytes, told: str) -> None:
-    assert describe(field, data).startswith(told)
+def test_describe(field: str, data: bytes, expected: str) -> None:
+    assert describe(field, data).startswith(expected)
 
 
 @pytest.mark.usefixtures("s3_env")
-def test_look_on_s3_without_an_index(
+def test_ls_and_cat_on_s3_without_an_index(
     bucket: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     filesystem, target = Storage().resolve(f"{bucket}/ds/")

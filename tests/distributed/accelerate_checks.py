@@ -39,7 +39,7 @@ def prepared_loader(folder: str, out: Path) -> Any:
 
 
 def resumed_loader(folder: str, out: Path) -> Any:
-    """The samples of an epoch that stops after batch 5, and of the rest by another Accelerator; beside it a whole one."""
+    """Samples of an epoch that stops after batch 5, of its rest with another Accelerator, and of an uninterrupted epoch."""
 
     def prepared() -> tuple[Accelerator, Any]:
         accelerator = Accelerator()
@@ -49,7 +49,7 @@ def resumed_loader(folder: str, out: Path) -> Any:
 
 
 def registered_loader(folder: str, out: Path) -> Any:
-    """The same with a loader that is not prepared, but registered for checkpoints."""
+    """The same with a loader that is registered for checkpoints instead of prepared."""
 
     def registered() -> tuple[Accelerator, Any]:
         accelerator, loader = Accelerator(), ss.ShardLoader(dataset(folder), 4)
@@ -95,7 +95,7 @@ def _prepared_dataset(folder: str, dispatch: bool | None, split: bool, num_worke
 
 
 def prepared_datasets(folder: str, out: Path) -> Any:
-    """What Accelerate makes of a DataLoader over a `ShardDataset`, in each of its ways to split."""
+    """Samples of a DataLoader over a `ShardDataset`, for each way in which Accelerate splits it."""
     return {
         f"dispatch={dispatch} split={split} workers={num_workers}": _prepared_dataset(
             folder, dispatch, split, num_workers
@@ -112,13 +112,13 @@ def prepared_datasets(folder: str, out: Path) -> Any:
 
 
 def unprepared_dataset(folder: str, out: Path) -> Any:
-    """A plain DataLoader beside an Accelerator that does not know it."""
+    """Samples of a plain DataLoader that is not prepared, while an Accelerator exists."""
     Accelerator()
     return numbers(DataLoader(dataset(folder, microbatch=8), batch_size=8))
 
 
 class Wrapped(IterableDataset[Any]):
-    """What a user may write."""
+    """A wrapper as users write it."""
 
     def __init__(self, items: Iterable[Any]) -> None:
         self.items = items
@@ -128,7 +128,7 @@ class Wrapped(IterableDataset[Any]):
 
 
 def refusals(folder: str, out: Path) -> Any:
-    """What is said where a loader would give other samples than asked for."""
+    """Errors of configurations in which a loader would give wrong samples."""
     accelerator = Accelerator()
     loader = accelerator.prepare(ss.ShardLoader(dataset(folder), 8))
     said = []
@@ -160,7 +160,7 @@ def _is_odd(sample: tuple[Any, ...]) -> bool:
     return bool(sample[0] % 2)
 
 
-# Each with the numbers of ranks that it runs on.
+# Check -> the numbers of ranks that it runs on.
 CHECKS = {
     prepared_loader: (1, 2),
     resumed_loader: (1, 2),

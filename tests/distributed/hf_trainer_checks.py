@@ -15,7 +15,7 @@ from tests.distributed.trainers_job import readme_block
 
 
 class Net(torch.nn.Module):
-    """Remembers the samples that it is trained on."""
+    """A model that records its training samples."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Net(torch.nn.Module):
 
 
 class StopAfter(TrainerCallback):  # type: ignore[misc]  # of no known type
-    """Saves a checkpoint and ends the training, as a job that must make room does."""
+    """A callback that saves a checkpoint and ends the training, like a preempted job."""
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
@@ -40,7 +40,7 @@ class StopAfter(TrainerCallback):  # type: ignore[misc]  # of no known type
 
 
 class LoaderTrainer(Trainer):  # type: ignore[misc]  # of no known type
-    """What the README shows."""
+    """The Trainer of the README."""
 
     def __init__(self, *args: Any, loader: Any, **kwargs: Any) -> None:
         self.loader = loader
@@ -76,7 +76,7 @@ def _arguments(out: Path, **options: Any) -> TrainingArguments:
 def _train(trainer: Trainer, stop: int | None, *, resume: bool) -> list[list[int]]:
     if stop is not None:
         trainer.add_callback(StopAfter(stop))
-        trainer.callback_handler.callbacks.reverse()  # before the callback that saves the loader
+        trainer.callback_handler.callbacks.reverse()  # before the callback that saves the loader's state
     trainer.train(resume_from_checkpoint=resume)
     return trainer.model.seen  # type: ignore[no-any-return]
 
@@ -106,7 +106,7 @@ def _with_loader(
 
 
 def trained_on_datasets(folder: str, out: Path) -> Any:
-    """Two epochs in one run, and in two: the Trainer splits the dataset itself."""
+    """Samples of two epochs in one run, and in two runs; the Trainer splits the dataset."""
     found = {}
     for name, dispatch in (("rank 0 reads", None), ("each rank reads", False)):
         config: dict[str, Any] = {"accelerator_config": {"dispatch_batches": dispatch}}
@@ -138,7 +138,7 @@ def trained_on_loaders(folder: str, out: Path) -> Any:
 
 
 def trained_where_counts_change(folder: str, out: Path) -> Any:
-    """A pipeline whose ranks have positions of their own: only odd samples, shuffled once more."""
+    """A pipeline with a position per rank: only odd samples, shuffled again."""
 
     def loader() -> ss.ShardLoader:
         odd = dataset(folder, shuffle=True).select(_has_odd_number).shuffle(16)
@@ -151,7 +151,7 @@ def trained_where_counts_change(folder: str, out: Path) -> Any:
 
 
 def readme(folder: str, out: Path) -> Any:
-    """The samples that the README's lines train on, going on after a first step."""
+    """Samples that the README's code trains on, resumed after the first step."""
     loader = ss.ShardLoader(dataset(folder, shuffle=True), 8)
     _with_loader(loader, out, 1)
     names: dict[str, Any] = {"model": Net(), "args": _arguments(out, num_train_epochs=1)}
@@ -162,7 +162,7 @@ def readme(folder: str, out: Path) -> Any:
 
 
 def evaluated(folder: str, out: Path) -> Any:
-    """The samples that metrics are computed on."""
+    """Samples that metrics are computed on."""
     metrics: list[list[int]] = []
 
     def compute(prediction: Any) -> dict[str, float]:
@@ -178,7 +178,7 @@ def evaluated(folder: str, out: Path) -> Any:
 
 
 def refusals(folder: str, out: Path) -> Any:
-    """What is said where a training would see other samples than it should."""
+    """Errors of configurations in which a training would get wrong samples."""
 
     def loader(batch_size: int = 8) -> ss.ShardLoader:
         return ss.ShardLoader(dataset(folder, shuffle=True), batch_size)
@@ -204,7 +204,7 @@ def refusals(folder: str, out: Path) -> Any:
     }
 
 
-# Each with the numbers of ranks that it runs on.
+# Check -> the numbers of ranks that it runs on.
 CHECKS = {
     trained_on_datasets: (1, 2),
     trained_on_loaders: (1, 2),

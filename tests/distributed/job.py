@@ -1,4 +1,4 @@
-"""The program of test_ranks.py: a training on several ranks that notes which samples each rank saw at each step.
+"""The program of test_ranks.py: a training on several ranks that records the samples of each rank at each step.
 
 Every rank appends a line of JSON a step to ``ids-<rank>.jsonl``; rank 0 saves ``checkpoint.pt`` every few steps.
 Started by torchrun, or with ``--ranks N``: then it forks the ranks itself once torch is imported, which takes 3 CPU seconds a process.
@@ -87,8 +87,8 @@ def train(args: argparse.Namespace, log: TextIO) -> None:
             if (rank, step) == (args.kill_rank, args.kill_step):
                 os.kill(os.getpid(), signal.SIGKILL)
             optimizer.zero_grad()
-            model(ids[:, None].float()).mean().backward()  # DDP waits for all ranks here
-            if args.ranks:  # as DDP does, without the 2 CPU seconds of its imports
+            model(ids[:, None].float()).mean().backward()  # DDP synchronises all ranks here
+            if args.ranks:  # the same synchronisation as DDP, without 2 CPU seconds of imports
                 for parameter in model.parameters():
                     dist.all_reduce(parameter.grad)
             optimizer.step()
@@ -129,7 +129,7 @@ def run_ranks(args: argparse.Namespace) -> int:
         if pid == 0:
             try:
                 run_rank(args)
-            finally:  # only where it has failed
+            finally:  # only if it has failed
                 traceback.print_exc()
                 os._exit(1)
         running.add(pid)

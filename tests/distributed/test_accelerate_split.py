@@ -22,7 +22,7 @@ SAMPLES = 40
 
 @pytest.fixture(autouse=True)
 def clean_accelerate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Accelerate keeps what it knows of the job for the whole process."""
+    """Reset the job state that Accelerate keeps for the whole process."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -39,7 +39,7 @@ def dataset(folder: str, placement: ss.Placement | None = None) -> ss.ShardDatas
 
 
 class Wrapped(IterableDataset[Any]):
-    """What a user may write around a loader."""
+    """A wrapper around a loader, as users write it."""
 
     def __init__(self, items: ss.ShardLoader) -> None:
         self.items = items
@@ -57,14 +57,14 @@ def numbers(loader: Any) -> list[int]:
 
 
 def job(make: Callable[[int], Any]) -> list[int]:
-    """The samples of both ranks, sorted."""
+    """Return the samples of both ranks, sorted."""
     return sorted(numbers(make(0)) + numbers(make(1)))
 
 
 @pytest.mark.parametrize(
     "workers", [{}, {"num_workers": 1, "multiprocessing_context": "spawn"}], ids=["here", "spawned"]
 )
-def test_a_given_placement_is_refused_where_accelerate_splits(
+def test_given_placement_is_refused_where_accelerate_splits(
     folder: str, workers: dict[str, Any]
 ) -> None:
     loader = DataLoader(dataset(folder, ss.Placement(1, 2)), batch_size=4, **workers)
@@ -72,7 +72,7 @@ def test_a_given_placement_is_refused_where_accelerate_splits(
         numbers(prepared(loader, 1))
 
 
-def test_a_shard_loader_of_a_given_placement_is_refused_where_accelerate_splits(
+def test_shard_loader_of_a_given_placement_is_refused_where_accelerate_splits(
     folder: str,
 ) -> None:
     inner = ss.ShardLoader(dataset(folder, ss.Placement(1, 2)), 4)
@@ -80,7 +80,7 @@ def test_a_shard_loader_of_a_given_placement_is_refused_where_accelerate_splits(
         list(prepared(DataLoader(Wrapped(inner), batch_size=2), 1))
 
 
-def test_a_given_placement_of_one_rank_leaves_the_split_to_accelerate(folder: str) -> None:
+def test_given_placement_of_one_rank_leaves_the_split_to_accelerate(folder: str) -> None:
     whole = dataset(folder, ss.Placement())
     assert job(lambda rank: prepared(DataLoader(whole, batch_size=4), rank)) == list(range(SAMPLES))
 
@@ -97,10 +97,10 @@ def test_a_given_placement_of_one_rank_leaves_the_split_to_accelerate(folder: st
     ids=["here", "forked", "spawned"],
 )
 @pytest.mark.parametrize("num_processes", [1, 2])
-def test_each_sample_comes_once_whoever_splits(
+def test_each_sample_is_returned_once_with_either_splitter(
     folder: str, monkeypatch: pytest.MonkeyPatch, num_processes: int, workers: dict[str, Any]
 ) -> None:
-    """A loader of Accelerate that was made for one process does not split: the dataset does."""
+    """An Accelerate loader made for one process does not split, so the dataset does."""
 
     def rank_of_two(rank: int) -> Any:
         PartialState()  # before the variables are set: they would start a process group
@@ -113,7 +113,7 @@ def test_each_sample_comes_once_whoever_splits(
     assert job(rank_of_two) == list(range(SAMPLES))
 
 
-def test_ranks_that_share_a_model_are_given_the_same_samples(
+def test_ranks_that_share_a_model_get_the_same_samples(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     PartialState()
@@ -126,7 +126,7 @@ def test_ranks_that_share_a_model_are_given_the_same_samples(
     assert numbers(loader) == list(range(SAMPLES))
 
 
-def test_looking_at_a_loader_changes_nothing(folder: str) -> None:
+def test_inspecting_a_loader_changes_nothing(folder: str) -> None:
     loader = ss.ShardLoader(dataset(folder, ss.Placement(0, 2)), 4)
     assert not dict(inspect.getmembers(loader))["_is_accelerate_prepared"]
     assert not loader._serves_accelerate

@@ -94,14 +94,14 @@ def test_ranks_with_different_numbers_of_workers_refuse(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("batch_size", "workers"), [(4, 1), (1, 0)])
-def test_ranks_stay_in_step_whatever_one_of_them_skips(
+def test_ranks_stay_in_step_when_one_rank_skips_samples(
     batch_size: int, workers: int, tmp_path: Path
 ) -> None:
     samples: list[dict[str, Any]] = [{"__key__": f"{n:03d}", "cls": n} for n in range(48)]
     url = make_shards(tmp_path / "sound", samples=samples, per_shard=12)
     dataset = ss.ShardDataset(url, shuffle=True, seed=1, placement=ss.Placement(1, 2)).decode()
     first = ss.ShardLoader(dataset, batch_size, num_workers=workers)
-    # bad are samples of rank 1 alone, among them all of its third step
+    # only samples of rank 1 are bad, among them all of its third step
     bad = {int(number) for batch in list(first)[1:4] for number in batch["cls"]}
     bad -= {min(bad)} if batch_size > 1 else set()
     for number in bad:
@@ -119,7 +119,7 @@ def test_ranks_stay_in_step_whatever_one_of_them_skips(
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_made_good_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_resume_after_a_killed_rank_on_another_number_of_ranks(tmp_path: Path) -> None:
     samples = 240
     url = make_shards(tmp_path / "data", samples=samples, per_shard=50)
     order = ["--microbatch", "4", "--lanes", "12"]

@@ -40,7 +40,7 @@ def samples(batches: list[list[int]]) -> list[int]:
     return list(chain.from_iterable(batches))
 
 
-def test_accelerate_sees_each_sample_once_an_epoch_and_resumes(tmp_path: Path) -> None:
+def test_accelerate_gets_each_sample_once_per_epoch_and_resumes(tmp_path: Path) -> None:
     results = results_of("accelerate_checks", tmp_path)
     for ranks, found in results["prepared_loader"].items():
         assert_prepared(found, int(ranks))
@@ -57,7 +57,7 @@ def test_accelerate_sees_each_sample_once_an_epoch_and_resumes(tmp_path: Path) -
 
 
 def assert_prepared(found: list[Any], ranks: int) -> None:
-    """Batches, gathered samples and gradient steps are those of a loader of Accelerate's own."""
+    """Check that batches, gathered samples and gradient steps equal those of Accelerate's own loader."""
     length = -(-SAMPLES // (8 * ranks))
     assert {one["length"] for one in found} == {length}
     assert {len(one["mine"]) for one in found} == {2 * length}
@@ -71,7 +71,7 @@ def assert_prepared(found: list[Any], ranks: int) -> None:
 
 
 def assert_split_once(found: list[Any]) -> None:
-    """Where Accelerate splits, the dataset does not."""
+    """Check that the dataset does not split if Accelerate does."""
     for way in found[0]:
         seen = [number for one in found for number in samples(one[way])]
         assert set(seen) == set(range(SAMPLES)), way
@@ -83,7 +83,7 @@ def assert_split_once(found: list[Any]) -> None:
 
 def assert_refused(found: dict[str, list[Any]]) -> None:
     alone, together = found["1"][0], found["2"][1]
-    assert len(alone) == 1  # one position: Accelerate can keep it
+    assert len(alone) == 1  # one position, which Accelerate can save
     assert "iterate the ShardLoader itself" in alone[0]
     assert "each rank has its own" in together[1]
     assert "would split that part again" in together[2]
@@ -91,7 +91,7 @@ def assert_refused(found: dict[str, list[Any]]) -> None:
 
 
 @pytest.mark.slow
-def test_the_trainer_sees_each_sample_once_an_epoch_and_resumes(tmp_path: Path) -> None:
+def test_trainer_gets_each_sample_once_per_epoch_and_resumes(tmp_path: Path) -> None:
     results = results_of("hf_trainer_checks", tmp_path)
     for ranks, found in results["trained_on_datasets"].items():
         for kind in found[0]:
@@ -124,7 +124,7 @@ def test_the_trainer_sees_each_sample_once_an_epoch_and_resumes(tmp_path: Path) 
 
 
 def assert_each_twice(found: list[Any], kind: str, *, padded: int = 0) -> None:
-    """Of two epochs."""
+    """Check that two epochs contain each sample twice."""
     counts = Counter(number for one in found for number in samples(one[kind]))
     assert set(counts) == set(range(SAMPLES))
     assert min(counts.values()) == 2

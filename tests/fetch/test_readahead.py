@@ -18,16 +18,16 @@ from tests.limits import module_of, set_limits
 class Spy(mmap.mmap):
     """A map that records the requested ranges."""
 
-    asked: list[tuple[int, int]]
+    requested: list[tuple[int, int]]
 
     def madvise(self, option: int, start: int = 0, length: int = 0) -> None:
         assert option == mmap.MADV_WILLNEED
-        self.asked.append((start, length))
+        self.requested.append((start, length))
         super().madvise(option, start, length)
 
 
 @pytest.fixture
-def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def requested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """Eight shards of about 1 MB, and the ranges requested of their maps."""
     with ss.ShardWriter(tmp_path, max_samples=25) as writer:
         for number in range(200):
@@ -38,11 +38,11 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, in
         handle = os.open(path, os.O_RDONLY)
         tar = Spy(handle, 0, access=mmap.ACCESS_READ)
         os.close(handle)
-        tar.asked = found
+        tar.requested = found
         return tar
 
     monkeypatch.setattr(module_of(ShardCatalog), "map_file", map_file)
-    set_limits(monkeypatch, coalesce, GAP_BYTES=0)  # nothing read on the way
+    set_limits(monkeypatch, coalesce, GAP_BYTES=0)  # no other reads
     return found
 
 
@@ -59,54 +59,54 @@ def epoch(folder: Path, **options: int) -> int:
     return sum(file.stat().st_size for file in folder.glob("*.tar"))
 
 
-def test_nothing_is_asked_for_where_nobody_waits(
-    asked: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_no_readahead_before_a_page_fault(
+    requested: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults_from(monkeypatch, 10**6)
     epoch(tmp_path)
-    assert asked == []
+    assert requested == []
 
 
 @pytest.mark.parametrize("window", [20, 200])
-def test_what_comes_next_is_asked_for_once_somebody_waited(
+def test_next_samples_are_advised_after_a_page_fault(
     window: int,
-    asked: list[tuple[int, int]],
+    requested: list[tuple[int, int]],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     faults_from(monkeypatch, 0)
     total = epoch(tmp_path, window=window)
-    assert 0.8 * total < sum(length for _, length in asked) < 1.2 * total
-    assert all(start % mmap.PAGESIZE == 0 for start, _ in asked)
+    assert 0.8 * total < sum(length for _, length in requested) < 1.2 * total
+    assert all(start % mmap.PAGESIZE == 0 for start, _ in requested)
 
 
-def test_what_was_used_before_is_not_asked_for(
-    asked: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_used_samples_are_not_advised(
+    requested: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults_from(monkeypatch, 4)  # when the fifth chunk, of 16 of 40 batches, is looked up
     total = epoch(tmp_path, window=20)
-    assert 0 < sum(length for _, length in asked) < 0.5 * total
+    assert 0 < sum(length for _, length in requested) < 0.5 * total
 
 
-def test_no_more_is_asked_for_than_the_budget_and_a_window(
-    asked: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_readahead_is_limited_to_budget_plus_one_window(
+    requested: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults_from(monkeypatch, 0)
     dataset = ss.ShardDataset(tmp_path, shuffle=True, window=20, prefetch_bytes=2_000_000)
     batches = iter(ss.ShardLoader(dataset, batch_size=5))
     next(batches)
-    first = sum(length for _, length in asked)
+    first = sum(length for _, length in requested)
     assert 0 < first < 2_000_000 + 2 * (1 << 21) + 2 * 20 * 41_000
     assert len(list(batches)) == 39
 
 
-@pytest.mark.parametrize("tells_threads", [True, False])
-def test_local_shards_are_read_where_the_system_counts_no_faults_by_thread(
-    tells_threads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_thread_counts", [True, False])
+def test_local_shards_are_read_without_per_thread_page_fault_counts(
+    has_thread_counts: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on macOS, which has no RUSAGE_THREAD."""
     monkeypatch.delattr("resource.RUSAGE_THREAD", raising=False)
-    if tells_threads:
+    if has_thread_counts:
         monkeypatch.setattr("resource.RUSAGE_THREAD", 1, raising=False)
     folder = make_shards(tmp_path, samples=20)
     assert len(list(ss.ShardDataset(folder))) == 20

@@ -89,7 +89,7 @@ def names(numbers: Any) -> list[str]:
     return [f"{number:06d}" for number in numbers]
 
 
-# -- joining -------------------------------------------------------------------------------------------------------------------
+# -- coalescing ------------------------------------------------------------------------------------------------------------------
 
 
 @given(
@@ -103,7 +103,7 @@ def names(numbers: Any) -> list[str]:
     ),
     st.data(),
 )
-def test_samples_are_joined_to_ranges_that_cover_each_once(
+def test_coalesced_ranges_cover_each_sample_once(
     gaps_and_sizes: list[tuple[int, int, int]], data: st.DataObject
 ) -> None:
     behind = [0, 0, 0]
@@ -140,7 +140,7 @@ def test_samples_are_joined_to_ranges_that_cover_each_once(
         ([512, 512], [512, 512], [(512, 1024)]),
     ],
 )
-def test_near_samples_share_a_read(
+def test_neighbouring_samples_share_a_request(
     starts: list[int], sizes: list[int], ranges: list[tuple[int, int]]
 ) -> None:
     begins = np.array(starts)
@@ -151,27 +151,27 @@ def test_near_samples_share_a_read(
 # -- reading -------------------------------------------------------------------------------------------------------------------
 
 
-def test_samples_come_in_the_order_asked(url: str) -> None:
-    asked = [7, 3, 99, 14, 15, 3]
+def test_samples_have_the_order_of_the_request(url: str) -> None:
+    requested = [7, 3, 99, 14, 15, 3]
     fetcher = RangeFetcher(catalog_of(url), groups(range(20)), prefetch_bytes=1 << 20)
-    assert keys(fetcher, asked) == names(asked)
+    assert keys(fetcher, requested) == names(requested)
     fetcher.close()
 
 
 @pytest.mark.parametrize("ahead", [(), (range(10),), (range(90, 100), range(10))])
-def test_what_was_not_announced_is_read_all_the_same(ahead: tuple[range, ...], url: str) -> None:
+def test_samples_missing_from_the_plan_are_read_on_demand(
+    ahead: tuple[range, ...], url: str
+) -> None:
     fetcher = RangeFetcher(catalog_of(url), groups(*ahead), prefetch_bytes=1 << 20)
     assert keys(fetcher, range(20)) == names(range(20))
     fetcher.close()
 
 
-def test_what_lies_free_in_a_worker_is_given_back_at_the_end(
+def test_close_returns_freed_memory_to_the_system(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trimmed: list[int] = []
-    monkeypatch.setattr(
-        module_of(RangeFetcher), "give_back_freed_memory", lambda: trimmed.append(0)
-    )
+    monkeypatch.setattr(module_of(RangeFetcher), "release_freed_memory", lambda: trimmed.append(0))
     fetcher = RangeFetcher(catalog_of(url), groups(range(20)), prefetch_bytes=1 << 20)
     keys(fetcher, range(20))
     assert not trimmed
@@ -183,44 +183,44 @@ def test_one_read_fetches_many_samples(url: str, wire: Wire) -> None:
     fetcher = RangeFetcher(catalog_of(url), groups(range(30)), prefetch_bytes=1 << 20)
     assert keys(fetcher, range(30)) == names(range(30))
     fetcher.close()
-    assert len(wire.reads) == 2  # one a shard
+    assert len(wire.reads) == 2  # one per shard
 
 
 @pytest.mark.parametrize("prefetch_bytes", [0, 1, 30_000, 1 << 30])
-def test_no_more_is_asked_for_than_the_budget_or_a_group_and_a_fifth(
+def test_prefetch_is_limited_to_the_budget_or_a_group_and_a_fifth(
     prefetch_bytes: int, url: str, wire: Wire
 ) -> None:
-    parts = [range(start, start + 15) for start in range(0, 90, 15)]  # a shard each
+    parts = [range(start, start + 15) for start in range(0, 90, 15)]  # one shard each
     fetcher = RangeFetcher(catalog_of(url), groups(*parts), prefetch_bytes=prefetch_bytes)
     group_bytes = 15 * 2048
     used = 0
     for part in parts:
         for first in range(part.start, part.stop, 5):
             assert keys(fetcher, range(first, first + 5)) == names(range(first, first + 5))
-            asked = sum(end - start for _, start, end in wire.reads)
-            assert asked - used <= max(prefetch_bytes, group_bytes * 6 // 5)
+            requested = sum(end - start for _, start, end in wire.reads)
+            assert requested - used <= max(prefetch_bytes, group_bytes * 6 // 5)
             used += 5 * 2048
     fetcher.close()
     assert (used, fetcher._bytes) == (90 * 2048, 0)
 
 
-def test_what_is_used_makes_room_for_what_comes_next(url: str) -> None:
+def test_released_samples_make_room_for_the_next_requests(url: str) -> None:
     """While a window is used, the prefetch limit for the next one grows from a fifth to the whole window."""
-    parts = [range(45), range(45, 90)]  # three shards each, a request a shard
+    parts = [range(45), range(45, 90)]  # three shards each, one request per shard
     fetcher = RangeFetcher(catalog_of(url), groups(*parts), prefetch_bytes=0)
-    asked: set[int] = set()
+    requested: set[int] = set()
     counts = []
     for first in range(0, 45, 5):
         keys(fetcher, range(first, first + 5))
-        asked |= {part.span.shard for part in fetcher._parts.values() if part.in_flight}
-        counts.append(len(asked))
+        requested |= {part.span.shard for part in fetcher._parts.values() if part.in_flight}
+        counts.append(len(requested))
     fetcher.close()
     assert counts[0] == 3
     assert counts == sorted(counts)
     assert counts[-1] == 6
 
 
-def test_what_has_come_is_kept_as_samples_not_as_ranges(url: str) -> None:
+def test_completed_ranges_are_kept_as_samples(url: str) -> None:
     fetcher = RangeFetcher(catalog_of(url), groups(range(30)), prefetch_bytes=1 << 20)
     keys(fetcher, range(10))
     range_ = fetcher._parts[15].in_flight
@@ -239,25 +239,23 @@ def test_what_has_come_is_kept_as_samples_not_as_ranges(url: str) -> None:
 
 
 @pytest.fixture
-def asked(url: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The requests if the first response from the sixth shard is slow."""
-    asked: list[str] = []
+def requested(url: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Requests of an epoch in which the first response for the sixth shard is slow."""
+    requested: list[str] = []
     late = catalog_of(url).shards[5].url
     really_read = Storage.read_once
 
     def read_once(self: Storage, url: str, *args: Any, **options: Any) -> RangeResponse:
-        asked.append(url)
-        if url == late and asked.count(late) == 1:
+        requested.append(url)
+        if url == late and requested.count(late) == 1:
             time.sleep(0.8)
         return really_read(self, url, *args, **options)
 
     monkeypatch.setattr(Storage, "read_once", read_once)
-    return asked
+    return requested
 
 
-def test_what_has_been_used_is_not_asked_for_again_because_something_else_is_late(
-    url: str, asked: list[str]
-) -> None:
+def test_hedging_does_not_repeat_completed_requests(url: str, requested: list[str]) -> None:
     catalog = catalog_of(url)
     parts = [range(start, start + 15) for start in range(0, 90, 15)]
     fetcher = RangeFetcher(catalog, groups(*parts), prefetch_bytes=0, hedges=True)
@@ -265,12 +263,12 @@ def test_what_has_been_used_is_not_asked_for_again_because_something_else_is_lat
         assert keys(fetcher, part) == names(part)
         time.sleep(0.1)
     fetcher.close()
-    counts = Counter(asked)
+    counts = Counter(requested)
     assert [counts[shard.url] for shard in catalog.shards[:6]] == [1, 1, 1, 1, 1, 2]
 
 
-def test_what_is_late_is_asked_for_again_while_an_index_is_waited_for(
-    url: str, asked: list[str], monkeypatch: pytest.MonkeyPatch
+def test_slow_range_is_hedged_while_waiting_for_an_index(
+    url: str, requested: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     catalog = catalog_of(url)
     really_offsets = ShardCatalog.offsets
@@ -286,10 +284,10 @@ def test_what_is_late_is_asked_for_again_while_an_index_is_waited_for(
     for part in parts:
         assert keys(fetcher, part) == names(part)
     fetcher.close()
-    assert asked.count(catalog.shards[5].url) == 2
+    assert requested.count(catalog.shards[5].url) == 2
 
 
-def test_a_group_may_name_a_sample_that_is_there_or_name_it_twice(url: str) -> None:
+def test_group_may_repeat_samples(url: str) -> None:
     twice = [np.array([3, 3, 4]), np.array([4, 20, 21, 20])]
     fetcher = RangeFetcher(catalog_of(url), iter(twice), prefetch_bytes=1 << 20)
     assert keys(fetcher, [3, 4]) == names([3, 4])
@@ -298,7 +296,7 @@ def test_a_group_may_name_a_sample_that_is_there_or_name_it_twice(url: str) -> N
     fetcher.close()
 
 
-def test_a_state_behind_the_last_of_some_large_samples_has_none_left(tmp_path: Any) -> None:
+def test_state_after_the_last_large_sample_has_no_samples_left(tmp_path: Any) -> None:
     with ss.ShardWriter(tmp_path, max_samples=50) as writer:
         for number in range(103):
             writer.write({"__key__": f"{number:06d}", "bin": bytes([number]) * 30_000})
@@ -310,10 +308,8 @@ def test_a_state_behind_the_last_of_some_large_samples_has_none_left(tmp_path: A
         assert len(list(again)) == 102 - taken
 
 
-def test_an_epoch_reads_each_byte_once(
-    url: str, wire: Wire, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # shards this small are all gap
+def test_epoch_reads_each_byte_once(url: str, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
+    # such small shards are smaller than the gap that is read over
     set_limits(monkeypatch, coalesce, GAP_BYTES=0)
     for _ in range(2):
         wire.reads.clear()
@@ -332,7 +328,7 @@ def test_an_epoch_reads_each_byte_once(
         {"remainder": "drop", "placement": ss.Placement(1, 3), "shuffle": True, "lanes": 3},
     ],
 )
-def test_nothing_stays_behind_when_an_epoch_is_over(
+def test_finished_epoch_leaves_no_threads_or_buffers(
     options: dict[str, Any], url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[int] = []
@@ -351,7 +347,7 @@ def fetch_threads() -> list[threading.Thread]:
     return [t for t in threading.enumerate() if t.name.startswith("shardstream-fetch")]
 
 
-def test_a_loader_left_early_leaves_no_threads(url: str) -> None:
+def test_abandoned_loader_leaves_no_threads(url: str) -> None:
     batches = iter(loader(url, shuffle=True))
     next(batches)
     assert fetch_threads()
@@ -362,7 +358,7 @@ def test_a_loader_left_early_leaves_no_threads(url: str) -> None:
     assert fetch_threads() == []
 
 
-def test_a_resume_reads_no_more_than_what_is_left(url: str, wire: Wire) -> None:
+def test_resume_reads_only_the_remaining_bytes(url: str, wire: Wire) -> None:
     one = loader(url, shuffle=True, window=8, prefetch_bytes=1)
     state = [one.state_dict() for _, _ in zip(range(11), one, strict=False)][-1]
     other = loader(url, shuffle=True, window=8, prefetch_bytes=1)
@@ -384,7 +380,7 @@ def test_local_shards_are_mapped_not_read(tmp_path: Any, wire: Wire) -> None:
 
 
 @pytest.mark.parametrize("bad", [None, 3, 277])
-def test_large_samples_are_looked_at_by_the_window(
+def test_large_samples_are_located_per_window(
     bad: int | None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     body = bytes(20_000)
@@ -409,13 +405,13 @@ def test_large_samples_are_looked_at_by_the_window(
     found = [sample for sample in dataset if sample["bin"][:-2] == body]
     numbers = sorted(int.from_bytes(sample["bin"][-2:], "big") for sample in found)
     assert numbers == [number for number in range(300) if number != bad]
-    assert sum(copied) < 150  # the first few, and those beside a bad one
+    assert sum(copied) < 150  # the first few, and those in the batch of a bad one
 
 
-def test_few_maps_are_kept_open_over_all_data_sets(
+def test_open_maps_are_limited_over_all_datasets(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (6, 6))  # half of them for maps
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (6, 6))  # half of the limit is for maps
     catalogs = [catalog_of(numbered(tmp_path / name, 10, 2)) for name in "ab"]
     before = num_maps()
     for _ in range(2):
@@ -424,7 +420,7 @@ def test_few_maps_are_kept_open_over_all_data_sets(
             assert num_maps() <= max(3, before)
 
 
-def test_a_second_epoch_maps_nothing_anew(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_epoch_reuses_the_maps(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     catalog = catalog_of(numbered(tmp_path, 10, 2))
     assert keys(open_fetcher(catalog, (), prefetch_bytes=0), range(10)) == names(range(10))
     monkeypatch.setattr(module_of(ShardCatalog), "map_file", None)
@@ -446,7 +442,7 @@ def first_range(url: str) -> tuple[Storage, str, int, int]:
 
 
 @pytest.mark.parametrize("faults", [0, 1, 4])
-def test_a_read_is_tried_again_with_growing_pauses(faults: int, url: str, wire: Wire) -> None:
+def test_read_is_retried_with_exponential_backoff(faults: int, url: str, wire: Wire) -> None:
     wire.faults += [OSError("503 SlowDown")] * faults
     assert len(read(*first_range(url))) == 1024
     assert len(wire.reads) == faults + 1
@@ -455,7 +451,7 @@ def test_a_read_is_tried_again_with_growing_pauses(faults: int, url: str, wire: 
     assert all(low <= nap <= high for nap, (low, high) in zip(wire.sleeps, bounds, strict=False))
 
 
-def test_after_its_patience_the_error_is_the_users(url: str, wire: Wire) -> None:
+def test_error_is_raised_after_the_retry_timeout(url: str, wire: Wire) -> None:
     wire.faults += [OSError(f"attempt {number}") for number in range(99)]
     with pytest.raises(StorageError, match="attempt") as raised:
         read(*first_range(url))
@@ -463,7 +459,7 @@ def test_after_its_patience_the_error_is_the_users(url: str, wire: Wire) -> None
     assert raised.value.__notes__ == [f"tried {len(wire.reads)} times in {sum(wire.sleeps):.0f} s"]
 
 
-def test_a_server_that_never_answered_is_waited_for_less(url: str, wire: Wire) -> None:
+def test_server_that_never_responded_has_a_shorter_retry_timeout(url: str, wire: Wire) -> None:
     _, shard, start, end = first_range(url)
     wire.faults += [OSError("no route")] * 99
     with pytest.raises(StorageError, match="no route"):
@@ -471,17 +467,15 @@ def test_a_server_that_never_answered_is_waited_for_less(url: str, wire: Wire) -
     assert sum(wire.sleeps) <= 10
 
 
-def test_a_caller_hears_of_a_server_that_is_overloaded(url: str, wire: Wire) -> None:
-    heard: list[int] = []
+def test_throttling_is_reported_to_the_caller(url: str, wire: Wire) -> None:
+    throttled_at: list[int] = []
     wire.faults += [OSError("503 SlowDown"), OSError("reset"), OSError("429 Too Many Requests")]
-    read(*first_range(url), on_throttle=lambda: heard.append(len(wire.reads)))
-    assert heard == [1, 3]
+    read(*first_range(url), on_throttle=lambda: throttled_at.append(len(wire.reads)))
+    assert throttled_at == [1, 3]
 
 
 @pytest.mark.parametrize("fault", [NotFoundError("gone"), AccessDeniedError("no"), KeyError("bug")])
-def test_what_trying_again_cannot_help_is_raised_at_once(
-    fault: Exception, url: str, wire: Wire
-) -> None:
+def test_permanent_errors_are_raised_without_retry(fault: Exception, url: str, wire: Wire) -> None:
     wire.faults.append(fault)
     with pytest.raises(type(fault)):
         read(*first_range(url))
@@ -498,7 +492,7 @@ def test_what_trying_again_cannot_help_is_raised_at_once(
         (ZeroDivisionError("a bug of a client"), ZeroDivisionError),
     ],
 )
-def test_a_store_that_fails_stops_the_epoch(
+def test_store_that_fails_stops_the_epoch(
     fault: Exception, kind: type[Exception], num_workers: int, url: str, wire: Wire
 ) -> None:
     options = {"retry_timeout_s": 0.5}
@@ -511,7 +505,7 @@ def test_a_store_that_fails_stops_the_epoch(
     assert one.skipped == {}
 
 
-def test_a_store_that_stalls_is_an_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stalled_store_raises_an_error(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     released = threading.Event()
 
     def stall(*_: Any, **__: Any) -> bytes:

@@ -72,7 +72,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, read_samples, MIN_SAMPLES_PER_SLICE=0)
 
 
-def test_many_plain_samples_never_take_the_long_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_plain_samples_are_never_parsed_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     tar = crowd(200)
     expected = one_by_one([ShardSlice(0, URL, tar, 0, *extents(tar))])
     calls: list[int] = []
@@ -83,11 +83,11 @@ def test_many_plain_samples_never_take_the_long_way(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(module_of(read_samples), "read_sample", counted)
     assert together([ShardSlice(0, URL, tar, 0, *extents(tar))]) == expected
-    assert len(calls) == 1  # the one that shows what they look like
+    assert len(calls) == 1  # the first sample, whose form is compared
 
 
 @given(data=st.data())
-def test_any_shards_in_any_stretches(data: st.DataObject) -> None:
+def test_any_slices_of_any_shards_are_read(data: st.DataObject) -> None:
     shard_slices = []
     for shard in range(data.draw(st.integers(1, 3))):
         tar = tar_bytes(members(data.draw(raw_samples(max_samples=30))))
@@ -108,7 +108,7 @@ def test_any_shards_in_any_stretches(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 511, 512, 513, 4096, 4097])
-def test_bodies_of_one_size_are_copied_whole(size: int) -> None:
+def test_bodies_of_equal_size_are_copied(size: int) -> None:
     rng = np.random.default_rng(size)
     bodies = [rng.integers(0, 4, size, dtype=np.uint8).tobytes() for _ in range(60)]
     bodies[:2] = [bytes(size), b"\1" + bytes(size - 1)]  # zeros at the end count
@@ -120,7 +120,7 @@ def test_bodies_of_one_size_are_copied_whole(size: int) -> None:
     for shard, tar in enumerate(tars):
         starts, ends = extents(tar)
         order, base = rng.permutation(30), int(starts[0])
-        buffer = memoryview(tar)[base : int(ends.max())]  # ends with its last sample
+        buffer = memoryview(tar)[base : int(ends.max())]  # the buffer ends with its last sample
         shard_slices.append(ShardSlice(shard, URL, buffer, base, starts[order], ends[order]))
     found = read_samples(shard_slices)
     assert isinstance(found, Columns)
@@ -128,18 +128,18 @@ def test_bodies_of_one_size_are_copied_whole(size: int) -> None:
     assert {sample["bin"] for sample in found} == set(bodies)
 
 
-def test_bodies_of_one_size_that_end_behind_the_buffer_are_errors() -> None:
+def test_bodies_of_equal_size_past_the_buffer_are_errors() -> None:
     tar = crowd(60)
     starts, ends = extents(tar)
     short = ShardSlice(0, URL, tar[: int(ends[-1]) - 512], 0, starts, ends)
     assert together([short]) == one_by_one([short])
 
 
-def test_views_of_fetched_bytes_are_read_as_bytes_are(few: None) -> None:
+def test_memoryviews_give_the_same_samples_as_bytes(few: None) -> None:
     tar = crowd(30)
     starts, ends = extents(tar)
     damaged = bytearray(tar)
-    damaged[int(starts[4]) + 600] ^= 1  # a body: still sound
+    damaged[int(starts[4]) + 600] ^= 1  # in a body: still valid
     damaged[int(starts[5]) + 3] ^= 1
     whole = ShardSlice(
         0, URL, bytes(damaged[int(starts[2]) :]), int(starts[2]), starts[2:], ends[2:]
@@ -169,7 +169,9 @@ def test_tars_of_any_form(archive: Any) -> None:
     ),
     cut=st.integers(0, 60 * 2560) | st.none(),
 )
-def test_damage_is_found_as_one_by_one(flips: list[tuple[int, int]], cut: int | None) -> None:
+def test_damage_gives_the_same_errors_as_single_reads(
+    flips: list[tuple[int, int]], cut: int | None
+) -> None:
     tar = bytearray(crowd(60))
     starts, ends = extents(bytes(tar))
     for place, value in flips:
@@ -188,7 +190,7 @@ def test_every_byte_of_a_header_counts(column: int) -> None:
 
 
 @pytest.mark.parametrize("shift", [-1024, -512, -1, 1, 512, 10**12, -(10**12)])
-def test_an_index_that_does_not_fit(shift: int, few: None) -> None:
+def test_wrong_index_gives_errors(shift: int, few: None) -> None:
     tar = crowd(10)
     starts, ends = extents(tar)
     starts[3] += shift
@@ -196,13 +198,13 @@ def test_an_index_that_does_not_fit(shift: int, few: None) -> None:
     assert together(shard_slices) == one_by_one(shard_slices)
 
 
-def test_nothing_is_nothing() -> None:
+def test_no_slices_give_no_samples() -> None:
     assert read_samples([]) == []
     none = np.empty(0, dtype=np.int64)
     assert read_samples([ShardSlice(0, URL, b"", 0, none, none)]) == []
 
 
-def test_fields_that_are_no_utf8_are_read(few: None) -> None:
+def test_non_utf8_field_names_are_read(few: None) -> None:
     tar = tar_bytes([(f"{number:03}.caf\udce9", b"x") for number in range(50)])
     shard_slices = [ShardSlice(0, URL, tar, 0, *extents(tar))]
     assert together(shard_slices) == one_by_one(shard_slices)
@@ -210,8 +212,8 @@ def test_fields_that_are_no_utf8_are_read(few: None) -> None:
 
 
 @given(st.data())
-def test_rows_taken_from_several_reads_are_the_same_samples(data: st.DataObject) -> None:
-    """Columns of one kind of samples, of another kind, and samples one by one."""
+def test_rows_of_several_reads_give_the_same_samples(data: st.DataObject) -> None:
+    """Return columns of samples of one form, of another form, and single samples."""
     pools = []
     for fields in (("a", "b"), ("a",), ("b", "a")):
         count = data.draw(st.integers(0, 5))
@@ -227,7 +229,7 @@ def test_rows_taken_from_several_reads_are_the_same_samples(data: st.DataObject)
     assert list(found) == [meant[place] for place in places]
 
 
-def test_rows_of_one_kind_are_columns_again() -> None:
+def test_rows_with_equal_fields_become_columns() -> None:
     samples = read_samples([ShardSlice(0, URL, crowd(60), 0, *extents(crowd(60)))])
     again = from_rows(as_rows(samples)[::-1])
     assert isinstance(again, Columns)
@@ -235,7 +237,7 @@ def test_rows_of_one_kind_are_columns_again() -> None:
     assert from_rows([]) == []
 
 
-def test_samples_of_one_kind_are_found_and_copied_when_they_are_taken() -> None:
+def test_lazy_columns_copy_samples_at_access() -> None:
     tar = bytearray(crowd(60))
     shard_slice = ShardSlice(0, URL, memoryview(tar), 0, *extents(bytes(tar)))
     read = read_samples([shard_slice])

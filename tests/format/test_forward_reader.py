@@ -42,7 +42,7 @@ def test_reads_are_slices_of_the_stream(
 ) -> None:
     seen: list[bytes] = []
     read = ForwardReader(
-        io.BytesIO(data), chunk_bytes=chunk_bytes, watch=seen.append if watched else None
+        io.BytesIO(data), chunk_bytes=chunk_bytes, on_chunk=seen.append if watched else None
     )
     offset = 0
     for jump, size in jumps:
@@ -54,14 +54,14 @@ def test_reads_are_slices_of_the_stream(
         assert b"".join(seen) == data
 
 
-def test_going_back_is_refused() -> None:
+def test_reading_backwards_is_refused() -> None:
     read = ForwardReader(io.BytesIO(b"0123456789"))
     read(5, 1)
     with pytest.raises(ValueError, match="cannot go back from byte 5 to 4"):
         read(4, 1)
 
 
-def test_a_long_skip_and_a_mad_size_take_no_memory() -> None:
+def test_long_skip_and_huge_size_use_bounded_memory() -> None:
     stream = OnlyForward(200_000_000)
     read = ForwardReader(stream, chunk_bytes=1 << 16)
     tracemalloc.start()
@@ -73,7 +73,7 @@ def test_a_long_skip_and_a_mad_size_take_no_memory() -> None:
     assert stream.largest <= 1 << 16
 
 
-def test_long_skips_seek_where_the_stream_can() -> None:
+def test_long_skips_use_seek_on_seekable_streams() -> None:
     class Counting(io.BytesIO):
         taken = 0
 

@@ -49,18 +49,18 @@ def test_mutated_tars_have_one_meaning_or_none(seed: int, tar: bytes, rounds: in
 
 @settings(max_examples=40)
 @given(archive=archives(), seed=st.integers(0, 1 << 32))
-def test_mutations_of_what_tarfile_writes(archive: Archive, seed: int) -> None:
+def test_mutated_tarfile_output_has_one_meaning_or_none(archive: Archive, seed: int) -> None:
     check(archive.data)
     check(mutate(archive.data, random.Random(seed)))
 
 
-def test_a_run_counts_what_became_of_its_inputs() -> None:
+def test_run_counts_the_outcomes_of_its_inputs() -> None:
     outcomes = run(SEEDS, seconds=60, seed=3, inputs=40)
     assert outcomes.total() == 40
     assert set(outcomes) <= {"both", "refused", "ours alone", "theirs alone"}
 
 
-def test_the_target_finds_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_target_finds_a_difference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fuzz_tar.read_with_tarfile", lambda _: [("other", b"")])
     monkeypatch.chdir(tmp_path)
     with pytest.raises(AssertionError, match="tarfile reads something else"):
@@ -70,7 +70,7 @@ def test_the_target_finds_a_difference(tmp_path: Path, monkeypatch: pytest.Monke
         check(finding.read_bytes())
 
 
-# Where Python, GNU tar and others read different names or sizes: refused.
+# Refused, because Python, GNU tar and others read different names or sizes.
 AMBIGUOUS = {
     "two pax names": pax(("path", "b.x")) + pax(("path", "c.x")) + FILE,
     "two pax sizes": pax(("size", "3")) + pax(("size", "4")) + FILE,
@@ -96,7 +96,7 @@ AMBIGUOUS = {
 
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
-def test_what_readers_understand_differently_is_refused(name: str) -> None:
+def test_tars_with_ambiguous_meaning_are_refused(name: str) -> None:
     data = AMBIGUOUS[name] + END_OF_ARCHIVE
     with pytest.raises(ShardError, match=r"write the shard again|malformed|invalid") as raised:
         list(iter_members(lambda at, size: data[at : at + size], end=len(data), shard="a.tar"))
@@ -110,17 +110,17 @@ def test_what_readers_understand_differently_is_refused(name: str) -> None:
         pax(("path", "b.x")) + pax(("path", "b.x")) + FILE,
         long_name(b"b.x\0") + pax(("path", "b.x"), ("mtime", "1.5")) + FILE,
         pax(("comment", "of git"), kind=b"g") + FILE,
-        make_header(b"d/", kind=b"\0", size=octal(9)) + FILE,  # old folders have no body
+        make_header(b"d/", kind=b"\0", size=octal(9)) + FILE,  # folders of old tars have no body
         pax(("path", "d/a.x")) + make_header(b"d/", kind=b"\0") + FILE,
         LINK + FILE,
     ],
     ids=range(6),
 )
-def test_what_all_understand_alike_is_read(data: bytes) -> None:
+def test_tars_with_one_meaning_are_read(data: bytes) -> None:
     assert check(data + END_OF_ARCHIVE) == "both"
 
 
-def test_the_seeds_cover_what_tools_write() -> None:
+def test_seeds_cover_the_formats_of_common_tools() -> None:
     kinds: Counter[bytes] = Counter()
     for data in SEEDS:
         with tarfile.open(fileobj=io.BytesIO(data)) as tar:

@@ -57,7 +57,7 @@ def zeros_packed(size: int, head: bytes = b"", *, wbits: int = 31) -> bytes:
     body = first + again * (size // piece) + packer.flush()
     if wbits < 0:
         return body
-    # The checksum at the end is wrong; nobody gets that far.
+    # The checksum at the end is wrong, but is never reached.
     return b"\x1f\x8b\x08\0\0\0\0\0\0\xff" + body + bytes(8)
 
 
@@ -79,7 +79,7 @@ def test_names_are_text_and_touch_no_file(
     assert not list(tmp_path.rglob("*"))
 
 
-def test_links_and_devices_are_no_samples() -> None:
+def test_links_and_devices_are_not_samples() -> None:
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for kind in (tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.FIFOTYPE):
@@ -90,7 +90,7 @@ def test_links_and_devices_are_no_samples() -> None:
 
 
 @pytest.mark.parametrize("name", [b"\xff\xfe.txt", b"a\nb.txt", b"\xc0\xaf.txt", b"a\x1bc.txt"])
-def test_errors_show_names_without_their_tricks(name: bytes) -> None:
+def test_errors_escape_control_characters_in_names(name: bytes) -> None:
     data = make_header(name, size=octal(99999))
     with pytest.raises(ShardError, match="is cut") as raised:
         members(data)
@@ -102,43 +102,45 @@ def test_errors_show_names_without_their_tricks(name: bytes) -> None:
 
 @pytest.mark.parametrize("size", [1 << 59, GiB, (1 << 60) - 1])
 @pytest.mark.parametrize("end_known", [True, False])
-def test_a_size_past_the_end_costs_nothing(size: int, *, end_known: bool) -> None:
+def test_size_past_the_end_allocates_nothing(size: int, *, end_known: bool) -> None:
     data = make_header(size=base_256(size)) + b"few"
 
     def attack() -> object:
         read = ForwardReader(io.BytesIO(data))
         return list(iter_samples(read, end=len(data) if end_known else None, shard=SHARD))
 
-    told = survived(attack, memory_bytes=64 * MiB)
-    assert told.startswith("ShardError: ")
-    assert "is cut" in told or "over 2147483648 bytes" in told
+    outcome = survived(attack, memory_bytes=64 * MiB)
+    assert outcome.startswith("ShardError: ")
+    assert "is cut" in outcome or "over 2147483648 bytes" in outcome
 
 
-def test_a_size_of_a_sample_read_by_number_costs_nothing() -> None:
+def test_size_past_the_end_of_an_indexed_sample_allocates_nothing() -> None:
     data = make_header(size=octal(8**11 - 1)) + b"few"
-    told = survived(lambda: read_sample(data, 0, 0, 1024, SHARD), memory_bytes=64 * MiB)
-    assert "the tar is cut: 3 of 8589934591 bytes" in told
+    outcome = survived(lambda: read_sample(data, 0, 0, 1024, SHARD), memory_bytes=64 * MiB)
+    assert "the tar is cut: 3 of 8589934591 bytes" in outcome
 
 
 def test_extended_headers_are_limited_together() -> None:
     text = padded(b"12 comment=x" + b"y" * 900_000)
     head = make_header(kind=b"K", size=octal(len(text)))
-    told = survived(lambda: members((head + text) * 40), memory_bytes=128 * MiB)
-    assert "over 4194304 bytes of extended headers" in told
+    outcome = survived(lambda: members((head + text) * 40), memory_bytes=128 * MiB)
+    assert "over 4194304 bytes of extended headers" in outcome
 
 
-def test_a_name_that_goes_on_for_ever_is_refused() -> None:
+def test_endless_name_is_refused() -> None:
     text = b"n" * 200_000 + b".x\0"
     data = make_header(kind=b"L", size=octal(len(text))) + padded(text) + make_header()
     with pytest.raises(ShardError, match=r"the invalid name 'nnn.*200002 characters"):
         members(data)
 
 
-# --- very many
+# --- large counts
 
 
-def test_millions_of_tiny_members_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    set_limits(monkeypatch, iter_groups, KEYS_KEPT=10_000)  # of a million: the ratio is what counts
+def test_millions_of_tiny_members_use_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_limits(
+        monkeypatch, iter_groups, KEYS_KEPT=10_000
+    )  # memory must not grow with the number of members
 
     def attack() -> int:
         many = ((f"{n:0250d}.x", n * 512, n * 512 + 512, 0) for n in range(400_000))
@@ -147,7 +149,7 @@ def test_millions_of_tiny_members_take_bounded_memory(monkeypatch: pytest.Monkey
     assert survived(attack, memory_bytes=48 * MiB) == "400000"
 
 
-def test_a_key_that_comes_back_soon_is_noticed_however_many_there_are(
+def test_repeated_key_is_detected_among_a_million_keys(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     set_limits(monkeypatch, iter_groups, KEYS_KEPT=4)
@@ -158,7 +160,7 @@ def test_a_key_that_comes_back_soon_is_noticed_however_many_there_are(
             list(iter_groups(many))
 
 
-def test_a_sample_of_endless_fields_is_refused() -> None:
+def test_sample_with_endless_fields_is_refused() -> None:
     many = ((f"a.{n}", n * 512, n * 512 + 512, 0) for n in range(1 << 20))
     with pytest.raises(SampleError, match="a sample of over 65536 fields"):
         list(iter_groups(many))
@@ -167,14 +169,14 @@ def test_a_sample_of_endless_fields_is_refused() -> None:
 # --- decompression bombs
 
 
-def test_a_member_that_unpacks_to_more_than_memory_is_refused() -> None:
+def test_member_that_unpacks_to_more_than_memory_is_refused() -> None:
     bomb = zeros_packed(64 * GiB, make_header(b"a.x", size=base_256(60 * GiB)))
     assert len(bomb) < 100 * MiB
-    told = survived(lambda: list(samples(bomb, "a.tar.gz")), memory_bytes=256 * MiB)
-    assert "a sample of over 2147483648 bytes in a stream of unknown length" in told
+    outcome = survived(lambda: list(samples(bomb, "a.tar.gz")), memory_bytes=256 * MiB)
+    assert "a sample of over 2147483648 bytes in a stream of unknown length" in outcome
 
 
-def test_fields_of_one_sample_count_together(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_size_limit_counts_all_fields_of_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, iter_groups, STREAMED_SAMPLE_LIMIT_BYTES=100_000)
     tar = b"".join(bytes(p) for n in range(300) for p in encode_member(f"a.{n}", b"1"))
     with pytest.raises(ShardError, match="over 100000 bytes in a stream of unknown length"):
@@ -185,7 +187,9 @@ def test_fields_of_one_sample_count_together(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("suffix", [".tar.gz", ".tar.zst"])
-def test_a_bomb_of_empty_samples_ends(suffix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decompression_bomb_of_empty_samples_is_refused(
+    suffix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     set_limits(monkeypatch, ForwardReader, INFLATED_FREE_BYTES=1 * MiB)
     set_limits(monkeypatch, ForwardReader, INFLATED_RATIO_LIMIT=20)
     tar = b"".join(bytes(p) for n in range(20_000) for p in encode_member(f"{n}.x", b""))
@@ -194,21 +198,21 @@ def test_a_bomb_of_empty_samples_ends(suffix: str, monkeypatch: pytest.MonkeyPat
         list(samples(packed, f"a{suffix}"))
 
 
-def test_labels_alone_are_no_bomb() -> None:
+def test_highly_compressible_labels_are_accepted() -> None:
     tar = b"".join(bytes(p) for n in range(8_000) for p in encode_member(f"{n:06d}.cls", b"1"))
     packed = zstandard.compress(tar + END_OF_ARCHIVE, 19)
     assert len(tar) / len(packed) > 200
     assert len(list(samples(packed, "a.tar.zst"))) == 8_000
 
 
-def test_a_window_of_zstd_larger_than_memory_is_refused() -> None:
+def test_window_of_zstd_larger_than_memory_is_refused() -> None:
     # magic, a frame header with a window of 2^41 bytes, then an empty last block
     frame = bytes.fromhex("28b52ffd") + bytes([0x00, (31 << 3)]) + b"\x01\x00\x00"
-    told = survived(lambda: list(samples(frame, "a.tar.zst")), memory_bytes=256 * MiB)
-    assert "damaged or cut" in told
+    outcome = survived(lambda: list(samples(frame, "a.tar.zst")), memory_bytes=256 * MiB)
+    assert "damaged or cut" in outcome
 
 
-def test_an_archive_behind_the_end_is_not_taken_for_more_samples() -> None:
+def test_archive_after_the_end_blocks_is_not_read() -> None:
     one = b"".join(bytes(p) for p in encode_member("a.x", b"1")) + END_OF_ARCHIVE
     assert members(one + one.replace(b"a.x", b"b.x")) == ["a.x"]
 
@@ -227,7 +231,7 @@ def test_an_archive_behind_the_end_is_not_taken_for_more_samples() -> None:
         [1 << 62, (1 << 63) - 512],
     ],
 )
-def test_an_index_of_mad_numbers_is_refused(numbers: list[int]) -> None:
+def test_index_with_absurd_offsets_is_refused(numbers: list[int]) -> None:
     data = struct.pack(f"<{len(numbers)}Q", *numbers)
 
     def read() -> None:
@@ -238,7 +242,7 @@ def test_an_index_of_mad_numbers_is_refused(numbers: list[int]) -> None:
         read()
 
 
-def test_an_index_into_the_middle_of_a_member_is_refused() -> None:
+def test_index_into_the_middle_of_a_member_is_refused() -> None:
     inner = b"".join(bytes(p) for p in encode_member("evil.x", b"1"))
     data = b"".join(bytes(p) for p in encode_member("a.x", bytes(512) + b"x" * 512 + inner))
     for start, end in ((512, 1024), (1024, 1536), (0, 1024), (512, 2560)):
@@ -265,7 +269,7 @@ def test_an_index_into_the_middle_of_a_member_is_refused() -> None:
     ],
     ids=range(11),
 )  # fmt: skip
-def test_a_manifest_made_to_do_harm_is_refused(text: str) -> None:
+def test_malicious_manifest_is_refused(text: str) -> None:
     with pytest.raises(ManifestError, match="shardstream index") as raised:
         decode_manifest(text.encode(), url="s3://b/index.json")
     assert len(str(raised.value)) < 1000

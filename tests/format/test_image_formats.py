@@ -32,18 +32,18 @@ KINDS = [
 
 
 @pytest.mark.parametrize("data", KINDS)
-def test_what_cameras_write_is_plain(data: bytes) -> None:
+def test_camera_jpegs_are_plain(data: bytes) -> None:
     assert is_plain_jpeg(data, 40 * 30)
     assert is_plain_jpeg(data, None)
 
 
 @pytest.mark.parametrize("data", KINDS)
-def test_what_is_larger_than_allowed_is_not_plain(data: bytes) -> None:
+def test_jpeg_over_the_pixel_limit_is_not_plain(data: bytes) -> None:
     assert not is_plain_jpeg(data, 40 * 30 - 1)
 
 
 @pytest.mark.parametrize("data", KINDS)
-def test_what_ends_before_its_pixels_is_not_plain(data: bytes) -> None:
+def test_truncated_jpeg_is_not_plain(data: bytes) -> None:
     pixels = data.index(b"\xff\xda")
     assert not any(is_plain_jpeg(data[:size], None) for size in range(0, pixels, 7))
 
@@ -53,7 +53,7 @@ def test_what_ends_before_its_pixels_is_not_plain(data: bytes) -> None:
     changes=st.lists(st.tuples(st.integers(0, 700), st.integers(0, 255)), max_size=4),
     size=st.integers(0, 2000) | st.none(),
 )
-def test_pillow_opens_whatever_is_plain(
+def test_pillow_opens_all_plain_jpegs(
     data: bytes, changes: list[tuple[int, int]], size: int | None
 ) -> None:
     changed = bytearray(data[:size])
@@ -72,5 +72,5 @@ def test_pillow_opens_whatever_is_plain(
 
 
 @given(st.binary(max_size=300) | st.binary(max_size=300).map(b"\xff\xd8\xff".__add__))
-def test_anything_else_is_left_to_pillow(data: bytes) -> None:
+def test_other_files_are_not_plain(data: bytes) -> None:
     assert not is_plain_jpeg(data, None) or b"\xff\xda" in data

@@ -38,14 +38,14 @@ offset_lists = (
 
 
 @given(offsets=offset_lists)
-def test_an_index_reads_back_as_written(offsets: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+def test_index_reads_back_as_written(offsets: np.ndarray[Any, np.dtype[np.int64]]) -> None:
     data = encode_index(offsets)
     assert decode_index(data, url=URL).tolist() == offsets.tolist()
     assert num_samples(len(data)) == len(offsets) - 1
 
 
 @given(offsets=offset_lists)
-def test_the_layout_is_energons(offsets: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+def test_layout_matches_megatron_energon(offsets: np.ndarray[Any, np.dtype[np.int64]]) -> None:
     # Energon's TarIndexWriter: struct "Q" for the offset of each sample, and for the end of the last
     numbers = struct.unpack(f"<{len(offsets)}Q", encode_index(offsets))
     assert list(numbers) == offsets.tolist()
@@ -53,7 +53,7 @@ def test_the_layout_is_energons(offsets: np.ndarray[Any, np.dtype[np.int64]]) ->
 
 @settings(max_examples=60)
 @given(samples=raw_samples())
-def test_a_scan_finds_each_sample(samples: list[dict[str, Any]]) -> None:
+def test_scan_finds_each_sample(samples: list[dict[str, Any]]) -> None:
     members = [
         encode_member(member_name(sample["__key__"], field), value)
         for sample in samples
@@ -71,7 +71,7 @@ def test_a_scan_finds_each_sample(samples: list[dict[str, Any]]) -> None:
 
 @settings(max_examples=60)
 @given(archive=archives())
-def test_a_scan_of_any_tar_gives_an_index_that_fits_it(archive: Archive) -> None:
+def test_scan_of_any_tar_gives_an_index_that_fits_it(archive: Archive) -> None:
     data = archive.data
     try:
         scan = scan_shard(reader(data), end=len(data), shard="a.tar")
@@ -84,7 +84,7 @@ def test_a_scan_of_any_tar_gives_an_index_that_fits_it(archive: Archive) -> None
     assert [group.start for group in groups] == offsets[:-1].tolist()
 
 
-def test_an_empty_tar_has_an_index_of_one_number() -> None:
+def test_empty_tar_has_an_index_of_one_number() -> None:
     scan = scan_shard(reader(END_OF_ARCHIVE), end=len(END_OF_ARCHIVE), shard="a.tar")
     assert encode_index(scan.offsets) == bytes(8)
     assert decode_index(bytes(8), url=URL).tolist() == [0]
@@ -103,7 +103,7 @@ def test_an_empty_tar_has_an_index_of_one_number() -> None:
         (b"v1.2 2\njpg 512 3", "growing multiples of 512"),  # a wds2idx, as DALI takes it
     ],
 )
-def test_what_is_no_index_is_refused(data: bytes, message: str) -> None:
+def test_invalid_index_is_refused(data: bytes, message: str) -> None:
     with pytest.raises(IndexMismatchError, match=f"{message}.*'shardstream index'.*0007.tar.idx"):
         decode_index(data, url=URL)
 
@@ -127,7 +127,7 @@ def test_garbage_is_an_index_or_refused(data: bytes) -> None:
         (5000, 3, "has 2 samples, the manifest says 3"),
     ],
 )
-def test_an_index_is_checked_against_its_tar(
+def test_index_is_checked_against_its_tar(
     filesize: int, nsamples: int | None, message: str | None
 ) -> None:
     offsets = np.array([0, 1024, 3072])
@@ -143,7 +143,7 @@ def test_samples_are_counted_by_the_size_of_the_index(size: int, count: int) -> 
     assert num_samples(size) == count
 
 
-def test_a_scan_of_a_cut_tar_fails() -> None:
+def test_scan_of_a_cut_tar_fails() -> None:
     data = b"".join(map(bytes, encode_member("a.x", b"1" * 600)))
     with pytest.raises(ShardError, match=r"is cut.*in s3://b/a\.tar, at byte 0"):
         scan_shard(reader(data[:1000]), end=1000, shard="s3://b/a.tar")

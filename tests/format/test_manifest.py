@@ -50,13 +50,13 @@ TINY = Manifest(
 
 
 @given(manifest=manifests)
-def test_a_manifest_reads_back_as_written(manifest: Manifest) -> None:
+def test_manifest_reads_back_as_written(manifest: Manifest) -> None:
     data = encode_manifest(manifest)
     assert decode_manifest(data, url=URL) == manifest
     assert encode_manifest(decode_manifest(data, url=URL)) == data
 
 
-def test_the_bytes_of_a_manifest_are_a_promise() -> None:
+def test_bytes_of_a_manifest_are_pinned() -> None:
     data = encode_manifest(TINY)
     assert (
         hashlib.sha256(data).hexdigest()
@@ -72,7 +72,7 @@ def test_wids_finds_its_own_keys() -> None:
     assert document["shardlist"][0]["nsamples"] == 2
 
 
-def test_a_manifest_of_wids_is_read() -> None:
+def test_manifest_of_wids_is_read() -> None:
     document = {
         "__kind__": "wids-shard-index-v1",
         "wids_version": 1,
@@ -84,7 +84,7 @@ def test_a_manifest_of_wids_is_read() -> None:
     assert (manifest.nsamples, manifest.total_bytes) == (7, 1024)
 
 
-def test_totals_leave_out_what_nobody_counted() -> None:
+def test_totals_are_omitted_when_counts_are_unknown() -> None:
     assert (TINY.nsamples, TINY.total_bytes) == (2, 5120)
 
 
@@ -121,7 +121,7 @@ def document(**changes: Any) -> bytes:
     ],
     ids=range(23),
 )
-def test_nonsense_is_refused(data: bytes, message: str) -> None:
+def test_invalid_values_are_refused(data: bytes, message: str) -> None:
     with pytest.raises(ManifestError, match=f"{message}.*in {URL}"):
         decode_manifest(data, url=URL)
 
@@ -169,14 +169,14 @@ def test_any_json_is_a_manifest_or_refused(changes: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_the_fingerprint_changes_with_what_decides_the_order(
+def test_fingerprint_changes_with_values_that_decide_the_order(
     change: dict[str, Any], *, same: bool
 ) -> None:
     changed = (replace(TINY.shards[0], **change), *TINY.shards[1:])
     assert (fingerprint(changed) == fingerprint(TINY.shards)) is same
 
 
-def test_the_fingerprint_knows_the_order_and_number_of_shards() -> None:
+def test_fingerprint_depends_on_order_and_number_of_shards() -> None:
     prints = {fingerprint(shards) for shards in (TINY.shards, TINY.shards[::-1], TINY.shards[:2])}
     assert len(prints) == 3
     assert fingerprint(TINY.shards) == "20d6b9f7a0ceecc6"

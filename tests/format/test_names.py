@@ -13,12 +13,12 @@ from tests.strategies import fields, keys, member_names
 
 
 @given(key=keys(), field=fields())
-def test_a_name_that_is_written_reads_back_as_its_key_and_field(key: str, field: str) -> None:
+def test_written_name_reads_back_as_its_key_and_field(key: str, field: str) -> None:
     assert split_member_name(member_name(key, field)) == (key, field)
 
 
 @given(name=member_names())
-def test_names_split_as_in_webdataset_but_for_dot_files(name: str) -> None:
+def test_names_split_as_in_webdataset_except_dot_files(name: str) -> None:
     key, field = base_plus_ext(name)
     expected = None if key is None or name.rsplit("/", 1)[-1].startswith(".") else (key, field)
     assert split_member_name(name) == (expected and (expected[0], expected[1].lower()))
@@ -43,7 +43,7 @@ def test_names_split_as_in_webdataset_but_for_dot_files(name: str) -> None:
         ("", None),
     ],
 )
-def test_split_of(name: str, expected: tuple[str, str] | None) -> None:
+def test_split_member_name(name: str, expected: tuple[str, str] | None) -> None:
     assert split_member_name(name) == expected
 
 
@@ -70,18 +70,18 @@ def test_split_of(name: str, expected: tuple[str, str] | None) -> None:
         ("\udcc3\udca9", "jpg", "UTF-8; rename it"),  # two halves of one letter
     ],
 )
-def test_a_name_that_would_not_read_back_is_refused(key: str, field: str, message: str) -> None:
+def test_name_that_does_not_round_trip_is_refused(key: str, field: str, message: str) -> None:
     with pytest.raises(SampleError, match=re.escape(message)) as raised:
         member_name(key, field)
     assert raised.value.key == key
 
 
 @pytest.mark.parametrize("key", ["v1.0/0001", "été", "a b", "__a", "x/__y__/z", "\udcff", "./a"])
-def test_unusual_keys_are_fine(key: str) -> None:
+def test_unusual_keys_are_accepted(key: str) -> None:
     assert split_member_name(member_name(key, "jpg")) == (key, "jpg")
 
 
 @given(name=st.text("_ax/.", max_size=10))
-def test_meta_names_are_those_that_webdataset_skips(name: str) -> None:
+def test_meta_names_match_those_skipped_by_webdataset(name: str) -> None:
     skipped = re.match(r"__[^/]*__($|/)", name) is not None  # tar_file_iterator, skip_meta
     assert is_meta_name(name) == skipped

@@ -57,7 +57,7 @@ def read_with_webdataset(data: bytes) -> list[dict[str, Any]]:
 
 
 def without_dot_files(data: bytes) -> bytes:
-    """Leave out files whose name begins with a dot, the only difference from WebDataset."""
+    """Omit files whose name begins with a dot, the only difference from WebDataset."""
     buffer = io.BytesIO()
     with (
         tarfile.open(fileobj=io.BytesIO(data), encoding="utf-8") as source,
@@ -80,7 +80,7 @@ crowded_tars = st.lists(crowded_names.map(lambda name: Entry(name=name, data=nam
 
 @settings(max_examples=60)
 @given(archive=crowded_tars.map(lambda put: make_archive(put, form="gnu")) | archives())
-def test_samples_are_those_of_webdataset_but_for_dot_files(archive: Archive) -> None:
+def test_samples_match_webdataset_except_dot_files(archive: Archive) -> None:
     expected: list[dict[str, Any]] | None
     try:
         expected = read_with_webdataset(without_dot_files(archive.data))
@@ -88,7 +88,7 @@ def test_samples_are_those_of_webdataset_but_for_dot_files(archive: Archive) -> 
         expected = None
     else:
         keys = [sample["__key__"] for sample in expected]
-        if len(set(keys)) < len(keys):  # a key comes back: ours to refuse
+        if len(set(keys)) < len(keys):  # a repeated key, which only shardstream refuses
             expected = None
     if expected is None:
         with pytest.raises(SampleError, match=r"field twice|returns after"):
@@ -100,7 +100,7 @@ def test_samples_are_those_of_webdataset_but_for_dot_files(archive: Archive) -> 
 
 @settings(max_examples=60)
 @given(samples=raw_samples())
-def test_samples_come_back_as_written(samples: list[dict[str, Any]]) -> None:
+def test_samples_round_trip(samples: list[dict[str, Any]]) -> None:
     data = write_shard(samples)
     expected = [sample | {"__url__": SHARD} for sample in samples]
     assert read_samples(data) == expected == read_with_webdataset(data)
@@ -118,7 +118,7 @@ def test_each_sample_can_be_read_alone_by_its_offsets(samples: list[dict[str, An
 
 
 @pytest.mark.filterwarnings("ignore:.*a.tar:pytest.PytestUnraisableExceptionWarning")
-def test_webdataset_streams_what_we_write(tmp_path: Path) -> None:
+def test_webdataset_reads_written_shards(tmp_path: Path) -> None:
     samples = [
         {"__key__": f"v1.0/{number:03d}", "jpg": bytes([number]), "seg.png": b"2" * 700}
         for number in range(20)
@@ -130,7 +130,7 @@ def test_webdataset_streams_what_we_write(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("long", [False, True])
-def test_we_read_what_webdataset_writes(tmp_path: Path, *, long: bool) -> None:
+def test_shards_of_webdataset_are_read(tmp_path: Path, *, long: bool) -> None:
     samples: list[dict[str, Any]] = [
         {"__key__": ("k" * 120 if long else "v1.0/x") + f"{number:03d}", "cls": number, "jpg": b"2"}
         for number in range(20)
@@ -142,7 +142,7 @@ def test_we_read_what_webdataset_writes(tmp_path: Path, *, long: bool) -> None:
     assert read_samples((tmp_path / "a.tar").read_bytes()) == expected
 
 
-def test_we_read_the_shards_of_webdatasets_shard_writer(tmp_path: Path) -> None:
+def test_shards_of_webdatasets_shard_writer_are_read(tmp_path: Path) -> None:
     with wds.ShardWriter(str(tmp_path / "%03d.tar"), maxcount=3, verbose=0) as writer:
         for number in range(7):
             writer.write({"__key__": f"{number}", "txt": f"{number}"})
@@ -151,7 +151,7 @@ def test_we_read_the_shards_of_webdatasets_shard_writer(tmp_path: Path) -> None:
     assert found == [[b"0", b"1", b"2"], [b"3", b"4", b"5"], [b"6"]]
 
 
-def test_members_without_a_field_are_passed_over() -> None:
+def test_members_without_a_field_are_skipped() -> None:
     data = tar_of(
         "README", "a.x", "NOTES", "a.y", ".DS_Store", "__index__/i.json", "b.x", "LICENSE"
     )
@@ -179,7 +179,9 @@ def test_members_without_a_field_are_passed_over() -> None:
         (["a.x", "a.__URL__"], r"field '__url__'", 1024),
     ],
 )
-def test_what_would_lose_samples_is_refused(names: list[str], message: str, offset: int) -> None:
+def test_tars_that_would_lose_samples_are_refused(
+    names: list[str], message: str, offset: int
+) -> None:
     with pytest.raises(SampleError, match=message) as raised:
         read_samples(tar_of(*names))
     assert (raised.value.shard, raised.value.offset) == (SHARD, offset)
@@ -191,13 +193,13 @@ def test_what_would_lose_samples_is_refused(names: list[str], message: str, offs
         (0, 4096, IndexMismatchError, r"two samples, 'a' and 'b'.*'shardstream index'"),
         (0, 1024, None, ""),
         (4096, 4096, IndexMismatchError, "no sample"),
-        (3072, 4096, IndexMismatchError, "no sample"),  # README alone
+        (3072, 4096, IndexMismatchError, "no sample"),  # only README
         (512, 2048, ShardError, "checksum is wrong"),
         (0, 700, IndexMismatchError, "a.x continues after its end"),
         (4096, 9999, ShardError, "the tar is cut: 0 of 5903 bytes"),
     ],
 )
-def test_an_extent_that_is_not_one_sample_is_refused(
+def test_extent_that_is_not_one_sample_is_refused(
     start: int, end: int, error: type[Exception] | None, message: str
 ) -> None:
     data = tar_of("a.x", "a.y", "b.x", "README")
@@ -209,14 +211,14 @@ def test_an_extent_that_is_not_one_sample_is_refused(
     assert getattr(raised.value, "shard", None) == SHARD
 
 
-def test_a_body_cut_in_a_stream_is_refused() -> None:
+def test_truncated_body_in_a_stream_is_refused() -> None:
     data = tar_of("a.x", "b.x")[: 1024 + 512 + 1]
     samples = iter_samples(reader(data), shard=SHARD)
     with pytest.raises(ShardError, match=r"is cut: 1 of 3 bytes of b\.x; .*at byte 1024"):
         list(samples)
 
 
-def test_a_group_holds_places_only() -> None:
+def test_group_holds_only_offsets() -> None:
     data = tar_of("a.x", "a.y")
     groups = list(iter_groups(iter_members(reader(data), end=len(data)), shard=SHARD))
     assert groups == [Group("a", 0, 2048, {"x": (512, 3), "y": (1536, 3)})]

@@ -61,12 +61,12 @@ def write_tar(members: list[tuple[str, bytes]]) -> bytes:
     return b"".join(map(bytes, pieces)) + END_OF_ARCHIVE
 
 
-# --- what others write, we read
+# --- tars of other writers
 
 
 @settings(max_examples=60)
 @given(archive=archives(), end_known=st.booleans())
-def test_we_read_what_tarfile_reads(archive: Archive, *, end_known: bool) -> None:
+def test_members_match_those_of_tarfile(archive: Archive, *, end_known: bool) -> None:
     assert read_members(archive.data, end_known=end_known) == read_with_tarfile(archive.data)
 
 
@@ -82,7 +82,7 @@ def test_names_of_any_length_are_read(form: TarFormat, length: int) -> None:
 
 @settings(max_examples=60)
 @given(archive=archives())
-def test_each_member_can_be_read_alone_by_its_offset(archive: Archive) -> None:
+def test_each_member_can_be_read_by_its_offset(archive: Archive) -> None:
     data = archive.data
     for name, start, body, size in iter_members(reader(data), end=len(data)):
         end = body + len(padded(bytes(size)))
@@ -91,7 +91,7 @@ def test_each_member_can_be_read_alone_by_its_offset(archive: Archive) -> None:
 
 
 @given(size=st.integers(1, 2000), zeros=st.integers(0, 40))
-def test_a_pax_size_wins_over_the_header(size: int, zeros: int) -> None:
+def test_pax_size_overrides_the_header(size: int, zeros: int) -> None:
     digits = b"0" * zeros + b"%d" % size
     records = next(r for n in range(80) if len(r := b"%d size=%s\n" % (n, digits)) == n)
     data = (
@@ -119,7 +119,7 @@ def test_a_pax_size_wins_over_the_header(size: int, zeros: int) -> None:
     ],
     ids=repr,
 )
-def test_every_way_to_write_a_size_is_read(size_field: bytes) -> None:
+def test_all_size_encodings_are_read(size_field: bytes) -> None:
     data = make_header(size=size_field) + padded(b"12345") + make_header(b"b.x") + END_OF_ARCHIVE
     assert read_members(data) == [("a.txt", b"12345"), ("b.x", b"")] == read_with_tarfile(data)
 
@@ -130,7 +130,7 @@ def test_every_way_to_write_a_size_is_read(size_field: bytes) -> None:
         (make_header(b"n" * 100), ["n" * 100]),
         (make_header(b"a.x", prefix=b"v1/w"), ["v1/w/a.x"]),
         (make_header(b"n" * 100, prefix=b"p" * 155), ["p" * 155 + "/" + "n" * 100]),
-        # GNU keeps times where POSIX has the prefix; tarfile takes them for a folder
+        # GNU stores times where POSIX has the prefix; tarfile reads them as a folder
         (make_header(b"a.x", prefix=b"14700000000", magic=b"ustar  \0"), ["a.x"]),
         (make_header(b"a.x", magic=b""), ["a.x"]),
         (make_header(b"a.x", kind=b"\0"), ["a.x"]),
@@ -144,12 +144,12 @@ def test_every_way_to_write_a_size_is_read(size_field: bytes) -> None:
     ],
     ids=range(13),
 )
-def test_old_and_odd_headers(header: bytes, names: list[str]) -> None:
+def test_old_and_unusual_headers_are_read(header: bytes, names: list[str]) -> None:
     data = header + make_header(b"z.x") + END_OF_ARCHIVE
     assert [name for name, _ in read_members(data)] == [*names, "z.x"]
 
 
-def test_a_header_summed_with_signed_bytes_is_sound() -> None:
+def test_signed_byte_checksum_is_accepted() -> None:
     block = make_header("é.x".encode())
     signed = int(block[148:154], 8) - 2 * 256  # two bytes over 127
     data = block[:148] + b"%06o\0 " % signed + block[156:] + END_OF_ARCHIVE
@@ -177,7 +177,7 @@ def test_archives_of_gnu_tar_are_read(form: str, longest: int, tmp_path: Path) -
 
 
 @needs_gnu_tar
-def test_an_incremental_archive_of_gnu_tar_keeps_its_names(tmp_path: Path) -> None:
+def test_incremental_archive_of_gnu_tar_keeps_its_names(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.x").write_bytes(b"1")
     run_tar("--create", "--format=gnu", "--listed-incremental=seen", "--file", "out.tar", "in",
@@ -196,7 +196,7 @@ def test_an_incremental_archive_of_gnu_tar_keeps_its_names(tmp_path: Path) -> No
     ],
     ids=" ".join,
 )
-def test_a_sparse_member_is_refused_by_a_clear_error(options: list[str], tmp_path: Path) -> None:
+def test_sparse_member_is_refused(options: list[str], tmp_path: Path) -> None:
     with (tmp_path / "a.x").open("wb") as file:
         file.seek(1 << 20)
         file.write(b"end")
@@ -205,7 +205,7 @@ def test_a_sparse_member_is_refused_by_a_clear_error(options: list[str], tmp_pat
         read_members((tmp_path / "out.tar").read_bytes())
 
 
-# --- what we write, others read
+# --- written tars in other readers
 
 
 written_members = st.lists(
@@ -216,7 +216,7 @@ written_members = st.lists(
 
 
 @given(members=written_members)
-def test_tarfile_reads_what_we_write(members: list[tuple[str, bytes]]) -> None:
+def test_tarfile_reads_written_tars(members: list[tuple[str, bytes]]) -> None:
     data = write_tar(members)
     assert read_with_tarfile(data) == members
     with tarfile.open(fileobj=io.BytesIO(data), encoding="utf-8") as tar:
@@ -226,7 +226,7 @@ def test_tarfile_reads_what_we_write(members: list[tuple[str, bytes]]) -> None:
 
 
 @given(members=written_members)
-def test_we_read_what_we_write_and_equal_members_give_equal_bytes(
+def test_written_tars_round_trip_and_are_deterministic(
     members: list[tuple[str, bytes]],
 ) -> None:
     data = write_tar(members)
@@ -242,19 +242,19 @@ def test_pax_records_count_their_own_length(length: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["\udcff.x", "n" * 200 + "\udc80.x"])
-def test_a_name_that_is_no_utf_8_keeps_its_bytes(name: str) -> None:
+def test_non_utf8_name_keeps_its_bytes(name: str) -> None:
     data = write_tar([(name, b"1")])
     assert read_members(data) == [(name, b"1")] == read_with_tarfile(data)
 
 
 class Zeros(bytes):
-    """A tar of eight GiB that is never in memory."""
+    """A tar of eight GiB that is generated while it is read."""
 
     def __len__(self) -> int:
         return EIGHT_GIB
 
 
-def test_a_member_over_eight_gib_gets_a_pax_size() -> None:
+def test_member_over_eight_gib_gets_a_pax_size() -> None:
     header, _, padding = encode_member("a.bin", Zeros())
     assert padding == b""
     with tarfile.open(fileobj=io.BytesIO(header + bytes(512)), mode="r|") as tar:
@@ -264,7 +264,7 @@ def test_a_member_over_eight_gib_gets_a_pax_size() -> None:
 
 
 @needs_gnu_tar
-def test_gnu_tar_lists_and_extracts_what_we_write(tmp_path: Path) -> None:
+def test_gnu_tar_lists_and_extracts_written_tars(tmp_path: Path) -> None:
     names = ["a.x", "d/é.x", "b c.x", "n" * 99, "n" * 100, "q" * 200 + "/" + "r" * 200]
     members = [(name, name.encode() * 7) for name in names]
     (tmp_path / "a.tar").write_bytes(write_tar(members))
@@ -278,7 +278,7 @@ def test_gnu_tar_lists_and_extracts_what_we_write(tmp_path: Path) -> None:
     assert all((tmp_path / name).read_bytes() == body for name, body in members)
 
 
-def test_the_bytes_of_a_shard_are_a_promise() -> None:
+def test_bytes_of_a_shard_are_pinned() -> None:
     data = write_tar([("0001.jpg", b"\xff\xd8"), ("0001.cls", b"3"), ("é/" + "n" * 120, b"")])
     assert len(data) == 9 * BLOCK_BYTES
     assert (
@@ -287,7 +287,7 @@ def test_the_bytes_of_a_shard_are_a_promise() -> None:
     )
 
 
-# --- what is damaged
+# --- damage
 
 
 SMALL = write_tar([("a.x", b"1" * 600), ("a.y", b""), ("é" * 60 + ".x", b"23"), ("b.x", b"4")])
@@ -305,13 +305,13 @@ PADDINGS = [
 
 
 @pytest.mark.parametrize("end_known", [True, False])
-def test_a_cut_is_noticed_at_every_byte(*, end_known: bool) -> None:
+def test_truncation_is_detected_at_every_byte(*, end_known: bool) -> None:
     for cut in range(len(SMALL) + 1):
         data = SMALL[:cut]
         found: list[bytes] = []
         error = failure(partial(collect_fields, data, len(data) if end_known else None, found))
         if error is None:
-            # Right where any reader sees a sound end: between members, or in the zeros at the end.
+            # At these offsets every reader sees a valid end: between members, or in the zeros at the end.
             in_padding = not end_known and any(start <= cut < end for start, end in PADDINGS)
             in_last_zeros = cut >= BOUNDARIES[-1] + BLOCK_BYTES
             assert cut in BOUNDARIES or in_padding or in_last_zeros, cut
@@ -333,7 +333,7 @@ def collect_fields(data: bytes, end: int | None, found: list[bytes]) -> None:
         found += [sample[field] for field in group.fields]
 
 
-def test_every_flipped_bit_of_a_header_is_noticed_or_harmless() -> None:
+def test_every_bit_flip_in_a_header_is_detected_or_harmless() -> None:
     headers = [
         offset
         for start, (_, after) in zip(BOUNDARIES, pairwise([*BOUNDARIES, len(SMALL)]), strict=False)
@@ -350,7 +350,7 @@ def test_every_flipped_bit_of_a_header_is_noticed_or_harmless() -> None:
             in_checksum = 148 <= position % BLOCK_BYTES < 156
             if error is None:
                 assert found == SMALL_MEMBERS
-                assert in_checksum  # a blank for a NUL, say
+                assert in_checksum  # for example a blank instead of a NUL
             else:
                 assert error.offset == position - position % BLOCK_BYTES
 
@@ -406,7 +406,7 @@ def test_nonsense_is_refused(data: bytes, message: str, offset: int) -> None:
     ],
     ids=repr,
 )
-def test_nonsense_in_a_pax_header_is_refused(records: bytes) -> None:
+def test_invalid_pax_header_is_refused(records: bytes) -> None:
     data = make_header(kind=b"x", size=octal(len(records))) + padded(records) + make_header()
     with pytest.raises(
         ShardError, match=r"a pax header (has a malformed record|gives the invalid size)"
@@ -416,13 +416,13 @@ def test_nonsense_in_a_pax_header_is_refused(records: bytes) -> None:
 
 
 @pytest.mark.parametrize("kind", [b"x", b"L", b"K"])
-def test_extended_headers_without_end_are_refused(kind: bytes) -> None:
-    asked = 0
+def test_endless_extended_headers_are_refused(kind: bytes) -> None:
+    requested_bytes = 0
 
     def endless(offset: int, size: int) -> bytes:
-        nonlocal asked
-        asked += size
-        assert asked < 1 << 26, "read on and on"
+        nonlocal requested_bytes
+        requested_bytes += size
+        assert requested_bytes < 1 << 26, "read on and on"
         block = make_header(kind=kind, size=octal(512)) if offset % 1024 == 0 else bytes(512)
         return block[:size]
 
@@ -430,7 +430,7 @@ def test_extended_headers_without_end_are_refused(kind: bytes) -> None:
         next(iter_members(endless, shard=SHARD))
 
 
-def test_an_empty_stream_has_no_members() -> None:
+def test_empty_stream_has_no_members() -> None:
     assert read_members(b"") == read_members(b"", end_known=False) == []
 
 
@@ -473,7 +473,7 @@ hostile = st.lists(
 @settings(max_examples=300)
 @given(data=st.binary(max_size=2000) | hostile)
 @example(data=make_header(size=base_256(1 << 62)))
-def test_garbage_raises_nothing_but_our_errors(data: bytes) -> None:
+def test_random_bytes_raise_only_shardstream_errors(data: bytes) -> None:
     for read in all_readers(data):
         error = failure(read)
         assert error is None or error.shard == SHARD
@@ -484,7 +484,7 @@ def test_garbage_raises_nothing_but_our_errors(data: bytes) -> None:
     archive=archives(),
     edits=st.lists(st.tuples(st.integers(0, 8000), st.integers(0, 255)), max_size=4),
 )
-def test_damage_anywhere_raises_nothing_but_our_errors(
+def test_damage_raises_only_shardstream_errors(
     archive: Archive, edits: list[tuple[int, int]]
 ) -> None:
     data = bytearray(archive.data)

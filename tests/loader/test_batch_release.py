@@ -1,4 +1,4 @@
-"""A worker frees a batch before it reads the next one: photos are many MB."""
+"""Test that a worker frees a batch before it reads the next one, because photos are many MB."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from shardstream.testing import make_shards
 
 
 class Thing:
-    """What can be referred to weakly."""
+    """An item that supports weak references."""
 
     def __init__(self, _: Any) -> None:
         pass
 
 
 @pytest.mark.parametrize("many", [False, True])
-def test_a_batch_that_was_taken_is_held_by_nobody_else(many: bool, tmp_path: Path) -> None:
+def test_yielded_batch_has_no_other_references(many: bool, tmp_path: Path) -> None:
     url = make_shards(tmp_path, samples=200, per_shard=200 if many else 9)
     dataset = ss.ShardDataset(url, shuffle=True).map(Thing)
     loader = ss.ShardLoader(dataset, 20, num_workers=0, collate_fn=list)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 
 SAMPLES, PER_SHARD = 60, 15
 SHARDS = SAMPLES // PER_SHARD
-ROOM: dict[str, Any] = {"cache_bytes": "100MB"}  # also where less than a tenth of the disk is free
+ROOM: dict[str, Any] = {"cache_bytes": "100MB"}  # also if less than a tenth of the disk is free
 
 
 class Server:
@@ -56,7 +56,7 @@ class Server:
 
 @pytest.fixture(scope="module")
 def proxy(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ShapedS3]:
-    """One for all tests: no faults, it only counts."""
+    """A proxy for all tests that only counts requests."""
     with nginx_or_skip(tmp_path_factory.mktemp("nginx"), s3) as started:
         started.control("/set?profile=chaos&slow=0&reset=0&trunc=0&stall=0")
         yield started
@@ -64,7 +64,7 @@ def proxy(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sh
 
 @pytest.fixture(scope="module")
 def server(proxy: ShapedS3) -> Iterator[Server]:
-    """With a dataset that no test changes."""
+    """A server with a dataset that no test changes."""
     with new_bucket(proxy.plain) as bucket:
         one = Server(proxy, bucket)
         numbered(one.url, SAMPLES, PER_SHARD, storage_options=one.options)
@@ -85,19 +85,19 @@ EVERYTHING = list(range(SAMPLES))
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_the_second_run_asks_for_no_bytes_and_no_versions(
+def test_second_run_sends_no_data_or_version_requests(
     num_workers: int, server: Server, tmp_path: Path
 ) -> None:
     options = {"num_workers": num_workers, "shuffle": True}
     assert epoch(server.loader(tmp_path, **options)) == EVERYTHING
     first = server.requests()
-    assert sorted(first) == ["GET .idx", "GET .tar"]  # no HEAD: the listing told
+    assert sorted(first) == ["GET .idx", "GET .tar"]  # no HEAD: the listing has the versions
     assert first["GET .tar"] >= SHARDS
     assert epoch(server.loader(tmp_path, **options)) == EVERYTHING
     assert server.requests() == {}
 
 
-def test_later_epochs_of_one_loader_ask_for_nothing(server: Server, tmp_path: Path) -> None:
+def test_later_epochs_of_one_loader_send_no_requests(server: Server, tmp_path: Path) -> None:
     loader = server.loader(tmp_path, shuffle=True, cache_bytes="10MB")
     assert epoch(loader) == EVERYTHING
     server.requests()
@@ -107,7 +107,7 @@ def test_later_epochs_of_one_loader_ask_for_nothing(server: Server, tmp_path: Pa
 
 
 @pytest.mark.parametrize("urls", ["/index.json", "/{000000..000003}.tar", "/*.tar", "/"])
-def test_one_cache_serves_the_same_shards_however_they_are_named(
+def test_one_cache_serves_shards_named_in_different_ways(
     urls: str, server: Server, tmp_path: Path
 ) -> None:
     epoch(server.loader(tmp_path))
@@ -125,7 +125,7 @@ def test_spawned_workers_find_the_cache(server: Server, tmp_path: Path) -> None:
     assert server.requests() == {}
 
 
-def test_a_map_dataset_has_the_cache_too(server: Server, tmp_path: Path) -> None:
+def test_map_dataset_uses_the_cache(server: Server, tmp_path: Path) -> None:
     def open_one() -> Any:
         return ss.ShardMapDataset(
             server.url, storage_options=server.options, cache_dir=tmp_path, cache_bytes="1GB"
@@ -137,7 +137,7 @@ def test_a_map_dataset_has_the_cache_too(server: Server, tmp_path: Path) -> None
     assert server.requests() == {}
 
 
-def test_a_mix_reads_through_the_caches_of_its_parts(server: Server, tmp_path: Path) -> None:
+def test_mix_reads_through_the_caches_of_its_parts(server: Server, tmp_path: Path) -> None:
     def mixed() -> ss.ShardLoader:
         part = ss.ShardDataset(
             server.url, storage_options=server.options, cache_dir=tmp_path, **ROOM
@@ -150,14 +150,14 @@ def test_a_mix_reads_through_the_caches_of_its_parts(server: Server, tmp_path: P
     assert server.requests() == {}
 
 
-def test_whole_shards_are_kept_too(server: Server, tmp_path: Path) -> None:
+def test_sequential_reads_use_the_cache(server: Server, tmp_path: Path) -> None:
     for _ in range(2):
         server.requests()
         assert epoch(server.loader(tmp_path, index="ignore")) == EVERYTHING
     assert server.requests() == {}
 
 
-def test_shards_that_were_replaced_are_read_anew(server: Server, tmp_path: Path) -> None:
+def test_replaced_shards_are_read_again(server: Server, tmp_path: Path) -> None:
     url = f"{server.url}-2"
     for first in (0, 1000):
         samples = [{"__key__": f"{i:06d}", "cls": first + i} for i in range(SAMPLES)]
@@ -166,7 +166,7 @@ def test_shards_that_were_replaced_are_read_anew(server: Server, tmp_path: Path)
             assert epoch(server.loader(tmp_path, url=url)) == [first + i for i in range(SAMPLES)]
 
 
-def test_a_shard_replaced_behind_the_listing_is_an_error_and_not_kept(
+def test_shard_replaced_after_the_listing_is_an_error_and_not_cached(
     server: Server, tmp_path: Path
 ) -> None:
     url = f"{server.url}-3"
@@ -181,10 +181,10 @@ def test_a_shard_replaced_behind_the_listing_is_an_error_and_not_kept(
     with pytest.raises(ss.ChangedError, match="the file changed while it was read"):
         epoch(listed)
     kept = [path.stat().st_size for path in tmp_path.glob("*/??/*")]
-    assert max(kept) < 5000  # indexes and manifest; no shard
+    assert max(kept) < 5000  # indexes and manifest, but no shard
 
 
-def test_workers_killed_while_they_fill_the_cache_harm_nobody(
+def test_workers_killed_while_writing_the_cache_leave_it_valid(
     server: Server, tmp_path: Path
 ) -> None:
     loader = server.loader(tmp_path, num_workers=2, shuffle=True)
@@ -192,7 +192,7 @@ def test_workers_killed_while_they_fill_the_cache_harm_nobody(
     next(batches)
     for worker in multiprocessing.active_children():
         worker.kill()
-    # What torch says depends on whether a batch of theirs was on its way.
+    # Torch's error depends on whether a batch of the killed workers was in transit.
     with pytest.raises((RuntimeError, OSError, EOFError)):
         list(batches)
     del batches
@@ -200,7 +200,7 @@ def test_workers_killed_while_they_fill_the_cache_harm_nobody(
     assert epoch(server.loader(tmp_path)) == EVERYTHING
 
 
-def test_without_options_nothing_is_kept(server: Server, tmp_path: Path) -> None:
+def test_without_options_nothing_is_cached(server: Server, tmp_path: Path) -> None:
     for _ in range(2):
         assert epoch(server.loader(None)) == EVERYTHING
         assert server.requests()["GET .tar"] >= SHARDS
@@ -208,14 +208,14 @@ def test_without_options_nothing_is_kept(server: Server, tmp_path: Path) -> None
         server.loader(None, cache_bytes="1GB")
 
 
-def test_local_shards_are_not_copied(tmp_path: Path) -> None:
+def test_local_shards_are_not_cached(tmp_path: Path) -> None:
     url = numbered(tmp_path / "data", 20, 10)
     loader = ss.ShardLoader(ss.ShardDataset(url, cache_dir=tmp_path / "cache", **ROOM).decode(), 4)
     assert epoch(loader) == list(range(20))
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
-def test_a_disk_that_cannot_be_written_costs_a_warning(server: Server) -> None:
+def test_unwritable_cache_disk_causes_a_warning(server: Server) -> None:
     with pytest.warns(CacheWarning, match="reads continue without it"):
         loader = server.loader(Path("/proc/no-such-place"))
     assert epoch(loader) == EVERYTHING

@@ -1,6 +1,6 @@
 """Whole epochs against a faulty store: every sample exactly once with its own bytes, or an error.
 
-The server is a real one behind a proxy that spoils answers. An epoch is compared as a whole: the key of each sample and a digest of
+The server is a real one behind a proxy that corrupts responses. Whole epochs are compared: the key of each sample and a digest of
 each of its fields, sorted.
 """
 
@@ -45,9 +45,9 @@ from tests.small_datasets import FEW_CORES
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 
 SAMPLES, PER_SHARD = 2040, 20
-FEW = 300  # of them, in 15 shards
+FEW = 300  # samples, in 15 shards
 ROOT = Path(__file__).parent.parent.parent
-# obstore's threads would not live on in a forked worker, so this process reads by itself where it reads by obstore.
+# obstore's threads do not survive a fork, so with obstore this process reads without workers.
 READERS = (("s3fs", 2), ("obstore", 0))
 by_reader = pytest.mark.parametrize(("client", "num_workers"), READERS)
 CALM = dict.fromkeys(("slow", "reset", "trunc", "stall", "short", "flip"), 0.0)
@@ -56,13 +56,13 @@ SMALL_READS: dict[str, Any] = {"shuffle": True, "window": 16, "block": 4, "prefe
 
 
 def digest(sample: dict[str, Any]) -> str:
-    """A text that stands for a sample's key and bytes."""
+    """Return a digest of a sample's key and bytes."""
     fields = {name: hashlib.sha256(sample[name]).hexdigest() for name in ("bin", "cls")}
     return f"{sample['__key__']} {fields}"
 
 
 class Shop:
-    """A data set on a server, behind a proxy."""
+    """A dataset on a server, behind a proxy."""
 
     def __init__(self, proxy: ShapedS3, url: str, expected: list[str]) -> None:
         self.proxy, self.url, self.all = proxy, url, expected
@@ -77,7 +77,7 @@ class Shop:
         return self.all[:FEW]
 
     def set(self, **knobs: float) -> None:
-        """Say which faults answers have from now on; counts begin at 0."""
+        """Set the faults of later responses, and reset the counts."""
         every = CALM | {"seed": 1} | knobs
         self.proxy.control("/set?profile=chaos&" + "&".join(f"{k}={v}" for k, v in every.items()))
         self.proxy.control("/clear")
@@ -87,7 +87,7 @@ class Shop:
 
     @property
     def gets(self) -> int:
-        """Requests for bytes of shards."""
+        """Number of requests for bytes of shards."""
         return int(json.loads(self.proxy.control("/stats"))["chaos"]["seen"]["GET .tar"])
 
     def log_from_here(self) -> None:
@@ -95,10 +95,10 @@ class Shop:
         self._logged = len(self._log())
 
     def faults_by_range(self) -> list[list[str]]:
-        """Return the faults of all answers, for each range of a shard that was asked for: "stall:0.3", or "-"."""
+        """Return the faults of all responses, for each requested range of a shard: "stall:0.3", or "-"."""
         answers: list[tuple[str, str]] = []
         deadline = time.monotonic() + 30
-        while len(answers) < self.gets and time.monotonic() < deadline:  # the late ones, too
+        while len(answers) < self.gets and time.monotonic() < deadline:  # also the late ones
             lines = "\n".join(self._log()[self._logged :])
             answers = re.findall(r"GET (\S+\.tar range=\S+) .* fault=(\S+)", lines)
         assert len(answers) == self.gets
@@ -108,7 +108,7 @@ class Shop:
         return list(found.values())
 
     def _log(self) -> list[str]:
-        signal_server(self.proxy.workdir, "nginx", signal.SIGUSR1)  # write what is buffered
+        signal_server(self.proxy.workdir, "nginx", signal.SIGUSR1)  # flush the log
         time.sleep(0.3)
         return (self.proxy.workdir / "logs" / "access.log").read_text().splitlines()
 
@@ -133,7 +133,7 @@ class Shop:
 def epoch(
     loader: ss.ShardLoader, then: Callable[[], None] = lambda: None, *, after: int = 3
 ) -> list[str]:
-    """Read an epoch; after some batches something happens."""
+    """Read an epoch; call ``then`` after some batches."""
     found: list[str] = []
     for number, batch in enumerate(loader):
         if number == after:
@@ -149,7 +149,7 @@ def proxy(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sh
 
 
 def write(url: str, nsamples: int, server: S3Server) -> list[str]:
-    """Write a data set; returns what its samples' digests are."""
+    """Write a dataset; return the digests of its samples."""
     rng = np.random.default_rng(0)
     samples = [
         {"__key__": f"{i:06d}", "cls": b"%d" % i, "bin": rng.bytes(1000 + 7 * (i % 500))}
@@ -167,17 +167,17 @@ def written(proxy: ShapedS3) -> Iterator[Shop]:
 
 @pytest.fixture
 def shop(written: Shop) -> Shop:
-    """With a store that is well until the test says otherwise."""
+    """A dataset behind a proxy without faults until the test sets some."""
     written.set()
     return written
 
 
-# --- faults that pass
+# --- temporary faults
 
 
 FAULTS = {"slow": 0.05, "reset": 0.02, "trunc": 0.01, "stall": 0.01, "stall_s": 4}
 
-# A process of its own: in one that has used obstore, forked workers do without it.
+# A separate process: in one that has used obstore, forked workers do not use it.
 PROGRAM = """
     import json, sys
     import shardstream as ss
@@ -187,21 +187,21 @@ PROGRAM = """
         return test_chaos.digest(sample), "shardstream.storage.obstore_client" in sys.modules
 
     if __name__ == "__main__":
-        told = json.loads(sys.argv[1])
-        dataset = ss.ShardDataset(told["url"], shuffle=True, storage_options=told["options"]).map(digest)
+        arguments = json.loads(sys.argv[1])
+        dataset = ss.ShardDataset(arguments["url"], shuffle=True, storage_options=arguments["options"]).map(digest)
         loader = ss.ShardLoader(
-            dataset, 8, num_workers=2, collate_fn=list, multiprocessing_context=told["method"]
+            dataset, 8, num_workers=2, collate_fn=list, multiprocessing_context=arguments["method"]
         )
         found = [one for batch in loader for one in batch]
         print(json.dumps([sorted(text for text, _ in found), sorted({by for _, by in found})]))
 """
 
 
-def run(program: str, folder: Path, **told: Any) -> subprocess.CompletedProcess[str]:
-    """Run a program, within a minute and a half, and see that it leaves no process behind."""
+def run(program: str, folder: Path, **arguments: Any) -> subprocess.CompletedProcess[str]:
+    """Run a program for at most 90 s, and check that it leaves no process."""
     (folder / "program.py").write_text(textwrap.dedent(program))
     process = subprocess.Popen(
-        [sys.executable, folder / "program.py", json.dumps(told)],
+        [sys.executable, folder / "program.py", json.dumps(arguments)],
         env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True,
     )  # fmt: skip
@@ -209,32 +209,32 @@ def run(program: str, folder: Path, **told: Any) -> subprocess.CompletedProcess[
         output, errors = process.communicate(timeout=90)
         assert is_gone(process.pid)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGABRT)  # faulthandler says where it hangs
+        os.killpg(process.pid, signal.SIGABRT)  # faulthandler prints where it hangs
         output, errors = process.communicate()
         pytest.fail(f"it hangs: {errors}")
     return subprocess.CompletedProcess([], process.returncode, output, errors)
 
 
 def is_gone(group: int) -> bool:
-    """Tell whether all processes of a group end within seconds."""
+    """Return whether all processes of a group end within seconds."""
     for _ in range(200):
         try:
             os.killpg(group, 0)
         except ProcessLookupError:
             return True
-        time.sleep(0.05)  # multiprocessing's helper ends when it has noticed
+        time.sleep(0.05)  # multiprocessing's helper process ends a moment later
     return False
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("client", "method"), [("obstore", "fork"), ("obstore", "spawn")])
-def test_an_epoch_under_faults_has_each_sample_once(
+def test_epoch_under_faults_has_each_sample_once(
     client: str, method: str, shop: Shop, tmp_path: Path
 ) -> None:
     shop.set(**FAULTS)
     options = shop.options(client, read_timeout_s=1)
     if (client, method) == ("obstore", "fork"):
-        del options["s3_client"]  # the parent looks around by s3fs, and the workers read by obstore
+        del options["s3_client"]  # the parent lists with s3fs, and the workers read with obstore
     done = run(PROGRAM, tmp_path, url=shop.url, options=options, method=method)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [shop.all, [client == "obstore"]]
@@ -242,7 +242,7 @@ def test_an_epoch_under_faults_has_each_sample_once(
 
 
 @pytest.mark.slow
-def test_an_epoch_in_forked_workers_under_faults_has_each_sample_once(shop: Shop) -> None:
+def test_epoch_in_forked_workers_under_faults_has_each_sample_once(shop: Shop) -> None:
     loader = shop.loader(shop.url, "s3fs", shuffle=True, num_workers=2, read_timeout_s=1)
     shop.set(**FAULTS)
     assert epoch(loader) == shop.all
@@ -250,7 +250,7 @@ def test_an_epoch_in_forked_workers_under_faults_has_each_sample_once(shop: Shop
 
 
 @by_reader
-def test_an_epoch_where_every_third_answer_breaks_has_each_sample_once(
+def test_epoch_with_every_third_response_broken_has_each_sample_once(
     client: str, num_workers: int, shop: Shop
 ) -> None:
     loader = shop.loader(
@@ -262,9 +262,7 @@ def test_an_epoch_where_every_third_answer_breaks_has_each_sample_once(
 
 
 @by_reader
-def test_bodies_that_end_early_without_a_word_are_asked_for_again(
-    client: str, num_workers: int, shop: Shop
-) -> None:
+def test_silently_truncated_bodies_are_retried(client: str, num_workers: int, shop: Shop) -> None:
     loader = shop.loader(shop.few_url, client, num_workers=num_workers, **MANY_READS)
     shop.set(short=0.2)
     assert epoch(loader) == shop.few
@@ -272,7 +270,7 @@ def test_bodies_that_end_early_without_a_word_are_asked_for_again(
 
 
 def until_flipped(shop: Shop, read: Callable[[int], None]) -> None:
-    """Read until bits of an answer were flipped, with draws of its own each time: a few requests may all be spared."""
+    """Read, with new random draws, until bits of a response were flipped: few requests may all be unchanged."""
     for seed in range(20):
         read(seed)
         if shop.count("flip"):
@@ -281,7 +279,7 @@ def until_flipped(shop: Shop, read: Callable[[int], None]) -> None:
 
 
 @by_reader
-def test_flipped_bits_are_mended_with_checksums_and_not_without(
+def test_bit_flips_are_corrected_only_with_checksums(
     client: str, num_workers: int, shop: Shop
 ) -> None:
     def outcome(flip: float, seed: int, **options: Any) -> list[str] | str:
@@ -293,11 +291,11 @@ def test_flipped_bits_are_mended_with_checksums_and_not_without(
         except ShardStreamError as error:
             return str(error)
 
-    def mended(seed: int) -> None:
+    def corrected(seed: int) -> None:
         assert outcome(0.05, seed, verify="sha256") == shop.few
 
-    until_flipped(shop, mended)
-    assert outcome(0.3, 0) != shop.few  # so bits were flipped where they matter
+    until_flipped(shop, corrected)
+    assert outcome(0.3, 0) != shop.few  # so bits were flipped in fields
 
 
 def test_flipped_bits_do_not_stay_in_the_cache(shop: Shop, tmp_path: Path) -> None:
@@ -307,24 +305,24 @@ def test_flipped_bits_do_not_stay_in_the_cache(shop: Shop, tmp_path: Path) -> No
         options |= {"cache_dir": folder, "cache_bytes": "100MB", "verify": "sha256"}
         return shop.loader(shop.few_url, **MANY_READS, **options)
 
-    def mended(seed: int) -> None:
+    def corrected(seed: int) -> None:
         one = loader(seed, num_workers=2)
         shop.set(flip=0.05, seed=seed)
         assert epoch(one) == shop.few
         filled.append(seed)
 
     filled: list[int] = []
-    until_flipped(shop, mended)
+    until_flipped(shop, corrected)
     one = loader(filled[-1], retry_timeout_s=0.1)
-    shop.set(slow=1)  # nothing can be had any more
+    shop.set(slow=1)  # all requests fail from now on
     with pytest.warns(UserWarning, match="cannot check whether the dataset was replaced"):
         assert epoch(one) == shop.few
 
 
-# --- a store that asks for less, and one that stalls
+# --- a store that throttles, and one that stalls
 
 
-def test_a_storm_of_refusals_makes_fewer_requests(shop: Shop) -> None:
+def test_throttling_reduces_the_number_of_requests(shop: Shop) -> None:
     storage = Storage(shop.options("obstore"))
     catalog = ShardCatalog(locate_shards(shop.few_url, storage), storage)
     catalog.extents(np.arange(FEW))  # reads the indexes
@@ -338,7 +336,7 @@ def test_a_storm_of_refusals_makes_fewer_requests(shop: Shop) -> None:
     assert limit < catalog.threads
 
 
-def test_an_epoch_in_a_storm_of_refusals_has_each_sample_once(shop: Shop) -> None:
+def test_throttled_epoch_has_each_sample_once(shop: Shop) -> None:
     url = f"{shop.url}/{{000000..000004}}.tar"
     loader = shop.loader(url, num_workers=2, shuffle=True)
     shop.set(slow=0.4)
@@ -347,7 +345,7 @@ def test_an_epoch_in_a_storm_of_refusals_has_each_sample_once(shop: Shop) -> Non
 
 
 @pytest.mark.slow
-def test_answers_that_stall_are_asked_for_a_second_time_if_that_is_wanted(shop: Shop) -> None:
+def test_stalled_responses_are_hedged_with_hedge(shop: Shop) -> None:
     waited_for: dict[bool, float] = {}
     for hedge, stall_s in ((False, 0.5), (True, 3)):
         loader = shop.loader(shop.few_url, hedge=hedge, **MANY_READS)
@@ -356,15 +354,15 @@ def test_answers_that_stall_are_asked_for_a_second_time_if_that_is_wanted(shop: 
         assert epoch(loader) == shop.few
         stalled = [faults for faults in shop.faults_by_range() if "stall" in str(faults)]
         waited_for[hedge] = sum(len(faults) == 1 for faults in stalled) / len(stalled)
-    assert waited_for[False] == 1  # all are waited for to their end
+    assert waited_for[False] == 1  # every stall is waited for
     assert waited_for[True] < 0.5
 
 
-# --- a store that dies
+# --- a store that is killed
 
 
 class Outage:
-    """Ends a server in the middle of an epoch, and brings it back a bit later."""
+    """Kills a server during an epoch, and restarts it later."""
 
     def __init__(self, down: Callable[[], None], up: Callable[[], None]) -> None:
         self._down, self._up = down, up
@@ -387,7 +385,7 @@ class Outage:
 
 @pytest.fixture
 def mortal(s3: S3Server, shop: Shop, tmp_path: Path) -> Iterator[Shop]:
-    """The same data behind a proxy of the test's own."""
+    """The same data behind a proxy that is started for this test."""
     with nginx_or_skip(tmp_path / "nginx", s3) as proxy:
         mine = Shop(proxy, shop.url, shop.all)
         mine.set()
@@ -395,9 +393,7 @@ def mortal(s3: S3Server, shop: Shop, tmp_path: Path) -> Iterator[Shop]:
 
 
 @by_reader
-def test_an_epoch_outlives_a_server_that_is_killed_and_started_again(
-    client: str, num_workers: int, mortal: Shop
-) -> None:
+def test_epoch_survives_a_server_restart(client: str, num_workers: int, mortal: Shop) -> None:
     def up() -> None:
         restart_nginx(mortal.proxy)
         mortal.set()
@@ -410,7 +406,7 @@ def test_an_epoch_outlives_a_server_that_is_killed_and_started_again(
 
 @pytest.fixture(scope="module")
 def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, S3Server]]:
-    """A store of this module's own, to be killed."""
+    """A store for this module, which tests kill."""
     folder = tmp_path_factory.mktemp("ceph")
     with start_s3(folder) as server:
         if server.kind != "ceph":
@@ -419,11 +415,11 @@ def ceph(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, S3Ser
 
 
 @pytest.mark.slow
-def test_an_epoch_outlives_a_gateway_that_freezes_and_one_that_dies(
+def test_epoch_survives_a_frozen_and_a_killed_gateway(
     ceph: tuple[Path, S3Server],
 ) -> None:
     folder, server = ceph
-    # Not deleted: the store would wait half a minute for the gateway that died.
+    # Not deleted, because the store would wait half a minute for the killed gateway.
     client = server.client()
     client.create_bucket(Bucket="kept")
     client.close()
@@ -440,22 +436,22 @@ def test_an_epoch_outlives_a_gateway_that_freezes_and_one_that_dies(
         assert outage.is_over()
 
 
-# Reads some batches, says so, waits until the server is gone, and goes on.
+# Reads some batches, prints a line, waits until the server has stopped, and continues.
 GOING = """
     import json, multiprocessing, os, sys, threading
     import shardstream as ss
 
     if __name__ == "__main__":
-        told = json.loads(sys.argv[1])
+        arguments = json.loads(sys.argv[1])
         dataset = ss.ShardDataset(
-            told["url"], shuffle=True, window=16, block=4, prefetch_bytes=1, storage_options=told["options"]
+            arguments["url"], shuffle=True, window=16, block=4, prefetch_bytes=1, storage_options=arguments["options"]
         )
-        loader = ss.ShardLoader(dataset, 8, num_workers=told["num_workers"], collate_fn=len)
+        loader = ss.ShardLoader(dataset, 8, num_workers=arguments["num_workers"], collate_fn=len)
         seen = 0
         try:
             for seen, batch in enumerate(loader, 1):
                 if seen == 3:
-                    os.kill(told["pid"], told["signal"])
+                    os.kill(arguments["pid"], arguments["signal"])
         except ss.StorageError as error:
             children = len(multiprocessing.active_children())
             text = "; ".join([str(error), *getattr(error, "__notes__", ())])
@@ -464,7 +460,7 @@ GOING = """
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_server_that_never_comes_back_is_an_error_within_the_patience(
+def test_server_that_stays_down_is_an_error_within_the_retry_timeout(
     num_workers: int, mortal: Shop, tmp_path: Path
 ) -> None:
     master = int((mortal.proxy.workdir / "pids").read_text().split()[0])
@@ -485,7 +481,7 @@ def test_a_server_that_never_comes_back_is_an_error_within_the_patience(
 
 
 @pytest.mark.parametrize("grows", [False, True])
-def test_shards_that_are_replaced_in_mid_epoch_are_an_error(
+def test_shards_replaced_during_an_epoch_are_an_error(
     grows: bool, proxy: ShapedS3, shop: Shop
 ) -> None:
     with new_bucket(proxy.plain) as bucket:
@@ -506,11 +502,11 @@ def test_shards_that_are_replaced_in_mid_epoch_are_an_error(
         assert multiprocessing.active_children() == []
 
 
-# --- workers that die
+# --- killed workers
 
 
-def test_a_worker_killed_while_the_server_stalls_is_told_at_once(shop: Shop) -> None:
-    # Nothing would come for two minutes, which is longer than a test may take.
+def test_worker_killed_during_a_stall_is_reported_at_once(shop: Shop) -> None:
+    # Without an error, no batch would arrive for two minutes, longer than a test may take.
     loader = shop.loader(shop.few_url, num_workers=2, read_timeout_s=100, retry_timeout_s=100)
     shop.set(stall=1, stall_s=120)
 

@@ -62,11 +62,11 @@ def trained(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
-# -- what comes back -----------------------------------------------------------------------------------------------------------
+# -- round trips ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["one.pt", "deep/er/one.pth"])
-def test_values_come_back_as_they_were(folder: str, name: str) -> None:
+def test_values_round_trip(folder: str, name: str) -> None:
     url = ss.save_checkpoint(f"{folder}/{name}", **VALUES)
     assert url == f"{folder}/{name}"
     assert_equal(ss.load_checkpoint(url), VALUES)
@@ -91,7 +91,7 @@ def test_models_optimizers_and_schedulers_are_saved_by_their_state(folder: str) 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.filterwarnings("ignore:This DataLoader will create:UserWarning")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_a_loader_goes_on_with_the_next_sample(tmp_path: Path, num_workers: int) -> None:
+def test_loader_continues_with_the_next_sample(tmp_path: Path, num_workers: int) -> None:
     data = numbered(tmp_path / "data", 50)
     one = loader(data, shuffle=True, num_workers=num_workers)
     seen = labels(take(one, 3))
@@ -101,17 +101,17 @@ def test_a_loader_goes_on_with_the_next_sample(tmp_path: Path, num_workers: int)
     assert sorted(flat(seen) + flat(labels(two))) == list(range(50))
 
 
-def test_torch_reads_what_we_write_and_we_what_torch_writes(tmp_path: Path) -> None:
+def test_files_are_interchangeable_with_torch_save_and_load(tmp_path: Path) -> None:
     ss.save_checkpoint(tmp_path / "ours.pt", **VALUES)
     assert_equal(torch.load(tmp_path / "ours.pt", weights_only=True), VALUES)
     torch.save(VALUES, tmp_path / "theirs.pt")
     assert_equal(ss.load_checkpoint(tmp_path / "theirs.pt"), VALUES)
 
 
-# -- which there are -----------------------------------------------------------------------------------------------------------
+# -- rotation ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_latest_step_is_loaded_and_so_many_are_kept(folder: str) -> None:
+def test_latest_step_is_loaded_and_keep_files_stay(folder: str) -> None:
     for step in (2, 10, 9_999_999, 123_456_789):
         ss.save_checkpoint(folder, step=step, keep=3, value=step)
     assert names(folder) == ["step-00000010.pt", "step-09999999.pt", "step-123456789.pt"]
@@ -151,20 +151,20 @@ def test_later_steps_and_other_files_are_never_deleted(folder: str) -> None:
     ]
 
 
-def test_a_step_is_saved_again_in_its_place(folder: str) -> None:
+def test_saving_a_step_again_replaces_it(folder: str) -> None:
     ss.save_checkpoint(folder, step=1, value="old")
     ss.save_checkpoint(folder, step=1, value="new", keep=2)
     assert ss.load_checkpoint(folder)["value"] == "new"
     assert names(folder) == ["step-00000001.pt"]
 
 
-def test_a_folder_without_checkpoints_says_so(tmp_path: Path) -> None:
+def test_folder_without_checkpoints_is_an_error(tmp_path: Path) -> None:
     for url in (tmp_path, tmp_path / "none", tmp_path / "one.pt"):
         with pytest.raises(ss.NotFoundError, match=str(url)):
             ss.load_checkpoint(url)
 
 
-# -- whole or not at all -------------------------------------------------------------------------------------------------------
+# -- atomic writes ------------------------------------------------------------------------------------------------------
 
 _ENDLESS = """
 import os, sys, threading, time, torch
@@ -182,7 +182,7 @@ ss.save_checkpoint(sys.argv[1], step=2, keep=1, value=[torch.zeros(50_000) for _
 
 
 @pytest.mark.slow
-def test_a_kill_in_the_middle_leaves_the_one_before(tmp_path: Path) -> None:
+def test_kill_during_save_leaves_the_previous_checkpoint(tmp_path: Path) -> None:
     folder = str(tmp_path)
     ss.save_checkpoint(folder, step=1, value="whole")
     done = subprocess.run([sys.executable, "-c", _ENDLESS, folder], check=False, timeout=120)
@@ -193,7 +193,7 @@ def test_a_kill_in_the_middle_leaves_the_one_before(tmp_path: Path) -> None:
     assert names(folder) == ["step-00000003.pt"], "what the killed one left is in the way"
 
 
-def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
+def test_full_disk_is_reported(tmp_path: Path) -> None:
     ss.save_checkpoint(tmp_path, step=1, value="whole")
     code = (
         "import resource, signal, sys, torch, shardstream as ss\n"
@@ -209,7 +209,7 @@ def test_a_full_disk_is_told_as_such(tmp_path: Path) -> None:
     assert names(str(tmp_path)) == ["step-00000001.pt"]
 
 
-# -- what is refused -----------------------------------------------------------------------------------------------------------
+# -- refused values ----------------------------------------------------------------------------------------------------------
 
 
 class Own:
@@ -228,7 +228,7 @@ class Own:
         (nn.Linear, "value is of builtins.type"),
     ],
 )
-def test_what_only_code_could_load_is_refused_before_it_is_saved(
+def test_values_that_need_code_to_load_are_refused_before_saving(
     value: Any, message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ss.OptionError, match=message):
@@ -255,7 +255,7 @@ class Bomb:
         return os.mkdir, ("exploded",)
 
 
-def test_a_pickle_that_runs_code_is_refused_and_does_not_run(
+def test_pickle_with_code_is_refused_and_not_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -265,7 +265,7 @@ def test_a_pickle_that_runs_code_is_refused_and_does_not_run(
     assert not Path("exploded").exists()
 
 
-def test_every_damaged_byte_of_the_values_is_found(tmp_path: Path) -> None:
+def test_every_damaged_byte_of_the_values_is_detected(tmp_path: Path) -> None:
     url = tmp_path / "one.pt"
     ss.save_checkpoint(url, value=torch.arange(100))
     data = url.read_bytes()
@@ -280,14 +280,14 @@ def test_every_damaged_byte_of_the_values_is_found(tmp_path: Path) -> None:
             ss.load_checkpoint(url)
 
 
-def test_the_latest_is_not_passed_over_because_it_is_damaged(tmp_path: Path) -> None:
+def test_damaged_latest_checkpoint_is_not_skipped(tmp_path: Path) -> None:
     ss.save_checkpoint(tmp_path, step=1)
     (tmp_path / "step-00000002.pt").write_bytes(b"cut")
     with pytest.raises(ss.StateError, match=r"load an older one.*step-00000002"):
         ss.load_checkpoint(tmp_path)
 
 
-def test_a_file_that_holds_something_else_is_refused(tmp_path: Path) -> None:
+def test_file_with_other_content_is_refused(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "list.pt")
     with pytest.raises(ss.StateError, match="holds a list"):
         ss.load_checkpoint(tmp_path / "list.pt")
@@ -296,7 +296,7 @@ def test_a_file_that_holds_something_else_is_refused(tmp_path: Path) -> None:
 # -- S3 ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_straight_to_s3_and_back(
+def test_checkpoint_on_s3_round_trips(
     bucket: str, s3_env: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tempfile.tempdir", "/no/local/file")
@@ -314,7 +314,7 @@ def test_straight_to_s3_and_back(
         ss.load_checkpoint(f"{bucket}/none/")
 
 
-def test_loader_workers_forked_later_may_use_any_client(bucket: str, s3_env: None) -> None:
+def test_workers_forked_after_a_save_can_read_with_any_client(bucket: str, s3_env: None) -> None:
     ss.save_checkpoint(f"{bucket}/run", step=1)
     code = (
         "import sys, pathlib, shardstream as ss\n"
@@ -329,7 +329,7 @@ def test_loader_workers_forked_later_may_use_any_client(bucket: str, s3_env: Non
 
 
 @pytest.mark.slow
-def test_a_server_with_faults_gives_all_or_an_error(
+def test_faulty_server_gives_a_complete_checkpoint_or_an_error(
     bucket: str, s3_env: None, shaped_s3: ShapedS3
 ) -> None:
     options = shaped_s3.chaos.storage_options
@@ -341,11 +341,11 @@ def test_a_server_with_faults_gives_all_or_an_error(
         )
         try:
             ss.save_checkpoint(f"{bucket}/run", step=seed + 1, value=value, storage_options=options)
-            told = None
+            error_text = None
         except ss.StorageError as error:
-            told = str(error)
+            error_text = str(error)
         there = f"step-{seed + 1:08d}.pt" in names(f"{bucket}/run")
-        assert there or told is not None, "it was said to be saved, and is not there"
+        assert there or error_text is not None, "it was said to be saved, and is not there"
         assert torch.equal(ss.load_checkpoint(f"{bucket}/run")["value"], value)
         try:
             found = ss.load_checkpoint(f"{bucket}/run", storage_options=options)
@@ -355,7 +355,7 @@ def test_a_server_with_faults_gives_all_or_an_error(
 
 
 @pytest.mark.slow
-def test_a_kill_in_the_middle_of_an_upload_leaves_the_one_before(bucket: str, s3_env: None) -> None:
+def test_kill_during_upload_leaves_the_previous_checkpoint(bucket: str, s3_env: None) -> None:
     ss.save_checkpoint(f"{bucket}/run", step=1, value="whole")
     code = (
         "import os, sys, threading, torch, shardstream as ss\n"

@@ -36,7 +36,9 @@ PICTURE = PIL.Image.new("RGB", (2, 2))
         ([torch.tensor(1)] * 2, torch.int64),
     ],
 )
-def test_numbers_and_arrays_of_one_kind_are_stacked(values: list[Any], dtype: torch.dtype) -> None:
+def test_numbers_and_arrays_of_equal_type_are_stacked(
+    values: list[Any], dtype: torch.dtype
+) -> None:
     batch = collate([{"x": value} for value in values])["x"]
     assert batch.dtype == dtype
     assert batch.shape == (2, *np.shape(values[0]))
@@ -64,7 +66,7 @@ def test_numbers_and_arrays_of_one_kind_are_stacked(values: list[Any], dtype: to
         [(1, 2), (3, 4)],
     ],
 )
-def test_all_else_is_listed(values: list[Any]) -> None:
+def test_other_values_become_lists(values: list[Any]) -> None:
     batch = collate([{"x": value} for value in values])["x"]
     assert type(batch) is list
     assert all(found is value for found, value in zip(batch, values, strict=True))
@@ -86,7 +88,7 @@ def test_named_tuples_stay_named() -> None:
     assert [item.image for item in mapped] == ["A", "B"]
 
 
-def test_samples_tuples_and_values_make_batches() -> None:
+def test_samples_tuples_and_values_are_collated() -> None:
     assert collate([(1, "a"), (2, "b")])[0].tolist() == [1, 2]
     assert collate([(1, "a"), (2, "b")])[1] == ["a", "b"]
     assert collate([3, 4]).tolist() == [3, 4]
@@ -112,25 +114,25 @@ def sample(key: str, **fields: Any) -> dict[str, Any]:
         ([(1,), (1, 2)], r"tuples of different lengths, \[1, 2\], cannot be one batch"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_stacked_names_field_and_sample(items: list[Any], message: str) -> None:
+def test_unstackable_values_raise_with_field_and_sample(items: list[Any], message: str) -> None:
     with pytest.raises(SampleError, match=message):
         collate(items)
 
 
-def test_a_stack_owns_its_memory() -> None:
+def test_stack_owns_its_memory() -> None:
     array = np.zeros(3)
     batch = collate([{"x": array}, {"x": array}])["x"]
     batch += 1
     assert array.tolist() == [0, 0, 0]
 
 
-def test_a_tensor_shares_the_memory_of_its_array() -> None:
+def test_tensor_shares_the_memory_of_its_array() -> None:
     array = np.zeros(3)
     to_tensor(array)[0] = 5
     assert array[0] == 5
 
 
-def test_saved_tensors_are_loaded_without_code() -> None:
+def test_saved_tensors_are_loaded_without_running_code() -> None:
     stream = io.BytesIO()
     torch.save({"x": torch.arange(3)}, stream)
     assert load_tensors(stream.getvalue())["x"].tolist() == [0, 1, 2]

@@ -28,14 +28,14 @@ def found(dataset: ss.ShardDataset) -> list[int]:
 
 
 def plain(dataset: ss.ShardDataset, batch_size: int, **options: Any) -> list[list[int]]:
-    """Batches of torch's own loader."""
+    """Return the batches of torch's DataLoader."""
     loader: DataLoader[Any] = DataLoader(
         dataset.decode().to_tuple("cls"), batch_size=batch_size, **options
     )
     return [batch[0].tolist() for batch in loader]
 
 
-# -- what is read --------------------------------------------------------------------------------------------------------------
+# -- sources -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -51,17 +51,17 @@ def plain(dataset: ss.ShardDataset, batch_size: int, **options: Any) -> list[lis
         lambda folder: f"file://{folder}",
     ],
 )
-def test_a_dataset_is_named_in_many_ways(form: Any, folder: str) -> None:
+def test_dataset_accepts_all_forms_of_urls(form: Any, folder: str) -> None:
     dataset = ss.ShardDataset(form(folder))
     assert len(dataset) == 50
     assert found(dataset) == list(range(50))
 
 
-def test_a_part_of_the_shards_is_a_dataset_too(folder: str) -> None:
+def test_subset_of_the_shards_is_a_dataset(folder: str) -> None:
     assert found(ss.ShardDataset(f"{folder}/00000[12].tar")) == list(range(8, 24))
 
 
-def test_all_shards_under_a_prefix_are_taken(folder: str) -> None:
+def test_from_prefix_reads_all_shards_under_a_prefix(folder: str) -> None:
     for prefix in (folder, f"{folder}/", f"{folder}/0000"):
         assert found(ss.ShardDataset.from_prefix(prefix)) == list(range(50))
     with pytest.raises(StorageError, match="no shard matches this pattern"):
@@ -91,14 +91,14 @@ def test_samples_are_bytes_until_they_are_decoded(folder: str) -> None:
         ({"index": "always"}, "index must be 'auto', 'require' or 'ignore', not 'always'"),
     ],
 )
-def test_options_that_make_no_sense_are_refused_at_once(
+def test_invalid_options_are_refused_at_construction(
     options: dict[str, Any], message: str, folder: str
 ) -> None:
     with pytest.raises(OptionError, match=message):
         ss.ShardDataset(folder, **options)
 
 
-def test_where_nothing_is_it_says_so(tmp_path: Path) -> None:
+def test_missing_dataset_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ss.StorageError, match=str(tmp_path)):
         ss.ShardDataset(str(tmp_path / "none"))
 
@@ -106,7 +106,7 @@ def test_where_nothing_is_it_says_so(tmp_path: Path) -> None:
 # -- order and epochs ----------------------------------------------------------------------------------------------------------
 
 
-def test_an_epoch_is_the_same_until_another_is_chosen(folder: str) -> None:
+def test_epoch_repeats_until_set_epoch(folder: str) -> None:
     dataset = ss.ShardDataset(folder, shuffle=True)
     first = found(dataset)
     assert found(dataset) == first
@@ -118,7 +118,7 @@ def test_an_epoch_is_the_same_until_another_is_chosen(folder: str) -> None:
     assert found(dataset) == first
 
 
-def test_ranks_share_a_dataset_that_is_iterated_by_itself(folder: str) -> None:
+def test_plain_iteration_partitions_over_ranks(folder: str) -> None:
     for shuffle in (True, False):
         ranks = [
             ss.ShardDataset(folder, shuffle=shuffle, microbatch=4, placement=ss.Placement(rank, 3))
@@ -141,12 +141,12 @@ def test_rank_and_world_size_come_from_the_environment(
     assert len(found(explicit)) == 50
 
 
-# -- torch's own loader --------------------------------------------------------------------------------------------------------
+# -- torch's DataLoader -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("num_workers", [0, 1, 3])
-def test_a_plain_data_loader_reads_each_sample_once(
+def test_plain_data_loader_reads_each_sample_once(
     num_workers: int,
     shuffle: bool,
     folder: str,
@@ -157,14 +157,14 @@ def test_a_plain_data_loader_reads_each_sample_once(
     assert sorted(map(len, batches)) == [2, 8, 8, 8, 8, 8, 8]
 
 
-def test_a_plain_data_loader_gives_the_batches_of_a_shard_loader(folder: str) -> None:
+def test_plain_data_loader_gives_the_same_batches_as_shard_loader(folder: str) -> None:
     dataset = ss.ShardDataset(folder, shuffle=True, microbatch=8, lanes=2)
     ours = [batch["cls"].tolist() for batch in ss.ShardLoader(dataset.decode(), 8)]
     for num_workers in (0, 2):
         assert plain(dataset, 8, num_workers=num_workers) == ours
 
 
-def test_a_plain_data_loader_knows_its_length(folder: str) -> None:
+def test_plain_data_loader_knows_its_length(folder: str) -> None:
     loader: DataLoader[Any] = DataLoader(ss.ShardDataset(folder, microbatch=8), batch_size=8)
     assert len(loader) == len(list(loader)) == 7
 
@@ -186,7 +186,7 @@ def len_and_keys(samples: list[dict[str, Any]]) -> list[str]:
     return [sample["__key__"] for sample in samples]
 
 
-def test_a_plain_loader_spawns_workers_that_know_their_rank(
+def test_plain_loader_spawns_workers_that_know_their_rank(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
@@ -201,7 +201,7 @@ def test_a_plain_loader_spawns_workers_that_know_their_rank(
 # -- steps ---------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_step_returns_a_new_dataset(folder: str) -> None:
+def test_step_returns_a_new_dataset(folder: str) -> None:
     dataset = ss.ShardDataset(folder)
     decoded = dataset.decode()
     tuples = decoded.to_tuple("cls __key__")
@@ -250,25 +250,23 @@ STEPS: list[tuple[Any, list[Any]]] = [
 
 
 @pytest.mark.parametrize(("build", "expected"), STEPS)
-def test_steps_do_what_webdataset_users_expect(
-    build: Any, expected: list[Any], folder: str
-) -> None:
+def test_steps_match_webdataset(build: Any, expected: list[Any], folder: str) -> None:
     assert list(build(ss.ShardDataset(folder).decode())) == expected
 
 
-def test_shuffle_mixes_what_it_gets(folder: str) -> None:
+def test_shuffle_reorders_its_items(folder: str) -> None:
     shuffled = found(ss.ShardDataset(folder).shuffle(50))
     assert shuffled != list(range(50))
     assert sorted(shuffled) == list(range(50))
 
 
 @pytest.mark.parametrize("bounds", [(-1,), (0, 5, 0), (0, 5, -1), (0, -5)])
-def test_slices_of_a_stream_are_not_negative(bounds: tuple[int, ...], folder: str) -> None:
+def test_negative_slice_bounds_are_refused(bounds: tuple[int, ...], folder: str) -> None:
     with pytest.raises(OptionError, match="start and stop of a stream must be at least 0"):
         ss.ShardDataset(folder).slice(*bounds)
 
 
-def test_a_length_that_cannot_be_known_must_be_said(folder: str) -> None:
+def test_unknown_length_requires_with_length(folder: str) -> None:
     dataset = ss.ShardDataset(folder).decode()
     assert len(dataset.map(len)) == 50
     with pytest.raises(TypeError, match=r"set it with \.with_length\(n\)"):
@@ -278,16 +276,16 @@ def test_a_length_that_cannot_be_known_must_be_said(folder: str) -> None:
         len(dataset.with_length(25).select(odd))
 
 
-# -- travelling ----------------------------------------------------------------------------------------------------------------
+# -- copies and pickles ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("travel", [copy.copy, copy.deepcopy])
-def test_a_dataset_can_be_copied(travel: Any, folder: str) -> None:
+def test_dataset_can_be_copied(travel: Any, folder: str) -> None:
     dataset = ss.ShardDataset(folder, shuffle=True, seed=3).decode("rgb8").select(odd)
     assert found(travel(dataset)) == found(dataset)
 
 
-def test_a_dataset_can_be_pickled(folder: str) -> None:
+def test_dataset_can_be_pickled(folder: str) -> None:
     url = numbered(f"memory://dataset-{random.getrandbits(64):x}", 20, 6)
     for source in (folder, url):
         dataset = ss.ShardDataset(source, shuffle=True, seed=3).decode("rgb8").select(odd)
@@ -301,7 +299,7 @@ def test_two_iterators_are_independent(folder: str) -> None:
         assert not torch.is_tensor(one["cls"])
 
 
-def test_reading_by_number_is_sent_to_the_dataset_for_it(folder: str) -> None:
+def test_indexing_names_shard_map_dataset(folder: str) -> None:
     dataset = ss.ShardDataset(folder)
     for one in (dataset, ss.mix([dataset, dataset], weights=[1, 1])):
         with pytest.raises(OptionError, match=r"not by number 0; use ShardMapDataset"):

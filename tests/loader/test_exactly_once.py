@@ -14,9 +14,7 @@ import shardstream as ss
 from shardstream.testing import make_shards
 from tests.small_datasets import flat, labels, take
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:lanes="
-)  # that reading costs more is no matter here
+pytestmark = pytest.mark.filterwarnings("ignore:lanes=")  # costlier reading is accepted here
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +24,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_each_sample_comes_once_in_step_and_after_a_resume_elsewhere(
+def test_each_sample_is_returned_once_also_after_resume_on_another_topology(
     root: Path, data: st.DataObject
 ) -> None:
     draw = data.draw

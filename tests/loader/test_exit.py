@@ -1,4 +1,4 @@
-"""Scripts exit without messages of shardstream, whatever its readers are doing."""
+"""Test that scripts exit without messages of shardstream in any state of its readers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_the_end_of_a_script_is_quiet(photos: str, tmp_path: Path) -> None:
+def test_script_exit_prints_nothing(photos: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run(

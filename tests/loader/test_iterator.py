@@ -1,4 +1,4 @@
-"""A dataset under loaders that keep the state of each worker's iterator."""
+"""Test datasets in loaders that save the state of each worker's iterator."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.small_datasets import FEW_CORES, labels, numbered, take
 
 pytestmark = [
     pytest.mark.filterwarnings(FEW_CORES),
-    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # torchdata's own
+    pytest.mark.filterwarnings("ignore:'set_vital' is deprecated"),  # a warning of torchdata
 ]
 
 
@@ -47,7 +47,7 @@ def test_torchdata_resumes_exactly(tmp_path: Path, make: Any, workers: int, take
     assert first + labels(again) == whole
 
 
-def test_the_epoch_is_a_part_of_the_state(tmp_path: Path) -> None:
+def test_state_contains_the_epoch(tmp_path: Path) -> None:
     dataset = planned(numbered(tmp_path / "set", 30))
     dataset.set_epoch(3)
     iterator = iter(dataset)
@@ -66,7 +66,7 @@ def test_the_epoch_is_a_part_of_the_state(tmp_path: Path) -> None:
         ({"placement": ss.Placement(1, 2)}, "rank: the state says 0, here it is 1"),
     ],
 )
-def test_a_state_of_another_reader_is_refused(
+def test_state_of_another_reader_is_refused(
     tmp_path: Path, changed: dict[str, Any], match: str
 ) -> None:
     folder = numbered(tmp_path / "set", 30)

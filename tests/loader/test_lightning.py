@@ -12,7 +12,7 @@ import pytest
 
 from tests.small_datasets import numbered
 
-# In a process of its own: it sets up process-wide state, and warns of its own affairs.
+# In a separate process, because Lightning sets process-wide state and warns about unrelated things.
 SETUP = """
 import glob, json, logging, sys, warnings
 warnings.simplefilter("ignore")

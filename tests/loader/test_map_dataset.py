@@ -36,7 +36,7 @@ def dataset(folder: str) -> ss.ShardMapDataset:
     return ss.ShardMapDataset(folder).decode()
 
 
-def test_it_is_a_sequence(dataset: ss.ShardMapDataset) -> None:
+def test_map_dataset_is_a_sequence(dataset: ss.ShardMapDataset) -> None:
     assert len(dataset) == 100
     assert [label(dataset[i]) for i in (0, 14, 15, 99, -1, -100)] == [0, 14, 15, 99, 99, 0]
     assert [label(sample) for sample in dataset[10:30:7]] == [10, 17, 24]
@@ -46,7 +46,7 @@ def test_it_is_a_sequence(dataset: ss.ShardMapDataset) -> None:
 
 
 @pytest.mark.parametrize("index", [100, -101])
-def test_a_number_out_of_range_is_refused(dataset: ss.ShardMapDataset, index: int) -> None:
+def test_number_out_of_range_is_refused(dataset: ss.ShardMapDataset, index: int) -> None:
     with pytest.raises(IndexError, match="-100 to 99"):
         dataset[index]
 
@@ -79,7 +79,7 @@ def test_samplers_subsets_and_splits_of_torch_work(
     assert read(Subset(numbers, [3, 1, 4])) == [3, 1, 4]
 
 
-def test_a_batch_of_neighbours_is_few_range_reads(
+def test_batch_of_neighbours_needs_few_range_requests(
     bucket: str, s3_env: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbered(f"{bucket}/set", 100, 50)
@@ -101,19 +101,19 @@ def test_a_batch_of_neighbours_is_few_range_reads(
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_workers_read_from_s3_after_the_main_process_has(
+def test_workers_read_from_s3_after_the_main_process(
     bucket: str, s3_env: None, workers: int
 ) -> None:
     numbered(f"{bucket}/set", 40, 15)
     dataset = ss.ShardMapDataset(f"{bucket}/set").decode().map(label)
-    assert dataset[7] == 7  # opens connections and threads in this process
+    assert dataset[7] == 7  # this opens connections and threads in this process
     loader: DataLoader[Any] = DataLoader(
         dataset, batch_size=8, num_workers=workers, timeout=30 if workers else 0
     )
     assert [int(number) for batch in loader for number in batch] == list(range(40))
 
 
-def test_random_augmentation_depends_on_epoch_and_number_alone(folder: str) -> None:
+def test_random_augmentation_depends_only_on_epoch_and_number(folder: str) -> None:
     dataset = ss.ShardMapDataset(folder, seed=3).map(lambda _, rng: float(rng.random()), rng=True)
     first: Sequence[float] = [dataset[i] for i in (4, 5, 6)]
     assert first == [dataset[i] for i in (4, 5, 6)] == dataset.__getitems__([4, 5, 6])
@@ -121,11 +121,11 @@ def test_random_augmentation_depends_on_epoch_and_number_alone(folder: str) -> N
     assert dataset[4] != first[0]
 
 
-def test_steps_that_change_counts_have_no_numbers(dataset: ss.ShardMapDataset) -> None:
+def test_steps_that_change_counts_are_refused(dataset: ss.ShardMapDataset) -> None:
     assert not hasattr(dataset, "select")
 
 
-def test_a_remote_set_without_index_is_refused_with_the_command(tmp_path: Path) -> None:
+def test_remote_set_without_index_is_refused_with_the_command(tmp_path: Path) -> None:
     folder = numbered(tmp_path / "set", 5)
     for file in Path(folder).iterdir():
         Storage().resolve("memory://")[0].pipe_file(f"/unindexed/{file.name}", file.read_bytes())

@@ -1,4 +1,4 @@
-"""Small batches are grouped into messages without a change of the batches."""
+"""Test that small batches are grouped into messages and arrive unchanged."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 
 
 class BrokenError(Exception):
-    """Of a worker."""
+    """An error in a worker."""
 
 
 def worker(number: int, counts: list[int], broken: int | None) -> Generator[tuple[int, int]]:
-    """Make items: who, and which of its own."""
+    """Yield items: worker number and item number."""
     for place in range(counts[number]):
         if (number, place) == (0, broken):
             raise BrokenError
         yield number, place
 
 
-def in_turn(workers: list[Generator[Any]], ahead: int) -> Iterator[Any]:
-    """As torch does: ask each worker for so many ahead, hand out in the order of asking, pass over who has ended."""
+def in_turn(workers: list[Generator[Any]], prefetch_factor: int) -> Iterator[Any]:
+    """Receive messages as torch does: request some from each worker, and yield them in the order of the requests."""
     asked: deque[tuple[int, Any]] = deque()
     live, turn = set(range(len(workers))), 0
 
@@ -61,7 +61,7 @@ def in_turn(workers: list[Generator[Any]], ahead: int) -> Iterator[Any]:
                     asked.append((number, error))
                 return
 
-    for _ in range(ahead * len(workers)):
+    for _ in range(prefetch_factor * len(workers)):
         ask()
     while asked:
         number, came = asked.popleft()
@@ -75,8 +75,8 @@ def in_turn(workers: list[Generator[Any]], ahead: int) -> Iterator[Any]:
         yield came
 
 
-def handed_out(items: Iterator[Any]) -> list[Any]:
-    """Return what comes, with the error that ends it."""
+def received(items: Iterator[Any]) -> list[Any]:
+    """Return the items, with the error that ends them."""
     came = []
     try:
         for item in items:
@@ -91,12 +91,12 @@ def as_it_is(item: Any) -> tuple[Any, float]:
 
 
 class Line:
-    """Workers, messages, and the main process; in one process."""
+    """Simulates workers, messages and the main process in one process."""
 
     def __init__(
         self,
         workers: list[Generator[Any]],
-        ahead: int,
+        prefetch_factor: int,
         sizes: list[int],
         clock: Callable[[], float],
     ) -> None:
@@ -109,8 +109,8 @@ class Line:
             )
             for number, one in enumerate(workers)
         ]
-        self._messages = in_turn(senders, ahead)
-        self._workers, self._ahead = len(workers), ahead
+        self._messages = in_turn(senders, prefetch_factor)
+        self._workers, self._prefetch_factor = len(workers), prefetch_factor
 
     def _counted(self, number: int, messages: Generator[WorkerMessage]) -> Generator[WorkerMessage]:
         for message in messages:
@@ -125,7 +125,7 @@ class Line:
                 self._workers,
                 self.message_sizes,
                 self._unpack,
-                ahead=self._ahead,
+                prefetch_factor=self._prefetch_factor,
                 choose_size=lambda _: next(self._sizes),
             )
 
@@ -136,37 +136,39 @@ class Line:
 
 @given(
     counts=st.lists(st.integers(0, 60), min_size=1, max_size=4),
-    ahead=st.integers(1, 4),
+    prefetch_factor=st.integers(1, 4),
     broken=st.none() | st.integers(0, 60),
     sizes=st.lists(st.integers(1, 16), min_size=1, max_size=20),
     late=st.randoms(use_true_random=False),
 )
-def test_batches_come_in_the_order_in_which_they_would_come_alone(
-    counts: list[int], ahead: int, broken: int | None, sizes: list[int], late: Random
+def test_batches_keep_their_order_in_messages_of_any_size(
+    counts: list[int], prefetch_factor: int, broken: int | None, sizes: list[int], late: Random
 ) -> None:
     def workers() -> list[Generator[Any]]:
         return [worker(number, counts, broken) for number in range(len(counts))]
 
-    line = Line(workers(), ahead, sizes, lambda: late.choice([0.0, 0.0, 0.0, 1.0]))
-    assert handed_out(iter(line)) == handed_out(in_turn(workers(), ahead))
+    line = Line(workers(), prefetch_factor, sizes, lambda: late.choice([0.0, 0.0, 0.0, 1.0]))
+    assert received(iter(line)) == received(in_turn(workers(), prefetch_factor))
 
 
-@pytest.mark.parametrize("ahead", [1, 2, 4])
+@pytest.mark.parametrize("prefetch_factor", [1, 2, 4])
 @pytest.mark.parametrize("sizes", [[16], [16, 1, 7, 3, 16, 2]])
-def test_no_worker_is_read_far_ahead_of_another(ahead: int, sizes: list[int]) -> None:
-    """Else what it sends would wait in the main process, and be more and more."""
+def test_main_process_buffers_a_bounded_number_of_batches(
+    prefetch_factor: int, sizes: list[int]
+) -> None:
+    """Otherwise ever more of its items would wait in the main process."""
     seeded = Random(0)
     line = Line(
         [worker(number, [5000] * 3, None) for number in range(3)],
-        ahead,
+        prefetch_factor,
         sizes,
         lambda: seeded.choice([0.0, 0.0, 0.0, 1.0]),
     )
     assert list(line) == [(number, place) for place in range(5000) for number in range(3)]
-    assert line.waited <= 16 * (ahead + 5)
+    assert line.waited <= 16 * (prefetch_factor + 5)
 
 
-def test_a_worker_that_is_always_late_is_not_left_behind() -> None:
+def test_slow_worker_stays_in_turn() -> None:
     ticks = count()
     line = Line(
         [worker(number, [3000] * 2, None) for number in range(2)],
@@ -178,7 +180,7 @@ def test_a_worker_that_is_always_late_is_not_left_behind() -> None:
     assert line.waited <= 100
 
 
-def test_what_takes_long_or_is_large_is_sent_alone() -> None:
+def test_slow_or_large_batches_are_sent_alone() -> None:
     def worth(made_s: float, nbytes: float, size: int = 1) -> int:
         return preferred_size(WorkerMessage(0, [None] * size, made_s, nbytes, ended=False))
 
@@ -199,7 +201,7 @@ def batches_of(loader: ss.ShardLoader) -> list[list[int]]:
 
 
 def message_sizes_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Note how many batches the main process receives in each message."""
+    """Record how many batches the main process receives in each message."""
     sizes: list[int] = []
     really = BatchDataset.receive_batches
 
@@ -208,7 +210,7 @@ def message_sizes_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def tapped(sent: Iterator[WorkerMessage]) -> Iterator[WorkerMessage]:
         for message in sent:
-            if message.packed:  # the last may only say that there are no more
+            if message.packed:  # the last message may have no batches
                 sizes.append(len(message.packed))
             yield message
 
@@ -221,7 +223,7 @@ def test_small_batches_are_sent_together(
     many: str, context: str, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = message_sizes_of(monkeypatch)
-    set_limits(monkeypatch, MessageSizes, MESSAGE_WORK_S=100)  # also on the busiest machine
+    set_limits(monkeypatch, MessageSizes, MESSAGE_WORK_S=100)  # also on a busy machine
     set_limits(monkeypatch, MessageSizes, MAX_DELAY_S=100)
     dataset = ss.ShardDataset(many, shuffle=True).decode()
     options: dict[str, Any] = {"num_workers": num_workers, "multiprocessing_context": context}
@@ -230,14 +232,14 @@ def test_small_batches_are_sent_together(
         sizes.clear()
         assert sorted(functools.reduce(operator.iadd, batches_of(loader), [])) == list(range(4000))
         assert sizes[0] == 1
-        if context == "fork":  # spawned workers have not heard that nothing is late
+        if context == "fork":  # spawned workers do not have the patched time limit
             assert max(sizes) == 16
 
 
 def test_without_rings_torch_sends_batches_one_at_a_time(
     many: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each tensor has a descriptor then, and of these a process has few."""
+    """Each tensor then needs a file descriptor, and a process has few of these."""
     sizes = message_sizes_of(monkeypatch)
     monkeypatch.setattr(module_of(BatchDataset), "open_rings", lambda _: [])
     loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=1)
@@ -245,14 +247,14 @@ def test_without_rings_torch_sends_batches_one_at_a_time(
     assert sizes == [1] * 1000
 
 
-def test_what_torch_pins_does_not_go_through_rings(many: str) -> None:
+def test_pinned_batches_do_not_use_rings(many: str) -> None:
     loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=2)
     for pins, num_rings in ((False, 2), (True, 0)):
         loader._batches.open_channels(2, pins=pins)
         assert len(loader._batches.rings) == num_rings
 
 
-def test_a_state_is_of_what_was_handed_out_whatever_is_waiting(many: str) -> None:
+def test_state_counts_only_yielded_batches(many: str) -> None:
     def loader() -> ss.ShardLoader:
         return ss.ShardLoader(ss.ShardDataset(many, shuffle=True).decode(), 4, num_workers=2)
 
@@ -267,8 +269,8 @@ def test_a_state_is_of_what_was_handed_out_whatever_is_waiting(many: str) -> Non
             assert batches_of(other) == whole[taken:]
 
 
-def test_so_is_the_state_of_a_stream(many: str) -> None:
-    """Where steps change counts, and one worker has more batches than the other."""
+def test_state_of_a_stream_counts_only_yielded_batches(many: str) -> None:
+    """Steps change counts, and one worker has more batches than the other."""
 
     def loader() -> ss.ShardLoader:
         dataset = ss.ShardDataset(many, shuffle=True).decode().select(not_every_third)
@@ -290,7 +292,7 @@ def not_every_third(sample: dict[str, Any]) -> bool:
     return bool(sample["cls"] % 3)
 
 
-def test_batches_before_an_error_are_handed_out(many: str) -> None:
+def test_batches_before_an_error_are_yielded(many: str) -> None:
     def broken(sample: dict[str, Any]) -> dict[str, Any]:
         if sample["cls"] == 3001:
             raise ValueError("this one is bad")
@@ -308,7 +310,7 @@ def test_batches_before_an_error_are_handed_out(many: str) -> None:
     assert len(came(1)) == 750
 
 
-def test_what_was_left_in_the_middle_begins_anew(many: str) -> None:
+def test_abandoned_iteration_restarts_with_persistent_workers(many: str) -> None:
     loader = ss.ShardLoader(
         ss.ShardDataset(many).decode(), 4, num_workers=2, persistent_workers=True
     )
@@ -321,14 +323,14 @@ def test_what_was_left_in_the_middle_begins_anew(many: str) -> None:
     assert batches_of(loader) == whole
 
 
-def test_iterations_at_once_keep_their_own_rounds(many: str) -> None:
+def test_concurrent_iterations_have_separate_rounds(many: str) -> None:
     loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=1)
     both = [(a["cls"].tolist(), b["cls"].tolist()) for a, b in zip(loader, loader, strict=True)]
     assert all(a == b for a, b in both)
     assert len(both) == 1000
 
 
-def test_another_iteration_with_the_same_workers_ends_the_first_with_a_word(many: str) -> None:
+def test_second_iteration_with_the_same_workers_raises_in_the_first(many: str) -> None:
     loader = ss.ShardLoader(
         ss.ShardDataset(many).decode(), 4, num_workers=1, persistent_workers=True
     )
@@ -340,7 +342,7 @@ def test_another_iteration_with_the_same_workers_ends_the_first_with_a_word(many
 
 
 class Collated:
-    """A collate function with things of its own."""
+    """A collate function with attributes."""
 
     def __init__(self) -> None:
         self.config = {"seen": [0]}
@@ -351,8 +353,8 @@ class Collated:
         return {"cls": self.buffer, "config": self.config, "text": [item["cls"] for item in items]}
 
 
-def test_batches_of_one_message_are_strangers(many: str) -> None:
-    """Each is copied when it is made, also where what made it uses its memory again; and none is seen through another."""
+def test_batches_of_one_message_share_no_memory(many: str) -> None:
+    """Each batch is copied when it is made, even if collate_fn reuses its memory."""
     loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=1, collate_fn=Collated())
     for batch in loader:
         assert batch["cls"].tolist() == batch["text"]
@@ -360,7 +362,7 @@ def test_batches_of_one_message_are_strangers(many: str) -> None:
         batch["config"]["seen"].append(1)
 
 
-def test_what_cannot_be_sent_comes_behind_what_can(many: str) -> None:
+def test_unsendable_batch_raises_after_the_batches_before_it(many: str) -> None:
     def odd(sample: dict[str, Any]) -> dict[str, Any]:
         return sample | {"x": (lambda: None) if sample["cls"] == 3001 else 0}
 
@@ -371,7 +373,7 @@ def test_what_cannot_be_sent_comes_behind_what_can(many: str) -> None:
     assert came == 750
 
 
-def test_a_batch_is_made_in_the_mode_of_who_takes_it(many: str) -> None:
+def test_batch_is_unpacked_in_the_inference_mode_of_the_caller(many: str) -> None:
     batches = iter(ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=1))
     for _ in range(100):
         with torch.inference_mode():
@@ -379,10 +381,10 @@ def test_a_batch_is_made_in_the_mode_of_who_takes_it(many: str) -> None:
         assert not next(batches)["cls"].is_inference()
 
 
-def test_a_step_that_becomes_slow_is_not_waited_for_by_the_message(many: str) -> None:
+def test_message_is_flushed_when_a_step_becomes_slow(many: str) -> None:
     def slow(sample: dict[str, Any]) -> dict[str, Any]:
         if sample["cls"] >= 3960:
-            time.sleep(0.1)  # 0.4 s a batch, 16 of which torch would not wait for
+            time.sleep(0.1)  # 0.4 s per batch; torch would time out after 16 of them
         return sample
 
     loader = ss.ShardLoader(ss.ShardDataset(many).decode().map(slow), 4, num_workers=1, timeout=4)

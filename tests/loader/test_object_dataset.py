@@ -31,7 +31,7 @@ CLASSES = ("bird", "cat", "dog")
 
 
 def unpacked(root: str | Path, nsamples: int = 30) -> str:
-    """A folder of classes: sample i has a ``bin`` of i + 1 bytes and its number as ``json``."""
+    """Write a folder of classes: sample i has a ``bin`` of i + 1 bytes and its number as ``json``."""
     for number in range(nsamples):
         stem = f"{root}/{CLASSES[number % 3]}/{number:03d}"
         publish_bytes(Storage(), f"{stem}.Bin", bytes([number]) * (number + 1))
@@ -45,7 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def by_key(samples: Any) -> dict[str, dict[str, Any]]:
-    """Samples by key, without their URL."""
+    """Return the samples by key, without their URL."""
     return {
         sample["__key__"]: {name: value for name, value in sample.items() if name != "__url__"}
         for sample in samples
@@ -56,10 +56,10 @@ def numbers(batches: Any) -> list[list[int]]:
     return [batch["json"].tolist() for batch in batches]
 
 
-# -- what a sample is ----------------------------------------------------------------------------------------------------------
+# -- samples ---------------------------------------------------------------------------------------------------------
 
 
-def test_files_that_share_a_key_are_one_sample(folder: str) -> None:
+def test_files_with_one_key_form_one_sample(folder: str) -> None:
     dataset = ss.ObjectDataset(folder)
     assert len(dataset) == 30
     assert next(iter(dataset)) == {
@@ -73,7 +73,7 @@ def test_files_that_share_a_key_are_one_sample(folder: str) -> None:
     assert repr(dataset.decode()) == "ObjectDataset(60 files, 30 samples) > Decode"
 
 
-def test_samples_are_those_of_the_shards_packed_of_the_same_files(
+def test_samples_equal_those_of_shards_packed_from_the_same_files(
     folder: str, tmp_path: Path
 ) -> None:
     ss.pack(folder, str(tmp_path / "packed"), kind="files")
@@ -86,7 +86,7 @@ def test_samples_are_those_of_the_shards_packed_of_the_same_files(
     "name",
     ["a/" + "long" * 60 + ".txt", "straße/ü.txt", "x" * 94 + ".Txt", "a.b/c d.seg.Txt", "1.JPEG"],
 )
-def test_any_name_is_read_as_its_tar_is(name: str, tmp_path: Path) -> None:
+def test_any_name_gives_the_same_sample_as_in_a_tar(name: str, tmp_path: Path) -> None:
     path = tmp_path / "loose" / name
     path.parent.mkdir(parents=True)
     path.write_bytes(b"text")
@@ -96,14 +96,14 @@ def test_any_name_is_read_as_its_tar_is(name: str, tmp_path: Path) -> None:
     assert by_key(ss.ShardDataset(str(tmp_path / "packed"))) == {loose["__key__"]: loose}
 
 
-def test_a_folder_of_classes_gives_labels(folder: str) -> None:
+def test_folder_of_classes_gives_labels(folder: str) -> None:
     dataset = ss.ObjectDataset(folder, label="folder")
     assert dataset.classes == CLASSES
     assert {sample["json"] % 3 == sample["cls"] for sample in dataset.decode()} == {True}
     assert next(iter(dataset))["cls"] == b"0"  # bytes until it is decoded, as in a tar
 
 
-def test_a_function_of_the_path_gives_labels(folder: str) -> None:
+def test_label_function_gives_labels(folder: str) -> None:
     names = ss.ObjectDataset(folder, label=lambda path: "odd" if int(path[-7:-4]) % 2 else "even")
     assert names.classes == ("even", "odd")
     assert all(sample["cls"] == sample["json"] % 2 for sample in names.decode())
@@ -112,7 +112,7 @@ def test_a_function_of_the_path_gives_labels(folder: str) -> None:
     assert all(sample["cls"] == -sample["json"] for sample in whole.decode())
 
 
-def test_some_files_by_their_names(folder: str) -> None:
+def test_list_of_file_urls_is_accepted(folder: str) -> None:
     names = [f"{folder}/dog/002.json", f"{folder}/cat/001.json"]
     dataset = ss.ObjectDataset.from_objects(names)
     assert [sample["__key__"] for sample in dataset] == ["cat/001", "dog/002"]
@@ -123,7 +123,7 @@ def test_some_files_by_their_names(folder: str) -> None:
     assert len(two) == 20
 
 
-def test_a_prefix_may_be_the_beginning_of_names(folder: str, tmp_path: Path) -> None:
+def test_prefix_may_end_inside_a_name(folder: str, tmp_path: Path) -> None:
     assert len(ss.ObjectDataset.from_prefix(folder)) == 30
     assert len(ss.ObjectDataset.from_prefix(f"{folder}/bi")) == 10
     assert len(ss.ObjectMapDataset.from_prefix(f"{folder}/cat/00")) == 3
@@ -131,7 +131,7 @@ def test_a_prefix_may_be_the_beginning_of_names(folder: str, tmp_path: Path) -> 
         ss.ObjectDataset.from_prefix(f"{folder}/mouse")
 
 
-def test_suffixes_say_which_files_count(folder: str) -> None:
+def test_suffixes_select_files(folder: str) -> None:
     dataset = ss.ObjectDataset(folder, suffixes=".JSON")
     assert {tuple(sample) for sample in dataset} == {("__key__", "__url__", "json")}
     with pytest.raises(ss.NotFoundError, match=r"ends in \.jpg or \.png"):
@@ -143,7 +143,7 @@ def test_suffixes_say_which_files_count(folder: str) -> None:
 
 @settings(max_examples=40)
 @given(data=st.data())
-def test_each_sample_comes_once_over_ranks_and_after_a_resume_elsewhere(
+def test_each_sample_is_returned_once_over_ranks_and_after_resume(
     folder: str, data: st.DataObject
 ) -> None:
     draw = data.draw
@@ -180,12 +180,12 @@ def test_workers_share_the_samples(folder: str, method: str, num_workers: int) -
     assert sorted(flat(numbers(shared))) == list(range(30))
 
 
-def test_a_plain_data_loader_takes_it(folder: str) -> None:
+def test_plain_data_loader_accepts_object_dataset(folder: str) -> None:
     plain = DataLoader(ss.ObjectDataset(folder).decode(), 5, num_workers=2, collate_fn=list)
     assert sorted(sample["json"] for batch in plain for sample in batch) == list(range(30))
 
 
-def test_the_shuffle_is_a_full_one(folder: str) -> None:
+def test_shuffle_is_global(folder: str) -> None:
     loader = ss.ShardLoader(ss.ObjectDataset(folder, shuffle=True).decode(), 30)
     epochs = [flat(numbers(loader)) for _ in range(2)]
     assert epochs[0] != epochs[1]
@@ -194,7 +194,7 @@ def test_the_shuffle_is_a_full_one(folder: str) -> None:
     assert neighbours < 8, "samples that lie side by side came side by side"
 
 
-def test_a_state_of_other_files_is_refused_and_that_of_a_copy_is_not(
+def test_state_is_refused_for_other_files_and_accepted_for_a_copy(
     folder: str, tmp_path: Path
 ) -> None:
     loader = ss.ShardLoader(ss.ObjectDataset(folder).decode(), 4)
@@ -208,7 +208,7 @@ def test_a_state_of_other_files_is_refused_and_that_of_a_copy_is_not(
         ss.ShardLoader(ss.ObjectDataset(str(tmp_path)), 4).load_state_dict(state)
 
 
-def test_loose_files_are_mixed_with_shards(folder: str, tmp_path: Path) -> None:
+def test_loose_files_can_be_mixed_with_shards(folder: str, tmp_path: Path) -> None:
     ss.pack(folder, str(tmp_path / "packed"), kind="files")
     parts = {
         "loose": ss.ObjectDataset(folder, shuffle=True).decode().map(lambda s: s["json"]),
@@ -226,7 +226,7 @@ def test_loose_files_are_mixed_with_shards(folder: str, tmp_path: Path) -> None:
     ) == [*range(30), *range(100, 130)]
 
 
-def test_by_number_for_samplers(folder: str) -> None:
+def test_object_map_dataset_works_with_samplers(folder: str) -> None:
     dataset = ss.ObjectMapDataset(folder, label="folder").decode()
     assert (len(dataset), dataset.classes) == (30, CLASSES)
     assert [dataset[i]["cls"] for i in (0, 10, -1)] == [0, 1, 2]
@@ -244,7 +244,7 @@ def test_by_number_for_samplers(folder: str) -> None:
 # -- S3 ------------------------------------------------------------------------------------------------------------------------
 
 
-def test_a_bucket_is_read_now_and_packed_later(bucket: str, s3_env: None) -> None:
+def test_packed_bucket_has_the_samples_of_the_loose_files(bucket: str, s3_env: None) -> None:
     url = unpacked(f"{bucket}/train", 12)
     loose = ss.ObjectDataset.from_prefix(f"{url}/")
     ss.pack(url, f"{bucket}/packed/", kind="files")
@@ -262,18 +262,14 @@ def test_a_bucket_is_read_now_and_packed_later(bucket: str, s3_env: None) -> Non
 
 
 @pytest.mark.parametrize("data", [b"", b"longer than before"])
-def test_an_object_that_was_changed_is_an_error_that_names_it(
-    bucket: str, s3_env: None, data: bytes
-) -> None:
+def test_changed_object_raises_with_its_url(bucket: str, s3_env: None, data: bytes) -> None:
     dataset = ss.ObjectDataset(unpacked(f"{bucket}/train", 6))
     publish_bytes(Storage(), f"{bucket}/train/cat/004.Bin", data)
     with pytest.raises(ss.ChangedError, match=r"changed after it was listed.*cat/004\.Bin"):
         list(dataset)
 
 
-def test_a_state_knows_the_objects_by_their_md5_and_the_samples_by_their_labels(
-    bucket: str, s3_env: None, tmp_path: Path
-) -> None:
+def test_state_depends_on_object_md5_and_labels(bucket: str, s3_env: None, tmp_path: Path) -> None:
     def loader(url: str, **options: Any) -> ss.ShardLoader:
         return ss.ShardLoader(ss.ObjectDataset(url, **options), 4)
 
@@ -282,7 +278,7 @@ def test_a_state_knows_the_objects_by_their_md5_and_the_samples_by_their_labels(
     loader(unpacked(f"{bucket}/copy", 6), label="folder").load_state_dict(state)
     with pytest.raises(ss.StateError, match="fingerprint"):
         loader(url, label=len).load_state_dict(state)
-    with pytest.warns(UserWarning, match="the bytes were not compared"):  # a disk knows no MD5
+    with pytest.warns(UserWarning, match="the bytes were not compared"):  # a local file has no MD5
         loader(unpacked(tmp_path, 6), label="folder").load_state_dict(state)
     publish_bytes(Storage(), f"{bucket}/train/cat/004.Bin", b"other")
     with pytest.raises(ss.StateError, match="checksums of the dataset"):
@@ -290,7 +286,7 @@ def test_a_state_knows_the_objects_by_their_md5_and_the_samples_by_their_labels(
 
 
 @pytest.mark.parametrize("kind", [ss.ObjectDataset, ss.ObjectMapDataset])
-def test_objects_are_kept_in_a_cache(kind: Any, bucket: str, s3_env: None, tmp_path: Path) -> None:
+def test_objects_are_cached(kind: Any, bucket: str, s3_env: None, tmp_path: Path) -> None:
     url = unpacked(f"{bucket}/train", 6)
     dataset = kind(url, cache_dir=tmp_path / "cache", cache_bytes="100MB")
     first = by_key(dataset)
@@ -299,7 +295,7 @@ def test_objects_are_kept_in_a_cache(kind: Any, bucket: str, s3_env: None, tmp_p
 
 
 @pytest.mark.slow
-def test_a_server_that_stalls_cuts_and_refuses_is_read_to_the_end(
+def test_epoch_completes_on_a_server_with_stalls_cuts_and_errors(
     bucket: str, s3_env: None, shaped_s3: ShapedS3
 ) -> None:
     url = unpacked(f"{bucket}/train", 20)
@@ -313,11 +309,11 @@ def test_a_server_that_stalls_cuts_and_refuses_is_read_to_the_end(
     }
 
 
-# -- what goes wrong -----------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("on_error", ["raise", "skip"])
-def test_a_file_that_is_gone_is_an_error_that_names_it(tmp_path: Path, on_error: Any) -> None:
+def test_deleted_file_raises_with_its_path(tmp_path: Path, on_error: Any) -> None:
     dataset = ss.ObjectDataset(unpacked(tmp_path), on_error=on_error)
     (tmp_path / "cat" / "004.json").unlink()
     with pytest.raises(ss.NotFoundError, match=r"cat/004\.json"):
@@ -325,14 +321,14 @@ def test_a_file_that_is_gone_is_an_error_that_names_it(tmp_path: Path, on_error:
 
 
 @pytest.mark.parametrize("data", [b"", b"longer than before"])
-def test_a_file_that_was_changed_is_an_error_that_names_it(tmp_path: Path, data: bytes) -> None:
+def test_changed_file_raises_with_its_path(tmp_path: Path, data: bytes) -> None:
     dataset = ss.ObjectDataset(unpacked(tmp_path), on_error="skip")
     (tmp_path / "cat" / "004.Bin").write_bytes(data)
     with pytest.raises(ss.ChangedError, match=r"changed after it was listed.*cat/004\.Bin"):
         list(ss.ShardLoader(dataset, 4))
 
 
-def test_an_empty_file_is_a_field_like_any_other(tmp_path: Path) -> None:
+def test_empty_file_is_a_field(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
     assert by_key(ss.ObjectDataset(str(tmp_path))) == {"a": {"__key__": "a", "txt": b""}}
 
@@ -352,7 +348,7 @@ def test_an_empty_file_is_a_field_like_any_other(tmp_path: Path) -> None:
         (["a.jpg"], {"on_error": "ignore"}, ss.OptionError, "on_error"),
     ],
 )  # fmt: skip
-def test_nonsense_is_refused_at_once(
+def test_invalid_options_are_refused_at_construction(
     names: list[str], options: Any, kind: type[Exception], message: str, tmp_path: Path
 ) -> None:
     for name in names:
@@ -362,14 +358,14 @@ def test_nonsense_is_refused_at_once(
         ss.ObjectDataset(str(tmp_path), **options)
 
 
-def test_a_label_function_that_fails_says_on_which_file(folder: str) -> None:
+def test_failing_label_function_raises_with_the_file(folder: str) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         ss.ObjectDataset(folder, label=lambda _: 1 // 0)
     assert "on 'bird/000.Bin'" in caught.value.__notes__[0]
 
 
 @pytest.mark.parametrize("urls", ["no-such-folder", "no-such-folder/"])
-def test_a_folder_that_is_not_there_is_missing(urls: str, tmp_path: Path) -> None:
+def test_missing_folder_is_an_error(urls: str, tmp_path: Path) -> None:
     with pytest.raises(ss.NotFoundError, match=urls):
         ss.ObjectDataset(f"{tmp_path}/{urls}")
     with pytest.raises(ss.OptionError, match="no folder or file is named"):
@@ -377,7 +373,7 @@ def test_a_folder_that_is_not_there_is_missing(urls: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("folder", ["", "train/"], ids=["the folder itself", "a folder of splits"])
-def test_a_packed_folder_is_refused(folder: str, tmp_path: Path) -> None:
+def test_packed_folder_is_refused(folder: str, tmp_path: Path) -> None:
     with ss.ShardWriter(str(tmp_path / folder)) as writer:
         writer.write({"cls": 1})
     (tmp_path / folder / "README.md").write_text("with notes beside")
@@ -391,7 +387,7 @@ def test_a_packed_folder_is_refused(folder: str, tmp_path: Path) -> None:
     assert len(ss.ObjectDataset(str(tmp_path), suffixes=(".md", ".txt"))) == 2
 
 
-def test_dots_in_names_that_make_many_rare_fields_are_told(
+def test_dots_in_names_that_make_rare_fields_cause_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     for number in range(300):

@@ -27,13 +27,13 @@ def made(folder: Path, first: int, nbytes: int) -> Path:
         {"__key__": f"{n:06d}", "cls": first + n, "npy": np.full(nbytes, 7, np.uint8)}
         for n in range(NSAMPLES)
     )
-    # Many large ones of a shard are looked at together, and copied batch by batch.
+    # Large samples are located per window, and copied per batch.
     return Path(make_shards(folder, samples=samples, per_shard=120 if nbytes > 1000 else 20))
 
 
 @pytest.fixture(scope="module", params=[100, 20_000], ids=["small", "large"])
 def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two datasets of equal names and lengths, whose labels are other thousands."""
+    """Two datasets with equal names and lengths and different labels."""
     folder = tmp_path_factory.mktemp("pair")
     return [made(folder / name, 1000 + first, request.param) for name, first in (("a", 0), ("b", NEW))]  # fmt: skip
 
@@ -60,7 +60,7 @@ def by_rename_with_the_old_time(new: Path, old: Path) -> None:
 
 
 def cut_short(_: Path, old: Path) -> None:
-    """The end-of-archive blocks of a tar with no samples: as a copy in place may be for a moment."""
+    """Write only end-of-archive blocks, as a copy in place may look for a moment."""
     old.write_bytes(bytes(1024))
 
 
@@ -82,7 +82,7 @@ def read(batches: Iterator[Any], found: list[int], count: int = NSAMPLES) -> Non
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("index", ["require", "ignore"])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_an_epoch_is_of_one_version(
+def test_epoch_reads_one_version_of_the_files(
     way: Callable[[Path, Path], None], index: Any, shuffle: bool, folder: Path, pair: list[Path]
 ) -> None:
     dataset = ss.ShardDataset(
@@ -97,19 +97,19 @@ def test_an_epoch_is_of_one_version(
 
 
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_workers_compare_with_what_the_main_process_opened(
+def test_workers_compare_with_the_version_of_the_main_process(
     method: str, folder: Path, pair: list[Path]
 ) -> None:
     dataset = ss.ShardDataset(folder, shuffle=True).decode()
     loader = ss.ShardLoader(dataset, 5, num_workers=2, multiprocessing_context=method)
-    overwrite(by_rename, pair, folder)  # the workers have seen none of the old
+    overwrite(by_rename, pair, folder)  # the workers have opened none of the old files
     with pytest.raises(ChangedError, match="overwritten after the dataset was opened"):
         list(loader)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("has_index", [True, False])
-def test_a_dataset_by_number_is_of_one_version(
+def test_map_dataset_reads_one_version_of_the_files(
     way: Callable[[Path, Path], None], has_index: bool, folder: Path, pair: list[Path]
 ) -> None:
     for file in () if has_index else [*folder.glob("*.idx"), folder / "index.json"]:
@@ -117,15 +117,13 @@ def test_a_dataset_by_number_is_of_one_version(
     dataset = ss.ShardMapDataset(folder).decode()
     assert dataset[3]["cls"] == 1003
     overwrite(way, pair, folder)
-    for number in (4, 33):  # of a shard that is mapped, and of one that is not
+    for number in (4, 33):  # for a mapped shard, and for one that is not mapped
         with pytest.raises(ChangedError, match="overwritten after the dataset was opened"):
             dataset[number]
     assert ss.ShardMapDataset(folder).decode()[3]["cls"] == 1003 + NEW
 
 
-def test_a_local_part_of_a_mix_with_a_remote_one_is_of_one_version(
-    folder: Path, pair: list[Path]
-) -> None:
+def test_local_part_of_a_mix_reads_one_version(folder: Path, pair: list[Path]) -> None:
     remote = f"memory://overwritten-{uuid.uuid4().hex}"
     make_shards(remote, samples=10)
     parts = [
@@ -137,7 +135,7 @@ def test_a_local_part_of_a_mix_with_a_remote_one_is_of_one_version(
         list(loader)
 
 
-def test_a_shard_that_looks_short_for_a_moment_ends_no_epoch(
+def test_shard_briefly_listed_too_short_does_not_end_the_epoch(
     folder: Path, pair: list[Path]
 ) -> None:
     dataset = ss.ShardDataset(folder, index="ignore", on_error="skip").decode()
@@ -148,7 +146,7 @@ def test_a_shard_that_looks_short_for_a_moment_ends_no_epoch(
         read(batches, found)
 
 
-def test_a_checksum_that_still_fits_is_enough(folder: Path, pair: list[Path]) -> None:
+def test_matching_checksum_accepts_a_rewritten_file(folder: Path, pair: list[Path]) -> None:
     dataset = ss.ShardMapDataset(folder, verify="sha256").decode()
     assert dataset[3]["cls"] == 1003
     for tar in folder.glob("*.tar"):
@@ -160,12 +158,12 @@ def test_a_checksum_that_still_fits_is_enough(folder: Path, pair: list[Path]) ->
 
 
 @pytest.mark.parametrize("index", ["require", "ignore"])
-def test_what_leaves_the_bytes_alone_is_no_change(index: Any, folder: Path) -> None:
+def test_metadata_changes_are_accepted(index: Any, folder: Path) -> None:
     dataset = ss.ShardDataset(folder, index=index).decode()
     batches, found = iter(ss.ShardLoader(dataset, batch_size=5)), list[int]()
     read(batches, found, 1)
     for tar in sorted(folder.glob("*.tar")):
-        tar.chmod(0o600)  # and both below change the inode, not the file
+        tar.chmod(0o600)  # this and the two changes below change the inode only
         os.link(tar, tar.with_suffix(".link"))
         tar.rename(tar.with_suffix(".moved"))
         tar.with_suffix(".moved").rename(tar)
@@ -173,7 +171,7 @@ def test_what_leaves_the_bytes_alone_is_no_change(index: Any, folder: Path) -> N
     assert found == list(range(1000, 1000 + NSAMPLES))
 
 
-def test_what_is_deleted_while_it_is_mapped_is_read_to_its_end(folder: Path) -> None:
+def test_mapped_file_is_read_to_its_end_after_deletion(folder: Path) -> None:
     loader = ss.ShardLoader(ss.ShardDataset(folder).decode(), batch_size=5)
     assert len(list(loader)) == 24  # all are mapped now
     shutil.rmtree(folder)
@@ -182,7 +180,7 @@ def test_what_is_deleted_while_it_is_mapped_is_read_to_its_end(folder: Path) -> 
     assert found == list(range(1000, 1000 + NSAMPLES))
 
 
-def test_whole_shards_are_looked_at_by_the_chunk(
+def test_sequential_reads_check_the_version_per_chunk(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: list[list[int]] = []
@@ -192,4 +190,6 @@ def test_whole_shards_are_looked_at_by_the_chunk(
     assert len(found) == NSAMPLES
     shards = len(list(folder.glob("*.tar")))
     assert {shard for look in looks for shard in look} == set(range(shards))
-    assert len(looks) <= 3 * shards  # when bytes were read, and at the end; not for each sample
+    assert (
+        len(looks) <= 3 * shards
+    )  # checked when bytes were read and at the end, not for each sample

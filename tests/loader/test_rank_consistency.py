@@ -19,7 +19,7 @@ LONG_S = 120.0
 
 
 def outcome(store: Any, rank: int, ranks: int, lanes: int, wait_s: float = LONG_S) -> str:
-    """What comes of a comparison: nothing, or the text of an error."""
+    """Compare ranks; return the text of the error, or nothing."""
     try:
         compare_in_store(store, "key", {"lanes": lanes, "epoch": 1}, Placement(rank, ranks), wait_s)
     except OptionError as error:
@@ -28,7 +28,7 @@ def outcome(store: Any, rank: int, ranks: int, lanes: int, wait_s: float = LONG_
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_ranks_that_agree_go_on(ranks: int) -> None:
+def test_equal_ranks_continue(ranks: int) -> None:
     store = HashStore()
     with ThreadPoolExecutor(ranks) as pool:
         assert set(pool.map(lambda rank: outcome(store, rank, ranks, 4), range(ranks))) == {""}
@@ -36,7 +36,7 @@ def test_ranks_that_agree_go_on(ranks: int) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 @pytest.mark.parametrize("odd", [0, 1])
-def test_all_ranks_refuse_where_one_differs(ranks: int, odd: int) -> None:
+def test_all_ranks_raise_if_one_differs(ranks: int, odd: int) -> None:
     store = HashStore()
     with ThreadPoolExecutor(ranks) as pool:
         found = list(
@@ -49,7 +49,7 @@ def test_all_ranks_refuse_where_one_differs(ranks: int, odd: int) -> None:
 
 
 @pytest.mark.parametrize("missing", [0, 1, 2])
-def test_a_rank_that_never_comes_costs_a_wait_and_a_warning(missing: int) -> None:
+def test_missing_rank_causes_a_warning_after_the_timeout(missing: int) -> None:
     store = HashStore()
     for rank in {0, 1, 2} - {missing}:
         with pytest.warns(
@@ -59,7 +59,7 @@ def test_a_rank_that_never_comes_costs_a_wait_and_a_warning(missing: int) -> Non
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
-def test_a_rank_that_comes_late_is_compared(late: int) -> None:
+def test_late_rank_is_compared(late: int) -> None:
     store = HashStore()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -68,17 +68,17 @@ def test_a_rank_that_comes_late_is_compared(late: int) -> None:
     assert "has lanes=5" in outcome(store, late, 3, 5)
 
 
-def test_a_late_rank_that_agrees_does_not_wait_for_those_that_went_on() -> None:
+def test_late_equal_rank_does_not_wait_for_finished_ranks() -> None:
     store = HashStore()
     with pytest.warns(UserWarning, match="rank 1 did not start to read this dataset"):
         outcome(store, 0, 2, 4, wait_s=0.05)
-    begun = time.monotonic()
+    started = time.monotonic()
     assert outcome(store, 1, 2, 4) == ""
-    assert time.monotonic() - begun < LONG_S / 2
+    assert time.monotonic() - started < LONG_S / 2
 
 
 class BrokenStore:
-    """A store whose server has died."""
+    """A store whose server has stopped."""
 
     def set(self, *_: Any) -> None: ...
 
@@ -86,7 +86,7 @@ class BrokenStore:
         raise RuntimeError("Broken pipe")
 
 
-def test_a_store_that_is_gone_does_not_hang_the_rank() -> None:
+def test_closed_store_does_not_hang_the_rank() -> None:
     ended = threading.Event()
 
     def run() -> None:

@@ -42,7 +42,7 @@ def is_number(sample: dict[str, Any]) -> bool:
         ({"remainder": "drop"}, "remainder: the state says 'pad', here it is 'drop'"),
     ],
 )
-def test_a_stream_resumes_in_its_own_order_alone(
+def test_stream_state_is_refused_for_another_order(
     folder: str, changed: dict[str, Any], match: str
 ) -> None:
     def open_loader(**options: Any) -> ss.ShardLoader:
@@ -68,7 +68,7 @@ def test_set_epoch_in_the_middle_counts_for_the_next_iteration(folder: str) -> N
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_an_iterator_begins_where_it_was_made(folder: str, workers: int) -> None:
+def test_iterator_starts_at_the_position_of_its_creation(folder: str, workers: int) -> None:
     one = loader(folder, num_workers=workers)
     one.load_state_dict(seal_state({**one.state_dict(), "consumed": 48}))
     first, second = iter(one), iter(one)
@@ -76,13 +76,13 @@ def test_an_iterator_begins_where_it_was_made(folder: str, workers: int) -> None
     assert next(second)["cls"][0] == 0
 
 
-def test_a_loader_begins_with_its_datasets_epoch(folder: str) -> None:
+def test_loader_starts_with_the_epoch_of_its_dataset(folder: str) -> None:
     dataset = ss.ShardDataset(folder, shuffle=True).decode()
     dataset.set_epoch(3)
     assert ss.ShardLoader(dataset, batch_size=8).epoch == 3
 
 
-def test_two_states_may_be_loaded_one_after_the_other(folder: str) -> None:
+def test_two_states_can_be_loaded_in_sequence(folder: str) -> None:
     states = [loader(folder, shuffle=True, lanes=lanes).state_dict() for lanes in (2, 3)]
     one = loader(folder, shuffle=True)
     for state in states:
@@ -104,22 +104,22 @@ def test_two_states_may_be_loaded_one_after_the_other(folder: str) -> None:
         lambda data: ss.ShardLoader(data, lanes=4, seed=1),
     ],
 )
-def test_sizes_that_make_no_sense_are_refused_at_once(folder: str, build: Any) -> None:
+def test_invalid_sizes_are_refused_at_once(folder: str, build: Any) -> None:
     with pytest.raises(OptionError):
         build(ss.ShardDataset(folder))
 
 
-def test_a_dataset_shows_what_it_holds_and_does(folder: str) -> None:
+def test_repr_shows_source_and_steps(folder: str) -> None:
     dataset = ss.ShardDataset(folder).decode().select(is_number)
     assert repr(dataset) == "ShardDataset(7 shards, 100 samples) > Decode > Select"
     assert repr(ss.ShardDataset(folder, index="ignore")) == "ShardDataset(streams)"
 
 
-def test_a_shuffle_of_nothing_is_none(folder: str) -> None:
+def test_shuffle_of_an_empty_stream_is_empty(folder: str) -> None:
     assert len(list(ss.ShardDataset(folder).shuffle(0))) == 100
 
 
-def test_a_repeated_epoch_draws_other_augmentations(folder: str) -> None:
+def test_repeated_epoch_draws_other_augmentations(folder: str) -> None:
     def draw(_: Any, rng: np.random.Generator) -> float:
         return float(rng.random())
 
@@ -127,13 +127,13 @@ def test_a_repeated_epoch_draws_other_augmentations(folder: str) -> None:
     assert len(set(drawn)) == 200
 
 
-def test_more_samples_consumed_than_there_are_is_a_damaged_state(folder: str) -> None:
+def test_state_with_too_many_consumed_samples_is_refused(folder: str) -> None:
     one = loader(folder)
     with pytest.raises(StateError, match="4000 of 100 samples"):
         one.load_state_dict(seal_state({**one.state_dict(), "consumed": 4000}))
 
 
-def test_a_store_out_of_reach_is_no_bad_sample(
+def test_unreachable_store_is_not_a_bad_sample(
     bucket: str, s3_env: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbered(f"{bucket}/set", 60, 20)
@@ -158,7 +158,7 @@ def unreachable(*_: Any, **__: Any) -> RangeResponse:
     raise OSError("transient")
 
 
-def test_retries_leave_the_global_generators_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retries_do_not_use_global_random_generators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("time.sleep", lambda _: None)
     monkeypatch.setattr(Storage, "read_once", unreachable)
     before = random.getstate()
@@ -167,7 +167,7 @@ def test_retries_leave_the_global_generators_alone(monkeypatch: pytest.MonkeyPat
     assert random.getstate() == before
 
 
-def test_what_failed_to_come_is_asked_for_again(
+def test_failed_ranges_are_requested_again(
     bucket: str, s3_env: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbered(f"{bucket}/set", 20, 20)
@@ -181,7 +181,7 @@ def test_what_failed_to_come_is_asked_for_again(
     assert [sample["cls"] for sample in dataset.__getitems__([1, 2])] == [1, 2]
 
 
-def test_an_iteration_that_is_dropped_leaves_no_threads(bucket: str, s3_env: None) -> None:
+def test_dropped_iterator_leaves_no_threads(bucket: str, s3_env: None) -> None:
     dataset = ss.ShardDataset(numbered(f"{bucket}/set", 60, 20), shuffle=True)
     next(iter(dataset))
     gc.disable()
@@ -190,12 +190,12 @@ def test_an_iteration_that_is_dropped_leaves_no_threads(bucket: str, s3_env: Non
         for _ in range(5):
             for _ in dataset:
                 break
-        assert threading.active_count() <= before + 8  # those of one pool may still be ending
+        assert threading.active_count() <= before + 8  # threads of one pool may still be ending
     finally:
         gc.enable()
 
 
-def test_signed_urls_stay_out_of_notes_logs_and_fingerprints(
+def test_signatures_are_removed_from_notes_logs_and_fingerprints(
     folder: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(sample: dict[str, Any]) -> None:
@@ -215,7 +215,7 @@ def test_signed_urls_stay_out_of_notes_logs_and_fingerprints(
     assert one == other
 
 
-def test_bad_samples_behind_the_last_batch_are_counted(tmp_path: Path) -> None:
+def test_bad_samples_after_the_last_batch_are_counted(tmp_path: Path) -> None:
     folder = numbered(tmp_path / "set", 20, 20)
 
     def fail_late(sample: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    """Two datasets of equal names and lengths, whose labels are other thousands."""
+    """Two datasets with equal names and lengths and different labels."""
     folder = tmp_path_factory.mktemp("pair")
     return [made(folder / name, 1000 + first, 100) for name, first in (("a", 0), ("b", NEW))]
 
@@ -42,7 +42,7 @@ def remote(pair: list[Path], bucket: str, s3_env: None) -> str:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("index", ["require", "ignore"])
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_a_dataset_on_s3_that_is_replaced_ends_the_epoch(
+def test_replaced_dataset_on_s3_ends_the_epoch(
     workers: int, index: Any, shuffle: bool, remote: str, pair: list[Path]
 ) -> None:
     dataset = ss.ShardDataset(
@@ -50,16 +50,14 @@ def test_a_dataset_on_s3_that_is_replaced_ends_the_epoch(
     ).decode()
     batches, found = iter(ss.ShardLoader(dataset, 5, num_workers=workers)), list[int]()
     read(batches, found, 1)
-    upload(pair[1], remote)  # shards of the same names and lengths
+    upload(pair[1], remote)  # shards with the same names and lengths
     with pytest.raises(
         ChangedError, match="the dataset was replaced during this epoch|the file changed while"
     ):
         read(batches, found)
 
 
-def test_the_second_epoch_of_a_dataset_on_s3_is_not_of_another(
-    remote: str, pair: list[Path]
-) -> None:
+def test_dataset_replaced_between_epochs_is_an_error(remote: str, pair: list[Path]) -> None:
     loader = ss.ShardLoader(ss.ShardDataset(remote).decode(), 5, num_workers=2)
     read(iter(loader), [])
     upload(pair[1], remote)
@@ -67,7 +65,7 @@ def test_the_second_epoch_of_a_dataset_on_s3_is_not_of_another(
         read(iter(loader), [])
 
 
-def test_a_dataset_on_s3_may_grow_and_its_manifest_be_written_again(
+def test_dataset_on_s3_may_grow_with_a_new_manifest(
     remote: str, pair: list[Path], tmp_path: Path
 ) -> None:
     loader = ss.ShardLoader(ss.ShardDataset(remote).decode(), 5)
@@ -83,11 +81,11 @@ def test_a_dataset_on_s3_may_grow_and_its_manifest_be_written_again(
     assert found == list(range(1000, 1000 + NSAMPLES))
 
 
-def test_a_dataset_beside_it_whose_name_begins_alike_may_be_read_with_it(
+def test_datasets_with_a_common_name_prefix_can_be_read_together(
     remote: str, pair: list[Path], tmp_path: Path
 ) -> None:
     upload(pair[0], f"{remote}-more")
-    strange = f"{remote}/strange.tar"  # never named by the manifest
+    strange = f"{remote}/strange.tar"  # not in the manifest
     fsspec.filesystem("s3").put_file(str(next(pair[0].glob("*.tar"))), strange)
     fsspec.filesystem("s3").put_file(str(next(pair[0].glob("*.idx"))), f"{strange}.idx")
     tars = [f"{remote}/{path.name}" for path in sorted(pair[0].glob("*.tar"))]
@@ -101,7 +99,7 @@ def test_a_dataset_beside_it_whose_name_begins_alike_may_be_read_with_it(
     assert len(found) == 2 * NSAMPLES + 20
 
 
-def test_a_manifest_on_s3_that_is_deleted_ends_the_epoch(remote: str) -> None:
+def test_deleted_manifest_on_s3_ends_the_epoch(remote: str) -> None:
     batches = iter(ss.ShardLoader(ss.ShardDataset(remote).decode(), 5))
     next(batches)
     fsspec.filesystem("s3").rm_file(f"{remote}/index.json")
@@ -109,14 +107,14 @@ def test_a_manifest_on_s3_that_is_deleted_ends_the_epoch(remote: str) -> None:
         list(batches)
 
 
-def test_a_manifest_out_of_reach_at_the_end_of_an_epoch_is_a_warning(
+def test_unreachable_manifest_at_the_end_of_an_epoch_is_a_warning(
     remote: str, shaped_s3: ShapedS3
 ) -> None:
     shaped_s3.control("/set?profile=chaos&slow=0&reset=0&trunc=0&stall=0")
     options = shaped_s3.chaos.storage_options | {"retry_timeout_s": 0.5}
     dataset = ss.ShardDataset(remote, storage_options=options).decode()
     batches, found = iter(ss.ShardLoader(dataset, 5)), list[int]()
-    read(batches, found, NSAMPLES // 5)  # all but the end
+    read(batches, found, NSAMPLES // 5)  # all except the last batch
     shaped_s3.control("/set?profile=chaos&slow=1")
     with pytest.warns(UserWarning, match="whether the dataset was replaced during this epoch"):
         assert list(batches) == []

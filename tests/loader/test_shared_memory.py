@@ -56,10 +56,10 @@ batches = st.recursive(
 
 
 @given(st.lists(st.tuples(batches, st.integers(0, 3)), max_size=12))
-def test_what_is_packed_is_unpacked_in_turn(sent: list[tuple[Any, int]]) -> None:
+def test_packed_messages_are_unpacked_in_order(sent: list[tuple[Any, int]]) -> None:
     ring = RingBuffer()
     with pytest.MonkeyPatch.context() as patch:
-        set_limits(patch, RingBuffer, RING_BYTES=8 * _LEAST)  # soon full
+        set_limits(patch, RingBuffer, RING_BYTES=8 * _LEAST)  # full after a few messages
         on_way: deque[tuple[Any, Any]] = deque()
         for batch, received in sent:
             on_way.append((batch, ring.pack(batch, 0)))
@@ -70,11 +70,11 @@ def test_what_is_packed_is_unpacked_in_turn(sent: list[tuple[Any, int]]) -> None
             assert ring.unpack(packed) == came
 
 
-def test_a_full_ring_sends_the_usual_way_and_goes_on_when_it_is_emptied(
+def test_full_ring_falls_back_to_the_pipe_until_space_is_freed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ring = RingBuffer()
-    set_limits(monkeypatch, RingBuffer, RING_BYTES=2 * _LEAST + 200)  # and what is pickled
+    set_limits(monkeypatch, RingBuffer, RING_BYTES=2 * _LEAST + 200)  # and the pickled part
     set_limits(monkeypatch, RingBuffer, RING_STEP_BYTES=1)
     batch = {"jpg": [b"x" * _LEAST]}
     first, second, third = (ring.pack(batch, 0) for _ in range(3))
@@ -90,7 +90,7 @@ def test_a_full_ring_sends_the_usual_way_and_goes_on_when_it_is_emptied(
     assert ring.unpack(ring.pack([b"x" * 3 * _LEAST], 0)) == [b"x" * 3 * _LEAST]
 
 
-def test_messages_of_nearly_one_size_use_the_same_places_again() -> None:
+def test_messages_of_similar_size_reuse_the_same_pages() -> None:
     ring, rng = RingBuffer(), random.Random(0)
     on_way: deque[Any] = deque()
     for _ in range(100):
@@ -101,20 +101,22 @@ def test_messages_of_nearly_one_size_use_the_same_places_again() -> None:
             ring.unpack(on_way.popleft())
 
 
-def test_memory_is_given_back_where_that_is_asked_for() -> None:
+def test_ring_returns_memory_when_requested() -> None:
     ring = RingBuffer()
     batch = [b"x" * (1 << 20)]
     message = ring.pack(batch, 0)
     for give_back in (False, True):
         ring.reset(give_back=give_back)
         assert (os.fstat(ring._handle).st_blocks * 512 < len(batch[0])) == give_back
-    assert bytes(ring._memory[message.start + 4096 :][:99]) == bytes(99)  # which nobody waits for
+    assert bytes(ring._memory[message.start + 4096 :][:99]) == bytes(
+        99
+    )  # a message that is never received
     assert ring.unpack(ring.pack(batch, 0)) == batch
 
 
 @pytest.mark.usefixtures("s3_env")
 @pytest.mark.parametrize("is_local", [True, False])
-def test_between_epochs_memory_is_given_back_if_the_data_come_from_afar(
+def test_ring_returns_memory_between_epochs_of_remote_data(
     is_local: bool, photos: str, bucket: str
 ) -> None:
     url = photos
@@ -126,7 +128,7 @@ def test_between_epochs_memory_is_given_back_if_the_data_come_from_afar(
     )
     assert sum(len(right(batch)) for batch in loader) == 64
     [ring] = loader._batches.rings
-    ring._memory[-1] = 1  # as if it had been full once
+    ring._memory[-1] = 1  # as after it was full once
     assert sum(len(right(batch)) for batch in loader) == 64
     assert loader._batches.rings == [ring]
     assert ring._memory[-1] == is_local
@@ -157,7 +159,7 @@ TENSORS = [
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("is_full", [False, True])
 @pytest.mark.parametrize("tensor", TENSORS, ids=lambda one: f"{one.dtype}-{tuple(one.shape)}")
-def test_tensors_come_out_as_they_went_in(
+def test_tensors_round_trip(
     tensor: torch.Tensor, is_full: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if is_full:
@@ -171,7 +173,7 @@ def test_tensors_come_out_as_they_went_in(
     assert back["again"][0] is back["x"]
 
 
-def test_tensors_are_in_memory_of_their_own_and_aligned() -> None:
+def test_tensors_own_aligned_memory() -> None:
     ring = RingBuffer()
     messages = [ring.pack([b"y" * (_LEAST + 1), torch.full((5,), n)], 0) for n in range(3)]
     ones = [ring.unpack(message)[1] for message in messages]
@@ -180,7 +182,7 @@ def test_tensors_are_in_memory_of_their_own_and_aligned() -> None:
     assert all(one.data_ptr() % 64 == 0 and not one.is_shared() for one in ones)
 
 
-def test_a_very_large_tensor_is_left_to_torch() -> None:
+def test_very_large_tensor_is_left_to_torch() -> None:
     ring = RingBuffer()
     message = ring.pack(torch.zeros(MAX_TENSOR_BYTES + 1, dtype=torch.uint8), 0)
     assert isinstance(message, RingMessage)
@@ -189,7 +191,7 @@ def test_a_very_large_tensor_is_left_to_torch() -> None:
     assert ring.unpack(message) is left
 
 
-def test_a_tensor_lies_as_it_lay() -> None:
+def test_memory_format_of_tensors_is_kept() -> None:
     ring = RingBuffer()
     for tensor in (
         torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
@@ -198,19 +200,19 @@ def test_a_tensor_lies_as_it_lay() -> None:
         assert ring.unpack(ring.pack(tensor, 0)).stride() == tensor.stride()
 
 
-def test_numbers_of_numpy_can_be_written_as_when_torch_sends_them() -> None:
+def test_numpy_arrays_are_writable_as_with_torch() -> None:
     ring = RingBuffer()
     array = np.frombuffer(bytes(99), dtype=np.uint8)
     ring.unpack(ring.pack(array, 0))[0] = 1
 
 
-def test_what_cannot_be_pickled_is_an_error_at_once() -> None:
+def test_unpicklable_value_raises_at_once() -> None:
     with pytest.raises(ss.SampleError, match="cannot be sent to the main process"):
         RingBuffer().pack({"x": lambda: None}, 0)
 
 
-def test_packing_leaves_nothing_to_the_collector() -> None:
-    """Or batches of many megabytes would live until it comes by."""
+def test_packing_creates_no_reference_cycles() -> None:
+    """Otherwise batches of many megabytes would live until the next garbage collection."""
     ring, data = RingBuffer(), [bytes([n]) * (2 * _LEAST) for n in range(3)]
     tensor = torch.zeros(5000)
     gc.disable()
@@ -222,8 +224,8 @@ def test_packing_leaves_nothing_to_the_collector() -> None:
         gc.enable()
 
 
-def test_rings_give_back_their_descriptors() -> None:
-    gc.collect()  # what other tests left
+def test_rings_close_their_file_descriptors() -> None:
+    gc.collect()  # those of other tests
     before = len(os.listdir("/proc/self/fd"))
     rings = open_rings(3)
     assert len(rings) == 3
@@ -232,7 +234,7 @@ def test_rings_give_back_their_descriptors() -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_a_ring_gives_its_descriptor_back_when_modules_are_gone(
+def test_ring_closes_its_descriptor_during_interpreter_shutdown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gc.collect()
@@ -253,7 +255,7 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def write_photos(url: str) -> None:
-    """64 samples of 10 to 73 kB in four shards."""
+    """Write 64 samples of 10 to 73 kB in four shards."""
     with ss.ShardWriter(url, max_samples=16) as writer:
         for number in range(64):
             writer.write(
@@ -268,7 +270,7 @@ def right(batch: dict[str, list[Any]]) -> list[int]:
 
 
 @pytest.mark.parametrize(("context", "num_workers"), [("fork", 2), ("spawn", 1)])
-def test_large_bytes_come_whole_from_every_kind_of_worker(
+def test_large_bytes_arrive_from_forked_and_spawned_workers(
     photos: str, context: str, num_workers: int
 ) -> None:
     dataset = ss.ShardDataset(photos, shuffle=True)
@@ -283,10 +285,10 @@ def test_large_bytes_come_whole_from_every_kind_of_worker(
         assert sorted(functools.reduce(operator.iadd, map(right, loader), [])) == list(range(64))
 
 
-def test_a_batch_that_is_never_taken_costs_no_room_for_long(
+def test_undelivered_batch_is_dropped_from_the_ring(
     photos: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_limits(monkeypatch, RingBuffer, RING_BYTES=600_000)  # of two or three batches
+    set_limits(monkeypatch, RingBuffer, RING_BYTES=600_000)  # room for two or three batches
     loader = ss.ShardLoader(
         ss.ShardDataset(photos, shuffle=True), batch_size=4, num_workers=2, persistent_workers=True
     )
@@ -295,14 +297,14 @@ def test_a_batch_that_is_never_taken_costs_no_room_for_long(
     assert sorted(functools.reduce(operator.iadd, map(right, loader), [])) == list(range(64))
 
 
-def test_two_iterations_at_once_do_not_mix(photos: str) -> None:
+def test_concurrent_iterations_do_not_mix(photos: str) -> None:
     loader = ss.ShardLoader(ss.ShardDataset(photos, shuffle=True), batch_size=4, num_workers=1)
     both = [right(a) + right(b) for a, b in zip(loader, loader, strict=True)]
     assert sorted(functools.reduce(operator.iadd, both, [])) == sorted([*range(64), *range(64)])
 
 
 @pytest.mark.parametrize("tensors", [False, True])
-def test_batches_do_not_go_through_the_pipe(
+def test_batches_bypass_the_pipe(
     photos: str, tensors: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     messages: list[RingMessage] = []
@@ -331,7 +333,7 @@ def as_array(sample: dict[str, Any]) -> dict[str, Any]:
     return sample | {"jpg": np.frombuffer(sample["jpg"], dtype=np.uint8)[:10_000]}
 
 
-def test_a_system_that_refuses_the_memory_sends_the_usual_way(
+def test_missing_shared_memory_falls_back_to_the_pipe(
     photos: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(_: str) -> int:
@@ -350,7 +352,7 @@ def holding_itself(items: list[Any]) -> dict[str, Any]:
     return {"jpg": [item["jpg"] for item in items], "odd": itself}
 
 
-def test_a_batch_that_holds_itself_does_so_again(photos: str) -> None:
+def test_self_referencing_batch_round_trips(photos: str) -> None:
     loader = ss.ShardLoader(
         ss.ShardDataset(photos), batch_size=32, num_workers=1, collate_fn=holding_itself
     )
@@ -360,13 +362,13 @@ def test_a_batch_that_holds_itself_does_so_again(photos: str) -> None:
 
 
 def memory_files() -> int:
-    """How many descriptors of rings this process has."""
+    """Return the number of ring descriptors of this process."""
     links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     return sum("memfd:shardstream" in str(link) for link in links)
 
 
-def test_the_memory_is_given_back_with_the_workers(photos: str) -> None:
-    gc.collect()  # what other tests left
+def test_memory_is_returned_when_workers_end(photos: str) -> None:
+    gc.collect()  # those of other tests
     before = memory_files()
     loader = ss.ShardLoader(ss.ShardDataset(photos), batch_size=8, num_workers=2)
     batches = iter(loader)
@@ -377,14 +379,14 @@ def test_the_memory_is_given_back_with_the_workers(photos: str) -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_copy_of_a_loader_has_memory_of_its_own(photos: str, persistent: bool) -> None:
+def test_copied_loader_has_its_own_rings(photos: str, persistent: bool) -> None:
     loader = ss.ShardLoader(
         ss.ShardDataset(photos), batch_size=8, num_workers=1, persistent_workers=persistent
     )
     right(next(iter(loader)))
-    loader.load_state_dict(loader.state_dict())  # ends the workers
+    loader.load_state_dict(loader.state_dict())  # this ends the workers
     before = {*threading.enumerate()}
     copies = [copy.deepcopy(loader), pickle.loads(pickle.dumps(loader))]  # noqa: S301  (our own)
-    assert before.issuperset(threading.enumerate())  # none that hands out descriptors
+    assert before.issuperset(threading.enumerate())  # no thread that sends descriptors
     for one in [loader, *copies]:
         assert sum(len(right(batch)) for batch in one) == 56

@@ -1,4 +1,4 @@
-"""Memory, files and threads do not grow over many epochs in the same processes."""
+"""Test that memory, files and threads do not grow over many epochs in the same processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SAMPLES = 300
 
 
 class Use(NamedTuple):
-    """What a process holds."""
+    """Memory, files and threads of a process."""
 
     resident_kib: int
     threads: int
@@ -49,14 +49,16 @@ def settled(pid: int, threads: int) -> Use:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("s3_env")
-def test_fifty_epochs_through_a_cache_hold_no_more_than_ten(bucket: str, tmp_path: Path) -> None:
+def test_memory_after_fifty_cached_epochs_equals_that_after_ten(
+    bucket: str, tmp_path: Path
+) -> None:
     rng = np.random.default_rng(0)
     samples = (
         {"__key__": f"{i:06d}", "cls": i, "npy": rng.integers(0, 256, 20_000, dtype=np.uint8)}
         for i in range(SAMPLES)
     )
     url = make_shards(f"{bucket}/soak", samples=samples, per_shard=60)
-    # Of 6 MB 4 are kept, so each epoch has hits and misses.
+    # The cache holds 4 of 6 MB, so each epoch has hits and misses.
     dataset = ss.ShardDataset(url, shuffle=True, cache_dir=tmp_path, cache_bytes="4MiB").decode()
     loader = ss.ShardLoader(dataset, 20, num_workers=2, persistent_workers=True)
     uses: dict[int, list[Use]] = {}
@@ -71,9 +73,9 @@ def test_fifty_epochs_through_a_cache_hold_no_more_than_ten(bucket: str, tmp_pat
     for seen in uses.values():
         early, late = seen[:WARM], seen[-WARM:]
         assert max(use.threads for use in late) <= max(use.threads for use in early)
-        # A client keeps as many connections as were ever in use at a time; one lost in each epoch would be 40 more.
+        # A client keeps its maximum of concurrent connections; one leak per epoch would add 40.
         assert max(use.handles for use in late) <= max(use.handles for use in early) + 20
-        # The allocator takes some epochs to find its size (of 200 epochs the last 150 are flat): the first half is compared.
+        # The allocator's memory grows for some epochs (it is constant in the last 150 of 200), so later epochs are compared.
         grown = median(use.resident_kib for use in late) - max(
             use.resident_kib for use in seen[: EPOCHS // 2]
         )

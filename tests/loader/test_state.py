@@ -12,7 +12,7 @@ import shardstream as ss
 from shardstream.errors import OptionError, StateError
 from shardstream.loader import VERSION, check_state, part_state, plan_state, seal_state
 from shardstream.order import EpochOrder
-from shardstream.pipeline import Position
+from shardstream.pipeline import LoaderPosition
 from shardstream.testing import make_shards
 from tests.small_datasets import labels, loader, numbered, take
 
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return numbered(tmp_path_factory.mktemp("numbered"), 60, 9)
 
 
-def test_a_state_is_a_few_numbers() -> None:
+def test_state_is_a_few_numbers() -> None:
     state = plan_state(ORDER, data={"fingerprint": "ab12"}, epoch=2, consumed=40)
     assert state == {
         "version": VERSION, "kind": "plan", "fingerprint": "ab12", "seed": -3, "shuffle": True,
@@ -38,33 +38,31 @@ def test_a_state_is_a_few_numbers() -> None:
 @pytest.mark.parametrize(
     ("consumed", "position"), [(0, (2, 0)), (96, (2, 96)), (100, (3, 0)), (101, (3, 0))]
 )
-def test_the_end_of_an_epoch_is_the_start_of_the_next(
-    consumed: int, position: tuple[int, int]
-) -> None:
+def test_end_of_an_epoch_is_the_start_of_the_next(consumed: int, position: tuple[int, int]) -> None:
     state = plan_state(ORDER, data={}, epoch=2, consumed=consumed)
     assert (state["epoch"], state["consumed"]) == position
 
 
 def test_positions_of_parts_survive_json() -> None:
-    position = Position(epoch=1, parts={0: {"taken": 3}, 2: {"taken": 1}}, next_part=1)
+    position = LoaderPosition(epoch=1, parts={0: {"taken": 3}, 2: {"taken": 1}}, next_part=1)
     state = part_state({"kind": "parts", "num_workers": 3}, position)
     assert json.loads(json.dumps(state)) == state
     assert state["parts"] == {"0": {"taken": 3}, "2": {"taken": 1}}
 
 
 @pytest.mark.parametrize("state", [None, 3, [], {}, {"epoch": 1}, {"_snapshot": {}}])
-def test_what_is_no_state_is_refused(state: Any) -> None:
+def test_invalid_states_are_refused(state: Any) -> None:
     with pytest.raises(StateError, match="not a state of a ShardLoader"):
-        check_state(state, mine={})
+        check_state(state, expected={})
 
 
 @pytest.mark.parametrize("version", [1, 99])
-def test_a_state_of_another_version_is_refused(version: int) -> None:
+def test_state_of_another_version_is_refused(version: int) -> None:
     match = (
         f"the state has version {version}, this shardstream continues version 2; finish the epoch"
     )
     with pytest.raises(StateError, match=match):
-        check_state({"version": version, "kind": "plan"}, mine={})
+        check_state({"version": version, "kind": "plan"}, expected={})
 
 
 @pytest.mark.parametrize(
@@ -78,7 +76,7 @@ def test_a_state_of_another_version_is_refused(version: int) -> None:
         ({"block": 4}, "block: the state says 3, here it is 4"),
     ],
 )
-def test_a_state_of_another_order_is_refused_with_both_values(
+def test_state_of_another_order_is_refused_with_both_values(
     changed: dict[str, Any], message: str, folder: str
 ) -> None:
     state = loader(folder, **OPTIONS).state_dict()
@@ -86,7 +84,7 @@ def test_a_state_of_another_order_is_refused_with_both_values(
         loader(folder, **(OPTIONS | changed)).load_state_dict(state)
 
 
-def test_a_state_of_other_data_is_refused(folder: str, tmp_path: Path) -> None:
+def test_state_of_other_data_is_refused(folder: str, tmp_path: Path) -> None:
     state = loader(folder).state_dict()
     with pytest.raises(
         StateError, match=r"fingerprint of the dataset: .* it was saved with other d"
@@ -95,7 +93,7 @@ def test_a_state_of_other_data_is_refused(folder: str, tmp_path: Path) -> None:
 
 
 def reordered(folder: Path, seed: int) -> str:
-    """A data set of 40 samples whose order differs by the seed, but neither counts, nor names and sizes of shards."""
+    """Write a dataset of 40 samples whose order depends on the seed, with equal counts, shard names and sizes."""
     order = np.random.default_rng(seed).permutation(40).tolist()
     samples = [{"__key__": f"{i:06d}", "cls": 10 + i} for i in order]
     return make_shards(folder / f"{seed}", samples=samples, per_shard=9)
@@ -113,7 +111,7 @@ def steps_for(kind: str, folder: str) -> ss.ShardLoader:
 
 
 @pytest.mark.parametrize("kind", ["plan", "stream", "mix", "mix of streams", "whole shards"])
-def test_a_state_of_other_data_of_the_same_size_is_refused(kind: str, tmp_path: Path) -> None:
+def test_state_of_other_data_of_the_same_size_is_refused(kind: str, tmp_path: Path) -> None:
     one, same, other = (
         reordered(tmp_path / "a", 1),
         reordered(tmp_path / "b", 1),
@@ -130,7 +128,7 @@ def test_a_state_of_other_data_of_the_same_size_is_refused(kind: str, tmp_path: 
         iterator.load_state_dict(state)
 
 
-def test_without_checksums_here_the_user_is_told_that_bytes_were_not_compared(
+def test_missing_checksums_cause_a_warning(
     tmp_path: Path,
 ) -> None:
     folder = reordered(tmp_path, 1)
@@ -145,7 +143,7 @@ def test_without_checksums_here_the_user_is_told_that_bytes_were_not_compared(
 
 
 @pytest.mark.parametrize("make", [lambda ds: ds, lambda ds: ds.shuffle(5)], ids=["plan", "parts"])
-def test_an_edited_state_is_refused(make: Any, folder: str) -> None:
+def test_edited_state_is_refused(make: Any, folder: str) -> None:
     def fresh() -> ss.ShardLoader:
         return ss.ShardLoader(make(ss.ShardDataset(folder, shuffle=True, seed=1)), 4)
 
@@ -170,7 +168,7 @@ def test_absurd_numbers_are_refused(name: str, value: Any, folder: str) -> None:
 
 
 @pytest.mark.parametrize("epoch", [1.5, "1", None, -1, 1 << 31, 1 << 70])
-def test_an_epoch_is_a_whole_number(epoch: Any, folder: str) -> None:
+def test_epoch_is_a_whole_number(epoch: Any, folder: str) -> None:
     fine: Any = np.int64(3)
     for one in (loader(folder), ss.ShardDataset(folder), ss.ShardMapDataset(folder)):
         with pytest.raises(OptionError, match="epoch must be"):
@@ -191,12 +189,12 @@ def test_numbers_of_the_order_are_whole_and_plain(name: str, folder: str) -> Non
     assert json.loads(json.dumps(state)) == state
 
 
-def test_the_same_data_elsewhere_is_the_same(folder: str, tmp_path: Path) -> None:
+def test_state_is_accepted_for_a_copy_of_the_data(folder: str, tmp_path: Path) -> None:
     state = loader(folder).state_dict()
     loader(numbered(tmp_path, 60, 9)).load_state_dict(state)
 
 
-def test_a_state_of_another_kind_of_pipeline_is_refused(folder: str) -> None:
+def test_state_of_another_kind_of_pipeline_is_refused(folder: str) -> None:
     exact = ss.ShardDataset(folder).decode()
     one, other = ss.ShardLoader(exact, 4), ss.ShardLoader(exact.shuffle(3), 4)
     for giver, taker in ((one, other), (other, one)):
@@ -204,7 +202,7 @@ def test_a_state_of_another_kind_of_pipeline_is_refused(folder: str) -> None:
             taker.load_state_dict(giver.state_dict())
 
 
-def test_what_was_not_said_is_taken_from_the_state(folder: str) -> None:
+def test_default_options_are_taken_from_the_state(folder: str) -> None:
     explicit = loader(folder, 8, **OPTIONS)
     full = labels(explicit)
     explicit.set_epoch(0)
@@ -221,7 +219,7 @@ def loader_at(folder: str, epoch: int) -> ss.ShardLoader:
     return one
 
 
-def test_a_batch_size_that_the_state_does_not_divide_is_refused(folder: str) -> None:
+def test_batch_size_that_is_no_multiple_of_the_saved_microbatch_is_refused(folder: str) -> None:
     state = loader(folder, 8, shuffle=True).state_dict()
     with pytest.raises(StateError, match="microbatch: the state says 8, .* batch_size=12 here"):
         loader(folder, 12, shuffle=True).load_state_dict(state)
@@ -243,7 +241,7 @@ def broken(**changed: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
         (broken(lanes=None), "lanes is None"),
     ],
 )
-def test_a_damaged_state_is_refused_by_name(
+def test_damaged_state_is_refused_with_the_field(
     damage: Callable[[dict[str, Any]], dict[str, Any]], message: str, folder: str
 ) -> None:
     state = loader(folder, shuffle=True).state_dict()
@@ -252,31 +250,31 @@ def test_a_damaged_state_is_refused_by_name(
 
 
 @pytest.mark.parametrize("parts", ["gone", [], 3])
-def test_a_state_without_its_parts_is_refused(parts: Any, folder: str) -> None:
+def test_state_without_its_parts_is_refused(parts: Any, folder: str) -> None:
     dataset = ss.ShardDataset(folder).shuffle(3)
     state = broken(parts=parts)(ss.ShardLoader(dataset, 4).state_dict())
     with pytest.raises(StateError, match="this state is damaged: parts is"):
         ss.ShardLoader(dataset, 4).load_state_dict(state)
 
 
-def test_the_checksum_of_a_state_is_pinned_and_knows_no_order_of_names() -> None:
-    """Else a state of today would be refused tomorrow."""
+def test_checksum_of_a_state_is_pinned_and_ignores_key_order() -> None:
+    """Otherwise later versions would refuse saved states."""
     state = plan_state(ORDER, data={"fingerprint": "ab12"}, epoch=2, consumed=40)
     assert state["state_checksum"] == "d3b534f353301a05"
-    check_state(dict(reversed(state.items())), mine={})
+    check_state(dict(reversed(state.items())), expected={})
 
 
-def test_an_epoch_of_one_sample_ends_with_it() -> None:
+def test_epoch_of_one_sample_ends_with_it() -> None:
     order = EpochOrder(nsamples=1, batch=1, shuffle=False, seed=0, lanes=1, window=1, block=1)
     assert plan_state(order, data={}, epoch=0, consumed=1)["epoch"] == 1
 
 
 @pytest.mark.parametrize("checksums", [None, "aa", ["aa", "bb"], []])
-def test_checksums_that_no_state_has_are_refused(checksums: Any) -> None:
+def test_malformed_checksums_are_refused(checksums: Any) -> None:
     state = plan_state(ORDER, data={"checksums": checksums}, epoch=2, consumed=40)
-    check_state(state, mine={})
+    check_state(state, expected={})
     with pytest.raises(StateError, match="this state is damaged: checksums is"):
-        check_state(state, mine={"checksums": ["aa"]})
+        check_state(state, expected={"checksums": ["aa"]})
 
 
 @pytest.mark.parametrize(
@@ -288,18 +286,18 @@ def test_checksums_that_no_state_has_are_refused(checksums: Any) -> None:
         ("seed", "use the same value, or start without the state"),
     ],
 )
-def test_a_difference_comes_with_its_remedy(name: str, remedy: str) -> None:
+def test_each_difference_has_a_remedy(name: str, remedy: str) -> None:
     state = plan_state(ORDER, data={name: 3}, epoch=2, consumed=40)
     with pytest.raises(StateError, match=remedy):
-        check_state(state, mine={name: 4})
+        check_state(state, expected={name: 4})
 
 
 @pytest.mark.parametrize(("name", "limit"), [("lanes", 1 << 24), ("window", 1 << 62)])
-def test_numbers_have_a_limit(name: str, limit: int) -> None:
+def test_numbers_in_a_state_are_limited(name: str, limit: int) -> None:
     for value, is_fine in ((limit - 1, True), (limit, False)):
         state = seal_state({**plan_state(ORDER, data={}, epoch=2, consumed=40), name: value})
         if is_fine:
-            check_state(state, mine={})
+            check_state(state, expected={})
         else:
             with pytest.raises(StateError, match=f"this state is damaged: {name} is {value}"):
-                check_state(state, mine={})
+                check_state(state, expected={})

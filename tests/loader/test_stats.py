@@ -1,4 +1,4 @@
-"""Timings that a loader reports."""
+"""Test the timings that a loader reports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def slow(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_whole_epoch_is_accounted_for(tmp_path: Path, workers: int) -> None:
+def test_stats_cover_the_whole_epoch(tmp_path: Path, workers: int) -> None:
     url = numbered(tmp_path, 60, 20)
     dataset = ss.ShardDataset(url).map(slow)
     one = ss.ShardLoader(dataset, batch_size=7, num_workers=workers)
@@ -37,19 +37,19 @@ def test_a_whole_epoch_is_accounted_for(tmp_path: Path, workers: int) -> None:
     assert (stats.timings.samples, stats.timings.read_bytes) == (60, catalog.total_bytes - 3 * 1024)
     assert stats.timings.steps_s >= 60 * 0.002
     assert 0 < stats.loop_wait_s < stats.seconds
-    assert stats == one.stats()  # the clock has stopped
+    assert stats == one.stats()  # the clock stops at the end of the epoch
 
 
-def test_requests_are_counted_where_bytes_come_from_afar() -> None:
+def test_remote_requests_are_counted() -> None:
     url = numbered(f"memory://stats-{random.getrandbits(64):x}", 100, 25)
-    one = loader(url, batch_size=10)  # no shorter batch at the end, which is read by itself
+    one = loader(url, batch_size=10)  # no short last batch, which needs a separate read
     list(one)
     timings = one.stats().timings
-    assert timings.requests == 4  # one a shard
+    assert timings.requests == 4  # one per shard
     assert 0 < timings.wait_s <= timings.read_s
 
 
-def test_each_epoch_begins_at_nothing(tmp_path: Path) -> None:
+def test_stats_start_at_zero_in_each_epoch(tmp_path: Path) -> None:
     one = loader(numbered(tmp_path, 30, 10))
     list(one)
     list(one)
@@ -57,7 +57,7 @@ def test_each_epoch_begins_at_nothing(tmp_path: Path) -> None:
     assert (stats.epoch, stats.timings.samples) == (1, 30)
 
 
-def test_it_is_told_in_words_and_in_plain_numbers(tmp_path: Path) -> None:
+def test_stats_are_available_as_text_and_as_dict(tmp_path: Path) -> None:
     one = loader(numbered(tmp_path, 30, 10), batch_size=10)
     list(one)
     text = str(one.stats())
@@ -67,7 +67,7 @@ def test_it_is_told_in_words_and_in_plain_numbers(tmp_path: Path) -> None:
     assert all(isinstance(value, int | float) for value in one.stats().as_dict().values())
 
 
-def test_steps_that_change_counts_are_accounted_for_too(tmp_path: Path) -> None:
+def test_stats_cover_steps_that_change_counts(tmp_path: Path) -> None:
     dataset = ss.ShardDataset(numbered(tmp_path, 60, 20)).select(keep_all)
     one = ss.ShardLoader(dataset, batch_size=7)
     list(one)
@@ -79,7 +79,7 @@ def keep_all(sample: dict[str, Any]) -> bool:
     return "__key__" in sample
 
 
-def test_a_worker_that_must_hold_very_much_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_window_memory_causes_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     url = numbered(f"memory://lanes-{random.getrandbits(64):x}", 100, 25)
     set_limits(monkeypatch, warn_of_lanes, WARN_WINDOWS_BYTES=60_000)
     with pytest.warns(

@@ -1,4 +1,4 @@
-"""Custom stages, appended by `then`."""
+"""Test custom stages that `then` appends."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Scale(ItemStage):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drop:
-    """Leave out items with a class that a number divides."""
+    """Drop items whose class is divisible by a number."""
 
     divisor: int
 
@@ -54,7 +54,7 @@ def folder(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_an_item_stage_keeps_lengths_and_states_exact(num_workers: int, folder: str) -> None:
+def test_item_stage_keeps_lengths_and_states_exact(num_workers: int, folder: str) -> None:
     dataset = ss.ShardDataset(folder, shuffle=True).decode().then(Scale(factor=10))
 
     def loader() -> ss.ShardLoader:
@@ -70,7 +70,7 @@ def test_an_item_stage_keeps_lengths_and_states_exact(num_workers: int, folder: 
     assert [batch["cls"].tolist() for batch in other] == whole[1:]
 
 
-def test_a_stage_that_changes_counts_is_named_in_states(folder: str) -> None:
+def test_stage_that_changes_counts_is_named_in_states(folder: str) -> None:
     def loader(divisor: int) -> ss.ShardLoader:
         return ss.ShardLoader(ss.ShardDataset(folder).decode().then(Drop(divisor=divisor)), 4)
 
@@ -83,7 +83,7 @@ def test_a_stage_that_changes_counts_is_named_in_states(folder: str) -> None:
         loader(2).load_state_dict(one.state_dict())
 
 
-def test_a_dataset_by_number_takes_item_stages_alone(folder: str) -> None:
+def test_map_dataset_accepts_only_item_stages(folder: str) -> None:
     dataset = ss.ShardMapDataset(folder).decode().then(Scale(factor=2))
     assert (dataset[5]["cls"], dataset[5]["n"]) == (10, 5)
     with pytest.raises(OptionError, match="a map-style dataset cannot use Drop"):
@@ -112,6 +112,6 @@ class NoOpen:
     ],
 )
 @pytest.mark.parametrize("kind", [ss.ShardDataset, ss.ShardMapDataset])
-def test_what_is_no_stage_is_refused(kind: Any, stage: Any, message: str, folder: str) -> None:
+def test_invalid_stage_is_refused(kind: Any, stage: Any, message: str, folder: str) -> None:
     with pytest.raises(OptionError, match=message):
         kind(folder).then(stage)

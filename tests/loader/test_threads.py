@@ -1,4 +1,4 @@
-"""Map-style datasets are read from several threads at a time, as thread loaders, viewers and free-threaded Python do."""
+"""Test map-style datasets with concurrent threads, as in thread-based loaders, viewers and free-threaded Python."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("s3_env")
 
 @pytest.fixture
 def _switching() -> Iterator[None]:
-    """Let threads take turns after a microsecond: between any two bytecodes."""
+    """Let Python switch threads every microsecond, so between any two bytecodes."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     yield
@@ -64,7 +64,7 @@ def objects_on_disk(_: str, folder: Path) -> Any:
 
 
 def read(dataset: Any, thread: int) -> list[tuple[list[int], list[int]]]:
-    """Read batches of neighbours, of samples far apart and single ones; returns what was asked and what came."""
+    """Read batches of neighbours, distant samples and single ones; return the requested and the received numbers."""
     found = []
     for turn in range(READS):
         first = (thread * 13 + turn * 7) % NSAMPLES
@@ -77,12 +77,12 @@ def read(dataset: Any, thread: int) -> list[tuple[list[int], list[int]]]:
 @pytest.mark.parametrize(
     "make", [shards, cached, verified, verified_on_disk, on_disk, objects, objects_on_disk]
 )
-def test_each_thread_gets_the_samples_that_it_asked_for(
+def test_each_thread_gets_its_requested_samples(
     make: Callable[[str, Path], Any], bucket: str, tmp_path: Path
 ) -> None:
     dataset = make(bucket, tmp_path)
     with ThreadPoolExecutor(THREADS) as pool:
-        ready = threading.Barrier(THREADS)  # the first reads open what all share
+        ready = threading.Barrier(THREADS)  # the first reads open shared objects
 
         def begin(thread: int) -> list[tuple[list[int], list[int]]]:
             ready.wait()
@@ -100,7 +100,7 @@ def test_steps_with_threads_of_their_own_are_shared(tmp_path: Path) -> None:
             assert [asked for asked, _ in found] == [came for _, came in found]
 
 
-def test_a_dataset_that_is_read_can_be_sent_to_another_process(tmp_path: Path) -> None:
+def test_open_dataset_can_be_pickled_to_another_process(tmp_path: Path) -> None:
     import pickle  # noqa: PLC0415
 
     dataset = on_disk("", tmp_path).map(abs_label, threads=2)
@@ -113,13 +113,13 @@ def abs_label(sample: dict[str, Any]) -> int:
     return abs(int(sample["cls"]))
 
 
-def test_a_step_keeps_its_threads_from_item_to_item(tmp_path: Path) -> None:
+def test_step_reuses_its_threads(tmp_path: Path) -> None:
     dataset = on_disk("", tmp_path)
     seen: set[threading.Thread] = set()
     both = threading.Barrier(2)
 
     def look(sample: dict[str, Any]) -> int:
-        both.wait(60)  # each thread takes one
+        both.wait(60)  # one per thread
         seen.add(threading.current_thread())
         return int(sample["cls"])
 
@@ -131,7 +131,7 @@ def test_a_step_keeps_its_threads_from_item_to_item(tmp_path: Path) -> None:
     assert mapped.__getitems__([1, 2]) == [1, 2]
 
 
-def test_a_single_item_needs_no_thread(tmp_path: Path) -> None:
+def test_single_item_starts_no_thread(tmp_path: Path) -> None:
     threads: list[threading.Thread] = []
 
     def look(sample: dict[str, Any]) -> int:

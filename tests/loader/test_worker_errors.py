@@ -25,7 +25,7 @@ from tests.limits import module_of
 from tests.small_datasets import FEW_CORES, numbered, take
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
-NEVER_S = 300.0  # a machine may be busy; nothing here depends on how fast it is
+NEVER_S = 300.0  # the machine may be busy; these tests do not depend on its speed
 _OUT_OF_MEMORY = r"killed by SIGKILL .*ran out of memory \(see dmesg\): use fewer workers"
 
 
@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def dies(sample: dict[str, Any]) -> dict[str, Any]:
-    """Sample 26 kills its process, in the way its worker's parent says by ``DEATH``."""
+    """Kill the process at sample 26, in the way that ``DEATH`` names."""
     if sample["cls"] == 26:
         how = os.environ["SHARDSTREAM_TEST_DEATH"]
         if how == "exit":
@@ -76,7 +76,7 @@ def _no_children_left() -> Iterator[None]:
 
 @pytest.mark.usefixtures("_no_children_left")
 @pytest.mark.parametrize(
-    ("how", "method", "persistent", "told"),
+    ("how", "method", "persistent", "message"),
     [
         ("SIGKILL", "fork", False, _OUT_OF_MEMORY),
         ("SIGKILL", "fork", True, _OUT_OF_MEMORY),
@@ -86,8 +86,8 @@ def _no_children_left() -> Iterator[None]:
         ("exit", "fork", False, r"ended by itself \(exit code 3\)"),
     ],
 )
-def test_a_worker_that_dies_at_a_sample_is_told_with_its_shard(
-    how: str, told: str, method: str, persistent: bool, folder: str, monkeypatch: pytest.MonkeyPatch
+def test_dead_worker_is_reported_with_its_shard(
+    how: str, message: str, method: str, persistent: bool, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     monkeypatch.setenv("SHARDSTREAM_TEST_DEATH", how)
     one = loader(
@@ -97,21 +97,19 @@ def test_a_worker_that_dies_at_a_sample_is_told_with_its_shard(
         persistent_workers=persistent,
         prefetch_factor=1,
     )
-    with pytest.raises(WorkerError, match=told) as caught:
+    with pytest.raises(WorkerError, match=message) as caught:
         list(one)
-    # sample 26 is in batch 6, which is worker 0's
+    # sample 26 is in batch 6, of worker 0
     assert "loader worker 0 of 2" in str(caught.value)
     assert "batch 6 of the rank: 4 samples of " in str(caught.value)
     assert "000002.tar" in str(caught.value)
-    assert isinstance(caught.value, RuntimeError)  # as torch raises
+    assert isinstance(caught.value, RuntimeError)  # torch's own error
     assert one.state_dict()["consumed"] <= 24
 
 
 @pytest.mark.usefixtures("_no_children_left")
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_worker_killed_between_batches_is_an_error_of_torch(
-    persistent: bool, folder: str
-) -> None:
+def test_worker_killed_between_batches_raises_torchs_error(persistent: bool, folder: str) -> None:
     before = children()
     one = loader(folder, crawls, persistent_workers=persistent)
     batches = iter(one)
@@ -125,18 +123,20 @@ def test_a_worker_killed_between_batches_is_an_error_of_torch(
             time.sleep(0.01)
 
     handler = signal.getsignal(signal.SIGCHLD)
-    assert handler.__module__ == "torch.utils.data._utils.signal_handling"  # nothing of ours
+    assert (
+        handler.__module__ == "torch.utils.data._utils.signal_handling"
+    )  # no error of shardstream
     with pytest.raises(RuntimeError, match=rf"pid {victim}\) is killed by signal: Killed"):
         train()
     del batches
-    # and the loader can be used again
+    # the loader can be used again
     again = iter(one)
     assert len(take(again, 5)) == 5
     del again, one
 
 
 @pytest.mark.usefixtures("_no_children_left")
-def test_a_worker_killed_between_epochs_is_made_good(folder: str) -> None:
+def test_worker_killed_between_epochs_is_replaced(folder: str) -> None:
     before = children()
     one = loader(folder, persistent_workers=True)
     assert len(list(one)) == 20
@@ -154,7 +154,7 @@ def _kill_and_wait(pid: int) -> None:
 
 
 @pytest.mark.usefixtures("_no_children_left")
-def test_a_killed_worker_of_streams_is_told_too(folder: str) -> None:
+def test_killed_worker_of_a_stream_is_reported(folder: str) -> None:
     before = children()
     dataset = ss.ShardDataset(folder).decode().map(crawls).repeat()
     batches = iter(ss.ShardLoader(dataset, 4, num_workers=2))
@@ -164,7 +164,7 @@ def test_a_killed_worker_of_streams_is_told_too(folder: str) -> None:
         take(batches, 1000)
 
 
-def test_a_worker_whose_connection_closes_before_it_is_dead_is_told() -> None:
+def test_worker_whose_connection_closes_before_its_exit_is_reported() -> None:
     worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(NEVER_S,))
     worker.start()
     watch = WorkerWatch(SimpleNamespace(_workers=[worker]), np.ones(1, np.int64), None, None)
@@ -176,15 +176,15 @@ def test_a_worker_whose_connection_closes_before_it_is_dead_is_told() -> None:
 
 @pytest.mark.usefixtures("_no_children_left")
 @pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_a_batch_that_cannot_be_sent_is_an_error(method: str, folder: str) -> None:
-    # torch alone prints a traceback in the worker and waits for the batch for ever.
+def test_batch_that_cannot_be_sent_is_an_error(method: str, folder: str) -> None:
+    # Without shardstream, torch prints a traceback in the worker and waits for the batch without a timeout.
     one = loader(folder, unsendable, multiprocessing_context=method, timeout=NEVER_S)
     with pytest.raises(SampleError, match=r"cannot be sent to the main process .*lambda"):
         list(one)
 
 
 def with_history(sample: dict[str, Any]) -> dict[str, Any]:
-    """A tensor that torch sends by itself, and refuses to: it is the result of others that want gradients."""
+    """Return a non-leaf tensor that requires gradients, which torch refuses to send."""
     return sample | {"npy": torch.ones(3, requires_grad=True) * 2}
 
 
@@ -194,13 +194,13 @@ def as_dicts(items: list[Any]) -> list[Any]:
 
 @pytest.mark.usefixtures("_no_children_left")
 @pytest.mark.parametrize(
-    ("function", "has_rings", "told"),
+    ("function", "has_rings", "message"),
     [(with_history, True, "non-leaf"), (with_history, False, "non-leaf"), (unsendable, False, "lambda")],
 )  # fmt: skip
-def test_whatever_cannot_be_sent_is_an_error_at_its_batch(
-    function: Any, has_rings: bool, told: str, folder: str, monkeypatch: pytest.MonkeyPatch
+def test_unsendable_values_raise_at_their_batch(
+    function: Any, has_rings: bool, message: str, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if not has_rings:  # as where torch pins memory, or a sandbox allows no ring
+    if not has_rings:  # as with pinned memory, or without shared memory
         monkeypatch.setattr(module_of(BatchDataset), "open_rings", lambda _: [])
 
     def late(sample: dict[str, Any]) -> dict[str, Any]:
@@ -209,12 +209,12 @@ def test_whatever_cannot_be_sent_is_an_error_at_its_batch(
     one = loader(folder, late, collate_fn=as_dicts, timeout=NEVER_S)
     came = iter(one)
     assert len(take(came, 6)) == 6
-    with pytest.raises(SampleError, match=rf"cannot be sent to the main process .*{told}"):
+    with pytest.raises(SampleError, match=rf"cannot be sent to the main process .*{message}"):
         next(came)
 
 
 @pytest.mark.parametrize("has_rings", [True, False])
-def test_what_torch_sends_by_itself_arrives_after_its_worker_has_ended(
+def test_storages_sent_by_torch_arrive_after_the_exit_of_the_worker(
     has_rings: bool, folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_rings:
@@ -222,7 +222,7 @@ def test_what_torch_sends_by_itself_arrives_after_its_worker_has_ended(
 
     def leaf(sample: dict[str, Any]) -> Any:
         if sample["cls"] % 8 < 4:
-            time.sleep(0.01)  # worker 1 is ready with all of its batches long before worker 0
+            time.sleep(0.01)  # worker 1 makes all of its batches long before worker 0
         return torch.full((3,), float(sample["cls"]), requires_grad=True)
 
     one = loader(folder, leaf, collate_fn=as_dicts, prefetch_factor=20, timeout=NEVER_S)
@@ -230,7 +230,7 @@ def test_what_torch_sends_by_itself_arrives_after_its_worker_has_ended(
     assert found == list(range(80))
 
 
-def test_an_error_of_a_class_that_cannot_be_sent_comes_as_the_nearest_one_that_can(
+def test_unpicklable_error_arrives_as_its_nearest_picklable_base(
     folder: str,
 ) -> None:
     class PickyError(ValueError):
@@ -244,7 +244,7 @@ def test_an_error_of_a_class_that_cannot_be_sent_comes_as_the_nearest_one_that_c
     assert type(caught.value) is ValueError
 
 
-def test_queues_of_the_users_are_left_alone(folder: str) -> None:
+def test_user_queues_are_not_changed(folder: str) -> None:
     def look(sample: dict[str, Any]) -> str:
         return queues.Queue._on_queue_feeder_error.__module__  # type: ignore[attr-defined,no-any-return]
 
@@ -252,7 +252,7 @@ def test_queues_of_the_users_are_left_alone(folder: str) -> None:
     assert set(found) == {"multiprocessing.queues"}
 
 
-def test_a_connection_that_a_users_function_lost_is_no_dying_worker(
+def test_connection_error_of_a_user_function_is_not_a_dead_worker(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(sample: dict[str, Any]) -> dict[str, Any]:
@@ -266,7 +266,7 @@ def test_a_connection_that_a_users_function_lost_is_no_dying_worker(
         list(loader(folder, fails))
 
 
-def test_errors_of_the_users_stay_what_they_are(folder: str) -> None:
+def test_user_errors_keep_their_type(folder: str) -> None:
     def fails(sample: dict[str, Any]) -> dict[str, Any]:
         raise RuntimeError("mine")
 
@@ -276,7 +276,7 @@ def test_errors_of_the_users_stay_what_they_are(folder: str) -> None:
         assert type(caught.value) is RuntimeError
 
 
-def test_a_worker_out_of_memory_says_so_by_an_error(tmp_path: Path, folder: str) -> None:
+def test_worker_killed_for_memory_raises_an_error_that_says_so(tmp_path: Path, folder: str) -> None:
     def hungry(sample: dict[str, Any]) -> dict[str, Any]:
         return sample | {"npy": ctypes.create_string_buffer(1 << 60)}
 

@@ -44,7 +44,7 @@ def order_of(nsamples: int = 100, *, batch: int = 4, seed: int = 0) -> EpochOrde
 
 
 @given(order=orders(), epoch=epochs)
-def test_an_epoch_has_each_sample_once(order: EpochOrder, epoch: int) -> None:
+def test_epoch_has_each_sample_once(order: EpochOrder, epoch: int) -> None:
     plan = EpochPlan(order, epoch)
     everything = plan.rest(0)
     assert sorted(everything.tolist()) == list(range(order.nsamples))
@@ -54,7 +54,7 @@ def test_an_epoch_has_each_sample_once(order: EpochOrder, epoch: int) -> None:
 
 
 @given(order=orders(min_samples=20), epoch=epochs, data=st.data())
-def test_the_order_is_the_same_where_there_are_too_many_blocks_to_keep_theirs(
+def test_order_does_not_depend_on_the_cached_block_order(
     order: EpochOrder, epoch: int, data: st.DataObject
 ) -> None:
     numbers = np.array(
@@ -70,7 +70,7 @@ def test_the_order_is_the_same_where_there_are_too_many_blocks_to_keep_theirs(
 
 
 @given(order=orders(min_samples=20), epoch=epochs, data=st.data())
-def test_a_batch_is_the_same_whoever_asks(
+def test_batches_do_not_depend_on_the_request(
     order: EpochOrder, epoch: int, data: st.DataObject
 ) -> None:
     numbers = data.draw(st.lists(st.integers(0, order.num_batches - 1), min_size=1, max_size=8))
@@ -80,7 +80,7 @@ def test_a_batch_is_the_same_whoever_asks(
 
 
 @given(order=orders(), epoch=epochs)
-def test_windows_part_the_batches(order: EpochOrder, epoch: int) -> None:
+def test_windows_partition_the_batches(order: EpochOrder, epoch: int) -> None:
     plan = EpochPlan(order, epoch)
     numbers = np.arange(order.num_batches)
     windows = plan.windows(numbers)
@@ -91,11 +91,11 @@ def test_windows_part_the_batches(order: EpochOrder, epoch: int) -> None:
 
 
 @given(order=orders(shuffle=False), epoch=epochs)
-def test_without_shuffle_samples_come_as_they_are_stored(order: EpochOrder, epoch: int) -> None:
+def test_without_shuffle_samples_have_stored_order(order: EpochOrder, epoch: int) -> None:
     assert EpochPlan(order, epoch).rest(0).tolist() == list(range(order.nsamples))
 
 
-def test_the_order_of_seed_0_is_pinned() -> None:
+def test_order_of_seed_0_is_pinned() -> None:
     order = EpochOrder(nsamples=23, batch=3, shuffle=True, seed=0, lanes=2, window=6, block=4)
     epochs_ = [EpochPlan(order, epoch).rest(0).tolist() for epoch in (0, 1)]
     assert epochs_[0] == [
@@ -106,11 +106,11 @@ def test_the_order_of_seed_0_is_pinned() -> None:
         *(13, 3, 12, 9, 17, 8, 0, 2, 1, 18, 16, 19),
         *(6, 15, 5, 20, 11, 10, 4, 14, 7, 21, 22),
     ]
-    assert EpochPlan(order, 0).passes == 1  # numbers the samples that a mix takes again
+    assert EpochPlan(order, 0).passes == 1  # a mix gives repeated samples new numbers
 
 
 @pytest.mark.parametrize(("seed", "epoch"), [(0, 1), (1, 0), (-1, 0), (1 << 63, 0), (0, 1 << 40)])
-def test_seeds_and_epochs_have_orders_of_their_own(seed: int, epoch: int) -> None:
+def test_seeds_and_epochs_have_different_orders(seed: int, epoch: int) -> None:
     first = EpochPlan(order_of(), 0).rest(0).tolist()
     assert EpochPlan(order_of(seed=seed), epoch).rest(0).tolist() != first
 
@@ -119,11 +119,11 @@ def test_samples_left_out_of_full_batches_differ_from_epoch_to_epoch() -> None:
     order = order_of(103)
     tails = {tuple(sorted(EpochPlan(order, epoch).rest(25).tolist())) for epoch in range(50)}
     assert len(tails) > 10
-    assert any(100 not in tail for tail in tails)  # not always the short last block
+    assert any(100 not in tail for tail in tails)  # not always samples of the short block
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_ten_thousand_million_samples_take_no_memory(*, shuffle: bool) -> None:
+def test_plan_of_ten_billion_samples_uses_constant_memory(*, shuffle: bool) -> None:
     order = EpochOrder(
         nsamples=10**10 + 7, batch=64, shuffle=shuffle, seed=0, lanes=512, window=16_384, block=20
     )
@@ -155,7 +155,7 @@ def test_ten_thousand_million_samples_take_no_memory(*, shuffle: bool) -> None:
         ({"window": 10}, "window=10 must be a multiple of the microbatch, 4; use 12"),
     ],
 )
-def test_an_order_that_makes_no_sense_is_refused(changed: dict[str, int], message: str) -> None:
+def test_invalid_order_is_refused(changed: dict[str, int], message: str) -> None:
     options = {"nsamples": 9, "batch": 4, "seed": 0, "lanes": 1, "window": 8, "block": 1}
     with pytest.raises(OptionError, match=message):
         EpochOrder(shuffle=True, **(options | changed))
@@ -202,5 +202,5 @@ def test_default_windows_are_whole_batches(nsamples: int, total_bytes: int, batc
 def test_default_windows_are_pinned(
     nsamples: int, total_bytes: int, batch: int, window: int
 ) -> None:
-    """Defaults are part of the order: a change would change the order of every dataset."""
+    """Defaults are part of the order: changing one would change the order of every dataset."""
     assert default_window(nsamples, total_bytes, batch) == window

@@ -16,7 +16,7 @@ from shardstream.order import (
     PartitionConfig,
     RankPartition,
     Remainder,
-    fitting_lanes,
+    find_even_lane_counts,
 )
 from shardstream.pipeline import group_by_window, plan_steps, worker_steps
 from tests.order.test_epoch_plan import epochs, orders
@@ -46,12 +46,12 @@ def partitions(plan: EpochPlan, config: PartitionConfig, consumed: int = 0) -> l
 
 
 def steps_of(partition: RankPartition) -> list[list[int]]:
-    """The samples of each step of a rank."""
+    """Return the samples of each step of a rank."""
     return [numbers.tolist() for numbers in partition.samples(np.arange(partition.num_steps))]
 
 
 def in_turn(ranks: list[list[list[int]]]) -> list[int]:
-    """The samples of all ranks, step by step and rank by rank."""
+    """Return the samples of all ranks, by step and rank."""
     num_steps = max(map(len, ranks))
     return [
         number
@@ -68,7 +68,7 @@ def draw_consumed(data: st.DataObject, order: EpochOrder) -> int:
 
 @many
 @given(order=orders(), config=splits(), epoch=epochs, data=st.data())
-def test_all_ranks_together_see_each_sample_once(
+def test_all_ranks_together_return_each_sample_once(
     order: EpochOrder, config: PartitionConfig, epoch: int, data: st.DataObject
 ) -> None:
     consumed = draw_consumed(data, order)
@@ -106,7 +106,7 @@ def test_ranks_have_equal_steps_of_equal_size(
 
 
 @given(order=orders(), config=splits(st.just("keep")))
-def test_ranks_that_keep_all_differ_by_one_sample(
+def test_with_keep_ranks_differ_by_at_most_one_sample(
     order: EpochOrder, config: PartitionConfig
 ) -> None:
     ranks = partitions(EpochPlan(order, 0), config)
@@ -132,20 +132,20 @@ def test_without_a_last_step_all_steps_are_full(order: EpochOrder, config: Parti
 
 @many
 @given(order=orders(), config=splits(), epoch=epochs)
-def test_the_sequence_is_the_same_on_every_topology(
+def test_sequence_is_the_same_on_every_topology(
     order: EpochOrder, config: PartitionConfig, epoch: int
 ) -> None:
     plan = EpochPlan(order, epoch)
     together = in_turn([steps_of(partition) for partition in partitions(plan, config)])
     one_rank = plan.rest(0).tolist()
-    shown = min(len(together), order.nsamples)  # pad repeats behind, drop cuts
+    shown = min(len(together), order.nsamples)  # pad repeats samples at the end, drop omits some
     assert together[:shown] == one_rank[:shown]
     assert order.nsamples - shown < config.world_size
 
 
 @many
 @given(order=orders(), before=splits(), after=splits(), epoch=epochs, data=st.data())
-def test_the_rest_is_the_same_on_another_topology(
+def test_remaining_samples_are_equal_on_another_topology(
     order: EpochOrder,
     before: PartitionConfig,
     after: PartitionConfig,
@@ -181,7 +181,7 @@ def test_consumed_grows_by_whole_steps_up_to_all(
     assert all(b - a == width for a, b in pairwise(consumed[:-1]))
 
 
-def test_a_rank_without_a_last_step_leaves_the_others_theirs() -> None:
+def test_rank_without_a_last_step_does_not_affect_other_ranks() -> None:
     order = EpochOrder(nsamples=9, batch=4, shuffle=False, seed=0, lanes=1, window=4, block=1)
     with_tail, without = partitions(
         EpochPlan(order, 0), PartitionConfig(world_size=2, remainder="keep")
@@ -193,7 +193,7 @@ def test_a_rank_without_a_last_step_leaves_the_others_theirs() -> None:
 
 @many
 @given(order=orders(), config=splits(), num_workers=st.integers(1, 5), data=st.data())
-def test_workers_part_the_steps_of_a_rank_in_turn(
+def test_steps_of_a_rank_are_assigned_to_workers_round_robin(
     order: EpochOrder, config: PartitionConfig, num_workers: int, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, config.world_size - 1))
@@ -212,7 +212,7 @@ def test_workers_part_the_steps_of_a_rank_in_turn(
 
 @many
 @given(order=orders(), config=splits(), data=st.data())
-def test_steps_of_a_window_are_those_that_take_a_batch_of_it(
+def test_steps_of_window_returns_steps_with_its_batches(
     order: EpochOrder, config: PartitionConfig, data: st.DataObject
 ) -> None:
     plan = EpochPlan(order, 0)
@@ -227,7 +227,7 @@ def test_steps_of_a_window_are_those_that_take_a_batch_of_it(
 
 @many
 @given(order=orders(), config=splits(), num_workers=st.integers(1, 4), data=st.data())
-def test_what_is_fetched_ahead_is_what_is_planned(
+def test_prefetched_samples_equal_planned_samples(
     order: EpochOrder, config: PartitionConfig, num_workers: int, data: st.DataObject
 ) -> None:
     rank = data.draw(st.integers(0, config.world_size - 1))
@@ -255,12 +255,12 @@ def test_what_is_fetched_ahead_is_what_is_planned(
     num_workers=st.integers(1, 16),
     lanes=st.integers(1, 5000),
 )
-def test_fitting_lanes_are_the_next_multiples(
+def test_even_lane_counts_are_the_nearest_multiples(
     world_size: int, microbatches: int, num_workers: int, lanes: int
 ) -> None:
     unit = world_size * microbatches * num_workers
     config = PartitionConfig(world_size=world_size, microbatches=microbatches)
-    down, up = fitting_lanes(config, num_workers, lanes)
+    down, up = find_even_lane_counts(config, num_workers, lanes)
     assert down % unit == up % unit == 0
     assert lanes <= up < lanes + unit
     assert down == max(unit, lanes - lanes % unit)
@@ -273,12 +273,12 @@ def test_fitting_lanes_are_the_next_multiples(
         ({"microbatches": 0}, "at least one microbatch, not 0"),
     ],
 )
-def test_a_split_that_makes_no_sense_is_refused(options: dict[str, object], message: str) -> None:
+def test_invalid_partition_is_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         PartitionConfig(**options)  # type: ignore[arg-type]
 
 
-def test_a_share_begins_between_two_microbatches() -> None:
+def test_partition_starts_at_a_microbatch_boundary() -> None:
     order = EpochOrder(nsamples=20, batch=4, shuffle=False, seed=0, lanes=1, window=4, block=1)
     with pytest.raises(
         OptionError, match="6 consumed samples are not a multiple of the microbatch, 4"
@@ -287,21 +287,21 @@ def test_a_share_begins_between_two_microbatches() -> None:
     assert RankPartition(EpochPlan(order, 0), PartitionConfig(), rank=0, consumed=20).num_steps == 0
 
 
-def test_a_rank_outside_the_world_has_no_share() -> None:
+def test_rank_outside_the_world_is_refused() -> None:
     order = EpochOrder(nsamples=20, batch=4, shuffle=False, seed=0, lanes=1, window=4, block=1)
     with pytest.raises(OptionError, match="rank 2 of world size 2"):
         RankPartition(EpochPlan(order, 0), PartitionConfig(world_size=2), rank=Placement(2, 3).rank)
 
 
 @given(order=orders(), config=splits())
-def test_nothing_is_left_after_all_samples(order: EpochOrder, config: PartitionConfig) -> None:
+def test_partition_after_all_samples_is_empty(order: EpochOrder, config: PartitionConfig) -> None:
     for partition in partitions(EpochPlan(order, 0), config, consumed=order.nsamples):
         assert partition.num_steps == partition.num_samples == 0
         assert steps_of(partition) == []
 
 
 @given(order=orders(), config=splits(drop_last=st.booleans()), data=st.data())
-def test_the_short_step_has_what_full_steps_leave(
+def test_short_step_has_the_samples_left_by_full_steps(
     order: EpochOrder, config: PartitionConfig, data: st.DataObject
 ) -> None:
     consumed = draw_consumed(data, order)
@@ -314,7 +314,7 @@ def test_the_short_step_has_what_full_steps_leave(
 
 
 @pytest.mark.parametrize("remainder", ["pad", "drop", "keep"])
-def test_a_share_that_begins_at_the_end_of_an_epoch_has_consumed_all(remainder: Remainder) -> None:
+def test_partition_at_the_end_of_an_epoch_has_consumed_all(remainder: Remainder) -> None:
     order = EpochOrder(nsamples=13, batch=4, shuffle=True, seed=0, lanes=1, window=4, block=1)
     for partition in partitions(
         EpochPlan(order, 0), PartitionConfig(world_size=2, remainder=remainder), consumed=13
@@ -323,7 +323,7 @@ def test_a_share_that_begins_at_the_end_of_an_epoch_has_consumed_all(remainder: 
         assert partition.tail().tolist() == []
 
 
-def test_a_split_is_by_default_that_of_one_rank() -> None:
+def test_default_partition_is_for_one_rank() -> None:
     assert PartitionConfig() == PartitionConfig(
         world_size=1, microbatches=1, remainder="pad", drop_last=False
     )

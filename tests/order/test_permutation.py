@@ -13,12 +13,14 @@ keys = st.integers(0, (1 << 64) - 1)
 
 
 @given(size=st.integers(1, 3000), key=keys)
-def test_each_number_below_the_size_comes_once(size: int, key: int) -> None:
+def test_permutation_contains_each_number_once(size: int, key: int) -> None:
     assert sorted(permute(np.arange(size), size, key).tolist()) == list(range(size))
 
 
 @given(size=st.integers(1, 1 << 62), key=keys, start=st.integers(0, 1 << 62))
-def test_numbers_of_huge_sizes_stay_below_them_and_differ(size: int, key: int, start: int) -> None:
+def test_permutations_of_huge_sizes_are_injective_and_in_range(
+    size: int, key: int, start: int
+) -> None:
     index = np.arange(start % size, min(start % size + 50, size))
     moved = permute(index, size, key)
     assert moved.min() >= 0
@@ -27,7 +29,7 @@ def test_numbers_of_huge_sizes_stay_below_them_and_differ(size: int, key: int, s
 
 
 @given(cases=st.lists(st.tuples(st.integers(0, 99), st.integers(100, 5000), keys), min_size=1))
-def test_sizes_and_keys_for_each_index_are_the_same_as_one_by_one(
+def test_array_arguments_match_scalar_arguments(
     cases: list[tuple[int, int, int]],
 ) -> None:
     index, size, key = (np.array(column, dtype=np.uint64) for column in zip(*cases, strict=True))
@@ -36,7 +38,7 @@ def test_sizes_and_keys_for_each_index_are_the_same_as_one_by_one(
 
 
 @given(first=st.integers(-(1 << 63), (1 << 63) - 1), more=st.lists(st.integers(0, 1 << 62)))
-def test_keys_of_arrays_are_the_keys_of_their_numbers(first: int, more: list[int]) -> None:
+def test_derive_keys_matches_derive_key(first: int, more: list[int]) -> None:
     derived = derive_keys(derive_key(first), np.array(more, dtype=np.int64))
     assert derived.tolist() == [derive_key(first, number) for number in more]
 
@@ -56,7 +58,7 @@ def test_keys_are_pinned() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_every_permutation_of_a_few_things_is_likely(size: int) -> None:
+def test_small_permutations_are_uniform(size: int) -> None:
     number = 1200
     found = Counter(
         tuple(permute(np.arange(size), size, derive_key(seed)).tolist()) for seed in range(number)
@@ -64,12 +66,12 @@ def test_every_permutation_of_a_few_things_is_likely(size: int) -> None:
     orders = [1, 1, 2, 6, 24][size]
     expected = number / orders
     assert len(found) == orders
-    # Not all as likely: so few cells leave the rounds little to mix (2 things keep their order a third of the time).
+    # Not uniform: with so few cells the rounds mix little (2 numbers keep their order a third of the time).
     assert min(found.values()) > expected / 2
 
 
 def test_neighbours_are_scattered() -> None:
     moved = permute(np.arange(100_000), 100_000, derive_key(0))
-    far = np.abs(np.diff(moved)) > 1000  # chance: 98 %
+    far = np.abs(np.diff(moved)) > 1000  # expected by chance: 98 %
     assert 0.97 < far.mean() < 0.99
     assert abs(np.corrcoef(np.arange(100_000), moved)[0, 1]) < 0.02

@@ -1,4 +1,4 @@
-"""A class has the same number in all splits, in all packs, and in datasets that are read together."""
+"""Test that a class has the same number in all splits, in all packs, and in datasets that are read together."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def images(root: Path, classes: Mapping[str, int]) -> str:
 
 @pytest.fixture
 def splits(tmp_path: Path) -> Path:
-    """train with ant, bee, cat; val without bee."""
+    """Folders of two splits: train with ant, bee and cat; val without bee."""
     images(tmp_path / "photos" / "train", {"ant": 3, "bee": 3, "cat": 3})
     images(tmp_path / "photos" / "val", {"ant": 2, "cat": 2})
     return tmp_path / "photos"
 
 
 def labels(folder: Path | str, **options: Any) -> dict[str, int]:
-    """Return the class in the pixels -> its number; all samples must agree."""
+    """Return class in the pixels -> number; all samples must agree."""
     found: dict[str, set[int]] = {}
     for sample in ss.ShardDataset(str(folder), **options).decode("l8"):
         found.setdefault(chr(sample["png"].flat[0]), set()).add(int(sample["cls"]))
@@ -44,7 +44,7 @@ def labels(folder: Path | str, **options: Any) -> dict[str, int]:
     return {name: numbers.pop() for name, numbers in sorted(found.items())}
 
 
-def test_a_split_takes_the_numbers_of_one_that_is_packed_already(
+def test_split_takes_the_class_numbers_of_a_packed_split(
     splits: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ss.pack(splits / "train", tmp_path / "out" / "train")
@@ -55,16 +55,14 @@ def test_a_split_takes_the_numbers_of_one_that_is_packed_already(
     assert ss.ShardDataset(str(tmp_path / "out" / "val")).classes == ("ant", "bee", "cat")
 
 
-def test_a_class_that_a_packed_split_lacks_is_an_error_that_names_it(
-    splits: Path, tmp_path: Path
-) -> None:
+def test_class_missing_from_a_packed_split_is_an_error(splits: Path, tmp_path: Path) -> None:
     ss.pack(splits / "val", tmp_path / "out" / "val")
     with pytest.raises(SourceError, match=r"the class 'bee' \(bee/.*2 classes of .*val; pack all"):
         ss.pack(splits / "train", tmp_path / "out" / "train")
     assert not (tmp_path / "out" / "train").exists()
 
 
-def test_splits_that_differ_already_must_be_chosen_from(splits: Path, tmp_path: Path) -> None:
+def test_conflicting_packed_splits_require_a_choice(splits: Path, tmp_path: Path) -> None:
     ss.pack(splits / "train", tmp_path / "a")
     ss.pack(splits / "val", tmp_path / "b")
     (tmp_path / "out").mkdir()
@@ -74,7 +72,7 @@ def test_splits_that_differ_already_must_be_chosen_from(splits: Path, tmp_path: 
         ss.pack(splits / "val", tmp_path / "out" / "test")
 
 
-def test_a_split_that_is_packed_meanwhile_is_told(
+def test_split_packed_concurrently_causes_a_warning(
     splits: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def meanwhile(_: object) -> None:
@@ -102,7 +100,7 @@ def test_splits_are_packed_in_one_run_with_one_numbering(splits: Path, tmp_path:
         ss.pack(splits, tmp_path / "no", split={"train": 0.5, "val": 0.5})
 
 
-def test_names_are_given_as_a_list_a_file_or_a_packed_dataset(splits: Path, tmp_path: Path) -> None:
+def test_classes_may_be_a_list_a_file_or_a_packed_dataset(splits: Path, tmp_path: Path) -> None:
     ss.pack(splits / "train", tmp_path / "first")
     (tmp_path / "names.json").write_text('["dog", "cat", "bee", "ant"]')
     given: Sequence[tuple[Any, dict[str, int]]] = [
@@ -129,7 +127,7 @@ def test_names_are_given_as_a_list_a_file_or_a_packed_dataset(splits: Path, tmp_
         ("gone.json", "not found"),
     ],
 )
-def test_names_that_do_not_fit_are_an_error(
+def test_unsuitable_class_names_are_an_error(
     classes: Any, message: str, splits: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -141,7 +139,7 @@ def test_names_that_do_not_fit_are_an_error(
     assert not (tmp_path / "out").exists()
 
 
-def test_names_in_a_column_become_numbers(splits: Path, tmp_path: Path) -> None:
+def test_class_names_in_a_column_become_numbers(splits: Path, tmp_path: Path) -> None:
     table = splits / "t.jsonl"
     rows = [("train/ant/train-ant0.png", "ant"), ("train/bee/train-bee1.png", "bee")]
     table.write_text("\n".join(json.dumps({"file": file, "kind": kind}) for file, kind in rows))
@@ -157,7 +155,7 @@ def test_names_in_a_column_become_numbers(splits: Path, tmp_path: Path) -> None:
     assert ss.ShardMapDataset(str(tmp_path / "out")).classes == ("bee", "ant")
 
 
-def test_other_sources_keep_their_numbers(splits: Path, tmp_path: Path) -> None:
+def test_other_sources_keep_their_class_numbers(splits: Path, tmp_path: Path) -> None:
     ss.pack(splits / "val", tmp_path / "val")
     for source in (tmp_path / "val", [{"cls": 1}]):
         with pytest.raises(OptionError, match="stay as they are"):
@@ -166,16 +164,14 @@ def test_other_sources_keep_their_numbers(splits: Path, tmp_path: Path) -> None:
     assert ss.ShardDataset(str(tmp_path / "again")).classes == ("ant", "cat")
 
 
-def test_tars_that_number_their_classes_differently_are_not_packed_together(
-    splits: Path, tmp_path: Path
-) -> None:
+def test_tars_with_conflicting_class_numbers_are_refused(splits: Path, tmp_path: Path) -> None:
     for name in ("train", "val"):
         ss.pack(splits / name, tmp_path / name[0], max_samples=100)
     with pytest.raises(SourceError, match="differ among these tars: 'bee' is class 1"):
         ss.pack(f"{tmp_path}/t::{tmp_path}/v", tmp_path / "out")
 
 
-def test_datasets_that_are_read_together_must_agree(splits: Path, tmp_path: Path) -> None:
+def test_datasets_read_together_need_equal_class_numbers(splits: Path, tmp_path: Path) -> None:
     for name in ("train", "val"):
         ss.pack(splits / name, tmp_path / name[0])
     folders = [f"{tmp_path}/t", f"{tmp_path}/v"]
@@ -190,7 +186,7 @@ def test_datasets_that_are_read_together_must_agree(splits: Path, tmp_path: Path
     assert mixed.to_tuple("cls").classes == ("ant", "bee", "cat")
 
 
-def test_classes_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
+def test_classes_are_read_on_demand(tmp_path: Path) -> None:
     with ss.ShardWriter(tmp_path / "out") as writer:
         writer.write({"cls": 0})
     assert ss.ShardDataset(str(tmp_path / "out")).classes is None
@@ -202,7 +198,9 @@ def test_classes_are_read_when_they_are_asked_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("s3_env")
-def test_on_s3(splits: Path, bucket: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_class_numbers_are_taken_from_splits_on_s3(
+    splits: Path, bucket: str, caplog: pytest.LogCaptureFixture
+) -> None:
     ss.pack(splits / "train", f"{bucket}/out/train/")
     ss.pack(splits / "val", f"{bucket}/out/val/")
     assert f"{bucket}/out/val: classes are numbered as in {bucket}/out/train" in caplog.text
@@ -213,7 +211,7 @@ def test_on_s3(splits: Path, bucket: str, caplog: pytest.LogCaptureFixture) -> N
     assert both.classes == ("ant", "bee", "cat")
 
 
-def test_a_list_of_names_that_is_replaced_is_told(
+def test_replaced_class_list_causes_a_warning(
     splits: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     ss.pack(splits / "val", tmp_path / "out")
@@ -226,12 +224,12 @@ def test_a_list_of_names_that_is_replaced_is_told(
     assert "classes.json belongs to the replaced dataset and is kept" in caplog.text
 
 
-def test_a_pack_that_goes_on_keeps_its_numbers(splits: Path, tmp_path: Path) -> None:
+def test_resumed_pack_keeps_its_class_numbers(splits: Path, tmp_path: Path) -> None:
     class StopError(Exception):
         pass
 
-    def stop(told: Any) -> None:
-        if told.samples > 4:
+    def stop(done: Any) -> None:
+        if done.samples > 4:
             raise StopError
 
     options: dict[str, Any] = {"max_samples": 1, "progress": stop}
@@ -249,7 +247,7 @@ def test_a_pack_that_goes_on_keeps_its_numbers(splits: Path, tmp_path: Path) -> 
         )
 
 
-def test_loose_files_take_the_numbers_of_a_list(splits: Path) -> None:
+def test_loose_files_take_class_numbers_from_a_list(splits: Path) -> None:
     train = ss.ObjectDataset(f"{splits}/train", label="folder")
     val = ss.ObjectDataset(f"{splits}/val", label="folder", classes=train.classes)
     assert val.classes == ("ant", "bee", "cat")
@@ -281,13 +279,13 @@ def test_loose_files_take_the_numbers_of_a_list(splits: Path) -> None:
         ("val/out", None),
     ],
 )
-def test_where_other_splits_are_looked_for(folder: str, sibling: str | None) -> None:
+def test_sibling_folders_of_splits(folder: str, sibling: str | None) -> None:
     found = sibling_folders(folder)
     assert folder not in found
     assert found == [] if sibling is None else sibling in found
 
 
-def test_a_destination_that_is_here(splits: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_siblings_of_the_current_folder(splits: Path, tmp_path: Path, monkeypatch: Any) -> None:
     ss.pack(splits / "train", tmp_path / "out" / "train")
     (tmp_path / "out" / "val").mkdir()
     monkeypatch.chdir(tmp_path / "out" / "val")

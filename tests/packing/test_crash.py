@@ -1,4 +1,4 @@
-"""A power cut at any moment of a writer, in a model of the guarantees of POSIX for a local disk.
+"""Test a power failure at any moment of a writer, in a model of the guarantees of POSIX for a local disk.
 
 Bytes of a file survive a crash if an ``fsync`` of it came after they were written. Names survive in any mixture, old or
 new, until an ``fsync`` of their folder. The model sees ``fsync``, ``rename`` and ``unlink`` as the writer calls them.
@@ -35,7 +35,7 @@ class Disk:
         self._safe = {path.name: path.stat().st_ino for path in folder.iterdir()}
         self._pending: list[tuple[str, int | None]] = []
         self.moments: list[list[Tree]] = []
-        """Of each call that was seen: the folders that a crash right after it may leave."""
+        """For each intercepted call: the folder contents that a crash right after it may leave."""
 
     def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Intercept the system calls of the writer."""
@@ -45,7 +45,7 @@ class Disk:
 
     def _seen(self, real: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
         def call(*arguments: Any, **options: Any) -> Any:
-            note(*arguments)  # before the call, while the old name is there
+            note(*arguments)  # before the call, while the old name exists
             result = real(*arguments, **options)
             self.moments.append(list(self._trees()))
             return result
@@ -63,7 +63,7 @@ class Disk:
         else:
             self._synced[os.fstat(handle).st_ino] = (
                 path.read_bytes()
-            )  # what has left Python's buffer
+            )  # bytes that have left Python's buffer
 
     def _replace(self, source: Any, target: Any) -> None:
         if Path(target).parent == self._folder:
@@ -106,7 +106,7 @@ def published(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_a_file_is_old_or_new_and_whole_after_a_crash(
+def test_file_is_old_or_new_and_whole_after_a_crash(
     tmp_path: Path, disk: Callable[[], Disk]
 ) -> None:
     (tmp_path / "a.tar").write_bytes(b"old")
@@ -118,9 +118,7 @@ def test_a_file_is_old_or_new_and_whole_after_a_crash(
     assert watched.moments[-1] == [{"a.tar": b"new" * 50}], "a crash after it could undo it"
 
 
-def test_a_manifest_that_outlives_a_crash_has_its_shards(
-    tmp_path: Path, disk: Callable[[], Disk]
-) -> None:
+def test_manifest_after_a_crash_has_its_shards(tmp_path: Path, disk: Callable[[], Disk]) -> None:
     watched = disk()
     write(tmp_path, 5)
     whole = published(tmp_path)
@@ -130,7 +128,7 @@ def test_a_manifest_that_outlives_a_crash_has_its_shards(
             assert {name: tree.get(name) for name in whole} == whole
 
 
-def test_no_index_of_an_old_shard_stands_beside_a_new_one(
+def test_new_shard_never_has_the_index_of_an_old_one(
     tmp_path: Path, disk: Callable[[], Disk]
 ) -> None:
     write(tmp_path, 5)

@@ -60,7 +60,7 @@ def test_bytes_pass_unchanged_in_every_field(field: str, value: object) -> None:
         ("json", None, b"null"),
     ],
 )
-def test_text_and_numbers(field: str, value: object, expected: bytes) -> None:
+def test_text_and_numbers_are_encoded(field: str, value: object, expected: bytes) -> None:
     assert encode_field(field, value) == expected
 
 
@@ -90,7 +90,9 @@ def test_text_and_numbers(field: str, value: object, expected: bytes) -> None:
         ("jpg", "a.jpg", "str is not an image; give a PIL image"),
     ],
 )  # fmt: skip
-def test_a_value_that_does_not_fit_says_what_does(field: str, value: object, message: str) -> None:
+def test_unsupported_value_raises_with_the_accepted_types(
+    field: str, value: object, message: str
+) -> None:
     with pytest.raises(SampleError, match=message) as caught:
         encode_field(field, value)
     assert caught.value.field == field
@@ -116,7 +118,7 @@ def test_npy_reads_back(value: Any) -> None:
         ("jsn", "text"),
     ],
 )
-def test_what_is_encoded_decodes_to_itself(field: str, value: object) -> None:
+def test_encoded_values_round_trip(field: str, value: object) -> None:
     assert BASIC[field.rpartition(".")[2]](encode_field(field, value)) == value
 
 
@@ -128,7 +130,7 @@ def test_npz_reads_back() -> None:
     assert loaded["b"].tolist() == [1, 1]
 
 
-def test_pt_reads_back_and_leaves_the_rest_of_a_storage_behind() -> None:
+def test_pt_round_trips_without_the_rest_of_its_storage() -> None:
     data = encode_field("pt", {"a": [torch.arange(100_000)[:3], 1, "x"], "b": (None, True)})
     assert len(data) < 10_000
     loaded = torch.load(io.BytesIO(data), weights_only=True)
@@ -176,17 +178,17 @@ def test_grey_images_read_back(shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("field", "form"), [("jpg", "JPEG"), ("jpeg", "JPEG"), ("webp", "WEBP"), ("gif", "GIF")]
 )
-def test_other_image_formats(field: str, form: str) -> None:
+def test_other_image_formats_round_trip(field: str, form: str) -> None:
     image = open_image(encode_field(field, RGB))
     assert (image.format, image.size) == (form, (9, 6))
 
 
-def test_encode_sample_leaves_the_names_of_the_sample_out() -> None:
+def test_encode_sample_omits_key_and_url() -> None:
     sample = {"__key__": "a", "__url__": "b", "__local_path__": 3, "txt": "x", "cls": 1}
     assert encode_sample(sample) == {"txt": b"x", "cls": b"1"}
 
 
-def test_an_image_that_fits_keeps_its_bytes() -> None:
+def test_image_that_fits_keeps_its_bytes() -> None:
     data = jpeg(40, 20)
     assert reencode(data, "jpg", ImageOptions(max_side=40, format="jpg"), where="x") == (
         "jpg",
@@ -194,7 +196,7 @@ def test_an_image_that_fits_keeps_its_bytes() -> None:
     )
 
 
-def test_what_is_no_image_is_named_even_if_nothing_is_changed() -> None:
+def test_invalid_image_is_an_error_even_without_changes() -> None:
     assert reencode(jpeg(4, 2), "jpg", ImageOptions(), where="x")[1] == jpeg(4, 2)
     with pytest.raises(SourceError, match=r"not a readable image \(unknown format\).*x"):
         reencode(b"no image", "jpg", ImageOptions(), where="x")
@@ -203,7 +205,7 @@ def test_what_is_no_image_is_named_even_if_nothing_is_changed() -> None:
 @pytest.mark.parametrize("orientation", range(1, 9))
 @pytest.mark.parametrize("form", ["jpg", "png", "webp"])
 @pytest.mark.parametrize("max_side", [None, 16])
-def test_a_photo_written_again_keeps_its_orientation_and_is_not_turned(
+def test_reencoded_photo_keeps_its_exif_orientation(
     orientation: int, form: str, max_side: int | None
 ) -> None:
     data = jpeg(64, 32, orientation=orientation)
@@ -228,11 +230,11 @@ def test_pack_and_decode_agree_on_the_orientation_of_large_and_small_photos() ->
     ("mode", "form"),
     [
         *itertools.product(["RGBA", "LA", "P", "PA", "1", "L", "CMYK"], ["jpg", "png", "webp"]),
-        ("I;16", "png"),  # 16 bits do not fit the others
+        ("I;16", "png"),  # other formats cannot hold 16 bits
         ("I;16B", "png"),
     ],
 )
-def test_every_mode_becomes_every_format_that_can_hold_it(mode: str, form: str) -> None:
+def test_every_mode_is_converted_to_every_suitable_format(mode: str, form: str) -> None:
     out = io.BytesIO()
     Image.new(mode, (20, 10)).save(out, "TIFF")
     field, data = reencode(
@@ -271,7 +273,7 @@ def stored(data: bytes) -> np.ndarray[Any, Any]:
     [("png", "PNG"), ("tif", "TIFF"), ("bmp", "BMP"), ("pgm", "PPM"), ("gif", "GIF")],
 )
 @pytest.mark.parametrize("image_format", [None, "jpg", "webp"])
-def test_a_mask_is_made_smaller_without_new_numbers_and_keeps_its_format(
+def test_mask_is_shrunk_without_new_values_in_its_format(
     field: str, form: str, image_format: str | None
 ) -> None:
     more = {"optimize": False} if form == "GIF" else {}
@@ -287,7 +289,7 @@ def test_a_mask_is_made_smaller_without_new_numbers_and_keeps_its_format(
     assert whole == ("seg.png", file_of(IDS))
 
 
-def test_a_webp_mask_stays_lossless() -> None:
+def test_webp_mask_stays_lossless() -> None:
     colours = np.stack([IDS, IDS, IDS], axis=2)
     data = file_of(colours, "WEBP", lossless=True)
     again = reencode(data, "seg.webp", ImageOptions(max_side=50), where="x", is_mask=True)[1]
@@ -307,14 +309,14 @@ def test_a_webp_mask_stays_lossless() -> None:
         (IDS.astype(np.float32) * 0.37, "TIFF"),
     ],
 )
-def test_palettes_bits_and_deep_numbers_are_never_averaged(pixels: Any, form: str) -> None:
+def test_palettes_bits_and_16_bit_values_are_never_averaged(pixels: Any, form: str) -> None:
     data = file_of(pixels, form)
     _, again = reencode(data, form.lower(), ImageOptions(max_side=50), where="x")
     assert stored(again).dtype == stored(data).dtype
     assert set(np.unique(stored(again))) == set(np.unique(stored(data)))
 
 
-def test_a_photo_and_its_mask_are_made_smaller_to_one_size() -> None:
+def test_photo_and_mask_are_shrunk_to_the_same_size() -> None:
     for width, height in [(210, 200), (211, 97), (64, 333), (100, 99), (513, 384)]:
         options = ImageOptions(max_side=50)
         photo = reencode(jpeg(width, height), "jpg", options, where="x")[1]
@@ -338,7 +340,7 @@ DEEP = RNG.integers(0, 65536, (9, 13, 2), np.uint16)
         (file_of(IDS.astype(np.int32) * 70_000, "TIFF"), "tif", {"format": "png"}, "PNG cannot hold 32-bit"),
     ],
 )  # fmt: skip
-def test_numbers_that_would_change_are_an_error(
+def test_lossy_conversion_is_an_error(
     data: bytes, field: str, options: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(SourceError, match=message):
@@ -353,14 +355,12 @@ def test_numbers_that_would_change_are_an_error(
         (netpbm_of("P5", IDS, 20), "pgm", "5-bit unsigned numbers would be stretched"),
     ],
 )
-def test_masks_that_cannot_be_made_smaller_are_an_error(
-    data: bytes, field: str, message: str
-) -> None:
+def test_masks_that_cannot_be_shrunk_are_an_error(data: bytes, field: str, message: str) -> None:
     with pytest.raises(SourceError, match=message):
         reencode(data, field, ImageOptions(max_side=5), where="x", is_mask=True)
 
 
-def test_few_shades_stay_in_another_lossless_format() -> None:
+def test_few_shades_are_kept_in_another_lossless_format() -> None:
     options = ImageOptions(max_side=500, format="png")
     field, data = reencode(file_of(IDS, "BMP"), "bmp", options, where="x")
     assert field == "png"
@@ -373,12 +373,12 @@ def test_masks_without_a_name_are_refused(masks: tuple[str, ...]) -> None:
         ImageOptions(masks=masks)
 
 
-def test_who_says_that_none_is_a_mask_gets_shades() -> None:
+def test_masks_none_treats_images_as_photos() -> None:
     again = reencode(file_of(IDS), "png", ImageOptions(max_side=50, masks=()), where="x")[1]
     assert len(np.unique(stored(again))) > 3
 
 
-def test_a_packed_mask_has_the_numbers_of_its_file(tmp_path: Path) -> None:
+def test_packed_mask_has_the_values_of_its_file(tmp_path: Path) -> None:
     source = tmp_path / "loose"
     source.mkdir()
     for number in range(2):
@@ -407,18 +407,18 @@ def test_uint16_arrays_read_back(field: str, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("field", ["jpg", "png", "webp"])
-def test_a_photo_of_pillow_keeps_its_orientation(field: str) -> None:
+def test_pillow_image_keeps_its_orientation(field: str) -> None:
     again = open_image(encode_field(field, open_image(jpeg(8, 4, orientation=6))))
     assert (again.size, again.getexif().get(0x0112)) == ((8, 4), 6)
 
 
 @pytest.mark.parametrize("field", ["jpg", "png", "gif"])
-def test_an_animation_of_pillow_is_refused(field: str) -> None:
+def test_animated_pillow_image_is_refused(field: str) -> None:
     with pytest.raises(SampleError, match="would keep one frame; give the bytes"):
         encode_field(field, open_image(_animation()))
 
 
-def test_a_gif_keeps_the_numbers_of_an_array() -> None:
+def test_gif_keeps_array_values() -> None:
     assert np.array_equal(stored(encode_field("seg.gif", IDS)), IDS)
 
 
@@ -445,7 +445,7 @@ def test_pixels_that_a_format_would_change_are_refused(
         encode_field(field, value)
 
 
-def test_transparency_becomes_white_where_there_is_none() -> None:
+def test_transparency_becomes_white_in_formats_without_alpha() -> None:
     out = io.BytesIO()
     Image.new("RGBA", (4, 4), (0, 0, 0, 0)).save(out, "PNG")
     data = reencode(out.getvalue(), "png", ImageOptions(format="jpg"), where="x")[1]
@@ -467,14 +467,14 @@ def _animation() -> bytes:
         (_animation(), "an animation of 2 frames"),
     ],
 )
-def test_a_broken_image_is_an_error_that_names_its_file(data: bytes, message: str) -> None:
+def test_broken_image_is_an_error_that_names_its_file(data: bytes, message: str) -> None:
     with pytest.raises(SourceError, match=message) as caught:
         reencode(data, "gif", ImageOptions(max_side=4), where="cats/7.gif")
     assert "cats/7.gif" in str(caught.value)
 
 
 @pytest.mark.parametrize("pixels_allowed", [3000, 1000])
-def test_a_decompression_bomb_is_an_error(
+def test_decompression_bomb_is_an_error(
     pixels_allowed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", pixels_allowed)
@@ -491,7 +491,7 @@ def test_a_decompression_bomb_is_an_error(
         ({"format": "heic"}, "converted to jpg, png, webp, not to 'heic'"),
     ],
 )
-def test_image_options_that_make_no_sense(options: dict[str, Any], message: str) -> None:
+def test_invalid_image_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         ImageOptions(**options)
 

@@ -25,7 +25,7 @@ def keys(paths: list[str]) -> list[str]:
 
 
 @given(_paths)
-def test_keys_are_unique_and_stems_stay_where_they_are(paths: list[str]) -> None:
+def test_keys_are_unique_and_keep_stems(paths: list[str]) -> None:
     paths.sort()
     found = keys(paths)
     assert len(set(found)) == len(found)
@@ -53,7 +53,7 @@ def test_keys_of_files(paths: list[str], expected: list[str]) -> None:
     assert keys(paths) == expected
 
 
-def test_keys_take_a_few_bytes_a_file() -> None:
+def test_keys_use_a_few_bytes_per_file() -> None:
     paths = [f"c{number % 7}/{number // 2}.jpg" for number in range(20_000)]
     tracemalloc.start()
     levels = key_levels(paths)

@@ -17,7 +17,7 @@ from shardstream.storage import Storage, locate_shards
 from tests.small_tars import foreign_tar, make_dataset, samples, tar_bytes
 
 
-def test_indexed_folder_is_read_by_number(tmp_path: Path) -> None:
+def test_indexed_folder_can_be_read_by_number(tmp_path: Path) -> None:
     paths = make_dataset(tmp_path)
     before = [path.read_bytes() for path in paths]
     report = index(str(tmp_path), name="tiny")
@@ -33,7 +33,7 @@ def test_indexed_folder_is_read_by_number(tmp_path: Path) -> None:
     ]
 
 
-def test_index_of_a_foreign_tar_passes_over_what_is_no_sample(tmp_path: Path) -> None:
+def test_index_of_a_foreign_tar_skips_other_members(tmp_path: Path) -> None:
     members = [("README", b"hi"), ("__meta__/x.json", b"{}"), ("a/é 1.JPG", b"1"), ("a/é 1.cls", b"2"),
                ("x" * 120 + ".jpg", b"3")]  # fmt: skip
     foreign_tar(tmp_path / "t.tar", members)
@@ -43,14 +43,14 @@ def test_index_of_a_foreign_tar_passes_over_what_is_no_sample(tmp_path: Path) ->
     assert len(offsets) == 3
 
 
-def test_bytes_are_told_as_they_are_read(tmp_path: Path) -> None:
+def test_progress_reports_bytes_as_they_are_read(tmp_path: Path) -> None:
     make_dataset(tmp_path)
-    told: list[tuple[int, int]] = []
-    report = index(str(tmp_path), progress=lambda done, total: told.append((done, total)))
-    assert told[-1] == (report.manifest.total_bytes, report.manifest.total_bytes)
+    reports: list[tuple[int, int]] = []
+    report = index(str(tmp_path), progress=lambda done, total: reports.append((done, total)))
+    assert reports[-1] == (report.manifest.total_bytes, report.manifest.total_bytes)
 
 
-def test_wds2idx_has_the_lines_of_dali(tmp_path: Path) -> None:
+def test_wds2idx_file_matches_dali(tmp_path: Path) -> None:
     foreign_tar(tmp_path / "t.tar", [("0.JPG", b"123"), ("0.cls", b"1"), ("1.JPG", b"45")])
     index(str(tmp_path), wds2idx=True)
     # a folder entry comes first, in the bytes 0 to 512
@@ -66,7 +66,7 @@ def test_wds2idx_refuses_names_with_blanks(tmp_path: Path) -> None:
     assert not (tmp_path / "index.json").exists()
 
 
-def test_indexing_again_takes_in_new_tars_and_keeps_the_name(tmp_path: Path) -> None:
+def test_indexing_again_adds_new_tars_and_keeps_the_name(tmp_path: Path) -> None:
     make_dataset(tmp_path, shards=1)
     index(str(tmp_path), name="kept")
     make_dataset(tmp_path, shards=3)
@@ -74,7 +74,7 @@ def test_indexing_again_takes_in_new_tars_and_keeps_the_name(tmp_path: Path) -> 
     assert (len(report.manifest.shards), report.manifest.name) == (3, "kept")
 
 
-def test_a_broken_or_later_manifest_is_replaced(tmp_path: Path) -> None:
+def test_broken_or_later_manifest_is_replaced(tmp_path: Path) -> None:
     make_dataset(tmp_path)
     for text in (
         "{",
@@ -85,19 +85,19 @@ def test_a_broken_or_later_manifest_is_replaced(tmp_path: Path) -> None:
         assert json.loads((tmp_path / "index.json").read_text())["nsamples"] == 12
 
 
-def test_tars_left_out_of_a_list_are_told(tmp_path: Path) -> None:
+def test_tars_missing_from_the_list_cause_a_warning(tmp_path: Path) -> None:
     make_dataset(tmp_path)
     (warning,) = index(str(tmp_path / "train-{000000..000001}.tar")).warnings
     assert "train-000002.tar in the same folder not indexed" in warning
 
 
-def test_a_tar_without_its_end_is_told(tmp_path: Path) -> None:
+def test_tar_without_end_blocks_causes_a_warning(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(tar_bytes(samples(0, 2), end=b""))
     (warning,) = index(str(tmp_path)).warnings
     assert "the blocks that end an archive are missing" in warning
 
 
-def test_a_tar_without_samples_is_told(tmp_path: Path) -> None:
+def test_tar_without_samples_causes_a_warning(tmp_path: Path) -> None:
     foreign_tar(tmp_path / "a.tar", [("README", b"")])
     (warning,) = index(str(tmp_path), wds2idx=True).warnings
     assert "no samples" in warning
@@ -119,7 +119,7 @@ BAD_TARS: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize("kind", BAD_TARS)
-def test_a_bad_tar_is_named_and_no_manifest_written(tmp_path: Path, kind: str) -> None:
+def test_bad_tar_is_named_and_no_manifest_written(tmp_path: Path, kind: str) -> None:
     paths = make_dataset(tmp_path)
     data, message = BAD_TARS[kind]
     paths[1].write_bytes(data)
@@ -142,20 +142,22 @@ def test_a_bad_tar_is_named_and_no_manifest_written(tmp_path: Path, kind: str) -
         ([], "list of URLs is empty"),
     ],
 )
-def test_what_cannot_be_indexed(tmp_path: Path, urls: str | list[str], message: str) -> None:
+def test_unsupported_inputs_cannot_be_indexed(
+    tmp_path: Path, urls: str | list[str], message: str
+) -> None:
     for name in ("a", "b", "z", "empty"):
         (tmp_path / name).mkdir()
     for name in ("a", "b"):
         (tmp_path / name / "0.tar").write_bytes(WHOLE)
     (tmp_path / "z" / "0.tar.gz").write_bytes(gzip.compress(WHOLE))
     folder = str(tmp_path)
-    asked = (
+    given = (
         urls.format(folder=folder)
         if isinstance(urls, str)
         else [url.format(folder=folder) for url in urls]
     )
     with pytest.raises((OptionError, StorageError), match=message):
-        index(asked)
+        index(given)
 
 
 def test_no_threads_is_an_option_error(tmp_path: Path) -> None:
@@ -164,7 +166,7 @@ def test_no_threads_is_an_option_error(tmp_path: Path) -> None:
         index(str(tmp_path), threads=0)
 
 
-def test_a_file_system_is_used_as_given() -> None:
+def test_file_system_is_used_as_given() -> None:
     memory: Any = MemoryFileSystem()
     memory.pipe("/indexing/a.tar", WHOLE)
     report = index("/indexing", filesystem=memory)

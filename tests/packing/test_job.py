@@ -37,7 +37,7 @@ from shardstream.storage import LocalFolder, Storage, locate_shards, publish_byt
 from tests.limits import module_of
 
 CLASSES = ("ant", "bee", "cat")
-_SLOW_S = 60  # of a process that is at work, while another dies
+_SLOW_S = 60  # of a working process while another one is killed
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def samples_of(folder: Path) -> list[dict[str, Any]]:
-    """All samples of a published dataset, in order."""
+    """Return all samples of a published dataset, in order."""
     found = []
     for shard in locate_shards(str(folder), Storage()).shards:
         data = Path(shard.url).read_bytes()
@@ -69,7 +69,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     }
 
 
-def test_a_folder_of_classes(photos: Path, tmp_path: Path) -> None:
+def test_folder_of_classes_is_packed(photos: Path, tmp_path: Path) -> None:
     report = pack(photos, tmp_path / "out", max_samples=40, name="insects")
     assert (report.samples, report.shards, report.skipped) == (90, 3, ())
     assert report.total_bytes == sum(
@@ -87,7 +87,9 @@ def test_a_folder_of_classes(photos: Path, tmp_path: Path) -> None:
     assert sorted(keys) == sorted(f"{name}/{i:02d}" for name in CLASSES for i in range(30))
 
 
-def test_relative_paths(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_paths_are_accepted(
+    photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     pack("photos/", "out/", shuffle=False, key="{path}")
     pack("./photos", "other/{shard}.tar", shuffle=False, key="{path}")
@@ -96,7 +98,7 @@ def test_relative_paths(photos: Path, tmp_path: Path, monkeypatch: pytest.Monkey
     assert photos.exists()
 
 
-def test_the_order_of_the_source_can_be_kept(photos: Path, tmp_path: Path) -> None:
+def test_order_of_the_source_can_be_kept(photos: Path, tmp_path: Path) -> None:
     pack(photos, tmp_path / "out", shuffle=False, key="{class}/{stem}")
     keys = [sample["__key__"] for sample in samples_of(tmp_path / "out")]
     assert keys == sorted(keys)
@@ -104,7 +106,7 @@ def test_the_order_of_the_source_can_be_kept(photos: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_equal_input_gives_equal_bytes_whatever_the_processes(
+def test_equal_input_gives_equal_bytes_for_any_number_of_processes(
     processes: int, photos: Path, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {
@@ -161,7 +163,7 @@ def test_every_record_goes_to_one_split(count: int, parts: list[int], seed: int)
         ({"train": 0.999, "val": 0.001}, "'val' would be empty: the source has 90 samples"),
     ],
 )
-def test_splits_that_make_no_sense(
+def test_invalid_splits_are_refused(
     split: Mapping[str, float], message: str, photos: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(OptionError, match=message):
@@ -169,12 +171,12 @@ def test_splits_that_make_no_sense(
     assert not (tmp_path / "out").exists()
 
 
-def test_orders_are_promised() -> None:
+def test_packing_order_is_pinned() -> None:
     assert shuffled_order(8, seed=0, purpose="order").tolist() == [7, 3, 1, 4, 6, 2, 0, 5]
     assert sorted(shuffled_order(1000, seed=3, purpose="split").tolist()) == list(range(1000))
 
 
-def test_a_table_with_errors_raises_or_skips(photos: Path, tmp_path: Path) -> None:
+def test_table_with_errors_raises_or_skips(photos: Path, tmp_path: Path) -> None:
     rows = ["path,label", "ant/00.jpeg,1", "no/such.jpeg,2", "bee/00.jpeg,many", "bee/01.jpeg,3"]
     (photos / "t.csv").write_text("\n".join(rows))
     options: dict[str, Any] = {"fields": {"jpg": "path", "cls": "label"}}
@@ -192,7 +194,7 @@ def test_a_table_with_errors_raises_or_skips(photos: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("options", [{}, {"max_side": 8}])
-def test_an_empty_image_is_an_error_that_names_it(
+def test_empty_image_is_an_error_that_names_it(
     options: dict[str, Any], photos: Path, tmp_path: Path
 ) -> None:
     (photos / "bee" / "07.jpeg").write_bytes(b"")
@@ -200,9 +202,7 @@ def test_an_empty_image_is_an_error_that_names_it(
         pack(photos, tmp_path / "out", **options)
 
 
-def test_a_broken_image_names_its_file_when_images_are_changed(
-    photos: Path, tmp_path: Path
-) -> None:
+def test_broken_image_names_its_file_when_images_are_changed(photos: Path, tmp_path: Path) -> None:
     (photos / "bee" / "07.jpeg").write_bytes(b"no image")
     with pytest.raises(SourceError, match=r"not a readable image.*bee/07\.jpeg"):
         pack(photos, tmp_path / "out", max_side=8, processes=2)
@@ -215,12 +215,12 @@ def test_everything_skipped_is_an_error(tmp_path: Path) -> None:
         pack([{"cls": "a"}, {"cls": "b"}], tmp_path / "out", on_error="skip")
 
 
-def test_an_empty_source_is_an_error(tmp_path: Path) -> None:
+def test_empty_source_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match="the source is empty"):
         pack([], tmp_path / "out")
 
 
-def test_samples_from_python(tmp_path: Path) -> None:
+def test_python_iterables_are_packed(tmp_path: Path) -> None:
     source = SamplesSource(samples=[{"txt": f"{i}"} for i in range(9)], extras={"about.txt": b"hi"})
     pack(source, tmp_path / "out")
     assert [sample["txt"] for sample in samples_of(tmp_path / "out")] == [
@@ -243,11 +243,13 @@ def test_tars_are_packed_again(photos: Path, tmp_path: Path) -> None:
 
 
 def test_progress_counts_up_to_the_end(photos: Path, tmp_path: Path) -> None:
-    told: list[Progress] = []
-    pack(photos, tmp_path / "out", progress=told.append)
-    assert told[-1][:2] == (90, 0)
-    assert {progress.total for progress in told} == {90}
-    assert [progress.samples for progress in told] == sorted(progress.samples for progress in told)
+    reports: list[Progress] = []
+    pack(photos, tmp_path / "out", progress=reports.append)
+    assert reports[-1][:2] == (90, 0)
+    assert {progress.total for progress in reports} == {90}
+    assert [progress.samples for progress in reports] == sorted(
+        progress.samples for progress in reports
+    )
 
 
 @pytest.mark.parametrize(
@@ -258,7 +260,7 @@ def test_progress_counts_up_to_the_end(photos: Path, tmp_path: Path) -> None:
         ({"quality": 0}, "quality"),
     ],
 )
-def test_options_that_make_no_sense(
+def test_invalid_options_are_refused(
     options: dict[str, Any], message: str, photos: Path, tmp_path: Path
 ) -> None:
     with pytest.raises(OptionError, match=message):
@@ -272,7 +274,7 @@ class _Deadly(RecordEncoder):
         return super().encode(records)
 
 
-def test_a_process_that_dies_is_an_error_and_no_hang(
+def test_dead_process_raises_without_hanging(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module_of(pack), "RecordEncoder", _Deadly)
@@ -289,7 +291,7 @@ class _DeadlyAmongSlow(RecordEncoder):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_where_a_process_dies_the_others_are_not_waited_for(
+def test_dead_process_raises_without_waiting_for_others(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module_of(pack), "RecordEncoder", _DeadlyAmongSlow)
@@ -299,7 +301,7 @@ def test_where_a_process_dies_the_others_are_not_waited_for(
     assert time.monotonic() - begin < _SLOW_S / 2
 
 
-def test_files_that_are_only_copied_are_not_carried_through_processes(
+def test_copied_files_are_not_sent_through_processes(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module_of(RecordEncoder), "ProcessPool", None)
@@ -307,7 +309,7 @@ def test_files_that_are_only_copied_are_not_carried_through_processes(
 
 
 @pytest.mark.usefixtures("s3_env")
-def test_from_s3_to_s3(bucket: str, photos: Path, tmp_path: Path) -> None:
+def test_pack_from_s3_to_s3(bucket: str, photos: Path, tmp_path: Path) -> None:
     for path in photos.rglob("*1.jpeg"):
         publish_bytes(Storage(), f"{bucket}/in/{path.relative_to(photos)}", path.read_bytes())
     report = pack(f"{bucket}/in/", f"{bucket}/out/{{shard:03d}}.tar", max_samples=5, processes=2)
@@ -337,28 +339,28 @@ pack([{"bin": bytes(100_000 if i < 20 else 400_000)} for i in range(40)], sys.ar
 """
 
 
-def test_where_one_split_cannot_be_published_none_is_and_the_same_pack_goes_on(
+def test_failed_publication_of_a_split_publishes_none_and_can_be_resumed(
     photos: Path, tmp_path: Path
 ) -> None:
     options: dict[str, Any] = {"max_samples": 20, "split": {"a": 0.4, "b": 0.3, "c": 0.3}}
     pack(photos, tmp_path / "clean", **options)
     for split in ("a", "b", "c"):
         dest = tmp_path / f"without-{split}"
-        stands_in_the_way = dest / split / "index.json" / "x"
-        stands_in_the_way.mkdir(parents=True)
+        blocking_path = dest / split / "index.json" / "x"
+        blocking_path.mkdir(parents=True)
         with pytest.raises(StorageError, match=r"directory.*index\.json"):
             pack(photos, dest, **options)
         assert [path for path in dest.glob("*/index.json") if path.is_file()] == []
         for folder in {"a", "b", "c"} - {split}:
             with pytest.raises(UnfinishedError):
                 locate_shards(str(dest / folder), Storage())
-        stands_in_the_way.rmdir()
-        stands_in_the_way.parent.rmdir()
+        blocking_path.rmdir()
+        blocking_path.parent.rmdir()
         assert pack(photos, dest, **options).kept == 6
         assert contents(dest) == contents(tmp_path / "clean")
 
 
-def test_a_split_that_stays_published_is_said(
+def test_split_that_cannot_be_unpublished_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The store of one split fails after its manifest was written, and refuses all later requests."""
@@ -372,9 +374,9 @@ def test_a_split_that_stays_published_is_said(
     monkeypatch.setattr(LocalFolder, "remove", fail)
     command = ["pack", str(tmp_path / "t.csv"), str(dest), "--split", "a=0.5,b=0.5"]
     assert main(command) == 1
-    said = capsys.readouterr().err
-    assert f"{dest}/a is published already" in said
-    assert "run the same pack again" in said
+    shown_text = capsys.readouterr().err
+    assert f"{dest}/a is published already" in shown_text
+    assert "run the same pack again" in shown_text
     assert (dest / "a" / "index.json").is_file()
     monkeypatch.undo()
     (dest / "b" / "index.json" / "x").rmdir()
@@ -383,7 +385,7 @@ def test_a_split_that_stays_published_is_said(
     assert sum(shard.nsamples or 0 for shard in locate_shards([f"{dest}/a", f"{dest}/b"], Storage()).shards) == 10  # fmt: skip
 
 
-def test_a_full_disk_publishes_nothing(tmp_path: Path) -> None:
+def test_full_disk_publishes_nothing(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", FULL_DISK, tmp_path / "out"],
         capture_output=True, text=True, check=False,
@@ -393,12 +395,12 @@ def test_a_full_disk_publishes_nothing(tmp_path: Path) -> None:
     assert not [name for name in contents(tmp_path / "out") if ".part-" in name]
 
 
-def test_chunks_are_bounded_by_bytes_too() -> None:
+def test_chunks_are_bounded_by_bytes() -> None:
     records = [Record("a", {"bin": FileRef("x", 10 << 20)}, "x")] * 5
     assert [len(chunk) for chunk in chunked(records)] == [2, 2, 1]
 
 
-def test_packing_leaves_torch_out() -> None:
+def test_packing_does_not_import_torch() -> None:
     code = "import sys, shardstream.packing, shardstream.cli; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "False"

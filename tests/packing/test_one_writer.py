@@ -1,4 +1,4 @@
-"""Of two packs or writers at one place, one fails with an error; the published dataset is from one only."""
+"""Test that one of two packs or writers in a folder fails, and that the published dataset is from one only."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write(writer: ss.ShardWriter, text: str, count: int = 25) -> None:
 
 
 def compete(me: int, base: str, rounds: int, barrier: Barrier, results: Queue[Any]) -> None:
-    """Write to several places in turn, each at the same time as the other process."""
+    """Write to several folders in turn, each at the same time as the other process."""
     for number in range(rounds):
         samples = [{"txt": f"{'ab'[me]} {i}"} for i in range(40)]
         url, is_pack, overwrite = f"{base}/{number}", number % 2 == 0, number % 4 > 1
@@ -64,21 +64,21 @@ def run_two(base: str, rounds: int) -> dict[int, list[str | None]]:
         process.start()
     found: dict[int, list[str | None]] = {number: [None, None] for number in range(rounds)}
     for _ in range(2 * rounds):
-        number, me, said = results.get(timeout=300)
-        found[number][me] = said
+        number, me, results_of_round = results.get(timeout=300)
+        found[number][me] = results_of_round
     for process in processes:
         process.join()
     return found
 
 
-def check_one_won(url: str, said: list[str | None]) -> None:
+def check_one_won(url: str, results_of_round: list[str | None]) -> None:
     storage = Storage()
     names = [file.url.rsplit("/", 1)[-1] for file in storage.list_folder(url)[0]]
     assert ("index.json" in names, journal_name(0) in names) == (True, False), names
-    winners = [me for me in (0, 1) if said[me] is None]
-    # With overwrite=True, one that begins when the other has ended replaces what that made.
-    assert winners, said
-    for text in filter(None, said):
+    winners = [me for me in (0, 1) if results_of_round[me] is None]
+    # With overwrite=True, a writer that starts after the other has ended replaces its dataset.
+    assert winners, results_of_round
+    for text in filter(None, results_of_round):
         assert "another pack or ShardWriter" in text or "a dataset is published here" in text
     texts = set()
     for shard in json.loads(storage.read(f"{url}/index.json"))["shardlist"]:
@@ -90,26 +90,26 @@ def check_one_won(url: str, said: list[str | None]) -> None:
         assert texts == {"ab"[winners[0]]}
 
 
-def test_of_two_that_start_at_once_one_wins(tmp_path: Path) -> None:
+def test_one_of_two_concurrent_writers_wins(tmp_path: Path) -> None:
     found = run_two(str(tmp_path), 12)
-    for number, said in found.items():
-        check_one_won(f"{tmp_path}/{number}", said)
-    assert sum(said.count(None) == 1 for said in found.values()) >= 6
+    for number, results_of_round in found.items():
+        check_one_won(f"{tmp_path}/{number}", results_of_round)
+    assert sum(results_of_round.count(None) == 1 for results_of_round in found.values()) >= 6
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("s3_env")
-def test_of_two_that_start_at_once_on_s3_one_wins(bucket: str) -> None:
+def test_one_of_two_concurrent_writers_on_s3_wins(bucket: str) -> None:
     found = run_two(bucket, 8)
-    for number, said in found.items():
-        check_one_won(f"{bucket}/{number}", said)
-    assert sum(said.count(None) == 1 for said in found.values()) >= 4
+    for number, results_of_round in found.items():
+        check_one_won(f"{bucket}/{number}", results_of_round)
+    assert sum(results_of_round.count(None) == 1 for results_of_round in found.values()) >= 4
 
 
-# --- one after the other has begun
+# --- started during another writer
 
 
-def test_a_folder_of_this_machine_has_one_writer(tmp_path: Path) -> None:
+def test_local_folder_is_locked_by_its_writer(tmp_path: Path) -> None:
     with ss.ShardWriter(tmp_path, max_samples=10) as first:
         write(first, "a")
         for overwrite in (False, True):
@@ -131,7 +131,7 @@ def remote(request: pytest.FixtureRequest) -> Iterator[str]:
         yield f"{request.getfixturevalue('bucket')}/out"
 
 
-def test_elsewhere_the_later_one_takes_the_place(remote: str) -> None:
+def test_later_writer_takes_over_a_remote_folder(remote: str) -> None:
     first = ss.ShardWriter(remote, max_samples=10)
     write(first, "a")
     with ss.ShardWriter(remote, max_samples=10, overwrite=True) as second:
@@ -144,7 +144,7 @@ def test_elsewhere_the_later_one_takes_the_place(remote: str) -> None:
     assert texts == [b"b %d" % number for number in (*range(12), *range(13))]
 
 
-def test_one_that_comes_back_when_the_other_has_ended_publishes_nothing(remote: str) -> None:
+def test_paused_writer_publishes_nothing_after_another_has_finished(remote: str) -> None:
     first = ss.ShardWriter(remote, max_samples=10)
     write(first, "a", 5)
     with ss.ShardWriter(remote, overwrite=True) as second:
@@ -155,9 +155,9 @@ def test_one_that_comes_back_when_the_other_has_ended_publishes_nothing(remote: 
     assert len(ss.ShardDataset(remote)) == 12
 
 
-def test_a_pack_that_lost_its_place_leaves_the_journal_of_the_other(remote: str) -> None:
+def test_displaced_pack_keeps_the_journal_of_the_other(remote: str) -> None:
     first = ss.ShardWriter(remote)
-    second = ss.ShardWriter(remote)  # nothing has been written: it may
+    second = ss.ShardWriter(remote)  # nothing has been written, so it may continue
     first.abort()
     with pytest.raises(ss.UnfinishedError):
         ss.ShardDataset(remote)
@@ -166,7 +166,7 @@ def test_a_pack_that_lost_its_place_leaves_the_journal_of_the_other(remote: str)
     assert len(ss.ShardDataset(remote)) == 25
 
 
-def test_a_shard_of_another_in_its_place_is_noticed(remote: str) -> None:
+def test_shard_replaced_by_another_writer_is_detected(remote: str) -> None:
     """A writer that stalls after its check may still overwrite a shard: nothing is published then."""
     storage = Storage()
     filesystem, path = storage.resolve(f"{remote}/000000.tar")
@@ -195,7 +195,7 @@ class Hooked(MemoryFileSystem):  # type: ignore[misc]
         super().pipe_file(path, value, mode, **options)
 
 
-def test_a_place_that_is_taken_while_the_manifest_is_written_is_not_published() -> None:
+def test_takeover_during_the_manifest_write_prevents_publication() -> None:
     url, filesystem, later = f"memory://{uuid.uuid4().hex}", Hooked(), list[ss.ShardWriter]()
     filesystem.before_manifest = lambda: later.append(ss.ShardWriter(url, overwrite=True))
     with (
@@ -209,7 +209,7 @@ def test_a_place_that_is_taken_while_the_manifest_is_written_is_not_published() 
     assert len(ss.ShardDataset(url)) == 3
 
 
-def test_a_manifest_that_may_have_been_written_is_taken_back() -> None:
+def test_manifest_of_a_failed_write_is_removed() -> None:
     """As if the response to the request was lost."""
 
     class Losing(Hooked):
@@ -229,7 +229,7 @@ def test_a_manifest_that_may_have_been_written_is_taken_back() -> None:
     assert not Storage().exists(f"{url}/index.json")
 
 
-def test_a_folder_is_free_again_after_an_end_of_any_kind(tmp_path: Path) -> None:
+def test_folder_is_unlocked_after_success_and_failure(tmp_path: Path) -> None:
     ss.ShardWriter(tmp_path).abort()
     with pytest.raises(ss.SampleError), ss.ShardWriter(tmp_path) as writer:
         writer.write({"cls": "no number"})
@@ -247,7 +247,7 @@ def test_a_folder_is_free_again_after_an_end_of_any_kind(tmp_path: Path) -> None
     assert len(ss.ShardDataset(str(tmp_path))) == 3
 
 
-def test_a_pack_does_not_go_on_where_a_writer_was_stopped_unless_it_replaces(
+def test_pack_after_a_stopped_writer_requires_overwrite(
     tmp_path: Path,
 ) -> None:
     writer = ss.ShardWriter(tmp_path / "a-{shard}.tar", max_samples=10)
@@ -262,7 +262,7 @@ def test_a_pack_does_not_go_on_where_a_writer_was_stopped_unless_it_replaces(
     assert sorted(path.name for path in tmp_path.iterdir()) == before
 
 
-def test_what_another_pack_left_under_other_names_is_deleted_when_it_is_replaced(
+def test_overwrite_deletes_shards_of_other_names_left_by_another_pack(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "notes.tar").write_bytes(b"not of any pack")
@@ -278,14 +278,14 @@ def test_what_another_pack_left_under_other_names_is_deleted_when_it_is_replaced
 
 
 @pytest.mark.usefixtures("s3_env")
-def test_a_file_is_published_over_the_one_that_is_known(bucket: str) -> None:
+def test_conditional_put_replaces_only_the_known_version(bucket: str) -> None:
     storage, url = Storage(), f"{bucket}/x"
     publish_bytes_over(storage, url, b"1", old=None)
     for old in (None, b"0"):
         with pytest.raises(ss.ChangedError, match="replaced meanwhile"):
             publish_bytes_over(storage, url, b"2", old=old)
     publish_bytes_over(storage, url, b"2", old=b"1")
-    publish_bytes_over(storage, url, b"2", old=b"1")  # as after an answer that was lost
+    publish_bytes_over(storage, url, b"2", old=b"1")  # as after a lost response
     storage.resolve(url)[0].rm_file(url)
     with pytest.raises(ss.ChangedError, match="replaced meanwhile"):
         publish_bytes_over(storage, url, b"3", old=b"2")
@@ -304,7 +304,7 @@ class Unconditional(s3fs.S3FileSystem):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("code", ["NotImplemented", "PreconditionFailed"])
-def test_servers_that_know_no_conditions_or_other_etags_take_it_all_the_same(
+def test_servers_without_conditional_put_are_supported(
     code: str, bucket: str, s3: S3Server
 ) -> None:
     filesystem = Unconditional(**s3.storage_options)
@@ -315,7 +315,7 @@ def test_servers_that_know_no_conditions_or_other_etags_take_it_all_the_same(
     assert storage.read(url) == b"2"
 
 
-def test_a_second_writer_of_this_process_is_told_to_close_the_first(tmp_path: Path) -> None:
+def test_second_writer_in_a_process_is_refused_with_advice(tmp_path: Path) -> None:
     writer = ss.ShardWriter(tmp_path)
     with pytest.raises(ss.StorageError, match=r"of this process has this folder open; call"):
         ss.ShardWriter(tmp_path, overwrite=True)
@@ -323,12 +323,12 @@ def test_a_second_writer_of_this_process_is_told_to_close_the_first(tmp_path: Pa
     ss.ShardWriter(tmp_path).abort()
 
 
-def test_a_forked_child_keeps_no_lock_and_cannot_give_one_back(tmp_path: Path) -> None:
+def test_forked_child_neither_holds_nor_releases_the_lock(tmp_path: Path) -> None:
     folder, other = (LocalFolder(str(tmp_path), str(tmp_path)) for _ in range(2))
     folder.lock()
     done, child_waits = os.pipe()
     child = os.fork()
-    if child == 0:  # it waits for the parent, which unlocks meanwhile
+    if child == 0:  # it waits until the parent has released its lock
         os.close(child_waits)
         folder.unlock()
         os.read(done, 1)

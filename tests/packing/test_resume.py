@@ -1,4 +1,4 @@
-"""Killed packs: the same call resumes, keeps finished shards, and produces the bytes of one clean run."""
+"""Test that a killed pack resumes by the same call, keeps finished shards, and gives the bytes of one clean run."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from tests.servers import S3Server
 ROOT = Path(__file__).parents[2]
 COMMAND = [sys.executable, "-c", "import sys; from shardstream.cli import main; sys.exit(main(sys.argv[1:]))"]  # fmt: skip
 
-# Killed at a call of our own code, not after some time: the same moment on every machine.
+# Killed at a function call of shardstream, not after a time: the same moment on every machine.
 KILLED_AT_A_CALL = """
 import os, pathlib, signal, sys, threading
 import shardstream.cli
@@ -67,7 +67,7 @@ sys.exit(code)
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of 300 loose samples: text of growing length, and a label."""
+    """Folder of 300 loose samples: text of growing length, and a label."""
     root = tmp_path_factory.mktemp("source")
     for i in range(300):
         (root / f"{i:04d}.txt").write_text(f"sample {i} " * (1 + i % 50))
@@ -135,7 +135,7 @@ def pack_stopped(stop_after: Callable[[int], None], count: int, *args: Any, **kw
 
 
 def run_killed(command: list[str], *, after_calls: int, counted: Path) -> bool:
-    """Run a command that kills itself at a call of our code; return whether it ended successfully.
+    """Run a command that kills itself at a function call of shardstream; return whether it succeeded.
 
     Args:
         command: Arguments of the command line.
@@ -162,13 +162,13 @@ def is_published(storage: Storage, folders: list[str]) -> bool:
 def pack_under_fire(
     command: list[str], folders: list[str], counted: Path, *, seed: int, kills: int
 ) -> None:
-    """Repeat a command, killed at random calls of our code, until the dataset is published."""
+    """Repeat a command, killed at random function calls of shardstream, until the dataset is published."""
     draw = random.Random(seed)
     storage = Storage()
     calls = int(counted.read_text())  # of a clean run
     for _ in range(kills):
         run_killed(command, after_calls=draw.randrange(calls // 8, calls // 2), counted=counted)
-        if is_published(storage, folders):  # what was left took fewer calls
+        if is_published(storage, folders):  # the rest took fewer calls
             break
     else:
         assert run_killed(command, after_calls=0, counted=counted)
@@ -179,7 +179,7 @@ def pack_under_fire(
 @pytest.mark.parametrize(
     "options", [["--split", "a=0.7,b=0.3"], ["--processes", "2", "--max-side", "64"]]
 )
-def test_killed_at_any_moment_the_same_command_ends_in_the_same_bytes(
+def test_resume_after_a_kill_gives_the_same_bytes(
     options: list[str], files: Path, tmp_path: Path
 ) -> None:
     limits = ["--max-samples", "15", "--shuffle", *options]
@@ -194,7 +194,9 @@ def test_killed_at_any_moment_the_same_command_ends_in_the_same_bytes(
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("s3_env")
-def test_killed_at_any_moment_on_s3(bucket: str, files: Path, tmp_path: Path) -> None:
+def test_resume_after_a_kill_on_s3_gives_the_same_bytes(
+    bucket: str, files: Path, tmp_path: Path
+) -> None:
     limits = ["--max-samples", "20"]
     clean = ["pack", str(files), f"{bucket}/clean", *limits]
     assert run_killed(clean, after_calls=0, counted=tmp_path / "calls")
@@ -204,7 +206,7 @@ def test_killed_at_any_moment_on_s3(bucket: str, files: Path, tmp_path: Path) ->
     assert remote_contents(dest) == remote_contents(f"{bucket}/clean")
 
 
-def test_processes_that_encode_end_with_a_killed_pack(files: Path, tmp_path: Path) -> None:
+def test_encoder_processes_end_when_the_pack_is_killed(files: Path, tmp_path: Path) -> None:
     options = ["--processes", "2", "--max-side", "64", "--max-samples", "1"]
     command = ["pack", str(files), str(tmp_path / "out"), *options]
     with subprocess.Popen([*COMMAND, *command], cwd=ROOT, stderr=subprocess.DEVNULL) as process:
@@ -220,7 +222,7 @@ def test_processes_that_encode_end_with_a_killed_pack(files: Path, tmp_path: Pat
         time.sleep(0.01)
 
 
-def test_a_pack_that_is_terminated_leaves_no_process_behind(files: Path, tmp_path: Path) -> None:
+def test_terminated_pack_leaves_no_processes(files: Path, tmp_path: Path) -> None:
     options = ["--processes", "2", "--max-side", "64", "--max-samples", "1"]
     command = ["pack", str(files), str(tmp_path / "out"), *options]
     program = "import sys; from shardstream.cli import main; sys.exit(main())"
@@ -228,13 +230,15 @@ def test_a_pack_that_is_terminated_leaves_no_process_behind(files: Path, tmp_pat
         [sys.executable, "-c", program, *command], cwd=ROOT, stderr=subprocess.PIPE, text=True
     ) as process:
         deadline_s = time.monotonic() + 300
-        while len(children := children_of(process.pid)) < 3:  # two that encode, and their tracker
+        while (
+            len(children := children_of(process.pid)) < 3
+        ):  # two encoders, and their resource tracker
             assert time.monotonic() < deadline_s
             time.sleep(0.001)
         process.send_signal(signal.SIGTERM)
-        said = process.communicate()[1]
+        shown_text = process.communicate()[1]
         assert [child for child in children if is_running(child)] == []
-    assert "Traceback" not in said
+    assert "Traceback" not in shown_text
 
 
 def children_of(pid: int) -> list[int]:
@@ -252,7 +256,7 @@ def is_running(pid: int) -> bool:
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["int", "term"]
 )
-def test_a_signal_stops_with_a_message_and_the_same_command_goes_on(
+def test_signal_prints_a_message_and_the_command_can_be_resumed(
     number: signal.Signals, code: int, files: Path, tmp_path: Path
 ) -> None:
     command = ["pack", str(files), str(tmp_path / "out"), "--max-samples", "5"]
@@ -264,9 +268,9 @@ def test_a_signal_stops_with_a_message_and_the_same_command_goes_on(
             assert time.monotonic() < deadline_s
             time.sleep(0.001)
         process.send_signal(number)
-        said = process.communicate()[1]
-    assert (process.returncode, "Traceback" in said) == (code, False), said
-    assert "run the same command again to resume" in said
+        shown_text = process.communicate()[1]
+    assert (process.returncode, "Traceback" in shown_text) == (code, False), shown_text
+    assert "run the same command again to resume" in shown_text
     assert not list((tmp_path / "out").glob("*.part-*"))
     done = subprocess.run(
         [*COMMAND, *command], cwd=ROOT, capture_output=True, text=True, check=True
@@ -276,10 +280,10 @@ def test_a_signal_stops_with_a_message_and_the_same_command_goes_on(
     assert contents(tmp_path / "out") == contents(tmp_path / "clean")
 
 
-# --- what is kept, and what is not
+# --- kept and rewritten files
 
 
-def test_finished_shards_are_neither_written_nor_encoded_again(
+def test_resume_neither_writes_nor_encodes_finished_shards(
     photos: Path,
     tmp_path: Path,
     stop_after: Callable[[int], None],
@@ -306,10 +310,10 @@ def test_finished_shards_are_neither_written_nor_encoded_again(
     assert contents(tmp_path / "out") == contents(tmp_path / "clean")
 
 
-def test_every_shard_may_be_the_last_before_a_stop(
+def test_resume_after_each_shard(
     files: Path, tmp_path: Path, stop_after: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    set_limits(monkeypatch, Journal, RECORDS_PER_FILE=3)  # several files, and their borders
+    set_limits(monkeypatch, Journal, RECORDS_PER_FILE=3)  # several files, and their boundaries
     options: dict[str, Any] = {"max_samples": 20, "shuffle": True, "split": {"x": 0.8, "y": 0.2}}
     pack(files, tmp_path / "clean", **options)
     clean = contents(tmp_path / "clean")
@@ -321,7 +325,7 @@ def test_every_shard_may_be_the_last_before_a_stop(
         assert contents(dest) == clean
 
 
-def test_it_may_be_stopped_again_and_again(
+def test_pack_can_be_stopped_repeatedly(
     files: Path, tmp_path: Path, stop_after: Callable[[int], None]
 ) -> None:
     pack(files, tmp_path / "clean", max_samples=20)
@@ -331,7 +335,7 @@ def test_it_may_be_stopped_again_and_again(
     assert contents(tmp_path / "out") == contents(tmp_path / "clean")
 
 
-def test_what_was_left_out_is_known_again(
+def test_resume_remembers_skipped_records(
     tmp_path: Path, stop_after: Callable[[int], None]
 ) -> None:
     table = tmp_path / "t.csv"
@@ -347,7 +351,7 @@ def test_what_was_left_out_is_known_again(
     assert contents(tmp_path / "out") == contents(tmp_path / "clean")
 
 
-def test_a_pack_that_met_a_bad_row_goes_on_without_it(tmp_path: Path) -> None:
+def test_resume_after_a_bad_row_with_skip(tmp_path: Path) -> None:
     table = tmp_path / "t.csv"
     table.write_text("n\n" + "".join(f"{i if i != 47 else 'x'}\n" for i in range(60)))
     options: dict[str, Any] = {"fields": {"cls": "n"}, "max_samples": 10}
@@ -359,13 +363,13 @@ def test_a_pack_that_met_a_bad_row_goes_on_without_it(tmp_path: Path) -> None:
     assert contents(tmp_path / "out") == contents(tmp_path / "clean")
 
 
-def test_tars_before_the_last_finished_shard_are_not_read_again(
+def test_resume_does_not_read_tars_before_the_last_finished_shard(
     files: Path, tmp_path: Path, stop_after: Callable[[int], None]
 ) -> None:
     pack(files, tmp_path / "old", max_samples=30)
     pack(tmp_path / "old", tmp_path / "clean", max_samples=25)
     pack_stopped(stop_after, 8, tmp_path / "old", tmp_path / "out", max_samples=25)
-    # Of 200 samples all of the first 6 tars: whoever reads one of them now finds nothing.
+    # Delete the first 6 tars of 200 samples: reading one of them would now fail.
     for number in range(6):
         path = tmp_path / "old" / f"{number:06d}.tar"
         stat = path.stat()
@@ -375,7 +379,7 @@ def test_tars_before_the_last_finished_shard_are_not_read_again(
     assert contents(tmp_path / "out") == contents(tmp_path / "clean")
 
 
-def test_a_shard_that_was_deleted_or_cut_meanwhile_is_written_again(
+def test_resume_rewrites_deleted_or_truncated_shards(
     files: Path, tmp_path: Path, stop_after: Callable[[int], None]
 ) -> None:
     pack(files, tmp_path / "clean", max_samples=20)
@@ -396,7 +400,7 @@ def test_a_shard_that_was_deleted_or_cut_meanwhile_is_written_again(
         ({"source": "another"}, "the source has changed"),
     ],
 )
-def test_another_pack_is_not_mixed_with_what_is_left(
+def test_other_pack_options_are_refused_in_an_unfinished_folder(
     change: dict[str, Any],
     message: str | None,
     files: Path,
@@ -412,7 +416,7 @@ def test_another_pack_is_not_mixed_with_what_is_left(
         (source / "a.txt").write_text("another")
     options |= {name: value for name, value in change.items() if name != "source"}
     before = contents(tmp_path / "out")
-    if message is None:  # other folders: nothing there stands in the way
+    if message is None:  # other folders, which are empty
         assert pack(source, tmp_path / "out", **options).kept == 0
         return
     with pytest.raises(OptionError, match=rf"unfinished pack.*{message}.*--overwrite"):
@@ -423,7 +427,7 @@ def test_another_pack_is_not_mixed_with_what_is_left(
     assert contents(tmp_path / "out") == contents(tmp_path / "clean")
 
 
-def test_a_file_of_the_source_that_was_written_again_is_noticed(
+def test_rewritten_source_file_is_detected(
     tmp_path: Path, stop_after: Callable[[int], None]
 ) -> None:
     for i in range(20):
@@ -435,11 +439,11 @@ def test_a_file_of_the_source_that_was_written_again_is_noticed(
         pack(tmp_path / "in", tmp_path / "out", max_samples=5)
 
 
-def test_an_interrupted_replacement_still_deletes_what_is_stale(
+def test_resumed_overwrite_deletes_stale_shards(
     files: Path, tmp_path: Path, stop_after: Callable[[int], None]
 ) -> None:
     pack(files, tmp_path / "clean", max_samples=50)
-    pack(files, tmp_path / "out", max_samples=10)  # 30 shards, of which 6 are written again
+    pack(files, tmp_path / "out", max_samples=10)  # 30 shards, 6 of them rewritten
     options: dict[str, Any] = {"max_samples": 50, "overwrite": True}
     pack_stopped(stop_after, 2, files, tmp_path / "out", **options)
     assert not (tmp_path / "out" / "index.json").exists()
@@ -447,7 +451,7 @@ def test_an_interrupted_replacement_still_deletes_what_is_stale(
     assert contents(tmp_path / "out") == contents(tmp_path / "clean")
 
 
-def test_a_replacement_that_was_stopped_at_once_leaves_the_old_dataset(
+def test_overwrite_stopped_before_its_first_shard_keeps_the_old_dataset(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pack(files, tmp_path / "out", max_samples=10)
@@ -469,7 +473,7 @@ def test_a_replacement_that_was_stopped_at_once_leaves_the_old_dataset(
     assert contents(tmp_path / "out") == contents(tmp_path / "clean")
 
 
-def test_a_pack_stopped_between_its_manifest_and_its_end_ends_well(
+def test_resume_after_the_manifest_was_written(
     files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def stop(_: Journal) -> None:
@@ -486,7 +490,7 @@ def test_a_pack_stopped_between_its_manifest_and_its_end_ends_well(
     assert contents(tmp_path / "out") == contents(tmp_path / "clean")
 
 
-def test_samples_from_python_begin_anew_unless_they_are_said_to_be_the_same(
+def test_python_samples_are_resumed_only_with_a_fingerprint(
     tmp_path: Path, stop_after: Callable[[int], None]
 ) -> None:
     samples = [{"txt": f"{i}"} for i in range(60)]
@@ -502,7 +506,7 @@ def test_samples_from_python_begin_anew_unless_they_are_said_to_be_the_same(
     assert contents(tmp_path / "numbers to 60") == contents(tmp_path / "clean")
 
 
-def test_a_pack_that_fails_before_its_first_shard_leaves_no_file(tmp_path: Path) -> None:
+def test_pack_that_fails_before_its_first_shard_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(SourceError):
         pack([{"cls": "x"}], tmp_path / "out")
     assert contents(tmp_path / "out") == {}
@@ -533,7 +537,7 @@ INFO = {"url": "000000.tar", "nsamples": 1, "filesize": float("inf"), "sha256": 
         json.dumps(HEAD | {"stale": 3}),
     ],
 )
-def test_notes_that_cannot_be_read_are_an_error_unless_replaced(
+def test_unreadable_journal_is_an_error_without_overwrite(
     text: str, files: Path, tmp_path: Path, stop_after: Callable[[int], None]
 ) -> None:
     pack_stopped(stop_after, 2, files, tmp_path / "out", max_samples=50)
@@ -547,9 +551,7 @@ def test_notes_that_cannot_be_read_are_an_error_unless_replaced(
     assert contents(tmp_path / "out") == contents(tmp_path / "clean")
 
 
-def test_notes_on_s3_that_cannot_be_read_are_replaced(
-    files: Path, bucket: str, s3: S3Server
-) -> None:
+def test_unreadable_journal_on_s3_is_replaced(files: Path, bucket: str, s3: S3Server) -> None:
     options = s3.storage_options
     filesystem = fsspec.filesystem("s3", **options)
     filesystem.pipe_file(f"{bucket}/out/.shardstream-pack-000000.json", b"{")
@@ -560,7 +562,7 @@ def test_notes_on_s3_that_cannot_be_read_are_replaced(
     assert not filesystem.exists(f"{bucket}/out/.shardstream-pack-000000.json")
 
 
-def test_notes_cannot_make_us_delete_elsewhere(files: Path, tmp_path: Path) -> None:
+def test_journal_cannot_delete_files_outside_its_folder(files: Path, tmp_path: Path) -> None:
     (tmp_path / "victim.tar").write_bytes(b"mine")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
@@ -573,7 +575,7 @@ def test_notes_cannot_make_us_delete_elsewhere(files: Path, tmp_path: Path) -> N
     assert (tmp_path / "out" / "notes.txt").exists()
 
 
-def test_a_journal_reads_back_as_it_was(tmp_path: Path) -> None:
+def test_journal_round_trips(tmp_path: Path) -> None:
     task = Task(source="é\udc80", options={"split": [["a", 0.1]], "key": None})
     folder = LocalFolder(str(tmp_path), str(tmp_path))
     journal = Journal(folder=folder, task=task, stale=frozenset({"a.tar"}))
@@ -598,7 +600,7 @@ def finished_shards(count: int) -> list[FinishedShard]:
     ]
 
 
-def test_a_long_journal_is_of_several_files_of_one_run(tmp_path: Path) -> None:
+def test_long_journal_has_several_files_of_one_run(tmp_path: Path) -> None:
     """Files of another run or after a gap are not read; a shorter journal leaves none."""
     folder = LocalFolder(str(tmp_path), str(tmp_path))
     shards = finished_shards(600)
@@ -629,11 +631,11 @@ def test_a_long_journal_is_of_several_files_of_one_run(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-# --- on S3, and by a writer alone
+# --- on S3, and with ShardWriter
 
 
 @pytest.mark.usefixtures("s3_env")
-def test_on_s3_finished_shards_stay(
+def test_resume_on_s3_keeps_finished_shards(
     bucket: str, s3: S3Server, files: Path, stop_after: Callable[[int], None]
 ) -> None:
     client = s3.client()
@@ -665,7 +667,7 @@ with ShardWriter(sys.argv[1], max_samples=10) as writer:
 """
 
 
-def test_a_writer_run_again_replaces_what_a_killed_one_left(tmp_path: Path) -> None:
+def test_writer_replaces_the_files_of_a_killed_writer(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, tmp_path / "out"], check=False, cwd=ROOT)
     (tmp_path / "out" / "000000.tar.part-aa").write_bytes(b"made by split -b")
     assert any(".part-" in name for name in contents(tmp_path / "out"))

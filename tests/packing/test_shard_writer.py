@@ -73,7 +73,7 @@ def test_equal_input_gives_equal_bytes(tmp_path: Path) -> None:
         assert path.read_bytes() == (tmp_path / "b" / path.name).read_bytes()
 
 
-def test_no_shard_is_larger_than_asked_but_for_one_large_sample(tmp_path: Path) -> None:
+def test_shards_exceed_max_bytes_only_for_one_large_sample(tmp_path: Path) -> None:
     sizes = [100, 3000, 9000, 100, 3000, 3000, 100]
     with ShardWriter(tmp_path, max_bytes=8192) as writer:
         for i, size in enumerate(sizes):
@@ -84,14 +84,14 @@ def test_no_shard_is_larger_than_asked_but_for_one_large_sample(tmp_path: Path) 
         assert path.stat().st_size <= 8192 or len(shard) == 1
 
 
-def test_a_sample_that_fits_exactly_fits(tmp_path: Path) -> None:
+def test_sample_that_fills_a_shard_exactly_fits(tmp_path: Path) -> None:
     with ShardWriter(tmp_path, max_bytes=2 * 1024 + 1024) as writer:
         for i in range(4):
             writer.write({"__key__": f"{i}", "bin": bytes(512)})
     assert [path.stat().st_size for path in sorted(tmp_path.glob("*.tar"))] == [3072, 3072]
 
 
-def test_an_error_in_the_block_publishes_no_manifest(tmp_path: Path) -> None:
+def test_error_in_the_block_publishes_no_manifest(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), ShardWriter(tmp_path, max_samples=10) as writer:  # noqa: PT012
         for i in range(25):
             writer.write({"cls": i, "txt": str(1 / (24 - i))})
@@ -103,7 +103,7 @@ def test_an_error_in_the_block_publishes_no_manifest(tmp_path: Path) -> None:
         writer.write({"cls": 1})
 
 
-def test_a_refused_sample_can_be_caught_and_left_out(tmp_path: Path) -> None:
+def test_refused_sample_can_be_caught_and_skipped(tmp_path: Path) -> None:
     with ShardWriter(tmp_path) as writer:
         writer.write({"__key__": "a", "cls": 1})
         for bad in (
@@ -118,7 +118,7 @@ def test_a_refused_sample_can_be_caught_and_left_out(tmp_path: Path) -> None:
     assert [s["__key__"] for s in samples_of(tmp_path / "000000.tar")] == ["a", "c"]
 
 
-def test_an_error_of_a_value_names_sample_and_field(tmp_path: Path) -> None:
+def test_error_of_a_value_names_sample_and_field(tmp_path: Path) -> None:
     with (
         pytest.raises(SampleError, match=r"field 'cls'.*sample '0042'"),
         ShardWriter(tmp_path) as writer,
@@ -127,7 +127,7 @@ def test_an_error_of_a_value_names_sample_and_field(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_nothing_written_is_an_error(tmp_path: Path) -> None:
+def test_writer_without_samples_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SampleError, match="no samples were written"), ShardWriter(tmp_path / "x"):
         pass
 
@@ -148,7 +148,7 @@ def test_nothing_written_is_an_error(tmp_path: Path) -> None:
         ("x/{shard!r:.1}{{}}.tar.gz", r"end in \.tar"),
     ],
 )
-def test_a_pattern_that_makes_no_sense(url: str, message: str) -> None:
+def test_invalid_pattern_is_refused(url: str, message: str) -> None:
     with pytest.raises(OptionError, match=message):
         ShardWriter(url)
 
@@ -157,19 +157,19 @@ def test_a_pattern_that_makes_no_sense(url: str, message: str) -> None:
     ("text", "size"),
     [("1KB", 1000), ("1 kib", 1024), ("2.5MB", 2_500_000), ("7", 7), ("1g", 10**9), (12, 12)],
 )
-def test_sizes(text: str | int, size: int) -> None:
+def test_sizes_are_parsed(text: str | int, size: int) -> None:
     assert parse_bytes(text) == size
 
 
 @pytest.mark.parametrize(
     "options", [{"max_bytes": "x"}, {"max_bytes": 0}, {"max_bytes": "-1MB"}, {"max_samples": 0}]
 )
-def test_limits_that_make_no_sense(options: dict[str, Any], tmp_path: Path) -> None:
+def test_invalid_limits_are_refused(options: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"size|max_samples"):
         ShardWriter(tmp_path, **options)
 
 
-def test_a_dataset_that_is_there_is_replaced_only_when_asked(tmp_path: Path) -> None:
+def test_existing_dataset_is_replaced_only_with_overwrite(tmp_path: Path) -> None:
     write_some(tmp_path, 35)
     before = (tmp_path / "index.json").read_bytes()
     (tmp_path / "classes.json").write_text("[]")
@@ -186,7 +186,7 @@ def test_a_dataset_that_is_there_is_replaced_only_when_asked(tmp_path: Path) -> 
     assert len(samples_of(tmp_path / "000001.tar")) == 2
 
 
-def test_shards_without_a_manifest_are_not_written_over_unasked(tmp_path: Path) -> None:
+def test_shards_without_a_manifest_are_replaced_only_with_overwrite(tmp_path: Path) -> None:
     (tmp_path / "000007.tar").write_bytes(b"another tool's")
     with pytest.raises(OptionError, match=r"without an index\.json"):
         ShardWriter(tmp_path)
@@ -194,7 +194,7 @@ def test_shards_without_a_manifest_are_not_written_over_unasked(tmp_path: Path) 
     assert (tmp_path / "000007.tar").read_bytes() == b"another tool's"
 
 
-def test_a_manifest_cannot_make_us_delete_elsewhere(tmp_path: Path) -> None:
+def test_manifest_cannot_delete_files_outside_its_folder(tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "victim.tar").write_bytes(b"mine")
     (tmp_path / "out" / "index.json").write_text(
@@ -207,7 +207,7 @@ def test_a_manifest_cannot_make_us_delete_elsewhere(tmp_path: Path) -> None:
     assert (tmp_path / "victim.tar").read_bytes() == b"mine"
 
 
-def test_a_manifest_cannot_make_us_delete_what_is_no_tar(tmp_path: Path) -> None:
+def test_manifest_cannot_delete_files_other_than_tars(tmp_path: Path) -> None:
     mine = ["notes.txt", "photo.jpg", "000000.tar.idx.txt", ".hidden"]
     for name in mine:
         (tmp_path / name).write_text("mine")
@@ -220,13 +220,13 @@ def test_a_manifest_cannot_make_us_delete_what_is_no_tar(tmp_path: Path) -> None
     assert names(tmp_path) == sorted([*mine, "000000.tar", "000000.tar.idx", "index.json"])
 
 
-def test_memory_and_a_given_filesystem() -> None:
+def test_memory_and_user_filesystems_are_supported() -> None:
     folder = f"memory://{uuid.uuid4().hex}"
     write_some(f"{folder}/{{shard:02d}}.tar", filesystem=fsspec.filesystem("memory"))
     assert len(locate_shards(folder, Storage()).shards) == 3
 
 
-def test_a_shard_is_sent_while_the_next_is_written(
+def test_shard_is_uploaded_while_the_next_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started, go_on = threading.Event(), threading.Event()
@@ -240,7 +240,7 @@ def test_a_shard_is_sent_while_the_next_is_written(
 
     monkeypatch.setattr(LocalFolder, "write", slow)
     with ShardWriter(tmp_path, max_samples=1) as writer:
-        for i in range(3):  # one under way, one waiting, one at hand
+        for i in range(3):  # one in flight, one queued, one being written
             writer.write({"cls": i})
         assert started.wait(10)
         assert writer.nsamples == 3
@@ -250,7 +250,7 @@ def test_a_shard_is_sent_while_the_next_is_written(
 
 
 @pytest.mark.parametrize("caught", [False, True])
-def test_a_shard_that_cannot_be_sent_is_never_missed(
+def test_failed_shard_upload_raises(
     caught: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = LocalFolder.write
@@ -288,7 +288,7 @@ with ShardWriter(sys.argv[1], max_samples=10) as writer:
 
 
 @pytest.mark.parametrize("remote", [False, True])
-def test_a_full_disk_is_a_clear_error_and_publishes_nothing(remote: bool, tmp_path: Path) -> None:
+def test_full_disk_raises_and_publishes_nothing(remote: bool, tmp_path: Path) -> None:
     dest = f"memory://{tmp_path.name}" if remote else str(tmp_path / "out")
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", FULL_DISK, dest],
@@ -315,7 +315,7 @@ with ShardWriter(sys.argv[1], max_samples=10) as writer:
 """
 
 
-def test_a_killed_writer_leaves_whole_shards_alone(tmp_path: Path) -> None:
+def test_killed_writer_leaves_only_whole_shards(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", KILLED, tmp_path], check=False)
     visible = [name for name in names(tmp_path) if ".part-" not in name]
     shards = ["000000.tar", "000000.tar.idx", "000001.tar", "000001.tar.idx"]
@@ -326,7 +326,7 @@ def test_a_killed_writer_leaves_whole_shards_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("s3_env")
-def test_on_s3(bucket: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_writer_on_s3(bucket: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="shardstream"):
         writer = write_some(f"{bucket}/train/", 40)
     assert len([r for r in caplog.records if "published" in r.message]) == 4
@@ -342,7 +342,7 @@ def test_on_s3(bucket: str, caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.usefixtures("s3_env")
-def test_a_missing_bucket_is_a_clear_error() -> None:
+def test_missing_bucket_is_an_error() -> None:
     with pytest.raises(StorageError, match="the bucket '.*' does not exist; create it"):
         write_some("s3://no-such-bucket-here/train/")
 

@@ -83,7 +83,7 @@ TREE = {
 }
 
 
-def test_a_folder_for_each_class(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_class_folders_give_labels(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     root = put(tmp_path, {name: data for name, data in TREE.items() if name != "cat/notes.txt"})
     source = opened(root)
     assert source.length == 3
@@ -107,7 +107,7 @@ def test_a_folder_for_each_class(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         ("{index:03d}", ["000", "001", "002"]),
     ],
 )
-def test_keys_of_images(key: str, keys: list[str], tmp_path: Path) -> None:
+def test_keys_of_images_are_unique(key: str, keys: list[str], tmp_path: Path) -> None:
     root = put(tmp_path, TREE)
     assert [record.key for record in opened(root, kind="images", key=key)] == keys
 
@@ -121,7 +121,7 @@ def test_dots_in_a_stem_become_underscores(tmp_path: Path) -> None:
     ("masks", "mask"),
     [("masks", "{}.png"), ("train/seg_labels", "{}_mask.png"), ("depth", "{}.jpg")],
 )
-def test_a_folder_of_masks_beside_their_photos_is_no_class(
+def test_folder_of_masks_next_to_photos_is_not_a_class(
     masks: str, mask: str, tmp_path: Path
 ) -> None:
     photos = masks.rpartition("/")[0] + "/images"
@@ -138,12 +138,12 @@ def test_a_folder_of_masks_beside_their_photos_is_no_class(
 @pytest.mark.parametrize(
     "names", [("with_mask/0.jpg", "no_mask/0.jpg"), ("cat/0.jpg", "mask/1.jpg")]
 )
-def test_classes_that_are_about_masks_are_classes(names: tuple[str, ...], tmp_path: Path) -> None:
+def test_class_names_that_contain_mask_are_classes(names: tuple[str, ...], tmp_path: Path) -> None:
     root = put(tmp_path / "faces", dict.fromkeys(names, b"1"))
     assert {record.fields["cls"] for record in records(root)} == {0, 1}
 
 
-def test_a_key_that_comes_twice_names_both_files(tmp_path: Path) -> None:
+def test_duplicate_key_names_both_files(tmp_path: Path) -> None:
     root = put(tmp_path, {"cat/1.png": b"", "dog/1.png": b""})
     with pytest.raises(
         SourceError, match=r"'1' comes twice: from .*cat/1\.png and from .*dog/1\.png"
@@ -151,7 +151,7 @@ def test_a_key_that_comes_twice_names_both_files(tmp_path: Path) -> None:
         records(root, key="{stem}")
 
 
-def test_a_key_that_names_something_unknown(tmp_path: Path) -> None:
+def test_unknown_field_in_a_key_template_is_refused(tmp_path: Path) -> None:
     root = put(tmp_path, {"cat/1.png": b""})
     with pytest.raises(
         OptionError, match=r"\{name\}.*known here: \{index\}, \{stem\}, \{path\}, \{class\}"
@@ -177,7 +177,7 @@ def test_a_key_that_names_something_unknown(tmp_path: Path) -> None:
         ({"a.txt": b""}, {"kind": "table"}, "no table found"),
     ],
 )  # fmt: skip
-def test_folders_that_cannot_be_packed_say_why(
+def test_unpackable_folders_are_refused_with_a_reason(
     files: dict[str, bytes], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     root = put(tmp_path, files)
@@ -186,7 +186,7 @@ def test_folders_that_cannot_be_packed_say_why(
 
 
 @pytest.mark.parametrize("name", ["nothing", "nothing.csv", "nothing.tar"])
-def test_nothing_there(name: str, tmp_path: Path) -> None:
+def test_missing_source_is_an_error(name: str, tmp_path: Path) -> None:
     with pytest.raises(
         (SourceError, StorageError), match=r"not found|no table|is missing"
     ) as caught:
@@ -194,7 +194,7 @@ def test_nothing_there(name: str, tmp_path: Path) -> None:
     assert name in str(caught.value)
 
 
-def test_a_file_of_no_known_kind(tmp_path: Path) -> None:
+def test_unknown_file_type_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"neither a table .* nor a tar; name its folder"):
         opened(put(tmp_path, {"a.bin": b"x"}) + "/a.bin")
 
@@ -219,7 +219,7 @@ def test_loose_files_are_grouped_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["memory", "file"])
-def test_other_file_systems(scheme: str, tmp_path: Path) -> None:
+def test_other_filesystems_are_read(scheme: str, tmp_path: Path) -> None:
     folder = f"memory://{uuid.uuid4().hex}" if scheme == "memory" else f"file://{tmp_path}"
     for name in ("cat/a.png", "dog/b.png"):
         publish_bytes(Storage(), f"{folder}/{name}", png())
@@ -232,7 +232,7 @@ def test_other_file_systems(scheme: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("s3_env")
-def test_a_prefix_of_a_bucket(bucket: str) -> None:
+def test_bucket_prefix_is_read(bucket: str) -> None:
     for name in ("cat/a.png", "dog/b.png"):
         publish_bytes(Storage(), f"{bucket}/photos/{name}", png())
     found = RecordEncoder(storage=Storage(), images=ImageOptions()).encode(
@@ -258,7 +258,7 @@ CSV = 'path,label,caption\na.png,3,"a cat, sitting"\nsub/b.png,4,dog\n'
                     b'{"path": "sub/b.png", "label": "4", "caption": "dog", "more": 1}\n')),
     ],
 )  # fmt: skip
-def test_tables(name: str, data: bytes, tmp_path: Path) -> None:
+def test_tables_are_read(name: str, data: bytes, tmp_path: Path) -> None:
     url = put(tmp_path, {name: data}) + f"/{name}"
     fields = {"png": "path", "cls": "label", "txt": "caption"}
     found = records(url, fields=fields)
@@ -271,7 +271,7 @@ def test_tables(name: str, data: bytes, tmp_path: Path) -> None:
     assert moved[1].fields["png"] == FileRef("s3://b/images/sub/b.png")
 
 
-def test_parquet(tmp_path: Path) -> None:
+def test_parquet_is_read(tmp_path: Path) -> None:
     table = pa.table({
         "image": [{"bytes": b"one", "path": "1.png"}, {"bytes": None, "path": "2.png"}],
         "raw": [b"x", b"y"],
@@ -298,7 +298,7 @@ def test_without_a_mapping_all_columns_go_to_json(tmp_path: Path) -> None:
     assert records(url)[0].fields == {"json": {"a": "1", "b": "x"}}
 
 
-def test_several_tables(tmp_path: Path) -> None:
+def test_several_tables_are_read(tmp_path: Path) -> None:
     put(tmp_path, {"1.csv": b"a\nx\n", "2.csv": b"a\ny\n"})
     for source in (str(tmp_path), f"{tmp_path}/*.csv"):
         found = records(source, kind="table", fields={"txt": "a"})
@@ -309,12 +309,12 @@ def test_several_tables(tmp_path: Path) -> None:
     ("key", "expected"),
     [("id", ["n_1", "n_2"]), ("{id}-{a}", ["n_1-x", "n_2-y"]), ("{index}", ["0", "1"])],
 )
-def test_keys_of_rows(key: str, expected: list[str], tmp_path: Path) -> None:
+def test_keys_of_rows_are_unique(key: str, expected: list[str], tmp_path: Path) -> None:
     url = put(tmp_path, {"t.csv": b"id,a\nn.1,x\nn.2,y\n"}) + "/t.csv"
     assert [record.key for record in records(url, key=key, fields={"txt": "a"})] == expected
 
 
-def test_a_key_that_comes_twice_names_both_rows(tmp_path: Path) -> None:
+def test_duplicate_key_names_both_rows(tmp_path: Path) -> None:
     url = put(tmp_path, {"t.csv": b"id\n1\n2\n1\n"}) + "/t.csv"
     with pytest.raises(SourceError, match=r"comes twice: from .*row 1 and from .*row 3"):
         list(opened(url, key="id"))
@@ -341,7 +341,7 @@ def test_a_key_that_comes_twice_names_both_rows(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_a_row_that_cannot_be_packed_is_a_record_with_an_error(
+def test_invalid_row_becomes_a_record_with_an_error(
     text: str, fields: dict[str, str], message: str, tmp_path: Path
 ) -> None:
     url = put(tmp_path, {"t.csv": text.encode()}) + "/t.csv"
@@ -363,16 +363,14 @@ def test_a_row_that_cannot_be_packed_is_a_record_with_an_error(
         ("t.parquet", b"no parquet", r"t\.parquet"),
     ],
 )
-def test_a_malformed_table_is_an_error(
-    name: str, data: bytes, message: str, tmp_path: Path
-) -> None:
+def test_malformed_table_is_an_error(name: str, data: bytes, message: str, tmp_path: Path) -> None:
     url = put(tmp_path, {name: data}) + f"/{name}"
     with pytest.raises((SourceError, StorageError), match=message):
         list(opened(url))
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.jsonl", "t.parquet"])
-def test_a_table_behind_a_server_that_breaks_off_is_read_or_an_error(
+def test_table_on_a_server_that_closes_connections_is_read_or_an_error(
     name: str, shaped_s3: ShapedS3, bucket: str
 ) -> None:
     out = io.BytesIO()
@@ -405,7 +403,7 @@ def make_tars(folder: Path, **options: Any) -> str:
     ("tail", "count"),
     [("", 7), ("/index.json", 7), ("/*.tar", 7), ("/{000001..000002}.tar", 4), ("/000000.tar", 3)],
 )
-def test_tars(tail: str, count: int, tmp_path: Path) -> None:
+def test_tars_are_read(tail: str, count: int, tmp_path: Path) -> None:
     source = opened(make_tars(tmp_path) + tail)
     found = list(source)
     assert source.length == len(found) == count
@@ -419,7 +417,7 @@ def test_tars(tail: str, count: int, tmp_path: Path) -> None:
     ]
 
 
-def test_a_compressed_tar(tmp_path: Path) -> None:
+def test_compressed_tar_is_read(tmp_path: Path) -> None:
     data = Path(make_tars(tmp_path / "a"), "000000.tar").read_bytes()
     (tmp_path / "b.tar.gz").write_bytes(gzip.compress(data))
     source = opened(str(tmp_path / "b.tar.gz"))
@@ -427,21 +425,21 @@ def test_a_compressed_tar(tmp_path: Path) -> None:
     assert [record.key for record in source] == ["s0", "s1", "s2"]
 
 
-def test_a_damaged_or_cut_tar_is_an_error(tmp_path: Path) -> None:
+def test_damaged_or_cut_tar_is_an_error(tmp_path: Path) -> None:
     folder = make_tars(tmp_path)
     tar = tmp_path / "000001.tar"
     whole = tar.read_bytes()
     tar.write_bytes(whole[:1024] + b"garbage!" * ((len(whole) - 1024) // 8))
     with pytest.raises(ShardError):
         list(opened(folder))
-    tar.write_bytes(whole[:2048] + bytes(len(whole) - 2048))  # sound, but samples are missing
+    tar.write_bytes(whole[:2048] + bytes(len(whole) - 2048))  # valid, but samples are missing
     with pytest.raises(
         IndexMismatchError, match="the tar holds 1 sample, its index or manifest says 3"
     ):
         list(opened(folder))
 
 
-def test_samples_from_python() -> None:
+def test_python_samples_are_read() -> None:
     samples = [{"txt": "a", "__url__": "x"}, {"__key__": "k", "txt": "b"}]
     source = opened(samples)
     assert source.length == 2
@@ -464,7 +462,7 @@ def test_one_spelling_for_jpeg() -> None:
     ]
 
 
-def test_a_table_whose_columns_go_into_json_says_what_to_map(
+def test_unmapped_table_logs_how_to_map_columns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain_bytes = pa.table({"id": [1], "sound": [b"RIFF\0\0\0\0WAVE"]})
@@ -482,7 +480,7 @@ def test_a_table_whose_columns_go_into_json_says_what_to_map(
     ]
 
 
-def test_loose_files_in_folders_of_splits_are_told(
+def test_loose_files_in_split_folders_cause_a_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     root = put(

@@ -1,4 +1,4 @@
-"""Tars can be read by other tools, and have no part of a refused sample."""
+"""Test that tars can be read by other tools, and contain no part of a refused sample."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def write(samples: Samples) -> tuple[bytes, TarShard, ShardInfo]:
         max_size=5,
     )
 )
-def test_tarfile_and_our_reader_read_what_we_write(samples: Samples) -> None:
+def test_tarfile_and_shardstream_read_the_shard(samples: Samples) -> None:
     data, shard, info = write(samples)
     with tarfile.open(fileobj=io.BytesIO(data)) as tar:
         found = []
@@ -70,7 +70,7 @@ def test_tarfile_and_our_reader_read_what_we_write(samples: Samples) -> None:
     )
 
 
-def test_gnu_tar_lists_it(tmp_path: Path) -> None:
+def test_gnu_tar_lists_the_shard(tmp_path: Path) -> None:
     tar = shutil.which("tar")
     assert tar is not None
     long_key = "long/" + "k" * 200
@@ -88,7 +88,7 @@ def test_gnu_tar_lists_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_webdataset_reads_it(tmp_path: Path) -> None:
+def test_webdataset_reads_the_shard(tmp_path: Path) -> None:
     import webdataset  # noqa: PLC0415  (slow to import)
 
     samples = {f"{i:04d}": {"txt": b"%d" % i, "seg.png": bytes(i * 100)} for i in range(20)}
@@ -122,7 +122,7 @@ def test_webdataset_reads_it(tmp_path: Path) -> None:
         ("0001", {"txt": b"again"}, "in the shard already"),
     ],
 )
-def test_a_sample_that_would_not_read_back_is_refused_whole(
+def test_sample_that_does_not_round_trip_is_refused_completely(
     key: str, fields: dict[str, bytes], message: str
 ) -> None:
     out = io.BytesIO()
@@ -135,14 +135,14 @@ def test_a_sample_that_would_not_read_back_is_refused_whole(
     assert out.getvalue() == write({"0001": {"txt": b"first"}, "0002": {"txt": b"last"}})[0]
 
 
-def test_large_bodies_go_through_without_being_joined() -> None:
+def test_large_bodies_are_written_without_a_copy() -> None:
     large = bytes(9 << 20)
     data, _, info = write({"a": {"bin": large, "txt": b"x"}})
     assert info.sha256 == hashlib.sha256(data).hexdigest()
     assert data.count(b"ustar") == 2
 
 
-def test_the_bytes_of_a_shard_are_pinned() -> None:
+def test_bytes_of_a_shard_are_pinned() -> None:
     data, _, _ = write({"0001": {"txt": b"hello", "cls": b"3"}, "é": {"json": b"{}"}})
     assert (
         hashlib.sha256(data).hexdigest()
@@ -150,7 +150,7 @@ def test_the_bytes_of_a_shard_are_pinned() -> None:
     )
 
 
-def test_fields_are_checked_for_every_key_though_fields_are_remembered() -> None:
+def test_cached_fields_are_checked_for_every_key() -> None:
     sample_pieces("a", {"txt": b"", "cls": b""})
     with pytest.raises(SampleError, match="another key"):
         sample_pieces("a.b", {"txt": b"", "cls": b""})

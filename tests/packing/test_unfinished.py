@@ -1,4 +1,4 @@
-"""Every reader and tool refuses a folder with a running or stopped pack or writer."""
+"""Test that every reader and tool refuses a folder with a running or stopped pack or writer."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def is_refused(read: Callable[[str], object], url: str) -> bool:
 
 
 @pytest.mark.parametrize("stop", [stop_pack, stop_writer, kill_writer])
-def test_every_reader_refuses_it(stop: Write, tmp_path: Path) -> None:
+def test_every_reader_refuses_an_unfinished_dataset(stop: Write, tmp_path: Path) -> None:
     dest = str(tmp_path / "above" / "out")
     stop(dest)
     assert len(list(Path(dest).glob("*.tar"))) >= 3
@@ -101,14 +101,14 @@ def test_every_reader_refuses_it(stop: Write, tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("s3_env")
 @pytest.mark.parametrize("stop", [stop_pack, stop_writer])
-def test_every_reader_refuses_it_on_s3(stop: Write, bucket: str) -> None:
+def test_every_reader_refuses_an_unfinished_dataset_on_s3(stop: Write, bucket: str) -> None:
     stop(f"{bucket}/above/out")
     dest = f"{bucket}/above/out"
     assert [name for name, read in READERS.items() if not is_refused(read, dest)] == []
 
 
 @pytest.mark.parametrize("command", ["ls", "cat", "verify", "index"])
-def test_the_commands_say_so(
+def test_commands_report_an_unfinished_dataset(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stop_writer(f"{tmp_path}/out")
@@ -117,13 +117,13 @@ def test_the_commands_say_so(
 
 
 @pytest.mark.parametrize("stop", [stop_pack, stop_writer])
-def test_tars_that_are_named_can_be_read(stop: Write, tmp_path: Path) -> None:
+def test_named_tars_of_an_unfinished_dataset_can_be_read(stop: Write, tmp_path: Path) -> None:
     stop(str(tmp_path))
     assert len(ss.ShardDataset([f"{tmp_path}/00000{number}.tar" for number in range(3)])) == 30
     assert len(ss.ShardDataset(f"{tmp_path}/{{000000..000002}}.tar")) == 30
 
 
-def test_a_pack_at_work_is_not_finished_and_then_it_is(tmp_path: Path) -> None:
+def test_running_pack_is_unfinished_until_it_ends(tmp_path: Path) -> None:
     with ss.ShardWriter(tmp_path, max_samples=10) as writer:
         with pytest.raises(ss.UnfinishedError):
             ss.ShardDataset(str(tmp_path))
@@ -135,7 +135,7 @@ def test_a_pack_at_work_is_not_finished_and_then_it_is(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".shardstream*"))
 
 
-def test_while_a_dataset_is_replaced_it_is_not_finished(tmp_path: Path) -> None:
+def test_dataset_is_unfinished_during_overwrite(tmp_path: Path) -> None:
     ss.pack(NUMBERS, tmp_path, max_samples=10)
     writer = ss.ShardWriter(tmp_path, overwrite=True, max_samples=10)
     assert len(ss.ShardDataset(str(tmp_path))) == 50
@@ -149,7 +149,7 @@ def test_while_a_dataset_is_replaced_it_is_not_finished(tmp_path: Path) -> None:
         ss.ShardDataset(str(tmp_path))
 
 
-def test_a_replacement_that_fails_at_once_leaves_the_old_dataset(tmp_path: Path) -> None:
+def test_overwrite_that_fails_at_once_keeps_the_old_dataset(tmp_path: Path) -> None:
     ss.pack(NUMBERS, tmp_path, max_samples=10)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(ss.ShardStreamError, match="whole number"):
@@ -158,17 +158,19 @@ def test_a_replacement_that_fails_at_once_leaves_the_old_dataset(tmp_path: Path)
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_replacement_that_lost_its_place_leaves_the_mark_of_the_other() -> None:
+def test_displaced_overwrite_keeps_the_journal_of_the_other_writer() -> None:
     url = f"memory://{uuid.uuid4().hex}"
     ss.pack(NUMBERS, url, max_samples=10)
     late = ss.ShardWriter(url, overwrite=True)
-    Storage().resolve(url)[0].rm_file(Storage().resolve(f"{url}/index.json")[1])  # by the other
+    Storage().resolve(url)[0].rm_file(
+        Storage().resolve(f"{url}/index.json")[1]
+    )  # by the other writer
     late.abort()
     with pytest.raises(ss.UnfinishedError):
         ss.ShardDataset(url)
 
 
-def test_splits_killed_between_two_journals_keep_no_journal(
+def test_splits_killed_between_two_journals_leave_no_journal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options: dict[str, Any] = {"split": {"train": 0.5, "val": 0.5}, "max_samples": 10}
@@ -181,7 +183,7 @@ def test_splits_killed_between_two_journals_keep_no_journal(
     assert not list(tmp_path.glob("*/.shard*"))
 
 
-def test_a_writer_that_wrote_nothing_leaves_the_place_as_it_was(tmp_path: Path) -> None:
+def test_writer_without_samples_leaves_the_folder_unchanged(tmp_path: Path) -> None:
     with pytest.raises(ss.SampleError, match="no samples"), ss.ShardWriter(tmp_path):
         pass
     ss.ShardWriter(tmp_path).abort()
@@ -190,30 +192,30 @@ def test_a_writer_that_wrote_nothing_leaves_the_place_as_it_was(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_pack_that_wrote_nothing_leaves_loose_files_readable(tmp_path: Path) -> None:
+def test_pack_without_samples_leaves_loose_files_readable(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("loose")
     with pytest.raises(ss.SourceError):
         ss.pack([{"cls": "no number"}], tmp_path)
     assert len(ss.ObjectDataset(str(tmp_path))) == 1
 
 
-def test_with_a_manifest_a_forgotten_journal_is_no_harm(tmp_path: Path) -> None:
+def test_leftover_journal_with_a_manifest_is_ignored(tmp_path: Path) -> None:
     ss.pack(NUMBERS, tmp_path, max_samples=10)
     (tmp_path / journal_name(0)).write_text("killed on its way out")
     assert len(ss.ShardDataset(str(tmp_path))) == len(ss.ShardDataset(f"{tmp_path}/*.tar")) == 50
     assert [problem.severity for problem in verify(tmp_path).problems] == ["warning"]
 
 
-def test_a_half_written_tar_without_a_journal_is_not_finished(tmp_path: Path) -> None:
+def test_partial_tar_without_a_journal_is_unfinished(tmp_path: Path) -> None:
     stop_writer(str(tmp_path))
     (tmp_path / journal_name(0)).unlink()
-    assert len(ss.ShardDataset(str(tmp_path))) <= 50  # what its user asked for
+    assert len(ss.ShardDataset(str(tmp_path))) <= 50  # with the user's options
     (tmp_path / "000009.tar.part-0123456789ab").write_bytes(b"")
     with pytest.raises(ss.UnfinishedError, match=r"000009\.tar\.part-0123456789ab is a half-writ"):
         ss.ShardDataset(str(tmp_path))
 
 
-def test_an_unfinished_place_without_tars_says_so_too(tmp_path: Path) -> None:
+def test_unfinished_folder_without_tars_is_reported(tmp_path: Path) -> None:
     writer = ss.ShardWriter(tmp_path)
     with pytest.raises(ss.UnfinishedError):
         ss.ShardDataset(str(tmp_path))
@@ -237,7 +239,7 @@ class HidesDotFiles(http.server.SimpleHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
@@ -251,7 +253,7 @@ def web(tmp_path: Path) -> Iterator[str]:
         thread.join()
 
 
-def test_a_web_server_that_lists_no_hidden_files_is_asked(web: str, tmp_path: Path) -> None:
+def test_journal_is_requested_from_servers_that_hide_dot_files(web: str, tmp_path: Path) -> None:
     stop_writer(f"{tmp_path}/out")
     assert [file.url for file in Storage().list_folder(f"{web}/out")[0]]
     for url in (f"{web}/out", f"{web}/out/*.tar"):

@@ -10,7 +10,14 @@ import pytest
 import zstandard
 
 from shardstream.errors import ManifestError, StorageError
-from shardstream.packing import ShardKeys, VerifyReport, hash_keys, index, repeated_keys, verify
+from shardstream.packing import (
+    ShardKeys,
+    VerifyReport,
+    find_repeated_keys,
+    hash_keys,
+    index,
+    verify,
+)
 from shardstream.storage import Storage
 from tests.small_tars import flip, make_dataset, samples, tar_bytes
 
@@ -22,18 +29,18 @@ def dataset(tmp_path: Path) -> Path:
     return tmp_path / "ds"
 
 
-def whats(report: VerifyReport) -> list[str]:
+def problem_texts(report: VerifyReport) -> list[str]:
     return [f"{problem.severity} {problem}" for problem in report.problems]
 
 
 def only(report: VerifyReport) -> str:
-    (what,) = whats(report)
+    (what,) = problem_texts(report)
     return what
 
 
-def test_a_sound_dataset_has_no_problems(dataset: Path) -> None:
+def test_valid_dataset_has_no_problems(dataset: Path) -> None:
     report = verify(str(dataset))
-    assert whats(report) == []
+    assert problem_texts(report) == []
     assert (report.shards, report.samples, report.bytes) == (
         3,
         12,
@@ -41,18 +48,18 @@ def test_a_sound_dataset_has_no_problems(dataset: Path) -> None:
     )
 
 
-def test_a_flipped_bit_in_a_body_is_caught_by_the_checksum(dataset: Path) -> None:
+def test_bit_flip_in_a_body_is_detected_by_the_checksum(dataset: Path) -> None:
     flip(dataset / "train-000001.tar", 600)
     what = only(verify(str(dataset)))
     assert what.startswith(f"error {dataset}/train-000001.tar: sha256 is ")
 
 
-def test_all_bad_shards_are_listed_and_the_rest_counted(dataset: Path) -> None:
+def test_all_bad_shards_are_listed_and_valid_ones_counted(dataset: Path) -> None:
     cut = dataset / "train-000000.tar"
     cut.write_bytes(cut.read_bytes()[:3200])
     (dataset / "train-000001.tar").unlink()
     report = verify(str(dataset))
-    text = "\n".join(whats(report))
+    text = "\n".join(problem_texts(report))
     assert report.samples == 4
     assert "train-000000.tar, byte 2560: the tar is cut: 0001.bin" in text
     assert "train-000000.tar: 3200 bytes, the manifest says" in text
@@ -60,7 +67,7 @@ def test_all_bad_shards_are_listed_and_the_rest_counted(dataset: Path) -> None:
     assert "train-000002.tar" not in text
 
 
-def test_an_index_of_another_tar_is_told_with_the_sample(dataset: Path) -> None:
+def test_index_of_another_tar_is_reported_with_the_sample(dataset: Path) -> None:
     other = tar_bytes(samples(0, 4, size=2000))
     (dataset / "x").mkdir()
     (dataset / "x" / "a.tar").write_bytes(other)
@@ -73,19 +80,19 @@ def test_an_index_of_another_tar_is_told_with_the_sample(dataset: Path) -> None:
 
 
 @pytest.mark.parametrize("data", [b"123", b"\x01" * 16])
-def test_a_damaged_index_is_an_error(dataset: Path, data: bytes) -> None:
+def test_damaged_index_is_an_error(dataset: Path, data: bytes) -> None:
     (dataset / "train-000001.tar.idx").write_bytes(data)
     assert only(verify(str(dataset))).startswith(f"error {dataset}/train-000001.tar.idx: an index")
 
 
-def test_a_missing_index_is_a_warning(dataset: Path) -> None:
+def test_missing_index_is_a_warning(dataset: Path) -> None:
     (dataset / "train-000001.tar.idx").unlink()
     report = verify(str(dataset))
     assert "train-000001.tar.idx, is missing" in only(report)
     assert report.errors == ()
 
 
-def test_strays_are_warnings(dataset: Path) -> None:
+def test_stray_files_are_warnings(dataset: Path) -> None:
     (dataset / "new.tar").write_bytes(tar_bytes(samples(50, 1)))
     (dataset / "train-000009.tar.part-0123456789ab").write_bytes(b"x")
     report = verify(str(dataset))
@@ -96,13 +103,13 @@ def test_strays_are_warnings(dataset: Path) -> None:
     assert report.errors == ()
 
 
-def test_a_wrong_count_in_the_manifest_is_an_error(dataset: Path) -> None:
+def test_wrong_count_in_the_manifest_is_an_error(dataset: Path) -> None:
     path = dataset / "index.json"
     path.write_text(path.read_text().replace('"nsamples": 4', '"nsamples": 5', 1))
     assert "4 samples, the manifest or the index says 5" in only(verify(str(dataset)))
 
 
-def test_a_key_in_two_shards_is_told_with_both_places(dataset: Path) -> None:
+def test_key_in_two_shards_is_reported_with_both_offsets(dataset: Path) -> None:
     path = dataset / "train-000002.tar"
     path.write_bytes(tar_bytes([*samples(20, 1), *samples(1, 1)]))
     index(str(dataset))
@@ -111,7 +118,7 @@ def test_a_key_in_two_shards_is_told_with_both_places(dataset: Path) -> None:
     assert problem.what == f"the key is in {dataset}/train-000000.tar as well, at byte 2560"
 
 
-def test_a_shard_copied_under_another_name_is_not_listed_key_by_key(tmp_path: Path) -> None:
+def test_shard_copied_under_another_name_is_not_listed_key_by_key(tmp_path: Path) -> None:
     data = tar_bytes(samples(0, 50, size=10))
     for name in ("a.tar", "b.tar"):
         (tmp_path / name).write_bytes(data)
@@ -121,13 +128,13 @@ def test_a_shard_copied_under_another_name_is_not_listed_key_by_key(tmp_path: Pa
     assert report.problems[-1].what == "30 more keys in two shards"
 
 
-def test_equal_hashes_of_different_keys_are_no_problem() -> None:
+def test_hash_collisions_are_not_repeated_keys() -> None:
     hashes = hash_keys(["a"])
     shards = [ShardKeys(name, hashes, np.array([0, 1024])) for name in ("1.tar", "2.tar")]
-    assert list(repeated_keys(shards, lambda shard, _start, _end: shard)) == []
+    assert list(find_repeated_keys(shards, lambda shard, _start, _end: shard)) == []
 
 
-def test_joined_tars_are_an_error(tmp_path: Path) -> None:
+def test_concatenated_tars_are_an_error(tmp_path: Path) -> None:
     tar = tar_bytes(samples(0, 2))
     (tmp_path / "a.tar").write_bytes(tar + tar_bytes(samples(2, 2)))
     (problem,) = verify(str(tmp_path)).errors
@@ -136,17 +143,17 @@ def test_joined_tars_are_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("suffix", [".tar.gz", ".tar.zst"])
-def test_compressed_tars_are_verified_too(tmp_path: Path, suffix: str) -> None:
+def test_compressed_tars_are_verified(tmp_path: Path, suffix: str) -> None:
     compress = gzip.compress if suffix == ".tar.gz" else zstandard.compress
     path = tmp_path / f"a{suffix}"
     path.write_bytes(compress(tar_bytes(samples(0, 3))))
     report = verify(str(tmp_path))
-    assert (report.samples, report.bytes, whats(report)) == (3, path.stat().st_size, [])
+    assert (report.samples, report.bytes, problem_texts(report)) == (3, path.stat().st_size, [])
     path.write_bytes(compress(tar_bytes(samples(0, 3))[:-2000]))
     assert "cut" in only(verify(str(tmp_path)))
 
 
-def test_what_cannot_be_verified_at_all(dataset: Path) -> None:
+def test_inputs_that_cannot_be_verified_are_refused(dataset: Path) -> None:
     with pytest.raises(StorageError, match="not found"):
         verify(str(dataset / "missing"))
     text = (dataset / "index.json").read_text()
@@ -165,7 +172,7 @@ def test_verify_on_s3(bucket: str, dataset: Path) -> None:
     assert what.startswith(f"error {bucket}/ds/train-000001.tar: sha256")
 
 
-def test_a_problem_has_the_parts_of_its_error_whatever_names_are_in_it(tmp_path: Path) -> None:
+def test_problem_has_the_parts_of_its_error_for_any_name(tmp_path: Path) -> None:
     path = tmp_path / "a.tar"
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as tar:
         member = tarfile.TarInfo("a; b [in c].txt")

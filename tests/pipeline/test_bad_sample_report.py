@@ -34,7 +34,7 @@ def even(sample: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """40 samples in shards of 10: two with invalid JSON, one that a function refuses, one with a damaged header."""
+    """Dataset of 40 samples in shards of 10: two with invalid JSON, one that a function refuses, one with a damaged header."""
     samples = [
         {"__key__": f"k{n:02d}", "cls": n, "json": b"{" if n in (3, 33) else b"[1]"}
         for n in range(40)
@@ -53,7 +53,7 @@ def loader(folder: str, on_error: Any = "skip", *, num_workers: int = 0, **more:
 
 
 @pytest.mark.parametrize("num_workers", [0, 2, 3])
-def test_each_bad_sample_is_listed_with_its_place(num_workers: int, folder: str) -> None:
+def test_each_bad_sample_is_listed_with_its_position(num_workers: int, folder: str) -> None:
     one = loader(folder, num_workers=num_workers)
     assert one.bad_samples == []
     list(one)
@@ -72,7 +72,7 @@ def test_each_bad_sample_is_listed_with_its_place(num_workers: int, folder: str)
     assert "map(even)" in found[1].message
 
 
-def test_a_sample_that_is_bad_in_every_epoch_is_listed_once(folder: str) -> None:
+def test_sample_that_is_bad_in_every_epoch_is_listed_once(folder: str) -> None:
     one = loader(folder, shuffle=True, num_workers=2)
     for _ in range(3):
         list(one)
@@ -80,14 +80,14 @@ def test_a_sample_that_is_bad_in_every_epoch_is_listed_once(folder: str) -> None
     assert [bad.epoch for bad in one.bad_samples] == [0] * 4
 
 
-def test_the_list_grows_with_the_batches_handed_out(folder: str) -> None:
+def test_list_grows_with_the_yielded_batches(folder: str) -> None:
     one = loader(folder, num_workers=2)
     counts = [len(one.bad_samples) for _ in one]
     assert counts == [1, 1, 1, 1, 3, 3, 3, 3, 4, 4]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_spent_budget_leaves_the_list_behind(num_workers: int, folder: str) -> None:
+def test_list_is_available_after_the_budget_is_exceeded(num_workers: int, folder: str) -> None:
     one = loader(folder, ss.SkipBudget(samples=0), num_workers=num_workers)
     with pytest.raises(SkipBudgetError, match=r"1 bad sample, limit 0 .*k03"):
         list(one)
@@ -95,7 +95,7 @@ def test_a_spent_budget_leaves_the_list_behind(num_workers: int, folder: str) ->
     assert one.state_dict()["consumed"] == 0
 
 
-def test_steps_that_change_counts_list_them_too(folder: str) -> None:
+def test_steps_that_change_counts_list_bad_samples(folder: str) -> None:
     dataset = ss.ShardDataset(folder, on_error="skip").decode().select(even).batched(4)  # type: ignore[arg-type]
     one = ss.ShardLoader(dataset, batch_size=None, num_workers=2)
     list(one)
@@ -103,7 +103,7 @@ def test_steps_that_change_counts_list_them_too(folder: str) -> None:
     assert found == {("k03", "DecodeError"), ("k17", "ZeroDivisionError"), ("k33", "DecodeError"), (None, "ShardError")}  # fmt: skip
 
 
-def test_whole_shards_list_the_byte(folder: str) -> None:
+def test_sequential_reads_list_the_byte_offset(folder: str) -> None:
     dataset = ss.ShardDataset(folder, index="ignore", on_error="skip")
     one = ss.ShardLoader(dataset, batch_size=4)
     list(one)
@@ -111,14 +111,14 @@ def test_whole_shards_list_the_byte(folder: str) -> None:
     assert (Path(bad.shard or "").name, bad.offset) == ("000001.tar", 8 * 2048)
 
 
-def test_a_mix_lists_the_shards_of_its_parts(folder: str) -> None:
+def test_mix_lists_the_shards_of_its_parts(folder: str) -> None:
     parts = [ss.ShardDataset(folder, on_error="skip").decode() for _ in range(2)]
     one = ss.ShardLoader(ss.mix(parts), batch_size=4)
     list(one)
     assert {(bad.key, bad.number) for bad in one.bad_samples if bad.key} == {("k03", None), ("k33", None)}  # fmt: skip
 
 
-def test_a_dataset_that_is_iterated_by_itself_lists_them(folder: str) -> None:
+def test_plain_iteration_lists_bad_samples(folder: str) -> None:
     samples = iter(ss.ShardDataset(folder, on_error="skip").decode().map(even))
     assert len(list(samples)) == 36
     assert len(samples.bad_samples) == len(samples.bad_samples) == 4
@@ -132,7 +132,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
-def test_a_report_is_a_line_of_json_for_each(folder: str, tmp_path: Path) -> None:
+def test_report_has_one_json_line_per_bad_sample(folder: str, tmp_path: Path) -> None:
     report = tmp_path / "logs" / "bad.jsonl"
     one = loader(folder, ss.SkipBudget(report=str(report)), num_workers=2)
     list(one)
@@ -141,7 +141,7 @@ def test_a_report_is_a_line_of_json_for_each(folder: str, tmp_path: Path) -> Non
     assert [ss.BadSample(**line) for line in found] == one.bad_samples
 
 
-def test_a_report_is_there_after_a_break(folder: str, tmp_path: Path) -> None:
+def test_report_is_written_after_a_break(folder: str, tmp_path: Path) -> None:
     report = tmp_path / "bad.jsonl"
     one = loader(folder, ss.SkipBudget(report=str(report)))
     for step, _ in enumerate(one):
@@ -150,7 +150,7 @@ def test_a_report_is_there_after_a_break(folder: str, tmp_path: Path) -> None:
     assert {line["key"] for line in lines(report)} == {"k03", "k17", None}
 
 
-def test_a_report_keeps_what_an_earlier_run_found(folder: str, tmp_path: Path) -> None:
+def test_report_keeps_the_entries_of_earlier_runs(folder: str, tmp_path: Path) -> None:
     report = tmp_path / "bad.jsonl"
     list(loader(folder, ss.SkipBudget(report=str(report))))
     before = report.read_text(encoding="utf-8")
@@ -161,7 +161,7 @@ def test_a_report_keeps_what_an_earlier_run_found(folder: str, tmp_path: Path) -
     assert len(lines(report)) == 5
 
 
-def test_a_sound_epoch_writes_nothing(tmp_path: Path) -> None:
+def test_epoch_without_bad_samples_writes_no_report(tmp_path: Path) -> None:
     folder = make_shards(tmp_path / "data", samples=20)
     list(
         ss.ShardLoader(ss.ShardDataset(folder, on_error=ss.SkipBudget(report=str(tmp_path / "r"))))
@@ -169,7 +169,7 @@ def test_a_sound_epoch_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "r").exists()
 
 
-def test_another_file_is_not_written_over(folder: str, tmp_path: Path) -> None:
+def test_report_does_not_overwrite_another_file(folder: str, tmp_path: Path) -> None:
     precious = tmp_path / "thesis.txt"
     precious.write_text("once upon a time\n", encoding="utf-8")
     with pytest.raises(OptionError, match="is not a report of bad samples"):
@@ -177,7 +177,7 @@ def test_another_file_is_not_written_over(folder: str, tmp_path: Path) -> None:
     assert precious.read_text(encoding="utf-8") == "once upon a time\n"
 
 
-def test_ranks_write_reports_of_their_own(folder: str, tmp_path: Path) -> None:
+def test_each_rank_writes_its_own_report(folder: str, tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"2 ranks would write one file; put \{rank\}"):
         loader(folder, ss.SkipBudget(report="bad.jsonl"), placement=ss.Placement(0, 2))
     report = str(tmp_path / "bad-{rank}.jsonl")
@@ -186,13 +186,13 @@ def test_ranks_write_reports_of_their_own(folder: str, tmp_path: Path) -> None:
         one = loader(folder, ss.SkipBudget(report=report), placement=ss.Placement(rank, 2))
         steps.append(len(labels(one)))
     assert steps == [5, 5]
-    # unshuffled, all of them are rank 0's
+    # without shuffle all of them belong to rank 0
     assert [line["number"] for line in lines(tmp_path / "bad-0.jsonl")] == [3, 18, 17, 33]
     assert {line["rank"] for line in lines(tmp_path / "bad-0.jsonl")} == {0}
     assert not (tmp_path / "bad-1.jsonl").exists()
 
 
-def test_a_report_goes_to_any_file_system(folder: str) -> None:
+def test_report_can_be_written_to_any_filesystem(folder: str) -> None:
     url = "memory://logs/bad.jsonl"
     list(loader(folder, ss.SkipBudget(report=url)))
     assert len(Storage().read(url).splitlines()) == 4
@@ -208,13 +208,13 @@ def no_room(sample: dict[str, Any]) -> dict[str, Any]:
 
 
 def nowhere(tmp_path: Path) -> str:
-    """A path under a file."""
+    """Path under a file, which cannot be written."""
     (tmp_path / "file").write_bytes(b"")
     return str(tmp_path / "file" / "bad.jsonl")
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_report_that_cannot_be_written_replaces_no_error(
+def test_unwritable_report_does_not_replace_the_error(
     num_workers: int, folder: str, tmp_path: Path
 ) -> None:
     budget = ss.SkipBudget(report=nowhere(tmp_path))
@@ -224,7 +224,7 @@ def test_a_report_that_cannot_be_written_replaces_no_error(
     assert "the report of bad samples cannot be written" in caught.value.__notes__[-1]
 
 
-def test_a_report_that_cannot_be_written_is_a_warning(folder: str, tmp_path: Path) -> None:
+def test_unwritable_report_causes_a_warning(folder: str, tmp_path: Path) -> None:
     one = loader(folder, ss.SkipBudget(report=nowhere(tmp_path)))
     with pytest.warns(
         ss.ReportWarning, match=r"cannot be written: .*bad.jsonl.*training continues"
@@ -234,11 +234,11 @@ def test_a_report_that_cannot_be_written_is_a_warning(folder: str, tmp_path: Pat
 
 
 class Slow(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
-    """A store that requires a password, and responds after it is released."""
+    """A store that requires a password, and responds when the test releases it."""
 
     protocol = "slowmemory"
     store: ClassVar[dict[str, Any]] = {}
-    asked, may_answer = threading.Event(), threading.Event()
+    is_requested, may_answer = threading.Event(), threading.Event()
 
     def __init__(self, access: str = "", **options: Any) -> None:
         if access != "sesame":
@@ -247,7 +247,7 @@ class Slow(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
 
     def info(self, path: str, **options: Any) -> Any:
         if "report" in path:
-            self.asked.set()
+            self.is_requested.set()
             assert self.may_answer.wait(300)
         return super().info(path, **options)
 
@@ -255,14 +255,14 @@ class Slow(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
 @pytest.fixture
 def _slow() -> Iterator[None]:
     fsspec.register_implementation("slowmemory", Slow, clobber=True)
-    Slow.asked.clear()
+    Slow.is_requested.clear()
     Slow.may_answer.clear()
     yield
     Slow.may_answer.set()
 
 
 @pytest.mark.usefixtures("_slow")
-def test_no_batch_waits_for_the_report_and_it_has_the_storage_options_of_the_data() -> None:
+def test_report_is_written_in_the_background_with_the_storage_options_of_the_data() -> None:
     options = {"access": "sesame"}
     samples = [{"__key__": f"{n:02d}", "cls": n} for n in range(40)]
     url = make_shards("slowmemory://data", samples=samples, per_shard=10, storage_options=options)
@@ -273,21 +273,21 @@ def test_no_batch_waits_for_the_report_and_it_has_the_storage_options_of_the_dat
     )
     batches = iter(ss.ShardLoader(dataset.decode().map(even), batch_size=4))
     assert sum(1 for _ in islice(batches, 9)) == 9
-    assert Slow.asked.wait(300)  # it is being written, and has been since the fifth batch
+    assert Slow.is_requested.wait(300)  # being written since the fifth batch
     Slow.may_answer.set()
     assert sum(1 for _ in batches) == 1
     assert len(Storage(options).read("slowmemory://logs/report.jsonl").splitlines()) == 1
 
 
 @pytest.mark.usefixtures("_slow")
-def test_the_newest_report_stays_and_an_interrupted_run_waits_for_none(
+def test_newest_report_stays_and_an_interrupted_run_does_not_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     storage = Storage({"access": "sesame"})
     report = BadSampleReport("slowmemory://logs/report-newest.jsonl", Placement(), storage)
     first, second = (BadSample(error="E", message="", key=key) for key in "ab")
     report.add([first], epoch=0, worker=0)
-    assert Slow.asked.wait(300)  # the first is being written
+    assert Slow.is_requested.wait(300)  # the first is being written
     report.add([second], epoch=0, worker=0)
     set_limits(monkeypatch, BadSample, REPORT_TIMEOUT_S=0.01)
     assert "took over" in str(report.finish())

@@ -18,7 +18,7 @@ from shardstream.pipeline import SkipBudget, SkipTracker
 from shardstream.testing import make_shards
 
 
-def test_by_default_the_first_error_is_raised_again() -> None:
+def test_default_policy_raises_the_first_error() -> None:
     error = ValueError("bad")
     with pytest.raises(ValueError, match="bad") as caught:
         SkipTracker().skip_or_raise(error)
@@ -29,7 +29,7 @@ def test_by_default_the_first_error_is_raised_again() -> None:
     ("on_error", "allowed"),
     [("skip", 100), ("warn", 100), (SkipBudget(), 100), (SkipBudget(samples=2), 2)],
 )
-def test_a_budget_allows_so_many_and_not_one_more(on_error: Any, allowed: int) -> None:
+def test_budget_allows_its_limit_and_not_one_more(on_error: Any, allowed: int) -> None:
     skips = SkipTracker(on_error)
     for number in range(allowed):
         skips.skip_or_raise((ValueError if number % 2 else DecodeError)(f"{number}"))
@@ -40,7 +40,7 @@ def test_a_budget_allows_so_many_and_not_one_more(on_error: Any, allowed: int) -
         skips.skip_or_raise(ValueError("the last"))
 
 
-def test_a_budget_of_none_counts_the_first() -> None:
+def test_budget_of_zero_raises_at_the_first_bad_sample() -> None:
     error = ValueError("x")
     error.add_note("n")
     with pytest.raises(
@@ -53,7 +53,7 @@ def test_a_budget_of_none_counts_the_first() -> None:
     "error",
     [StorageError("away"), IndexMismatchError("misfit"), SkipBudgetError("x"), MemoryError()],
 )
-def test_what_is_no_fault_of_a_sample_is_never_passed_over(error: Exception) -> None:
+def test_errors_not_caused_by_a_sample_are_never_skipped(error: Exception) -> None:
     skips = SkipTracker("skip")
     with pytest.raises(type(error)):
         skips.skip_or_raise(error)
@@ -70,7 +70,9 @@ def test_stop_iteration_never_ends_a_stream(on_error: Any) -> None:
     ("on_error", "level"),
     [("skip", logging.INFO), ("warn", logging.WARNING), (SkipBudget(warn=True), logging.WARNING)],
 )
-def test_each_one_is_logged(on_error: Any, level: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_each_bad_sample_is_logged(
+    on_error: Any, level: int, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, logger="shardstream.pipeline.bad_samples"):
         SkipTracker(on_error).skip_or_raise(DecodeError("bad", key="0042"))
     assert [record.levelno for record in caplog.records] == [level]
@@ -78,17 +80,17 @@ def test_each_one_is_logged(on_error: Any, level: int, caplog: pytest.LogCapture
 
 
 @pytest.mark.parametrize("on_error", ["ignore", None, 3, "RAISE"])
-def test_other_policies_are_refused(on_error: Any) -> None:
+def test_unknown_policies_are_refused(on_error: Any) -> None:
     with pytest.raises(OptionError, match="on_error is 'raise', 'warn', 'skip' or ss.SkipBudget"):
         SkipTracker(on_error)
 
 
-def test_a_budget_below_nothing_is_refused() -> None:
+def test_negative_budget_is_refused() -> None:
     with pytest.raises(OptionError, match="samples must be at least 0, not -1"):
         SkipBudget(samples=-1)
 
 
-def test_a_step_in_the_wrong_place_is_no_bad_sample(tmp_path: Path) -> None:
+def test_misplaced_step_is_not_a_bad_sample(tmp_path: Path) -> None:
     folder = make_shards(tmp_path, samples=10)
     dataset = ss.ShardDataset(folder, on_error="skip").to_tuple("cls").decode()
     with pytest.raises(OptionError, match="put it before to_tuple"):

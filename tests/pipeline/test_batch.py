@@ -26,7 +26,7 @@ def through(stage: Stage, items: Any) -> list[Any]:
         (9, False, []),
     ],
 )
-def test_items_become_batches(size: int, partial: bool, expected: Any) -> None:
+def test_items_are_collated_to_batches(size: int, partial: bool, expected: Any) -> None:
     assert through(Batched(size=size, collate=list, partial=partial), range(5)) == expected
 
 
@@ -40,7 +40,7 @@ def test_items_become_batches(size: int, partial: bool, expected: Any) -> None:
         ({"a": np.arange(2)}, [{"a": 0}, {"a": 1}]),
     ],
 )
-def test_batches_are_taken_apart(batch: Any, items: list[Any]) -> None:
+def test_batches_are_split_into_items(batch: Any, items: list[Any]) -> None:
     assert list(split_batch(batch)) == items
 
 
@@ -60,10 +60,10 @@ def test_unbatched_undoes_batched() -> None:
     assert all(torch.equal(sample["x"], torch.full((3,), i)) for i, sample in enumerate(found))
 
 
-def test_items_of_one_batch_have_numbers_of_their_own() -> None:
+def test_items_of_one_batch_have_different_numbers() -> None:
     run = Unbatched().open(ListRun([[1, 1], [1, 1, 1]]), Context())
     assert len({run.number for _ in run}) == 5
 
 
-def test_empty_batches_are_passed_over() -> None:
+def test_empty_batches_are_skipped() -> None:
     assert through(Unbatched(), [[], [1], [], [], [2, 3], []]) == [1, 2, 3]

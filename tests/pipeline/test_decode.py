@@ -46,7 +46,7 @@ def decode_field(field: str, data: bytes, **options: Any) -> Any:
 
 
 def stage_of(*handlers: Any, **options: Any) -> Decode:
-    """The stage that ``ShardDataset.decode`` appends."""
+    """Return the stage that ``ShardDataset.decode`` appends."""
     stage = _an_empty_dataset().decode(*handlers, **options).pipeline.stages[-1]
     assert isinstance(stage, Decode)
     return stage
@@ -92,7 +92,7 @@ BASICS: list[tuple[str, bytes, Any]] = [
 
 @pytest.mark.parametrize(("field", "data", "value"), BASICS)
 @pytest.mark.parametrize("prefix", ["", "left.", "a.b."])
-def test_basic_fields_are_decoded_as_webdataset_does(
+def test_basic_fields_are_decoded_as_in_webdataset(
     prefix: str, field: str, data: bytes, value: Any
 ) -> None:
     found = decode_field(prefix + field, data)
@@ -102,12 +102,12 @@ def test_basic_fields_are_decoded_as_webdataset_does(
 
 
 @pytest.mark.parametrize("field", ["class", "count"])
-def test_whole_numbers_that_webdataset_names_but_leaves_as_bytes(field: str) -> None:
+def test_index_and_id_fields_are_decoded_as_integers(field: str) -> None:
     assert decode_field(field, b"3") == 3
     assert TheirDecoder([]).decode({field: b"3"})[field] == b"3"
 
 
-def test_arrays_are_decoded_as_webdataset_does() -> None:
+def test_arrays_are_decoded_as_in_webdataset() -> None:
     found = decode_field("npy", NPY)
     theirs = TheirDecoder([]).decode({"npy": NPY})["npy"]
     assert found.dtype == theirs.dtype == ARRAY.dtype
@@ -134,30 +134,30 @@ def test_tensors_and_plain_containers_are_loaded(field: str) -> None:
         ("blob.gz", gzip.compress(b"\x00\x01", mtime=0), b"\x00\x01"),
     ],
 )
-def test_gzipped_fields_are_inflated_first(field: str, data: bytes, value: Any) -> None:
+def test_gzipped_fields_are_decompressed_first(field: str, data: bytes, value: Any) -> None:
     assert decode_field(field, data) == value
 
 
 @pytest.mark.parametrize(
     "field", ["bin", "mp4", "txt.orig", "pickle", "pkl", "pyd", "ten", "cbor", "msg", "jpg", "gz.x"]
 )
-def test_fields_nobody_asked_for_stay_bytes(field: str) -> None:
+def test_fields_without_a_decoder_stay_bytes(field: str) -> None:
     assert decode_field(field, b"\x80\x04N.") == b"\x80\x04N."
 
 
-def test_names_in_underscores_and_values_pass_unchanged() -> None:
+def test_metadata_and_decoded_values_pass_unchanged() -> None:
     sample = {"__json__": b"[1]", "cls": 3, "json": {"a": 1}, "txt": None}
     decoded = decode_with(stage_of(), **sample)
     assert {name: decoded[name] for name in sample} == sample
 
 
 @pytest.mark.parametrize("only", ["json", ["json"], ("json", "missing")])
-def test_only_the_fields_named_are_decoded(only: Any) -> None:
+def test_only_named_fields_are_decoded(only: Any) -> None:
     decoded = decode_with(stage_of(only=only), json=b"[1]", cls=b"1")
     assert (decoded["json"], decoded["cls"]) == ([1], b"1")
 
 
-def test_fields_have_decoders_of_their_own() -> None:
+def test_fields_can_have_their_own_decoders() -> None:
     stage = stage_of(fields={"seg.txt": len, "bin": bytes.hex, "mask.png": "l8"})
     decoded = decode_with(
         stage, **{"seg.txt": b"four", "a.bin": b"\x01", "txt": b"x", "mask.png": picture("L")}
@@ -168,11 +168,11 @@ def test_fields_have_decoders_of_their_own() -> None:
     assert decoded["mask.png"].shape == (9, 13)
 
 
-def test_handlers_are_asked_in_order_and_may_pass() -> None:
-    asked: list[str] = []
+def test_handlers_are_tried_in_order() -> None:
+    calls: list[str] = []
 
     def first(name: str, data: bytes) -> Any:
-        asked.append(name)
+        calls.append(name)
         return data.decode().upper() if name.endswith(".txt") else None
 
     def second(name: str, data: bytes) -> Any:
@@ -180,10 +180,10 @@ def test_handlers_are_asked_in_order_and_may_pass() -> None:
 
     decoded = decode_with(stage_of(first, second), txt=b"a", cls=b"1", json=b"2")
     assert (decoded["txt"], decoded["cls"], decoded["json"]) == ("A", {"second": b"1"}, 2)
-    assert asked == [".txt", ".cls", ".json"]
+    assert calls == [".txt", ".cls", ".json"]
     gz = decode_with(stage_of(first), **{"txt.gz": gzip.compress(b"b", mtime=0)})
     assert gz["txt.gz"] == "B"
-    assert asked[-1] == ".txt"
+    assert calls[-1] == ".txt"
 
 
 @pytest.mark.parametrize(
@@ -209,12 +209,12 @@ def test_pickled_code_is_refused_and_not_run(
 
 
 @pytest.mark.parametrize("field", ["pkl", "pickle", "pyd", "a.pkl"])
-def test_pickles_stay_bytes_unless_the_caller_brings_a_decoder(field: str, tmp_path: Path) -> None:
+def test_pickles_stay_bytes_without_a_user_decoder(field: str, tmp_path: Path) -> None:
     data = pickle.dumps(Payload(tmp_path / "ran"))
     assert decode_field(field, data) == data
     assert not (tmp_path / "ran").exists()
-    asked = decode_with(stage_of(fields={"pkl": len, "pickle": len, "pyd": len}), **{field: data})
-    assert asked[field] == len(data)
+    calls = decode_with(stage_of(fields={"pkl": len, "pickle": len, "pyd": len}), **{field: data})
+    assert calls[field] == len(data)
 
 
 @pytest.mark.parametrize(
@@ -233,9 +233,7 @@ def test_pickles_stay_bytes_unless_the_caller_brings_a_decoder(field: str, tmp_p
         ("txt.gz", gzip.compress(b"hello", mtime=0)[:-9], "EOFError"),
     ],
 )
-def test_what_cannot_be_decoded_names_shard_key_and_field(
-    field: str, data: bytes, message: str
-) -> None:
+def test_decode_error_names_shard_key_and_field(field: str, data: bytes, message: str) -> None:
     with pytest.raises(DecodeError, match=message) as caught:
         decode_field(field, data)
     error = caught.value
@@ -244,7 +242,9 @@ def test_what_cannot_be_decoded_names_shard_key_and_field(
     assert error.__cause__ is not None
 
 
-def test_contents_that_inflate_past_the_limit_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contents_that_decompress_past_the_limit_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     set_limits(monkeypatch, Decode, INFLATED_LIMIT_BYTES=1000)
     zeros = saved(lambda stream: np.savez_compressed(stream, x=np.zeros(2000, dtype=np.uint8)))
     with pytest.raises(ValueError, match="the limit is 1000"):
@@ -263,7 +263,7 @@ def header_of(shape: tuple[int, ...]) -> bytes:
 
 
 @pytest.mark.parametrize("shape", [(1 << 46,), (1 << 62, 4), (1 << 40, 1 << 40)])
-def test_an_array_that_says_it_is_huge_is_a_bad_sample_not_a_full_memory(
+def test_array_with_a_huge_declared_shape_is_a_bad_sample(
     shape: tuple[int, ...],
 ) -> None:
     data = header_of(shape) + bytes(100)
@@ -279,7 +279,7 @@ def test_an_array_that_says_it_is_huge_is_a_bad_sample_not_a_full_memory(
 @pytest.mark.parametrize("order", ["C", "F"])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (2, 3)])
 @pytest.mark.parametrize("dtype", ["<f8", ">i2", "|b1", "<U3", "<c8", "<M8[s]"])
-def test_every_shape_and_type_of_array_reads_back(
+def test_arrays_of_every_shape_and_dtype_round_trip(
     dtype: str, shape: tuple[int, ...], order: Any
 ) -> None:
     array = np.zeros(shape, dtype=dtype, order=order)
@@ -289,27 +289,27 @@ def test_every_shape_and_type_of_array_reads_back(
     assert np.array_equal(found, array)
 
 
-def test_the_table_is_closed() -> None:
+def test_decoder_table_is_read_only() -> None:
     assert sorted(BASIC) == [
         *("class", "cls", "cls2", "count", "id", "index", "inx", "jsn", "json"),
         *("npy", "npz", "text", "transcript", "txt"),
     ]
 
 
-def test_names_that_never_come_back_do_not_pile_up() -> None:
+def test_cached_decoder_choices_are_bounded() -> None:
     stage = stage_of()
     for number in range(3000):
         decode_with(stage, **{f"{number}.txt": b"a"})
     assert len(stage._chosen) <= 1000
 
 
-def test_decode_comes_before_to_tuple() -> None:
+def test_decode_after_to_tuple_is_refused() -> None:
     with pytest.raises(OptionError, match="put it before to_tuple and batched"):
         stage_of().bind(Context())((b"1",), 0)
 
 
 @pytest.mark.parametrize("threads", [0, 2])
-def test_a_dataset_decodes_what_it_streams(threads: int, tmp_path: Path) -> None:
+def test_sequential_dataset_decodes_samples(threads: int, tmp_path: Path) -> None:
     samples = [
         {"__key__": f"{i}", "json": {"i": i}, "npy": ARRAY + i, "txt": str(i)} for i in range(7)
     ]

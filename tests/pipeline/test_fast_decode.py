@@ -1,4 +1,4 @@
-"""Fast decoders give the values of json and Pillow."""
+"""Test that fast decoders return the values of json and Pillow."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def photo(width: int, height: int, mode: str = "RGB", **options: Any) -> bytes:
 
 def with_exif() -> bytes:
     exif = PIL.Image.Exif()
-    exif[0x0112] = 6  # turned by 90 degrees
+    exif[0x0112] = 6  # rotated by 90 degrees
     return photo(40, 30, exif=exif)
 
 
 def with_fill_bytes() -> bytes:
-    """A photo whose EXIF marker comes after fill bytes, which T.81 allows before any marker."""
+    """Return a photo whose EXIF marker follows fill bytes, which T.81 allows before any marker."""
     data = with_exif()
     return data[:2] + b"\xff\xff\xff" + data[2:]
 
@@ -64,9 +64,7 @@ def decoded(data: bytes, spec: str, **options: Any) -> Any:
     ],
     ids=["420", "444", "progressive", "grey", "cmyk", "pixel", "exif", "fill bytes", "profile"],
 )
-def test_a_jpeg_has_the_pixels_of_pillow(
-    spec: str, data: bytes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jpeg_pixels_equal_pillows(spec: str, data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     quick = decoded(data, spec)
     monkeypatch.setattr(module_of(ImageDecoder), "decode_jpeg", by_pillow)
     slow = decoded(data, spec)
@@ -77,12 +75,12 @@ def test_a_jpeg_has_the_pixels_of_pillow(
         assert quick.info.get("icc_profile") == slow.info.get("icc_profile")
 
 
-def test_common_files_are_decoded_fast() -> None:
+def test_common_files_use_the_fast_decoder() -> None:
     assert decode_jpeg(photo(64, 48), "RGB") is not None
     assert decode_jpeg(photo(64, 48, "L"), "L") is not None
 
 
-def test_what_only_pillow_can_do_is_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_files_are_decoded_by_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert decode_jpeg(photo(40, 24, "CMYK"), "RGB") is None
     assert decode_jpeg(photo(40, 24), "L") is None  # another formula for grey
     assert decode_jpeg(b"\xff\xd8 no more", "RGB") is None
@@ -91,7 +89,7 @@ def test_what_only_pillow_can_do_is_left_to_it(monkeypatch: pytest.MonkeyPatch) 
     assert decode_jpeg(photo(64, 48), "RGB") is None
 
 
-def test_only_pixels_are_told_from_more() -> None:
+def test_has_only_pixels_detects_metadata() -> None:
     assert has_only_pixels(photo(40, 24, comment=b"on holiday", progressive=True))
     assert has_only_pixels(b"\xff\xd8\xff\xff" + photo(40, 24)[2:])
     assert not has_only_pixels(with_exif())
@@ -100,14 +98,14 @@ def test_only_pixels_are_told_from_more() -> None:
 
 
 @pytest.mark.parametrize("make", [with_exif, with_fill_bytes, lambda: photo(8, 8)])
-def test_a_jpeg_may_be_cut_anywhere(make: Any) -> None:
+def test_truncated_jpegs_are_handled_at_every_byte(make: Any) -> None:
     data = make()
     pixels = data.index(b"\xff\xda")
     assert not any(has_only_pixels(data[:size]) for size in range(pixels))
 
 
 @given(data=st.sampled_from([photo(16, 8), with_exif(), with_fill_bytes()]), changes=st.data())
-def test_a_jpeg_that_only_has_pixels_has_no_more_for_pillow(data: bytes, changes: Any) -> None:
+def test_jpeg_with_only_pixels_has_no_metadata_in_pillow(data: bytes, changes: Any) -> None:
     changed = bytearray(data)
     for place in changes.draw(st.lists(st.integers(2, data.index(b"\xff\xda") + 3), max_size=4)):
         changed[place] = changes.draw(st.sampled_from([0, 1, 0xD8, 0xDA, 0xE1, 0xE2, 0xFF]))
@@ -119,7 +117,7 @@ def test_a_jpeg_that_only_has_pixels_has_no_more_for_pillow(data: bytes, changes
 
 @pytest.mark.parametrize("spec", ["rgb8", "pil"])
 @given(data=st.data())
-def test_damage_is_judged_by_pillow(spec: str, data: st.DataObject) -> None:
+def test_damaged_jpegs_are_decoded_by_pillow(spec: str, data: st.DataObject) -> None:
     picture = bytearray(data.draw(st.sampled_from([photo(64, 48), with_exif()])))
     for _ in range(data.draw(st.integers(1, 4))):
         picture[data.draw(st.integers(2, len(picture) - 1))] = data.draw(st.integers(0, 255))
@@ -140,7 +138,7 @@ def test_damage_is_judged_by_pillow(spec: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("spec", ["rgb8", "torchrgb8", "pil", "l8", "rgba8"])
 @pytest.mark.parametrize("size", [(640, 480), (480, 640), (100, 900), (200, 100), (150, 150)])
 @pytest.mark.parametrize("fast", [True, False])
-def test_a_larger_picture_is_made_to_fit(
+def test_larger_image_is_scaled_down(
     spec: str, size: tuple[int, int], fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not fast:
@@ -152,7 +150,7 @@ def test_a_larger_picture_is_made_to_fit(
     assert (width, height) == (max(1, round(size[0] * scale)), max(1, round(size[1] * scale)))
 
 
-def test_a_smaller_decode_looks_like_a_smaller_picture() -> None:
+def test_scaled_decode_resembles_a_resized_image() -> None:
     data = photo(640, 480, quality=95)
     small = decoded(data, "rgb8", max_side=160).astype(int)
     whole = PIL.Image.fromarray(decoded(data, "rgb8")).resize((160, 120), PIL.Image.Resampling.BOX)
@@ -167,7 +165,9 @@ JSON = st.recursive(
 
 
 @given(value=JSON, ascii_only=st.booleans(), encoding=st.sampled_from(["utf-8", "utf-16"]))
-def test_json_means_the_same(value: Any, ascii_only: bool, encoding: str) -> None:
+def test_json_values_equal_those_of_the_standard_library(
+    value: Any, ascii_only: bool, encoding: str
+) -> None:
     data = json.dumps(value, ensure_ascii=ascii_only).encode(encoding, "surrogatepass")
     try:
         expected = repr(json.loads(data))
@@ -184,7 +184,7 @@ def test_json_means_the_same(value: Any, ascii_only: bool, encoding: str) -> Non
     "text",
     ["123456789012345678901234567890", "18446744073709551616", "-9223372036854775809", "NaN"],
 )
-def test_numbers_that_orjson_would_change_stay_what_they_are(text: str) -> None:
+def test_numbers_that_orjson_would_change_are_kept(text: str) -> None:
     assert repr(parse_json(text.encode())) == repr(json.loads(text))
 
 
@@ -192,7 +192,7 @@ def test_numbers_that_orjson_would_change_stay_what_they_are(text: str) -> None:
     data=st.binary(max_size=12)
     | st.text(alphabet='{}[]",:0123456789eE.-+ntrufalse', max_size=12).map(str.encode)
 )
-def test_what_is_no_json_is_refused_as_before(data: bytes) -> None:
+def test_invalid_json_raises_the_same_error(data: bytes) -> None:
     def outcome(parse: Any) -> str:
         try:
             return repr(parse(data))

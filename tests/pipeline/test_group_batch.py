@@ -30,7 +30,7 @@ def through(stage: GroupBatched, items: Any) -> list[list[int]]:
     size=st.integers(1, 5),
     more=st.integers(0, 9),
 )
-def test_batches_are_of_one_group_and_lose_nothing(items: list[int], size: int, more: int) -> None:
+def test_batches_have_one_group_and_lose_no_items(items: list[int], size: int, more: int) -> None:
     batches = through(stage_of(size, size + more), items)
     assert all(len({remainder(item) for item in batch}) == 1 for batch in batches)
     assert all(0 < len(batch) <= size for batch in batches)
@@ -43,7 +43,9 @@ def test_batches_are_of_one_group_and_lose_nothing(items: list[int], size: int, 
     more=st.integers(0, 4),
     leftover=st.sampled_from(["keep", "drop"]),
 )
-def test_it_resumes_exactly(items: list[int], size: int, more: int, leftover: Any) -> None:
+def test_group_batched_resumes_exactly(
+    items: list[int], size: int, more: int, leftover: Any
+) -> None:
     stage = stage_of(size, size + more, leftover)
     assert_resumes_exactly(lambda: stage.open(ListRun(items), Context()))
 
@@ -51,29 +53,29 @@ def test_it_resumes_exactly(items: list[int], size: int, more: int, leftover: An
 @pytest.mark.parametrize(
     ("leftover", "expected"), [("keep", [[0, 3], [2, 5], [1], [6]]), ("drop", [[0, 3], [2, 5]])]
 )
-def test_groups_that_are_not_full_are_kept_or_dropped(leftover: Any, expected: Any) -> None:
+def test_incomplete_groups_are_kept_or_dropped(leftover: Any, expected: Any) -> None:
     found = through(stage_of(leftover=leftover), [0, 1, 2, 3, 5, 6])
     assert sorted(map(sorted, found)) == sorted(expected)
 
 
-def test_past_the_buffer_the_largest_group_goes_out() -> None:
+def test_full_buffer_yields_the_largest_group() -> None:
     assert through(stage_of(3, 3), [0, 1, 3, 2, 6])[0] == [0, 3]
 
 
 @pytest.mark.parametrize(("size", "buffer"), [(0, 5), (4, 3)])
-def test_a_buffer_that_cannot_fill_a_batch_is_refused(size: int, buffer: int) -> None:
+def test_buffer_that_cannot_fill_a_batch_is_refused(size: int, buffer: int) -> None:
     with pytest.raises(
         OptionError, match=f"buffer of {buffer} items cannot fill batches of {size}"
     ):
         stage_of(size, buffer)
 
 
-def test_leftover_is_one_of_two() -> None:
+def test_unknown_leftover_is_refused() -> None:
     with pytest.raises(OptionError, match="leftover is 'keep' or 'drop', not 'pad'"):
         stage_of(leftover="pad")
 
 
-def test_an_item_without_a_group_is_a_bad_sample() -> None:
+def test_item_without_a_group_is_a_bad_sample() -> None:
     stage = GroupBatched(group=lambda item: 1 // item, size=2, buffer=4, collate=list)
     with pytest.raises(ZeroDivisionError) as caught:
         list(stage.open(ListRun([1, 0]), Context()))
@@ -83,7 +85,7 @@ def test_an_item_without_a_group_is_a_bad_sample() -> None:
     assert context.skips.counts == {"ZeroDivisionError": 1}
 
 
-def test_a_state_stays_small_while_a_rare_item_waits() -> None:
+def test_state_stays_small_while_a_rare_item_waits() -> None:
     stage = GroupBatched(group=lambda item: item == 0, size=4, buffer=8, collate=list)
     run = stage.open(ListRun(range(2000)), Context())
     assert max(len(json.dumps(run.state_dict())) for _ in run) < 200

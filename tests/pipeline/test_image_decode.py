@@ -48,7 +48,7 @@ PICTURES = {
 )
 @pytest.mark.parametrize("name", sorted(PICTURES))
 @pytest.mark.parametrize("spec", sorted(imagespecs))
-def test_pictures_are_decoded_as_webdataset_does_bit_for_bit(spec: str, name: str) -> None:
+def test_images_are_decoded_bitwise_as_in_webdataset(spec: str, name: str) -> None:
     data = PICTURES[name]
     ours = ImageDecoder(spec=spec, to_tensor=to_tensor)(data)
     theirs = ImageHandler(spec)(f".{name}", data)
@@ -66,27 +66,27 @@ def test_every_name_of_webdataset_is_known() -> None:
 
 
 @pytest.mark.parametrize("spec", ["rgb8", "rgb", "l8", "torchrgb8", "torchl"])
-def test_what_is_decoded_may_be_written_to(spec: str) -> None:
+def test_decoded_arrays_are_writable(spec: str) -> None:
     decoded = ImageDecoder(spec=spec, to_tensor=to_tensor)(PICTURES["rgb.jpg"])
     decoded += 1
     if isinstance(decoded, torch.Tensor):
         assert decoded.is_contiguous()
 
 
-def test_an_unknown_name_is_refused_with_those_there_are() -> None:
+def test_unknown_image_name_is_refused_with_the_known_ones() -> None:
     with pytest.raises(OptionError, match=r"no image decoder is called 'rgb16'.*pilrgb.*torchrgb8"):
         ImageDecoder(spec="rgb16")
 
 
 @pytest.mark.parametrize("extension", ["eps", "ps", "wmf", "emf", "pdf", "svg"])
-def test_formats_that_run_other_programs_are_left_alone(extension: str) -> None:
+def test_formats_that_run_other_programs_are_not_decoded(extension: str) -> None:
     assert extension not in EXTENSIONS
 
 
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # webdataset's open file
-def test_a_dataset_reads_as_webdataset_reads_it(tmp_path: Path) -> None:
+def test_dataset_yields_the_same_samples_as_webdataset(tmp_path: Path) -> None:
     samples = [
         {"__key__": f"{i}", "jpg": PICTURES["rgb.jpg"], "seg.png": PICTURES["grey.png"], "cls": i}
         for i in range(5)
@@ -124,9 +124,7 @@ def open_loader(folder: str, *, threads: int = 0, num_workers: int = 0, **more: 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("threads", [0, 2])
-def test_a_bad_image_stops_the_epoch_by_default(
-    folder: str, threads: int, num_workers: int
-) -> None:
+def test_bad_image_stops_the_epoch_by_default(folder: str, threads: int, num_workers: int) -> None:
     loader = open_loader(folder, threads=threads, num_workers=num_workers)
     with pytest.raises(DecodeError, match=r"000000\.tar, sample '03', field 'png'"):
         list(loader)
@@ -135,7 +133,7 @@ def test_a_bad_image_stops_the_epoch_by_default(
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize("threads", [0, 2])
 @pytest.mark.parametrize("on_error", ["skip", "warn", ss.SkipBudget(samples=4)])
-def test_bad_images_are_passed_over_and_counted(
+def test_bad_images_are_skipped_and_counted(
     folder: str, on_error: Any, threads: int, num_workers: int
 ) -> None:
     loader = open_loader(folder, on_error=on_error, threads=threads, num_workers=num_workers)
@@ -148,14 +146,14 @@ def test_bad_images_are_passed_over_and_counted(
     assert loader.skipped == {"DecodeError": 4}  # of this epoch, not of all
 
 
-def test_counts_grow_with_the_batches_handed_out(folder: str) -> None:
+def test_counts_grow_with_the_yielded_batches(folder: str) -> None:
     loader = open_loader(folder, on_error="skip", num_workers=2)
     counts = [sum(loader.skipped.values()) for _ in loader]
     assert counts == [1, 1, 1, 3, 3, 3, 4, 4]
 
 
 @pytest.mark.parametrize(("on_error", "level"), [("warn", logging.WARNING), ("skip", logging.INFO)])
-def test_each_bad_image_is_logged_with_its_place(
+def test_each_bad_image_is_logged_with_its_position(
     folder: str, on_error: Any, level: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.INFO, logger="shardstream"):
@@ -166,13 +164,13 @@ def test_each_bad_image_is_logged_with_its_place(
 
 
 @pytest.mark.parametrize("num_workers", [0, 1])
-def test_one_bad_image_too_many_is_an_error(folder: str, num_workers: int) -> None:
+def test_one_bad_image_over_the_budget_is_an_error(folder: str, num_workers: int) -> None:
     loader = open_loader(folder, on_error=ss.SkipBudget(samples=3), num_workers=num_workers)
     with pytest.raises(SkipBudgetError, match=r"4 bad samples, limit 3 .*sample '30'"):
         list(loader)
 
 
-def test_ranks_keep_in_step_whatever_they_skip(folder: str) -> None:
+def test_ranks_have_equal_steps_with_skipped_samples(folder: str) -> None:
     steps = [
         len(labels(open_loader(folder, on_error="skip", placement=ss.Placement(rank, 3))))
         for rank in range(3)
@@ -180,7 +178,7 @@ def test_ranks_keep_in_step_whatever_they_skip(folder: str) -> None:
     assert steps == [3, 3, 3]
 
 
-def test_a_batch_of_bad_images_alone_is_left_out(tmp_path: Path) -> None:
+def test_batch_with_only_bad_images_is_omitted(tmp_path: Path) -> None:
     samples = [
         {"__key__": f"{i:02d}", "png": b"bad" if 4 <= i < 8 else picture(), "cls": i}
         for i in range(14)
@@ -193,7 +191,7 @@ def test_a_batch_of_bad_images_alone_is_left_out(tmp_path: Path) -> None:
     assert loader.skipped == {"DecodeError": 4}
 
 
-def test_a_batch_of_bad_images_alone_is_made_good_by_another_sample_on_one_rank_of_many(
+def test_batch_with_only_bad_images_is_replaced_if_there_are_several_ranks(
     tmp_path: Path,
 ) -> None:
     samples = [
@@ -228,22 +226,22 @@ def refilling(folder: str, rank: int, num_workers: int = 0, **options: Any) -> s
     return ss.ShardLoader(dataset.decode("rgb8"), 4, num_workers=num_workers)
 
 
-def test_refilled_batches_have_one_size_on_all_ranks_and_no_sample_twice(tmp_path: Path) -> None:
+def test_refilled_batches_have_equal_size_and_no_repeated_sample(tmp_path: Path) -> None:
     folder = bad_every_fifth(tmp_path, 70)
     loaders = [refilling(folder, rank) for rank in (0, 1)]
     ranks = [labels(loader) for loader in loaders]
     assert [[len(batch) for batch in rank] for rank in ranks] == [[4] * 8 + [3]] * 2
     assert all(len(set(batch)) == len(batch) for rank in ranks for batch in rank)
     seen = Counter(label for rank in ranks for batch in rank for label in batch)
-    assert set(seen) == {i for i in range(70) if i % 5 != 2}  # none is lost for it
+    assert set(seen) == {i for i in range(70) if i % 5 != 2}  # no sample is lost by it
     assert sum(loader.refilled for loader in loaders) == 14 == seen.total() - len(seen)
-    # Others may be drawn that are bad themselves: they are counted, too.
+    # Replacements may be bad as well, and are counted too.
     assert all(loader.skipped["DecodeError"] >= loader.refilled for loader in loaders)
     assert ranks == [labels(refilling(folder, rank, num_workers=2)) for rank in (0, 1)]
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_a_resume_draws_the_same_samples_again(num_workers: int, tmp_path: Path) -> None:
+def test_resume_draws_the_same_replacements(num_workers: int, tmp_path: Path) -> None:
     folder = bad_every_fifth(tmp_path, 70)
     full = labels(refilling(folder, 1))
     left = refilling(folder, 1, num_workers)
@@ -251,10 +249,10 @@ def test_a_resume_draws_the_same_samples_again(num_workers: int, tmp_path: Path)
     resumed = refilling(folder, 1, num_workers)
     resumed.load_state_dict(left.state_dict())
     assert labels(resumed) == full[3:]
-    assert labels(resumed) != full  # another epoch, other samples
+    assert labels(resumed) != full  # another epoch has other samples
 
 
-def test_a_refill_that_would_do_nothing_is_refused(tmp_path: Path) -> None:
+def test_refill_without_effect_is_refused(tmp_path: Path) -> None:
     budget = ss.SkipBudget(refill=True)
     dataset = ss.ShardDataset(bad_every_fifth(tmp_path, 10), on_error=budget).decode("rgb8")
     with pytest.raises(ss.OptionError, match="no effect with batch_size=None"):
@@ -263,7 +261,7 @@ def test_a_refill_that_would_do_nothing_is_refused(tmp_path: Path) -> None:
         ss.ShardLoader(dataset.select(bool), 4)
 
 
-def test_a_batch_that_only_its_own_samples_can_fill_repeats_them(tmp_path: Path) -> None:
+def test_refill_repeats_samples_of_the_batch_as_a_last_resort(tmp_path: Path) -> None:
     samples = [{"__key__": f"{i}", "png": b"bad" if i else picture(), "cls": i} for i in range(4)]
     budget = ss.SkipBudget(refill=True)
     folder = make_shards(tmp_path, samples=samples)
@@ -271,7 +269,7 @@ def test_a_batch_that_only_its_own_samples_can_fill_repeats_them(tmp_path: Path)
     assert labels(loader) == [[0, 0, 0, 0]]
 
 
-def test_a_mix_is_refilled_by_its_weights(tmp_path: Path) -> None:
+def test_mix_is_refilled_by_its_weights(tmp_path: Path) -> None:
     good = make_shards(
         tmp_path / "b",
         samples=[{"__key__": f"{i}", "png": picture(), "cls": 500 + i} for i in range(40)],
@@ -286,7 +284,7 @@ def test_a_mix_is_refilled_by_its_weights(tmp_path: Path) -> None:
     assert loader.refilled == 8
 
 
-def test_where_all_is_bad_one_rank_of_many_stops(tmp_path: Path) -> None:
+def test_rank_with_only_bad_samples_raises_if_there_are_several_ranks(tmp_path: Path) -> None:
     samples = [{"__key__": f"{i:02d}", "png": b"bad"} for i in range(8)]
     folder = make_shards(tmp_path, samples=samples)
     dataset = ss.ShardDataset(folder, on_error="skip", placement=ss.Placement(1, 2))
@@ -294,7 +292,7 @@ def test_where_all_is_bad_one_rank_of_many_stops(tmp_path: Path) -> None:
         list(ss.ShardLoader(dataset.decode("rgb8"), batch_size=4))
 
 
-def test_a_resume_after_skips_goes_on_exactly(folder: str) -> None:
+def test_resume_after_skips_is_exact(folder: str) -> None:
     full = labels(open_loader(folder, on_error="skip"))
     loader = open_loader(folder, on_error="skip", num_workers=2)
     for step, _ in enumerate(loader):
@@ -305,7 +303,7 @@ def test_a_resume_after_skips_goes_on_exactly(folder: str) -> None:
     assert labels(resumed) == full[4:]
 
 
-def test_a_picture_with_too_many_pixels_is_a_bad_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_with_too_many_pixels_is_a_bad_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PIL.Image, "MAX_IMAGE_PIXELS", 10)
     with pytest.raises(PIL.Image.DecompressionBombError):
         ImageDecoder(spec="rgb8")(PICTURES["rgb.png"])

@@ -40,12 +40,12 @@ def opener(
 
 
 @pytest.mark.parametrize("worker", [0, 1])
-def test_it_resumes_exactly_at_every_sample(worker: int, url: str) -> None:
+def test_indexed_run_resumes_exactly_at_every_sample(worker: int, url: str) -> None:
     assert_resumes_exactly(opener(url, worker=worker))
 
 
 @pytest.mark.parametrize("worker", [0, 1])
-def test_steps_are_the_samples_one_by_one(worker: int, url: str) -> None:
+def test_steps_contain_the_same_samples_as_iteration(worker: int, url: str) -> None:
     one, other = opener(url, worker=worker)(), opener(url, worker=worker)()
     samples = [(one.number, sample["__key__"]) for sample in one]
     steps = list(other.steps())
@@ -56,7 +56,7 @@ def test_steps_are_the_samples_one_by_one(worker: int, url: str) -> None:
     other.close()
 
 
-def test_a_sample_is_the_one_of_its_number(url: str) -> None:
+def test_each_sample_has_its_number(url: str) -> None:
     run = opener(url)()
     for sample in run:
         assert sample["__key__"] == f"{run.number:06d}"
@@ -64,7 +64,7 @@ def test_a_sample_is_the_one_of_its_number(url: str) -> None:
     run.close()
 
 
-def test_a_closed_run_may_be_closed_again_and_goes_on(url: str) -> None:
+def test_closed_run_can_be_closed_again_and_continued(url: str) -> None:
     run = opener(url)()
     first = next(run)["__key__"]
     run.close()
@@ -73,7 +73,7 @@ def test_a_closed_run_may_be_closed_again_and_goes_on(url: str) -> None:
     assert [first, *rest] == [sample["__key__"] for sample in opener(url)()]
 
 
-def test_a_damaged_sample_is_named_or_passed_over(tmp_path: Path) -> None:
+def test_damaged_sample_is_raised_or_skipped(tmp_path: Path) -> None:
     url = numbered(tmp_path, 37, 9)
     keys = [sample["__key__"] for sample in opener(url)()]
     shard, place = divmod(int(keys[5]), 9)
@@ -91,13 +91,13 @@ def test_a_damaged_sample_is_named_or_passed_over(tmp_path: Path) -> None:
     assert_resumes_exactly(opener(url, skips=SkipTracker(SkipBudget(samples=1000))))
 
 
-def test_an_index_that_does_not_fit_is_never_passed_over(tmp_path: Path) -> None:
+def test_wrong_index_is_never_skipped(tmp_path: Path) -> None:
     url = numbered(tmp_path, 37, 9)
     keys = [sample["__key__"] for sample in opener(url)()]
     shard, place = next(divmod(int(key), 9) for key in keys if int(key) % 9 < 8)
     index = tmp_path / f"{shard:06d}.tar.idx"
     offsets = np.fromfile(index, dtype="<u8")
-    offsets[place + 1] += 1024  # one member of the next sample counts as this one's
+    offsets[place + 1] += 1024  # a member of the next sample counts for this one
     offsets.tofile(index)
     skips = SkipTracker(SkipBudget(samples=100))
     with pytest.raises(IndexMismatchError, match=rf"two samples.*{shard:06d}\.tar, at byte"):

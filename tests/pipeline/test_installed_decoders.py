@@ -47,7 +47,7 @@ def folder(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("method", [None, "fork", pytest.param("spawn", marks=pytest.mark.slow)])
-def test_a_package_decodes_fields_of_its_name(
+def test_installed_package_decodes_its_field(
     method: str | None, install: Install, folder: str
 ) -> None:
     install("revdec", "def reverse(data): return data[::-1].decode()", rev="revdec:reverse")
@@ -59,14 +59,14 @@ def test_a_package_decodes_fields_of_its_name(
     assert found == [f"{n}ba" for n in range(8)]
 
 
-def test_known_names_keep_their_meaning(install: Install, folder: str) -> None:
+def test_installed_decoders_do_not_override_known_names(install: Install, folder: str) -> None:
     code = "def taken(data): raise AssertionError"
     install("grabber", code, json="grabber:taken", jpg="grabber:taken", npy="grabber:taken")
     sample = next(iter(ss.ShardDataset(folder).decode()))
     assert (sample["json"], sample["jpg"]) == ({"n": 0}, b"\xff\xd8 no")
 
 
-def test_nothing_is_imported_before_a_field_needs_it(install: Install, folder: str) -> None:
+def test_decoder_is_imported_on_first_use(install: Install, folder: str) -> None:
     install("broken", "raise ImportError('needs libbroken')", rev="broken:read", other="gone:read")
     dataset = ss.ShardDataset(folder).decode(only="json")
     assert len(list(dataset)) == 8
@@ -91,7 +91,7 @@ def test_two_packages_for_one_name_are_an_error_that_names_both(
 
 
 @pytest.mark.parametrize("target", ["revdec:gone", "revdec:number"])
-def test_what_is_no_function_is_refused(target: str, install: Install) -> None:
+def test_decoder_that_is_not_callable_is_refused(target: str, install: Install) -> None:
     install("revdec", "number = 3", rev=target)
     decoder = copy.deepcopy(installed_decoders()["rev"])  # as a pickle does
     with pytest.raises(OptionError, match="the installed decoder of 'rev'"):

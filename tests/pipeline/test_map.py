@@ -54,7 +54,7 @@ def inverse(value: int) -> float:
         (ToTuple(names=("jpg;png", "cls", "__key__")), SAMPLE, (b"p", 3, "0042")),
     ],
 )  # fmt: skip
-def test_a_step_makes_one_item_of_each(stage: Stage, item: Any, expected: Any) -> None:
+def test_step_returns_one_item_per_item(stage: Stage, item: Any, expected: Any) -> None:
     assert through(stage, item) == [expected]
 
 
@@ -66,7 +66,7 @@ def test_a_step_makes_one_item_of_each(stage: Stage, item: Any, expected: Any) -
         Map(function=dict),
     ],
 )
-def test_a_step_leaves_the_item_it_was_given_alone(stage: Stage) -> None:
+def test_step_does_not_change_its_input(stage: Stage) -> None:
     given = dict(SAMPLE)
     through(stage, given)
     assert given == SAMPLE
@@ -83,9 +83,7 @@ def test_a_step_leaves_the_item_it_was_given_alone(stage: Stage) -> None:
         (Select(predicate=inverse), 0, "in select(inverse)"),  # type: ignore[arg-type]
     ],
 )  # fmt: skip
-def test_an_error_of_the_users_keeps_its_type_and_gets_a_note(
-    stage: Stage, item: Any, note: str
-) -> None:
+def test_user_error_keeps_its_type_and_gets_a_note(stage: Stage, item: Any, note: str) -> None:
     with pytest.raises(ZeroDivisionError) as caught:
         through(stage, item)
     assert caught.value.__notes__ == [note]
@@ -104,7 +102,7 @@ def test_an_error_of_the_users_keeps_its_type_and_gets_a_note(
         (MapTuple(functions=(half, half)), (1,), OptionError, "map_tuple with 2 functions got tuple"),
     ],
 )  # fmt: skip
-def test_an_item_that_does_not_fit_says_what_there_is(
+def test_missing_field_raises_with_the_present_fields(
     stage: Stage, item: Any, error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
@@ -115,7 +113,7 @@ def test_an_item_that_does_not_fit_says_what_there_is(
     "stage",
     [Map(function=inverse), Map(function=inverse, threads=2), Select(predicate=inverse)],  # type: ignore[arg-type]
 )
-def test_bad_items_are_passed_over_within_the_budget(stage: Stage) -> None:
+def test_bad_items_are_skipped_within_the_budget(stage: Stage) -> None:
     context = Context(skips=SkipTracker(SkipBudget(samples=2)))
     assert len(through(stage, 1, 0, 2, 0, 4, context=context)) == 3
     assert context.skips.counts == {"ZeroDivisionError": 2}
@@ -130,7 +128,7 @@ def test_threads_keep_the_order() -> None:
     assert through(Map(function=slow_at_first, threads=4), *range(20)) == list(range(20))
 
 
-def test_select_keeps_what_is_true() -> None:
+def test_select_keeps_items_with_a_true_predicate() -> None:
     assert through(Select(predicate=bool), 0, 1, "", "a", None, [0]) == [1, "a", [0]]
 
 
@@ -138,10 +136,10 @@ def draw(item: int, generator: np.random.Generator) -> tuple[int, float]:
     return item, generator.random()
 
 
-def test_a_generator_depends_on_seed_epoch_and_sample_alone() -> None:
+def test_generator_depends_only_on_seed_epoch_and_sample() -> None:
     stage = Map(function=draw, rng=True)
-    one = through(stage, 5, 6, context=Context(seed=1, epoch=2, worker_number=0))
-    assert through(stage, 5, 6, context=Context(seed=1, epoch=2, worker_number=7)) == one
+    one = through(stage, 5, 6, context=Context(seed=1, epoch=2, global_worker=0))
+    assert through(stage, 5, 6, context=Context(seed=1, epoch=2, global_worker=7)) == one
     for other in (Context(seed=2, epoch=2), Context(seed=1, epoch=3)):
         assert through(stage, 5, 6, context=other) != one
     assert one[0][1] != one[1][1]
@@ -152,10 +150,10 @@ def test_generators_are_pinned() -> None:
     assert [round(number, 6) for _, number in drawn] == [0.283584, 0.104768]
 
 
-def test_find_field_takes_the_first_that_is_there() -> None:
+def test_find_field_returns_the_first_present_field() -> None:
     assert find_field("jpg;png;cls", SAMPLE, "x") == "png"
 
 
-def test_an_item_stage_must_say_what_it_does() -> None:
+def test_item_stage_requires_bind() -> None:
     with pytest.raises(NotImplementedError):
         ItemStage().bind(Context())

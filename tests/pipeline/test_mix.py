@@ -54,7 +54,7 @@ def datasets(folders: dict[str, str], **options: Any) -> dict[str, ss.ShardDatas
 
 
 def streams(folders: dict[str, str]) -> dict[str, Any]:
-    """The same, but one dataset drops samples, so that positions are not arithmetic."""
+    """The same datasets, but one drops samples, so that positions are not arithmetic."""
     some: dict[str, Any] = dict(datasets(folders))
     some["a"] = ss.ShardDataset(folders["a"], shuffle=True).decode().select(is_even).map(Tag("a"))
     return some
@@ -74,7 +74,7 @@ def seen(loader: ss.ShardLoader) -> list[list[str]]:
     stream=st.integers(0, 5),
     length=st.integers(0, 400),
 )
-def test_a_source_is_taken_at_its_rate_and_counted_without_gaps(
+def test_each_source_is_sampled_at_its_rate_without_gaps(
     weights: list[float], stream: int, length: int
 ) -> None:
     stratified = MixSchedule(weights, derive_key(3))
@@ -87,7 +87,7 @@ def test_a_source_is_taken_at_its_rate_and_counted_without_gaps(
     assert counts.tolist() == np.bincount(sources[:length], minlength=len(weights)).tolist()
 
 
-def test_without_weights_each_sample_of_all_comes_once(folders: dict[str, str]) -> None:
+def test_without_weights_each_sample_is_returned_once(folders: dict[str, str]) -> None:
     mixed = ss.mix(datasets(folders))
     batches = seen(ss.ShardLoader(mixed, batch_size=8))
     assert sorted(flat(batches)) == sorted(
@@ -101,7 +101,7 @@ def test_without_weights_each_sample_of_all_comes_once(folders: dict[str, str]) 
     [({}, 1), ({"stop": "all_exhausted"}, 3), ({"samples": 64}, 1)],
     ids=["first", "all", "fixed"],
 )
-def test_a_mix_has_its_weights_and_its_stop_rule(
+def test_mix_follows_its_weights_and_stop_rule(
     folders: dict[str, str], options: dict[str, Any], most_repeats: int
 ) -> None:
     mixed = ss.mix(datasets(folders), WEIGHTS, lanes=2, **options)
@@ -121,7 +121,7 @@ def test_a_mix_has_its_weights_and_its_stop_rule(
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
-def test_a_mix_has_the_same_global_batches_on_every_topology(
+def test_mix_has_the_same_global_batches_on_every_topology(
     folders: dict[str, str], weights: dict[str, float] | None
 ) -> None:
     def steps(world_size: int, workers: int) -> list[list[str]]:
@@ -144,9 +144,7 @@ def test_a_mix_has_the_same_global_batches_on_every_topology(
 @pytest.mark.parametrize("make", [datasets, streams], ids=["planned", "streams"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("taken", [1, 5])
-def test_a_mix_resumes_exactly(
-    folders: dict[str, str], make: Any, workers: int, taken: int
-) -> None:
+def test_mix_resumes_exactly(folders: dict[str, str], make: Any, workers: int, taken: int) -> None:
     def loader() -> ss.ShardLoader:
         return ss.ShardLoader(
             ss.mix(make(folders), WEIGHTS, stop="all_exhausted"), batch_size=8, num_workers=workers
@@ -161,7 +159,7 @@ def test_a_mix_resumes_exactly(
     assert first + seen(again) == whole
 
 
-def test_epochs_of_a_mix_differ_and_go_on_after_a_resume(folders: dict[str, str]) -> None:
+def test_epochs_of_a_mix_differ_also_after_a_resume(folders: dict[str, str]) -> None:
     loader = ss.ShardLoader(ss.mix(datasets(folders), WEIGHTS), batch_size=8)
     epochs = [seen(loader), seen(loader), seen(loader)]
     assert epochs[0] != epochs[1] != epochs[2]
@@ -181,7 +179,7 @@ def test_weights_may_follow_a_schedule(folders: dict[str, str]) -> None:
     assert Counter(name[0] for name in flat(seen(loader))) == mixed.counts(4, batch_size=10)
 
 
-def test_mixes_nest(folders: dict[str, str]) -> None:
+def test_mixes_can_be_nested(folders: dict[str, str]) -> None:
     parts = datasets(folders)
     inner = ss.mix({"a": parts["a"], "b": parts["b"]}, [1, 1])
     outer = ss.mix({"ab": inner, "c": parts["c"]}, {"ab": 3, "c": 1})
@@ -192,14 +190,14 @@ def test_mixes_nest(folders: dict[str, str]) -> None:
     assert abs(counts["c"] / len(names) - 0.25) < 0.1
 
 
-def test_a_mix_is_iterated_by_itself_and_by_a_plain_loader(folders: dict[str, str]) -> None:
+def test_mix_works_in_plain_iteration_and_a_plain_data_loader(folders: dict[str, str]) -> None:
     names = list(ss.mix(datasets(folders)))
     assert sorted(names) == sorted(
         f"{name}{i}" for name, size in SIZES.items() for i in range(size)
     )
 
 
-def test_an_endless_part_that_never_comes_ends_the_epoch(folders: dict[str, str]) -> None:
+def test_epoch_ends_although_an_endless_part_has_weight_zero(folders: dict[str, str]) -> None:
     nothing = ss.ShardDataset(folders["a"]).decode().select(lambda sample: sample["cls"] < 0)
     assert list(ss.mix([nothing], [1.0], samples=10)) == []
 
@@ -216,14 +214,14 @@ def test_an_endless_part_that_never_comes_ends_the_epoch(folders: dict[str, str]
         (WEIGHTS, {"lanes": 30}, "'c' has fewer samples than the mix has lanes"),
     ],
 )
-def test_a_mix_that_makes_no_sense_is_refused(
+def test_invalid_mix_is_refused(
     folders: dict[str, str], weights: Any, options: Any, match: str
 ) -> None:
     with pytest.raises(OptionError, match=match):
         ss.ShardLoader(ss.mix(datasets(folders), weights, **options), batch_size=2).__len__()
 
 
-def test_a_state_of_another_mix_is_refused(folders: dict[str, str], tmp_path: Path) -> None:
+def test_state_of_another_mix_is_refused(folders: dict[str, str], tmp_path: Path) -> None:
     state = ss.ShardLoader(ss.mix(datasets(folders), WEIGHTS), batch_size=8).state_dict()
     other = {**folders, "c": make_shards(tmp_path / "c", samples=26, per_shard=17)}
     with pytest.raises(StateError, match="fingerprint of the dataset"):
@@ -232,7 +230,7 @@ def test_a_state_of_another_mix_is_refused(folders: dict[str, str], tmp_path: Pa
 
 @pytest.mark.parametrize("make", [datasets, streams], ids=["planned", "streams"])
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_loader_says_how_many_samples_of_each_dataset_it_took(
+def test_loader_counts_samples_per_dataset(
     folders: dict[str, str], make: Any, workers: int
 ) -> None:
     loader = ss.ShardLoader(ss.mix(make(folders), WEIGHTS), batch_size=8, num_workers=workers)

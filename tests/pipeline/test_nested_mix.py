@@ -39,7 +39,7 @@ def names(dataset: Any, batch_size: int = 16) -> list[str]:
     return [name for batch in ss.ShardLoader(dataset, batch_size=batch_size) for name in batch]
 
 
-def test_a_nested_mix_loses_nothing_when_parts_go_round_again(
+def test_nested_mix_loses_no_samples_when_parts_repeat(
     parts: dict[str, ss.ShardDataset],
 ) -> None:
     inner = ss.mix({"tiny": parts["tiny"], "a": parts["a"]}, [1, 1], stop="all_exhausted")
@@ -51,19 +51,21 @@ def test_a_nested_mix_loses_nothing_when_parts_go_round_again(
     assert abs(counts["tiny"] - counts["a"]) < 32
 
 
-def test_a_mix_with_weights_in_one_without_is_refused(parts: dict[str, ss.ShardDataset]) -> None:
+def test_weighted_mix_inside_an_unweighted_one_is_refused(
+    parts: dict[str, ss.ShardDataset],
+) -> None:
     inner = ss.mix({"a": parts["a"], "tiny": parts["tiny"]}, [1, 1])
     with pytest.raises(OptionError, match="'0' is a mix with weights inside a mix without"):
         ss.mix([inner, parts["b"]])
 
 
-def test_a_schedule_of_a_nested_mix_is_asked_for_epochs_of_the_training(
+def test_schedule_of_a_nested_mix_gets_training_epochs(
     parts: dict[str, ss.ShardDataset],
 ) -> None:
-    asked: set[int] = set()
+    epochs_seen: set[int] = set()
 
     def schedule(epoch: int) -> dict[str, float]:
-        asked.add(epoch)
+        epochs_seen.add(epoch)
         return {"a": 1.0, "tiny": 1.0}
 
     inner = ss.mix({"a": parts["a"], "tiny": parts["tiny"]}, schedule)
@@ -72,10 +74,10 @@ def test_a_schedule_of_a_nested_mix_is_asked_for_epochs_of_the_training(
     )
     loader.set_epoch(2)
     list(loader)
-    assert asked <= {0, 2, 3}
+    assert epochs_seen <= {0, 2, 3}
 
 
-def test_a_weight_of_nothing_leaves_a_part_out_of_an_epoch(
+def test_weight_zero_omits_a_part_from_an_epoch(
     parts: dict[str, ss.ShardDataset],
 ) -> None:
     pair = {"a": parts["a"], "b": parts["b"]}
@@ -95,7 +97,7 @@ def test_a_weight_of_nothing_leaves_a_part_out_of_an_epoch(
 @pytest.mark.parametrize(
     "changed", [{"weights": [9, 1]}, {"stop": "all_exhausted"}, {"samples": 32}]
 )
-def test_a_state_of_another_recipe_is_refused(
+def test_state_of_another_recipe_is_refused(
     parts: dict[str, ss.ShardDataset], stream: bool, changed: dict[str, Any]
 ) -> None:
     def loader(**options: Any) -> ss.ShardLoader:
@@ -117,7 +119,7 @@ def stop(name: str) -> str:
 
 
 @pytest.mark.parametrize("mapped", [True, False])
-def test_a_function_that_raises_stop_iteration_does_not_end_an_epoch(
+def test_function_that_raises_stop_iteration_does_not_end_an_epoch(
     parts: dict[str, ss.ShardDataset], mapped: bool
 ) -> None:
     mixed = ss.mix([parts["a"].map(stop), parts["b"]])

@@ -141,26 +141,26 @@ def same(found: Any, expected: Array) -> None:
 
 
 @pytest.mark.parametrize("name", [*DEEP, *SHALLOW, *COLOURS])
-def test_raw_is_what_was_stored(name: str) -> None:
+def test_raw_returns_the_stored_values(name: str) -> None:
     data, pixels = (DEEP | SHALLOW | COLOURS)[name]
     same(decoded(data, "raw"), pixels)
 
 
 @pytest.mark.parametrize("name", [*DEEP])
-def test_names_of_8_bits_refuse_what_they_would_clip(name: str) -> None:
+def test_8_bit_names_refuse_values_they_would_clip(name: str) -> None:
     for spec in EIGHT_BITS:
         with pytest.raises(ValueError, match=r"(16|32|10|8)-bit .* do not fit .*'raw'"):
             decoded(DEEP[name][0], spec)
 
 
 @pytest.mark.parametrize("name", [*SHALLOW])
-def test_a_mask_is_its_numbers(name: str) -> None:
+def test_mask_returns_its_values(name: str) -> None:
     data, pixels = SHALLOW[name]
     same(decoded(data, "mask"), pixels.astype(np.uint8))
 
 
 @pytest.mark.parametrize("name", [name for name in DEEP if DEEP[name][1].ndim == 2])
-def test_a_mask_may_have_large_numbers_but_no_fractions(name: str) -> None:
+def test_mask_may_have_large_integers_but_no_fractions(name: str) -> None:
     data, pixels = DEEP[name]
     if pixels.dtype.kind == "f":
         with pytest.raises(ValueError, match="one whole number for each pixel, got float32"):
@@ -169,7 +169,7 @@ def test_a_mask_may_have_large_numbers_but_no_fractions(name: str) -> None:
         same(decoded(data, "mask"), pixels)
 
 
-def test_what_is_no_mask_is_refused() -> None:
+def test_invalid_mask_is_refused() -> None:
     for data in (COLOURS["PNG 3"][0], COLOURS["PNG 2"][0], COLOURS["WEBP 3"][0]):
         with pytest.raises(ValueError, match=r"got uint8 of shape \(9, 13, [23]\)"):
             decoded(data, "mask")
@@ -187,13 +187,13 @@ def test_what_is_no_mask_is_refused() -> None:
     ],
     ids=["ppm of 16 bits", "lab", "bmp of 5 bits"],
 )  # fmt: skip
-def test_raw_refuses_what_pillow_changes(data: bytes) -> None:
+def test_raw_refuses_images_that_pillow_changes(data: bytes) -> None:
     with pytest.raises(ValueError, match="Pillow changes .*pass your own decoder"):
         decoded(data, "raw")
 
 
 @pytest.mark.skipif(not PIL.features.check("avif"), reason="this Pillow reads no AVIF")
-def test_avif_is_decoded_where_pillow_does(tmp_path: Path) -> None:
+def test_avif_is_decoded_if_pillow_supports_it(tmp_path: Path) -> None:
     data = file_of(PIL.Image.fromarray(noise("uint8", 3)), "AVIF", quality=100)
     folder = make_shards(tmp_path, samples=[{"__key__": "0", "avif": data}])
     (sample,) = ss.ShardDataset(folder).decode("rgb8")
@@ -205,7 +205,7 @@ def test_avif_is_decoded_where_pillow_does(tmp_path: Path) -> None:
         decoded(AVIF10, "raw")
 
 
-def test_a_deep_jpeg_2000_is_refused() -> None:
+def test_jpeg_2000_of_over_8_bits_is_refused() -> None:
     data = file_of(PIL.Image.fromarray(noise("uint8", 3)), "JPEG2000")
     place = data.index(b"\xff\x4f\xff\x51") + 42
     deep = bytearray(data)
@@ -225,7 +225,7 @@ def frames(form: str) -> bytes:
 
 
 @pytest.mark.parametrize("form", ["GIF", "TIFF", "WEBP", "PNG"])
-def test_of_several_frames_the_first_is_decoded_with_a_warning(form: str) -> None:
+def test_first_of_several_frames_is_decoded_with_a_warning(form: str) -> None:
     data = frames(form)
     with pytest.warns(ImageWarning, match="only the first frame of an image with several"):
         found = decoded(data, "rgb8")
@@ -240,7 +240,7 @@ def test_of_several_frames_the_first_is_decoded_with_a_warning(form: str) -> Non
 
 
 @pytest.mark.parametrize("spec", ["l8", "l", "torchl8", "pill"])
-def test_shades_of_grey_of_a_palette_are_warned_of(spec: str) -> None:
+def test_grey_palette_causes_a_warning(spec: str) -> None:
     with pytest.warns(ImageWarning, match="'mask' returns its stored numbers"):
         decoded(SHALLOW["P png"][0], spec)
     grey = PIL.Image.fromarray(GREYS)
@@ -248,13 +248,13 @@ def test_shades_of_grey_of_a_palette_are_warned_of(spec: str) -> None:
     np.testing.assert_array_equal(decoded(file_of(grey, "PNG"), "l8"), GREYS)
 
 
-def test_a_palette_photo_has_its_colours() -> None:
+def test_palette_photo_is_decoded_to_colours() -> None:
     data = SHALLOW["P gif"][0]
     with PIL.Image.open(io.BytesIO(data)) as image:
         np.testing.assert_array_equal(decoded(data, "rgb8"), np.asarray(image.convert("RGB")))
 
 
-# -- masks by their names ----------------------------------------------------------------------------------------------------
+# -- masks recognised by name ---------------------------------------------------------------------------------------------------
 
 
 def sample_of(folder: Path, options: dict[str, Any], *specs: str, **fields: bytes) -> Any:
@@ -264,9 +264,7 @@ def sample_of(folder: Path, options: dict[str, Any], *specs: str, **fields: byte
 
 
 @pytest.mark.parametrize("data", ["P png", "1 png", "4 bits png"])
-def test_a_name_for_photos_is_refused_for_a_mask_that_it_would_change(
-    data: str, tmp_path: Path
-) -> None:
+def test_photo_name_is_refused_for_a_mask_that_it_would_change(data: str, tmp_path: Path) -> None:
     fields = {"jpg": picture(fmt="JPEG"), "seg.png": SHALLOW[data][0]}
     with pytest.raises(DecodeError, match=r"would replace the numbers of a mask.*field 'seg\.png'"):
         sample_of(tmp_path / "a", {}, "rgb8", **fields)
@@ -278,7 +276,7 @@ def test_a_name_for_photos_is_refused_for_a_mask_that_it_would_change(
 
 
 @pytest.mark.parametrize("spec", ["l8", "pill", "torchl"])
-def test_a_field_named_with_grey_refuses_a_palette(spec: str, tmp_path: Path) -> None:
+def test_field_named_with_grey_refuses_a_palette(spec: str, tmp_path: Path) -> None:
     with pytest.raises(DecodeError, match="to keep them use .*'mask'"):
         sample_of(tmp_path, {"fields": {"png": spec}}, png=SHALLOW["P png"][0])
 
@@ -298,7 +296,7 @@ LARGE_IDS = np.kron(RNG.choice([0, 7, 19], (30, 40)), np.ones((7, 5))).astype(np
     ],
 )
 @pytest.mark.parametrize("spec", ["l8", "rgb8", "pil", "mask", "raw"])
-def test_masks_are_made_smaller_without_new_numbers(
+def test_masks_are_shrunk_without_new_values(
     fields: list[str], options: dict[str, Any], spec: str, tmp_path: Path
 ) -> None:
     photo = file_of(PIL.Image.fromarray(LARGE_IDS).convert("RGB"), "JPEG")
@@ -315,7 +313,7 @@ def test_masks_are_made_smaller_without_new_numbers(
 
 
 @pytest.mark.parametrize("spec", ["mask", "raw"])
-def test_a_mask_named_in_fields_still_fits_its_photo(spec: str, tmp_path: Path) -> None:
+def test_mask_named_in_fields_has_the_size_of_its_photo(spec: str, tmp_path: Path) -> None:
     photo = file_of(PIL.Image.fromarray(LARGE_IDS).convert("RGB"), "JPEG")
     mask = file_of(palette_image(LARGE_IDS), "PNG")
     options: dict[str, Any] = {"fields": {"ids.png": spec}, "max_side": 50}
@@ -324,7 +322,7 @@ def test_a_mask_named_in_fields_still_fits_its_photo(spec: str, tmp_path: Path) 
     assert set(np.unique(sample["ids.png"])) == {0, 7, 19}
 
 
-def test_palettes_and_single_bits_are_made_smaller_without_new_colours() -> None:
+def test_palettes_and_bilevel_images_are_shrunk_without_new_colours() -> None:
     image = palette_image(LARGE_IDS)
     colours = np.unique(np.asarray(image.convert("RGB")).reshape(-1, 3), axis=0)
     small = decoded(file_of(image, "PNG"), "rgb8", max_side=50)
@@ -333,12 +331,12 @@ def test_palettes_and_single_bits_are_made_smaller_without_new_colours() -> None
     assert set(np.unique(bits)) == {0, 255}
 
 
-def test_a_photo_is_made_smaller_smoothly() -> None:
+def test_photo_is_shrunk_with_averaging() -> None:
     photo = PIL.Image.fromarray(LARGE_IDS)
     assert len(np.unique(decoded(file_of(photo, "PNG"), "l8", max_side=50))) > 3
 
 
-def test_a_mask_and_its_name_for_photos_take_the_same_pixels() -> None:
+def test_mask_and_photo_names_select_the_same_pixels() -> None:
     data = file_of(PIL.Image.fromarray(noise("uint8")), "PNG")
     for max_side in range(1, 14):
         chosen = decoded(data, "mask", max_side=max_side)
@@ -346,13 +344,13 @@ def test_a_mask_and_its_name_for_photos_take_the_same_pixels() -> None:
 
 
 @given(width=st.integers(1, 300), height=st.integers(1, 300), max_side=st.integers(1, 100))
-def test_photo_and_mask_of_one_size_stay_of_one_size(
+def test_photo_and_mask_of_equal_size_keep_equal_size(
     width: int, height: int, max_side: int
 ) -> None:
     mask = file_of(PIL.Image.new("L", (width, height)), "PNG")
     expected = decoded(mask, "mask", max_side=max_side).shape
     photo = file_of(PIL.Image.new("RGB", (width, height)), "JPEG")
-    for spec in ("rgb8", "pil", "rgba8"):  # the last by Pillow
+    for spec in ("rgb8", "pil", "rgba8"):  # the last with Pillow
         assert np.asarray(decoded(photo, spec, max_side=max_side)).shape[:2] == expected
 
 
@@ -391,7 +389,7 @@ def test_pixels_come_as_stored_or_upright(
         assert small.shape[1 if spec == "torchrgb8" else 0] == wanted.height // 2
 
 
-def test_pillow_turns_a_tiff_by_itself_once() -> None:
+def test_tiff_orientation_is_applied_once() -> None:
     pixels = noise("uint8", 3)
     info = PIL.TiffImagePlugin.ImageFileDirectory_v2()
     info[0x0112] = 6
@@ -403,7 +401,7 @@ def test_pillow_turns_a_tiff_by_itself_once() -> None:
 
 
 @given(orientation=st.integers(0, 65_535))
-def test_an_orientation_that_is_none_changes_nothing(orientation: int) -> None:
+def test_invalid_orientation_changes_nothing(orientation: int) -> None:
     exif = PIL.Image.Exif()
     exif[0x0112] = orientation
     data = file_of(PIL.Image.new("RGB", (8, 4), (9, 9, 9)), "JPEG", exif=exif)
@@ -414,7 +412,7 @@ def test_an_orientation_that_is_none_changes_nothing(orientation: int) -> None:
 # -- through a dataset -------------------------------------------------------------------------------------------------------
 
 
-def test_deep_images_go_through_a_loader(tmp_path: Path) -> None:
+def test_16_bit_images_pass_through_a_loader(tmp_path: Path) -> None:
     depth, ids = noise("uint16"), noise("uint8")
     samples = [{"__key__": f"{i}", "depth.png": file_of(PIL.Image.fromarray(depth), "PNG"),
                 "seg.png": file_of(palette_image(ids), "PNG")} for i in range(4)]  # fmt: skip
@@ -426,10 +424,10 @@ def test_deep_images_go_through_a_loader(tmp_path: Path) -> None:
     assert torch.equal(batch["seg.png"][0], torch.from_numpy(ids))
 
 
-def test_an_error_of_depth_names_sample_field_and_remedy(tmp_path: Path) -> None:
+def test_bit_depth_error_names_sample_field_and_remedy(tmp_path: Path) -> None:
     with pytest.raises(DecodeError, match=r"16-bit.*'raw'.*sample '0042', field 'png'") as caught:
         sample_of(tmp_path, {}, "rgb8", png=DEEP["png 3 of 16"][0])
-    assert "on_error" not in str(caught.value)  # all such samples would be passed over
+    assert "on_error" not in str(caught.value)  # all such samples would be skipped
 
 
 @pytest.mark.parametrize(
@@ -443,7 +441,7 @@ def test_an_error_of_depth_names_sample_field_and_remedy(tmp_path: Path) -> None
         ((), {"fields": {"wav": "audio"}}, "no image decoder is called 'audio'"),
     ],
 )
-def test_decoders_that_do_not_exist_say_which_do(
+def test_unknown_decoder_is_refused_with_the_known_ones(
     handlers: tuple[Any, ...], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     dataset = ss.ShardDataset(make_shards(tmp_path, samples=1))

@@ -15,7 +15,7 @@ LENGTHS = [3, 9, 1, 0, 4, 4, 8, 2, 7, 10, 5]
 
 
 def sequences(lengths: list[int]) -> list[dict[str, Any]]:
-    """Tokens that encode sequence and place: 100 * sequence + place + 1."""
+    """Return tokens that encode sequence and position: 100 * sequence + position + 1."""
     return [
         {"__key__": str(n), "ids": np.arange(size) + 100 * n + 1} for n, size in enumerate(lengths)
     ]
@@ -27,13 +27,13 @@ def packed(lengths: list[int], **options: Any) -> Run:
 
 @pytest.mark.parametrize("packing", ["concat", "first_fit"])
 @pytest.mark.parametrize("open_rows", [1, 3])
-def test_it_resumes_exactly(packing: Packing, open_rows: int) -> None:
+def test_sequence_packing_resumes_exactly(packing: Packing, open_rows: int) -> None:
     assert_resumes_exactly(lambda: packed(LENGTHS, length=10, packing=packing, open_rows=open_rows))
 
 
 @settings(deadline=None, max_examples=150)
 @given(lengths=st.lists(st.integers(0, 12), max_size=30), length=st.integers(12, 20))
-def test_every_token_comes_once_with_its_place(lengths: list[int], length: int) -> None:
+def test_every_token_is_returned_once_with_its_position(lengths: list[int], length: int) -> None:
     expected = sorted(token for sample in sequences(lengths) for token in sample["ids"].tolist())
     for packing in ("concat", "first_fit"):
         rows = list(packed(lengths, length=length, packing=packing, open_rows=4, pad=-1))
@@ -48,7 +48,7 @@ def test_every_token_comes_once_with_its_place(lengths: list[int], length: int) 
                 assert len(set((row["ids"][row["segments"] == segment] // 100).tolist())) == 1
 
 
-def test_concat_cuts_the_line_of_tokens() -> None:
+def test_concat_cuts_the_token_stream() -> None:
     rows = list(packed([3, 4, 2], length=5, packing="concat"))
     assert [row["ids"].tolist() for row in rows] == [[1, 2, 3, 101, 102], [103, 104, 201, 202, 0]]
     assert rows[1]["segments"].tolist() == [1, 1, 2, 2, 0]
@@ -73,7 +73,7 @@ def test_first_fit_keeps_sequences_whole() -> None:
         ({"__key__": "k", "txt": "x"}, "no field 'ids'; the sample has: txt"),
     ],
 )
-def test_what_cannot_be_packed_is_named_or_skipped(sample: dict[str, Any], match: str) -> None:
+def test_unpackable_sequences_are_raised_or_skipped(sample: dict[str, Any], match: str) -> None:
     stage = PackSequences(field="ids", length=10, packing="first_fit")
     with pytest.raises(SampleError, match=match):
         list(stage.open(ListRun([sample]), Context()))
@@ -85,7 +85,7 @@ def test_what_cannot_be_packed_is_named_or_skipped(sample: dict[str, Any], match
 
 @pytest.mark.parametrize("packing", ["concat", "first_fit"])
 @pytest.mark.parametrize("item", [None, {}, (), 0], ids=repr)
-def test_an_item_that_is_no_sample_does_not_end_the_epoch(packing: Packing, item: Any) -> None:
+def test_item_other_than_a_sample_does_not_end_the_epoch(packing: Packing, item: Any) -> None:
     stage = PackSequences(field="ids", length=4, packing=packing)
     items = [*sequences([4, 4]), item, *sequences([4, 4, 4])]
     with pytest.raises(SampleError, match="pack_sequences"):
@@ -98,6 +98,6 @@ def test_an_item_that_is_no_sample_does_not_end_the_epoch(packing: Packing, item
 @pytest.mark.parametrize(
     "options", [{"length": 0}, {"length": 5, "packing": "best"}, {"length": 5, "open_rows": 0}]
 )
-def test_options_that_make_no_sense_are_refused(options: dict[str, Any]) -> None:
+def test_invalid_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(OptionError):
         PackSequences(field="ids", **options)

@@ -32,7 +32,7 @@ def bare() -> str:
 
 @pytest.fixture(params=[".tar", ".tar.gz", ".tgz", ".tar.zst"])
 def local(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The same, compressed or not, as local files."""
+    """The same samples as local files, compressed or not."""
     made = Path(numbered(tmp_path / "made", 60, 7))
     compress = {
         ".tar": lambda data: data,
@@ -48,7 +48,7 @@ def make(url: str, *, num_workers: int = 0, batch_size: int = 4, **options: Any)
     return ss.ShardLoader(dataset, batch_size, num_workers=num_workers)
 
 
-def test_a_missing_index_is_told_with_the_command_to_run(bare: str) -> None:
+def test_missing_index_causes_a_warning_with_the_command(bare: str) -> None:
     with pytest.warns(NoIndexWarning, match=rf"Run once: shardstream index {bare}  \(") as caught:
         dataset = ss.ShardDataset(bare)
     assert caught[0].filename == __file__
@@ -57,13 +57,13 @@ def test_a_missing_index_is_told_with_the_command_to_run(bare: str) -> None:
     assert len(list(dataset)) == 60
 
 
-def test_ignoring_the_index_is_silent(bare: str) -> None:
+def test_index_ignore_causes_no_warning(bare: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ss.ShardDataset(bare, index="ignore")
 
 
-def test_an_index_can_be_required(bare: str) -> None:
+def test_index_can_be_required(bare: str) -> None:
     with pytest.raises(
         OptionError, match=r"run 'shardstream index' on its folder \[in memory://.*tar"
     ):
@@ -72,7 +72,7 @@ def test_an_index_can_be_required(bare: str) -> None:
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_each_sample_comes_once_whatever_the_compression(
+def test_each_sample_is_returned_once_for_any_compression(
     num_workers: int,
     shuffle: bool,
     local: str,
@@ -87,7 +87,7 @@ def test_each_sample_comes_once_whatever_the_compression(
 
 @pytest.mark.parametrize("shuffle", [True, False])
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_it_resumes_on_the_same_topology(
+def test_sequential_dataset_resumes_on_the_same_topology(
     num_workers: int,
     shuffle: bool,
     local: str,
@@ -102,7 +102,7 @@ def test_it_resumes_on_the_same_topology(
         assert seen + labels(other) == full
 
 
-def test_a_resume_begins_at_the_byte_offset(tmp_path: Path) -> None:
+def test_resume_begins_at_the_byte_offset(tmp_path: Path) -> None:
     folder = numbered(tmp_path, 60, 30)
     one = make(folder)
     take(one, 2)
@@ -131,7 +131,7 @@ def test_another_buffer_is_refused(bare: str) -> None:
         make(bare, shuffle=True, window=20).load_state_dict(state)
 
 
-def test_ranks_and_workers_part_the_shards(bare: str) -> None:
+def test_ranks_and_workers_partition_the_shards(bare: str) -> None:
     seen = [
         flat(labels(make(bare, shuffle=True, num_workers=2, placement=ss.Placement(rank, 3))))
         for rank in range(3)
@@ -140,13 +140,13 @@ def test_ranks_and_workers_part_the_shards(bare: str) -> None:
     assert all(seen)
 
 
-def test_more_readers_than_shards_leave_some_without(bare: str) -> None:
+def test_more_workers_than_shards_leave_some_without_samples(bare: str) -> None:
     seen = [flat(labels(make(bare, placement=ss.Placement(rank, 12)))) for rank in range(12)]
     assert sorted(label for rank in seen for label in rank) == list(range(60))
     assert [] in seen
 
 
-def test_the_length_is_not_known_unless_it_is_said(bare: str) -> None:
+def test_length_is_unknown_without_with_length(bare: str) -> None:
     dataset = ss.ShardDataset(bare, index="ignore")
     with pytest.raises(TypeError, match="length is not known in advance.*with_length"):
         len(dataset)
@@ -156,7 +156,7 @@ def test_the_length_is_not_known_unless_it_is_said(bare: str) -> None:
 
 
 @pytest.mark.parametrize("cut", [700, 1024 + 100])
-def test_a_cut_shard_is_an_error_or_a_counted_skip(cut: int, tmp_path: Path) -> None:
+def test_cut_shard_is_an_error_or_a_counted_skip(cut: int, tmp_path: Path) -> None:
     folder = Path(numbered(tmp_path, 60, 30))
     tar = folder / "000000.tar"
     tar.write_bytes(tar.read_bytes()[: 4096 + cut])

@@ -1,4 +1,4 @@
-"""Test the contract of all stages: exact resume at every position, alone and at the end of a loader's chain."""
+"""Test the contract of all stages: exact resume at every position, alone and as the last stage of a loader's pipeline."""
 
 from __future__ import annotations
 
@@ -132,15 +132,13 @@ CASES: dict[str, tuple[Stage, Iterable[Any]]] = {
 
 
 @pytest.mark.parametrize(("stage", "items"), CASES.values(), ids=CASES.keys())
-def test_a_stage_resumes_exactly_at_every_position(stage: Stage, items: Iterable[Any]) -> None:
-    context = Context(seed=3, epoch=2, worker_number=1)
+def test_stage_resumes_exactly_at_every_position(stage: Stage, items: Iterable[Any]) -> None:
+    context = Context(seed=3, epoch=2, global_worker=1)
     assert_resumes_exactly(lambda: stage.open(ListRun(items), context))
 
 
 @pytest.mark.parametrize(("stage", "items"), CASES.values(), ids=CASES.keys())
-def test_closing_a_run_closes_the_one_before_and_may_be_repeated(
-    stage: Stage, items: Iterable[Any]
-) -> None:
+def test_close_closes_the_run_before_and_is_idempotent(stage: Stage, items: Iterable[Any]) -> None:
     source = ListRun(items)
     run = stage.open(source, Context())
     next(run, None)
@@ -190,7 +188,7 @@ def to_list(item: int) -> list[int]:
     ],
     ids=lambda stages: "-".join(type(stage).__name__ for stage in stages),
 )
-def test_chains_resume_exactly_at_every_position(stages: tuple[Stage, ...]) -> None:
+def test_stacked_stages_resume_exactly_at_every_position(stages: tuple[Stage, ...]) -> None:
     if isinstance(stages[0], Unbatched):
         context = Context(seed=1)
         assert_resumes_exactly(
@@ -202,7 +200,7 @@ def test_chains_resume_exactly_at_every_position(stages: tuple[Stage, ...]) -> N
     assert_resumes_exactly(chained(*stages))
 
 
-NOTHINGS: list[Any] = [None, {}, 0, False, (), "", [], None, None, {}]  # items like any other
+NOTHINGS: list[Any] = [None, {}, 0, False, (), "", [], None, None, {}]  # valid items
 
 
 def always(item: Any) -> bool:
@@ -224,7 +222,7 @@ def echo(items: Iterator[Any]) -> Iterable[Any]:
     ],
     ids=lambda stages: "-".join(type(stage).__name__ for stage in stages),
 )
-def test_an_item_that_is_nothing_does_not_end_the_epoch(stages: tuple[Stage, ...]) -> None:
+def test_none_and_empty_items_do_not_end_the_epoch(stages: tuple[Stage, ...]) -> None:
     run: Run = ListRun(NOTHINGS)
     for stage in stages:
         run = stage.open(run, Context())
@@ -244,12 +242,12 @@ def stops(*args: Any) -> Any:
     ],
     ids=describe,
 )  # fmt: skip
-def test_a_function_that_raises_stop_iteration_is_an_error(stage: Stage) -> None:
+def test_function_that_raises_stop_iteration_is_an_error(stage: Stage) -> None:
     with pytest.raises(RuntimeError, match="StopIteration"):
         list(stage.open(ListRun(range(5)), Context()))
 
 
-def test_a_batch_that_does_not_say_how_many_items_it_has_is_an_error() -> None:
+def test_batch_of_unknown_length_is_an_error() -> None:
     run = Unbatched().open(
         Batched(size=2, collate=collate).open(ListRun([{}, {}]), Context()), Context()
     )
@@ -257,7 +255,7 @@ def test_a_batch_that_does_not_say_how_many_items_it_has_is_an_error() -> None:
         list(run)
 
 
-def test_a_function_that_hands_out_less_than_before_is_an_error() -> None:
+def test_function_that_yields_less_after_a_resume_is_an_error() -> None:
     run = Compose(function=echo).open(ListRun(range(9)), Context())
     take(run, 5)
     less = Compose(function=every_other).open(ListRun(range(9)), Context())
@@ -282,14 +280,14 @@ def fails_at_ten(item: int) -> int:
         (Map(function=fails_at_ten, threads=2), Map(function=double, threads=4)),
     ],
 )
-def test_threads_hand_out_all_that_comes_before_an_error(stages: tuple[Stage, ...]) -> None:
+def test_threads_yield_all_items_before_an_error(stages: tuple[Stage, ...]) -> None:
     run: Run = ListRun(range(20))
     for stage in stages:
         run = stage.open(run, Context())
     assert len(take(run, 10)) == 10
     with pytest.raises(ValueError, match="item 10"):
         next(run)
-    assert len(list(run)) == 9  # as without threads: the next call goes on
+    assert len(list(run)) == 9  # as without threads: the next call continues
     run.close()
 
 
@@ -312,11 +310,11 @@ def public_stages() -> set[type]:
     }
 
 
-def test_no_public_stage_is_missing_here() -> None:
+def test_contract_suite_covers_all_public_stages() -> None:
     assert public_stages() == {type(stage) for stage, _ in CASES.values()}
 
 
-def test_a_state_stays_small() -> None:
+def test_state_stays_small() -> None:
     run = chained(Shuffle(window=20), Batched(size=3, collate=list), Unbatched())()
     sizes = [len(json.dumps(run.state_dict())) for _ in run]
     assert max(sizes) < 200
@@ -389,7 +387,7 @@ def check_resume(make: Callable[[], ss.ShardLoader], cuts: Iterable[int]) -> Non
 
 @pytest.mark.parametrize("num_workers", TOPOLOGIES)
 @pytest.mark.parametrize("name", PIPELINES)
-def test_a_loader_resumes_a_pipeline_on_the_same_topology(
+def test_loader_resumes_a_pipeline_on_the_same_topology(
     folder: str, name: str, num_workers: int
 ) -> None:
     cuts = (0, 1, 2, 3, 5, 8, 13, 21, -1) if num_workers == 0 else (5,)
@@ -398,7 +396,7 @@ def test_a_loader_resumes_a_pipeline_on_the_same_topology(
 
 @pytest.mark.parametrize("num_workers", TOPOLOGIES)
 @pytest.mark.parametrize("name", ["select", "shuffle", "group_batched"])
-def test_a_loader_resumes_a_pipeline_without_an_index(
+def test_loader_resumes_a_pipeline_without_an_index(
     folder: str, name: str, num_workers: int
 ) -> None:
     cuts = (0, 1, 2, 3, 5, 8, 13, -1) if num_workers == 0 else (5,)
@@ -447,7 +445,7 @@ def test_another_pipeline_is_refused(
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
-def test_random_maps_behind_count_changing_steps_resume_exactly(
+def test_random_maps_after_count_changing_steps_resume_exactly(
     folder: str, num_workers: int
 ) -> None:
     def make() -> ss.ShardLoader:
@@ -467,7 +465,7 @@ def noisy(sample: dict[str, Any], generator: np.random.Generator) -> dict[str, A
     return {"cls": sample["cls"], "noise": generator.random()}
 
 
-def test_stages_of_one_kind_draw_different_numbers() -> None:
+def test_stages_of_equal_type_draw_different_random_numbers() -> None:
     context = Context(seed=1)
     one, two = (
         Map(function=jitter, rng=True, purpose=purpose).open(ListRun([0, 0]), context)

@@ -209,14 +209,14 @@ DIFFERENT: dict[str, tuple[Build, Build]] = {
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT.values(), ids=DIFFERENT)
-def test_a_state_of_another_function_is_refused(one: Build, other: Build, folder: str) -> None:
+def test_state_of_another_function_is_refused(one: Build, other: Build, folder: str) -> None:
     state = json.loads(json.dumps(open_loader(folder, one).state_dict()))
     open_loader(folder, one).load_state_dict(state)
     with pytest.raises(StateError, match="the state says"):
         open_loader(folder, other).load_state_dict(state)
 
 
-def test_the_first_step_that_differs_is_named(folder: str) -> None:
+def test_first_step_that_differs_is_named(folder: str) -> None:
     state = open_loader(folder, lambda ds: ds.select(is_even).shuffle(3)).state_dict()
     match = (
         r"step 2 of the pipeline: the state says Select\(predicate=.*test_step_signatures.is_even\), "
@@ -226,7 +226,7 @@ def test_the_first_step_that_differs_is_named(folder: str) -> None:
         open_loader(folder, lambda ds: ds.select(is_odd).shuffle(3)).load_state_dict(state)
 
 
-def test_a_function_that_was_renamed_goes_on_under_its_old_name(folder: str) -> None:
+def test_renamed_function_resumes_with_its_old_name(folder: str) -> None:
     left = open_loader(folder, lambda ds: ds.select(is_even))
     whole = labels(open_loader(folder, lambda ds: ds.select(is_even)))
     first = labels(take(left, 2))
@@ -240,7 +240,7 @@ def test_a_function_that_was_renamed_goes_on_under_its_old_name(folder: str) -> 
 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("augment", [dict, Keeps(), lambda sample: sample])
-def test_where_steps_change_no_counts_functions_may_change(
+def test_functions_may_change_if_no_step_changes_counts(
     augment: Any, mixed: bool, folder: str
 ) -> None:
     def build(ds: StreamDataset) -> StreamDataset:
@@ -250,8 +250,8 @@ def test_where_steps_change_no_counts_functions_may_change(
     open_loader(folder, lambda ds: build(ds.map(augment))).load_state_dict(state)
 
 
-def test_values_that_differ_from_run_to_run_are_no_part_of_a_name() -> None:
-    assert function_name(below(5)) == function_name(below(7))  # a run's folder or time, say
+def test_signatures_omit_values_that_differ_between_runs() -> None:
+    assert function_name(below(5)) == function_name(below(7))  # for example a run's folder or time
     assert function_name(Keeps()) == function_name(Keeps())
     assert function_name(partial(print, file=Keeps())) == function_name(
         partial(print, file=Keeps())
@@ -281,7 +281,7 @@ if __name__ == "__main__":
 """
 
 
-def test_names_are_the_same_in_every_process(tmp_path: Path) -> None:
+def test_signatures_are_equal_in_every_process(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     root = str(Path(ss.__file__).parents[1])
@@ -298,21 +298,21 @@ def test_names_are_the_same_in_every_process(tmp_path: Path) -> None:
     assert len(names) == len(set(names))
 
 
-def test_a_spawned_worker_names_functions_of_the_script_as_it_does() -> None:
+def test_spawned_worker_has_the_signatures_of_the_main_script() -> None:
     def top() -> None: ...
 
     top.__module__ = "__mp_main__"
     assert function_name(top).startswith("__main__.")
 
 
-def test_options_as_by_default_are_not_named() -> None:
-    keep = str(b"keep", "ascii")  # equal to the default, not it
+def test_signatures_omit_default_options() -> None:
+    keep = str(b"keep", "ascii")  # equal to the default, not identical
     stage = GroupBatched(group=is_even, size=2, buffer=4, collate=list, leftover=keep)  # type: ignore[arg-type]
     assert "leftover" not in describe(stage)
     assert "leftover='drop'" in describe(replace(stage, leftover="drop"))
 
 
-def test_names_of_this_package_do_not_say_where_a_module_is() -> None:
+def test_signatures_omit_module_paths_of_this_package() -> None:
     from shardstream.loader import collate  # noqa: PLC0415
 
     assert function_name(collate) == "collate"
@@ -333,7 +333,7 @@ class Counting:
         return True
 
 
-def test_a_state_of_a_function_that_counts_in_its_fields_is_loaded(folder: str) -> None:
+def test_state_is_accepted_for_a_callable_with_changing_fields(folder: str) -> None:
     left = open_loader(folder, lambda ds: ds.select(Counting()))
     whole = labels(open_loader(folder, lambda ds: ds.select(Counting())))
     again = open_loader(folder, lambda ds: ds.select(Counting()))
@@ -342,21 +342,19 @@ def test_a_state_of_a_function_that_counts_in_its_fields_is_loaded(folder: str) 
     assert first + labels(again) == whole
 
 
-def test_fields_that_a_dataclass_does_not_compare_are_not_named() -> None:
+def test_signatures_omit_fields_excluded_from_comparison() -> None:
     assert function_name(Counting(cache={1: True})) == function_name(Counting())
     assert function_name(Counting(seen=1)) != function_name(Counting())
 
 
-def test_functions_are_described_once_for_all_states(
-    folder: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_signatures_are_computed_once(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     loader = open_loader(folder, lambda ds: ds.select(Under(50)))
     state = loader.state_dict()
     monkeypatch.setattr(module_of(Pipeline), "describe", None)
     assert loader.state_dict() == state
 
 
-def test_a_function_that_holds_itself_can_be_used(folder: str) -> None:
+def test_self_referencing_function_can_be_used(folder: str) -> None:
     function = Counting()
     function.table[0] = function  # type: ignore[assignment]
     assert open_loader(folder, lambda ds: ds.select(function)).state_dict()

@@ -66,7 +66,7 @@ class TalkativeFileSystem(LocalFileSystem):  # type: ignore[misc]
 
 
 PLACES = ("local", "memory", "s3", "dir over memory", "not atomic")
-# fsspec moves a file in memory, seen through a folder, by copy and delete: nothing of ours can make that one act.
+# fsspec's memory file system moves a file by copy and delete, which is not atomic.
 PLACES_WITH_ATOMIC_MOVES = tuple(place for place in PLACES if place != "dir over memory")
 
 
@@ -112,7 +112,7 @@ def spooled() -> list[str]:
 # --- on each kind of storage
 
 
-def test_a_file_appears_when_its_block_ends_well(place: tuple[Storage, str]) -> None:
+def test_file_appears_when_its_block_succeeds(place: tuple[Storage, str]) -> None:
     storage, folder = place
     with publish(storage, f"{folder}/sub/a.tar") as stream:
         stream.write(NEW)
@@ -124,7 +124,7 @@ def test_a_file_appears_when_its_block_ends_well(place: tuple[Storage, str]) -> 
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
-def test_an_exception_inside_leaves_nothing(
+def test_exception_inside_leaves_nothing(
     place: tuple[Storage, str], error: type[BaseException]
 ) -> None:
     storage, folder = place
@@ -143,13 +143,13 @@ def test_an_exception_inside_leaves_nothing(
     assert not spooled()
 
 
-def test_an_empty_file_can_be_published(place: tuple[Storage, str]) -> None:
+def test_empty_file_can_be_published(place: tuple[Storage, str]) -> None:
     storage, folder = place
     publish_bytes(storage, f"{folder}/empty", b"")
     assert storage.info(f"{folder}/empty").size == 0
 
 
-def test_what_is_pending_appears_at_its_commit(place: tuple[Storage, str]) -> None:
+def test_pending_file_appears_at_commit(place: tuple[Storage, str]) -> None:
     storage, folder = place
     publish_bytes(storage, f"{folder}/other", b"")
     pending = open_pending(storage, f"{folder}/a")
@@ -163,7 +163,7 @@ def test_what_is_pending_appears_at_its_commit(place: tuple[Storage, str]) -> No
     assert storage.read(f"{folder}/a") == b"1234"
 
 
-def test_what_is_discarded_never_was(place: tuple[Storage, str]) -> None:
+def test_discarded_file_never_appears(place: tuple[Storage, str]) -> None:
     storage, folder = place
     publish_bytes(storage, f"{folder}/other", b"")
     pending = open_pending(storage, f"{folder}/a")
@@ -174,7 +174,7 @@ def test_what_is_discarded_never_was(place: tuple[Storage, str]) -> None:
     assert not spooled()
 
 
-def test_a_file_can_be_removed_and_twice(place: tuple[Storage, str]) -> None:
+def test_remove_is_idempotent(place: tuple[Storage, str]) -> None:
     storage, folder = place
     publish_bytes(storage, f"{folder}/a", b"1")
     publish_bytes(storage, f"{folder}/b", b"1")
@@ -184,7 +184,7 @@ def test_a_file_can_be_removed_and_twice(place: tuple[Storage, str]) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES_WITH_ATOMIC_MOVES, indirect=True)
-def test_a_reader_sees_the_old_or_the_new_file(place: tuple[Storage, str]) -> None:
+def test_reader_sees_the_old_or_the_new_file(place: tuple[Storage, str]) -> None:
     storage, folder = place
     url = f"{folder}/a.tar"
     publish_bytes(storage, url, OLD)
@@ -208,10 +208,10 @@ def test_a_reader_sees_the_old_or_the_new_file(place: tuple[Storage, str]) -> No
     assert not wrong
 
 
-# --- what fails
+# --- failures
 
 
-def test_a_put_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_put_leaves_nothing(tmp_path: Path) -> None:
     storage, folder = not_atomic(tmp_path)
     publish_bytes(storage, f"{folder}/a", OLD)
     with pytest.raises(StorageError, match=r"connection lost.*in data/a"):
@@ -225,9 +225,7 @@ def test_a_put_that_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
     [lambda storage, url: publish_bytes(storage, url, b"1"), remove],
     ids=["publish", "remove"],
 )
-def test_what_fails_shows_no_secret(
-    operation: Callable[[Storage, str], None], tmp_path: Path
-) -> None:
+def test_errors_show_no_secret(operation: Callable[[Storage, str], None], tmp_path: Path) -> None:
     filesystem = DirFileSystem(path="/", fs=TalkativeFileSystem(password="hunter2"))  # noqa: S106
     storage = Storage(filesystem=filesystem)
     with pytest.raises(StorageError, match="login as me:… failed") as raised:
@@ -235,14 +233,14 @@ def test_what_fails_shows_no_secret(
     assert "hunter2" not in "".join(traceback.format_exception(raised.value))
 
 
-def test_a_file_at_the_root_of_a_filesystem_makes_no_folder() -> None:
+def test_file_at_the_root_of_a_filesystem_makes_no_folder() -> None:
     inner = MemoryFileSystem()
     root = f"/test-{uuid.uuid4().hex}"
     publish_bytes(Storage(filesystem=DirFileSystem(path=root, fs=inner)), "a.tar", b"1")
     assert inner.ls(root, detail=False) == [f"{root}/a.tar"]
 
 
-def test_bytes_that_got_lost_on_the_way_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_lost_in_transfer_are_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     memory = fsspec.get_filesystem_class("memory")
     original = memory.pipe_file
     monkeypatch.setattr(
@@ -261,9 +259,7 @@ def test_bytes_that_got_lost_on_the_way_are_noticed(monkeypatch: pytest.MonkeyPa
         ("n" * 300, "too long"),
     ],
 )
-def test_a_place_that_cannot_be_written_is_reported(
-    name: str, message: str, tmp_path: Path
-) -> None:
+def test_unwritable_location_is_reported(name: str, message: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     (tmp_path / "folder").mkdir()
     with pytest.raises(StorageError, match=message) as raised:
@@ -273,7 +269,7 @@ def test_a_place_that_cannot_be_written_is_reported(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_is_reported(tmp_path: Path) -> None:
+def test_full_disk_is_reported(tmp_path: Path) -> None:
     pending = open_pending(Storage(), str(tmp_path / "a.tar"))
     full = os.open("/dev/full", os.O_WRONLY)
     os.dup2(full, pending.stream.fileno())
@@ -284,7 +280,7 @@ def test_a_full_disk_is_reported(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
-def test_a_bucket_that_is_missing_is_reported(request: pytest.FixtureRequest) -> None:
+def test_bucket_that_is_missing_is_reported(request: pytest.FixtureRequest) -> None:
     storage = Storage(request.getfixturevalue("s3").storage_options)
     with pytest.raises(StorageError, match="the bucket '.*' does not exist; create it"):
         publish_bytes(storage, "s3://no-such-bucket-anywhere/a.tar", b"1")
@@ -294,12 +290,12 @@ def test_a_bucket_that_is_missing_is_reported(request: pytest.FixtureRequest) ->
 # --- on a local disk
 
 
-def test_a_published_file_can_be_read_by_all(tmp_path: Path) -> None:
+def test_published_file_is_readable_by_all(tmp_path: Path) -> None:
     publish_bytes(Storage(), str(tmp_path / "a.tar"), b"1")
     assert (tmp_path / "a.tar").stat().st_mode & 0o777 == 0o644
 
 
-def test_a_file_url_is_published_beside_its_final_place(tmp_path: Path) -> None:
+def test_temporary_file_is_in_the_folder_of_the_final_file(tmp_path: Path) -> None:
     with publish(Storage(), f"file://{tmp_path}/a.tar") as stream:
         stream.write(b"1")
         (part,) = os.listdir(tmp_path)
@@ -309,7 +305,7 @@ def test_a_file_url_is_published_beside_its_final_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("before", [b"", OLD])
-def test_a_killed_writer_leaves_nothing_under_the_final_name(before: bytes, tmp_path: Path) -> None:
+def test_killed_writer_leaves_nothing_under_the_final_name(before: bytes, tmp_path: Path) -> None:
     if before:
         publish_bytes(Storage(), str(tmp_path / "a.tar"), before)
     publish_bytes(Storage(), str(tmp_path / "b.tar"), b"")
@@ -340,7 +336,7 @@ def test_a_killed_writer_leaves_nothing_under_the_final_name(before: bytes, tmp_
     assert shards == sorted(str(tmp_path / name) for name in found)
 
 
-def test_a_published_file_can_be_read_by_all_whatever_the_umask(tmp_path: Path) -> None:
+def test_published_file_is_readable_by_all_for_any_umask(tmp_path: Path) -> None:
     before = os.umask(0o077)
     try:
         publish_bytes(Storage(), str(tmp_path / "deep" / "er" / "a.tar"), b"1")
@@ -351,7 +347,7 @@ def test_a_published_file_can_be_read_by_all_whatever_the_umask(tmp_path: Path) 
 
 def open_files(folder: Path) -> list[str]:
     found = (Path("/proc/self/fd", one) for one in os.listdir("/proc/self/fd"))
-    names = (os.readlink(one) for one in found if one.is_symlink())  # not that of the listing
+    names = (os.readlink(one) for one in found if one.is_symlink())  # not the handle of the listing
     return [name for name in names if name.startswith(str(folder)) or name == "/dev/full"]
 
 
@@ -362,7 +358,7 @@ def test_no_file_stays_open(ends_well: bool, tmp_path: Path) -> None:
         pending.write(b"1")
         if ends_well:
             pending.commit()
-        else:  # the disk is full: the last bytes cannot be flushed
+        else:  # the disk is full, so the last bytes cannot be flushed
             full = os.open("/dev/full", os.O_WRONLY)
             os.dup2(full, pending.stream.fileno())
             os.close(full)
@@ -375,7 +371,7 @@ def test_no_file_stays_open(ends_well: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fault", "is_fine"), [(errno.EINVAL, True), (errno.ENOTSUP, True), (errno.EIO, False)]
 )
-def test_only_a_mount_that_cannot_sync_folders_is_excused(
+def test_folder_sync_errors_are_ignored_only_if_unsupported(
     fault: int, is_fine: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     really_sync = os.fsync
@@ -395,7 +391,7 @@ def test_only_a_mount_that_cannot_sync_folders_is_excused(
 
 
 @pytest.mark.parametrize("exists", [True, False])
-def test_a_signal_while_a_file_is_created_leaves_nothing(
+def test_signal_while_a_file_is_created_leaves_nothing(
     exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(path: Path, _: str) -> None:
@@ -410,7 +406,7 @@ def test_a_signal_while_a_file_is_created_leaves_nothing(
 
 
 class BucketFileSystem(MemoryFileSystem):  # type: ignore[misc]
-    """A store with an atomic PUT, as those of Google and Azure."""
+    """A store with an atomic PUT, like Google's and Azure's."""
 
     protocol = ("gs", "gcs")
 
@@ -418,7 +414,7 @@ class BucketFileSystem(MemoryFileSystem):  # type: ignore[misc]
         raise AssertionError("a store copies what it moves")
 
 
-def test_a_store_whose_put_is_one_act_gets_one() -> None:
+def test_store_with_atomic_put_gets_one_put() -> None:
     folder = f"/bucket-{uuid.uuid4().hex}"
     storage = Storage(filesystem=BucketFileSystem())
     publish_bytes(storage, f"{folder}/a.tar", b"1")

@@ -1,4 +1,4 @@
-"""The cache returns the bytes of the source, whatever happens to its folder."""
+"""Test that the cache returns the bytes of the source after any change of its folder."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ URL = "s3://bucket/a.tar"
 
 
 class Source:
-    """A remote file, with the requests that a cache sent for it."""
+    """A remote file that records the requests of a cache."""
 
     def __init__(self, data: bytes = DATA, version: str | None = "ETag 1", url: str = URL) -> None:
         self.data, self.version, self.url = data, version, url
@@ -81,7 +81,7 @@ def cached(folder: Path, max_bytes: int | None = ROOM) -> Cache:
 
 
 def chunks(folder: Path) -> list[Path]:
-    """The files that hold bytes of shards."""
+    """Return the files that hold bytes of shards."""
     return sorted(folder.glob("*/??/*"))
 
 
@@ -94,7 +94,7 @@ def used_bytes(folder: Path) -> int:
     for path in chunks(folder):
         try:
             total += -(-path.stat().st_size // 4096) * 4096
-        except FileNotFoundError:  # another process made room
+        except FileNotFoundError:  # another process evicted it
             continue
     return total
 
@@ -112,14 +112,14 @@ def flip(path: Path, at: int) -> None:
     ("start", "end"),
     [(0, 1), (0, MIB), (MIB - 1, MIB + 1), (123, 4 * MIB + 7), (5 * MIB, None), (0, None)],
 )
-def test_what_was_read_once_is_not_read_again(folder: Path, start: int, end: int | None) -> None:
+def test_cached_bytes_are_not_read_again(folder: Path, start: int, end: int | None) -> None:
     source = Source()
     for _ in range(2):
         assert source.through(cached(folder), start, end) == DATA[start:end]
     assert len(source.reads) == 1
 
 
-def test_neighbours_that_are_missing_come_by_one_read_and_the_rest_from_the_disk(
+def test_adjacent_missing_chunks_need_one_read(
     folder: Path,
 ) -> None:
     source, cache = Source(), cached(folder)
@@ -128,7 +128,7 @@ def test_neighbours_that_are_missing_come_by_one_read_and_the_rest_from_the_disk
     assert source.reads == [(2 * MIB, 3 * MIB), (0, 2 * MIB), (3 * MIB, 5 * MIB)]
 
 
-def test_ranges_that_cut_chunks_read_each_byte_once_over_all(folder: Path) -> None:
+def test_ranges_that_split_chunks_read_each_byte_once(folder: Path) -> None:
     source, cache = Source(), cached(folder)
     starts = list(range(0, len(DATA), 300_001))
     random.Random(1).shuffle(starts)
@@ -139,7 +139,7 @@ def test_ranges_that_cut_chunks_read_each_byte_once_over_all(folder: Path) -> No
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), max_size=4))
-def test_any_range_of_a_small_file_is_right(spans: list[tuple[int, int]]) -> None:
+def test_any_range_of_a_small_file_is_correct(spans: list[tuple[int, int]]) -> None:
     source = Source(DATA[:50])
     with tempfile.TemporaryDirectory() as folder:
         for start, size in spans:
@@ -165,11 +165,11 @@ def counted_bytes(folder: Path) -> int:
         ((5 * MIB + 7,), (5 * MIB, len(DATA))),
     ],
 )
-def test_what_is_forgotten_is_read_again_and_the_rest_is_not(
+def test_only_forgotten_chunks_are_read_again(
     forgotten: tuple[int, ...], read_again: tuple[int, int], folder: Path
 ) -> None:
     source, cache = Source(), cached(folder)
-    cache.forget(URL)  # nothing is known of it
+    cache.forget(URL)  # the cache has no record of it
     source.through(cache)
     before = counted_bytes(folder)
     cache.forget(URL, *forgotten)
@@ -180,13 +180,13 @@ def test_what_is_forgotten_is_read_again_and_the_rest_is_not(
     assert counted_bytes(folder) == used_bytes(folder) == before
 
 
-def test_a_range_past_the_end_is_left_to_the_source(folder: Path) -> None:
+def test_range_past_the_end_is_left_to_the_source(folder: Path) -> None:
     source = Source()
     source.through(cached(folder), len(DATA) - 5, len(DATA) + 5)
     assert source.reads == [(len(DATA) - 5, len(DATA) + 5)]
 
 
-def test_an_error_of_the_source_is_the_users(folder: Path) -> None:
+def test_errors_of_the_source_are_raised(folder: Path) -> None:
     cache = cached(folder)
     cache.record(URL, len(DATA), "ETag 1")
 
@@ -198,7 +198,7 @@ def test_an_error_of_the_source_is_the_users(folder: Path) -> None:
     assert chunks(folder) == []
 
 
-def test_a_cache_goes_to_other_processes(folder: Path) -> None:
+def test_cache_can_be_pickled_to_other_processes(folder: Path) -> None:
     source = Source()
     source.through(cached(folder), 0, 5)
     copy: Cache = ForkingPickler.loads(ForkingPickler.dumps(cached(folder)))
@@ -206,7 +206,7 @@ def test_a_cache_goes_to_other_processes(folder: Path) -> None:
     assert len(source.reads) == 1
 
 
-def test_only_this_user_can_look_in(folder: Path) -> None:
+def test_cache_folder_is_private_to_the_user(folder: Path) -> None:
     Source().through(cached(folder))
     places = [folder, *folder.rglob("*")]
     assert len(places) > 8
@@ -216,7 +216,7 @@ def test_only_this_user_can_look_in(folder: Path) -> None:
 # --- versions
 
 
-def test_a_file_that_was_replaced_is_read_again(folder: Path) -> None:
+def test_replaced_file_is_read_again(folder: Path) -> None:
     old, new = Source(), Source(DATA[::-1], "ETag 2")
     old.through(cached(folder), 0, 100)
     assert new.through(cached(folder), 0, 100) == DATA[::-1][:100]
@@ -232,14 +232,14 @@ def test_a_file_that_was_replaced_is_read_again(folder: Path) -> None:
         Source(version="mtime 1"),
     ],
 )
-def test_another_length_url_or_kind_of_version_is_another_file(folder: Path, other: Source) -> None:
+def test_files_differ_by_length_url_and_version_type(folder: Path, other: Source) -> None:
     Source().through(cached(folder), 0, 100)
     other.reads.clear()
     other.through(cached(folder), 0, 100)
     assert len(other.reads) == 1
 
 
-def test_a_signature_in_the_url_does_not_matter_where_an_etag_says_what_it_is(folder: Path) -> None:
+def test_url_signature_is_ignored_if_there_is_an_etag(folder: Path) -> None:
     first = Source(url="https://host/a.tar?X-Amz-Signature=1")
     second = Source(url="https://host/a.tar?X-Amz-Signature=2")
     first.through(cached(folder))
@@ -251,31 +251,31 @@ def test_a_signature_in_the_url_does_not_matter_where_an_etag_says_what_it_is(fo
     assert [len(source.reads) for source in dated] == [1, 1]
 
 
-def test_a_file_is_looked_up_once(folder: Path) -> None:
+def test_file_is_looked_up_once(folder: Path) -> None:
     source, cache = Source(), cached(folder)
     for start in range(10):
         source.through(cache, start, start + 1)
     assert source.look_ups == 1
 
 
-def test_another_length_than_the_caller_knows_is_left_to_the_source(folder: Path) -> None:
-    cache, asked = cached(folder), []
+def test_read_with_an_unexpected_length_bypasses_the_cache(folder: Path) -> None:
+    cache, requested = cached(folder), []
     cache.record(URL, len(DATA), "ETag 1")
 
     def read(start: int, end: int | None) -> bytes:
-        asked.append((start, end))
+        requested.append((start, end))
         return b"the source"
 
     size = len(DATA) - 1
     found = cache.read(URL, 3, 9, size=size, read=read, look_up=lambda: None)
-    assert (found, asked, chunks(folder)) == (b"the source", [(3, 9)], [])
+    assert (found, requested, chunks(folder)) == (b"the source", [(3, 9)], [])
 
 
-def test_what_has_no_version_is_not_kept(folder: Path) -> None:
+def test_files_without_a_version_are_not_cached(folder: Path) -> None:
     source, cache = Source(version=None), cached(folder)
     with pytest.warns(CacheWarning, match="neither an ETag nor a modification time"):
         source.through(cache, 0, 9)
-    assert source.through(cache, 0, 9) == DATA[:9]  # without another warning
+    assert source.through(cache, 0, 9) == DATA[:9]  # no second warning
     assert (len(source.reads), chunks(folder)) == (2, [])
 
 
@@ -290,14 +290,14 @@ def test_what_has_no_version_is_not_kept(folder: Path) -> None:
         ({"size": 5}, None),
     ],
 )
-def test_a_version_is_an_etag_or_a_time(entry: dict[str, Any], version: str | None) -> None:
+def test_version_is_an_etag_or_a_time(entry: dict[str, Any], version: str | None) -> None:
     assert version_of(entry) == version
 
 
-# --- room
+# --- size limits
 
 
-def test_no_more_is_kept_than_allowed_and_what_is_kept_serves_each_epoch(folder: Path) -> None:
+def test_size_limit_holds_and_cached_part_serves_each_epoch(folder: Path) -> None:
     source, room = Source(), 4 * MIB
     cache = cached(folder, room)
     hits: list[int] = []
@@ -312,12 +312,10 @@ def test_no_more_is_kept_than_allowed_and_what_is_kept_serves_each_epoch(folder:
         hits.append(len(DATA) - source.bytes_read)
     kept = sum(path.stat().st_size - HEADER_BYTES for path in chunks(folder))
     assert kept >= room - 2 * CACHE_CHUNK_BYTES
-    assert (
-        hits[1:] == [kept] * 3
-    )  # all that is kept is of use, and nothing is read around what is not
+    assert hits[1:] == [kept] * 3  # all cached chunks are used, and no other bytes are read
 
 
-def test_a_read_larger_than_the_cache_fills_what_there_is(folder: Path) -> None:
+def test_read_larger_than_the_cache_fills_the_free_space(folder: Path) -> None:
     source, cache = Source(), cached(folder, 4 * MIB)
     assert source.through(cache, 5, len(DATA) - 5) == DATA[5:-5]
     assert source.through(cache, 5, len(DATA) - 5) == DATA[5:-5]
@@ -325,7 +323,7 @@ def test_a_read_larger_than_the_cache_fills_what_there_is(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("last", [8192 - HEADER_BYTES, MIB, 4096 - HEADER_BYTES + 1])
-def test_a_read_that_just_fits_is_kept_whole(last: int, folder: Path) -> None:
+def test_read_that_just_fits_is_cached_completely(last: int, folder: Path) -> None:
     whole, rest = (-(-(HEADER_BYTES + size) // 4096) * 4096 for size in (MIB, last))
     source = Source(random.Random(1).randbytes(2 * MIB + last))
     source.through(cached(folder, 2 * whole + rest))
@@ -335,11 +333,11 @@ def test_a_read_that_just_fits_is_kept_whole(last: int, folder: Path) -> None:
     assert len(chunks(folder / "smaller")) == 2
 
 
-def test_a_run_drops_what_runs_before_it_kept(folder: Path) -> None:
+def test_run_evicts_chunks_of_earlier_runs(folder: Path) -> None:
     old, new = Source(), Source(DATA[::-1], url="s3://bucket/b.tar")
     old.through(cached(folder, 6 * MIB))
     run = cached(folder, 6 * MIB)
-    old.through(run, 0, MIB)  # used again: it stays
+    old.through(run, 0, MIB)  # used again, so it stays
     for start in range(0, 4 * MIB, MIB):
         new.through(run, start, start + MIB)
     assert used_bytes(folder) <= 6 * MIB
@@ -351,7 +349,7 @@ def test_a_run_drops_what_runs_before_it_kept(folder: Path) -> None:
     assert old.reads == new.reads == []
 
 
-def test_a_smaller_limit_holds_from_the_next_write_on(folder: Path) -> None:
+def test_smaller_limit_applies_from_the_next_write(folder: Path) -> None:
     Source().through(cached(folder))
     assert used_bytes(folder) > 5 * MIB
     Source(url="s3://bucket/b.tar").through(cached(folder, 4 * MIB), 0, 5)
@@ -368,14 +366,14 @@ def test_by_default_a_tenth_of_the_disk_stays_free(
     disk.f_bavail = 100
     with pytest.warns(CacheWarning, match="less than a tenth of its disk is free"):
         assert Source(version="ETag 2").through(cached(folder, None)) == DATA
-    assert len(chunks(folder)) == 0  # of an earlier run
+    assert len(chunks(folder)) == 0  # chunks of an earlier run
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert Source().through(cached(folder, 6 * MIB)) == DATA  # who says how much gets it
+        assert Source().through(cached(folder, 6 * MIB)) == DATA  # an explicit limit holds
     assert len(chunks(folder)) == len(DATA) // MIB + 1
 
 
-def test_a_cache_that_fills_the_disk_to_its_tenth_does_so_silently(
+def test_cache_that_fills_the_disk_to_its_tenth_does_so_silently(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk = SimpleNamespace(f_bavail=100 + MIB // 4096 + 4, f_blocks=1000, f_frsize=4096)
@@ -389,7 +387,7 @@ def test_a_cache_that_fills_the_disk_to_its_tenth_does_so_silently(
     assert len(chunks(folder)) == 1
 
 
-def test_files_that_others_delete_are_noticed(
+def test_files_deleted_by_others_are_detected(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source, cache = Source(), cached(folder, 5 * MIB)
@@ -398,14 +396,14 @@ def test_files_that_others_delete_are_noticed(
     for path in chunks(folder):
         path.unlink()
     assert source.through(cache, 0, 9) == DATA[:9]
-    assert chunks(folder) == []  # by its count it is full
+    assert chunks(folder) == []  # full according to the usage count
     monkeypatch.setattr(CacheSpace, "survey_ns", 0)
     source.through(cache, 0, 9)
     assert len(chunks(folder)) == 1
 
 
 @pytest.mark.parametrize("wrong", [b"", b"garbage" * 20, b"\xff" * 36])
-def test_a_count_that_is_lost_is_counted_again(folder: Path, wrong: bytes) -> None:
+def test_lost_usage_count_is_recomputed(folder: Path, wrong: bytes) -> None:
     source = Source()
     source.through(cached(folder))
     [total] = folder.glob("*/total")
@@ -415,7 +413,7 @@ def test_a_count_that_is_lost_is_counted_again(folder: Path, wrong: bytes) -> No
     assert used_bytes(folder) <= 6 * MIB
 
 
-def test_a_clock_that_was_set_back_makes_no_file_immortal(folder: Path) -> None:
+def test_files_with_future_times_are_evicted(folder: Path) -> None:
     Source().through(cached(folder, 6 * MIB))
     for path in chunks(folder):
         os.utime(path, (time.time() + 1e6, time.time() + 1e6))
@@ -429,7 +427,7 @@ def test_a_clock_that_was_set_back_makes_no_file_immortal(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 9, 25, 60, HEADER_BYTES, HEADER_BYTES + 70_000, -1])
-def test_a_flipped_bit_is_found_and_mended(
+def test_bit_flip_is_detected_and_read_again(
     folder: Path, at: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = Source()
@@ -467,7 +465,7 @@ def hostile_files(path: Path, secret: Path) -> Iterator[None]:
     path.rmdir()
 
 
-def test_hostile_files_are_never_handed_out(folder: Path, tmp_path: Path) -> None:
+def test_forged_files_are_never_returned(folder: Path, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(b"secret" * 300_000)
     source = Source()
@@ -480,19 +478,19 @@ def test_hostile_files_are_never_handed_out(folder: Path, tmp_path: Path) -> Non
     assert secret.read_bytes() == b"secret" * 300_000
 
 
-def test_making_room_deletes_nothing_behind_a_link(folder: Path, tmp_path: Path) -> None:
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "thesis").write_bytes(bytes(MIB))
-    os.utime(elsewhere / "thesis", (1, 1))
+def test_eviction_does_not_follow_links(folder: Path, tmp_path: Path) -> None:
+    target_folder = tmp_path / "elsewhere"
+    target_folder.mkdir()
+    (target_folder / "thesis").write_bytes(bytes(MIB))
+    os.utime(target_folder / "thesis", (1, 1))
     cached(folder)
-    (folder / "shardstream-cache-1" / "zz").symlink_to(elsewhere)
+    (folder / "shardstream-cache-1" / "zz").symlink_to(target_folder)
     for number in range(3):
         Source(version=f"ETag {number}").through(cached(folder, 6 * MIB))
-    assert (elsewhere / "thesis").exists()
+    assert (target_folder / "thesis").exists()
 
 
-def test_a_chunk_under_the_name_of_another_is_refused(folder: Path) -> None:
+def test_chunk_under_the_name_of_another_is_refused(folder: Path) -> None:
     source = Source()
     source.through(cached(folder), 0, MIB)
     [first] = chunks(folder)
@@ -515,7 +513,7 @@ ACTS = ("flip", "cut", "delete", "directory", "drop_total", "drop_all", "new_run
         max_size=15,
     )
 )
-def test_whatever_is_done_to_the_folder_the_bytes_are_right(
+def test_reads_are_correct_after_any_change_of_the_folder(
     acts: list[tuple[str, int, int]],
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -553,10 +551,10 @@ def harm(folder: Path, act: str, which: int, at: int) -> None:
             path.mkdir()
 
 
-# --- a disk that fails
+# --- disk errors
 
 
-def test_a_folder_deleted_meanwhile_is_made_again(folder: Path) -> None:
+def test_deleted_folder_is_created_again(folder: Path) -> None:
     source, cache = Source(), cached(folder)
     for _ in range(2):
         assert source.through(cache) == DATA
@@ -589,19 +587,19 @@ def run_python(code: str, *arguments: object) -> str:
     return done.stdout
 
 
-def test_a_full_disk_is_one_warning_and_no_cache(folder: Path) -> None:
-    said = run_python(FULL_DISK, folder)
-    assert said.startswith("1 cannot write to the cache")
-    assert "File too large" in said
+def test_full_disk_causes_one_warning_and_disables_the_cache(folder: Path) -> None:
+    results = run_python(FULL_DISK, folder)
+    assert results.startswith("1 cannot write to the cache")
+    assert "File too large" in results
 
 
-def test_a_full_disk_is_tried_again_later(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_is_retried_later(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, cache = Source(), cached(folder)
     (folder / "shardstream-cache-1" / "parts").rmdir()
     (folder / "shardstream-cache-1" / "parts").write_bytes(b"")
     with pytest.warns(CacheWarning, match="Not a directory"):
         source.through(cache, 0, 5)
-    source.through(cache, 0, 5)  # without another warning
+    source.through(cache, 0, 5)  # no second warning
     (folder / "shardstream-cache-1" / "parts").unlink()
     source.through(cache, 0, 5)
     assert chunks(folder) == []
@@ -611,7 +609,7 @@ def test_a_full_disk_is_tried_again_later(folder: Path, monkeypatch: pytest.Monk
     assert len(chunks(folder)) == 1
 
 
-def test_a_folder_that_cannot_be_made_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_that_cannot_be_created_causes_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.warns(CacheWarning, match="reads continue without it"):
         cache = Cache("/proc/no-such-place/cache", ROOM)
     assert Source().through(cache, 0, 5) == DATA[:5]
@@ -620,8 +618,8 @@ def test_a_folder_that_cannot_be_made_is_a_warning(monkeypatch: pytest.MonkeyPat
 # --- several processes
 
 
-def read_all(folder: Path, room: int, seed: int, rounds: int, said: Any) -> None:
-    """Read all files; run by each process of these tests."""
+def read_all(folder: Path, room: int, seed: int, rounds: int, results: Any) -> None:
+    """Read all files; each process of these tests runs this."""
     source, cache = Source(), cached(folder, room)
     starts = list(range(0, len(DATA), 250_000))
     for turn in range(rounds):
@@ -629,28 +627,26 @@ def read_all(folder: Path, room: int, seed: int, rounds: int, said: Any) -> None
         for start in starts:
             end = min(start + 250_000, len(DATA))
             assert source.through(cache, start, end) == DATA[start:end]
-    said.put(source.bytes_read)
+    results.put(source.bytes_read)
 
 
 def start_all(
     folder: Path, room: int, count: int, rounds: int
 ) -> tuple[list[multiprocessing.process.BaseProcess], Any]:
     context = multiprocessing.get_context("spawn")
-    said = context.Queue()
+    results = context.Queue()
     workers = [
-        context.Process(target=read_all, args=(folder, room, seed, rounds, said))
+        context.Process(target=read_all, args=(folder, room, seed, rounds, results))
         for seed in range(count)
     ]
     for worker in workers:
         worker.start()
-    return list(workers), said
+    return list(workers), results
 
 
 @pytest.mark.parametrize("room", [ROOM, 4 * MIB])
-def test_processes_that_fill_one_cache_at_once_stay_within_its_size(
-    folder: Path, room: int
-) -> None:
-    workers, said = start_all(folder, room, 2, rounds=3)
+def test_concurrent_processes_stay_within_the_cache_size(folder: Path, room: int) -> None:
+    workers, results = start_all(folder, room, 2, rounds=3)
     most = 0
     while any(worker.is_alive() for worker in workers):
         most = max(most, used_bytes(folder))
@@ -664,7 +660,7 @@ def test_processes_that_fill_one_cache_at_once_stay_within_its_size(
     assert again.through(cached(folder, room)) == DATA
     if room == ROOM:
         assert again.reads == []
-        assert sum(said.get(timeout=10) for _ in workers) <= 2 * len(DATA)
+        assert sum(results.get(timeout=10) for _ in workers) <= 2 * len(DATA)
 
 
 WRITE_FOR_EVER = """
@@ -677,7 +673,7 @@ WRITE_FOR_EVER = """
 """
 
 
-def test_processes_killed_while_they_write_leave_nothing_behind(folder: Path) -> None:
+def test_processes_killed_during_a_write_leave_no_files(folder: Path) -> None:
     for wait_s in (0.05, 0.1, 0.02, 0.07):
         with subprocess.Popen(
             [sys.executable, "-c", textwrap.dedent(WRITE_FOR_EVER), folder], stdout=subprocess.PIPE
@@ -693,15 +689,15 @@ def test_processes_killed_while_they_write_leave_nothing_behind(folder: Path) ->
     source, cache = Source(version="ETag of another"), cached(folder, 20 * MIB)
     for _ in range(2):
         assert source.through(cache) == DATA
-    assert len(source.reads) == 1  # no lock was left
+    assert len(source.reads) == 1  # no lock is left
     assert parts(folder) == []
-    for number in range(40):  # whatever the killed ones kept is whole
+    for number in range(40):  # all chunks of killed processes are complete
         assert Source(version=f"ETag {number}").through(cache) == DATA
     assert used_bytes(folder) <= 20 * MIB
 
 
 @pytest.mark.parametrize("name", ["total", "evicting"])
-def test_a_lock_that_another_process_holds_is_not_waited_for(folder: Path, name: str) -> None:
+def test_lock_that_another_process_holds_is_not_waited_for(folder: Path, name: str) -> None:
     old = Source(url="s3://bucket/b.tar")
     old.through(cached(folder, 6 * MIB))
     source, cache = Source(), cached(folder, 6 * MIB)
@@ -715,7 +711,7 @@ def test_a_lock_that_another_process_holds_is_not_waited_for(folder: Path, name:
     assert len(source.reads) == 3
 
 
-# --- options, and the way through storage
+# --- options, and reads through `Storage`
 
 
 @pytest.mark.parametrize(
@@ -729,7 +725,7 @@ def test_a_lock_that_another_process_holds_is_not_waited_for(folder: Path, name:
         (__file__, None, "cache_dir is not a folder"),
     ],
 )
-def test_options_that_make_no_sense(
+def test_invalid_options_are_refused(
     cache_dir: str | None, cache_bytes: Any, message: str, monkeypatch: Any, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -737,7 +733,7 @@ def test_options_that_make_no_sense(
         open_cache(cache_dir, cache_bytes)
 
 
-def test_a_folder_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cached(folder)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     with pytest.raises(OptionError, match="belongs to another user"):
@@ -745,7 +741,7 @@ def test_a_folder_of_another_user_is_refused(folder: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
-def test_a_folder_that_others_can_write_is_refused(folder: Path, mode: int) -> None:
+def test_folder_that_others_can_write_is_refused(folder: Path, mode: int) -> None:
     cached(folder)
     (folder / "shardstream-cache-1").chmod(mode)
     with pytest.raises(OptionError, match=f"can be written by others \\(mode {mode:o}"):
@@ -754,19 +750,19 @@ def test_a_folder_that_others_can_write_is_refused(folder: Path, mode: int) -> N
     cached(folder)
 
 
-def test_a_folder_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_folder_that_is_a_link_is_refused(folder: Path, tmp_path: Path) -> None:
     cached(folder)
     (folder / "shardstream-cache-1").rename(tmp_path / "elsewhere")
     (folder / "shardstream-cache-1").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OptionError, match="is a link; delete it"):
         cached(folder)
-    (tmp_path / "other").symlink_to(folder)  # what the user names may be one: it is the user's
+    (tmp_path / "other").symlink_to(folder)  # a link that the user names is allowed
     (folder / "shardstream-cache-1").unlink()
     cached(tmp_path / "other")
 
 
-def test_a_chunk_that_is_a_link_is_read_from_its_source(folder: Path, tmp_path: Path) -> None:
-    """However good what it leads to looks."""
+def test_chunk_that_is_a_link_is_read_from_its_source(folder: Path, tmp_path: Path) -> None:
+    """Even if its target looks valid."""
     source = Source()
     source.through(cached(folder), 0, MIB)
     [path] = chunks(folder)
@@ -784,7 +780,7 @@ def test_no_lock_is_made_or_taken_through_a_link(folder: Path, tmp_path: Path) -
     (folder / "shardstream-cache-1" / "evicting").symlink_to(target)
 
     def fill() -> None:
-        for number in range(4):  # more than there is room for
+        for number in range(4):  # more than fits
             Source(version=f"ETag {number}").through(cached(folder, 6 * MIB))
 
     with pytest.warns(CacheWarning, match="cannot write to the cache"):
@@ -792,8 +788,8 @@ def test_no_lock_is_made_or_taken_through_a_link(folder: Path, tmp_path: Path) -
     assert not target.exists()
 
 
-def test_a_count_that_is_a_link_is_no_count(folder: Path, tmp_path: Path) -> None:
-    """However good what it leads to looks."""
+def test_usage_count_that_is_a_link_is_ignored(folder: Path, tmp_path: Path) -> None:
+    """Even if its target looks valid."""
     Source(version="ETag 0").through(cached(folder))
     count = folder / "shardstream-cache-1" / "total"
     count.rename(tmp_path / "elsewhere")
@@ -802,18 +798,18 @@ def test_a_count_that_is_a_link_is_no_count(folder: Path, tmp_path: Path) -> Non
     source = Source()
     with pytest.warns(CacheWarning, match="cannot write to the cache"):
         source.through(cached(folder), 0, 10)
-    assert source.reads == [(0, 10)]  # not the whole chunk, as there is nowhere to keep it
+    assert source.reads == [(0, 10)]  # not the whole chunk, because it cannot be cached
     assert (tmp_path / "elsewhere").read_bytes() == before
 
 
-def test_files_are_read_through_the_cache_and_local_ones_are_not(
+def test_remote_files_are_read_through_the_cache_and_local_ones_are_not(
     folder: Path, tmp_path: Path
 ) -> None:
     storage = Storage(cache=cached(folder))
     url = f"memory://cache-{random.getrandbits(64):x}/a.tar"
     filesystem, path = storage.resolve(url)
     filesystem.pipe_file(path, DATA)
-    assert storage.read(url, 5, 9) == DATA[5:9]  # looked up, for no listing named it
+    assert storage.read(url, 5, 9) == DATA[5:9]  # looked up, because no listing has it
     assert len(chunks(folder)) == 1
     filesystem.rm(path)
     assert storage.read(url, 7, MIB) == DATA[7:MIB]
@@ -824,7 +820,7 @@ def test_files_are_read_through_the_cache_and_local_ones_are_not(
     assert len(chunks(folder)) == 1
 
 
-def test_what_was_replaced_after_it_was_listed_is_not_kept_under_the_old_version(
+def test_file_replaced_after_the_listing_is_not_cached_under_the_old_version(
     folder: Path, bucket: str, s3: S3Server
 ) -> None:
     url = f"{bucket}/a.tar"
@@ -838,9 +834,7 @@ def test_what_was_replaced_after_it_was_listed_is_not_kept_under_the_old_version
     assert Storage(s3.storage_options, cache=cached(folder)).read(url, 0, 10) == bytes(10)
 
 
-def test_a_whole_file_may_be_read_again_after_it_was_replaced_and_a_range_may_not(
-    bucket: str, s3: S3Server
-) -> None:
+def test_replaced_file_can_be_read_whole_but_not_by_range(bucket: str, s3: S3Server) -> None:
     url, storage = f"{bucket}/index.json", Storage(s3.storage_options)
     for data in (b"old!", b"new!"):
         publish_bytes(Storage(s3.storage_options), url, data)
@@ -851,5 +845,5 @@ def test_a_whole_file_may_be_read_again_after_it_was_replaced_and_a_range_may_no
         storage.read(url, 0, 2)
 
 
-def test_the_warning_is_public() -> None:
+def test_warning_is_public() -> None:
     assert ss.CacheWarning is CacheWarning

@@ -1,4 +1,4 @@
-"""A remote manifest opens no local files and contacts no other server; a URL starts no command."""
+"""Test that a remote manifest opens no local files and contacts no other server, and that a URL starts no command."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def manifest(*urls: str, **more: Any) -> bytes:
 
 
 def served(*urls: str) -> str:
-    """Put a manifest in a store that is not this machine's disk; return its URL."""
-    url = f"memory://elsewhere-{uuid.uuid4().hex}/train/index.json"
+    """Write a manifest to a store other than the local disk; return its URL."""
+    url = f"memory://other-{uuid.uuid4().hex}/train/index.json"
     publish_bytes(Storage(), url, manifest(*urls))
     return url
 
@@ -49,7 +49,7 @@ def served(*urls: str) -> str:
         "ftp://h/a.tar",
     ],
 )
-def test_a_remote_manifest_that_leads_elsewhere_is_refused(name: str) -> None:
+def test_remote_manifest_with_foreign_urls_is_refused(name: str) -> None:
     with pytest.raises(ManifestError, match=r"not in its own store; if you trust it, copy it"):
         locate_shards(served("0.tar", name), Storage())
 
@@ -73,14 +73,14 @@ def test_a_remote_manifest_that_leads_elsewhere_is_refused(name: str) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_what_a_manifest_may_name(url: str, good: list[str], bad: list[str]) -> None:
+def test_urls_allowed_in_a_remote_manifest(url: str, good: list[str], bad: list[str]) -> None:
     check_names(url, good)
     for name in bad:
         with pytest.raises(ManifestError, match="copy it to this machine"):
             check_names(url, ["a.tar", name])
 
 
-def test_a_manifest_of_this_machine_may_name_what_it_likes(tmp_path: Path) -> None:
+def test_local_manifest_may_name_any_url(tmp_path: Path) -> None:
     folder = make_shards(tmp_path / "data", samples=4)
     (tmp_path / "lists").mkdir()
     here = tmp_path / "lists" / "index.json"
@@ -91,8 +91,8 @@ def test_a_manifest_of_this_machine_may_name_what_it_likes(tmp_path: Path) -> No
     assert len(locate_shards(str(here), Storage()).shards) == 1
 
 
-def test_a_manifest_of_its_own_store_is_read() -> None:
-    folder = f"memory://elsewhere-{uuid.uuid4().hex}/train"
+def test_manifest_of_its_own_store_is_read() -> None:
+    folder = f"memory://other-{uuid.uuid4().hex}/train"
     tar = make_shard(2)
     publish_bytes(Storage(), f"{folder}/0.tar", tar)
     publish_bytes(Storage(), f"{folder}/0.tar.idx", make_index(tar))
@@ -108,15 +108,15 @@ def test_huge_manifests_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
         locate_shards(url, Storage())
 
 
-def test_a_manifest_cannot_have_a_million_folders_listed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_manifest_cannot_have_a_million_folders_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     set_limits(monkeypatch, locate_shards, FOLDERS_LIMIT=10)
     with pytest.raises(ManifestError, match="shards in 11 folders, the limit is 10"):
         locate_shards(served(*(f"{number}/a.tar" for number in range(11))), Storage())
 
 
 @pytest.mark.parametrize("count", [10**15, (1 << 60) - 1])
-def test_a_count_that_lies_is_reported_in_no_time(count: int) -> None:
-    folder = f"memory://elsewhere-{uuid.uuid4().hex}/train"
+def test_false_count_is_reported_quickly(count: int) -> None:
+    folder = f"memory://other-{uuid.uuid4().hex}/train"
     tar = make_shard(2)
     publish_bytes(Storage(), f"{folder}/0.tar", tar)
     publish_bytes(Storage(), f"{folder}/0.tar.idx", make_index(tar))
@@ -127,7 +127,7 @@ def test_a_count_that_lies_is_reported_in_no_time(count: int) -> None:
         ss.ShardDataset(f"{folder}/index.json", shuffle=True)
 
 
-def test_an_index_larger_than_its_tar_allows_is_not_read(tmp_path: Path) -> None:
+def test_index_larger_than_its_tar_allows_is_not_read(tmp_path: Path) -> None:
     folder = Path(make_shards(tmp_path / "data", samples=4))
     os.truncate(folder / "000000.tar.idx", 3 << 30)  # sparse
     (folder / "index.json").unlink()
@@ -135,7 +135,7 @@ def test_an_index_larger_than_its_tar_allows_is_not_read(tmp_path: Path) -> None
         ss.ShardDataset(folder)
 
 
-def test_an_index_longer_than_its_manifest_says_is_not_read(tmp_path: Path) -> None:
+def test_index_longer_than_its_manifest_says_is_not_read(tmp_path: Path) -> None:
     folder = Path(make_shards(tmp_path / "data", samples=4))
     os.truncate(folder / "000000.tar.idx", 3 << 30)
     dataset = ss.ShardDataset(folder)
@@ -143,22 +143,22 @@ def test_an_index_longer_than_its_manifest_says_is_not_read(tmp_path: Path) -> N
         list(dataset)
 
 
-def test_the_folders_of_a_manifest_are_found_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folders_of_a_manifest_are_found_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     url = served(*(f"{number % 50}/{number}.tar" for number in range(500)))
     folder = url.rpartition("/")[0]
     for number in range(500):
         publish_bytes(Storage(), f"{folder}/{number % 50}/{number}.tar", b"")
-    asked: list[str] = []
+    requested: list[str] = []
 
     def parent_url(url: str) -> str:
-        asked.append(url)
+        requested.append(url)
         return url.rpartition("/")[0]
 
     monkeypatch.setattr(module_of(locate_shards), "parent_url", parent_url)
     shards = locate_shards(url, Storage()).shards
     assert [shard.url for shard in shards][:2] == [f"{folder}/0/0.tar", f"{folder}/1/1.tar"]
     assert len(locate_shards([shard.url for shard in shards], Storage()).shards) == 500
-    assert len(asked) < 3 * 500
+    assert len(requested) < 3 * 500
 
 
 COMMANDS = [
@@ -202,12 +202,12 @@ def test_no_url_starts_a_command(url: str, tmp_path: Path, monkeypatch: pytest.M
 
 
 class Site(http.server.ThreadingHTTPServer):
-    """A web server on loopback; it redirects unknown files to ``elsewhere`` and records its requests."""
+    """A web server on loopback; it redirects unknown files to ``redirect_to`` and records its requests."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
-        self.elsewhere = ""
-        self.asked: list[str] = []
+        self.redirect_to = ""
+        self.requested: list[str] = []
         super().__init__(("127.0.0.1", 0), Answer)
 
     @property
@@ -220,11 +220,11 @@ class Answer(http.server.BaseHTTPRequestHandler):
     server: Site
 
     def do_GET(self) -> None:
-        self.server.asked.append(self.path)
+        self.server.requested.append(self.path)
         body = self.server.files.get(self.path)
-        if body is None and self.server.elsewhere:
+        if body is None and self.server.redirect_to:
             self.send_response(302)
-            self.send_header("Location", self.server.elsewhere)
+            self.send_header("Location", self.server.redirect_to)
         else:
             self.send_response(404 if body is None else 200)
         self.send_header("Content-Length", str(len(body or b"")))
@@ -235,12 +235,12 @@ class Answer(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815  (as http.server looks it up)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
 def sites() -> Iterator[tuple[Site, Site]]:
-    """A public and an internal web server."""
+    """Start a public and an internal web server."""
     with Site() as public, Site() as internal:
         threads = [
             threading.Thread(target=site.serve_forever, args=(0.02,)) for site in (public, internal)
@@ -254,7 +254,7 @@ def sites() -> Iterator[tuple[Site, Site]]:
 
 
 def read_all(url: str, **options: Any) -> None:
-    """Read a dataset that cannot be read."""
+    """Read a dataset; its errors are expected."""
     options |= {"retry_timeout_s": 0.2}
     with pytest.raises(ShardStreamError):
         list(ss.ShardDataset(url, index="ignore", storage_options=options))
@@ -274,25 +274,21 @@ def read_all(url: str, **options: Any) -> None:
         "http://{public}@{internal}/x.tar",
     ],
 )
-def test_no_spelling_of_a_name_makes_a_reader_ask_another_server(
-    name: str, sites: tuple[Site, Site]
-) -> None:
+def test_no_spelling_of_a_name_reaches_another_server(name: str, sites: tuple[Site, Site]) -> None:
     public, internal = sites
     name = name.format(public=public.place, internal=internal.place)
     public.files["/d/index.json"] = manifest(name)
     read_all(f"http://{public.place}/d/index.json")
-    assert "/d/index.json" in public.asked
-    assert internal.asked == []
+    assert "/d/index.json" in public.requested
+    assert internal.requested == []
 
 
 @pytest.mark.parametrize("follows", [True, False])
-def test_redirects_are_followed_unless_an_option_says_no(
-    sites: tuple[Site, Site], *, follows: bool
-) -> None:
+def test_redirects_are_followed_unless_disabled(sites: tuple[Site, Site], *, follows: bool) -> None:
     public, internal = sites
     shard = {"url": "x.tar", "nsamples": 1, "filesize": 2048}
     text = json.dumps({"__kind__": "wids-shard-index-v1", "shardlist": [shard]})
     public.files["/d/index.json"] = text.encode()
-    public.elsewhere = f"http://{internal.place}/secret"
+    public.redirect_to = f"http://{internal.place}/secret"
     read_all(f"http://{public.place}/d/index.json", allow_redirects=follows)
-    assert any("secret" in path for path in internal.asked) is follows
+    assert any("secret" in path for path in internal.requested) is follows

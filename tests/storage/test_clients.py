@@ -1,4 +1,4 @@
-"""One contract for all clients (s3fs, obstore, any fsspec file system), on a real server with injected faults."""
+"""Test one contract for all clients (s3fs, obstore, any fsspec file system), on a real server with injected faults."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Place:
     folder: str
 
     def url(self, name: str, data: bytes = BODY) -> str:
-        """Write a file there."""
+        """Write a file at the location."""
         publish_bytes(self.storage, f"{self.folder}/{name}", data)
         return f"{self.folder}/{name}"
 
@@ -95,7 +95,7 @@ class Faults:
 
     def storage(self, client: str, **options: Any) -> Storage:
         made = Storage(self.server.chaos.storage_options | {"s3_client": client, **options})
-        made.reached = True
+        made.has_responded = True
         return made
 
 
@@ -111,10 +111,10 @@ def faults(shaped: ShapedS3, bucket: str) -> Faults:
     return Faults(shaped, bucket)
 
 
-# --- reading; test_store_contract.py has what every store must do
+# --- reads; test_store_contract.py tests the contract of stores
 
 
-def test_a_length_that_is_right_is_fine(place: Place) -> None:
+def test_file_of_the_expected_length_is_read(place: Place) -> None:
     url = place.url("a.tar")
     assert place.storage.read(url, 0, 10, size=len(BODY)) == BODY[:10]
     assert place.storage.read(url, size=len(BODY)) == BODY
@@ -130,7 +130,7 @@ def test_any_name_is_read(client: str, s3: S3Server, bucket: str, name: str) -> 
     if client == "obstore" and ("//" in name or "/./" in name):
         with pytest.raises(OptionError, match="obstore cannot request a key of that name"):
             storage.read(url, 1, 3)
-        storage = Storage(s3.storage_options)  # unless it must be obstore, s3fs reads it
+        storage = Storage(s3.storage_options)  # s3fs reads it unless obstore is required
     assert storage.read(url) == wanted
     assert storage.read(url, 1, 3) == wanted[1:3]
 
@@ -143,14 +143,14 @@ def test_threads_share_a_client(place: Place) -> None:
     assert b"".join(parts) == BODY
 
 
-# --- what is wrong at once
+# --- permanent errors
 
 
 @pytest.mark.parametrize(("start", "end"), [(5, 11), (10, 12), (500, 600), (500, None)])
-def test_a_range_past_the_end_is_an_error(place: Place, start: int, end: int | None) -> None:
+def test_range_past_the_end_is_an_error(place: Place, start: int, end: int | None) -> None:
     url = place.url("a.tar", b"0123456789")
     if (end, place.folder[:3]) == (None, "mem") or (end is None and "://" not in url):
-        assert place.storage.read(url, start, end) == b""  # as files do
+        assert place.storage.read(url, start, end) == b""  # as for local files
         return
     with pytest.raises(
         ChangedError, match=r"shorter than its index says: it has 10 bytes.*shardstream index"
@@ -159,7 +159,7 @@ def test_a_range_past_the_end_is_an_error(place: Place, start: int, end: int | N
     assert (raised.value.shard, raised.value.offset) == (url, start)
 
 
-def test_a_length_that_differs_from_the_manifest_is_an_error(
+def test_length_that_differs_from_the_manifest_is_an_error(
     client: str, s3: S3Server, bucket: str
 ) -> None:
     place = Place(Storage(s3.storage_options | {"s3_client": client}), bucket)
@@ -172,15 +172,15 @@ def test_a_length_that_differs_from_the_manifest_is_an_error(
         place.storage.read(url, 0, 12, size=12)
 
 
-def test_a_missing_file_is_reported_at_once(place: Place) -> None:
+def test_missing_file_is_reported_at_once(place: Place) -> None:
     place.url("there.tar")
     begun = time.monotonic()
     with pytest.raises(NotFoundError, match="not found; check the URL"):
         place.storage.read(f"{place.folder}/none.tar", 0, 10)
-    assert time.monotonic() - begun < 60  # its patience
+    assert time.monotonic() - begun < 60  # its retry timeout
 
 
-def test_a_missing_bucket_is_reported(client: str, s3: S3Server) -> None:
+def test_missing_bucket_is_reported(client: str, s3: S3Server) -> None:
     storage = Storage(s3.storage_options | {"s3_client": client})
     name = f"none-{uuid.uuid4().hex}"
     with pytest.raises(NotFoundError, match=f"the bucket '{name}' does not exist; create it"):
@@ -196,7 +196,7 @@ def test_a_missing_bucket_is_reported(client: str, s3: S3Server) -> None:
     ],
     ids=["secret", "key", "anonymous"],
 )
-def test_refused_access_is_reported_and_no_secret_shown(
+def test_denied_access_is_reported_without_secrets(
     client: str,
     wrong: dict[str, Any],
     code: str,
@@ -214,13 +214,13 @@ def test_refused_access_is_reported_and_no_secret_shown(
             AccessDeniedError, match="access refused; check the credentials"
         ) as raised:
             read()
-        assert code in str(raised.value)  # the server's own word
-        told = "".join(traceback.format_exception(raised.value)) + repr(storage) + caplog.text
-        assert "hunter2" not in told
-        assert s3.secret_key not in told
+        assert code in str(raised.value)  # the server's error code
+        shown_text = "".join(traceback.format_exception(raised.value)) + repr(storage) + caplog.text
+        assert "hunter2" not in shown_text
+        assert s3.secret_key not in shown_text
 
 
-def test_no_secret_is_in_what_a_data_set_shows(
+def test_repr_of_a_dataset_shows_no_secret(
     client: str, s3: S3Server, bucket: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG", "shardstream")
@@ -229,28 +229,28 @@ def test_no_secret_is_in_what_a_data_set_shows(
     dataset = ss.ShardDataset(url, storage_options=options)
     batches = ss.ShardLoader(dataset, batch_size=4)
     next(iter(batches))
-    told = repr((dataset, batches, vars(dataset), batches.state_dict())) + caplog.text
-    assert s3.secret_key not in told
-    assert s3.access_key not in told
+    shown_text = repr((dataset, batches, vars(dataset), batches.state_dict())) + caplog.text
+    assert s3.secret_key not in shown_text
+    assert s3.access_key not in shown_text
 
 
-def test_threads_of_a_forked_child_do_not_take_each_others_readers_away(
+def test_threads_of_a_forked_child_keep_their_readers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clients = Clients({"key": "some", "secret": "thing", "s3_client": "obstore"}, None)
 
     def can_name(_: str) -> bool:
-        # Another thread notices the fork only now.
+        # Another thread detects the fork only now.
         monkeypatch.setattr(os, "getpid", lambda: 0)
         clients.filesystem("memory://x", reading=True)
         return True
 
     monkeypatch.setattr(module_of(ObstoreReader), "can_name", can_name)
-    reader, path = clients.reader("s3://b/k", whole=False)
+    reader, path = clients.reader("s3://b/k", reads_whole_file=False)
     assert (type(reader), path) == (ObstoreReader, "b/k")
 
 
-def test_an_endpoint_out_of_reach_is_reported(client: str, s3: S3Server) -> None:
+def test_unreachable_endpoint_is_reported(client: str, s3: S3Server) -> None:
     options = s3.storage_options | {"endpoint_url": "http://127.0.0.1:9", "retry_timeout_s": 0.5}
     storage = Storage(options | {"s3_client": client})
     with pytest.raises(
@@ -260,21 +260,21 @@ def test_an_endpoint_out_of_reach_is_reported(client: str, s3: S3Server) -> None
     assert "tried" in raised.value.__notes__[0]
 
 
-# --- what is mended by asking again
+# --- retries
 
 
 @pytest.mark.parametrize("fault", ["slow", "reset", "trunc", "short"])
-def test_bytes_come_right_through_faults(client: str, fault: str, faults: Faults) -> None:
+def test_bytes_are_correct_despite_faults(client: str, fault: str, faults: Faults) -> None:
     faults.set(**{fault: 0.3})
     storage = faults.storage(client)
     starts = range(0, len(BODY), 1 << 18)
     with ThreadPoolExecutor(8) as pool:
-        while not faults.count(fault):  # which requests are hit depends on the bucket's name
+        while not faults.count(fault):  # the bucket's name decides which requests fail
             parts = pool.map(lambda at: storage.read(faults.url, at, at + (1 << 18)), starts)
             assert b"".join(parts) == storage.read(faults.url) == BODY
 
 
-def test_a_cut_answer_is_continued_where_it_ended(client: str, faults: Faults) -> None:
+def test_truncated_response_is_continued_at_its_end(client: str, faults: Faults) -> None:
     faults.set(trunc=1)
     storage = faults.storage(client)
     positions: list[int] = []
@@ -290,10 +290,10 @@ def test_a_cut_answer_is_continued_where_it_ended(client: str, faults: Faults) -
     assert storage.read(faults.url, 0, len(BODY)) == BODY
     assert len(positions) == 6
     assert positions == sorted(positions)
-    assert positions[-1] > len(BODY) // 2  # each cut is at a random place of what is left
+    assert positions[-1] > len(BODY) // 2  # each cut is at a random offset of the rest
 
 
-def test_a_server_that_stalls_is_asked_again(client: str, faults: Faults) -> None:
+def test_stalled_request_is_retried(client: str, faults: Faults) -> None:
     faults.set(stall=1, stall_s=30)
     storage = faults.storage(client, read_timeout_s=0.5)
     threading.Timer(1.0, faults.set).start()
@@ -302,14 +302,16 @@ def test_a_server_that_stalls_is_asked_again(client: str, faults: Faults) -> Non
     assert time.monotonic() - begun < 25  # less than one stall
 
 
-def test_a_server_that_always_fails_is_an_error_in_the_end(client: str, faults: Faults) -> None:
+def test_server_that_always_fails_is_an_error_after_the_timeout(
+    client: str, faults: Faults
+) -> None:
     faults.set(slow=1)
-    heard: list[int] = []
+    throttled: list[int] = []
     storage = faults.storage(client, retry_timeout_s=1)
     with pytest.raises(StorageError, match="the server throttles requests") as raised:
-        storage.read(faults.url, 0, 10, on_throttle=lambda: heard.append(1))
-    assert len(heard) == faults.count("slow") >= 2
-    assert raised.value.__notes__[0].startswith(f"tried {len(heard)} times")
+        storage.read(faults.url, 0, 10, on_throttle=lambda: throttled.append(1))
+    assert len(throttled) == faults.count("slow") >= 2
+    assert raised.value.__notes__[0].startswith(f"tried {len(throttled)} times")
 
 
 class Chunked(http.server.BaseHTTPRequestHandler):
@@ -328,15 +330,15 @@ class Chunked(http.server.BaseHTTPRequestHandler):
         self.wfile.write(b"%x\r\n%b\r\n0\r\n\r\n" % (last + 1 - first, BODY[first : last + 1]))
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
-def test_what_obstore_cannot_read_s3fs_reads(
+def test_s3fs_reads_urls_that_obstore_cannot_read(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Clients, "small_reads_bytes", 0)
     caplog.set_level("INFO", "shardstream")
-    often = 8  # threads that find out together say so once, however they meet
+    often = 8  # threads that find out at the same time log it once
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Chunked) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -357,7 +359,7 @@ def test_what_obstore_cannot_read_s3fs_reads(
             ]
         storages[0].resolve("s3://b/a")[
             0
-        ].clear_instance_cache()  # whose connections hold the server's threads
+        ].clear_instance_cache()  # its connections occupy the server's threads
         server.shutdown()
         thread.join()
     assert parts == [BODY[:800]] * often
@@ -368,7 +370,7 @@ def test_what_obstore_cannot_read_s3fs_reads(
 
 
 class Drips(http.server.BaseHTTPRequestHandler):
-    """A byte now and then."""
+    """Sends a byte at a time, with pauses."""
 
     def do_GET(self) -> None:
         self.send_response(206)
@@ -381,10 +383,10 @@ class Drips(http.server.BaseHTTPRequestHandler):
                 time.sleep(0.01)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
-def test_a_byte_now_and_then_is_no_answer() -> None:
+def test_response_of_a_few_bytes_per_second_times_out() -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Drips) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
@@ -427,7 +429,7 @@ def forwarded(port: int, target: str) -> Iterator[None]:
         thread.join()
 
 
-def test_a_server_that_comes_back_is_waited_for(client: str, s3: S3Server, bucket: str) -> None:
+def test_read_survives_a_server_restart(client: str, s3: S3Server, bucket: str) -> None:
     url = Place(Storage(s3.storage_options), bucket).url("a.tar")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -444,7 +446,7 @@ def test_a_server_that_comes_back_is_waited_for(client: str, s3: S3Server, bucke
             assert reading.result(timeout=60) == BODY[4:8]
 
 
-def test_a_read_that_nobody_waits_for_ends_soon(client: str, faults: Faults) -> None:
+def test_cancelled_read_ends_soon(client: str, faults: Faults) -> None:
     faults.set(slow=1)
     storage, cancelled = faults.storage(client), threading.Event()
     threading.Timer(0.5, cancelled.set).start()
@@ -454,7 +456,7 @@ def test_a_read_that_nobody_waits_for_ends_soon(client: str, faults: Faults) -> 
 
 @contextmanager
 def serving(handler: type[http.server.BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Serve on a port of this machine; yields the address."""
+    """Serve on a local port; yield the address."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
@@ -472,14 +474,14 @@ def paused(monkeypatch: pytest.MonkeyPatch) -> list[float]:
 
 
 @pytest.mark.parametrize("operation", ["read", "info"])
-def test_a_server_that_throttles_from_the_first_request_on_has_the_whole_patience(
+def test_server_that_throttles_from_the_first_request_gets_the_full_retry_timeout(
     client: str,
     operation: str,
     faults: Faults,
     paused: list[float],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Many readers that start together get only 503 at first: this does not mean a wrong address."""
+    """Many readers that start together may get only 503 at first, which does not mean a wrong address."""
     faults.set(slow=1)
     storage = Storage(faults.server.chaos.storage_options | {"s3_client": client})
 
@@ -498,7 +500,7 @@ def test_a_server_that_throttles_from_the_first_request_on_has_the_whole_patienc
 
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504])
 @pytest.mark.parametrize("way", [*CLIENTS, "http"])
-def test_any_http_error_is_an_answer(way: str, status: int, paused: list[float]) -> None:
+def test_any_http_error_counts_as_a_response(way: str, status: int, paused: list[float]) -> None:
     class Fails(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status)
@@ -506,7 +508,7 @@ def test_any_http_error_is_an_answer(way: str, status: int, paused: list[float])
             self.end_headers()
 
         def log_message(self, *_: object) -> None:
-            """Say nothing."""
+            """Log nothing."""
 
     with serving(Fails) as endpoint:
         if way == "http":
@@ -526,7 +528,9 @@ def test_any_http_error_is_an_answer(way: str, status: int, paused: list[float])
 
 
 @pytest.mark.parametrize("way", [*CLIENTS, "http"])
-def test_an_address_where_nothing_answers_is_given_up_sooner(way: str, paused: list[float]) -> None:
+def test_address_without_a_server_has_a_shorter_retry_timeout(
+    way: str, paused: list[float]
+) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         endpoint = f"http://127.0.0.1:{free.getsockname()[1]}"
     options = {"endpoint_url": endpoint, "key": "key12", "secret": "secret", "s3_client": way}
@@ -536,10 +540,10 @@ def test_an_address_where_nothing_answers_is_given_up_sooner(way: str, paused: l
     assert 1 < sum(paused) < 10
 
 
-def test_patience_begins_again_with_each_byte_that_comes(
+def test_retry_timeout_restarts_with_each_received_byte(
     client: str, faults: Faults, paused: list[float]
 ) -> None:
-    """A server that cuts each response after a few bytes is slow, not dead."""
+    """A server that cuts each response after a few bytes still makes progress."""
     storage = faults.storage(client, retry_timeout_s=20)
     really_read, cut = storage.read_once, [0]
 
@@ -556,7 +560,7 @@ def test_patience_begins_again_with_each_byte_that_comes(
 
 
 @pytest.mark.parametrize("name", ["nothing.tar", "no-bucket"])
-def test_what_is_missing_is_asked_for_once(
+def test_missing_file_is_requested_once(
     client: str, name: str, faults: Faults, paused: list[float]
 ) -> None:
     url = "s3://shardstream-no-such-bucket/a.tar" if name == "no-bucket" else f"{faults.url}.{name}"
@@ -566,7 +570,7 @@ def test_what_is_missing_is_asked_for_once(
     assert faults.count("requests") == 1
 
 
-def test_listings_are_asked_for_again_too(faults: Faults) -> None:
+def test_listings_are_retried(faults: Faults) -> None:
     faults.set(slow=0.6)
     storage = faults.storage("s3fs")
     while not faults.count("slow"):
@@ -574,17 +578,17 @@ def test_listings_are_asked_for_again_too(faults: Faults) -> None:
         assert len(storage.list_folder(faults.url.rpartition("/")[0])[0]) == 1
 
 
-# --- what must not be mixed
+# --- replaced files
 
 
-def test_a_file_that_is_replaced_meanwhile_is_an_error(client: str, faults: Faults) -> None:
+def test_file_replaced_during_a_read_is_an_error(client: str, faults: Faults) -> None:
     storage = faults.storage(client)
     other = bytes(reversed(BODY))
     faults.set(trunc=1)
     really_read = storage.read_once
 
-    def read_once(*asked: Any, **options: Any) -> Any:
-        response = really_read(*asked, **options)
+    def read_once(*arguments: Any, **options: Any) -> Any:
+        response = really_read(*arguments, **options)
         if response.data and response.error is not None:
             publish_bytes(Storage(faults.server.plain.storage_options), faults.url, other)
         return response
@@ -594,7 +598,7 @@ def test_a_file_that_is_replaced_meanwhile_is_an_error(client: str, faults: Faul
         storage.read(faults.url, 0, len(BODY))
 
 
-def test_an_epoch_never_mixes_two_versions(client: str, s3: S3Server, bucket: str) -> None:
+def test_epoch_never_mixes_two_versions(client: str, s3: S3Server, bucket: str) -> None:
     place = Place(Storage(s3.storage_options | {"s3_client": client}), bucket)
     url = place.url("a.tar", b"old old old")
     assert place.storage.read(url, 0, 3) == b"old"
@@ -604,7 +608,7 @@ def test_an_epoch_never_mixes_two_versions(client: str, s3: S3Server, bucket: st
     assert Storage(s3.storage_options).read(url, 4, 7) == b"new"
 
 
-def test_what_this_storage_writes_itself_may_change(client: str, s3: S3Server, bucket: str) -> None:
+def test_files_written_by_this_storage_may_change(client: str, s3: S3Server, bucket: str) -> None:
     place = Place(Storage(s3.storage_options | {"s3_client": client}), bucket)
     for text in (b"old", b"new"):
         assert place.storage.read(place.url("a.tar", text), 0, 3) == text

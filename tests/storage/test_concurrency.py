@@ -1,4 +1,4 @@
-"""The limit of requests in flight, with a clock that the test sets."""
+"""Test the limit of requests in flight, with a simulated clock."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def clock() -> Clock:
 
 def window(concurrency: AdaptiveLimit, clock: Clock, rate: float, *, crowded: bool = True) -> int:
     """Record one window of responses at a rate in bytes per second; return the limit after it."""
-    concurrency._is_saturated = crowded  # as a request that had to wait for a slot sets it
+    concurrency._is_saturated = crowded  # set by a request that waits for a slot
     count = concurrency.limit
     for _ in range(count):
         clock.now += 0.2 / count
@@ -36,7 +36,7 @@ def window(concurrency: AdaptiveLimit, clock: Clock, rate: float, *, crowded: bo
     return concurrency.limit
 
 
-def test_it_climbs_while_the_rate_grows(clock: Clock) -> None:
+def test_limit_grows_while_the_rate_grows(clock: Clock) -> None:
     concurrency = AdaptiveLimit(8, 32, clock)
     limits = [
         window(concurrency, clock, rate) for rate in (8e6, 10e6, 12e6, 15e6, 19e6, 24e6, 30e6, 38e6)
@@ -44,14 +44,14 @@ def test_it_climbs_while_the_rate_grows(clock: Clock) -> None:
     assert limits == [10, 12, 15, 18, 22, 27, 32, 32]
 
 
-def test_a_climb_without_gain_is_taken_back_and_tried_again_later(clock: Clock) -> None:
+def test_increase_without_gain_is_reverted_and_retried_later(clock: Clock) -> None:
     concurrency = AdaptiveLimit(8, 32, clock)
     assert [window(concurrency, clock, rate) for rate in (8e6, 8e6)] == [10, 8]
     assert [window(concurrency, clock, 8e6) for _ in range(16)] == [8] * 16
     assert window(concurrency, clock, 8e6) == 10
 
 
-def test_nothing_changes_where_the_reader_is_slow(clock: Clock) -> None:
+def test_limit_is_constant_if_the_consumer_is_slow(clock: Clock) -> None:
     concurrency = AdaptiveLimit(8, 32, clock)
     assert [window(concurrency, clock, rate, crowded=False) for rate in (1e6, 9e6, 80e6)] == [
         8,
@@ -60,7 +60,7 @@ def test_nothing_changes_where_the_reader_is_slow(clock: Clock) -> None:
     ]
 
 
-def test_few_or_fast_answers_are_not_judged_alone(clock: Clock) -> None:
+def test_few_or_fast_responses_are_measured_over_a_longer_window(clock: Clock) -> None:
     concurrency = AdaptiveLimit(8, 32, clock)
     concurrency._is_saturated = True
     for _ in range(100):  # in no time
@@ -75,7 +75,7 @@ def test_few_or_fast_answers_are_not_judged_alone(clock: Clock) -> None:
     assert concurrency.limit == 8
 
 
-def test_a_refusal_halves_once_a_second(clock: Clock) -> None:
+def test_throttling_halves_the_limit_at_most_once_per_second(clock: Clock) -> None:
     concurrency = AdaptiveLimit(32, 32, clock)
     limits = []
     for passed_s in (0.0, 0.1, 0.5, 0.5, 0.2, 1.0, 1.0, 1.0, 1.0):
@@ -86,7 +86,7 @@ def test_a_refusal_halves_once_a_second(clock: Clock) -> None:
     assert concurrency.num_throttled == 9
 
 
-def test_after_a_refusal_it_holds_before_it_climbs(clock: Clock) -> None:
+def test_limit_stays_after_throttling_before_it_grows(clock: Clock) -> None:
     concurrency = AdaptiveLimit(16, 32, clock)
     concurrency.record_throttling()
     assert [window(concurrency, clock, 9e6) for _ in range(16)] == [8] * 16
@@ -106,7 +106,7 @@ def test_after_a_refusal_it_holds_before_it_climbs(clock: Clock) -> None:
     ),
     st.floats(0, 3),
 )
-def test_whatever_happens_the_limit_is_from_one_to_the_most(
+def test_limit_stays_between_one_and_the_maximum(
     most: int, below: int, events: list[tuple[str, int]], step_s: float
 ) -> None:
     clock = Clock()
@@ -122,10 +122,10 @@ def test_whatever_happens_the_limit_is_from_one_to_the_most(
         assert 1 <= concurrency.limit <= most
 
 
-def test_a_late_answer_is_measured_by_the_middle_one(clock: Clock) -> None:
+def test_hedge_delay_follows_the_median_latency(clock: Clock) -> None:
     concurrency = AdaptiveLimit(8, 32, clock)
-    assert concurrency.hedge_after_s == 2.0  # nothing is known: connections are made
-    for seconds in (0.1, 0.1, 0.1, 3.0, 3.0):  # some stall: they do not make stalls usual
+    assert concurrency.hedge_after_s == 2.0  # no latency is known while connections are made
+    for seconds in (0.1, 0.1, 0.1, 3.0, 3.0):  # a few stalls do not change the median
         concurrency.record_response(1000, seconds)
     assert concurrency.hedge_after_s == pytest.approx(0.3)
     for _ in range(32):
@@ -133,12 +133,12 @@ def test_a_late_answer_is_measured_by_the_middle_one(clock: Clock) -> None:
     assert concurrency.hedge_after_s == 0.2
 
 
-def test_while_the_server_asks_for_less_nothing_is_late(clock: Clock) -> None:
+def test_no_hedging_while_the_server_throttles(clock: Clock) -> None:
     concurrency = AdaptiveLimit(8, 32, clock)
     concurrency.record_throttling()
     assert concurrency.hedge_after_s == math.inf
     clock.now += 0.9
-    concurrency.record_throttling()  # counts for no halving, but for this
+    concurrency.record_throttling()  # no second halving within the pause
     clock.now += 0.9
     assert concurrency.hedge_after_s == math.inf
     clock.now += 0.2
@@ -174,7 +174,7 @@ def with_slots(made: list[Holder], count: int) -> list[Holder]:
     return held
 
 
-def test_a_slot_that_is_given_back_wakes_one_that_waits() -> None:
+def test_released_slot_wakes_one_waiting_thread() -> None:
     concurrency = AdaptiveLimit(2, 8)
     made = [Holder(concurrency) for _ in range(4)]
     first = with_slots(made, 2)
@@ -187,10 +187,10 @@ def test_a_slot_that_is_given_back_wakes_one_that_waits() -> None:
     assert concurrency._active == 0
 
 
-def test_those_that_came_first_get_the_next_slot(clock: Clock) -> None:
+def test_slots_are_granted_in_order_of_arrival(clock: Clock) -> None:
     concurrency = AdaptiveLimit(1, 8)
     made: list[Holder] = []
-    for _ in range(5):  # one after the other
+    for _ in range(5):  # in sequence
         made.append(Holder(concurrency))
         while len(concurrency._waiting) + concurrency._active < len(made):
             time.sleep(0.01)
@@ -199,7 +199,7 @@ def test_those_that_came_first_get_the_next_slot(clock: Clock) -> None:
         one.end()
 
 
-def test_slots_that_are_added_wake_those_that_wait(clock: Clock) -> None:
+def test_added_slots_wake_waiting_threads(clock: Clock) -> None:
     concurrency = AdaptiveLimit(2, 8, clock)
     made = [Holder(concurrency) for _ in range(3)]
     with_slots(made, 2)
@@ -216,8 +216,8 @@ def test_slots_that_are_added_wake_those_that_wait(clock: Clock) -> None:
     ),
     st.integers(1, 3),
 )
-def test_after_the_close_nobody_waits_for_a_slot(events: list[str], active: int) -> None:
-    """Neither waiting threads nor a later one wait, whatever responses arrive meanwhile."""
+def test_close_wakes_all_waiting_threads(events: list[str], active: int) -> None:
+    """Neither waiting nor later threads wait, even if responses arrive."""
     concurrency = AdaptiveLimit(1, 8)
     made = [Holder(concurrency) for _ in range(active)]
     with_slots(made, 1)
@@ -233,7 +233,7 @@ def test_after_the_close_nobody_waits_for_a_slot(events: list[str], active: int)
     assert concurrency._active == 0
 
 
-def test_a_slot_can_be_freed_before_its_request_ends_and_counts_once() -> None:
+def test_slot_released_before_the_end_of_its_request_counts_once() -> None:
     concurrency = AdaptiveLimit(1, 8)
     made = [Holder(concurrency), Holder(concurrency)]
     late = with_slots(made, 1)[0]

@@ -99,10 +99,10 @@ def test_shards_are_found_with_their_sizes_and_counts(
         nsamples = None if name == "00.tar" else int(name[:2]) + 1
         assert (shard.filesize, shard.nsamples) == (len(TARS[name]), nsamples)
         assert (shard.url in located.indexed) == (name != "00.tar")
-        assert storage.read(shard.url) == TARS[name]  # the URL leads back to it
+        assert storage.read(shard.url) == TARS[name]  # the URL opens the same file
 
 
-def test_a_manifest_decides_which_shards_and_in_which_order(folder: str) -> None:
+def test_manifest_decides_shards_and_order(folder: str) -> None:
     put_tars(folder, indexed=("00.tar",))
     put(folder, {"index.json": MANIFEST})
     for url in (folder, f"{folder}/", f"{folder}/index.json"):
@@ -113,7 +113,7 @@ def test_a_manifest_decides_which_shards_and_in_which_order(folder: str) -> None
         assert located.indexed == {located.shards[1].url}
 
 
-def test_named_tars_take_what_their_manifest_knows(folder: str) -> None:
+def test_named_tars_use_their_manifest_entries(folder: str) -> None:
     put_tars(folder)
     put(folder, {"index.json": MANIFEST})
     located = locate_shards(f"{folder}/{{00..01}}.tar", Storage())
@@ -154,7 +154,7 @@ def test_folders_can_be_joined(folder: str) -> None:
         ("/empty.json", r"names no shards: the dataset is empty"),
     ],
 )
-def test_what_is_not_there_is_reported(folder: str, pattern: str, message: str) -> None:
+def test_missing_urls_are_reported(folder: str, pattern: str, message: str) -> None:
     put_tars(folder)
     put(folder, {"sub/notes.txt": b"1", "sub/deeper/00.tar": TARS["00.tar"]})
     put(folder, {"empty.json": encode_manifest(Manifest(shards=()))})
@@ -163,7 +163,7 @@ def test_what_is_not_there_is_reported(folder: str, pattern: str, message: str) 
     assert (raised.value.shard or "").startswith(folder)
 
 
-def test_a_manifest_that_is_nonsense_is_reported(folder: str) -> None:
+def test_invalid_manifest_is_reported(folder: str) -> None:
     put(folder, {**TARS, "index.json": b"{"})
     with pytest.raises(ManifestError, match=r"not JSON.*'shardstream index'.*index\.json"):
         locate_shards(folder, Storage())
@@ -183,18 +183,18 @@ def test_relative_paths_find_the_indexes_too(
     assert len(located.indexed) == len(located.shards) == (3 if "*" in url else 2)
 
 
-def test_an_empty_folder_is_reported(tmp_path: Path) -> None:
+def test_empty_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match=r"no index\.json and no \.tar here \(found: nothing\)"):
         locate_shards(str(tmp_path), Storage())
 
 
-def test_a_file_that_is_no_tar_is_reported(tmp_path: Path) -> None:
+def test_file_other_than_a_tar_is_reported(tmp_path: Path) -> None:
     (tmp_path / "a.parquet").write_bytes(b"PAR1")
     with pytest.raises(StorageError, match=r"not a shard: its name does not end in \.tar"):
         locate_shards(str(tmp_path / "a.parquet"), Storage())
 
 
-def test_what_a_killed_writer_left_is_no_shard(tmp_path: Path) -> None:
+def test_partial_files_of_a_killed_writer_are_not_shards(tmp_path: Path) -> None:
     put(
         str(tmp_path),
         {
@@ -210,11 +210,13 @@ def test_what_a_killed_writer_left_is_no_shard(tmp_path: Path) -> None:
             UnfinishedError, match=r"01\.tar\.part-0123456789ab is a half-written tar"
         ):
             locate_shards(url, Storage())
-    (tmp_path / "01.tar.part-0123456789ab").unlink()  # that of an index says nothing of the tars
+    (
+        tmp_path / "01.tar.part-0123456789ab"
+    ).unlink()  # the change of an index does not concern the tars
     assert names(locate_shards(str(tmp_path), Storage())) == ["00.tar"]
 
 
-def test_a_file_url_is_a_local_path(tmp_path: Path) -> None:
+def test_file_url_is_a_local_path(tmp_path: Path) -> None:
     put_tars(str(tmp_path), indexed=("00.tar",))
     located = locate_shards(f"file://{tmp_path}", Storage())
     assert [shard.url for shard in located.shards] == [
@@ -223,7 +225,7 @@ def test_a_file_url_is_a_local_path(tmp_path: Path) -> None:
     assert len(located.indexed) == 1
 
 
-def test_shards_of_a_manifest_may_lie_in_other_folders(tmp_path: Path) -> None:
+def test_shards_of_a_manifest_may_be_in_other_folders(tmp_path: Path) -> None:
     put_tars(str(tmp_path / "a" / "b"), indexed=("00.tar",))
     memory = f"memory://test-{uuid.uuid4().hex}"
     put_tars(memory)
@@ -235,7 +237,7 @@ def test_shards_of_a_manifest_may_lie_in_other_folders(tmp_path: Path) -> None:
     assert located.indexed == {f"{tmp_path}/a/b/00.tar"}
 
 
-def test_a_chain_of_fsspec_is_one_url(tmp_path: Path) -> None:
+def test_chain_of_fsspec_is_one_url(tmp_path: Path) -> None:
     folder = f"memory://test-{uuid.uuid4().hex}"
     put_tars(folder)
     storage = Storage({"simplecache": {"cache_storage": str(tmp_path)}})
@@ -259,7 +261,7 @@ def test_a_chain_of_fsspec_is_one_url(tmp_path: Path) -> None:
         ("{008..010}.tar", ["008.tar", "009.tar", "010.tar"]),
         ("a.tar::{b,c}.tar", ["a.tar", "b.tar", "c.tar"]),
         ("simplecache::s3://b/a.tar::c.tar", ["simplecache::s3://b/a.tar", "c.tar"]),
-        ("data", ["data"]),  # also the name of a protocol of fsspec
+        ("data", ["data"]),  # also a protocol name of fsspec
         ("a.tar::memory", ["a.tar", "memory"]),
         (["b.tar", "a.tar", "b.tar"], ["b.tar", "a.tar", "b.tar"]),
         ([], []),
@@ -280,12 +282,12 @@ def test_urls_expand_in_order(urls: str | list[str], expanded: list[str]) -> Non
         ("nosuch://b/a.tar", "Protocol not known: nosuch"),
     ],
 )
-def test_urls_that_make_no_sense_are_refused(urls: str | list[str], message: str) -> None:
+def test_invalid_urls_are_refused(urls: str | list[str], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         locate_shards(urls, Storage())
 
 
-def test_a_pipe_in_a_manifest_starts_nothing(tmp_path: Path) -> None:
+def test_pipe_url_in_a_manifest_starts_no_command(tmp_path: Path) -> None:
     marker = tmp_path / "ran"
     shards = (ShardInfo(url=f"pipe:touch {marker}; cat a.tar"), ShardInfo(url=f"pipe://touch {marker}.tar"))  # fmt: skip
     for shard in shards:
@@ -310,7 +312,7 @@ def test_a_pipe_in_a_manifest_starts_nothing(tmp_path: Path) -> None:
         ("https://h/a.tar.gz?sig=1", True, True),
     ],
 )
-def test_the_name_tells_what_is_a_shard(name: str, *, tar: bool, compressed: bool) -> None:
+def test_shards_are_recognised_by_name(name: str, *, tar: bool, compressed: bool) -> None:
     assert (is_tar(name), is_compressed(name)) == (tar, compressed)
 
 
@@ -331,19 +333,19 @@ def http_folder(tmp_path: Path) -> Iterator[str]:
         server.shutdown()
 
 
-def test_shards_over_http_are_asked_for_one_by_one(http_folder: str, tmp_path: Path) -> None:
+def test_http_shards_are_looked_up_one_by_one(http_folder: str, tmp_path: Path) -> None:
     put_tars(str(tmp_path), indexed=("01.tar",))
     located = locate_shards(f"{http_folder}/{{00..01}}.tar", Storage())
     assert [shard.nsamples for shard in located.shards] == [None, 2]
     assert located.indexed == {f"{http_folder}/01.tar"}
 
 
-def test_a_signed_url_is_read_but_never_shown(http_folder: str, tmp_path: Path) -> None:
+def test_signed_url_is_read_but_never_shown(http_folder: str, tmp_path: Path) -> None:
     put_tars(str(tmp_path), indexed=("00.tar",))
     signature = "?X-Amz-Signature=1f3&X-Amz-Credential=me"
     located = locate_shards(f"{http_folder}/00.tar{signature}", Storage())
     assert [shard.filesize for shard in located.shards] == [len(TARS["00.tar"])]
-    assert not located.indexed  # the signature is for one file: nobody signed for its neighbours
+    assert not located.indexed  # the signature is valid for one file only
     assert Storage().read(located.shards[0].url) == TARS["00.tar"]
     url = f"{http_folder}/none.tar{signature}"
     for failing in (lambda: locate_shards(url, Storage()), lambda: Storage().read(url)):
@@ -352,7 +354,7 @@ def test_a_signed_url_is_read_but_never_shown(http_folder: str, tmp_path: Path) 
         assert "1f3" not in str(raised.value)
 
 
-def test_a_manifest_on_a_host_without_listings_is_read_by_number(tmp_path: Path) -> None:
+def test_manifest_on_a_host_without_listings_is_read_by_number(tmp_path: Path) -> None:
     folder = make_shards(tmp_path / "set", samples=7, per_shard=3)
 
     class NoListing(http.server.SimpleHTTPRequestHandler):
@@ -375,13 +377,13 @@ def test_a_manifest_on_a_host_without_listings_is_read_by_number(tmp_path: Path)
         server.shutdown()
 
 
-def test_a_misspelt_storage_option_is_named(s3_env: None, bucket: str) -> None:
+def test_misspelt_storage_option_is_named(s3_env: None, bucket: str) -> None:
     with pytest.raises(OptionError, match="storage options: .*'endpoint'"):
         locate_shards(f"{bucket}/", Storage({"endpoint": "http://127.0.0.1:9"}))
 
 
 @pytest.mark.parametrize("pattern", ["/x.tar", "/x*.tar", "/x", "/x/a.tar", "/x/index.json"])
-def test_what_is_missing_is_one_error_however_it_is_named(folder: str, pattern: str) -> None:
+def test_missing_dataset_is_the_same_error_for_all_url_forms(folder: str, pattern: str) -> None:
     put_tars(folder)
     with pytest.raises(FileNotFoundError) as raised:
         ss.ShardDataset(folder + pattern)

@@ -1,4 +1,4 @@
-"""Client errors are translated to the right type and retry decision, without secrets."""
+"""Test that client errors get the right type and retry decision, without secrets."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def refused(code: str, status: int) -> botocore.exceptions.ClientError:
         (ValueError("x"), StorageError, False, False),
     ],
 )
-def test_only_what_may_pass_is_tried_again(
+def test_only_temporary_errors_are_retried(
     error: Exception, kind: type[StorageError], *, is_retryable: bool, is_throttled: bool
 ) -> None:
     verdict = classify_error(error, URL)
@@ -58,7 +58,7 @@ def test_only_what_may_pass_is_tried_again(
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("x"), KeyError("x"), OptionError("x")])
-def test_what_is_no_clients_keeps_its_type(error: Exception) -> None:
+def test_errors_of_other_code_keep_their_type(error: Exception) -> None:
     with pytest.raises(type(error)):
         classify_error(error, URL)
 
@@ -72,7 +72,7 @@ def test_what_is_no_clients_keeps_its_type(error: Exception) -> None:
         (URL, "check the credentials"),
     ],
 )
-def test_refused_access_is_reported_in_the_words_of_the_place(url: str, remedy: str) -> None:
+def test_denied_access_names_the_credentials_of_the_store(url: str, remedy: str) -> None:
     verdict = classify_error(PermissionError(13, "Permission denied"), url)
     assert isinstance(verdict.error, AccessDeniedError)
     assert f"access refused; {remedy}" in str(verdict.error)
@@ -86,7 +86,7 @@ def test_refused_access_is_reported_in_the_words_of_the_place(url: str, remedy: 
         ("ftp://host/c.tar", "check the URL and the network"),
     ],
 )
-def test_only_users_of_s3_hear_of_aws(url: str, remedy: str) -> None:
+def test_aws_is_named_only_in_s3_errors(url: str, remedy: str) -> None:
     assert f"cannot be reached; {remedy}" in str(
         classify_error(ConnectionRefusedError("x"), url).error
     )
@@ -94,7 +94,7 @@ def test_only_users_of_s3_hear_of_aws(url: str, remedy: str) -> None:
     assert ("AWS" in refusal) is (url == URL)
 
 
-def test_a_read_only_disk_is_reported() -> None:
+def test_read_only_disk_is_reported() -> None:
     verdict = classify_error(OSError(errno.EROFS, os.strerror(errno.EROFS)), "/data/a.tar")
     assert "the disk is read-only; write elsewhere" in str(verdict.error)
     assert not verdict.is_retryable
@@ -108,19 +108,19 @@ def test_a_read_only_disk_is_reported() -> None:
         ("hf://datasets/a/b/c.tar", {"endpoint": "http://127.0.0.1:9"}),
     ],
 )
-def test_no_client_raises_an_error_of_its_own(url: str, options: dict[str, Any]) -> None:
+def test_errors_of_all_clients_are_translated(url: str, options: dict[str, Any]) -> None:
     message = "the server cannot be reached; check the URL and the network"
     with pytest.raises(StorageError, match=message):
         Storage({"retry_timeout_s": 0.2, **options}).read(url, 0, 10)
 
 
-def test_a_machine_that_is_reported_to_stay_offline_is_an_error() -> None:
+def test_unreachable_network_is_an_error() -> None:
     verdict = classify_error(OfflineModeIsEnabled("offline mode is enabled"), "hf://datasets/a/b")
     assert "unset HF_HUB_OFFLINE" in str(verdict.error)
     assert not verdict.is_retryable
 
 
-def test_a_name_is_no_sign() -> None:
+def test_error_codes_in_file_names_are_ignored() -> None:
     verdict = classify_error(OSError("cannot read bucket/SlowDown.tar"), "s3://bucket/SlowDown.tar")
     assert not verdict.is_throttled
     assert classify_error(OSError("SlowDown"), "s3://bucket/o").is_throttled
@@ -146,9 +146,7 @@ def fail(text: str) -> None:
         ("invalid header b'hunter2'", ("hunter2",)),
     ],
 )
-def test_no_secret_is_in_a_message_or_in_what_led_to_it(
-    text: str, secrets: tuple[str, ...]
-) -> None:
+def test_no_secret_is_in_a_message_or_its_causes(text: str, secrets: tuple[str, ...]) -> None:
     with pytest.raises(StorageError) as raised, translate_errors(URL, lambda: secrets):
         fail(text)
     assert SECRET not in "".join(traceback.format_exception(raised.value))
@@ -157,10 +155,10 @@ def test_no_secret_is_in_a_message_or_in_what_led_to_it(
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"password": "hunter2\n"}, repr(b"hunter2\n")),  # read from a file with its line's end
+        ({"password": "hunter2\n"}, repr(b"hunter2\n")),  # read from a file, with a line feed
         ({"connection_string": "Name=me;Value=hunter2"}, "Name=me;Value=hunter2"),
         ({"client_kwargs": {"headers": {"Authorization": "Bearer hunter2"}}}, "Bearer hunter2"),
-        ({"key": "some", "secret": "some-hunter2"}, "some-hunter2"),  # one is part of the other
+        ({"key": "some", "secret": "some-hunter2"}, "some-hunter2"),  # one is a part of the other
     ],
 )
 def test_no_secret_of_the_options_is_in_a_message(options: dict[str, Any], text: str) -> None:
@@ -169,7 +167,7 @@ def test_no_secret_of_the_options_is_in_a_message(options: dict[str, Any], text:
     assert SECRET not in "".join(traceback.format_exception(raised.value))
 
 
-def test_what_is_too_short_for_a_secret_does_not_mar_messages(
+def test_short_option_values_are_not_redacted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "o")
@@ -180,14 +178,14 @@ def test_what_is_too_short_for_a_secret_does_not_mar_messages(
         fail("no such colour")
 
 
-def test_a_url_that_cannot_be_opened_shows_no_secret() -> None:
+def test_url_that_cannot_be_opened_shows_no_secret() -> None:
     storage = Storage({"password": SECRET, "target_protocol": SECRET})
     with pytest.raises(OptionError, match="cannot open this URL: .*…") as raised:
         storage.info("dir://a")
     assert SECRET not in "".join(traceback.format_exception(raised.value))
 
 
-def test_what_shows_nothing_stays_the_cause() -> None:
+def test_cause_without_secrets_is_kept() -> None:
     cause = OSError("plain")
     with pytest.raises(StorageError) as raised, translate_errors(URL, lambda: (SECRET,)):
         raise cause

@@ -21,15 +21,15 @@ BEFORE = FileVersion(size=10, mtime_ns=5, inode=7, ctime_ns=6)
         ({"size": 11}, True),
         ({"mtime_ns": 4}, True),
         ({"ctime_ns": 9}, False),  # chmod, a hard link
-        ({"inode": 8}, False),  # a network file system that numbers its files anew
+        ({"inode": 8}, False),  # a network file system that renumbers its files
         ({"inode": 8, "ctime_ns": 9}, True),  # a copy that took over the time of change
     ],
 )
-def test_a_file_is_another_one_if_its_bytes_may_differ(now: dict[str, int], other: bool) -> None:
+def test_version_differs_if_the_bytes_may_differ(now: dict[str, int], other: bool) -> None:
     assert BEFORE._replace(**now).differs_from(BEFORE) is other
 
 
-def test_files_are_compared_with_what_they_were(tmp_path: Path) -> None:
+def test_files_are_compared_with_their_recorded_versions(tmp_path: Path) -> None:
     files = [tmp_path / name for name in "abc"]
     files[0].write_bytes(b"1234")
     files[1].write_bytes(b"1234")
@@ -41,14 +41,14 @@ def test_files_are_compared_with_what_they_were(tmp_path: Path) -> None:
         one.check([0, 1, 3])
         with pytest.raises(
             ChangedError, match=r"\(4 bytes, .* then, 5 bytes, .* now\); open"
-        ) as told:
+        ) as raised:
             one.check([2])
-        assert told.value.shard == str(files[1])
+        assert raised.value.shard == str(files[1])
     files[1].unlink()
     versions.check([2])
 
 
-def test_a_file_that_was_touched_may_be_the_same(tmp_path: Path) -> None:
+def test_changed_time_alone_is_named_in_the_error(tmp_path: Path) -> None:
     file = tmp_path / "a"
     file.write_bytes(b"1234")
     os.utime(file, ns=(0, 5 * 10**9))

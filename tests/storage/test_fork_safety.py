@@ -1,4 +1,4 @@
-"""S3 clients and forks: the clients of a parent and of its children must not hang or break each other."""
+"""Test S3 clients and forks: clients of a parent and of its children must not hang or break each other."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHILDREN = """
 
     def read(storage, url):
         data = storage.read(url, 1, 3).decode()
-        return data, type(storage._clients.reader(url, whole=False)[0]).__name__
+        return data, type(storage._clients.reader(url, reads_whole_file=False)[0]).__name__
 
     if __name__ == "__main__":
         url, method, parent_client, own = sys.argv[1:]
@@ -139,13 +139,13 @@ def run(program: str, folder: Path, *arguments: str) -> Any:
             "any",
             "",
             ["ObstoreReader", "S3fsReader"],
-        ),  # who only looks around starts no threads
+        ),  # listing alone starts no threads
         ("fork", "obstore", "", ["S3fsReader", "ObstoreReader"]),
         ("fork", "s3fs", "own", ["S3fsReader", "S3fsReader"]),
         ("spawn", "obstore", "", ["ObstoreReader", "ObstoreReader"]),
     ],
 )
-def test_a_child_reads_whatever_its_parent_has_opened(
+def test_forked_child_reads_after_any_use_in_the_parent(
     method: str, parent_client: str, own: str, readers: list[str], bucket: str, tmp_path: Path
 ) -> None:
     url = f"{bucket}/data/a.tar"
@@ -154,19 +154,18 @@ def test_a_child_reads_whatever_its_parent_has_opened(
     assert found == [["23", reader] for reader in readers]
 
 
-def test_who_chose_obstore_is_not_told_to_install_what_is_there(
-    bucket: str, tmp_path: Path
-) -> None:
+def test_obstore_error_does_not_advise_an_installed_package(bucket: str, tmp_path: Path) -> None:
     url = f"{bucket}/data/a.tar"
     publish_bytes(Storage(), url, b"1234")
-    told = run(CHOSEN, tmp_path, url)
+    output = run(CHOSEN, tmp_path, url)
     assert (
-        "leave s3_client='obstore' out, so that s3fs reads it, or start workers with multi" in told
+        "leave s3_client='obstore' out, so that s3fs reads it, or start workers with multi"
+        in output
     )
-    assert "install" not in told
+    assert "install" not in output
 
 
-def test_obstore_alone_lists_reads_and_writes(bucket: str, tmp_path: Path) -> None:
+def test_obstore_without_s3fs_lists_reads_and_writes(bucket: str, tmp_path: Path) -> None:
     *found, forked = run(OBSTORE_ALONE, tmp_path, f"{bucket}/data")
     assert found == [
         ["a.tar", "b.tar"],
@@ -190,7 +189,7 @@ def test_obstore_alone_lists_reads_and_writes(bucket: str, tmp_path: Path) -> No
         ("spawn", 0, {"0": (False, True), "2": (False, True)}),
     ],
 )
-def test_an_epoch_is_read_by_workers_whatever_their_parent_read_before(
+def test_workers_read_an_epoch_after_any_read_of_the_parent(
     method: str, look_bytes: int, epochs: dict[str, tuple[bool, bool]], bucket: str, tmp_path: Path
 ) -> None:
     url = numbered(f"{bucket}/data", nsamples=32, per_shard=8)

@@ -1,4 +1,4 @@
-"""Files over plain HTTP: messages for each response, without the query of a signed URL."""
+"""Test files over plain HTTP: messages for each response, without the query of a signed URL."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SECRET = "hunter2"  # noqa: S105
 
 
 class Answers(http.server.BaseHTTPRequestHandler):
-    """The first part of the path is the status; the file "unsaid" is sent without its length."""
+    """Server whose status is the first part of the path; the file "unsaid" is sent without its length."""
 
     def do_GET(self) -> None:
         status = int(self.path.split("/")[1])
@@ -45,7 +45,7 @@ class Answers(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET  # noqa: N815  (as http.server looks it up)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +77,7 @@ OPERATIONS: tuple[Callable[[Storage, str], object], ...] = (
         (None, StorageError, "the server cannot be reached; check the URL and the network"),
     ],
 )
-def test_what_a_server_answers_is_reported(
+def test_http_errors_are_reported(
     operation: Callable[[Storage, str], object],
     status: int | None,
     kind: type[StorageError],
@@ -98,9 +98,7 @@ def test_what_a_server_answers_is_reported(
 
 
 @pytest.mark.parametrize(("start", "end"), [(2, 4), (0, 4), (2, 10), (2, 12), (2, None)])
-def test_a_server_that_sends_all_whatever_is_asked_for_is_reported(
-    start: int, end: int, server: str
-) -> None:
+def test_server_that_ignores_ranges_is_reported(start: int, end: int, server: str) -> None:
     message = "the server ignored the requested range and sent more bytes"
     with pytest.raises(StorageError, match=message):
         Storage().read(f"{server}/200/a.tar", start, end)
@@ -116,25 +114,25 @@ def test_a_server_that_sends_all_whatever_is_asked_for_is_reported(
         lambda url, _: ss.verify(f"{url}/unsaid.tar"),
     ],
 )
-def test_a_server_that_does_not_tell_lengths_is_reported(
+def test_server_without_content_length_is_reported(
     operation: Callable[[str, Path], object], server: str, tmp_path: Path
 ) -> None:
     with pytest.raises(StorageError, match="the server sends no Content-Length"):
         operation(f"{server}/200", tmp_path / "out")
 
 
-def test_what_needs_no_length_is_read_without_one(server: str, tmp_path: Path) -> None:
+def test_whole_files_are_read_without_content_length(server: str, tmp_path: Path) -> None:
     url = f"{server}/200/unsaid.csv"
-    with pytest.raises(SourceError, match="the source is empty"):  # a table without a row
+    with pytest.raises(SourceError, match="the source is empty"):  # a status without a known remedy
         ss.pack(url, tmp_path / "out")
     with pytest.warns(CacheWarning, match="does not report its length"):
         assert Storage(cache=open_cache(tmp_path / "cache", "100MB")).read(url) == b"0123456789"
-    with pytest.raises(ManifestError):  # ten digits are none
+    with pytest.raises(ManifestError):  # ten digits are not a status
         ss.ShardDataset(f"{server}/200/unsaid.json")
 
 
 class Floods(Answers):
-    """A HEAD has a length of ten bytes or none; the file has no end, or arrives byte by byte."""
+    """Server whose HEAD gives ten bytes or no length; the file is endless, or arrives byte by byte."""
 
     def do_GET(self) -> None:
         self.send_response(206 if "Range" in self.headers and "lies" in self.path else 200)
@@ -166,7 +164,7 @@ def flooding() -> Iterator[http.server.ThreadingHTTPServer]:
 
 
 @pytest.mark.parametrize("name", ["endless", "lies"])
-def test_a_manifest_without_end_is_read_to_its_limit(
+def test_endless_manifest_is_read_to_its_limit(
     name: str, flooding: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_limits(monkeypatch, locate_shards, MANIFEST_LIMIT_BYTES=1 << 20)
@@ -175,19 +173,19 @@ def test_a_manifest_without_end_is_read_to_its_limit(
     assert flooding.sent < 64 << 20
 
 
-def test_of_a_range_without_end_no_more_is_read_than_was_asked_for(flooding: Any) -> None:
+def test_endless_range_response_is_read_to_the_requested_size(flooding: Any) -> None:
     with pytest.raises(StorageError, match="the server ignored the requested range"):
         Storage().read(f"http://127.0.0.1:{flooding.server_port}/lies", 4, 1000)
     assert flooding.sent < 64 << 20
 
 
-def test_a_server_that_drips_has_not_answered(flooding: Any) -> None:
+def test_server_that_sends_slowly_times_out(flooding: Any) -> None:
     storage = Storage({"read_timeout_s": 0.2, "retry_timeout_s": 0.3})
     with pytest.raises(StorageError, match="did not answer in time"):
         storage.read(f"http://127.0.0.1:{flooding.server_port}/drips/index.json")
 
 
-def test_a_server_that_says_nothing_is_not_a_missing_file() -> None:
+def test_silent_server_is_not_a_missing_file() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}/a.tar"
         for operation in OPERATIONS:
@@ -196,5 +194,5 @@ def test_a_server_that_says_nothing_is_not_a_missing_file() -> None:
             assert type(raised.value) is StorageError
 
 
-def test_a_signed_url_is_read(server: str) -> None:
+def test_signed_url_is_read(server: str) -> None:
     assert Storage().read(f"{server}/200/a.tar?X-Amz-Signature={SECRET}", 0, 10) == b"0123456789"

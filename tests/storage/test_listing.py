@@ -1,4 +1,4 @@
-"""List all files under a folder, on each kind of store."""
+"""Test listing all files under a folder, on each kind of store."""
 
 from __future__ import annotations
 
@@ -39,21 +39,19 @@ def root(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("slash", ["", "/"])
 @pytest.mark.parametrize("most_folders", [0, 4096])
-def test_all_files_are_found_by_folder_and_at_once(
-    root: str, slash: str, most_folders: int
-) -> None:
+def test_folder_listing_equals_recursive_listing(root: str, slash: str, most_folders: int) -> None:
     found = list_files(root + slash, Storage(), max_folders=most_folders)
     assert [file[:3] for file in found] == [(name, f"{root}/{name}", len(name)) for name in NAMES]
 
 
-def test_several_folders_have_paths_under_what_they_have_in_common(root: str) -> None:
+def test_several_folders_have_paths_under_their_common_folder(root: str) -> None:
     some, files = list_all([f"{root}/a/b/", f"{root}/a/d.txt", f"{root}/a"], Storage())
     assert (some, [file.path for file in files]) == (f"{root}/a", ["b/c.jpg", "d.txt"])
     one, files = list_all([f"{root}/top.json"], Storage())
     assert (one, [file.path for file in files]) == (root, ["top.json"])
 
 
-def test_a_prefix_is_a_folder_or_the_beginning_of_names(root: str) -> None:
+def test_prefix_is_a_folder_or_a_name_prefix(root: str) -> None:
     assert list_beginning(f"{root}/a", Storage()) == [f"{root}/a"]
     assert list_beginning(f"{root}/", Storage()) == [f"{root}/"]
     assert list_beginning(f"{root}/b", Storage()) == [f"{root}/b.c"]
@@ -63,16 +61,14 @@ def test_a_prefix_is_a_folder_or_the_beginning_of_names(root: str) -> None:
 
 
 @pytest.mark.slow
-def test_odd_names_on_s3_are_found_and_markers_of_folders_are_not(
-    bucket: str, s3_env: None
-) -> None:
+def test_unusual_s3_keys_are_listed_without_folder_markers(bucket: str, s3_env: None) -> None:
     filesystem = fsspec.filesystem("s3")
     keys = ("a//b.txt", "/c.txt", "marked/", "marked/d.txt", "e {1}[2]*?.txt")
     for key in keys:
         name = {
             "Bucket": bucket.removeprefix("s3://"),
             "Key": f"set/{key}",
-        }  # pipe_file would cut the slash
+        }  # pipe_file would remove the slash
         filesystem.call_s3("put_object", **name, Body=key.encode())
     found = list_files(f"{bucket}/set", Storage())
     assert {file.path for file in found} == {*keys} - {"marked/"}
@@ -80,7 +76,7 @@ def test_odd_names_on_s3_are_found_and_markers_of_folders_are_not(
 
 
 @pytest.mark.parametrize(("count", "warns"), [(43, True), (30, False)])
-def test_frames_with_dotted_numbers_that_become_one_sample_are_warned_of(
+def test_dotted_frame_numbers_that_form_one_sample_cause_a_warning(
     count: int, warns: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     files = [ListedFile(f"frame.{number:06d}.jpg", "", 1) for number in range(count)]
@@ -89,13 +85,13 @@ def test_frames_with_dotted_numbers_that_become_one_sample_are_warned_of(
 
 
 @pytest.mark.parametrize("name", ["none", "none/"])
-def test_what_is_not_there_is_missing(root: str, name: str) -> None:
+def test_missing_folder_is_an_error(root: str, name: str) -> None:
     with pytest.raises(NotFoundError):
         list_all([f"{root}/{name}"], Storage())
 
 
 @given(st.lists(st.text("ab/", min_size=1, max_size=6).filter(lambda name: name[-1] != "/")))
-def test_the_common_folder_is_a_folder_of_all(names: list[str]) -> None:
+def test_common_folder_contains_all_files(names: list[str]) -> None:
     """For any URLs of files, on a file system that has each of them."""
     files = [
         f"memory://common/x{name}.txt".replace("//", "/").replace(":/", "://") for name in names
@@ -108,7 +104,7 @@ def test_the_common_folder_is_a_folder_of_all(names: list[str]) -> None:
         assert {f"{root}/{file.path}" for file in found} == {*files}
 
 
-def test_names_that_only_look_half_written_are_listed(root: str) -> None:
+def test_names_similar_to_temporary_files_are_listed(root: str) -> None:
     write(root, "z/imgs.tar.part-aa", "z/lecture.part-1.jpg", "z/notes.part-1")
     assert [file.path for file in list_files(f"{root}/z", Storage())] == [
         "imgs.tar.part-aa",

@@ -1,4 +1,4 @@
-"""Local files: found through links and relative paths, read without a client, explained when they fail."""
+"""Test local files: links, relative paths, reads without a client, and error messages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_linked_shards_are_found(folder: Path, tmp_path: Path, manifest: bool) -
 
 
 @pytest.mark.parametrize("url", ["{}", "{}/*.tar"])
-def test_a_link_without_a_target_is_an_error_not_fewer_samples(url: str, folder: Path) -> None:
+def test_link_without_a_target_is_an_error_not_fewer_samples(url: str, folder: Path) -> None:
     (folder / "index.json").unlink()
     (folder / "000001.tar").rename(folder.parent / "moved.tar")
     (folder / "000001.tar").symlink_to(folder / "none.tar")
@@ -56,12 +56,12 @@ def test_relative_paths_are_those_of_the_process(
     assert len(keys(url)) == 12
 
 
-def test_the_current_folder_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_current_folder_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(folder)
     assert len(keys(".")) == 12
 
 
-def test_the_home_folder_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_home_folder_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(folder.parent))
     assert len(keys("~/set")) == 12
 
@@ -79,7 +79,7 @@ def test_the_home_folder_is_expanded(folder: Path, monkeypatch: pytest.MonkeyPat
         (10, None, None, b""),
     ],
 )
-def test_a_range_of_a_local_file(
+def test_range_of_a_local_file(
     start: int, end: int | None, max_bytes: int | None, found: bytes, tmp_path: Path
 ) -> None:
     path = tmp_path / "a.bin"

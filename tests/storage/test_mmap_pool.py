@@ -1,4 +1,4 @@
-"""Maps of local shards are kept across epochs, are safe with threads and forks, and never hide a deleted file if bytes are checked."""
+"""Test maps of local shards: kept across epochs, safe with threads and forks, and never of a replaced file."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def checked(folder: Path) -> ShardCatalog:
     return ShardCatalog(locate_shards(str(folder), storage), storage, "sha256")
 
 
-def test_a_map_does_not_vouch_for_a_file_that_took_its_place(
+def test_map_is_not_reused_for_a_replaced_file(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (2, 2))  # half of them for maps
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2, 2))  # half of the limit is for maps
     catalog, tar = checked(folder), folder / "000000.tar"
     assert catalog.map_shard(0) is catalog.map_shard(0)
     whole = tar.read_bytes()
@@ -57,8 +57,10 @@ def test_a_map_does_not_vouch_for_a_file_that_took_its_place(
 
 
 @pytest.mark.parametrize(("files", "kept"), [(resource.RLIM_INFINITY, 3), (1, 1)])
-def test_any_limit_of_files_will_do(files: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    limit = files if files < 0 else files + 2 * num_maps()  # those of other tests stay
+def test_maps_work_with_any_limit_of_open_files(
+    files: int, kept: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = files if files < 0 else files + 2 * num_maps()  # maps of other tests stay open
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     maps = MmapPool()
     for number in range(3):
@@ -66,8 +68,8 @@ def test_any_limit_of_files_will_do(files: int, kept: int, monkeypatch: pytest.M
     assert [maps.get(number) is not None for number in range(3)].count(True) == kept
 
 
-def test_the_least_used_map_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
-    pool, limit = MmapPool(), 2 * (num_maps() + 2)  # room for two more than other tests keep
+def test_least_used_map_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, limit = MmapPool(), 2 * (num_maps() + 2)  # room for two maps besides those of other tests
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
     kept = num_maps() + 2
     for number in range(kept):
@@ -88,7 +90,7 @@ def switching() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("switching")
-def test_data_sets_are_opened_while_others_are_read() -> None:
+def test_datasets_can_be_opened_while_others_are_read() -> None:
     others = [MmapPool() for _ in range(100)]
     opened: deque[MmapPool] = deque(maxlen=100)
 
@@ -116,7 +118,7 @@ def use_indexes(catalog: ShardCatalog) -> None:
 @pytest.mark.filterwarnings("ignore:This process.*is multi-threaded:DeprecationWarning")
 @pytest.mark.usefixtures("switching")
 @pytest.mark.parametrize("use", [use_maps, use_indexes])
-def test_children_that_are_forked_while_another_thread_reads_end(
+def test_children_forked_during_a_read_do_not_hang(
     use: Callable[[ShardCatalog], None], folder: Path
 ) -> None:
     catalog, ends = checked(folder), threading.Event()
@@ -131,7 +133,7 @@ def test_children_that_are_forked_while_another_thread_reads_end(
         for _ in range(30):
             child = os.fork()
             if child == 0:
-                signal.alarm(20)  # ends a child that waits for a lock that nobody releases
+                signal.alarm(20)  # ends a child that waits for a lock that is never released
                 use(catalog)
                 os._exit(0)
             assert os.waitpid(child, 0)[1] == 0

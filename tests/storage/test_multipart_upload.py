@@ -1,4 +1,4 @@
-"""Multipart uploads to S3 are atomic, checked and retried, and leave nothing unfinished."""
+"""Test that multipart uploads to S3 are atomic, checked and retried, and leave nothing unfinished."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def storage(s3: S3Server) -> Storage:
     ("size", "parts"),
     [(1, 1), (PART_BYTES, 1), (PART_BYTES + 1, 2), (3 * PART_BYTES, 3)],
 )
-def test_parts_make_the_file(
+def test_parts_are_joined_to_the_file(
     size: int, parts: int, storage: Storage, bucket: str, uploads: Callable[[], list[str]]
 ) -> None:
     data = (DATA * 2)[:size]
@@ -81,7 +81,7 @@ def test_parts_make_the_file(
     assert ("-" in info["ETag"]) == (parts > 1)
 
 
-def test_a_buffer_may_be_filled_again_once_it_is_written(storage: Storage, bucket: str) -> None:
+def test_buffer_can_be_reused_after_write(storage: Storage, bucket: str) -> None:
     buffer = bytearray(3 << 20)
     pending = open_pending(storage, f"{bucket}/x")
     for i in range(5):
@@ -94,7 +94,7 @@ def test_a_buffer_may_be_filled_again_once_it_is_written(storage: Storage, bucke
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_an_aborted_upload_leaves_nothing(
+def test_aborted_upload_leaves_nothing(
     error: type[BaseException], storage: Storage, bucket: str, uploads: Callable[[], list[str]]
 ) -> None:
     def write() -> None:
@@ -109,7 +109,7 @@ def test_an_aborted_upload_leaves_nothing(
     assert not [t for t in threading.enumerate() if t.name.startswith("shardstream-part")]
 
 
-def test_memory_is_bounded_however_large_the_file(storage: Storage, bucket: str) -> None:
+def test_memory_is_bounded_for_files_of_any_size(storage: Storage, bucket: str) -> None:
     piece = bytes(1 << 20)
     publish_bytes(storage, f"{bucket}/warm", b"")
     tracemalloc.start()
@@ -120,7 +120,7 @@ def test_memory_is_bounded_however_large_the_file(storage: Storage, bucket: str)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    # Five parts of 8 MiB, the client's copies of four, and of one while it is joined.
+    # Five parts of 8 MiB, the client's copies of four, and a copy of one while it is joined.
     assert peak < 100 << 20
     assert storage.info(f"{bucket}/x").size == 120 << 20
 
@@ -129,7 +129,7 @@ def test_memory_is_bounded_however_large_the_file(storage: Storage, bucket: str)
 
 
 @pytest.mark.slow
-def test_a_busy_server_is_asked_again(
+def test_throttled_requests_are_retried(
     shaped_s3: ShapedS3, bucket: str, storage: Storage, uploads: Callable[[], list[str]]
 ) -> None:
     shaped_s3.control("/set?profile=chaos&slow=0.3&reset=0&trunc=0&stall=0&seed=5")
@@ -142,7 +142,7 @@ def test_a_busy_server_is_asked_again(
     assert uploads() == []
 
 
-def test_a_server_that_stays_busy_is_an_error_and_its_upload_is_dropped_later(
+def test_server_that_stays_busy_is_an_error_and_its_upload_is_aborted_later(
     shaped_s3: ShapedS3,
     bucket: str,
     storage: Storage,
@@ -164,7 +164,7 @@ def test_a_server_that_stays_busy_is_an_error_and_its_upload_is_dropped_later(
     assert "an unfinished upload is left on the server" in caplog.text
     assert uploads() == ["x.tar"]
     for name, alone, left in (("x.tar", False, 1), ("x.ta", True, 1), ("x.tar", True, 0)):
-        pending = open_pending(storage, f"{bucket}/{name}", alone=alone)
+        pending = open_pending(storage, f"{bucket}/{name}", is_only_writer=alone)
         pending.write(DATA)
         pending.commit()
         pending.discard()
@@ -219,7 +219,7 @@ def test_damage_on_a_server_that_checks_nothing_is_found_by_its_etag(
 
 
 class OtherETags(s3fs.S3FileSystem):  # type: ignore[misc]
-    """A server whose ETags only look like MD5s."""
+    """A server whose ETags look like MD5s but are not."""
 
     async def _call_s3(self, method: str, *arguments: Any, **options: Any) -> Any:
         answer = await super()._call_s3(method, *arguments, **options)
@@ -236,7 +236,7 @@ def test_bytes_are_read_back_if_an_etag_is_another_digest(data: bytes, careless:
 
 
 @pytest.mark.parametrize("data", [DATA[:1000], DATA], ids=["one request", "parts"])
-def test_a_response_with_the_right_etag_needs_no_further_request(
+def test_response_with_the_right_etag_needs_no_further_request(
     data: bytes, careless: S3Server
 ) -> None:
     with spoiling(careless.endpoint, lambda *_: "") as proxy:
@@ -246,7 +246,7 @@ def test_a_response_with_the_right_etag_needs_no_further_request(
     assert sorted(methods) == (["PUT"] if len(data) == 1000 else ["POST"] * 2 + ["PUT"] * 3)
 
 
-def test_the_last_part_is_sent_when_a_file_ends(
+def test_last_part_is_sent_when_a_file_ends(
     storage: Storage, s3: S3Server, bucket: str, uploads: Callable[[], list[str]]
 ) -> None:
     def arrived() -> list[int]:
@@ -276,7 +276,7 @@ def test_the_last_part_is_sent_when_a_file_ends(
     assert uploads() == []
 
 
-def test_a_full_shard_is_sent_before_its_turn_to_be_published(
+def test_full_shard_is_uploaded_before_its_publication(
     s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[int] = []
@@ -307,14 +307,12 @@ def test_a_full_shard_is_sent_before_its_turn_to_be_published(
         ("0x8DC5", {}, 1, False),
     ],
 )
-def test_which_etags_may_be_compared(
-    etag: str, found: dict[str, str], num_parts: int, is_md5: bool
-) -> None:
+def test_comparable_etags(etag: str, found: dict[str, str], num_parts: int, is_md5: bool) -> None:
     assert may_be_md5(etag, found, num_parts) == is_md5
 
 
 @pytest.mark.parametrize("lost", ["POST", "PUT", "DELETE"])
-def test_a_lost_response_does_no_harm(
+def test_lost_response_is_retried_safely(
     lost: str, s3: S3Server, bucket: str, storage: Storage, uploads: Callable[[], list[str]]
 ) -> None:
     def lose(request: str, number: int) -> str:
@@ -345,7 +343,7 @@ class Dropping(s3fs.S3FileSystem):  # type: ignore[misc]
         return await super()._call_s3(method, *arguments, **options)
 
 
-def test_an_upload_that_is_gone_is_no_success_where_an_older_file_is_as_long(
+def test_missing_upload_is_an_error_even_if_an_old_file_has_equal_length(
     bucket: str, s3: S3Server
 ) -> None:
     storage = Storage(filesystem=Dropping(**s3.storage_options))
@@ -354,7 +352,7 @@ def test_an_upload_that_is_gone_is_no_success_where_an_older_file_is_as_long(
         publish_bytes(storage, f"{bucket}/x", DATA)
 
 
-def test_a_server_that_restarts_is_waited_for(
+def test_upload_survives_a_server_restart(
     s3: S3Server, bucket: str, storage: Storage, uploads: Callable[[], list[str]]
 ) -> None:
     with spoiling(s3.endpoint, lambda *_: "") as proxy:
@@ -372,7 +370,7 @@ def test_a_server_that_restarts_is_waited_for(
     assert uploads() == []
 
 
-def test_a_server_that_reads_no_bytes_is_given_up(
+def test_server_that_reads_no_bytes_times_out(
     s3: S3Server, bucket: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(S3Object, "response_timeout_s", 0.3)
@@ -409,7 +407,7 @@ with ShardWriter(sys.argv[1], max_bytes="20MB") as writer:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("s3_env")
-def test_the_next_writer_aborts_the_uploads_of_a_killed_one(
+def test_next_writer_aborts_the_uploads_of_a_killed_one(
     bucket: str, storage: Storage, uploads: Callable[[], list[str]], tmp_path: Path
 ) -> None:
     with subprocess.Popen(
@@ -423,10 +421,10 @@ def test_the_next_writer_aborts_the_uploads_of_a_killed_one(
         assert writer.stdout.readline() == b"half\n"
         while not storage.exists(f"{bucket}/train/000000.tar.idx"):  # sent after its shard
             time.sleep(0.01)
-        while uploads() != ["train/000001.tar"]:  # the next one is on its way
+        while uploads() != ["train/000001.tar"]:  # the next one is being uploaded
             time.sleep(0.01)
         writer.send_signal(signal.SIGKILL)
-    assert not list(tmp_path.iterdir())  # nothing waits on the disk
+    assert not list(tmp_path.iterdir())  # no temporary files on the disk
     assert uploads() == ["train/000001.tar"]
     with ShardWriter(f"{bucket}/train/", max_bytes="20MB", overwrite=True) as again:
         for _ in range(30):

@@ -1,4 +1,4 @@
-"""Output folders behave the same on this machine and on a remote store."""
+"""Test that output folders behave the same on a local disk and on a remote store."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sizes(folder: OutputFolder) -> dict[str, int]:
     return {name: file.size for name, file in sorted(folder.list_files().items())}
 
 
-def test_a_missing_folder_has_no_files(folder: OutputFolder) -> None:
+def test_missing_folder_has_no_files(folder: OutputFolder) -> None:
     assert folder.list_files() == {}
     with pytest.raises(NotFoundError, match="not found"):
         folder.read("a")
@@ -57,7 +57,7 @@ def test_files_are_written_replaced_read_listed_and_removed(folder: OutputFolder
     folder.unlock()
 
 
-def test_a_pending_file_appears_when_it_is_committed(folder: OutputFolder) -> None:
+def test_pending_file_appears_when_it_is_committed(folder: OutputFolder) -> None:
     folder.lock()
     for name in ("kept", "dropped"):
         pending = folder.open(name)
@@ -71,7 +71,7 @@ def test_a_pending_file_appears_when_it_is_committed(folder: OutputFolder) -> No
     folder.unlock()
 
 
-def test_the_kind_of_a_folder_follows_its_url(tmp_path: Path) -> None:
+def test_kind_of_a_folder_follows_its_url(tmp_path: Path) -> None:
     assert isinstance(by_path(tmp_path), LocalFolder)
     assert isinstance(by_file_url(tmp_path), LocalFolder)
     assert isinstance(open_output_folder("relative/out", None, None), LocalFolder)
@@ -82,7 +82,7 @@ def test_the_kind_of_a_folder_follows_its_url(tmp_path: Path) -> None:
         open_output_folder("pipe:cat", None, None)
 
 
-def test_a_local_listing_is_that_of_storage(tmp_path: Path) -> None:
+def test_local_listing_is_that_of_storage(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(b"12")
     (tmp_path / "sub").mkdir()
     (tmp_path / "to_a").symlink_to("a.tar")
@@ -101,7 +101,7 @@ def test_local_errors_are_those_of_storage(method: str, tmp_path: Path) -> None:
         getattr(folder, method)(*arguments)
 
 
-def test_what_cannot_be_written_leaves_nothing(tmp_path: Path) -> None:
+def test_failed_write_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "a" / "in_the_way").mkdir(parents=True)
     folder = LocalFolder(str(tmp_path), str(tmp_path))
     with pytest.raises(StorageError, match="IsADirectoryError"):

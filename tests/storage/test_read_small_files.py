@@ -1,4 +1,4 @@
-"""The first read of a manifest needs no S3 client; the clients handle all other cases."""
+"""Test that the first read of a manifest needs no S3 client, and that clients handle all other cases."""
 
 from __future__ import annotations
 
@@ -61,18 +61,16 @@ def packed(bucket: str, s3_env: None) -> str:
     return f"{bucket}/a b"
 
 
-def test_a_data_set_opens_without_a_client(packed: str) -> None:
+def test_dataset_opens_without_a_storage_client(packed: str) -> None:
     for url in (packed, f"{packed}/"):
         done = look(url)
         assert done.stdout.split("\n")[:3] == ["12", "3", "12 True"], done.stderr
 
 
 @pytest.mark.slow
-def test_a_client_reads_a_folder_without_index_or_manifest(packed: str) -> None:
+def test_client_reads_a_folder_without_index_or_manifest(packed: str) -> None:
     storage = Storage()
-    remove(
-        storage, f"{packed}/000002.tar.idx"
-    )  # as if a run of 'shardstream index' had been stopped
+    remove(storage, f"{packed}/000002.tar.idx")  # as after a stopped run of 'shardstream index'
     assert "no index; run 'shardstream index'" in look(packed).stderr
     remove(storage, f"{packed}/index.json")
     assert "no index; run 'shardstream index'" in look(packed).stderr
@@ -80,7 +78,7 @@ def test_a_client_reads_a_folder_without_index_or_manifest(packed: str) -> None:
     assert "ManifestError" in look(packed).stderr
 
 
-def test_the_client_reports_a_denied_access(packed: str) -> None:
+def test_client_reports_a_denied_access(packed: str) -> None:
     done = look(packed, AWS_SECRET_ACCESS_KEY="not-the-secret")  # noqa: S106  (it is none)
     assert "AccessDeniedError" in done.stderr
     assert "SignatureDoesNotMatch" in done.stderr
@@ -94,7 +92,7 @@ def settings(s3: S3Server) -> S3Settings:
 
 
 @pytest.mark.usefixtures("s3_env")
-def test_settings_and_keys_that_are_not_plain_are_left_to_the_clients(
+def test_unusual_settings_and_keys_use_the_storage_client(
     bucket: str, settings: S3Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = f"{bucket.removeprefix('s3://')}/file"
@@ -108,7 +106,7 @@ def test_settings_and_keys_that_are_not_plain_are_left_to_the_clients(
         {"virtual_hosts": True},
         {"requester_pays": True},
         {"credentials": None},
-        {"anonymous": True},  # the server refuses it
+        {"anonymous": True},  # the server refuses this request
     ):
         assert read_small_files(replace(settings, **change), [path], MOST) == [None]
     for odd in (f"{path}/../file", f"{path}//", "./x"):
@@ -135,7 +133,7 @@ def test_settings_and_keys_that_are_not_plain_are_left_to_the_clients(
         (None, "us-east-1\r\nX: y"),
     ],
 )
-def test_no_request_is_sent_to_an_odd_endpoint(
+def test_no_request_is_sent_to_an_unusual_endpoint(
     endpoint: str | None, region: str, settings: S3Settings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -162,7 +160,7 @@ def test_no_request_is_sent_to_an_odd_endpoint(
         b"HTTP/1.1 302 Found\r\nLocation: http://127.0.0.1:9/\r\nContent-Length: 10\r\n\r\n",
     ],
 )
-def test_a_response_of_another_length_is_none(head: bytes, settings: S3Settings) -> None:
+def test_response_of_another_length_is_none(head: bytes, settings: S3Settings) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
@@ -187,7 +185,7 @@ print(*[catalog.storage.cache.etag(shard.url) is not None for shard in catalog.s
 """
 
 
-def test_a_cache_records_all_versions_at_once(packed: str, tmp_path: Path) -> None:
+def test_cache_records_all_versions_at_once(packed: str, tmp_path: Path) -> None:
     """Otherwise each worker would look up each file, and would not notice a file that was replaced."""
     done = look(packed, str(tmp_path), say=WITH_CACHE)
     assert done.stdout.split() == ["True"] * 3, done.stderr
@@ -200,13 +198,13 @@ def silent() -> Iterator[str]:
         yield f"http://127.0.0.1:{server.getsockname()[1]}"
 
 
-def test_a_server_that_sends_nothing_is_given_up(silent: str, settings: S3Settings) -> None:
+def test_server_that_sends_nothing_times_out(silent: str, settings: S3Settings) -> None:
     assert read_small_files(
         replace(settings, endpoint=silent, read_timeout_s=0.1), ["b/key"], MOST
     ) == [None]
 
 
-def test_a_server_that_sends_slowly_is_given_up(settings: S3Settings) -> None:
+def test_server_that_sends_slowly_times_out(settings: S3Settings) -> None:
     """Each byte arrives within the timeout; all of them would take hours."""
     ended = threading.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
@@ -240,7 +238,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_key_of_any_name_is_signed_as_it_is_sent(
+def test_keys_of_any_name_are_signed_correctly(
     name: str, bucket: str, s3: S3Server, settings: S3Settings
 ) -> None:
     client = s3.client()
@@ -251,13 +249,13 @@ def test_a_key_of_any_name_is_signed_as_it_is_sent(
 
 
 @pytest.mark.slow
-def test_no_home_and_no_profile_are_needed(tmp_path: Path, packed: str) -> None:
+def test_home_folder_and_profile_are_not_required(tmp_path: Path, packed: str) -> None:
     done = look(packed, HOME=str(tmp_path))
     assert done.stdout.startswith("12\n"), done.stderr
 
 
 @pytest.mark.slow
-def test_an_index_that_does_not_match_is_reported_when_it_is_read(packed: str) -> None:
+def test_index_that_does_not_match_is_reported_when_it_is_read(packed: str) -> None:
     publish_bytes(Storage(), f"{packed}/000001.tar.idx", b"12345678" * 6)
     done = look(packed)
     assert done.stdout.startswith("12\n2\n")
@@ -265,7 +263,7 @@ def test_an_index_that_does_not_match_is_reported_when_it_is_read(packed: str) -
 
 
 @pytest.mark.parametrize("limit", ["INDEXES", "INDEXES_BYTES"])
-def test_many_or_large_indexes_are_left_to_the_workers(
+def test_many_or_large_indexes_are_read_by_the_workers(
     limit: str, packed: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     set_limits(monkeypatch, locate_shards, **{limit: 2})

@@ -1,4 +1,4 @@
-"""Options and variables lead both S3 clients to the same server with the same credentials."""
+"""Test that options and variables give both S3 clients the same server and credentials."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_options_win_over_variables(
         ({}, {"AWS_USE_FIPS_ENDPOINT": "true"}),
     ],
 )
-def test_what_only_s3fs_knows_is_left_to_s3fs(
+def test_options_known_only_to_s3fs_use_s3fs(
     options: dict[str, Any], variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert parse_s3_options(options, variables, read_timeout_s=20.0) is None
@@ -97,13 +97,13 @@ def credentials(options: dict[str, Any], variables: dict[str, str]) -> tuple[Any
     return found["access_key_id"], found["secret_access_key"], found["token"]
 
 
-def test_credentials_are_never_put_together_from_two_places() -> None:
+def test_credentials_are_never_combined_from_two_sources() -> None:
     assert credentials(KEYS, VARIABLES) == ("k", "s", None)
     assert credentials(KEYS | {"token": "t"}, VARIABLES) == ("k", "s", "t")
     assert credentials({}, VARIABLES) == ("vk", "vs", "vt")
 
 
-def test_both_timeouts_reach_s3fs_and_the_users_own_win() -> None:
+def test_timeouts_reach_s3fs_unless_the_user_sets_them() -> None:
     config = complete_s3fs_options({"config_kwargs": {"read_timeout": 7}}, {}, read_timeout_s=5)[
         "config_kwargs"
     ]
@@ -112,16 +112,16 @@ def test_both_timeouts_reach_s3fs_and_the_users_own_win() -> None:
     assert "read_timeout" not in complete_s3fs_options({}, {}, read_timeout_s=None)["config_kwargs"]
 
 
-def test_s3fs_hears_of_aws_region() -> None:
-    told = complete_s3fs_options(
+def test_aws_region_is_passed_to_s3fs() -> None:
+    completed = complete_s3fs_options(
         {"client_kwargs": {"verify": False}}, {"AWS_REGION": "a"}, read_timeout_s=None
     )
-    assert told["client_kwargs"] == {"verify": False, "region_name": "a"}
+    assert completed["client_kwargs"] == {"verify": False, "region_name": "a"}
 
 
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
 @pytest.mark.parametrize("way", ["variables", "variable", "option", "options"])
-def test_a_server_is_found_by_variables_a_profile_or_options(
+def test_server_is_found_by_variables_a_profile_or_options(
     way: str,
     client: str,
     s3: S3Server,
@@ -153,7 +153,7 @@ def test_a_server_is_found_by_variables_a_profile_or_options(
     assert storage.info(url).size == 4
 
 
-def test_a_user_without_a_home_has_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_user_without_a_home_has_no_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(_: int) -> object:
         raise KeyError("uid not found")
 
@@ -166,13 +166,13 @@ def test_a_user_without_a_home_has_no_profile(monkeypatch: pytest.MonkeyPatch) -
     assert settings.region == "us-east-1"
 
 
-def test_files_of_profiles_are_looked_for_as_botocore_does(
+def test_profile_files_are_located_as_in_botocore(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (tmp_path / "config").write_text("[default]\nregion = eu-x\n")
     monkeypatch.setenv("PLACE", str(tmp_path))
     monkeypatch.delenv("AWS_SHARED_CREDENTIALS_FILE", raising=False)
-    out_of_reach = "/" + "x" * 300  # as a file in somebody else's home
+    out_of_reach = "/" + "x" * 300  # as for a file in another user's home
     for place, region in (("$PLACE/config", "eu-x"), (out_of_reach, "us-east-1")):
         monkeypatch.setenv("AWS_CONFIG_FILE", place)
         settings = parse_s3_options(KEYS, {"AWS_CONFIG_FILE": place}, 20.0)
@@ -190,7 +190,7 @@ def test_missing_credentials_are_reported_at_once(client: str, s3: S3Server) -> 
 
 
 @pytest.mark.parametrize("client", ["s3fs", "obstore"])
-def test_a_profile_that_does_not_exist_is_reported(
+def test_profile_that_does_not_exist_is_reported(
     client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_PROFILE", "nobody")
@@ -206,6 +206,6 @@ def test_a_profile_that_does_not_exist_is_reported(
         ({"retry_timeout_s": "long"}, "retry_timeout_s is a number of seconds over 0, not 'long'"),
     ],
 )
-def test_an_option_that_makes_no_sense_is_refused(options: dict[str, Any], message: str) -> None:
+def test_invalid_option_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         Storage(options)

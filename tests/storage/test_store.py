@@ -70,27 +70,27 @@ def test_files_are_listed_and_read(folder: str) -> None:
     ("start", "end", "expected"),
     [(0, None, b"0123456789"), (3, None, b"3456789"), (0, 4, b"0123"), (9, 10, b"9")],
 )
-def test_a_range_is_read(folder: str, start: int, end: int | None, expected: bytes) -> None:
+def test_range_is_read(folder: str, start: int, end: int | None, expected: bytes) -> None:
     publish_bytes(Storage(), f"{folder}/a", b"0123456789")
     assert Storage().read(f"{folder}/a", start, end) == expected
 
 
 @pytest.mark.parametrize(("start", "end"), [(5, 11), (0, 11), (10, 12), (500, 600)])
-def test_a_range_past_the_end_is_refused(folder: str, start: int, end: int) -> None:
+def test_range_past_the_end_is_refused(folder: str, start: int, end: int) -> None:
     publish_bytes(Storage(), f"{folder}/a", b"0123456789")
     with pytest.raises(StorageError, match=r"shorter than its index says|Errno 22") as raised:
         Storage().read(f"{folder}/a", start, end)
     assert raised.value.shard == f"{folder}/a"
 
 
-def test_an_empty_file_is_read(folder: str) -> None:
+def test_empty_file_is_read(folder: str) -> None:
     publish_bytes(Storage(), f"{folder}/empty", b"")
     assert Storage().read(f"{folder}/empty") == b""
     assert Storage().info(f"{folder}/empty").size == 0
 
 
 @pytest.mark.parametrize("name", ["read", "range", "open", "info", "list"])
-def test_a_missing_file_is_reported(folder: str, name: str) -> None:
+def test_missing_file_is_reported(folder: str, name: str) -> None:
     publish_bytes(Storage(), f"{folder}/there", b"1")
     with pytest.raises(NotFoundError, match="not found; check the URL") as raised:
         OPERATIONS[name](Storage(), f"{folder}/none/a.tar")
@@ -98,13 +98,13 @@ def test_a_missing_file_is_reported(folder: str, name: str) -> None:
     assert not Storage().exists(f"{folder}/none/a.tar")
 
 
-def test_a_folder_is_no_file(folder: str) -> None:
+def test_folder_is_not_a_file(folder: str) -> None:
     publish_bytes(Storage(), f"{folder}/sub/a", b"1")
     with pytest.raises(StorageError, match="a folder where a file is expected"):
         Storage().info(f"{folder}/sub")
 
 
-def test_what_another_writer_adds_is_seen(folder: str) -> None:
+def test_files_added_by_another_writer_are_listed(folder: str) -> None:
     mine, theirs = Storage(), Storage()
     publish_bytes(theirs, f"{folder}/a", b"1")
     assert len(mine.list_folder(folder)[0]) == 1
@@ -119,7 +119,7 @@ def test_what_another_writer_adds_is_seen(folder: str) -> None:
 
 
 @operations
-def test_a_missing_bucket_is_reported(
+def test_missing_bucket_is_reported(
     operation: Callable[[Storage, str], object], s3: S3Server
 ) -> None:
     storage = Storage(s3.storage_options)
@@ -135,7 +135,7 @@ def test_a_missing_bucket_is_reported(
 
 
 @operations
-def test_a_wrong_secret_is_reported_but_not_shown(
+def test_wrong_secret_is_reported_but_not_shown(
     operation: Callable[[Storage, str], object], s3: S3Server, bucket: str
 ) -> None:
     if s3.kind == "moto":
@@ -166,14 +166,14 @@ def test_missing_credentials_are_reported(
         storage.read(f"{bucket}/a.tar")
 
 
-def test_an_endpoint_out_of_reach_is_reported(s3: S3Server) -> None:
+def test_unreachable_endpoint_is_reported(s3: S3Server) -> None:
     options = s3.storage_options | {"endpoint_url": "http://127.0.0.1:9", "retry_timeout_s": 0.1}
     with pytest.raises(StorageError, match="the server cannot be reached; check AWS_ENDPOINT_URL"):
         Storage(options).read("s3://b/a.tar")
 
 
 @pytest.mark.usefixtures("s3_env")
-def test_the_environment_leads_to_the_server(bucket: str) -> None:
+def test_endpoint_is_taken_from_the_environment(bucket: str) -> None:
     publish_bytes(Storage(), f"{bucket}/a.tar", b"1234")
     assert Storage().read(f"{bucket}/a.tar", 1, 3) == b"23"
 
@@ -205,7 +205,7 @@ def test_storage_reads_in_a_child_process(
                 "a.tar",
             )
         storage = Storage(filesystem=filesystem)
-    assert storage.read(url) == b"1234"  # the parent's connection is open now
+    assert storage.read(url) == b"1234"  # the parent has an open connection now
     context = multiprocessing.get_context(start_method)
     with ProcessPoolExecutor(1, mp_context=context) as pool:
         assert pool.submit(storage.read, url, 1, 3).result(timeout=30) == b"23"
@@ -213,9 +213,9 @@ def test_storage_reads_in_a_child_process(
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_forked_child_leaves_the_parents_connections_alone(s3: S3Server, bucket: str) -> None:
-    # Only fsspec's cache holds this one, and a child empties that cache: freeing it there would
-    # take its sockets out of the epoll that both share, and the parent would wait for ever.
+def test_forked_child_does_not_use_the_parents_connections(s3: S3Server, bucket: str) -> None:
+    # Only fsspec's cache holds this instance, and a child empties that cache: freeing it there would
+    # remove its sockets from the epoll that both share, and the parent would hang.
     url = f"{bucket}/a.tar"
     publish_bytes(Storage(s3.storage_options), url, b"1234")
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("fork")) as pool:
@@ -235,7 +235,7 @@ def test_pickled_storage_holds_no_open_filesystem(s3: S3Server, bucket: str) -> 
 # --- without a server
 
 
-def test_a_given_filesystem_serves_every_url() -> None:
+def test_user_filesystem_is_used_for_every_url() -> None:
     inner = fsspec.filesystem("memory")
     root = f"/test-{uuid.uuid4().hex}"
     storage = Storage(filesystem=DirFileSystem(path=root, fs=inner))
@@ -253,19 +253,19 @@ def test_a_given_filesystem_serves_every_url() -> None:
     ],
 )
 @operations
-def test_a_url_that_cannot_be_opened_is_refused(
+def test_url_that_cannot_be_opened_is_refused(
     operation: Callable[[Storage, str], object], url: str, message: str
 ) -> None:
     with pytest.raises(OptionError, match=message):
         operation(Storage(), url)
 
 
-def test_a_storage_option_that_is_missing_is_named() -> None:
+def test_storage_option_that_is_missing_is_named() -> None:
     with pytest.raises(OptionError, match=r"cannot open this URL: .*'fo'.*reference://a"):
         Storage().read("reference://a")
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(*_: object, **__: object) -> None:
         raise ImportError("Install s3fs to access S3")
 
@@ -274,7 +274,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         Storage().read("s3://b/a.tar")
 
 
-def test_a_short_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_short_response_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     url = f"memory://test-{uuid.uuid4().hex}/a"
     publish_bytes(Storage(), url, b"0123456789")
     memory = fsspec.get_filesystem_class("memory")
@@ -296,7 +296,7 @@ def test_a_short_answer_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         (ValueError("x"), StorageError, "ValueError: x"),
     ],
 )
-def test_what_a_filesystem_raises_is_explained(
+def test_filesystem_errors_are_translated(
     error: Exception, kind: type[StorageError], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
@@ -306,12 +306,12 @@ def test_what_a_filesystem_raises_is_explained(
     with pytest.raises(StorageError, match=message) as raised:
         Storage({"retry_timeout_s": 0.1}).read("memory://b/a")
     assert type(raised.value) is kind
-    told = "".join(traceback.format_exception(raised.value))
-    assert "hunter2" not in told
+    shown_text = "".join(traceback.format_exception(raised.value))
+    assert "hunter2" not in shown_text
     assert (raised.value.__cause__ is error) is ("hunter2" not in str(error))
 
 
-def test_a_bug_in_a_filesystem_keeps_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bug_in_a_filesystem_keeps_its_type(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise ZeroDivisionError
 
@@ -338,13 +338,13 @@ def test_only_local_files_have_a_path(url: str, *, path: bool) -> None:
         (".", "a.tar", "./a.tar"),
     ],
 )
-def test_urls_are_joined_and_parted(folder_url: str, name: str, joined: str) -> None:
+def test_urls_are_joined_and_split(folder_url: str, name: str, joined: str) -> None:
     assert join_url(folder_url, name) == joined
     if name == "a.tar":
         assert parent_url(joined) == folder_url.rstrip("/")
 
 
-def test_an_error_of_a_store_keeps_its_cause() -> None:
+def test_error_of_a_store_keeps_its_cause() -> None:
     with pytest.raises(NotFoundError) as caught:
         Storage().read("memory://no-such-folder/a.tar")
     assert type(caught.value.__cause__) is FileNotFoundError

@@ -1,6 +1,6 @@
-"""Every store passes the contract suite: the fsspec ones, and S3, Google Cloud Storage and Azure by obstore.
+"""Test that every store passes the contract suite: fsspec stores, and S3, Google Cloud Storage and Azure through obstore.
 
-Google's server is Ceph, which has the same requests for objects and listings (without Google's credentials); Azure's is Azurite.
+Ceph stands in for Google (same requests for objects and listings, without Google's credentials), Azurite for Azure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DATA = bytes(range(256)) * 20
 
 @pytest.fixture(scope="module")
 def azure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """Storage options of an Azure server, with a container "test"; also in CI it may be missing."""
+    """Storage options of an Azure server, with a container "test"; skipped if Azurite is missing, also in CI."""
     try:
         with start_azurite(tmp_path_factory.mktemp("azurite")) as connection_string:
             yield {"connection_string": connection_string}
@@ -58,11 +58,11 @@ def test_memory() -> None:
     check_store(Storage(), f"memory://test-{uuid.uuid4().hex}")
 
 
-def test_a_file_system_of_the_user() -> None:
+def test_user_filesystem() -> None:
     check_store(Storage(filesystem=MemoryFileSystem()), f"memory://test-{uuid.uuid4().hex}")
 
 
-def test_s3fs_as_a_file_system_of_the_user(s3: S3Server, bucket: str) -> None:
+def test_s3fs_as_a_user_filesystem(s3: S3Server, bucket: str) -> None:
     check_store(Storage(filesystem=s3fs.S3FileSystem(**s3.storage_options)), f"{bucket}/folder")
 
 
@@ -91,12 +91,12 @@ def test_azure_by_obstore(protocol: str, azure: dict[str, Any]) -> None:
     check_store(Storage(azure), f"{protocol}://test/{uuid.uuid4().hex}")
 
 
-def test_a_dataset_on_azure_is_packed_and_read(azure: dict[str, Any], tmp_path: Path) -> None:
+def test_dataset_on_azure_is_packed_and_read(azure: dict[str, Any], tmp_path: Path) -> None:
     url = f"az://test/{uuid.uuid4().hex}"
     with ss.ShardWriter(url, max_samples=5, storage_options=azure) as writer:
         for number in range(12):
             writer.write({"__key__": f"{number:03d}", "cls": number})
-    for _ in range(2):  # the second time from the cache
+    for _ in range(2):  # the second read is from the cache
         dataset = ss.ShardDataset(url, storage_options=azure, cache_dir=tmp_path).decode()
         assert [sample["cls"] for sample in dataset] == list(range(12))
     assert list(tmp_path.rglob("shardstream-cache-*/??/*"))
@@ -121,7 +121,7 @@ def test_denied_access_to_azure_shows_no_secret(azure: dict[str, Any]) -> None:
     assert signature not in f"{raised.value!r} {raised.value.__cause__!r}"
 
 
-def test_a_missing_account_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_account_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(
         StorageError, match="no storage account is named; set AZURE_STORAGE_ACC"
@@ -130,7 +130,7 @@ def test_a_missing_account_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) 
     assert not hasattr(raised.value, "__notes__")
 
 
-def test_a_missing_container_is_named(azure: dict[str, Any]) -> None:
+def test_missing_container_is_named(azure: dict[str, Any]) -> None:
     with pytest.raises(NotFoundError, match="the bucket 'nowhere' does not exist"):
         Storage(azure).read("az://nowhere/a", 0, 5)
 
@@ -242,7 +242,7 @@ def test_options_of_adlfs(
         ("az://b/a.tar", {"version_aware": True}, "adlfs"),
     ],
 )
-def test_an_option_that_obstore_does_not_know_needs_the_package(
+def test_option_that_obstore_does_not_know_needs_the_package(
     url: str, options: dict[str, Any], package: str
 ) -> None:
     with pytest.raises(OptionError, match=f"only {package} knows one of the .*install {package}"):

@@ -1,4 +1,4 @@
-"""Self-signed certificates: read by every client and in workers if trusted, else an error at once."""
+"""Test self-signed certificates: accepted by every client and in workers if trusted, else an error at once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SELF_SIGNED = "certificate is self-signed, which obstore refuses; read with s3fs
 
 @pytest.fixture(scope="module")
 def tls(s3: S3Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[S3Server, Path]]:
-    """nginx with a certificate of its own, as openssl makes them, and that certificate."""
+    """nginx with a self-signed certificate, and the file of that certificate."""
     try:
         with start_tls(tmp_path_factory.mktemp("tls"), s3) as started:
             yield started
@@ -43,13 +43,13 @@ def trusted(tls: tuple[S3Server, Path], monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 @pytest.mark.usefixtures("trusted")
-def test_workers_read_what_the_main_process_reads(bucket: str) -> None:
+def test_workers_read_the_same_data_as_the_main_process(bucket: str) -> None:
     dataset = ss.ShardDataset(numbered(f"{bucket}/data", nsamples=8))
     loader = ss.ShardLoader(dataset, batch_size=4, num_workers=1)
     assert len(list(loader)) == 2
 
 
-def test_obstore_alone_says_what_it_does_not_take(trusted: S3Server, bucket: str) -> None:
+def test_obstore_without_s3fs_names_unsupported_tls_options(trusted: S3Server, bucket: str) -> None:
     publish_bytes(Storage(), f"{bucket}/a", b"0123")
     assert Storage({"s3_client": "s3fs"}).read(f"{bucket}/a", 0, 2) == b"01"
     with pytest.raises(StorageError, match=SELF_SIGNED) as raised:
@@ -58,9 +58,7 @@ def test_obstore_alone_says_what_it_does_not_take(trusted: S3Server, bucket: str
 
 
 @pytest.mark.parametrize("client", ["s3fs", "obstore", "https"])
-def test_a_certificate_that_nobody_trusts_is_reported_at_once(
-    client: str, tls: tuple[S3Server, Path]
-) -> None:
+def test_untrusted_certificate_is_reported_at_once(client: str, tls: tuple[S3Server, Path]) -> None:
     server, _ = tls
     options: dict[str, Any] = server.storage_options | {"s3_client": client}
     url, message = "s3://b/a", "AWS_CA_BUNDLE"
@@ -68,19 +66,21 @@ def test_a_certificate_that_nobody_trusts_is_reported_at_once(
         options, url, message = {}, f"{server.endpoint}/b/a", "SSL_CERT_FILE"
     message = "certificate is not trusted; set " + message
     begun = time.monotonic()
-    with pytest.raises(StorageError, match=SELF_SIGNED if client == "obstore" else message) as told:
+    with pytest.raises(
+        StorageError, match=SELF_SIGNED if client == "obstore" else message
+    ) as raised:
         Storage(options | {"retry_timeout_s": 1000, "read_timeout_s": 1000}).read(url, 0, 2)
     assert time.monotonic() - begun < 500
-    assert not hasattr(told.value, "__notes__")  # tried once
+    assert not hasattr(raised.value, "__notes__")  # no retries
 
 
-def test_another_name_than_the_certificates_is_reported(trusted: S3Server, bucket: str) -> None:
+def test_host_name_mismatch_is_reported(trusted: S3Server, bucket: str) -> None:
     options = {"endpoint_url": trusted.endpoint.replace("127.0.0.1", "localhost")}
     with pytest.raises(StorageError, match="server name that is in the certificate.*localhost"):
         Storage(options | {"s3_client": "s3fs"}).read(f"{bucket}/a", 0, 2)
 
 
-def test_a_bundle_that_is_missing_is_reported(
+def test_bundle_that_is_missing_is_reported(
     trusted: S3Server, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "none.pem"))

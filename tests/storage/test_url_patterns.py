@@ -1,4 +1,4 @@
-"""Brace patterns expand as in bash, or are refused at once."""
+"""Test that brace patterns expand as in bash, or are refused at once."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ texts = st.recursive(
 
 
 @given(texts)
-def test_what_is_counted_is_what_is_expanded(pattern: str) -> None:
+def test_counted_urls_equal_expanded_urls(pattern: str) -> None:
     wanted = list(braceexpand.braceexpand(pattern)) if "{" in pattern else [pattern]
     assert expand_braces(pattern) == wanted
     assert len(expand_braces(pattern, limit=len(wanted))) == len(wanted)
@@ -55,20 +55,20 @@ def test_what_is_counted_is_what_is_expanded(pattern: str) -> None:
     ],
     ids=str.__len__,
 )
-def test_patterns_without_measure_are_refused(pattern: str, message: str) -> None:
+def test_huge_patterns_are_refused(pattern: str, message: str) -> None:
     with pytest.raises(OptionError, match=message) as raised:
         ss.ShardDataset(pattern)
     assert len(str(raised.value)) < 300
 
 
-def test_patterns_are_bounded_together() -> None:
+def test_limit_applies_to_all_patterns_together() -> None:
     with pytest.raises(OptionError, match="stands for 6 URLs, the limit is 10 in all"):
         expand_braces(*["{0..5}.tar"] * 2, limit=10)
     with pytest.raises(OptionError, match="stands for 600,000 URLs, the limit is 1,000,000 in all"):
         ss.ShardDataset("::".join(["{0..599999}.tar"] * 2))
 
 
-def test_any_number_of_folders_is_asked_for_once(tmp_path: Path) -> None:
+def test_deep_glob_is_simplified_to_one_request(tmp_path: Path) -> None:
     deep = tmp_path.joinpath(*"abcdefghijkl")
     make_shards(deep, samples=2)
     assert len(Storage().glob(f"{tmp_path}/{'**/' * 12}*.tar")) == 1

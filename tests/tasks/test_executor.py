@@ -1,4 +1,4 @@
-"""Executors run the same tasks with the same results, and never hang after a failure."""
+"""Test that executors run the same tasks with the same results, and never hang after a failure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import shardstream as ss
 from tests.small_tars import make_dataset
 
 ROOT = Path(__file__).parent.parent.parent
-# Python 3.12 and later warn of it; the forked children here use no lock of a thread.
+# Python 3.12 and later warn of forks with threads; the children here use no lock of a thread.
 pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 
 
@@ -93,7 +93,7 @@ def name_of(one: Open) -> str:
 
 
 @pytest.mark.parametrize("open_executor", ALL, ids=name_of)
-def test_each_task_is_run_once_and_told_in_the_callers_thread(open_executor: Open) -> None:
+def test_each_task_runs_once_and_done_is_called_in_the_callers_thread(open_executor: Open) -> None:
     results: dict[str, Mapping[str, Any]] = {}
 
     def done(task: ss.Task, result: Mapping[str, Any]) -> None:
@@ -112,7 +112,7 @@ def test_each_task_is_run_once_and_told_in_the_callers_thread(open_executor: Ope
 
 
 @pytest.mark.parametrize("open_executor", ALL, ids=name_of)
-def test_an_error_keeps_its_type_and_names_its_task(open_executor: Open) -> None:
+def test_error_keeps_its_type_and_names_its_task(open_executor: Open) -> None:
     with open_executor() as executor, pytest.raises(ss.ShardError, match="is damaged") as caught:
         executor.run([Square(1), Fails(2), Square(3)], lambda _task, _result: None)
     assert caught.value.__notes__ == ["in task 'square 2'"]
@@ -120,7 +120,7 @@ def test_an_error_keeps_its_type_and_names_its_task(open_executor: Open) -> None
 
 
 @pytest.mark.parametrize("open_executor", PROCESSES, ids=name_of)
-def test_a_killed_process_is_one_error_and_no_hang(open_executor: Open) -> None:
+def test_killed_process_raises_without_hanging(open_executor: Open) -> None:
     with open_executor() as executor, pytest.raises(ss.WorkerError, match="died: killed.*square 7"):
         executor.run([DiesOfSigkill(7), *map(Square, range(50))], lambda _task, _result: None)
 
@@ -133,7 +133,7 @@ def test_after_an_error_local_processes_are_not_waited_for() -> None:
 
 
 @pytest.mark.parametrize("open_executor", ALL, ids=name_of)
-def test_an_error_of_done_ends_the_run(open_executor: Open) -> None:
+def test_error_of_done_ends_the_run(open_executor: Open) -> None:
     def fail(_task: ss.Task, _result: Mapping[str, Any]) -> None:
         raise KeyError("mine")
 
@@ -141,8 +141,8 @@ def test_an_error_of_done_ends_the_run(open_executor: Open) -> None:
         executor.run(map(Square, range(10_000)), fail)
 
 
-def test_tasks_are_taken_as_they_are_run() -> None:
-    """A million tasks are not made before the first one runs."""
+def test_tasks_are_consumed_lazily() -> None:
+    """A million tasks are not created before the first one runs."""
     taken: list[int] = []
 
     def tasks() -> Iterator[Square]:
@@ -167,7 +167,7 @@ def test_counts_under_one_are_refused(count: int) -> None:
 
 
 def test_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
-    """They hold the write end of a pipe, which ends when the last of them has exited."""
+    """The processes hold the write end of a pipe, which ends when the last of them has exited."""
     code = (
         "import os, signal\n"
         "import shardstream as ss\n"
@@ -186,7 +186,7 @@ def test_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("open_executor", ALL, ids=name_of)
-def test_index_and_verify_give_the_same_everywhere(open_executor: Open, tmp_path: Path) -> None:
+def test_index_and_verify_are_equal_with_all_executors(open_executor: Open, tmp_path: Path) -> None:
     paths = make_dataset(tmp_path)
     expected = ss.index(str(tmp_path), wds2idx=True)
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -213,7 +213,7 @@ def test_index_and_verify_give_the_same_everywhere(open_executor: Open, tmp_path
     assert "sha256" in found.errors[0].what
 
 
-def test_a_bad_tar_keeps_its_type_through_processes(tmp_path: Path) -> None:
+def test_bad_tar_keeps_its_type_through_processes(tmp_path: Path) -> None:
     (tmp_path / "a.tar").write_bytes(b"x" * 1024)
     with pytest.raises(ss.ShardError, match="a.tar") as caught:
         ss.index(str(tmp_path), executor=ss.LocalExecutor(processes=2))

@@ -1,4 +1,4 @@
-"""The benchmark runs, counts what it is given, and says the truth about targets."""
+"""Test that the benchmark runs, counts correctly, and reports targets correctly."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def run_bench(*arguments: object) -> str:
 
 
 @pytest.mark.slow
-def test_a_row_of_our_own_is_measured_written_and_rendered(tmp_path: Path) -> None:
+def test_row_of_shardstream_is_measured_written_and_rendered(tmp_path: Path) -> None:
     out = tmp_path / "run.json"
     text = run_bench(
         "--tiny", "--only", "small-local", "--contestants", "shardstream", "--json", out
@@ -74,7 +74,7 @@ def test_a_row_of_our_own_is_measured_written_and_rendered(tmp_path: Path) -> No
     assert "| shardstream |" in table
 
 
-def test_a_row_that_is_not_there_is_refused_with_those_that_are() -> None:
+def test_unknown_row_is_refused_with_the_known_ones() -> None:
     done = subprocess.run(
         [sys.executable, BENCH, "--only", "nonsense"], capture_output=True, text=True, check=False
     )
@@ -82,7 +82,7 @@ def test_a_row_that_is_not_there_is_refused_with_those_that_are() -> None:
     assert "no row 'nonsense'; there are: small-local, photo-local" in done.stderr
 
 
-def test_ratios_are_of_medians_and_say_whether_they_suffice() -> None:
+def test_ratios_use_medians_and_state_whether_targets_are_met() -> None:
     found = results(shardstream=[1.0, 9.0, 1.0], webdataset=[4.0, 4.0, 1.0], limit_pages=[0.5])
     twice = setting(
         targets=(targets.against("webdataset", 5), targets.of_limit(0.5, "limit-pages"))
@@ -94,7 +94,7 @@ def test_ratios_are_of_medians_and_say_whether_they_suffice() -> None:
     ]
 
 
-def test_the_best_peer_is_the_fastest_but_neither_we_nor_a_limit() -> None:
+def test_best_peer_is_the_fastest_except_shardstream_and_limits() -> None:
     found = results(
         shardstream=[1.0], **{"shardstream+fast": [0.1]}, a=[3.0], b=[2.0], limit_x=[0.1]
     )
@@ -102,7 +102,7 @@ def test_the_best_peer_is_the_fastest_but_neither_we_nor_a_limit() -> None:
     assert targets.best_peer(1, ours="shardstream+fast").reached(found) == pytest.approx(20.0)
 
 
-def test_a_missed_target_says_what_the_lowest_limit_would_reach() -> None:
+def test_missed_target_names_the_value_of_the_lowest_limit() -> None:
     found = results(shardstream=[1.0], a=[2.0], limit_high=[0.1], limit_low=[0.8])
     found |= results(**{"shardstream+fast": [0.9], "limit-x+fast": [0.5]})
     wanted = (
@@ -121,20 +121,20 @@ def test_a_missed_target_says_what_the_lowest_limit_would_reach() -> None:
     assert targets.less_cpu().lowest_limit(found) is None
 
 
-def test_a_limit_that_forbids_a_target_is_measured_as_often() -> None:
+def test_limit_below_a_target_is_measured_as_often() -> None:
     found = results(shardstream=[1.0], a=[2.0], limit_high=[0.1], limit_low=[0.8])
     for wanted, names in ((2.4, set()), (2.6, {"limit-low"})):
         repeated = targets.are_worth_repeating(found, (targets.against("a", wanted),))
         assert set(repeated) == {"shardstream", "a"} | names
 
 
-def test_a_target_without_a_peer_is_neither_met_nor_missed() -> None:
+def test_target_without_a_peer_is_neither_met_nor_missed() -> None:
     alone = as_document(setting(targets=(targets.best_peer(1),)), results(shardstream=[1.0]))
     assert alone["targets"][0]["met"] is None
     assert list(report.target_lines(alone)) == ["x best peer: wanted at least 1, not known"]
 
 
-def test_what_must_be_small_is_met_from_below() -> None:
+def test_upper_targets_are_met_from_below() -> None:
     fresh = [Result(seconds=1.1, samples=64, extra={"fresh_s": 1.0})]
     target = targets.as_fresh(1.2)
     reached = target.reached({"shardstream": fresh})
@@ -143,7 +143,7 @@ def test_what_must_be_small_is_met_from_below() -> None:
     assert not target.is_met(1.3)
 
 
-def test_who_delivers_something_else_is_shown_but_never_counted() -> None:
+def test_peer_with_other_output_is_shown_but_not_counted() -> None:
     found = results(shardstream=[1.0], webdataset=[0.1])
     found["webdataset"] = [Result(seconds=0.1, samples=99, wrong="99 samples instead of 1 x 100")]
     document = as_document(setting(targets=(targets.against("webdataset", 1),)), found)
@@ -155,20 +155,20 @@ def test_who_delivers_something_else_is_shown_but_never_counted() -> None:
 @pytest.mark.parametrize(
     "batch", [[{"a": b"12", "b": b"3"}] * 2, {"a": [b"12"] * 2, "b": [b"3"] * 2}]
 )
-def test_both_shapes_of_a_batch_are_counted_alike(batch: Any) -> None:
+def test_both_batch_layouts_are_counted_equally(batch: Any) -> None:
     assert count(batch, ("a", "b")) == (2, 6)
     assert consume([batch, batch], ("a", "b")) == (4, 12, True)
     assert consume([batch, batch], ("a", "b"), until=0.0) == (2, 6, False)
 
 
-def test_a_missing_byte_is_found() -> None:
+def test_missing_byte_is_detected() -> None:
     case = Case(contestant="x", mode="throughput", location="", samples=10, payload_bytes=50)
     assert check(case, 20, 100, epochs=2) == ""
     assert "99 bytes instead of 2 x 50" in check(case, 20, 99, epochs=2)
     assert "19 samples instead of 2 x 10" in check(case, 19, 100, epochs=2)
 
 
-def test_the_slower_the_lower_in_the_table_whatever_is_better() -> None:
+def test_table_rows_are_sorted_from_best_to_worst() -> None:
     found = results(shardstream=[1.0], a=[3.0], b=[0.5])
     by_rate = as_document(setting(), found)
     by_time = as_document(setting(metric="seconds"), found)
@@ -177,14 +177,14 @@ def test_the_slower_the_lower_in_the_table_whatever_is_better() -> None:
         assert report.advantage(document, "a") == pytest.approx(3.0)
 
 
-def test_photos_are_seeded_and_of_the_size_of_photos() -> None:
+def test_photos_are_deterministic_and_of_realistic_size() -> None:
     first = photo(7)
     assert first == photo(7)
     assert first != photo(8)
     assert 55_000 < len(first) < 125_000
 
 
-def test_the_data_step_reads_back_what_our_writer_wrote(tmp_path: Path) -> None:
+def test_data_step_reads_the_written_shards(tmp_path: Path) -> None:
     corpus = list(Corpus(kind="small", samples=5))
     with ss.ShardWriter(tmp_path, max_samples=2) as writer:
         for sample in corpus:
@@ -192,7 +192,7 @@ def test_the_data_step_reads_back_what_our_writer_wrote(tmp_path: Path) -> None:
     assert list(packed_samples(tmp_path)) == corpus
 
 
-def test_a_short_run_keeps_all_rows_what_is_at_stake_and_two_peers() -> None:
+def test_short_run_keeps_all_rows_with_two_peers() -> None:
     whole = list(rows.settings(TINY))
     short = list(rows.shortened(whole))
     assert {one.row for one in short} == {one.row for one in whole}
@@ -203,14 +203,14 @@ def test_a_short_run_keeps_all_rows_what_is_at_stake_and_two_peers() -> None:
     assert alone.contestants == ("shardstream",)
 
 
-def test_what_the_machine_allows_is_measured_wherever_there_is_something_to_read_or_write() -> None:
+def test_machine_limits_are_measured_for_rows_that_read_or_write() -> None:
     without = {one.name for one in rows.settings(TINY) if not one.limits}
     assert without == {f"scale: plan of 10^{exponent} samples" for exponent in (4, 6, 8, 10)}
 
 
 @pytest.fixture
 def tars(tmp_path: Path) -> dict[str, bytes]:
-    """Two tars of two samples of two fields, by their paths."""
+    """Paths of two tars of two samples with two fields."""
     with ss.ShardWriter(tmp_path / "tars", max_samples=2) as writer:
         for number in range(4):
             writer.write({"__key__": str(number), "a": b"1" * 700, "b": b"22"})
@@ -222,14 +222,14 @@ def limit_case(name: str, mode: Any, location: str, **options: Any) -> Case:
     return replace(case, samples=4, payload_bytes=4 * 702, **options)
 
 
-def test_the_limit_of_an_index_hashes_every_byte(tars: dict[str, bytes], tmp_path: Path) -> None:
+def test_limit_of_an_index_hashes_every_byte(tars: dict[str, bytes], tmp_path: Path) -> None:
     found = limits.measure(limit_case("limit-hash", "index", str(tmp_path / "tars")))
     assert found.samples == 8  # members
     assert found.extra["bytes_read"] == sum(map(len, tars.values()))
 
 
 @pytest.mark.usefixtures("s3_env")
-def test_the_limits_of_sending_and_of_a_first_batch_move_what_they_should(
+def test_limits_of_sending_and_first_batch_move_the_expected_bytes(
     tars: dict[str, bytes], tmp_path: Path, bucket: str, s3: S3Server
 ) -> None:
     objects.s3_client.cache_clear()
@@ -247,7 +247,7 @@ def test_the_limits_of_sending_and_of_a_first_batch_move_what_they_should(
     objects.s3_client.cache_clear()
 
 
-def test_what_has_a_target_is_repeated_as_its_setting_or_the_user_says() -> None:
+def test_contestants_with_a_target_are_repeated_as_configured() -> None:
     wanted = (targets.best_peer(1.0),)
     often, once = setting(targets=wanted, repetitions=5), setting(repetitions=5)
     assert [one.count_repetitions(FULL) for one in (often, once)] == [5, 1]
@@ -256,7 +256,7 @@ def test_what_has_a_target_is_repeated_as_its_setting_or_the_user_says() -> None
 
 
 @pytest.mark.parametrize(("warm", "epochs"), [(True, [0, 1]), (False, [0])])
-def test_an_epoch_that_warms_up_is_not_counted(warm: bool, epochs: list[int]) -> None:
+def test_warm_up_epoch_is_not_counted(warm: bool, epochs: list[int]) -> None:
     case = Case(
         contestant="x", mode="throughput", location="", fields=("a",), samples=2, payload_bytes=2
     )
@@ -297,7 +297,7 @@ with Watch() as watch:
 """
 
 
-def test_what_a_worker_holds_is_seen_from_outside() -> None:
+def test_worker_memory_is_measured_from_outside() -> None:
     said = subprocess.run(
         [sys.executable, "-c", HOLDING],
         env={**os.environ, "PYTHONPATH": str(BENCH.parent)},
@@ -320,7 +320,7 @@ def test_modules_of_contestants_are_compiled_once(
     assert Work(tmp_path)._run("told", [], {}, sys.executable, 60) == "False\n"
 
 
-def test_who_is_far_from_the_best_is_measured_once_unless_a_target_hangs_on_them() -> None:
+def test_slow_contestant_is_measured_once_unless_a_target_needs_it() -> None:
     found = results(
         shardstream=[1.0],
         near=[2.0],

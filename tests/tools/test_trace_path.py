@@ -1,4 +1,4 @@
-"""The tracer runs, and counts the functions of the package alone."""
+"""Test that the tracer runs, and counts only functions of the package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def run_tracer(*options: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_the_table_has_a_row_for_each_path_and_the_list_agrees_with_it() -> None:
+def test_table_has_a_row_for_each_path() -> None:
     head, *lines = run_tracer("--list")
     assert head.split()[:3] == ["path", "files", "limit"]
     paths = (
@@ -43,7 +43,7 @@ def test_no_path_becomes_longer() -> None:
     run_tracer("--plain", "--limits")
 
 
-def test_plain_samples_take_a_shorter_path_than_decoded_ones() -> None:
+def test_undecoded_samples_have_a_shorter_path_than_decoded_ones() -> None:
     def num_functions(*options: str) -> int:
         return int(run_tracer(*options)[1].removeprefix("open to first batch").split()[2])
 

@@ -154,11 +154,11 @@ def memory(case: Case, epochs: Epochs) -> Result:
     means: list[int] = []
     began_cpu, began = cpu_s(), time.perf_counter()
     samples = payload = 0
-    with Watch() as watch:
+    with Watch() as on_chunk:
         for number in range(_MEMORY_EPOCHS):
             more, size, _ = consume(epochs(number), case.fields)
             samples, payload = samples + more, payload + size
-            peak, mean = watch.held_bytes()
+            peak, mean = on_chunk.held_bytes()
             peaks.append(peak)
             means.append(mean)
     return Result(
