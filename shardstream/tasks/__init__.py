@@ -4,7 +4,15 @@ executor        the protocols `Task` and `Executor`; `LocalExecutor`, `FuturesEx
 process_pool    worker processes that end with their parent and ignore Ctrl-C
 """
 
-from shardstream.tasks.executor import JSON, Executor, FuturesExecutor, LocalExecutor, Parts, Task
+from shardstream.tasks.executor import (
+    JSON,
+    Executor,
+    FuturesExecutor,
+    LocalExecutor,
+    Parts,
+    Task,
+    run_task,
+)
 from shardstream.tasks.process_pool import ProcessPool
 
 __all__ = [
@@ -15,4 +23,5 @@ __all__ = [
     "Parts",
     "ProcessPool",
     "Task",
+    "run_task",
 ]

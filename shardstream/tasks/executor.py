@@ -80,11 +80,11 @@ class LocalExecutor:
         """
         if self.processes == 1:
             for task in tasks:
-                done(task, _run(task))
+                done(task, run_task(task))
             return
         with ProcessPool(self.processes) as pool:
             _run_futures(
-                lambda task: pool.submit(_run, task),
+                lambda task: pool.submit(run_task, task),
                 tasks,
                 done,
                 most=_TASKS_PER_PROCESS * self.processes,
@@ -167,10 +167,13 @@ class FuturesExecutor:
         Raises:
             WorkerError: If a process of the pool dies.
         """
-        _run_futures(lambda task: self._pool.submit(_run, task), tasks, done, most=self._in_flight)
+        _run_futures(
+            lambda task: self._pool.submit(run_task, task), tasks, done, most=self._in_flight
+        )
 
 
-def _run(task: Task) -> Result:
+def run_task(task: Task) -> Result:
+    """Run a task; an error gets a note with its name."""
     try:
         return task.run()
     except Exception as error:
@@ -226,7 +229,7 @@ def _collect(in_flight: dict[futures.Future[Result], Task], done: Done) -> None:
 
 
 def _is_of_pickling(error: Exception) -> bool:
-    """Return whether an error comes from sending a task, not from running it: `_run` adds a note to the latter."""
+    """Return whether an error comes from sending a task, not from running it: `run_task` adds a note to the latter."""
     if getattr(error, "__notes__", ()):
         return False
     return isinstance(error, AttributeError | TypeError) or type(error).__name__ == "PicklingError"
