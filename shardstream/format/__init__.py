@@ -29,7 +29,15 @@ from shardstream.format.columnar import (
     read_one,
     read_samples,
 )
-from shardstream.format.columns import Columns, Found, Samples, as_rows, from_rows, restore_order
+from shardstream.format.columns import (
+    Columns,
+    Found,
+    JoinedFields,
+    Samples,
+    as_rows,
+    from_rows,
+    restore_order,
+)
 from shardstream.format.dali_index import WDS2IDX_SUFFIX, encode_wds2idx
 from shardstream.format.forward_reader import ForwardReader, Readable, open_decompressed
 from shardstream.format.image_formats import (
@@ -104,6 +112,7 @@ __all__ = [
     "ForwardReader",
     "Found",
     "Group",
+    "JoinedFields",
     "Manifest",
     "Member",
     "Offsets",
