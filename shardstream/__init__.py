@@ -3,7 +3,7 @@
 The rooms, lowest first: `format` says what the bytes mean, `order` which sample comes when; `storage` reads bytes by URL,
 `catalog` knows the shard and byte range of each sample, `fetch` reads samples ahead of their use; `pipeline` turns them into
 batches, `loader` runs that in torch's workers. `tasks` runs work on shards in threads or processes, `packing` turns sources
-into shards; `cli` is the command line.
+into shards; `ray` reads with Ray Data; `cli` is the command line.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from shardstream.errors import (
 )
 
 if TYPE_CHECKING:
+    from shardstream import ray
     from shardstream.catalog import Catalog
     from shardstream.loader import (
         CatalogDataset,
@@ -102,6 +103,7 @@ __all__ = [
     "merge",
     "mix",
     "pack",
+    "ray",
     "reshard",
     "save_checkpoint",
     "verify",
@@ -137,7 +139,12 @@ _LAZY = {
 }
 
 
+_LAZY_ROOMS = ("ray",)
+
+
 def __getattr__(name: str) -> Any:
+    if name in _LAZY_ROOMS:
+        return import_module(f"shardstream.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module 'shardstream' has no attribute {name!r}")
     is_enabled = gc.isenabled()

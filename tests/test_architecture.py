@@ -38,8 +38,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "tasks": BASE,
     "packing": (*BASE, "format", "order", "storage", "catalog", "fetch", "tasks"),
     "integrations": (*BASE, *READING),
+    "ray": (*BASE, *READING, "tasks"),
     "testing": (*BASE, *READING, "tasks", "packing"),
-    "__init__": (*BASE, *READING, "tasks", "packing"),
+    "__init__": (*BASE, *READING, "tasks", "packing", "ray"),
     "cli": ("__init__", *BASE, *READING, "tasks", "packing"),
     "__main__": ("cli",),
 }
@@ -65,7 +66,9 @@ HOMES = {
         "loader/loader.py",
         "loader/collation.py",
         "loader/worker_errors.py",
+        "ray/collate.py",
     ),
+    "ray": ("ray/",),
     "webdataset": (),
 }
 NEVER_IMPORTED = ("subprocess", "pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve")
@@ -197,6 +200,7 @@ def test_rooms_export_only_names_used_elsewhere(room: str) -> None:
     text = "".join(page.read_text(encoding="utf-8") for page in pages)
     for names in re.findall(rf"from shardstream\.{room} import ([\w, ]+)", text):
         used.update(names.split(", "))
+    used.update(re.findall(rf"\bss\.{room}\.(\w+)", text))
     assert exports(room) <= used
     module = import_module(f"shardstream.{room}")
     assert not [name for name in exports(room) if not hasattr(module, name)]
@@ -289,6 +293,7 @@ def test_importing_the_package_does_not_import_torch_or_clients() -> None:
         "PIL",
         "webdataset",
         "pyarrow",
+        "ray",
         "typer",
     )
     code = f"import sys, shardstream\nprint([name for name in {heavy!r} if name in sys.modules])"

@@ -107,6 +107,11 @@ class Catalog(ABC):
         return [None]
 
     @property
+    def fields(self) -> tuple[str, ...] | None:
+        """Fields that samples have, without reading any; None if unknown."""
+        return None
+
+    @property
     def summary(self) -> str:
         """Size of the dataset, for ``repr``."""
         return f"{plural(self.num_shards, 'shard')}, {plural(len(self), 'sample')}"
@@ -114,6 +119,13 @@ class Catalog(ABC):
     def shards_of(self, numbers: Numbers) -> list[int]:
         """Return the shards of some samples, each once."""
         return sorted(set(self.extents(numbers).shards.tolist()))
+
+    def restrict_to(self, shards: Sequence[int]) -> Catalog:  # noqa: ARG002
+        """Return a catalog with the samples of some shards under the same numbers, which is smaller when it is pickled.
+
+        ``len`` and `total_bytes` stay those of the whole dataset, so that plans are equal. By default returns the catalog itself.
+        """
+        return self
 
     def load_index(self, shard: int) -> object:  # noqa: B027  (nothing to load by default)
         """Read the index of a shard that `extents` needs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import re
 from collections.abc import Callable, Sequence
@@ -73,12 +74,14 @@ class ObjectCatalog(Catalog):
         starts = [0] + [i for i, (one, other) in enumerate(pairwise(keys), 1) if one != other]
         self._firsts = _compact([*starts, len(members)])
         self._checksum = _checksum(members)
+        self._kept: Numbers | None = None  # numbers of the samples, if they are not all
+        self._nsamples = len(starts)
         self._labels: npt.NDArray[np.int64] | None = None
         self.classes: tuple[str, ...] | None = None
         """Names of the classes, in the order of their labels; None if labels are numbers, or there are none."""
 
     def __len__(self) -> int:
-        return len(self._firsts) - 1
+        return self._nsamples
 
     @property
     def storage(self) -> Storage:
@@ -95,7 +98,7 @@ class ObjectCatalog(Catalog):
         """Number of files and samples, for ``repr``."""
         return f"{plural(len(self._sizes), 'file')}, {plural(len(self), 'sample')}"
 
-    @property
+    @cached_property
     def total_bytes(self) -> int:
         """Bytes of all files."""
         return int(self._sizes.sum(dtype=np.int64))
@@ -117,6 +120,32 @@ class ObjectCatalog(Catalog):
     def checksums(self) -> list[str | None]:
         """16 hex digits that change with the bytes of the files, if the store returns an MD5 of each; else None."""
         return [self._checksum]
+
+    @cached_property
+    def fields(self) -> tuple[str, ...]:
+        """Fields that samples have, sorted."""
+        found = {_key_and_field(self._path(member))[1] for member in range(len(self._sizes))}
+        return tuple(sorted(found | ({"cls"} if self._labels is not None else set())))
+
+    def restrict_to(self, shards: Sequence[int]) -> ObjectCatalog:
+        """Return a catalog with some samples under the same numbers, which is smaller when it is pickled.
+
+        ``len`` and `total_bytes` stay those of the whole dataset.
+        """
+        kept = np.unique(np.asarray(shards, dtype=np.int64))
+        places = [self._place(number) for number in kept.tolist()]
+        members = [range(int(self._firsts[at]), int(self._firsts[at + 1])) for at in places]
+        paths = [self._path(n).encode("utf-8", "surrogateescape") for one in members for n in one]
+        part = copy.copy(self)
+        part.__dict__["total_bytes"] = self.total_bytes
+        part.__dict__.pop("fingerprint", None)
+        part._checksum, part._kept = None, kept
+        part._names = b"".join(paths)
+        part._name_ends = _compact([0, *np.cumsum([len(path) for path in paths]).tolist()])
+        part._sizes = self._sizes[[n for one in members for n in one]]
+        part._firsts = _compact([0, *np.cumsum([len(one) for one in members]).tolist()])
+        part._labels = None if self._labels is None else self._labels[places]
+        return part
 
     def set_labels(self, label: LabelFunction, classes: Sequence[str] | None = None) -> None:
         """Add a field ``cls`` to each sample: the label that a function returns for the path of its first file.
@@ -156,7 +185,7 @@ class ObjectCatalog(Catalog):
 
     def url_of(self, shard: int) -> str:
         """Return the URL of a sample's first file."""
-        return self._root + self._path(int(self._firsts[shard]))
+        return self._root + self._path(int(self._firsts[self._place(shard)]))
 
     def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
         """Return the byte ranges of samples: each sample is a whole shard.
@@ -220,7 +249,8 @@ class ObjectCatalog(Catalog):
 
     def _fields(self, number: int) -> dict[str, int]:
         """Return field -> number of the file."""
-        members = range(int(self._firsts[number]), int(self._firsts[number + 1]))
+        place = self._place(number)
+        members = range(int(self._firsts[place]), int(self._firsts[place + 1]))
         return {_key_and_field(self._path(member))[1]: member for member in members}
 
     def _tar_bytes(self, number: int) -> int:
@@ -232,10 +262,14 @@ class ObjectCatalog(Catalog):
         )
 
     def _label(self, number: int) -> bytes:
-        return b"" if self._labels is None else b"%d" % self._labels[number]
+        return b"" if self._labels is None else b"%d" % self._labels[self._place(number)]
 
     def _key(self, number: int) -> str:
-        return _key_and_field(self._path(int(self._firsts[number])))[0]
+        return _key_and_field(self._path(int(self._firsts[self._place(number)])))[0]
+
+    def _place(self, number: int) -> int:
+        """Return the row of a sample in the columns."""
+        return number if self._kept is None else int(np.searchsorted(self._kept, number))
 
     def _path(self, member: int) -> str:
         start, end = int(self._name_ends[member]), int(self._name_ends[member + 1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
@@ -78,6 +79,7 @@ class ShardCatalog(Catalog):
         """Whether all shards are local files."""
         self._files = FileVersions(paths)
         self._manifests = located.manifests
+        self._fields = located.fields
         self._scanned: dict[int, Offsets] = {}
         self.shards = tuple(
             [self._count(number, shard, located) for number, shard in enumerate(located.shards)]
@@ -125,6 +127,32 @@ class ShardCatalog(Catalog):
     def checksums(self) -> list[str | None]:
         """16 hex digits that change with the sha256 of the shards; None if the manifest lacks one."""
         return [checksum(self.shards)]
+
+    @property
+    def fields(self) -> tuple[str, ...] | None:
+        """Fields that samples have, by the manifest; None if it does not list them."""
+        return self._fields
+
+    def restrict_to(self, shards: Sequence[int]) -> ShardCatalog:
+        """Return a catalog with the samples of some shards under the same numbers, which is smaller when it is pickled.
+
+        Its shards are numbered from 0; ``len`` and `total_bytes` stay those of the whole dataset. With ``verify`` it starts without digests.
+        """
+        kept = sorted(set(shards))
+        part = copy.copy(self)
+        part.__dict__.pop("fingerprint", None)
+        part.__dict__.pop("checksums", None)
+        part.__dict__["total_bytes"] = self.total_bytes
+        part.shards = tuple([self.shards[shard] for shard in kept])
+        part._files = self._files.restrict_to(kept)
+        places = {shard: place for place, shard in enumerate(kept)}
+        part._scanned = {places[n]: offsets for n, offsets in self._scanned.items() if n in places}
+        if self._verified_reader is not None:
+            part._verified_reader = open_verified_reader("sha256", part.shards, self._storage)
+        part._firsts = np.concatenate((self._firsts[kept], self._firsts[-1:]))  # with gaps
+        part._kept, part._kept_bytes = OrderedDict(), 0
+        part._mmap_pool = MmapPool()
+        return part
 
     def url_of(self, shard: int) -> str:
         """Return the URL of a shard."""

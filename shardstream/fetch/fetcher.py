@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -15,6 +15,7 @@ from shardstream.fetch.readahead import Readahead
 from shardstream.fetch.remote import RangeFetcher
 from shardstream.format import (
     Columns,
+    JoinedFields,
     LazyColumns,
     Samples,
     ShardSlice,
@@ -39,6 +40,9 @@ class Fetcher(Protocol):
 
     def find(self, numbers: Numbers) -> MappedSamples | None:
         """Return samples whose bytes are copied at access; None if `samples` is faster."""
+
+    def locate(self, numbers: Numbers) -> MappedSamples | None:
+        """Return samples whose bytes are copied at access; None unless they are local and of one form."""
 
     def stats(self) -> dict[str, float]:
         """Return the statistics so far: ``read_bytes``, ``requests``, ``throttled`` and ``wait_s``."""
@@ -110,6 +114,9 @@ class BatchFetcher:
     def find(self, numbers: Numbers) -> None:
         """Return None: `samples` copies only the requested samples."""
 
+    def locate(self, numbers: Numbers) -> None:
+        """Return None: the samples are remote."""
+
     def stats(self) -> dict[str, float]:
         """Return what it has cost so far."""
         return self._pool.stats()
@@ -140,6 +147,20 @@ class MappedSamples:
         columns = self._found[taken]
         self._catalog.check_unchanged(set(self._shards[taken].tolist()))
         return columns
+
+    def sizes(self, fields: Sequence[str] | None = None) -> Numbers:
+        """Return the bytes of each sample's fields, shape (n,); of all fields by default."""
+        return self._found.sizes(fields)
+
+    def join(self, taken: slice, fields: Sequence[str] | None = None) -> JoinedFields:
+        """Copy fields of a slice of the samples to one buffer each.
+
+        Raises:
+            ChangedError: If a shard was overwritten since the dataset was opened.
+        """
+        joined = self._found.join(taken, fields)
+        self._catalog.check_unchanged(set(self._shards[taken].tolist()))
+        return joined
 
 
 class LocalFetcher:
@@ -173,11 +194,19 @@ class LocalFetcher:
         """
         if not self._is_lazy or not len(numbers):
             return None
+        found = self.locate(numbers)
+        if found is None:  # the next samples will probably not fit either
+            self._is_lazy = len(numbers) < _MIN_SAMPLES_TO_JUDGE
+        return found
+
+    def locate(self, numbers: Numbers) -> MappedSamples | None:
+        """Return samples whose bytes are copied at access; None unless all have the form of the first."""
+        if not len(numbers):
+            return None
         extents = self._catalog.extents(numbers)
         by_shard = np.argsort(extents.shards, kind="stable")
         found = find_samples(self._shard_slices(extents, by_shard))
-        if found is None:  # the next samples will probably not fit either
-            self._is_lazy = len(numbers) < _MIN_SAMPLES_TO_JUDGE
+        if found is None:
             return None
         self._record_read(extents)
         return MappedSamples(self._catalog, extents.shards, found.restore_order(by_shard))

@@ -96,6 +96,9 @@ class RangeFetcher:
     def find(self, numbers: Numbers) -> None:
         """Return None: `samples` copies only the requested samples."""
 
+    def locate(self, numbers: Numbers) -> None:
+        """Return None: the samples are remote."""
+
     def stats(self) -> dict[str, float]:
         """Return the statistics so far."""
         return self._requests.stats()

@@ -31,6 +31,7 @@ from shardstream.format.columnar import (
 )
 from shardstream.format.columns import (
     Columns,
+    JoinedFields,
     LazyColumns,
     Samples,
     as_rows,
@@ -110,6 +111,7 @@ __all__ = [
     "Columns",
     "ForwardReader",
     "Group",
+    "JoinedFields",
     "LazyColumns",
     "Manifest",
     "Member",

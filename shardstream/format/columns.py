@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -13,6 +13,7 @@ from shardstream.format.samples import Sample
 from shardstream.format.tar_reader import Buffer
 
 Column = np.ndarray[Any, np.dtype[Any]]
+_VIEW_BYTES = 16 << 10  # mean size of bodies from which views save more than they cost
 
 
 class Columns(Sequence[Sample]):
@@ -51,6 +52,17 @@ class Columns(Sequence[Sample]):
         return iter(samples)
 
 
+class JoinedFields(NamedTuple):
+    """Samples with the same fields, whose bytes are one buffer per field."""
+
+    keys: list[str]
+    """Key of each sample."""
+    urls: list[str]
+    """URL of the shard of each sample."""
+    fields: dict[str, tuple[bytes, Column]]
+    """Field -> the bytes of all samples, and the offsets of each sample's part, shape (n + 1,), int64."""
+
+
 class LazyColumns:
     """Checked samples with the same fields, whose bytes are copied at access.
 
@@ -77,6 +89,31 @@ class LazyColumns:
             name: (starts[inverse], ends[inverse]) for name, (starts, ends) in self._places.items()
         }
         return LazyColumns(frame, list(take(self._buffers)), reordered)
+
+    def sizes(self, fields: Iterable[str] | None = None) -> Column:
+        """Return the bytes of each sample's fields, shape (n,), int64; of all fields by default."""
+        names = self._places if fields is None else self._places.keys() & {*fields}
+        total = np.zeros(len(self._buffers), dtype=np.int64)
+        for name in names:
+            starts, ends = self._places[name]
+            total += ends - starts
+        return total
+
+    def join(self, taken: slice, fields: Iterable[str] | None = None) -> JoinedFields:
+        """Copy fields of a slice of the samples to one buffer each; fields that the samples lack are left out."""
+        buffers = self._buffers[taken]
+        joined: dict[str, tuple[bytes, Column]] = {}
+        for name in self._places if fields is None else [f for f in fields if f in self._places]:
+            starts, ends = (places[taken] for places in self._places[name])
+            offsets = np.concatenate(([0], np.cumsum(ends - starts)))
+            pieces = zip(buffers, starts.tolist(), ends.tolist(), strict=True)
+            if offsets[-1] < _VIEW_BYTES * len(buffers):
+                # A slice is a copy; views are collected by the garbage collector: 2.8 us each instead of 0.2.
+                data = b"".join([buffer[start:end] for buffer, start, end in pieces])
+            else:
+                data = b"".join([memoryview(buffer)[start:end] for buffer, start, end in pieces])
+            joined[name] = data, offsets
+        return JoinedFields(self._frame["__key__"][taken], self._frame["__url__"][taken], joined)
 
     def __getitem__(self, taken: slice) -> Columns:
         columns = {name: column[taken] for name, column in self._frame.items()}

@@ -145,6 +145,10 @@ class IndexedSource(Source):
     def with_options(self, **changes: Any) -> IndexedSource:
         """Return the same source with other options."""
 
+    def restrict_to(self, numbers: Ints) -> IndexedSource:  # noqa: ARG002
+        """Return a source with the same orders that reads these samples only, and is smaller when it is pickled."""
+        return self
+
     def open_transform(self, epoch: int, skips: SkipTracker) -> SampleTransform | None:  # noqa: ARG002
         """Return the steps to apply to raw samples before the pipeline's own stages, or None."""
         return None
@@ -207,6 +211,11 @@ class CatalogSource(IndexedSource):
     def plan(self, order: EpochOrder, epoch: int) -> EpochPlan:
         """Return the batches of an epoch."""
         return EpochPlan(order, epoch)
+
+    def restrict_to(self, numbers: Ints) -> CatalogSource:
+        """Return a source with the same orders that reads these samples only, and is smaller when it is pickled."""
+        catalog = self.catalog.restrict_to(self.catalog.shards_of(numbers))
+        return replace(self, catalog=catalog)
 
     def with_options(self, **changes: Any) -> CatalogSource:
         """Return the same source with other options."""

@@ -59,7 +59,7 @@ class RayExecutor:
         self._num_cpus = num_cpus
         self._in_flight = in_flight
         self._runtime_env = dict(runtime_env or {})
-        self._options = {
+        self._options: dict[str, Any] = {
             "num_cpus": num_cpus,
             "memory": memory,
             "max_retries": max_retries,

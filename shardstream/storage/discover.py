@@ -56,6 +56,7 @@ class LocatedShards:
         manifests: URL of each manifest that was read -> its SHA-256, in hex digits.
         indexed: URLs of the shards that have an ``.idx`` file.
         indexes: URL of an ``.idx`` -> its bytes, if they have been read already.
+        fields: Fields of the samples, by the manifests of all shards; None if a shard or its fields are not listed.
     """
 
     shards: tuple[ShardInfo, ...]
@@ -63,6 +64,7 @@ class LocatedShards:
     manifests: Mapping[str, str] = field(default_factory=dict)
     indexed: frozenset[str] = frozenset()
     indexes: Mapping[str, bytes] = field(default_factory=dict)
+    fields: tuple[str, ...] | None = None
 
 
 def is_tar(name: str) -> bool:
@@ -133,7 +135,16 @@ def locate_shards(urls: Urls, storage: Storage) -> LocatedShards:
         shards=tuple(shard for one in located for shard in one.shards),
         manifests={url: digest for one in located for url, digest in one.manifests.items()},
         indexed=frozenset().union(*(one.indexed for one in located)),
+        fields=_joined_fields(one.fields for one in located),
     )
+
+
+def _joined_fields(parts: Iterable[Iterable[str] | None]) -> tuple[str, ...] | None:
+    """Return the fields of several manifests, sorted; None if those of one are unknown."""
+    known = [*parts]
+    if not known or not all(known):  # wids writes manifests without fields
+        return None
+    return tuple(sorted({name for fields in known for name in fields or ()}))
 
 
 def read_manifest(file: FileInfo, storage: Storage) -> tuple[Manifest, str]:
@@ -237,7 +248,11 @@ def _from_manifest(
             ]
         )
     return LocatedShards(
-        shards=tuple(shards), manifest_url=url, manifests={url: digest}, indexed=frozenset(indexed)
+        shards=tuple(shards),
+        manifest_url=url,
+        manifests={url: digest},
+        indexed=frozenset(indexed),
+        fields=_joined_fields([manifest.fields]),
     )
 
 
@@ -265,6 +280,7 @@ def _from_small_reads(folder: str, storage: Storage) -> LocatedShards | None:
         manifests={url: digest},
         indexed=frozenset(one.url for one in shards),
         indexes={one: data for one, data in zip(wanted, indexes, strict=True) if data is not None},
+        fields=_joined_fields([manifest.fields]),
     )
 
 
@@ -312,6 +328,7 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
     found: dict[str, ShardInfo] = {}
     indexed: set[str] = set()
     manifests: dict[str, str] = {}
+    fields: list[Iterable[str] | None] = []
     for folder, shard_urls in _by_folder([ShardInfo(url=url) for url in urls]).items():
         names = {url.rsplit("/", 1)[-1]: url for url in shard_urls}
         by_name = _look_up(names, folder, storage)
@@ -326,6 +343,7 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
         listed = _with_indexes(tars, by_name)
         found |= {shard.url: shard for shard in listed.shards}
         indexed |= listed.indexed
+        fields.append(None)
         if MANIFEST_NAME in by_name:
             file = by_name[MANIFEST_NAME]
             manifest, manifests[file.url] = read_manifest(file, storage)
@@ -333,8 +351,12 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
             found |= {
                 url: replace(known[name], url=url) for name, url in names.items() if name in known
             }
+            fields[-1] = manifest.fields if names.keys() <= known.keys() else None
     return LocatedShards(
-        shards=tuple(found[url] for url in urls), manifests=manifests, indexed=frozenset(indexed)
+        shards=tuple(found[url] for url in urls),
+        manifests=manifests,
+        indexed=frozenset(indexed),
+        fields=_joined_fields(fields),
     )
 
 

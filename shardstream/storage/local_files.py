@@ -6,6 +6,7 @@ the error.
 
 from __future__ import annotations
 
+import copy
 import mmap
 import os
 import resource
@@ -161,6 +162,13 @@ class FileVersions:
         self._paths = tuple(paths)
         # None for a file that is missing or cannot be reached: opening it raises the error.
         self._known = [None if path is None else _stat_version(path) for path in paths]
+
+    def restrict_to(self, shards: Sequence[int]) -> FileVersions:
+        """Return the versions of some shards, in the order given."""
+        part = copy.copy(self)
+        part._paths = tuple([self._paths[shard] for shard in shards])
+        part._known = [self._known[shard] for shard in shards]
+        return part
 
     def check(self, shards: Iterable[int]) -> None:
         """Compare shards with their recorded versions; called after their bytes were read.

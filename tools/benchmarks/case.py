@@ -10,7 +10,7 @@ from typing import Any, Literal
 Epochs = Callable[[int], Iterable[Any]]
 """From the number of an epoch to its batches."""
 
-Mode = Literal["throughput", "first", "resume", "memory", "pack", "index", "scale"]
+Mode = Literal["throughput", "first", "resume", "memory", "pack", "index", "scale", "ray"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +26,7 @@ class Case:
         payload_bytes: Of all fields in an epoch; another number is an error.
         task: "raw" hands out bytes, "train" decoded, cropped images and labels.
         workers: Loader processes.
+        only: Of the ray row: the field that is read; empty for all.
         threads: Decoding threads of each process, 0 for none.
         prefetch: Batches that each loader process is ahead; torch's default is 2.
         decoder: Of images.
@@ -47,6 +48,7 @@ class Case:
     payload_bytes: int = 0
     task: Literal["raw", "train"] = "raw"
     workers: int = 0
+    only: str = ""
     threads: int = 0
     prefetch: int = 2
     decoder: Literal["pil", "fast"] = "pil"

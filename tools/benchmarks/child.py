@@ -16,7 +16,12 @@ from dataclasses import asdict
 from benchmarks.case import Case, Result
 from benchmarks.targets import is_limit
 
-_WHOLE = {"index": "benchmarks.indexing", "pack": "benchmarks.packing", "scale": "benchmarks.scale"}
+_WHOLE = {
+    "index": "benchmarks.indexing",
+    "pack": "benchmarks.packing",
+    "ray": "benchmarks.ray_read",
+    "scale": "benchmarks.scale",
+}
 _LIMITS = {"first": "benchmarks.start", "resume": "benchmarks.start"}
 
 

@@ -22,6 +22,7 @@ from PIL import Image
 SHARDS = 15  # of every corpus and format, so that there is something to shuffle and to share out
 _WIDTH, _HEIGHT = 640, 480
 _NPY_BYTES = 550 - 128  # without the header
+_BLOCK_BYTES = 100_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +30,7 @@ class Corpus:
     """Samples of one kind.
 
     Args:
-        kind: "small" or "photo".
+        kind: "small", "photo" or "block".
         samples: How many.
     """
 
@@ -39,7 +40,7 @@ class Corpus:
     @property
     def fields(self) -> tuple[str, ...]:
         """The fields of a sample."""
-        return ("npy", "json") if self.kind == "small" else ("jpg", "cls")
+        return _FIELDS[self.kind]
 
     @property
     def shard_samples(self) -> int:
@@ -52,7 +53,7 @@ class Corpus:
         return f"{self.kind}-{self.samples}"
 
     def __iter__(self) -> Iterator[dict[str, bytes]]:
-        return small_samples(self.samples) if self.kind == "small" else photo_samples(self.samples)
+        return _SAMPLES[self.kind](self.samples)
 
 
 def small_samples(count: int) -> Iterator[dict[str, bytes]]:
@@ -89,6 +90,17 @@ def photo_samples(count: int) -> Iterator[dict[str, bytes]]:
     with ProcessPoolExecutor() as pool:
         for number, data in enumerate(pool.map(photo, range(count), chunksize=16)):
             yield {"jpg": data, "cls": str(number % 1000).encode()}
+
+
+def block_samples(count: int) -> Iterator[dict[str, bytes]]:
+    """Yield 100 kB that cannot be compressed, and a class."""
+    rng = np.random.default_rng(0)
+    for number in range(count):
+        yield {"bin": rng.bytes(_BLOCK_BYTES), "cls": str(number % 1000).encode()}
+
+
+_FIELDS = {"small": ("npy", "json"), "photo": ("jpg", "cls"), "block": ("bin", "cls")}
+_SAMPLES = {"small": small_samples, "photo": photo_samples, "block": block_samples}
 
 
 def packed_samples(folder: Path) -> Iterator[dict[str, bytes]]:

@@ -44,6 +44,7 @@ def settings(sizes: Sizes) -> Iterator[Setting]:
     yield from _writing(sizes)
     yield from _memory(sizes)
     yield from _scale(sizes)
+    yield from _ray(sizes)
 
 
 def shortened(chosen: Sequence[Setting]) -> Iterator[Setting]:
@@ -256,4 +257,27 @@ def _scale(sizes: Sizes) -> Iterator[Setting]:
             corpus=sizes.many,
             limits=("limit-pages",),
             form=f"tar-{shards}",
+        )
+
+
+def _ray(sizes: Sizes) -> Iterator[Setting]:
+    """Yield the settings of Ray Data: rows a second of a local cluster with two CPUs, after an epoch to warm up."""
+    raw = _case(sizes, mode="ray", warm=True)
+    decoded = replace(raw, task="train")
+    for label, case, corpus, multiple, form in (
+        ("small samples", raw, sizes.small, 10.0, "tar"),
+        ("samples of 100 kB in 2 tars", raw, sizes.blocks, 2.0, "tar-2"),
+        ("photos", raw, sizes.photos, 1.0, "tar"),
+        ("photos, decoded", decoded, sizes.photos, 1.0, "tar"),
+        ("one field of photos", replace(raw, only="cls"), sizes.photos, 2.0, "tar"),
+    ):
+        yield Setting(
+            row="ray",
+            label=label,
+            case=case,
+            corpus=corpus,
+            contestants=(OURS, "webdataset"),
+            limits=("limit-pages",),
+            targets=(against("webdataset", multiple),),
+            form=form,
         )

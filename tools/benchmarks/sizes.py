@@ -15,6 +15,7 @@ class Sizes:
         small: The small corpus.
         photos: The photo corpus.
         many: A small corpus for many shards.
+        blocks: A corpus of 100 kB samples for few shards.
         shards: Into how many it is cut.
         min_s: Seconds of one local measurement, at least.
         max_s: At most, once a whole epoch has been checked.
@@ -24,6 +25,7 @@ class Sizes:
     small: Corpus
     photos: Corpus
     many: Corpus
+    blocks: Corpus
     shards: tuple[int, ...]
     min_s: float
     max_s: float
@@ -34,6 +36,7 @@ FULL = Sizes(
     small=Corpus(kind="small", samples=150_000),
     photos=Corpus(kind="photo", samples=2_048),
     many=Corpus(kind="small", samples=20_000),
+    blocks=Corpus(kind="block", samples=10_000),
     shards=(10, 200, 2_000),
     min_s=1.0,
     max_s=2.0,
@@ -42,6 +45,7 @@ QUICK = Sizes(
     small=Corpus(kind="small", samples=5_000),
     photos=Corpus(kind="photo", samples=300),
     many=Corpus(kind="small", samples=2_000),
+    blocks=Corpus(kind="block", samples=500),
     shards=(10, 200),
     min_s=0.1,
     max_s=0.5,
