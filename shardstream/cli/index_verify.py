@@ -8,6 +8,8 @@ import typer
 
 from shardstream.cli.options import (
     Part,
+    Ray,
+    RayAddress,
     StorageOption,
     TaskProcesses,
     Threads,
@@ -36,6 +38,8 @@ def index(  # noqa: PLR0913  (the options of a command)
     threads: Threads = 4,
     processes: TaskProcesses = None,
     part: Part = None,
+    ray: Ray = False,
+    ray_address: RayAddress = None,
     option: StorageOption = None,
 ) -> None:
     """Index existing tars for shuffled, resumable reading.
@@ -57,7 +61,7 @@ def index(  # noqa: PLR0913  (the options of a command)
             name=name,
             wds2idx=wds2idx,
             progress=progress,
-            executor=executor_of(processes, part),
+            executor=executor_of(processes, part, ray=ray, ray_address=ray_address),
         )
     for warning in report.warnings:
         typer.echo(f"warning: {printable(warning)}", err=True)
@@ -70,12 +74,14 @@ def index(  # noqa: PLR0913  (the options of a command)
         typer.echo(state_of_parts(report.unfinished, report.manifest_url.rpartition("/")[0]))
 
 
-def verify(
+def verify(  # noqa: PLR0913  (the options of a command)
     urls: Urls,
     *,
     threads: Threads = 4,
     processes: TaskProcesses = None,
     part: Part = None,
+    ray: Ray = False,
+    ray_address: RayAddress = None,
     option: StorageOption = None,
 ) -> None:
     """Read every byte of a dataset and list all problems.
@@ -94,7 +100,7 @@ def verify(
             storage_options=parse_options(option),
             threads=threads,
             progress=progress,
-            executor=executor_of(processes, part),
+            executor=executor_of(processes, part, ray=ray, ray_address=ray_address),
         )
     for problem in report.problems:
         typer.echo(f"{problem.severity}: {printable(str(problem))}")

@@ -90,18 +90,45 @@ Part = Annotated[
         show_default=False,
     ),
 ]
+Ray = Annotated[
+    bool,
+    typer.Option(
+        "--ray",
+        help="Do the work on a Ray cluster: the one of --ray-address or RAY_ADDRESS, else one started on this machine.",
+    ),
+]
+RayAddress = Annotated[
+    str | None,
+    typer.Option(
+        "--ray-address",
+        metavar="HOST:PORT",
+        help="Do the work on the Ray cluster at this address.",
+        show_default=False,
+    ),
+]
 
 _EXAMPLES = re.compile(r"(?m)^(Examples?:\n)")
 # The values of these stay text even if they look like numbers.
 _TEXT_OPTIONS = frozenset({"key", "secret", "token", "username", "password"})
 
 
-def executor_of(processes: int | None, part: str | None) -> Executor | None:
-    """Return the executor that ``--processes`` and ``--part`` describe; None without either.
+def executor_of(
+    processes: int | None, part: str | None, *, ray: bool = False, ray_address: str | None = None
+) -> Executor | None:
+    """Return the executor that ``--processes``, ``--part`` and ``--ray`` describe; None without any.
 
     Raises:
-        typer.BadParameter: If there is no such part.
+        typer.BadParameter: If there is no such part, or the options exclude each other.
     """
+    if ray or ray_address is not None:
+        if part is not None or processes is not None:
+            raise typer.BadParameter(
+                "leave --processes and --part out: Ray runs the tasks on its own workers",
+                param_hint="--ray",
+            )
+        from shardstream.ray import RayExecutor  # noqa: PLC0415
+
+        return RayExecutor(ray_address)
     if part is None and processes is None:
         return None
     from shardstream.tasks import LocalExecutor, Parts  # noqa: PLC0415

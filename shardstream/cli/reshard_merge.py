@@ -12,6 +12,8 @@ from shardstream.cli.options import (
     MaxSamples,
     Overwrite,
     Part,
+    Ray,
+    RayAddress,
     SourceOption,
     StorageOption,
     TaskProcesses,
@@ -51,13 +53,15 @@ def reshard(  # noqa: PLR0913  (the options of a command)
     ] = "",
     processes: TaskProcesses = None,
     part: Part = None,
+    ray: Ray = False,
+    ray_address: RayAddress = None,
     overwrite: Overwrite = False,
     option: StorageOption = None,
     source_option: SourceOption = None,
 ) -> None:
     """Write the samples of shards to new shards: other sizes, another order, fewer fields.
 
-    Remote shards need an index. Equal input gives equal bytes, whatever --processes and --part are. To resume a stopped or
+    Remote shards need an index. Equal input gives equal bytes, whatever --processes, --part and --ray are. To resume a stopped or
     killed command, run it again: finished shards are kept. Functions on samples: ss.reshard(select=, map=) in Python.
 
     Examples:
@@ -77,7 +81,7 @@ def reshard(  # noqa: PLR0913  (the options of a command)
             fields=None if fields is None else [one.strip() for one in fields.split(",")],
             name=name,
             overwrite=overwrite,
-            executor=executor_of(processes, part),
+            executor=executor_of(processes, part, ray=ray, ray_address=ray_address),
             progress=progress,
             storage_options=parse_options(option),
             source_options=parse_options(source_option) if source_option else None,

@@ -219,3 +219,21 @@ def test_killed_driver_is_resumed_to_the_same_bytes(
     assert int(done.stdout) >= 3
     ss.reshard(source, tmp_path / "here", max_samples=10)
     assert files_of(tmp_path / "here") == files_of(tmp_path / "new")
+
+
+def test_command_runs_on_the_cluster_at_an_address(
+    cluster: None, source: str, tmp_path: Path
+) -> None:
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-m", "shardstream", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout + done.stderr
+
+    address = ray.get_runtime_context().gcs_address
+    dest = str(tmp_path / "new")
+    assert "wrote 120 samples in 12 shards" in run(
+        "reshard", source, dest, "--max-samples", "10", "--ray-address", address
+    )
+    assert "sound" in run("verify", dest, "--ray-address", address)
+    assert "leave --processes and --part out" in run("verify", dest, "--ray", "--part", "1/2")
+    assert "no Ray cluster answers" in run("verify", dest, "--ray-address", "127.0.0.1:9")
