@@ -292,7 +292,8 @@ def check_catalog(open_catalog: Callable[[], Catalog], *, samples: int) -> None:
     """Check that a `Catalog` keeps the promises that readers rely on.
 
     Checked: its length; the shards, byte ranges and bytes of all samples, in any order; that a number out of range raises
-    `IndexError` or counts modulo the length; that a catalog opened again and a pickled copy have the same fingerprint and bytes.
+    `IndexError` or counts modulo the length; that a catalog opened again and a pickled copy have the same fingerprint and bytes,
+    and one restricted to some shards the same bytes.
 
     Args:
         open_catalog: Opens the catalog under test.
@@ -310,6 +311,19 @@ def check_catalog(open_catalog: Callable[[], Catalog], *, samples: int) -> None:
     ):
         assert other.fingerprint == catalog.fingerprint, f"{name} has another fingerprint"
         assert _check_extents(other, samples) == expected, f"{name} gives other bytes"
+    _check_part(catalog, samples, expected)
+
+
+def _check_part(catalog: Catalog, samples: int, expected: list[bytes]) -> None:
+    """Check that a catalog of some shards has their samples under the same numbers."""
+    numbers = np.arange(samples)[samples // 3 : samples // 2 + 1]
+    part = catalog.restrict_to(catalog.shards_of(numbers))
+    part = pickle.loads(pickle.dumps(part))  # noqa: S301  (made in the same line)
+    assert len(part) == samples, "restrict_to() gives another length"
+    assert part.total_bytes == catalog.total_bytes, "restrict_to() gives another total_bytes"
+    rows = zip(*(column.tolist() for column in part.extents(numbers)), strict=True)
+    found = [bytes(part.fetch(shard, start, end)) for shard, start, end in rows]
+    assert found == [expected[n] for n in numbers.tolist()], "restrict_to() gives other bytes"
 
 
 def _check_extents(catalog: Catalog, samples: int) -> list[bytes]:

@@ -137,7 +137,7 @@ class ObjectCatalog(Catalog):
         members = [range(int(self._firsts[at]), int(self._firsts[at + 1])) for at in places]
         paths = [self._path(n).encode("utf-8", "surrogateescape") for one in members for n in one]
         part = copy.copy(self)
-        part.__dict__["total_bytes"] = self.total_bytes
+        part.__dict__ |= {"total_bytes": self.total_bytes, "fields": self.fields}
         part.__dict__.pop("fingerprint", None)
         part._checksum, part._kept = None, kept
         part._names = b"".join(paths)
@@ -182,6 +182,7 @@ class ObjectCatalog(Catalog):
         elif classes is not None:
             raise OptionError("label= returns numbers, but classes= needs names; remove classes=")
         self._labels = np.array(labels, dtype=np.int64)
+        self.__dict__.pop("fields", None)
 
     def url_of(self, shard: int) -> str:
         """Return the URL of a sample's first file."""

@@ -145,8 +145,8 @@ class IndexedSource(Source):
     def with_options(self, **changes: Any) -> IndexedSource:
         """Return the same source with other options."""
 
-    def restrict_to(self, numbers: Ints) -> IndexedSource:  # noqa: ARG002
-        """Return a source with the same orders that reads these samples only, and is smaller when it is pickled."""
+    def restrict_to(self, shards: Sequence[int]) -> IndexedSource:  # noqa: ARG002
+        """Return a source with the same orders that reads some shards only, and is smaller when it is pickled."""
         return self
 
     def open_transform(self, epoch: int, skips: SkipTracker) -> SampleTransform | None:  # noqa: ARG002
@@ -212,10 +212,9 @@ class CatalogSource(IndexedSource):
         """Return the batches of an epoch."""
         return EpochPlan(order, epoch)
 
-    def restrict_to(self, numbers: Ints) -> CatalogSource:
-        """Return a source with the same orders that reads these samples only, and is smaller when it is pickled."""
-        catalog = self.catalog.restrict_to(self.catalog.shards_of(numbers))
-        return replace(self, catalog=catalog)
+    def restrict_to(self, shards: Sequence[int]) -> CatalogSource:
+        """Return a source with the same orders that reads some shards only, and is smaller when it is pickled."""
+        return replace(self, catalog=self.catalog.restrict_to(shards))
 
     def with_options(self, **changes: Any) -> CatalogSource:
         """Return the same source with other options."""

@@ -34,7 +34,7 @@ def joined_table(joined: JoinedFields, columns: Sequence[str]) -> pa.Table:
     arrays = []
     for name in columns:
         if name in text:
-            arrays.append(_text_array(text[name], name))
+            arrays.append(pa.array(text[name], pa.string()))
         elif name in joined.fields:
             arrays.append(_binary_array(*joined.fields[name]))
         else:
@@ -110,21 +110,6 @@ def _binary_array(data: bytes, offsets: _Array) -> pa.Array:
     return pa.Array.from_buffers(pa.binary(), len(offsets) - 1, buffers)
 
 
-def _text_array(values: list[str], name: str) -> pa.Array:
-    try:
-        return pa.array(values, pa.string())
-    except UnicodeEncodeError as error:
-        key = next(value for value in values if not value.isascii() and _is_broken(value))
-        raise SampleError(
-            f"{name} is not valid UTF-8, so Arrow cannot hold it; rename the files, and pack them again",
-            key=key.encode("utf-8", "backslashreplace").decode(),
-        ) from error
-
-
-def _is_broken(text: str) -> bool:
-    return any("\ud800" <= one <= "\udfff" for one in text)
-
-
 def _column(values: list[Any]) -> pa.Array:
     kinds = {type(value) for value in values} - {type(None)}
     if kinds and all(issubclass(kind, str) for kind in kinds):
@@ -187,9 +172,13 @@ def _to_numpy(value: Any) -> _Array:
 def _column_error(name: str, rows: Sequence[Sample], error: Exception) -> SampleError:
     sample = next((row for row in rows if row.get(name) is not None), rows[0])
     kinds = sorted({type(row[name]).__name__ for row in rows if row.get(name) is not None})
-    said = str(error).split("\n", 1)[0]
+    what = (
+        f"a column of {', '.join(kinds)} does not fit one Arrow type ({str(error).splitlines()[0]})"
+    )
+    if isinstance(error, UnicodeEncodeError):
+        what = "text that is not valid UTF-8 does not fit Arrow's string type"
     return SampleError(
-        f"a column of {', '.join(kinds)} does not fit one Arrow type ({said})",
+        what,
         remedy="convert it with .map(), decode it to an array, or leave it out with fields=",
         shard=sample.get(URL),
         key=sample.get(KEY),

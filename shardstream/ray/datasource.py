@@ -22,6 +22,7 @@ from shardstream.ray.read_task import (
     whole_order,
 )
 
+_SENT_SHARDS = 16  # up to this number a task gets all shards, and no numbers are computed for it
 _WINDOW_LIMIT_BYTES = 256 << 20  # larger windows are cut, and fetched in parts
 
 
@@ -89,7 +90,7 @@ class ReadJob:
         catalog, order = source.catalog, whole_order(source, self.settings.epoch).plan.order
         mean_bytes = max(1, catalog.total_bytes // max(1, len(catalog)))
         window = order.window * (order.lanes if order.shuffle else 1)
-        fits = window * mean_bytes <= min(_WINDOW_LIMIT_BYTES, 2 * self.task_bytes)
+        fits = window * mean_bytes <= _WINDOW_LIMIT_BYTES
         group = window if fits else max(1, _WINDOW_LIMIT_BYTES // mean_bytes)
         # Neighbouring samples share a request only if their whole window is fetched together.
         is_cut = order.shuffle and catalog.can_coalesce and not catalog.is_local and fits
@@ -106,9 +107,13 @@ class ReadJob:
         return cut_rows(rows, nbytes, min(num_tasks, max(1, num_rows)), unit)
 
     def _part(self, source: IndexedSource, start: int, stop: int) -> Pipeline:
-        """Return the pipeline with the shards of some rows only."""
-        numbers = sample_numbers(whole_order(source, self.settings.epoch), start, stop)
-        return replace(self.pipeline, source=source.restrict_to(numbers))
+        """Return the pipeline with the shards of some rows, or with few shards."""
+        catalog = source.catalog
+        shards: Sequence[int] = range(catalog.num_shards)
+        if len(shards) > _SENT_SHARDS:
+            numbers = sample_numbers(whole_order(source, self.settings.epoch), start, stop)
+            shards = catalog.shards_of(numbers)
+        return replace(self.pipeline, source=source.restrict_to(shards))
 
     def _shard_tasks(self) -> Iterator[tuple[ReadShards, BlockMetadata]]:
         source = self.pipeline.source
@@ -168,7 +173,7 @@ class ShardDatasource(Datasource):  # type: ignore[misc]  # Ray is not typed her
             job = self._job if columns is None else select_columns(self._job, columns)
             schema = _schema_of(job.settings)
             known = [
-                ReadTask(task, metadata, schema, per_task_row_limit)
+                ReadTask(task.read, metadata, schema, per_task_row_limit)
                 for task, metadata in job.tasks(per_task_row_limit)
             ]
             self._kept = {(columns, per_task_row_limit): known}

@@ -97,7 +97,7 @@ class ReadRows:
     stop: int
     group: int
 
-    def __call__(self) -> Iterator[pa.Table]:
+    def read(self) -> Iterator[pa.Table]:
         """Yield the rows as tables of at most 8 MiB.
 
         Raises:
@@ -178,7 +178,7 @@ class ReadShards:
     settings: RowSettings
     shards: tuple[int, ...]
 
-    def __call__(self) -> Iterator[pa.Table]:
+    def read(self) -> Iterator[pa.Table]:
         """Yield the rows as tables of at most 8 MiB.
 
         Raises:

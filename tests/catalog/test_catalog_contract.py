@@ -48,6 +48,14 @@ def test_concatenation(folder: str) -> None:
     check_catalog(lambda: ConcatCatalog([one(), other(), objects()]), samples=53)
 
 
+def test_fields_are_known_from_the_manifest_or_the_names(folder: str) -> None:
+    assert open_shards(f"{folder}/one")().fields == ("cls",)
+    objects = open_objects(f"{folder}/objects")()
+    assert objects.fields == ("cls", "txt")
+    assert objects.restrict_to([2, 4]).fields == ("cls", "txt")
+    assert ConcatCatalog([objects]).fields is None
+
+
 class Broken(ShardCatalog):
     """A catalog whose ranges depend on the order of the request."""
 

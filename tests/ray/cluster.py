@@ -25,7 +25,9 @@ MARKS = [
 
 def tables(dataset: StreamDataset, **options: Any) -> list[pa.Table]:
     """Run the read tasks of a dataset in this process, in order."""
-    return [table for task, _ in ss.ray.plan_read(dataset, **options).tasks() for table in task()]
+    return [
+        table for task, _ in ss.ray.plan_read(dataset, **options).tasks() for table in task.read()
+    ]
 
 
 def rows(dataset: StreamDataset, **options: Any) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
@@ -158,6 +159,16 @@ def test_an_error_in_a_task_keeps_its_type_and_names_the_sample(tmp_path: Path) 
         ss.ray.read(ss.ShardDataset(folder).map(strange)).take_all()
 
 
+def test_large_functions_travel_with_the_tasks(folder: str) -> None:
+    blob = bytes(3 << 20)
+
+    def measure(sample: dict[str, Any]) -> dict[str, Any]:
+        return {"size": len(blob)}
+
+    rows = ss.ray.read(ss.ShardDataset(folder).map(measure), override_num_blocks=2)
+    assert rows.take(1) == [{"size": 3 << 20}]
+
+
 def test_arguments_are_checked_before_anything_is_read(folder: str, tmp_path: Path) -> None:
     with pytest.raises(ss.StorageError, match="nowhere"):
         ss.ray.read(str(tmp_path / "nowhere"))
@@ -200,3 +211,14 @@ def test_names_are_listed_and_unknown_ones_are_attribute_errors() -> None:
     with pytest.raises(AttributeError, match=r"module 'shardstream\.ray' has no attribute 'load'"):
         ss.ray.load  # noqa: B018
     assert ss.ray.__name__ == "shardstream.ray" != ray.__name__
+
+
+def test_every_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).parent.parent.parent / "docs" / "ray.md"
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", page.read_text("utf-8"), re.MULTILINE | re.DOTALL
+    )
+    assert len(blocks) >= 5
+    exec(compile("\n".join(blocks), str(page), "exec"), {"__name__": "page"})  # noqa: S102  (our own page)
+    assert list((tmp_path / "predictions").glob("*.parquet"))

@@ -388,3 +388,17 @@ def test_missing_dataset_is_the_same_error_for_all_url_forms(folder: str, patter
     with pytest.raises(FileNotFoundError) as raised:
         ss.ShardDataset(folder + pattern)
     assert type(raised.value) is NotFoundError
+
+
+def test_fields_are_known_if_manifests_list_all_shards(folder: str) -> None:
+    storage = Storage()
+    one = make_shards(f"{folder}/one", samples=4, per_shard=2)
+    other = make_shards(f"{folder}/other", samples=[{"txt": "a"}])
+    assert locate_shards(one, storage).fields == ("cls",)
+    assert locate_shards([one, other], storage).fields == ("cls", "txt")
+    assert locate_shards(f"{one}/000001.tar", storage).fields == ("cls",)
+    tars = [f"{one}/000001.tar", f"{other}/000000.tar"]
+    assert locate_shards(tars, storage).fields == ("cls", "txt")
+    put_tars(f"{folder}/plain")
+    for urls in ([one, f"{folder}/plain"], f"{folder}/plain", [f"{folder}/plain/00.tar", one]):
+        assert locate_shards(urls, storage).fields is None
