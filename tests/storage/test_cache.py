@@ -15,6 +15,7 @@ import textwrap
 import time
 import warnings
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
@@ -287,6 +288,8 @@ def test_what_has_no_version_is_not_kept(folder: Path) -> None:
         ({"etag": "x"}, "ETag x"),
         ({"e_tag": "x", "last_modified": None}, "ETag x"),
         ({"Last-Modified": "Mon"}, "Last-Modified Mon"),
+        ({"generation": 1712, "etag": "CJD", "mtime": 5}, "generation 1712"),
+        ({"mtime": datetime.fromtimestamp(12.5, tz=UTC)}, "mtime 12.5"),
         ({"size": 5}, None),
     ],
 )
