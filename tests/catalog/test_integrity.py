@@ -117,6 +117,24 @@ def test_waiting_iterators_get_activity_reports_during_a_check() -> None:
     assert concurrency.last_response_at == 50.0
 
 
+def test_the_time_of_each_read_of_a_whole_shard_is_recorded(
+    wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+
+    def take_a_second() -> None:
+        now[0] += 1.0
+
+    wire.before = take_a_second
+    concurrency = AdaptiveLimit(clock=lambda: now[0])
+    checks = VerifiedReader([shard_of(), shard_of()], Storage())
+    for shard in (0, 1):
+        checks.read(shard, 0, 1, concurrency)
+    assert len(wire.reads) == 6
+    assert concurrency.hedge_after_s == 3.0  # times the median
+
+
 def test_concurrent_threads_share_one_check_of_a_shard(wire: Wire) -> None:
     checks = VerifiedReader([shard_of()], Storage())
     barrier = threading.Barrier(8)
@@ -267,6 +285,20 @@ def test_damage_after_the_check_raises_with_its_offset(wire: Wire) -> None:
         checks.read(0, 4 * MIB, 6 * MIB)
     assert (raised.value.shard, raised.value.offset) == (shard.url, 5 * MIB)
     assert len(wire.reads) == 5
+
+
+def test_a_chunk_that_stays_wrong_is_not_left_in_the_cache(wire: Wire, tmp_path: Path) -> None:
+    shard = shard_of()
+    storage = Storage(cache=open_cache(tmp_path, "100MB"))
+    checks = VerifiedReader([shard], storage)
+    checks.read(0, 0, 1)
+    storage.forget(shard.url, 5 * MIB, 6 * MIB)
+    wire.spoil = lambda start, _end: 3 if start == 5 * MIB else None
+    with pytest.raises(IndexMismatchError, match=f"at byte {5 * MIB}"):
+        checks.read(0, 5 * MIB, 6 * MIB)
+    wire.spoil = lambda _start, _end: None
+    again = Storage(cache=open_cache(tmp_path, "100MB"))
+    assert again.read(shard.url, 0, len(DATA)) == DATA
 
 
 # --- among processes

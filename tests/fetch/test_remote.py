@@ -451,6 +451,15 @@ def test_read_is_retried_with_exponential_backoff(faults: int, url: str, wire: W
     assert all(low <= nap <= high for nap, (low, high) in zip(wire.sleeps, bounds, strict=False))
 
 
+def test_pauses_double_up_to_eight_seconds(
+    url: str, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(random.Random, "uniform", lambda _self, _low, high: high)  # the longest
+    wire.faults += [OSError("503 SlowDown")] * 8
+    read(*first_range(url))
+    assert wire.sleeps == [0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 8.0, 8.0]
+
+
 def test_error_is_raised_after_the_retry_timeout(url: str, wire: Wire) -> None:
     wire.faults += [OSError(f"attempt {number}") for number in range(99)]
     with pytest.raises(StorageError, match="attempt") as raised:

@@ -315,6 +315,18 @@ def test_servers_without_conditional_put_are_supported(
     assert storage.read(url) == b"2"
 
 
+def test_a_conditional_write_that_is_refused_is_not_sent_without_its_condition(
+    bucket: str, s3: S3Server
+) -> None:
+    filesystem = Unconditional(**s3.storage_options)
+    filesystem.code = "AccessDenied"
+    storage, url = Storage(filesystem=filesystem), f"{bucket}/x"
+    publish_bytes_over(storage, url, b"1", old=None)
+    with pytest.raises(ss.AccessDeniedError):
+        publish_bytes_over(storage, url, b"2", old=b"1")
+    assert storage.read(url) == b"1"
+
+
 def test_second_writer_in_a_process_is_refused_with_advice(tmp_path: Path) -> None:
     writer = ss.ShardWriter(tmp_path)
     with pytest.raises(ss.StorageError, match=r"of this process has this folder open; call"):

@@ -390,6 +390,26 @@ def test_folder_sync_errors_are_ignored_only_if_unsupported(
     assert [name for name in os.listdir(tmp_path) if is_part(name)] == []
 
 
+def test_a_file_is_flushed_before_it_is_renamed_and_its_folder_after_each_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Otherwise a power cut could leave an empty file under the final name, or restore a removed one.
+    really_sync, flushed = os.fsync, []
+    url = tmp_path / "a.tar"
+
+    def sync(handle: int) -> None:
+        found = os.fstat(handle)
+        flushed.append((stat.S_ISDIR(found.st_mode) or found.st_size, url.exists()))
+        really_sync(handle)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    publish_bytes(Storage(), str(url), NEW)
+    assert flushed == [(len(NEW), False), (True, True)]
+    flushed.clear()
+    remove(Storage(), str(url))
+    assert flushed == [(True, False)]
+
+
 @pytest.mark.parametrize("exists", [True, False])
 def test_signal_while_a_file_is_created_leaves_nothing(
     exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,7 @@ import textwrap
 import time
 import warnings
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from types import SimpleNamespace
@@ -287,6 +288,8 @@ def test_files_without_a_version_are_not_cached(folder: Path) -> None:
         ({"etag": "x"}, "ETag x"),
         ({"e_tag": "x", "last_modified": None}, "ETag x"),
         ({"Last-Modified": "Mon"}, "Last-Modified Mon"),
+        ({"generation": 1712, "etag": "CJD", "mtime": 5}, "generation 1712"),
+        ({"mtime": datetime.fromtimestamp(12.5, tz=UTC)}, "mtime 12.5"),
         ({"size": 5}, None),
     ],
 )
@@ -400,6 +403,17 @@ def test_files_deleted_by_others_are_detected(
     monkeypatch.setattr(CacheSpace, "survey_ns", 0)
     source.through(cache, 0, 9)
     assert len(chunks(folder)) == 1
+
+
+def test_the_count_stays_exact_when_nothing_can_be_evicted(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CacheSpace, "survey_ns", 0)  # each read of a full cache counts its files
+    source, cache = Source(), cached(folder, 4 * MIB)
+    for start in range(0, len(DATA), MIB):
+        source.through(cache, start, min(start + MIB, len(DATA)))
+    assert len(chunks(folder)) == 4  # three whole ones, and the short one at the end
+    assert counted_bytes(folder) == used_bytes(folder)
 
 
 @pytest.mark.parametrize("wrong", [b"", b"garbage" * 20, b"\xff" * 36])
@@ -610,7 +624,8 @@ def test_full_disk_is_retried_later(folder: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_folder_that_cannot_be_created_causes_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(CacheWarning, match="reads continue without it"):
+    message = "cannot write to the cache /proc/no-such-place/.*: No such file or directory; reads continue without it"
+    with pytest.warns(CacheWarning, match=message):
         cache = Cache("/proc/no-such-place/cache", ROOM)
     assert Source().through(cache, 0, 5) == DATA[:5]
 
@@ -696,6 +711,17 @@ def test_processes_killed_during_a_write_leave_no_files(folder: Path) -> None:
     assert used_bytes(folder) <= 20 * MIB
 
 
+def test_an_old_part_is_deleted_even_if_it_is_a_link_and_a_fresh_one_stays(
+    folder: Path, tmp_path: Path
+) -> None:
+    cache, left = cached(folder), folder / "shardstream-cache-1" / "parts"
+    (left / "old").symlink_to(tmp_path / "nowhere")
+    os.utime(left / "old", (1, 1), follow_symlinks=False)
+    (left / "fresh").touch()  # another process may be writing it
+    Source().through(cache, 0, 5)
+    assert parts(folder) == [left / "fresh"]
+
+
 @pytest.mark.parametrize("name", ["total", "evicting"])
 def test_lock_that_another_process_holds_is_not_waited_for(folder: Path, name: str) -> None:
     old = Source(url="s3://bucket/b.tar")
@@ -709,6 +735,46 @@ def test_lock_that_another_process_holds_is_not_waited_for(folder: Path, name: s
     source.through(cache)
     source.through(cache)
     assert len(source.reads) == 3
+
+
+def test_a_lock_that_another_process_holds_for_a_moment_is_waited_for(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = cached(folder)
+    with (folder / "shardstream-cache-1" / "total").open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        monkeypatch.setattr("time.sleep", lambda _: fcntl.flock(held, fcntl.LOCK_UN))
+        Source().through(cache, 0, 5)
+    assert len(chunks(folder)) == 1
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_process_that_is_forked_during_a_write_keeps_no_lock(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really_replace, children = os.replace, []
+    test_has_ended, end_test = os.pipe()
+
+    def fork_first(*paths: str) -> None:  # as another thread may, while the lock is held
+        if not children:
+            child = os.fork()
+            if child == 0:
+                os.close(end_test)
+                os.read(test_has_ended, 1)
+                os._exit(0)
+            children.append(child)
+        really_replace(*paths)
+
+    monkeypatch.setattr(os, "replace", fork_first)
+    Source().through(cached(folder), 0, 5)
+    other = Source(url="s3://bucket/b.tar")
+    for _ in range(2):
+        other.through(cached(folder), 0, 5)
+    os.close(end_test)
+    os.close(test_has_ended)
+    for child in children:
+        os.waitpid(child, 0)
+    assert (len(children), len(other.reads)) == (1, 1)
 
 
 # --- options, and reads through `Storage`

@@ -109,6 +109,20 @@ def test_aborted_upload_leaves_nothing(
     assert not [t for t in threading.enumerate() if t.name.startswith("shardstream-part")]
 
 
+def test_publishing_a_file_does_not_abort_the_upload_of_another_writer(
+    storage: Storage, bucket: str, uploads: Callable[[], list[str]]
+) -> None:
+    with publish(storage, f"{bucket}/x") as first:
+        first.write(DATA)
+        while not uploads():
+            time.sleep(0.01)
+        with publish(storage, f"{bucket}/x") as second:
+            second.write(DATA[::-1])
+        assert storage.read(f"{bucket}/x") == DATA[::-1]
+    assert storage.read(f"{bucket}/x") == DATA
+    assert uploads() == []
+
+
 def test_memory_is_bounded_for_files_of_any_size(storage: Storage, bucket: str) -> None:
     piece = bytes(1 << 20)
     publish_bytes(storage, f"{bucket}/warm", b"")
