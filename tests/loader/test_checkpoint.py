@@ -314,7 +314,7 @@ def test_checkpoint_on_s3_round_trips(
         ss.load_checkpoint(f"{bucket}/none/")
 
 
-def test_workers_forked_after_a_save_can_read_with_any_client(bucket: str, s3_env: None) -> None:
+def test_checkpoints_on_s3_start_no_obstore_threads(bucket: str, s3_env: None) -> None:
     ss.save_checkpoint(f"{bucket}/run", step=1)
     code = (
         "import sys, pathlib, shardstream as ss\n"
