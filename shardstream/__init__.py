@@ -52,9 +52,9 @@ if TYPE_CHECKING:
         mix,
         save_checkpoint,
     )
-    from shardstream.packing import ShardWriter, index, pack, verify
+    from shardstream.packing import ShardWriter, index, merge, pack, reshard, verify
     from shardstream.pipeline import BadSample, ReadOptions, SkipBudget
-    from shardstream.tasks import Executor, FuturesExecutor, LocalExecutor, Task
+    from shardstream.tasks import Executor, FuturesExecutor, LocalExecutor, Parts, Task
 
 __all__ = [
     "AccessDeniedError",
@@ -76,6 +76,7 @@ __all__ = [
     "ObjectDataset",
     "ObjectMapDataset",
     "OptionError",
+    "Parts",
     "Placement",
     "ReadOptions",
     "ReportWarning",
@@ -98,8 +99,10 @@ __all__ = [
     "collate",
     "index",
     "load_checkpoint",
+    "merge",
     "mix",
     "pack",
+    "reshard",
     "save_checkpoint",
     "verify",
 ]
@@ -114,6 +117,7 @@ _LAZY = {
     "LocalExecutor": "tasks",
     "ObjectDataset": "loader",
     "ObjectMapDataset": "loader",
+    "Parts": "tasks",
     "ReadOptions": "pipeline",
     "ShardDataset": "loader",
     "ShardLoader": "loader",
@@ -124,8 +128,10 @@ _LAZY = {
     "collate": "loader",
     "index": "packing",
     "load_checkpoint": "loader",
+    "merge": "packing",
     "mix": "loader",
     "pack": "packing",
+    "reshard": "packing",
     "save_checkpoint": "loader",
     "verify": "packing",
 }

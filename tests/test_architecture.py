@@ -36,7 +36,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "pipeline": (*BASE, "format", "order", "storage", "catalog", "fetch"),
     "loader": (*BASE, "format", "order", "storage", "catalog", "fetch", "pipeline"),
     "tasks": BASE,
-    "packing": (*BASE, "format", "storage", "catalog", "tasks"),
+    "packing": (*BASE, "format", "order", "storage", "catalog", "fetch", "tasks"),
     "integrations": (*BASE, *READING),
     "testing": (*BASE, *READING, "tasks", "packing"),
     "__init__": (*BASE, *READING, "tasks", "packing"),

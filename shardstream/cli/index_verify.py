@@ -6,12 +6,22 @@ from typing import Annotated
 
 import typer
 
-from shardstream.cli.options import StorageOption, Threads, Urls, parse_options, progress_bar
+from shardstream.cli.options import (
+    Part,
+    StorageOption,
+    TaskProcesses,
+    Threads,
+    Urls,
+    executor_of,
+    parse_options,
+    progress_bar,
+    state_of_parts,
+)
 from shardstream.cli.terminal_text import human_bytes, printable
 from shardstream.errors import plural
 
 
-def index(
+def index(  # noqa: PLR0913  (the options of a command)
     urls: Urls,
     *,
     name: Annotated[
@@ -24,6 +34,8 @@ def index(
         bool, typer.Option("--wds2idx", help="Also write NAME.idx, the index of NVIDIA DALI.")
     ] = False,
     threads: Threads = 4,
+    processes: TaskProcesses = None,
+    part: Part = None,
     option: StorageOption = None,
 ) -> None:
     """Index existing tars for shuffled, resumable reading.
@@ -45,19 +57,31 @@ def index(
             name=name,
             wds2idx=wds2idx,
             progress=progress,
+            executor=executor_of(processes, part),
         )
     for warning in report.warnings:
         typer.echo(f"warning: {printable(warning)}", err=True)
     made = report.manifest
     counts = _counts(len(made.shards), made.nsamples, made.total_bytes)
-    typer.echo(f"indexed {counts}: wrote {printable(report.manifest_url)}")
+    if part is None:
+        typer.echo(f"indexed {counts}: wrote {printable(report.manifest_url)}")
+    else:
+        typer.echo(f"part {part}: indexed {counts}")
+        typer.echo(state_of_parts(report.unfinished, report.manifest_url.rpartition("/")[0]))
 
 
-def verify(urls: Urls, *, threads: Threads = 4, option: StorageOption = None) -> None:
+def verify(
+    urls: Urls,
+    *,
+    threads: Threads = 4,
+    processes: TaskProcesses = None,
+    part: Part = None,
+    option: StorageOption = None,
+) -> None:
     """Read every byte of a dataset and list all problems.
 
     Compares each tar's length, checksum and samples with index.json and its index, and finds duplicate keys and unexpected
-    files. Exit code 0: sound (warnings are possible), 1: errors.
+    files. Exit code 0: sound (warnings are possible), 1: errors. With --part, repeated keys are found within the part only.
 
     Example:
       shardstream verify s3://bucket/train/
@@ -66,7 +90,11 @@ def verify(urls: Urls, *, threads: Threads = 4, option: StorageOption = None) ->
 
     with progress_bar("verifying") as progress:
         report = ss.verify(
-            urls, storage_options=parse_options(option), threads=threads, progress=progress
+            urls,
+            storage_options=parse_options(option),
+            threads=threads,
+            progress=progress,
+            executor=executor_of(processes, part),
         )
     for problem in report.problems:
         typer.echo(f"{problem.severity}: {printable(str(problem))}")
@@ -75,7 +103,8 @@ def verify(urls: Urls, *, threads: Threads = 4, option: StorageOption = None) ->
     verdict = plural(errors, "error") if errors else "sound"
     if warnings:
         verdict += f", {plural(warnings, 'warning')}"
-    typer.echo(f"{_counts(report.shards, report.samples, report.bytes)}: {verdict}")
+    checked = _counts(report.shards - report.unchecked, report.samples, report.bytes)
+    typer.echo(f"{checked}: {verdict}" if part is None else f"part {part}: {checked}: {verdict}")
     if errors:
         raise typer.Exit(1)
 

@@ -9,9 +9,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from shardstream.cli.terminal_text import printable
+from shardstream.errors import OptionError, plural
+
+if TYPE_CHECKING:
+    from shardstream.tasks import Executor
 
 Urls = Annotated[
     list[str],
@@ -33,9 +39,91 @@ Threads = Annotated[
     int, typer.Option(min=1, max=256, metavar="N", help="Shards to read concurrently.")
 ]
 
+Dest = Annotated[
+    str,
+    typer.Argument(
+        metavar="DEST", help='Folder, or pattern such as "s3://bucket/train/{shard:06d}.tar".'
+    ),
+]
+MaxSamples = Annotated[int, typer.Option(min=1, metavar="N", help="Samples per shard.")]
+MaxBytes = Annotated[str, typer.Option(metavar="SIZE", help="Size of a shard: 256MB, 1GiB.")]
+Name = Annotated[
+    str,
+    typer.Option(
+        metavar="NAME", help="Name of the dataset, stored in index.json.", show_default=False
+    ),
+]
+Overwrite = Annotated[
+    bool,
+    typer.Option(
+        "--overwrite",
+        help="Replace an existing dataset, or the unfinished output of a different command.",
+    ),
+]
+SourceOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--source-option",
+        metavar="KEY=VALUE",
+        help="As --option, for the source; by default --option applies to both.",
+        show_default=False,
+    ),
+]
+TaskProcesses = Annotated[
+    int | None,
+    typer.Option(
+        "--processes",
+        min=1,
+        max=1024,
+        metavar="N",
+        help="Processes that do the work.",
+        show_default=False,
+    ),
+]
+Part = Annotated[
+    str | None,
+    typer.Option(
+        "--part",
+        metavar="K/N",
+        help="Do part K of N only, for a Slurm array or several machines; "
+        "when all are done, publish with 'shardstream merge'.",
+        show_default=False,
+    ),
+]
+
 _EXAMPLES = re.compile(r"(?m)^(Examples?:\n)")
 # The values of these stay text even if they look like numbers.
 _TEXT_OPTIONS = frozenset({"key", "secret", "token", "username", "password"})
+
+
+def executor_of(processes: int | None, part: str | None) -> Executor | None:
+    """Return the executor that ``--processes`` and ``--part`` describe; None without either.
+
+    Raises:
+        typer.BadParameter: If there is no such part.
+    """
+    if part is None and processes is None:
+        return None
+    from shardstream.tasks import LocalExecutor, Parts  # noqa: PLC0415
+
+    if part is None:
+        return LocalExecutor(processes=processes or 1)
+    try:
+        return Parts.parse(part, processes=processes or 1)
+    except OptionError as error:
+        raise typer.BadParameter(str(error), param_hint="--part") from error
+
+
+def state_of_parts(unfinished: int, folder: str) -> str:
+    r"""Say how many tasks of a job in parts are not done, and the command that publishes it.
+
+    >>> state_of_parts(0, "out")
+    'all tasks are done; publish with:\\n  shardstream merge out'
+    """
+    merge = f"shardstream merge {printable(folder)}"
+    if not unfinished:
+        return f"all tasks are done; publish with:\n  {merge}"
+    return f"{plural(unfinished, 'task')} of other parts not done; when they are, publish with:\n  {merge}"
 
 
 def help_of(docstring: str | None) -> str:

@@ -6,7 +6,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardstream.cli.options import StorageOption, parse_options
+from shardstream.cli.options import (
+    Dest,
+    MaxBytes,
+    MaxSamples,
+    Name,
+    Overwrite,
+    SourceOption,
+    StorageOption,
+    parse_options,
+)
 from shardstream.cli.pack_progress import packing_bar, report_interruption
 from shardstream.cli.terminal_text import aligned, human_bytes, printable
 from shardstream.errors import plural
@@ -22,12 +31,6 @@ _Source = Annotated[
     typer.Argument(
         metavar="SOURCE",
         help="Folder, table (.csv .tsv .jsonl .parquet), tar or quoted pattern of tars.",
-    ),
-]
-_Dest = Annotated[
-    str,
-    typer.Argument(
-        metavar="DEST", help='Folder, or pattern such as "s3://bucket/train/{shard:06d}.tar".'
     ),
 ]
 _Kind = Annotated[
@@ -92,8 +95,6 @@ _Shuffle = Annotated[
     ),
 ]
 _Seed = Annotated[int, typer.Option(help="Seed of the order and of the split.")]
-_MaxSamples = Annotated[int, typer.Option(min=1, metavar="N", help="Samples per shard.")]
-_MaxBytes = Annotated[str, typer.Option(metavar="SIZE", help="Size of a shard: 256MB, 1GiB.")]
 _MaxSide = Annotated[
     int | None,
     typer.Option(
@@ -127,19 +128,6 @@ _Processes = Annotated[
         min=1, metavar="N", help="Processes that read and encode; the output does not depend on it."
     ),
 ]
-_Name = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME", help="Name of the dataset, stored in index.json.", show_default=False
-    ),
-]
-_Overwrite = Annotated[
-    bool,
-    typer.Option(
-        "--overwrite",
-        help="Replace an existing dataset, or the unfinished output of a different command.",
-    ),
-]
 _SkipErrors = Annotated[
     bool,
     typer.Option(
@@ -147,20 +135,11 @@ _SkipErrors = Annotated[
         help="Leave out files and rows that cannot be packed, and list them.",
     ),
 ]
-_SourceOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--source-option",
-        metavar="KEY=VALUE",
-        help="As --option, for the source; by default --option applies to both.",
-        show_default=False,
-    ),
-]
 
 
 def pack(  # noqa: PLR0913  (the options of a command)
     source: _Source,
-    dest: _Dest,
+    dest: Dest,
     *,
     kind: _Kind = None,
     mapping: _Mapping = None,
@@ -170,18 +149,18 @@ def pack(  # noqa: PLR0913  (the options of a command)
     split: _Split = None,
     shuffle: _Shuffle = None,
     seed: _Seed = 0,
-    max_samples: _MaxSamples = 10_000,
-    max_bytes: _MaxBytes = "256MB",
+    max_samples: MaxSamples = 10_000,
+    max_bytes: MaxBytes = "256MB",
     max_side: _MaxSide = None,
     image_format: _ImageFormat = None,
     masks: _Masks = None,
     quality: _Quality = 90,
     processes: _Processes = 1,
-    name: _Name = "",
-    overwrite: _Overwrite = False,
+    name: Name = "",
+    overwrite: Overwrite = False,
     skip_errors: _SkipErrors = False,
     option: StorageOption = None,
-    source_option: _SourceOption = None,
+    source_option: SourceOption = None,
 ) -> None:
     """Pack images, files, tables or tars into shards for training.
 

@@ -1,4 +1,4 @@
-"""Sources -> shards: ``ss.pack``, `ShardWriter`, ``ss.index`` and ``ss.verify``.
+"""Sources -> shards: ``ss.pack``, `ShardWriter`, ``ss.reshard``, ``ss.index`` and ``ss.verify``.
 
 A record passes through these files:
 
@@ -11,7 +11,7 @@ A record passes through these files:
     shard_writer, tar_shard, shard_upload    encoded samples -> published shards
     report                            progress, and the result of a job
 
-Packed data pass through ``shard_scan`` for ``indexing`` and ``verification`` (with ``verify_checks``); ``inspect`` shows
+``reshard`` writes the samples of shards to new shards, in parts that run anywhere (``part_job``, ``ss.merge``). Packed data pass through ``shard_scan`` for ``indexing`` and ``verification`` (with ``verify_checks``); ``inspect`` shows
 shards and single samples.
 """
 
@@ -24,8 +24,10 @@ from shardstream.packing.indexing import index
 from shardstream.packing.inspect import Listing, class_name, list_shards, list_splits, read_one
 from shardstream.packing.job import pack
 from shardstream.packing.journal import FinishedShard, Journal, Task, read_journal
+from shardstream.packing.merge import merge
 from shardstream.packing.parallel_encode import Encoded, RecordEncoder, chunked
 from shardstream.packing.report import PackReport, Progress
+from shardstream.packing.reshard import cut_by_size, reshard
 from shardstream.packing.shard_writer import ShardWriter
 from shardstream.packing.source import FileRef, Record, SamplesSource, Source
 from shardstream.packing.source_detection import SourceOptions, open_source
@@ -60,6 +62,7 @@ __all__ = [
     "assign_splits",
     "chunked",
     "class_name",
+    "cut_by_size",
     "encode_field",
     "encode_sample",
     "file_key",
@@ -70,11 +73,13 @@ __all__ = [
     "key_levels",
     "list_shards",
     "list_splits",
+    "merge",
     "open_source",
     "pack",
     "read_journal",
     "read_one",
     "reencode",
+    "reshard",
     "sample_pieces",
     "shuffled_order",
     "sibling_folders",

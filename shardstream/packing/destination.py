@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ from shardstream.storage import (
     OutputFolder,
     final_name,
     is_journal,
+    is_part_record,
     join_url,
     journal_name,
     parent_url,
@@ -36,6 +38,7 @@ from shardstream.storage import (
 _log = logging.getLogger(__name__)
 
 DEFAULT_NAME = "{shard:06d}.tar"
+_FURTHER = re.compile(r"_\d{2,}\.tar\Z")  # see `ShardNames.name`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,13 +84,19 @@ class ShardNames:
             )
         return names
 
-    def name(self, shard: int) -> str:
+    def name(self, shard: int, further: int = 0) -> str:
         """Return the name of a shard in its folder.
 
-        >>> ShardNames(folder="x", template="{shard:06d}.tar").name(7)
-        '000007.tar'
+        Args:
+            shard: Its number; of a job in parts, the number of the part.
+            further: Number of the shard among those of its part.
+
+        >>> names = ShardNames(folder="x", template="{shard:06d}.tar")
+        >>> names.name(7), names.name(7, 1)
+        ('000007.tar', '000007_01.tar')
         """
-        return self.template.format(shard=shard)
+        name = self.template.format(shard=shard)
+        return f"{name.removesuffix('.tar')}_{further:02d}.tar" if further else name
 
     def url(self, name: str) -> str:
         """Return the URL of a file in the folder."""
@@ -96,9 +105,11 @@ class ShardNames:
     def is_ours(self, name: str) -> bool:
         """Return whether a name is that of a shard of this pattern.
 
-        >>> ShardNames(folder="x", template="a-{shard:06d}.tar").is_ours("a-000012.tar")
-        True
+        >>> names = ShardNames(folder="x", template="a-{shard:06d}.tar")
+        >>> names.is_ours("a-000012.tar"), names.is_ours("a-000012_01.tar"), names.is_ours("a-12.tar")
+        (True, True, False)
         """
+        name = _FURTHER.sub(".tar", name)
         start, _, rest = self.template.partition("{")
         end = rest.partition("}")[2]
         number = name[len(start) : len(name) - len(end)]
@@ -154,10 +165,10 @@ class Destination:
             )
 
     def remove_parts(self) -> None:
-        """Delete half-written files of killed writers."""
+        """Delete half-written files of killed writers, and the records of another job in parts."""
         for name in self.files:
             final = final_name(name)
-            if final is not None and self._is_written(final):
+            if is_part_record(name) or (final is not None and self._is_written(final)):
                 self.folder.remove(name)
 
     def _is_written(self, name: str) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
@@ -19,15 +19,19 @@ from shardstream.format import (
     encode_manifest,
     encode_wds2idx,
 )
+from shardstream.packing.destination import ShardNames
+from shardstream.packing.part_job import PartJob, PartResult, run_parts
 from shardstream.packing.shard_scan import (
     ProgressFunction,
     ProgressMeter,
     ShardScanner,
     run_shard_tasks,
 )
+from shardstream.packing.source import fingerprint_of
 from shardstream.storage import (
     TAR_SUFFIXES,
     FileInfo,
+    OutputFolder,
     Storage,
     Urls,
     check_finished,
@@ -39,7 +43,7 @@ from shardstream.storage import (
     publish_bytes,
     read_manifest,
 )
-from shardstream.tasks import JSON, Executor
+from shardstream.tasks import JSON, Executor, Parts, Task
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,11 +54,13 @@ class IndexReport:
         manifest_url: URL of the ``index.json``.
         manifest: Its content.
         warnings: Findings that may be mistakes, although every shard can be read.
+        unfinished: Tars that are not indexed yet, with `Parts`; if any, ``index.json`` is not written yet.
     """
 
     manifest_url: str
     manifest: Manifest
     warnings: tuple[str, ...] = ()
+    unfinished: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,43 +134,118 @@ def index(  # noqa: PLR0913  (the public door)
         progress: Called with bytes done and bytes in all, from the threads that read, one at a time; with an executor after
             each tar, from this thread.
         executor: Executor that scans the tars, instead of ``threads`` threads of this process: e.g. ``LocalExecutor(processes=8)``.
-            Storage options travel with the tasks.
+            Storage options travel with the tasks. `Parts` indexes a part of the tars; `merge` writes ``index.json`` when all are done.
 
     Raises:
-        OptionError: If the tars are compressed, in several folders or named twice.
+        OptionError: If the tars are compressed, in several folders or named twice, or parts of another job are there.
         ShardError: If a tar is damaged, cut or not a tar.
         SampleError: If a key or field is repeated, or a name does not fit ``wds2idx``.
         UnfinishedError: If a pack or `ShardWriter` writes to that folder, or was stopped there.
         StorageError: If a place cannot be listed, read or written.
     """
     storage = Storage(storage_options, filesystem)
-    folder, tars, others = _find_tars(urls, storage)
+    folder, tars, present = _find_tars(urls, storage)
+    names = {_name(tar.url) for tar in tars}
+    others = [name for name in present if is_tar(name) and name not in names]
+    url = join_url(folder, MANIFEST_NAME)
+    if isinstance(executor, Parts):
+        if filesystem is not None:
+            raise OptionError("a filesystem object cannot be used in parts; pass storage_options")
+        job = PartJob(
+            kind="index",
+            title=folder,
+            names=ShardNames(folder=folder, template=""),
+            source=fingerprint_of(
+                "index", *((_name(tar.url), tar.size, tar.version) for tar in tars)
+            ),
+            options={"wds2idx": wds2idx},
+            parts=len(tars),
+            name=name or _name_before(url, storage),
+            storage_options=storage_options,
+            in_place=True,
+        )
+        works = [IndexWork(tar=tar, storage=storage, wds2idx=wds2idx) for tar in tars]
+        return _index_part(job, works, executor, progress, others)
+    # Also if tars are named one by one: a manifest would publish them.
+    check_finished(folder, present)
     meter = ProgressMeter(sum(tar.size for tar in tars), progress)
     counted = meter if executor is None else None
     tasks = [IndexShard(tar=tar, storage=storage, wds2idx=wds2idx, meter=counted) for tar in tars]
     results = run_shard_tasks(tasks, executor, threads=threads, meter=meter)
-    url = join_url(folder, MANIFEST_NAME)
-    manifest = _manifest_of(tars, results, name=name or _name_before(url, storage))
+    manifest = _manifest_of(results, name=name or _name_before(url, storage))
     publish_bytes(storage, url, encode_manifest(manifest))
-    found = chain.from_iterable(cast("list[str]", one["warnings"]) for one in results)
+    found = chain.from_iterable(cast("list[str]", one["warnings"]) for one in results.values())
     warnings = (*found, *_warn_left_out(others, url))
     return IndexReport(manifest_url=url, manifest=manifest, warnings=warnings)
 
 
-def _manifest_of(
-    tars: Sequence[FileInfo], results: Sequence[Mapping[str, JSON]], *, name: str
-) -> Manifest:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IndexWork:
+    """The work of one part of an index that is made in parts: one tar.
+
+    Args:
+        tar: The tar to scan.
+        storage: The storage of the files.
+        wds2idx: Also write ``NAME.idx``.
+    """
+
+    tar: FileInfo
+    storage: Storage
+    wds2idx: bool
+
+    def write(self, folder: OutputFolder, check_owner: Callable[[], None]) -> PartResult:  # noqa: ARG002
+        """Write the index (see `PartWork.write`)."""
+        task = IndexShard(tar=self.tar, storage=self.storage, wds2idx=self.wds2idx)
+        result = task.run()
+        manifest = _manifest_of({task: result}, name="")
+        return PartResult(
+            shards=manifest.shards,
+            fields=manifest.fields,
+            warnings=tuple(cast("list[str]", result["warnings"])),
+        )
+
+
+def _index_part(
+    job: PartJob,
+    works: Sequence[IndexWork],
+    executor: Parts,
+    progress: ProgressFunction | None,
+    others: Sequence[str],
+) -> IndexReport:
+    """Index a part of the tars."""
+    meter = ProgressMeter(
+        sum(work.tar.size for work in works[executor.part - 1 :: executor.of]), progress
+    )
+    done: list[PartResult] = []
+
+    def collect(task: Task, document: Mapping[str, JSON]) -> None:  # noqa: ARG001
+        done.append(PartResult.decode(document))
+        meter.add(done[-1].total_bytes)
+
+    unfinished = run_parts(job, works, executor, collect)
+    url = job.names.url(MANIFEST_NAME)
+    fields = sum((Counter(one.fields) for one in done), Counter[str]())
+    shards = tuple(shard for one in done for shard in one.shards)
+    return IndexReport(
+        manifest_url=url,
+        manifest=Manifest(shards=shards, name=job.name, fields=dict(fields)),
+        warnings=(*chain.from_iterable(one.warnings for one in done), *_warn_left_out(others, url)),
+        unfinished=unfinished,
+    )
+
+
+def _manifest_of(results: Mapping[IndexShard, Mapping[str, JSON]], *, name: str) -> Manifest:
     fields: Counter[str] = Counter()
-    for result in results:
+    for result in results.values():
         fields.update(cast("dict[str, int]", result["fields"]))
     shards = tuple(
         ShardInfo(
-            url=_name(tar.url),
+            url=_name(task.tar.url),
             nsamples=cast("int", result["samples"]),
             filesize=cast("int", result["bytes"]),
             sha256=cast("str", result["sha256"]),
         )
-        for tar, result in zip(tars, results, strict=True)
+        for task, result in results.items()
     )
     return Manifest(shards=shards, name=name, fields=dict(fields))
 
@@ -173,7 +254,7 @@ def _find_tars(urls: Urls, storage: Storage) -> tuple[str, list[FileInfo], list[
     """Find the tars to index; an existing manifest is ignored, since it may be the one to repair.
 
     Returns:
-        The folder, the tars in order, and the names of other tars in that folder.
+        The folder, the tars in order, and the names of all files in that folder.
     """
     expanded = [_folder_of_manifest(url) for url in expand_urls(urls)]
     if not expanded:
@@ -182,12 +263,8 @@ def _find_tars(urls: Urls, storage: Storage) -> tuple[str, list[FileInfo], list[
     found = [tar for url in expanded for tar in _tars_of(url, storage, listed)]
     _refuse_without_manifest(found, storage)
     folder = parent_url(found[0].url)
-    names = {_name(tar.url) for tar in found}
     present = [_name(file.url) for file in storage.list_folder(folder)[0]]
-    check_finished(
-        folder, present
-    )  # also if tars are named one by one: a manifest would publish them
-    return folder, found, [name for name in present if is_tar(name) and name not in names]
+    return folder, found, present
 
 
 def _refuse_without_manifest(tars: Sequence[FileInfo], storage: Storage) -> None:

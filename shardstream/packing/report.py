@@ -62,6 +62,7 @@ class PackReport:
         skipped: Records that were skipped, with ``on_error="skip"``.
         files: Loose files that were grouped to samples; None for other sources.
         fields: Number of samples that have each field.
+        unfinished: Parts of the job that are not done, by this process or another one; if any, nothing is published yet.
     """
 
     source: str
@@ -70,6 +71,7 @@ class PackReport:
     skipped: tuple[Skip, ...] = ()
     files: int | None = None
     fields: Mapping[str, int] = field(default_factory=dict)
+    unfinished: int = 0
 
     @property
     def samples(self) -> int:

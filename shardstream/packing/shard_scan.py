@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import BinaryIO, Self, TypeVar, cast
 
-from shardstream.errors import OptionError
+from shardstream.errors import OptionError, WorkerError, plural
 from shardstream.format import (
     ForwardReader,
     Member,
@@ -22,7 +22,7 @@ from shardstream.format import (
 )
 from shardstream.process_memory import keep_freed_memory
 from shardstream.storage import RangeStream, Storage, is_compressed
-from shardstream.tasks import JSON, Executor, FuturesExecutor, Task
+from shardstream.tasks import JSON, Executor, FuturesExecutor, Parts, Task
 
 ProgressFunction = Callable[[int, int], None]
 """``progress(done, total)``: bytes read so far and bytes to read. Called from several threads, one at a time."""
@@ -160,17 +160,18 @@ class _TappedStream:
 
 def run_shard_tasks(
     tasks: Sequence[_Task], executor: Executor | None, *, threads: int, meter: ProgressMeter
-) -> list[Mapping[str, JSON]]:
-    """Run one task for each shard; return the results in order.
+) -> dict[_Task, Mapping[str, JSON]]:
+    """Run one task for each shard; return the results in the order of the tasks: all, or those of a part (see `Parts`).
 
     Args:
-        tasks: The tasks; those with this ``meter`` count their bytes in it.
+        tasks: The tasks, with different names; those with this ``meter`` count their bytes in it.
         executor: Executor of the tasks; None uses ``threads`` threads of this process.
         threads: Used without an executor.
         meter: Stopped at the first error, or an interrupt, so that threads end at their next chunk.
 
     Raises:
         OptionError: If ``threads`` is under 1.
+        WorkerError: If the executor has not run all tasks, and is not `Parts`.
     """
     if threads < 1:
         raise OptionError(f"threads must be 1 or more, not {threads}")
@@ -190,4 +191,9 @@ def run_shard_tasks(
             except BaseException:
                 meter.stop()  # before the end of the block waits for the threads
                 raise
-    return [results[task.name] for task in tasks]
+    left = [task.name for task in tasks if task.name not in results]
+    if left and not isinstance(executor, Parts):
+        raise WorkerError(
+            f"the executor ended without running {plural(len(left), 'task')}, the first: {left[0]}"
+        )
+    return {task: results[task.name] for task in tasks if task.name in results}

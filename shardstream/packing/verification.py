@@ -60,12 +60,14 @@ class VerifyReport:
         samples: Samples in those that could be read.
         bytes: Bytes read.
         problems: Errors and warnings, in the order of the shards.
+        unchecked: Shards that were not read, because they belong to other parts (see `Parts`).
     """
 
     shards: int
     samples: int
     bytes: int
     problems: tuple[Problem, ...]
+    unchecked: int = 0
 
     @property
     def errors(self) -> tuple[Problem, ...]:
@@ -148,7 +150,7 @@ def verify(
         progress: Called with bytes done and bytes in all, from the threads that read, one at a time; with an executor after
             each tar, from this thread.
         executor: Executor that reads the tars, instead of ``threads`` threads of this process: e.g. ``LocalExecutor(processes=8)``.
-            Storage options travel with the tasks.
+            Storage options travel with the tasks. `Parts` reads a part of the tars: repeated keys are found within it only.
 
     Raises:
         OptionError: If the list of URLs is empty.
@@ -168,20 +170,25 @@ def verify(
     ]
     results = run_shard_tasks(tasks, executor, threads=threads, meter=meter)
     keys = [
-        _decode_keys(info.url, cast("dict[str, str]", result["keys"]))
-        for info, result in zip(located.shards, results, strict=True)
+        _decode_keys(task.info.url, cast("dict[str, str]", result["keys"]))
+        for task, result in results.items()
         if result["keys"] is not None
     ]
     problems = chain(
-        (Problem(**one) for result in results for one in cast("list[Any]", result["problems"])),
+        (
+            Problem(**one)
+            for result in results.values()
+            for one in cast("list[Any]", result["problems"])
+        ),
         find_repeated_keys(keys, partial(_read_key, storage)),
         _find_stray_files(located, storage),
     )
     return VerifyReport(
         shards=len(located.shards),
         samples=sum(len(one.hashes) for one in keys),
-        bytes=sum(cast("int", result["bytes"]) for result in results),
+        bytes=sum(cast("int", result["bytes"]) for result in results.values()),
         problems=tuple(problems),
+        unchecked=len(tasks) - len(results),
     )
 
 

@@ -49,7 +49,13 @@ from shardstream.storage.discover import (
 from shardstream.storage.error_messages import classify_error, translate_errors
 from shardstream.storage.fork_safety import has_lost_obstore_threads, new_lock
 from shardstream.storage.gcs_azure_config import parse_azure_options, parse_gcs_options
-from shardstream.storage.journal_marker import check_finished, is_journal, journal_name
+from shardstream.storage.journal_marker import (
+    check_finished,
+    is_journal,
+    is_part_record,
+    journal_name,
+    part_record_name,
+)
 from shardstream.storage.listing import (
     ListedFile,
     list_all,
@@ -117,6 +123,7 @@ __all__ = [
     "is_compressed",
     "is_journal",
     "is_part",
+    "is_part_record",
     "is_tar",
     "join_url",
     "journal_name",
@@ -137,6 +144,7 @@ __all__ = [
     "parse_bytes",
     "parse_gcs_options",
     "parse_s3_options",
+    "part_record_name",
     "protocol_of",
     "publish",
     "publish_bytes",

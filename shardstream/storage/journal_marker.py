@@ -24,6 +24,24 @@ def journal_name(number: int) -> str:
     return f"{_START}{number:06d}{_END}"
 
 
+def part_record_name(number: int) -> str:
+    """Return the name of the file that records a finished part of a job.
+
+    >>> part_record_name(7)
+    '.shardstream-pack-part-000007.json'
+    """
+    return f"{_START}part-{number:06d}{_END}"
+
+
+def is_part_record(name: str) -> bool:
+    """Return whether a file records a finished part of a job, by its name.
+
+    >>> is_part_record(part_record_name(7)), is_part_record(journal_name(7))
+    (True, False)
+    """
+    return name.startswith(f"{_START}part-") and name.endswith(_END)
+
+
 def is_journal(name: str) -> bool:
     """Return whether a file is part of a journal, by its name.
 
@@ -46,6 +64,12 @@ def check_finished(folder: str, names: Collection[str]) -> None:
     if MANIFEST_NAME in names:
         return
     journal = min(filter(is_journal, names), default=None)
+    if any(map(is_part_record, names)):
+        raise UnfinishedError(
+            f"the dataset is not finished: it is written in parts, and there is no {MANIFEST_NAME}; run the parts that are missing or the "
+            "same command again, and where parts were used, 'shardstream merge' when all are done",
+            shard=folder,
+        )
     if journal is not None:
         raise UnfinishedError(
             f"the dataset is not finished: a pack or ShardWriter is writing here or was stopped ({journal} without {MANIFEST_NAME}), "

@@ -1,10 +1,10 @@
 """Run shard tasks in this thread, in processes, or in any ``concurrent.futures`` pool.
 
-executor        the protocols `Task` and `Executor`; `LocalExecutor` and `FuturesExecutor`
+executor        the protocols `Task` and `Executor`; `LocalExecutor`, `FuturesExecutor` and `Parts`
 process_pool    worker processes that end with their parent and ignore Ctrl-C
 """
 
-from shardstream.tasks.executor import JSON, Executor, FuturesExecutor, LocalExecutor, Task
+from shardstream.tasks.executor import JSON, Executor, FuturesExecutor, LocalExecutor, Parts, Task
 from shardstream.tasks.process_pool import ProcessPool
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Executor",
     "FuturesExecutor",
     "LocalExecutor",
+    "Parts",
     "ProcessPool",
     "Task",
 ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from collections.abc import Callable, Iterable, Mapping
 from concurrent import futures
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol, Self, TypeAlias
 
 from shardstream.errors import OptionError, WorkerError
 from shardstream.tasks.process_pool import ProcessPool
@@ -89,6 +91,57 @@ class LocalExecutor:
             )
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Runs one part of a job: the tasks ``part``, ``part + of``, ``part + 2 of`` and so on, in this process or in several.
+
+    For jobs whose parts run in separate processes that do not know each other: a Slurm array, torchrun, several machines. The parts
+    may run in any order and at the same time; `merge` publishes the dataset when all are done.
+
+    Args:
+        part: Number of this part, from 1 to ``of``.
+        of: Number of parts.
+        processes: Processes that run its tasks.
+
+    Raises:
+        OptionError: If there is no such part.
+    """
+
+    part: int
+    of: int
+    processes: int = 1
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.part <= self.of:
+            raise OptionError(
+                f"part {self.part} of {self.of} does not exist; parts go from 1 to {max(1, self.of)}"
+            )
+
+    @classmethod
+    def parse(cls, text: str, *, processes: int = 1) -> Self:
+        """Parse ``part/of``.
+
+        >>> Parts.parse("3/16")
+        Parts(part=3, of=16, processes=1)
+
+        Raises:
+            OptionError: If it is anything else.
+        """
+        match = re.fullmatch(r"(\d{1,9})/(\d{1,9})", text)
+        if match is None:
+            raise OptionError(f"a part is given as PART/PARTS, e.g. 3/16, not {text!r}")
+        return cls(int(match[1]), int(match[2]), processes)
+
+    def run(self, tasks: Iterable[Task], done: Callable[[Task, Mapping[str, JSON]], None]) -> None:
+        """Run the tasks of this part (see `Executor.run`).
+
+        Raises:
+            WorkerError: If a process dies.
+        """
+        mine = itertools.islice(tasks, self.part - 1, None, self.of)
+        LocalExecutor(processes=self.processes).run(mine, done)
+
+
 class FuturesExecutor:
     """Runs tasks in a pool of ``concurrent.futures``: threads, processes, or a cluster's client with that interface.
 
@@ -159,6 +212,21 @@ def _collect(in_flight: dict[futures.Future[Result], Task], done: Done) -> None:
     ended = futures.wait(in_flight, return_when=futures.FIRST_COMPLETED).done
     for future, task in list(in_flight.items()):
         if future in ended:
-            result = future.result()
+            try:
+                result = future.result()
+            except Exception as error:
+                if _is_of_pickling(error):
+                    raise OptionError(
+                        f"task {task.name!r} cannot be sent to another process ({error}); functions must be importable there: at the top "
+                        "level of a module, not lambdas or local functions"
+                    ) from error
+                raise
             del in_flight[future]
             done(task, result)
+
+
+def _is_of_pickling(error: Exception) -> bool:
+    """Return whether an error comes from sending a task, not from running it: `_run` adds a note to the latter."""
+    if getattr(error, "__notes__", ()):
+        return False
+    return isinstance(error, AttributeError | TypeError) or type(error).__name__ == "PicklingError"

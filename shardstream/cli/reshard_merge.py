@@ -1,0 +1,112 @@
+"""``shardstream reshard`` and ``shardstream merge``."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shardstream.cli.options import (
+    Dest,
+    MaxBytes,
+    MaxSamples,
+    Overwrite,
+    Part,
+    SourceOption,
+    StorageOption,
+    TaskProcesses,
+    Urls,
+    executor_of,
+    parse_options,
+    state_of_parts,
+)
+from shardstream.cli.pack_progress import packing_bar, report_interruption
+from shardstream.cli.terminal_text import human_bytes, printable
+from shardstream.errors import plural
+
+_Fields = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME,NAME", help="Keep these fields; by default all.", show_default=False
+    ),
+]
+
+
+def reshard(  # noqa: PLR0913  (the options of a command)
+    urls: Urls,
+    dest: Dest,
+    *,
+    max_samples: MaxSamples = 10_000,
+    max_bytes: MaxBytes = "256MB",
+    shuffle: Annotated[
+        bool, typer.Option("--shuffle", help="Write all samples in a random order.")
+    ] = False,
+    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the random order.")] = 0,
+    fields: _Fields = None,
+    name: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME", help="Name of the dataset, stored in index.json.", show_default=False
+        ),
+    ] = "",
+    processes: TaskProcesses = None,
+    part: Part = None,
+    overwrite: Overwrite = False,
+    option: StorageOption = None,
+    source_option: SourceOption = None,
+) -> None:
+    """Write the samples of shards to new shards: other sizes, another order, fewer fields.
+
+    Remote shards need an index. Equal input gives equal bytes, whatever --processes and --part are. To resume a stopped or
+    killed command, run it again: finished shards are kept. Functions on samples: ss.reshard(select=, map=) in Python.
+
+    Examples:
+      shardstream reshard s3://bucket/train/ s3://bucket/large/ --max-bytes 1GB --processes 8
+      shardstream reshard train/ shuffled/ --shuffle --seed 1
+      shardstream reshard train/ captions/ --fields txt,json --part 3/16
+    """
+    import shardstream as ss  # noqa: PLC0415  (numpy and fsspec take 300 ms)
+
+    with report_interruption(), packing_bar() as progress:
+        report = ss.reshard(
+            urls,
+            dest,
+            max_samples=max_samples,
+            max_bytes=max_bytes,
+            seed=seed if shuffle else None,
+            fields=None if fields is None else [one.strip() for one in fields.split(",")],
+            name=name,
+            overwrite=overwrite,
+            executor=executor_of(processes, part),
+            progress=progress,
+            storage_options=parse_options(option),
+            source_options=parse_options(source_option) if source_option else None,
+        )
+    if report.kept:
+        typer.echo(f"kept {plural(report.kept, 'shard')} of an earlier run")
+    counts = f"{plural(report.samples, 'sample')} in {plural(report.shards, 'shard')}"
+    written = f"{counts}: {human_bytes(report.total_bytes)} in {report.seconds:.1f} s, from {printable(report.source)}"
+    folder = report.splits[0].url
+    if part is None:
+        typer.echo(f"wrote {written}")
+        typer.echo(f"check with:\n  shardstream verify {printable(folder)}")
+    else:
+        typer.echo(f"part {part}: wrote {written}")
+        typer.echo(state_of_parts(report.unfinished, folder))
+
+
+def merge(dest: Dest, *, option: StorageOption = None) -> None:
+    """Publish a dataset whose parts were written with --part.
+
+    Writes index.json when all parts are done; otherwise names those that are missing.
+
+    Example:
+      shardstream merge s3://bucket/large/
+    """
+    import shardstream as ss  # noqa: PLC0415
+
+    report = ss.merge(dest, storage_options=parse_options(option))
+    counts = f"{plural(report.samples, 'sample')} in {plural(report.shards, 'shard')}"
+    folder = report.splits[0].url
+    typer.echo(f"published {counts}, {human_bytes(report.total_bytes)}: {printable(folder)}")
+    typer.echo(f"check with:\n  shardstream verify {printable(folder)}")

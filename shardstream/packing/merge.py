@@ -1,0 +1,302 @@
+"""Run the parts of a job, and publish the dataset when all are done."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from shardstream.errors import OptionError, StorageError, UnfinishedError, plural
+from shardstream.format import (
+    INDEX_SUFFIX,
+    MANIFEST_NAME,
+    Manifest,
+    ShardInfo,
+    encode_manifest,
+)
+from shardstream.packing.destination import ShardNames
+from shardstream.packing.journal import Journal, read_journal
+from shardstream.packing.part_job import (
+    PartJob,
+    PartResult,
+    PartWork,
+    ProgressFunction,
+    files_and_sizes,
+    locked,
+    run_parts,
+)
+from shardstream.packing.report import PackReport, Progress, SplitReport
+from shardstream.storage import (
+    FileInfo,
+    OutputFolder,
+    final_name,
+    is_part_record,
+    journal_name,
+    open_output_folder,
+    part_record_name,
+)
+from shardstream.tasks import JSON, Executor, LocalExecutor, Parts
+from shardstream.tasks import Task as ShardTask
+
+_THREADS = 16  # that read records
+_NAMED = 8  # missing parts that a message names
+
+
+def run_job(
+    job: PartJob,
+    works: Iterable[PartWork],
+    *,
+    executor: Executor | None,
+    overwrite: bool,
+    progress: ProgressFunction | None,
+    samples: int | None,
+) -> PackReport:
+    """Claim the destination, run the parts, and publish the dataset; with `Parts` nothing is published.
+
+    Args:
+        job: The job.
+        works: Work of each part, in order.
+        executor: Where they run; by default in this process.
+        overwrite: Replace an existing dataset, or an unfinished one of another job.
+        progress: Called after each part.
+        samples: Samples of the source, for ``progress``.
+
+    Raises:
+        OptionError: If another dataset or job is in the folder, or ``overwrite`` is used with `Parts`.
+        StorageError: If the folder cannot be reached, or another job takes it over.
+    """
+    begin_s = time.monotonic()
+    of = executor.of if isinstance(executor, Parts) else 0
+    if of and overwrite:
+        raise OptionError(
+            "overwrite cannot be used for one part: a part that starts late would delete what the others wrote; "
+            "delete the old dataset first, or write elsewhere"
+        )
+    done = _Counts(progress, samples)
+    unfinished = run_parts(job, works, executor or LocalExecutor(), done.add, overwrite=overwrite)
+    if of:
+        split = done.report(job.names.folder)
+        return _report_of(job.title, [split], begin_s, done.fields, unfinished=unfinished)
+    report = merge(job.names.folder, storage_options=job.storage_options)
+    splits = [replace(split, kept=done.kept_shards) for split in report.splits]
+    return _report_of(job.title, splits, begin_s, report.fields)
+
+
+def merge(
+    dest: str | os.PathLike[str], *, storage_options: Mapping[str, Any] | None = None
+) -> PackReport:
+    """Publish the dataset of a job whose parts are all done: write ``index.json``, and delete the records of the parts.
+
+    Args:
+        dest: Folder of the job, or its pattern.
+        storage_options: ``storage_options`` of fsspec.
+
+    Raises:
+        UnfinishedError: If parts are missing; names them.
+        OptionError: If there is no such job in the folder.
+        StorageError: If a shard is missing or was replaced, or the folder cannot be reached.
+    """
+    begin_s = time.monotonic()
+    url = ShardNames.parse(dest).folder
+    folder = open_output_folder(url, storage_options, None)
+    with locked(folder):
+        files = folder.list_files()
+        journal = read_journal(folder, files)
+        options = {} if journal is None else journal.task.options
+        if journal is None or "parts" not in options:
+            raise _no_job_error(url, files, journal)
+        journal.finished.clear()
+        results = _read_records(folder, files, journal.run, int(options["parts"]))
+        shards = tuple(shard for result in results for shard in result.shards)
+        fields = sum((Counter(result.fields) for result in results), Counter[str]())
+        _check_in_place(folder, files, shards)
+        if not shards:
+            raise OptionError(
+                "no sample is left: all were filtered out, so there is no dataset to publish",
+                shard=url,
+            )
+        _publish(folder, files, journal, Manifest(
+            shards=shards, name=str(options["name"]), fields=dict(fields)
+        ))  # fmt: skip
+    split = SplitReport(
+        name="",
+        url=url,
+        samples=sum(result.nsamples for result in results),
+        shards=len(shards),
+        total_bytes=sum(result.total_bytes for result in results),
+    )
+    return _report_of("finished parts", [split], begin_s, fields)
+
+
+def _publish(
+    folder: OutputFolder, files: Mapping[str, FileInfo], journal: Journal, manifest: Manifest
+) -> None:
+    """Write the small files and the manifest; delete stale shards, the records and the journal, which goes last."""
+    for name, text in journal.task.options["extras"].items():
+        folder.write(name, text.encode())
+    for name in sorted(journal.stale - {shard.url for shard in manifest.shards}):
+        folder.remove(name)
+        folder.remove(name + INDEX_SUFFIX)
+    journal.check_owner()
+    data = encode_manifest(manifest)
+    folder.write(MANIFEST_NAME, data)
+    try:
+        journal.check_owner()
+    except StorageError:  # a run that took the folder in between has not seen the manifest
+        with suppress(StorageError):
+            if folder.read(MANIFEST_NAME) == data:
+                folder.remove(MANIFEST_NAME)
+        raise
+    template = str(journal.task.options["template"])
+    names = ShardNames(folder=folder.url, template=template)
+    for name in files:
+        final = final_name(name) or ""
+        # Half-written files of killed processes: no part is left that could write one.
+        is_half = bool(template) and names.is_ours(final.removesuffix(INDEX_SUFFIX))
+        if is_part_record(name) or is_half or is_part_record(final):
+            folder.remove(name)
+    folder.remove(journal_name(0))
+
+
+def _read_records(
+    folder: OutputFolder, files: Mapping[str, FileInfo], run: str, parts: int
+) -> list[PartResult]:
+    """Return the results of all parts, in order.
+
+    Raises:
+        UnfinishedError: If some are missing.
+    """
+
+    def read(number: int) -> dict[str, Any] | None:
+        name = part_record_name(number)
+        if name not in files:
+            return None
+        document = json.loads(folder.read(name))
+        return document if document["run"] == run else None
+
+    try:
+        with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-merge") as pool:
+            found = list(pool.map(read, range(parts)))
+        missing = [number for number, document in enumerate(found) if document is None]
+        documents = [document for document in found if document is not None]
+        if missing:
+            raise UnfinishedError(
+                _missing_text(missing, parts, {int(one["of"]) for one in documents}),
+                shard=folder.url,
+            )
+        return [PartResult.decode(document) for document in documents]
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise OptionError(
+            f"the record of a part cannot be read ({type(error).__name__}: {error}); delete the records "
+            f"({part_record_name(0)} and so on) and run the parts again",
+            shard=folder.url,
+        ) from error
+
+
+def _missing_text(missing: Sequence[int], parts: int, of: set[int]) -> str:
+    """Describe missing parts; by the numbers that `Parts` has, where all records name the same count.
+
+    >>> _missing_text([1, 4, 5], 6, {3})
+    '3 of 6 tasks are not done: those of part 2/3, 3/3; run these parts again (finished shards are kept), then merge'
+    """
+    if len(of) == 1 and (count := next(iter(of))):
+        named = [f"{one + 1}/{count}" for one in sorted({number % count for number in missing})]
+        which = "those of part " + _listed(named)
+    else:
+        which = "number " + _listed([str(number) for number in missing])
+    return (
+        f"{len(missing)} of {plural(parts, 'task')} are not done: {which}; "
+        "run these parts again (finished shards are kept), then merge"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
+
+
+def _check_in_place(
+    folder: OutputFolder, files: Mapping[str, FileInfo], shards: Iterable[ShardInfo]
+) -> None:
+    for shard in shards:
+        for name, size in files_and_sizes(shard):
+            found = files.get(name)
+            if found is None or found.size_or_none != size:
+                raise StorageError(
+                    f"the file is {'missing' if found is None else 'another one'} although its part is done; "
+                    "run the parts again, then merge",
+                    shard=ShardNames(folder=folder.url, template="").url(name),
+                )
+
+
+def _no_job_error(url: str, files: Mapping[str, FileInfo], journal: Journal | None) -> OptionError:
+    if journal is not None:
+        return OptionError(
+            "the unfinished dataset here is not a job in parts; run its own command again",
+            shard=url,
+        )
+    if MANIFEST_NAME in files:
+        return OptionError("nothing to merge: the dataset is published already", shard=url)
+    return OptionError(
+        "nothing to merge: no part of a job has been run here; check the URL", shard=url
+    )
+
+
+class _Counts:
+    """Counts results for the progress and the report."""
+
+    def __init__(self, progress: ProgressFunction | None, total: int | None) -> None:
+        self.kept_shards = 0
+        self.fields = Counter[str]()
+        self._progress, self._total = progress, total
+        self._samples = self._shards = self._bytes = self._left_out = self._kept = 0
+
+    def add(self, task: ShardTask, document: Mapping[str, JSON]) -> None:  # noqa: ARG002
+        """Count the result of a part."""
+        result = PartResult.decode(document)
+        self._samples += result.nsamples
+        self._shards += len(result.shards)
+        self._bytes += result.total_bytes
+        self._left_out += result.left_out
+        self.fields.update(result.fields)
+        if document["kept"]:
+            self.kept_shards += len(result.shards)
+            self._kept += result.nsamples
+        if self._progress is not None:
+            self._progress(
+                Progress(self._samples, self._left_out, self._bytes, self._total, self._kept)
+            )
+
+    def report(self, url: str) -> SplitReport:
+        """Return the counts of the parts that were run here."""
+        return SplitReport(
+            name="",
+            url=url,
+            samples=self._samples,
+            shards=self._shards,
+            total_bytes=self._bytes,
+            kept=self.kept_shards,
+        )
+
+
+def _report_of(
+    source: str,
+    splits: Sequence[SplitReport],
+    begin_s: float,
+    fields: Mapping[str, int],
+    *,
+    unfinished: int = 0,
+) -> PackReport:
+    return PackReport(
+        source=source,
+        splits=tuple(splits),
+        seconds=time.monotonic() - begin_s,
+        fields=dict(fields),
+        unfinished=unfinished,
+    )

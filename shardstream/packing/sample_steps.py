@@ -1,0 +1,168 @@
+"""Select and change samples with the user's functions, while shards are written again."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self, cast
+
+from shardstream.errors import OptionError, SampleError, SourceError, plural
+from shardstream.format import Sample
+from shardstream.packing.encode import encode_sample
+
+SampleFunction = Callable[..., Any]
+"""Takes a sample, field -> bytes, with ``__key__`` and ``__url__``; or a list of samples."""
+
+# Of this process: job -> the instance of the class that is its `map`.
+_instance_here: dict[str, Callable[..., Any]] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSteps:
+    """Changes to samples.
+
+    Args:
+        fields: Fields to keep; None keeps all.
+        select: Says whether to keep a sample.
+        function: Returns the new sample or samples; a class is instantiated once in each process.
+        batch_size: Samples of a call of ``function``; None calls it with single samples.
+    """
+
+    fields: frozenset[str] | None
+    select: SampleFunction | None
+    function: SampleFunction | None
+    batch_size: int | None
+
+    @classmethod
+    def checked(
+        cls,
+        fields: Sequence[str] | None,
+        select: SampleFunction | None,
+        function: SampleFunction | None,
+        batch_size: int | None,
+    ) -> Self:
+        """Return the steps that a user describes.
+
+        Raises:
+            OptionError: If ``batch_size`` is under 1, or used without a function.
+        """
+        if batch_size is not None and (batch_size < 1 or function is None):
+            raise OptionError(
+                "batch_size is the number of samples that map gets at a time, 1 or more"
+            )
+        kept = None if fields is None else frozenset(fields)
+        return cls(fields=kept, select=select, function=function, batch_size=batch_size)
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What decides the result, as JSON values: name and source text of the functions, not what they refer to."""
+        return {
+            "fields": None if self.fields is None else sorted(self.fields),
+            "select": _identity(self.select),
+            "map": _identity(self.function),
+            "batch_size": self.batch_size,
+        }
+
+    def apply(self, samples: Iterable[Sample], job: str) -> Iterator[tuple[str, dict[str, bytes]]]:
+        """Yield key and encoded fields of the samples that are kept."""
+        for sample, url in self._mapped(self._selected(samples), job):
+            key = sample.get("__key__")
+            if not isinstance(key, str):
+                raise SampleError(
+                    f"__key__ is text, not {type(key).__name__}; use str(key)", shard=url
+                )
+            fields = sample
+            if self.fields is not None:
+                fields = {name: value for name, value in sample.items() if name in self.fields}
+            try:
+                yield key, encode_sample(fields)
+            except SampleError as error:
+                raise SampleError(str(error), shard=url, key=key) from error
+
+    def _selected(self, samples: Iterable[Sample]) -> Iterator[Sample]:
+        if self.select is None:
+            yield from samples
+            return
+        for sample in samples:
+            try:
+                is_kept = self.select(sample)
+            except Exception as error:
+                raise _function_error("select", self.select, error, [sample]) from error
+            if is_kept:
+                yield sample
+
+    def _mapped(self, samples: Iterator[Sample], job: str) -> Iterator[tuple[Sample, str]]:
+        if self.function is None:
+            yield from ((sample, str(sample["__url__"])) for sample in samples)
+            return
+        function = _instance(self.function, job)
+        for batch in batched(samples, self.batch_size or 1):
+            origins = [(sample["__key__"], str(sample["__url__"])) for sample in batch]
+            try:
+                made = function(batch) if self.batch_size else [function(batch[0])]
+            except Exception as error:
+                raise _function_error("map", self.function, error, batch) from error
+            if not isinstance(made, list | tuple) or len(made) != len(batch):
+                found = len(made) if isinstance(made, list | tuple) else type(made).__name__
+                raise SourceError(
+                    f"map returned {found} for {plural(len(batch), 'sample')}; with batch_size it returns a list of as many",
+                    shard=origins[0][1],
+                    key=origins[0][0],
+                )
+            for sample, (key, url) in zip(made, origins, strict=True):
+                if not isinstance(sample, Mapping):
+                    raise SourceError(
+                        f"map returned {type(sample).__name__}, not a dict of fields; to leave samples out use select",
+                        shard=url,
+                        key=key,
+                    )
+                yield {"__key__": key, **sample}, url
+
+
+def batched(samples: Iterator[Sample], size: int) -> Iterator[list[Sample]]:
+    """Yield lists of ``size`` samples; the last may be shorter."""
+    while batch := list(itertools.islice(samples, size)):
+        yield batch
+
+
+def _function_error(
+    step: str, function: object, error: Exception, samples: Sequence[Sample]
+) -> SourceError:
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    last = f" to {samples[-1]['__key__']!r}" if len(samples) > 1 else ""
+    return SourceError(
+        f"{step}({name}) raised {type(error).__name__}: {error}{' (samples' + last + ')' if last else ''}",
+        shard=str(samples[0]["__url__"]),
+        key=str(samples[0]["__key__"]),
+    )
+
+
+def _identity(function: object) -> str | None:
+    """Return name and source hash of a function or class; None for None."""
+    if function is None:
+        return None
+    named = function if hasattr(function, "__qualname__") else type(function)
+    text = f"{named.__module__}.{named.__qualname__}"
+    try:
+        source = inspect.getsource(cast("Any", named))
+    except (OSError, TypeError):  # defined in an interactive session, or in C
+        return text
+    return f"{text} {hashlib.sha256(source.encode()).hexdigest()[:16]}"
+
+
+def _instance(function: SampleFunction | type, job: str) -> Callable[..., Any]:
+    """Return a function, or the instance of a class that this process keeps for a job."""
+    if not isinstance(function, type):
+        return function
+    if job not in _instance_here:
+        _instance_here.clear()
+        _instance_here[job] = function()
+    return _instance_here[job]
+
+
+def forget_instances() -> None:
+    """Drop the instances of classes, which may hold models."""
+    _instance_here.clear()

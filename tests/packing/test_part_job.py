@@ -1,0 +1,203 @@
+"""Parts of a job run in any order and process; `merge` publishes the dataset when all are done, and nothing before."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardstream as ss
+from tests.small_tars import make_dataset
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture
+def tars(tmp_path: Path) -> Path:
+    """A folder of tars without indexes."""
+    folder = tmp_path / "tars"
+    folder.mkdir()
+    make_dataset(folder)
+    return folder
+
+
+@pytest.fixture
+def source(tars: Path) -> str:
+    ss.index(str(tars))
+    return str(tars)
+
+
+def reshard_part(source: str, dest: Path, part: int, of: int, max_samples: int = 2) -> int:
+    report = ss.reshard(source, dest, max_samples=max_samples, executor=ss.Parts(part, of))
+    return report.unfinished
+
+
+def test_merge_names_the_missing_parts(source: str, tmp_path: Path) -> None:
+    assert [reshard_part(source, tmp_path / "new", part, 4) for part in (1, 4)] == [4, 3]
+    with pytest.raises(ss.UnfinishedError, match=r"3 of 6 tasks .* part 2/4, 3/4; run these parts"):
+        ss.merge(tmp_path / "new")
+    assert not (tmp_path / "new" / "index.json").exists()
+    assert [reshard_part(source, tmp_path / "new", part, 4) for part in (3, 2)] == [2, 0]
+    report = ss.merge(tmp_path / "new")
+    assert (report.samples, report.shards) == (12, 6)
+    assert not list((tmp_path / "new").glob(".*"))
+    with pytest.raises(ss.OptionError, match="published already"):
+        ss.merge(tmp_path / "new")
+    with pytest.raises(ss.OptionError, match="a dataset is published here"):
+        reshard_part(source, tmp_path / "new", 1, 4)
+
+
+def test_parts_of_another_job_are_refused(source: str, tmp_path: Path) -> None:
+    reshard_part(source, tmp_path / "new", 1, 2)
+    with pytest.raises(ss.OptionError, match="max_samples was 2, now 3"):
+        reshard_part(source, tmp_path / "new", 2, 2, max_samples=3)
+    with pytest.raises(ss.OptionError, match="exists without an index.json"):
+        ss.ShardWriter(tmp_path / "new")
+    with pytest.raises(ss.OptionError, match="unfinished pack with another source"):
+        ss.pack([{"txt": "a"}], tmp_path / "new")
+    assert reshard_part(source, tmp_path / "new", 2, 2) == 0
+    assert ss.merge(tmp_path / "new").samples == 12
+
+
+def test_part_stops_when_another_writer_takes_the_folder_over(source: str, tmp_path: Path) -> None:
+    reshard_part(source, tmp_path / "new", 1, 2)
+    with ss.ShardWriter(tmp_path / "new", overwrite=True) as writer:
+        writer.write({"txt": "other"})
+    assert [path.name for path in sorted((tmp_path / "new").iterdir())] == [
+        "000000.tar",
+        "000000.tar.idx",
+        "index.json",
+    ]
+    with pytest.raises(ss.OptionError, match="published here"):
+        reshard_part(source, tmp_path / "new", 2, 2)
+
+
+def test_overwrite_of_one_part_is_refused(source: str, tmp_path: Path) -> None:
+    with pytest.raises(ss.OptionError, match="overwrite cannot be used for one part"):
+        ss.reshard(source, tmp_path / "new", executor=ss.Parts(1, 2), overwrite=True)
+
+
+def test_shard_that_was_deleted_is_noticed_and_written_again(source: str, tmp_path: Path) -> None:
+    for part in (1, 2):
+        reshard_part(source, tmp_path / "new", part, 2)
+    (tmp_path / "new" / "000003.tar").unlink()
+    with pytest.raises(ss.StorageError, match=r"missing although its part is done.*000003\.tar"):
+        ss.merge(tmp_path / "new")
+    (tmp_path / "new" / "000004.tar.idx").write_bytes(b"")
+    for part in (1, 2):
+        reshard_part(source, tmp_path / "new", part, 2)
+    ss.merge(tmp_path / "new")
+    assert not ss.verify(str(tmp_path / "new")).problems
+
+
+def test_damaged_record_is_an_error(source: str, tmp_path: Path) -> None:
+    for part in (1, 2):
+        reshard_part(source, tmp_path / "new", part, 2)
+    record = tmp_path / "new" / ".shardstream-pack-part-000001.json"
+    document = json.loads(record.read_text())
+    record.write_text(json.dumps(document)[:-20])
+    with pytest.raises(ss.OptionError, match="record of a part cannot be read"):
+        ss.merge(tmp_path / "new")
+    reshard_part(source, tmp_path / "new", 2, 2)  # writes the record again
+    assert ss.merge(tmp_path / "new").samples == 12
+
+
+@pytest.mark.parametrize("content", ["nothing", "files", "pack"])
+def test_merge_where_no_job_is(tmp_path: Path, content: str) -> None:
+    folder = tmp_path / "out"
+    if content == "files":
+        folder.mkdir()
+        (folder / "a.txt").write_text("a")
+    if content == "pack":
+        writer = ss.ShardWriter(folder)
+        writer.write({"txt": "a"})
+        with pytest.raises(ss.StorageError, match="has this folder open"):
+            ss.merge(folder)
+        writer.abort()
+        (folder / ".shardstream-pack-000000.json").write_text(
+            '{"version": 2, "run": "0", "source": null, "options": {}, "stale": [], "finished": []}'
+        )
+    with pytest.raises(
+        ss.OptionError, match="not a job in parts" if content == "pack" else "nothing to merge"
+    ):
+        ss.merge(folder)
+
+
+@pytest.mark.parametrize(("part", "of"), [(0, 3), (4, 3), (1, 0), (-1, 3)])
+def test_part_that_does_not_exist_is_refused(part: int, of: int) -> None:
+    with pytest.raises(ss.OptionError, match="does not exist"):
+        ss.Parts(part, of)
+
+
+@pytest.mark.parametrize("text", ["3", "3/", "a/b", "3/16/2", "-1/3", ""])
+def test_text_that_is_no_part_is_refused(text: str) -> None:
+    with pytest.raises(ss.OptionError, match="3/16"):
+        ss.Parts.parse(text)
+
+
+def test_index_in_parts_equals_the_index_at_once(tars: Path, tmp_path: Path) -> None:
+    shutil.copytree(tars, tmp_path / "once")
+    ss.index(str(tmp_path / "once"), name="d")
+    for part in (2, 1):
+        report = ss.index(str(tars), name="d", executor=ss.Parts(part, 2))
+        assert report.unfinished == (
+            0 if part == 1 else len(list(tars.glob("*.tar"))) - len(report.manifest.shards)
+        )
+    ss.merge(tars)
+    once, parts = (
+        {path.name: path.read_bytes() for path in folder.iterdir()}
+        for folder in (tmp_path / "once", tars)
+    )
+    assert once == parts
+
+
+def test_index_in_parts_notices_a_tar_that_changes(tars: Path) -> None:
+    ss.index(str(tars), executor=ss.Parts(1, 2))
+    first = min(tars.glob("*.tar"))
+    first.write_bytes(first.read_bytes() + bytes(10240))
+    with pytest.raises(ss.UnfinishedError, match="written in parts"):
+        ss.index(str(tars), executor=ss.Parts(2, 2))
+
+
+def test_verify_in_parts_reads_each_shard_once(source: str) -> None:
+    reports = [ss.verify(source, executor=ss.Parts(part, 2)) for part in (1, 2)]
+    assert sum(report.samples for report in reports) == 12
+    assert [report.unchecked for report in reports] == [
+        reports[1].shards // 2,
+        reports[0].shards - reports[0].shards // 2,
+    ]
+    damaged = sorted(Path(source).glob("*.tar"))[1]
+    damaged.write_bytes(damaged.read_bytes()[:-600])
+    found = [ss.verify(source, executor=ss.Parts(part, 2)).errors for part in (1, 2)]
+    assert not found[0]
+    assert damaged.name in str(found[1][0])
+
+
+def test_commands_run_parts_and_publish(source: str, tmp_path: Path) -> None:
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-m", "shardstream", *arguments]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout + done.stderr + f"exit {done.returncode}"
+
+    dest = str(tmp_path / "new")
+    options = ("--max-samples", "2", "--shuffle", "--seed", "4")
+    said = run("reshard", source, dest, *options, "--part", "2/2")
+    assert "part 2/2: wrote 6 samples in 3 shards" in said
+    assert "3 tasks of other parts" in said
+    assert "part 1/2; run these parts again" in run("merge", dest)
+    assert "all tasks are done" in run("reshard", source, dest, *options, "--part", "1/2")
+    assert "published 12 samples in 6 shards" in run("merge", dest)
+    assert "sound" in run("verify", dest, "--part", "1/3")
+    assert "wrote 12 samples in 6 shards" in run(
+        "reshard", source, dest + "2", *options, "--processes", "2"
+    )
+    first, second = (
+        {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+        for folder in (dest, dest + "2")
+    )
+    assert first == second
+    assert "exit 2" in run("reshard", source, dest, "--part", "3/2")
