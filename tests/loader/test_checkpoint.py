@@ -245,7 +245,9 @@ def test_values_that_need_code_to_load_are_refused_before_saving(
         ("run.pt", {"step": 1, "keep": 1}, "keep= needs a folder"),
     ],
 )
-def test_nonsense_is_refused(name: str, options: Any, message: str, tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(
+    name: str, options: Any, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ss.OptionError, match=message):
         ss.save_checkpoint(tmp_path / name, **options)
 

@@ -845,5 +845,5 @@ def test_replaced_file_can_be_read_whole_but_not_by_range(bucket: str, s3: S3Ser
         storage.read(url, 0, 2)
 
 
-def test_warning_is_public() -> None:
+def test_cache_warning_is_public() -> None:
     assert ss.CacheWarning is CacheWarning
