@@ -49,8 +49,8 @@ def main() -> None:
             str(photos),
             packed,  # or "s3://bucket/shapes"
             split={"train": 0.8, "val": 0.2},
-            max_samples=40,  # a shard; far more in real life: the default is 256 MB or 10,000 samples
-            max_side=48,  # make larger images smaller
+            max_samples=40,  # per shard; the default is 256 MB or 10,000 samples
+            max_side=48,  # scale larger images down
             image_format="jpg",
             quality=95,
         )
@@ -72,7 +72,7 @@ def main() -> None:
                 labels = {sample["cls"] for sample in ss.ShardDataset(str(shard)).decode()}
                 assert labels == {0, 1, 2}, shard
 
-        # A picture and its label, as a training loop gets them.
+        # An image and its label, as a training loop gets them.
         image, label = next(
             iter(ss.ShardDataset(f"{packed}/train").decode("rgb8").to_tuple("jpg", "cls"))
         )

@@ -32,7 +32,7 @@ class RandomErasing:
     """Fill a random rectangle with noise (Zhong et al., "Random Erasing Data Augmentation", 2017).
 
     Args:
-        probability: That an image is changed at all.
+        probability: Probability that an image is changed.
         area: Smallest and largest part of the image, 0 to 1.
         aspect: Smallest and largest height over width.
     """
@@ -92,9 +92,9 @@ def normalise(image: Image) -> Tensor:
 
 
 def crops(count: int, *, left: float, right: float, seed: int) -> Iterator[dict[str, object]]:
-    """Cut crops of 64 x 64 pixels out of a part of each photo, the two in turn."""
+    """Cut crops of 64 x 64 pixels out of a part of each photo, alternating between the two."""
     rng = np.random.default_rng(seed)
-    photos = load_sample_images().images  # (427, 640, 3), uint8, twice
+    photos = load_sample_images().images  # two arrays, (427, 640, 3), uint8
     for _ in range(count // 2):
         for label, photo in enumerate(photos):
             first, last = int(left * photo.shape[1]), int(right * photo.shape[1]) - 64
@@ -105,7 +105,7 @@ def crops(count: int, *, left: float, right: float, seed: int) -> Iterator[dict[
 def train(loader: ss.ShardLoader, epochs: int) -> nn.Module:
     """Return a small network that was trained on the batches."""
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # the network is tiny, and the workers want the other cores
+    torch.set_num_threads(1)  # the network is tiny, and the workers need the other cores
     model = nn.Sequential(
         nn.Conv2d(3, 16, 5, stride=2), nn.ReLU(),
         nn.Conv2d(16, 32, 3, stride=2), nn.ReLU(),
@@ -126,12 +126,12 @@ def train(loader: ss.ShardLoader, epochs: int) -> nn.Module:
 
 
 def main() -> None:
-    """Pack crops, train on augmented ones, test."""
+    """Pack crops, train on augmented crops, and test."""
     with tempfile.TemporaryDirectory() as scratch:
         ss.pack(crops(480, left=0, right=0.65, seed=0), f"{scratch}/train", max_samples=100)
         ss.pack(crops(160, left=0.65, right=1, seed=1), f"{scratch}/val", max_samples=100)
 
-        # lanes: the order of the samples, too, is the same with 1 or 2 workers
+        # lanes: the order of the samples is the same with 1 and 2 workers
         photos = ss.ShardDataset(f"{scratch}/train", shuffle=True, seed=0, lanes=2).decode("rgb8")
         augmented = photos.map(Augment(), rng=True)
 

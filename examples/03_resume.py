@@ -18,13 +18,13 @@ import shardstream as ss
 
 
 def open_loader(url: str, *, num_workers: int) -> ss.ShardLoader:
-    """Return the loader; the dataset is the same each time, the number of workers is not."""
+    """Return a loader over the same dataset with any number of workers."""
     dataset = ss.ShardDataset(url, shuffle=True, seed=7, lanes=12).decode().to_tuple("cls")
     return ss.ShardLoader(dataset, batch_size=16, num_workers=num_workers)
 
 
 def main() -> None:
-    """Train a little, save, load, train the rest."""
+    """Train for some steps, save, load, and train the rest."""
     with tempfile.TemporaryDirectory() as scratch:
         with ss.ShardWriter(f"{scratch}/data", max_samples=100) as writer:
             for number in range(1000):
@@ -35,7 +35,7 @@ def main() -> None:
         whole = [ids.tolist() for (ids,) in loader]  # an uninterrupted epoch
         loader.set_epoch(0)
 
-        # The first run: 20 steps of the epoch, then something happens.
+        # The first run: 20 steps of the epoch, then it stops.
         before: list[list[int]] = []
         for (ids,) in loader:
             before.append(ids.tolist())
@@ -44,7 +44,7 @@ def main() -> None:
                 break
         print("state:", json.dumps(loader.state_dict()))
 
-        # The second run: another process on another machine, say, with 1 worker.
+        # The second run: for example another process on another machine, with 1 worker.
         resumed = open_loader(f"{scratch}/data", num_workers=1)
         resumed.load_state_dict(torch.load(checkpoint)["loader"])
         print(f"{len(resumed)} steps of epoch {resumed.epoch} are left")

@@ -1,10 +1,10 @@
-"""Train on several ranks: each sample goes to one rank, and all have equally many steps.
+"""Train on several ranks: each sample goes to one rank, and all ranks have the same number of steps.
 
 You learn: once ``torch.distributed`` is initialised (or RANK and WORLD_SIZE are set, as torchrun does) there is nothing to
 configure. Every rank computes the same plan and reads its part, without a coordinator. With 1,000 samples on 3 ranks the last
 step cannot be split evenly: ``remainder`` controls what happens then.
 
-The ranks here are real processes, joined by gloo; each reads with a worker of its own.
+The ranks here are real processes, joined by gloo; each reads with its own worker.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SAMPLES = 1000
 
 
 def read_epoch(loader: ss.ShardLoader) -> tuple[list[int], list[int]]:
-    """Return the samples of all ranks in this epoch, and the steps that each took."""
+    """Return the samples of all ranks in this epoch, and the number of steps of each."""
     mine = [ids.tolist() for (ids,) in loader]
     parts: list[list[list[int]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(parts, mine)
@@ -35,7 +35,7 @@ def read_epoch(loader: ss.ShardLoader) -> tuple[list[int], list[int]]:
 
 
 def run_rank(rank: int, scratch: str) -> None:
-    """One rank: reads its part, then trains with the others."""
+    """Run one rank: read its part, then train with the others."""
     dist.init_process_group(
         "gloo", init_method=f"file://{scratch}/meeting", rank=rank, world_size=WORLD_SIZE
     )
@@ -50,16 +50,16 @@ def run_rank(rank: int, scratch: str) -> None:
                 f"{remainder}: {len(seen)} of {SAMPLES} samples, {twice} of them twice; steps {steps}"
             )
         assert set(steps) == {len(loader)}  # equal on all ranks, so none hangs in a collective
-        if remainder == "pad":  # every sample; at most W - 1 come twice
+        if remainder == "pad":  # every sample; at most W - 1 are repeated
             assert len(seen) == SAMPLES
             assert len(samples) - SAMPLES < WORLD_SIZE
-        elif remainder == "drop":  # none twice; at most W - 1 are left out
+        elif remainder == "drop":  # no repeats; at most W - 1 are dropped
             assert len(samples) == len(seen)
             assert SAMPLES - len(seen) < WORLD_SIZE
         else:  # exactly once
             assert sorted(samples) == list(range(SAMPLES))
 
-    # What you would do with it.
+    # The usual training loop.
     model = DistributedDataParallel(nn.Linear(1, 1))
     for (ids,) in ss.ShardLoader(
         ss.ShardDataset(f"{scratch}/data", shuffle=True).decode().to_tuple("cls"), batch_size=100

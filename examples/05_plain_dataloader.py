@@ -44,7 +44,7 @@ def main() -> None:
         assert table[5] == ("text 5", 5)
         assert table[-1] == ("text 639", 639)
         seen: list[int] = []
-        for rank in range(2):  # two ranks, here one after the other
+        for rank in range(2):  # two ranks, here in sequence
             sampler: DistributedSampler[object] = DistributedSampler(
                 table, num_replicas=2, rank=rank, seed=1
             )

@@ -6,7 +6,7 @@ You learn: which variables to set, and that nothing else changes. The S3 client 
     export AWS_ACCESS_KEY_ID=minioadmin AWS_SECRET_ACCESS_KEY=minioadmin AWS_DEFAULT_REGION=us-east-1
     python examples/06_minio.py
 
-Without AWS_ENDPOINT_URL the example starts a server of its own. `docs/minio.md` has a compose file for MinIO.
+Without AWS_ENDPOINT_URL the example starts its own server. `docs/minio.md` has a compose file for MinIO.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import shardstream as ss
 
 
 def write(url: str) -> None:
-    """Write 200 small pictures to a bucket."""
+    """Write 200 small images to a bucket."""
     rng = np.random.default_rng(0)
     with ss.ShardWriter(url + "/{shard:04d}.tar", max_samples=50) as writer:
         for number in range(200):
@@ -33,7 +33,7 @@ def write(url: str) -> None:
 
 
 def main() -> None:
-    """Write to the server, read back, once by the environment and once by arguments."""
+    """Write to the server and read back, configured by the environment and by arguments."""
     parser = argparse.ArgumentParser(description="Write to an S3 server, and read back.")
     parser.add_argument("--bucket", default="shardstream-example", help="made if it is not there")
     args = parser.parse_args()
@@ -52,7 +52,7 @@ def main() -> None:
             assert sorted(labels) == list(range(200))
             print(f"{len(labels)} samples from {url}, each once")
 
-            # The same by arguments, which win over the environment: two servers in one program, say.
+            # The same with arguments, which override the environment: for example for two servers in one program.
             options = {
                 "key": os.environ["AWS_ACCESS_KEY_ID"],
                 "secret": os.environ["AWS_SECRET_ACCESS_KEY"],

@@ -16,7 +16,7 @@ import shardstream as ss
 
 
 def source_of(sample: dict[str, Any]) -> str:
-    """Return which dataset a sample is of; its key says it here."""
+    """Return the dataset of a sample, which is in its key here."""
     return str(sample["__key__"]).split("-")[0]
 
 
@@ -37,9 +37,13 @@ def main() -> None:
         batches = list(loader)
         counts = Counter(name for batch in batches for name in batch)
         print(f"3 to 1: {dict(counts)}")
-        assert 180 <= counts["drawings"] <= 200  # almost used up: an epoch is made of full batches
+        assert (
+            180 <= counts["drawings"] <= 200
+        )  # almost all samples: an epoch consists of full batches
         assert 2.9 < counts["photos"] / counts["drawings"] < 3.1
-        assert all(batch.count("photos") == 24 for batch in batches)  # even in each batch of 32
+        assert all(
+            batch.count("photos") == 24 for batch in batches
+        )  # close to 3 to 1 in each batch of 32
 
         again = ss.mix(
             parts, weights={"photos": 3, "drawings": 1}, stop="all_exhausted", lanes=4
@@ -55,7 +59,7 @@ def main() -> None:
         print(f"without weights: {dict(counts)}")
         assert counts == {"photos": 900, "drawings": 200}
 
-        # A mix has a state, too; here it goes on without workers.
+        # A mix has a state as well; here it resumes without workers.
         loader.set_epoch(0)
         before = list(islice(loader, 10))
         resumed = ss.ShardLoader(mixed, batch_size=32)

@@ -16,18 +16,18 @@ import shardstream as ss
 
 
 def parse_pairs(data: bytes) -> list[tuple[str, int]]:
-    """Decode a small format of our own: ``word=3`` lines."""
+    """Decode a custom format: lines like ``word=3``."""
     lines = (line.split("=") for line in data.decode().splitlines())
     return [(word, int(count)) for word, count in lines]
 
 
 def is_wanted(sample: dict[str, Any]) -> bool:
-    """Say which samples to keep."""
+    """Return whether to keep a sample."""
     return bool(sample["cls"] % 5)
 
 
 def to_words(sample: dict[str, Any]) -> list[str]:
-    """Return the items that one sample becomes."""
+    """Return the items made from one sample."""
     return [word for word, count in sample["counts"] for _ in range(count)]
 
 
@@ -41,7 +41,7 @@ def neighbours(words: Iterator[str]) -> Iterable[tuple[str, str]]:
 
 
 def open_loader(url: str) -> ss.ShardLoader:
-    """Return the chain, two workers."""
+    """Return a loader of the dataset and its steps, with two workers."""
     dataset = (
         ss.ShardDataset(url, shuffle=True, seed=3)
         .decode(fields={"counts": parse_pairs})
@@ -54,7 +54,7 @@ def open_loader(url: str) -> ss.ShardLoader:
 
 
 def main() -> None:
-    """Run the chain, and go on in the middle of it."""
+    """Run the steps, and resume in the middle."""
     with tempfile.TemporaryDirectory() as scratch:
         with ss.ShardWriter(f"{scratch}/data", max_samples=20) as writer:
             for number in range(100):

@@ -24,7 +24,7 @@ CLASSES = ("circle", "square", "triangle")
 
 
 def upload(url: str) -> None:
-    """Write 60 small pictures to a prefix for each class, as an unpacked bucket has them."""
+    """Write 60 small images to one prefix per class, as in an unpacked bucket."""
     rng = np.random.default_rng(0)
     s3 = s3fs.S3FileSystem()
     for number in range(60):
@@ -34,7 +34,7 @@ def upload(url: str) -> None:
 
 
 def train(dataset: ss.ObjectDataset | ss.ShardDataset) -> list[str]:
-    """Stand for a training: return the keys of an epoch, one by one."""
+    """Return the keys of an epoch, in place of a training."""
     samples = dataset.decode("rgb8").to_tuple("png", "cls", "__key__")
     return [
         key for _, _, keys in ss.ShardLoader(samples, batch_size=8, num_workers=2) for key in keys
@@ -42,7 +42,7 @@ def train(dataset: ss.ObjectDataset | ss.ShardDataset) -> list[str]:
 
 
 def main() -> None:
-    """Read loose pictures, stop, go on, pack them, and read the shards."""
+    """Read loose images, stop, resume, pack them, and read the shards."""
     with embedded_s3("example") as bucket, tempfile.TemporaryDirectory() as scratch:
         url = f"{bucket}/pictures"
         upload(url)
@@ -53,7 +53,7 @@ def main() -> None:
         print(loose, "classes:", ", ".join(loose.classes))
         assert len(set(train(loose))) == 60
 
-        # It stops and goes on as shards do.
+        # It resumes as a dataset of shards does.
         loader = ss.ShardLoader(
             loose.decode("rgb8").to_tuple("png", "cls", "__key__"), batch_size=8
         )
@@ -69,7 +69,7 @@ def main() -> None:
         assert sorted(seen + rest) == sorted(set(seen + rest)), "a sample came twice"
         print(f"{len(seen)} samples, then {len(rest)} after a resume: each once")
 
-        # Tomorrow: pack them. (On the command line: shardstream pack s3://example/pictures/ s3://example/packed/)
+        # Later: pack them. (On the command line: shardstream pack s3://example/pictures/ s3://example/packed/)
         ss.pack(f"{url}/", f"{bucket}/packed/", kind="images", key="{path}")
         packed = ss.ShardDataset(f"{bucket}/packed/", shuffle=True)
         assert sorted(train(packed)) == sorted(train(loose))

@@ -1,7 +1,7 @@
-"""A throw-away S3 server on this machine, for the examples; not an example itself.
+"""Temporary S3 server on this machine, for the examples; not an example itself.
 
-The server is moto's, in a process of its own: real HTTP, real S3 requests, data in memory, no check of passwords. It ends
-with the program that started it, however that ends.
+The server is moto's, in its own process: real HTTP, real S3 requests, data in memory, no check of passwords. It ends
+with the program that started it, also if that is killed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ server.start()
 print(server.get_host_and_port()[1], flush=True)
 sys.stdin.read()  # until the program that started it closes the pipe, or dies
 """
-# Each would lead a client elsewhere.
+# Each of these would make a client use another server.
 _FOREIGN = ("AWS_PROFILE", "AWS_SESSION_TOKEN", "AWS_ENDPOINT_URL_S3", "AWS_CONFIG_FILE")
 
 
@@ -59,9 +59,9 @@ def _start() -> Iterator[str]:
         [sys.executable, "-W", "ignore", "-c", _SERVER],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,  # a line for each request
+        stderr=subprocess.DEVNULL,  # one line per request
         text=True,
-        start_new_session=True,  # Ctrl-C is for us; the server ends when we are done
+        start_new_session=True,  # Ctrl-C goes to this process, which stops the server
     )
     with server:  # closes its pipes and waits for it
         try:

@@ -1,12 +1,12 @@
-"""From pictures to a trained network, by way of S3: pack, verify, stream, train.
+"""Train a network on images from S3: pack, verify, stream, train.
 
 The data are real: the 1,797 handwritten digits of the UCI repository that come with scikit-learn, as PNG files of 8 x 8 grey
 pixels. They are packed to tar shards in a train and a val split, sent to S3, checked there, and streamed into the training of
-a small network, which must then know 95 % of the held-out digits.
+a small network, which must then classify 95 % of the held-out digits correctly.
 
-    python examples/quickstart.py                          an S3 server is started for the time it takes
+    python examples/quickstart.py                          starts a temporary S3 server
     python examples/quickstart.py --dest /tmp/digits       on disk
-    python examples/quickstart.py --dest s3://bucket/digits     your own server, by the AWS_* variables
+    python examples/quickstart.py --dest s3://bucket/digits     your own server, configured by the AWS_* variables
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ EPOCHS = 8
 
 
 def samples() -> list[dict[str, object]]:
-    """Return the digits: a picture, which is written as PNG, and its label."""
+    """Return the digits: an image, which is written as PNG, and its label."""
     digits = load_digits()
     pixels = (digits.images * (255 / 16)).round().astype(np.uint8)  # 16 is white there
     return [
@@ -89,7 +89,7 @@ def build() -> nn.Module:
 
 
 def train(model: nn.Module, loader: ss.ShardLoader, bar: Progress) -> None:
-    """Train for some epochs; each reads the digits in another order."""
+    """Train for some epochs, each in a different order."""
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     criterion = nn.CrossEntropyLoss()
     total = 0.0
@@ -110,7 +110,7 @@ def train(model: nn.Module, loader: ss.ShardLoader, bar: Progress) -> None:
 
 
 def accuracy(model: nn.Module, loader: ss.ShardLoader) -> tuple[int, int]:
-    """Return how many digits the network knows, and of how many."""
+    """Return the number of correctly classified digits, and of all digits."""
     known = count = 0
     with torch.no_grad():
         for images, labels in loader:
@@ -120,13 +120,13 @@ def accuracy(model: nn.Module, loader: ss.ShardLoader) -> tuple[int, int]:
 
 
 def main() -> int:
-    """Run it all; the exit code is 0 if the network is good enough."""
+    """Run all steps; the exit code is 0 if the accuracy is high enough."""
     parser = argparse.ArgumentParser(description="Pack, verify, stream, train.")
     parser.add_argument("--dest", help="folder or s3:// URL; by default a server is started")
     parser.add_argument("--overwrite", action="store_true", help="replace what is at --dest")
     args = parser.parse_args()
     torch.manual_seed(0)
-    torch.set_num_threads(1)  # the network is tiny, and the workers want the other cores
+    torch.set_num_threads(1)  # the network is tiny, and the workers need the other cores
     start_s = time.monotonic()
     console = Console(highlight=False)
     columns = (

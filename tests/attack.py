@@ -14,7 +14,7 @@ def survived(attack: Callable[[], object], *, memory_bytes: int, timeout_s: floa
     """Run an attack in a forked child with a memory limit; return its result as text.
 
     Returns:
-        What it returned, as text; or the name of its exception and what that said.
+        The result as text, or the name and message of its exception.
 
     Raises:
         AssertionError: If it hung or killed its process.

@@ -69,7 +69,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def choose(arguments: argparse.Namespace) -> tuple[Sizes, list[Setting]]:
-    """Return what is to be measured.
+    """Return the settings to measure.
 
     Raises:
         SystemExit: If there is no such row.
@@ -98,7 +98,7 @@ def choose(arguments: argparse.Namespace) -> tuple[Sizes, list[Setting]]:
 
 
 def measure(arguments: argparse.Namespace, console: Console) -> runner.Document:
-    """Run the chosen settings and print each as it is done."""
+    """Run the chosen settings and print each when it is done."""
     sizes, settings = choose(arguments)
     with tempfile.TemporaryDirectory(prefix="shardstream-bench-") as temporary:
         folder = arguments.work or Path(temporary)
@@ -123,7 +123,7 @@ def measure(arguments: argparse.Namespace, console: Console) -> runner.Document:
 
 
 def main() -> None:
-    """Measure and print, or render what was measured."""
+    """Measure and print, or render an earlier measurement."""
     arguments = parse_arguments()
     if arguments.render:
         document = json.loads(arguments.render.read_text())

@@ -38,7 +38,7 @@ def make_tar(samples: int) -> bytes:
 
 
 def rate(count: int, work: Callable[[], object]) -> float:
-    """Return things a second: the median of some rounds."""
+    """Return items per second: the median of some rounds."""
     seconds = []
     for _ in range(_ROUNDS):
         start = time.perf_counter()

@@ -1,10 +1,10 @@
-"""Throw damaged and hostile tars at the parser, the grouping and the index: no crash, no hang, one meaning.
+"""Fuzz parser, grouping and index with damaged and hostile tars: no crash, no hang, one meaning.
 
     python tools/fuzz_tar.py [--seconds N] [--seed N] [FILE_OR_FOLDER ...]
     python tools/fuzz_tar.py --atheris [libFuzzer options] [CORPUS_FOLDER ...]
 
 Without atheris it mutates its own small tars, and the files given, for some seconds. With it (``pip install atheris``, not on
-every Python) libFuzzer looks for inputs that reach new branches. `check` is the target, and a property test runs it, too.
+every Python) libFuzzer looks for inputs that reach new branches. `check` is the target, which a property test runs as well.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ from shardstream.format import (
 )
 
 _SHARD = "a.tar"
-_PLACES = 64  # where samples are looked for, more than are read one by one anyway
-_KEPT = 2000  # mutated inputs that are mutated again
+_PLACES = 64  # offsets at which samples are read, more than the limit for single reads
+_KEPT = 2000  # mutated inputs that are kept for further mutations
 Member = tuple[str, bytes]
 
 
@@ -56,14 +56,14 @@ Member = tuple[str, bytes]
 
 
 def check(data: bytes) -> str:
-    """Read ``data`` in every way there is, and compare.
+    """Read ``data`` with all readers, and compare.
 
     Returns:
-        What became of it, in a word: "both", "refused", "ours alone", "theirs alone".
+        The outcome in a word: "both", "refused", "ours alone", "theirs alone".
 
     Raises:
         AssertionError: If two ways differ, or reading costs more than its length explains.
-        Exception: Any other than ours is a finding.
+        Exception: Any exception other than shardstream's is a finding.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ShardWarning)  # of links
@@ -118,11 +118,13 @@ def _check_samples(data: bytes) -> None:
 
 
 def _check_together(data: bytes) -> None:
-    """Compare samples read side by side with the same read one by one, at places where some are and some are not."""
+    """Compare bulk reads with single reads, at offsets with and without samples."""
     places = range(0, len(data) // BLOCK_BYTES * BLOCK_BYTES, BLOCK_BYTES)[:_PLACES]
-    for size in (2 * BLOCK_BYTES, 4 * BLOCK_BYTES):  # a member of a block, two of them
+    for size in (2 * BLOCK_BYTES, 4 * BLOCK_BYTES):  # two blocks: a member of one block
         alone = [(start, read_one(data, 0, start, start + size, _SHARD)) for start in places]
-        alone.sort(key=lambda one: isinstance(one[1], Exception))  # others are read as the first
+        alone.sort(
+            key=lambda one: isinstance(one[1], Exception)
+        )  # the others are compared with the first
         alone *= 1 + _PLACES // max(1, len(alone))
         starts = np.array([start for start, _ in alone], dtype=np.int64)
         shard_slice = ShardSlice(0, _SHARD, data, 0, starts, starts + size)
@@ -132,7 +134,7 @@ def _check_together(data: bytes) -> None:
 
 
 class _Counted:
-    """Reads at offsets, and finds out who reads on and on."""
+    """Read at offsets, and detect endless reading."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -158,7 +160,7 @@ def _members(read: ReadAt, end: int | None) -> list[Member]:
 
 
 def _tried(function: Callable[[], Any]) -> Any:
-    """Call it; None where it refuses by an error of ours."""
+    """Call a function; None if it raises an error of shardstream."""
     try:
         return function()
     except ShardStreamError:
@@ -166,7 +168,7 @@ def _tried(function: Callable[[], Any]) -> Any:
 
 
 class _PosixInfo(tarfile.TarInfo):
-    """Python's reader, but for the prefix: old GNU headers keep times there (GNU tar reads them so, too)."""
+    """Python's reader without the prefix of old GNU headers, which is a time (as GNU tar reads it)."""
 
     @classmethod
     def frombuf(cls, buf: Any, encoding: str, errors: str) -> Any:
@@ -177,14 +179,14 @@ class _PosixInfo(tarfile.TarInfo):
 
 
 def read_with_tarfile(data: bytes) -> list[Member] | None:
-    """Return the regular files; None where ``tarfile`` refuses, or stops before the end without a word."""
+    """Return the regular files; None if ``tarfile`` raises, or stops silently before the end."""
     found: list[Member] = []
     try:
         with tarfile.open(
             fileobj=io.BytesIO(data), mode="r:", encoding="utf-8", tarinfo=_PosixInfo
         ) as tar:
             for info in tar:
-                if info.issparse():  # which we refuse, and it would fill memory with zeros
+                if info.issparse():  # refused by shardstream; tarfile would fill memory with zeros
                     return None
                 if info.isreg():
                     body = tar.extractfile(info)
@@ -201,7 +203,7 @@ def read_with_tarfile(data: bytes) -> list[Member] | None:
 def run(
     corpus: Sequence[bytes], *, seconds: float, seed: int, inputs: float = math.inf
 ) -> Counter[str]:
-    """Mutate for some seconds, so many inputs at most; stop at the first finding, which is written to a file."""
+    """Mutate for some seconds or a number of inputs; stop at the first finding, which is written to a file."""
     rng, kept = random.Random(seed), list(corpus)
     outcomes: Counter[str] = Counter()
     stop = time.monotonic() + seconds
@@ -215,7 +217,7 @@ def run(
             print(f"a finding: {path} ({len(data)} bytes), seed {seed}, after {outcomes.total()}")
             raise
         outcomes[outcome] += 1
-        if outcome == "both" and rng.random() < 0.05:  # a base for further changes
+        if outcome == "both" and rng.random() < 0.05:  # mutated again later
             if len(kept) < _KEPT:
                 kept.append(data)
             else:
@@ -224,7 +226,7 @@ def run(
 
 
 def run_atheris(argv: list[str]) -> None:
-    """Hand the target to libFuzzer; never returns."""
+    """Run the target in libFuzzer; never returns."""
     import atheris  # noqa: PLC0415  (only where it is asked for)
 
     def mutated(data: bytes, max_size: int, seed: int) -> bytes:
@@ -239,7 +241,7 @@ def run_atheris(argv: list[str]) -> None:
 
 
 def main() -> None:
-    """Run it."""
+    """Run the fuzzer."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

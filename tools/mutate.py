@@ -71,7 +71,7 @@ def mutants(source: str) -> Iterator[Mutant]:
 
 
 def _not_run(tree: ast.Module) -> set[int]:
-    """Return the nodes in annotations, docstrings, messages of errors and blocks for types."""
+    """Return the nodes in annotations, docstrings, error messages and type-checking blocks."""
     numbers = {id(node): number for number, node in enumerate(ast.walk(tree))}
     roots: list[ast.AST] = []
     for node in ast.walk(tree):
@@ -93,7 +93,7 @@ def _not_run(tree: ast.Module) -> set[int]:
 
 
 def _exchange(node: ast.AST) -> str:
-    """Exchange something in a node, in place; return what was done, if anything."""
+    """Exchange a part of a node, in place; return a description of the change, if any."""
     if isinstance(node, ast.Compare):
         old = node.ops[0]
         node.ops[0] = COMPARISONS[type(old)]()
@@ -117,7 +117,7 @@ def _exchange(node: ast.AST) -> str:
 
 
 def _remove(node: ast.AST) -> str:
-    """Remove a call that stands alone, or a block with a condition, in place; return what was done, if anything."""
+    """Remove a call statement or a conditional block, in place; return a description of the change, if any."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call | ast.Await):
         node.value = ast.Constant(None)
         return "call removed"
@@ -139,7 +139,7 @@ def _exchange_constant(node: ast.Constant) -> str:
 
 
 class Bench:
-    """A copy of the working tree in which one module is exchanged again and again."""
+    """A copy of the working tree in which one module is replaced by mutants."""
 
     def __init__(self, folder: Path, module: str, tests: list[str]) -> None:
         self._tree = folder / "tree"
@@ -166,7 +166,7 @@ class Bench:
         while time.monotonic() < until:
             done, status = os.waitpid(pid, os.WNOHANG)
             if done:
-                _kill_group(pid)  # what it has left
+                _kill_group(pid)  # remaining processes
                 return "survived" if os.waitstatus_to_exitcode(status) == 0 else "killed"
             time.sleep(0.02)
         _kill_group(pid)
@@ -216,7 +216,7 @@ def show(original: str, mutant: Mutant) -> str:
 
 
 def main() -> None:
-    """Run the tests on each mutant and print those that none of them notices."""
+    """Run the tests on each mutant and print the undetected ones."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("module")
     parser.add_argument("tests", nargs="+")

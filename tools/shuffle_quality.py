@@ -2,12 +2,12 @@
 
     python tools/shuffle_quality.py [--plot docs/shuffle.png]
 
-100,000 samples of 100 kB in 100 shards, 100 classes stored one after the other, batches of 64, 8 readers. Two figures:
+100,000 samples of 100 kB in 100 shards, 100 classes stored in sequence, batches of 64, 8 readers. Two figures:
 
-* spread: how far apart two samples come that are neighbours on disk, as a part of the epoch (ideal: one third)
-* classes: how many different classes a batch has (ideal: those of a random draw)
+* spread: mean distance of samples that are neighbours on disk, as a part of the epoch (ideal: one third)
+* classes: number of different classes in a batch (ideal: that of a random draw)
 
-"buffer" is what stream loaders do: each reader shuffles its shards and draws from a buffer of samples that it refills.
+"buffer" is the method of stream loaders: each reader shuffles its shards and draws from a buffer of samples.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def ours(window: int, block: int) -> Ints:
 
 
 def buffered(size: int) -> Ints:
-    """Return an epoch of shuffled shards with a buffer in each reader, batches taken in turn."""
+    """Return an epoch of shuffled shards with a buffer in each reader, with alternating batches."""
     rng = np.random.default_rng(0)
     per_shard = _SAMPLES // _SHARDS
     shards = rng.permutation(_SHARDS)
@@ -73,13 +73,13 @@ def spread(epoch: Ints) -> float:
 
 
 def classes(epoch: Ints) -> Ints:
-    """Return how many classes each batch has."""
+    """Return the number of classes in each batch."""
     batches = (epoch * _CLASSES // _SAMPLES)[: len(epoch) // _BATCH * _BATCH].reshape(-1, _BATCH)
     return np.array([len(np.unique(batch)) for batch in batches])
 
 
 def plot(rows: dict[str, Ints], path: str) -> None:
-    """Draw the distribution of classes a batch."""
+    """Draw the distribution of classes per batch."""
     from matplotlib.figure import Figure  # noqa: PLC0415  (only for the picture)
 
     figure = Figure(figsize=(8, 4.2), layout="constrained")
@@ -103,7 +103,7 @@ def plot(rows: dict[str, Ints], path: str) -> None:
 
 
 def main() -> None:
-    """Measure, print, draw."""
+    """Measure, print and draw."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,6 +1,6 @@
-"""Small tars as different tools write them, and changes to them that a tar reader gets far with: for ``fuzz_tar.py``.
+"""Small tars as different tools write them, and mutations that reach deep code of a tar reader, for ``fuzz_tar.py``.
 
-Changes know where the fields of a header are and repair its checksum, or nearly every input would end there.
+Mutations change fields of headers and repair the checksum, because nearly every other input would be refused at once.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _theirs() -> list[tuple[tarfile.TarInfo, bytes]]:
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
-    """Return ``data`` with a few changes, most of which leave the checksums of headers right."""
+    """Return ``data`` with a few changes, most of which keep the checksums of headers valid."""
     blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
     for _ in range(rng.choice((1, 1, 2, 3, 6))):
         rng.choice(_CHANGES)(blocks, rng)

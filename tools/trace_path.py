@@ -1,7 +1,7 @@
 """Count the files and functions of shardstream that a small job enters.
 
     python tools/trace_path.py            # a table of five paths
-    python tools/trace_path.py --list     # with each file and its functions, in the order in which they are entered
+    python tools/trace_path.py --list     # with each file and its functions, in the order of their first call
     python tools/trace_path.py --plain --limits   # exit status 1 if a path is longer than its limit
 
 The job is that of the README: 40 photos in one local shard, shuffled, decoded, batches of 4, no workers.
@@ -39,7 +39,7 @@ from PIL import Image
 import shardstream as ss
 
 PACKAGE = f"{Path(ss.__file__).parent}{os.sep}"
-# With --plain, as on Python 3.11: nothing may become longer without a reason.
+# With --plain, on Python 3.11: paths may become longer only with a reason.
 LIMITS = {
     "open to first batch": (29, 174),
     "next batch": (15, 50),
@@ -61,7 +61,7 @@ class Entered:
 
     @property
     def is_comprehension(self) -> bool:
-        """Whether it is a part of a function: a comprehension or a generator expression."""
+        """Whether it is a comprehension or a generator expression inside a function."""
         return self.name.endswith(_COMPREHENSIONS)
 
 
@@ -70,11 +70,11 @@ Trace = list[Entered]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """What is traced.
+    """The traced job.
 
     Args:
-        shards: Shards that the samples are dealt out to.
-        plain: Read samples in order, as they are: no shuffle, no decoding.
+        shards: Number of shards of the samples.
+        plain: Read samples in order without decoding.
     """
 
     shards: int = 1
@@ -83,7 +83,7 @@ class Job:
 
 @contextmanager
 def traced(found: Trace) -> Iterator[None]:
-    """Append each function of the package that is entered inside, once, in order."""
+    """Append each function of the package that is called inside the block, once, in order."""
     seen: set[CodeType] = set()
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -107,7 +107,7 @@ def traced(found: Trace) -> Iterator[None]:
 
 
 def is_own_function(code: CodeType) -> bool:
-    """Return whether code is a function of the package: no module, no body of a class."""
+    """Return whether code is a function of the package, not a module or a class body."""
     return code.co_filename.startswith(PACKAGE) and bool(code.co_flags & inspect.CO_OPTIMIZED)
 
 
@@ -122,7 +122,7 @@ def is_importing(frame: FrameType | None) -> bool:
 
 
 def trace_writing(folder: str, job: Job) -> dict[str, Trace]:
-    """Write the photos, and trace it."""
+    """Trace the writing of the photos."""
     samples, found = list(photos()), Trace()
     with traced(found), ss.ShardWriter(folder, max_samples=SAMPLES // job.shards) as writer:
         for sample in samples:
@@ -131,7 +131,7 @@ def trace_writing(folder: str, job: Job) -> dict[str, Trace]:
 
 
 def trace_reading(folder: str, job: Job) -> dict[str, Trace]:
-    """Read two batches and take two states, and trace each."""
+    """Trace the reading of two batches and two states."""
     first, following, state, next_state = Trace(), Trace(), Trace(), Trace()
     with traced(first):
         dataset = ss.ShardDataset(folder, shuffle=not job.plain)
@@ -163,7 +163,7 @@ def photos() -> Iterator[dict[str, Any]]:
 
 
 def trace_all(job: Job) -> dict[str, Trace]:
-    """Trace all paths: writing and reading in a process each, so that neither finds caches that the other has filled."""
+    """Trace all paths, with writing and reading in separate processes, so that neither uses caches of the other."""
     _ = ss.ShardDataset, ss.ShardLoader, ss.ShardWriter  # imported before the processes are forked
     paths: dict[str, Trace] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -175,18 +175,18 @@ def trace_all(job: Job) -> dict[str, Trace]:
 def in_own_process(
     trace: Callable[[str, Job], dict[str, Trace]], folder: str, job: Job
 ) -> dict[str, Trace]:
-    """Return what a function returns in a process of its own."""
+    """Run a function in a new process; return its result."""
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as pool:
         return pool.submit(trace, folder, job).result()
 
 
 def num_files(trace: Trace) -> int:
-    """Return how many files were entered."""
+    """Return the number of entered files."""
     return len({one.file for one in trace})
 
 
 def table(paths: dict[str, Trace]) -> str:
-    """Return the numbers of all paths as text, a row for each."""
+    """Return the numbers of all paths as a table, one row per path."""
     columns = ("files", "limit", "functions", "limit", "of these comprehensions")
     lines = [f"{'path':<25}" + "".join(f"{name:>{len(name) + 3}}" for name in columns)]
     for path, trace in paths.items():
@@ -201,7 +201,7 @@ def table(paths: dict[str, Trace]) -> str:
 
 
 def listing(trace: Trace) -> str:
-    """Return the files of a path in the order in which they are entered, with their functions."""
+    """Return the files of a path with their functions, in the order of their first call."""
     files: dict[str, list[str]] = {}
     for one in trace:
         files.setdefault(one.file, []).append(f"{one.name}:{one.line}")
@@ -222,7 +222,7 @@ def beyond_limits(paths: dict[str, Trace]) -> list[str]:
 
 
 def main() -> int:
-    """Print what was asked for; return the exit status."""
+    """Print the requested output; return the exit status."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

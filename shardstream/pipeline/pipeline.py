@@ -120,7 +120,7 @@ class PipelineTransform:
     """All stages of an exact pipeline as one function on the samples of a step.
 
     Args:
-        first: Chain to apply before the stages, or None; the parts of a mix have their own steps.
+        first: Transform to apply before the stages, or None; the parts of a mix have their own steps.
         stages: Stages that return one item per item.
         context: Context that the stages share.
     """

@@ -34,15 +34,15 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(tmp_path) if request.param == "local" else f"memory://test-{uuid.uuid4().hex}"
 
 
-def test_shards(folder: str) -> None:
+def test_shard_catalog_passes_the_contract(folder: str) -> None:
     check_catalog(open_shards(folder), samples=23)
 
 
-def test_loose_objects(folder: str) -> None:
+def test_object_catalog_passes_the_contract(folder: str) -> None:
     check_catalog(open_objects(folder), samples=7)
 
 
-def test_concatenation(folder: str) -> None:
+def test_concat_catalog_passes_the_contract(folder: str) -> None:
     one, other = open_shards(f"{folder}/one"), open_shards(f"{folder}/other")
     objects = open_objects(f"{folder}/objects")
     check_catalog(lambda: ConcatCatalog([one(), other(), objects()]), samples=53)

@@ -101,7 +101,7 @@ def test_first_and_later_reads_return_the_bytes_of_the_file(start: int, end: int
 
 def test_first_read_fetches_whole_shard_and_later_reads_whole_chunks(wire: Wire) -> None:
     checks = VerifiedReader([shard_of()], Storage())
-    checks.read(0, 3 * MIB + 5, 4 * MIB + 5)  # comes along
+    checks.read(0, 3 * MIB + 5, 4 * MIB + 5)  # taken from the read of the whole shard
     assert wire.reads == [(0, 4 * MIB), (4 * MIB, 8 * MIB), (8 * MIB, len(DATA))]
     wire.reads.clear()
     checks.read(0, 3 * MIB + 5, 4 * MIB + 5)

@@ -27,7 +27,7 @@ def test_each_command_explains_itself_with_an_example(
     assert f"\n    shardstream {command} " in capsys.readouterr().out
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_option_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--version"]) == 0
     assert capsys.readouterr().out.startswith("shardstream ")
 

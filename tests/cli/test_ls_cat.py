@@ -53,7 +53,7 @@ def test_ls_with_a_manifest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert lines[-2:] == ["total: 4 shards, 13 samples, 35.8 kB (tiny)", "fields: bin (12), cls"]
 
 
-def test_ls_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_prints_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_dataset(tmp_path)
     index(str(tmp_path))
     assert main(["ls", str(tmp_path), "--json"]) == 0
@@ -190,7 +190,7 @@ def test_cat_of_a_missing_sample_or_field_is_an_error(
         ("txt", b"", "(empty)"),
     ],
 )
-def test_describe(field: str, data: bytes, expected: str) -> None:
+def test_describe_previews_fields(field: str, data: bytes, expected: str) -> None:
     assert describe(field, data).startswith(expected)
 
 

@@ -28,7 +28,7 @@ def photos(tmp_path: Path) -> str:
     return str(tmp_path / "photos")
 
 
-def test_images(photos: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_pack_images(photos: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out"
     assert (
         main(
@@ -158,7 +158,9 @@ def test_terminal_gets_a_progress_bar(photos: str, tmp_path: Path) -> None:
         ("pack_digits", [], 1797),
     ],
 )
-def test_tools(tool: str, arguments: list[str], samples: int, photos: str, tmp_path: Path) -> None:
+def test_pack_tools_run(
+    tool: str, arguments: list[str], samples: int, photos: str, tmp_path: Path
+) -> None:
     table = Path(photos, "t.csv")
     table.write_text("id,file\na,cat/0.png\nb,dog/0.png\n")
     filled = [a.replace("PHOTOS", photos).replace("TABLE", str(table)) for a in arguments]

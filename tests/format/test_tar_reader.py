@@ -382,7 +382,7 @@ PAX_TOO_LONG = make_header(b"x", size=octal((1 << 20) + 1), kind=b"x")
     ],
     ids=range(18),
 )
-def test_nonsense_is_refused(data: bytes, message: str, offset: int) -> None:
+def test_invalid_headers_are_refused(data: bytes, message: str, offset: int) -> None:
     with pytest.raises(ShardError, match=message) as raised:
         read_members(data)
     assert (raised.value.shard, raised.value.offset) == (SHARD, offset)

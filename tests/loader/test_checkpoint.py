@@ -245,7 +245,9 @@ def test_values_that_need_code_to_load_are_refused_before_saving(
         ("run.pt", {"step": 1, "keep": 1}, "keep= needs a folder"),
     ],
 )
-def test_nonsense_is_refused(name: str, options: Any, message: str, tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(
+    name: str, options: Any, message: str, tmp_path: Path
+) -> None:
     with pytest.raises(ss.OptionError, match=message):
         ss.save_checkpoint(tmp_path / name, **options)
 
@@ -314,7 +316,7 @@ def test_checkpoint_on_s3_round_trips(
         ss.load_checkpoint(f"{bucket}/none/")
 
 
-def test_workers_forked_after_a_save_can_read_with_any_client(bucket: str, s3_env: None) -> None:
+def test_checkpoints_on_s3_start_no_obstore_threads(bucket: str, s3_env: None) -> None:
     ss.save_checkpoint(f"{bucket}/run", step=1)
     code = (
         "import sys, pathlib, shardstream as ss\n"

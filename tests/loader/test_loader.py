@@ -362,7 +362,7 @@ def test_with_length_sets_the_length_of_the_loader(folder: str) -> None:
             dataset.with_length(length)  # type: ignore[arg-type]
 
 
-def test_repr_shows_the_source(folder: str) -> None:
+def test_repr_shows_dataset_and_options(folder: str) -> None:
     dataset = ss.ShardDataset(folder, placement=ss.Placement(1, 2)).decode()
     assert repr(ss.ShardLoader(dataset, 8)) == (
         f"ShardLoader({dataset!r}, batch_size=8, num_workers=0, rank 1 of 2)"

@@ -108,9 +108,8 @@ def test_ring_returns_memory_when_requested() -> None:
     for give_back in (False, True):
         ring.reset(give_back=give_back)
         assert (os.fstat(ring._handle).st_blocks * 512 < len(batch[0])) == give_back
-    assert bytes(ring._memory[message.start + 4096 :][:99]) == bytes(
-        99
-    )  # a message that is never received
+    # The memory of a message that is never received is zeroed.
+    assert bytes(ring._memory[message.start + 4096 :][:99]) == bytes(99)
     assert ring.unpack(ring.pack(batch, 0)) == batch
 
 

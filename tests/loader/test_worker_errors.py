@@ -276,7 +276,7 @@ def test_user_errors_keep_their_type(folder: str) -> None:
         assert type(caught.value) is RuntimeError
 
 
-def test_worker_killed_for_memory_raises_an_error_that_says_so(tmp_path: Path, folder: str) -> None:
+def test_memory_error_in_a_worker_is_raised(tmp_path: Path, folder: str) -> None:
     def hungry(sample: dict[str, Any]) -> dict[str, Any]:
         return sample | {"npy": ctypes.create_string_buffer(1 << 60)}
 

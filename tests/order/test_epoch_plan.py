@@ -173,7 +173,7 @@ def test_invalid_order_is_refused(changed: dict[str, int], message: str) -> None
         (10_000, 1, 78),
     ],
 )
-def test_default_blocks(nsamples: int, total_bytes: int, block: int) -> None:
+def test_default_blocks_are_pinned(nsamples: int, total_bytes: int, block: int) -> None:
     assert default_block(nsamples, total_bytes) == block
 
 

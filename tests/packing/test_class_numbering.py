@@ -285,7 +285,9 @@ def test_sibling_folders_of_splits(folder: str, sibling: str | None) -> None:
     assert found == [] if sibling is None else sibling in found
 
 
-def test_siblings_of_the_current_folder(splits: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_pack_to_the_current_folder_finds_sibling_splits(
+    splits: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
     ss.pack(splits / "train", tmp_path / "out" / "train")
     (tmp_path / "out" / "val").mkdir()
     monkeypatch.chdir(tmp_path / "out" / "val")

@@ -1,4 +1,4 @@
-"""Parts of a job run in any order and process; `merge` publishes the dataset when all are done, and nothing before."""
+"""Test that parts of a job run in any order and process, and that `merge` publishes only when all are done."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_overwrite_of_one_part_is_refused(source: str, tmp_path: Path) -> None:
         ss.reshard(source, tmp_path / "new", executor=ss.Parts(1, 2), overwrite=True)
 
 
-def test_shard_that_was_deleted_is_noticed_and_written_again(source: str, tmp_path: Path) -> None:
+def test_deleted_shard_is_detected_and_rewritten(source: str, tmp_path: Path) -> None:
     for part in (1, 2):
         reshard_part(source, tmp_path / "new", part, 2)
     (tmp_path / "new" / "000003.tar").unlink()
@@ -107,7 +107,7 @@ def test_damaged_record_is_an_error(source: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["nothing", "files", "pack"])
-def test_merge_where_no_job_is(tmp_path: Path, content: str) -> None:
+def test_merge_without_a_job_is_refused(tmp_path: Path, content: str) -> None:
     folder = tmp_path / "out"
     if content == "files":
         folder.mkdir()
@@ -134,7 +134,7 @@ def test_part_that_does_not_exist_is_refused(part: int, of: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["3", "3/", "a/b", "3/16/2", "-1/3", ""])
-def test_text_that_is_no_part_is_refused(text: str) -> None:
+def test_invalid_part_text_is_refused(text: str) -> None:
     with pytest.raises(ss.OptionError, match="3/16"):
         ss.Parts.parse(text)
 
@@ -155,7 +155,7 @@ def test_index_in_parts_equals_the_index_at_once(tars: Path, tmp_path: Path) -> 
     assert once == parts
 
 
-def test_index_in_parts_notices_a_tar_that_changes(tars: Path) -> None:
+def test_index_in_parts_detects_a_changed_tar(tars: Path) -> None:
     ss.index(str(tars), executor=ss.Parts(1, 2))
     first = min(tars.glob("*.tar"))
     first.write_bytes(first.read_bytes() + bytes(10240))

@@ -1,4 +1,4 @@
-"""`reshard` keeps every sample, its shards do not depend on the executor, and a stopped job goes on where it was."""
+"""Test that `reshard` keeps every sample, gives the same shards with any executor, and resumes a stopped job."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NSAMPLES = 240
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A dataset of 240 samples of 1 to 3,000 bytes in shards of 50, with class names."""
+    """Dataset of 240 samples of 1 to 3,000 bytes in shards of 50, with class names."""
     folder = tmp_path_factory.mktemp("source") / "train"
     random = np.random.default_rng(0)
     with ss.ShardWriter(folder, max_samples=50) as writer:
@@ -85,7 +85,7 @@ def raise_at_77(sample: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 class SlowDown:
-    """Waits a little for each sample, so that the process can be killed in between."""
+    """A step with a pause for each sample, so that the process can be killed between samples."""
 
     def __call__(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
         time.sleep(0.01)
@@ -101,7 +101,7 @@ def test_samples_keep_their_order_in_shards_of_another_size(source: str, tmp_pat
     )
     sizes = [path.stat().st_size for path in sorted((tmp_path / "new").glob("*.tar"))]
     assert max(sizes) <= 64_000
-    assert min(sizes[:-1]) > 64_000 - 5_000  # no room for another sample
+    assert min(sizes[:-1]) > 64_000 - 5_000  # another sample would not fit
     assert not ss.verify(str(tmp_path / "new")).problems
     assert (tmp_path / "new" / "classes.json").read_text().count("even") == 1
     assert not list((tmp_path / "new").glob(".*"))
@@ -113,7 +113,7 @@ def test_seed_gives_a_random_order_of_all_samples(source: str, tmp_path: Path) -
     orders = [keys_of(tmp_path / "0"), keys_of(tmp_path / "1"), keys_of(source)]
     assert sorted(orders[0]) == sorted(orders[1]) == orders[2]
     assert orders[0] != orders[1] != orders[2] != orders[0]
-    # Neighbours come from everywhere: the first 60 samples hold some of each fifth of the source.
+    # Samples are mixed globally: the first 60 contain some of each fifth of the source.
     assert {int(key) // 48 for key in orders[0][:60]} == set(range(5))
     counts = [len(keys_of(path)) for path in sorted((tmp_path / "0").glob("*.tar"))]
     assert counts == [60, 60, 60, 60]

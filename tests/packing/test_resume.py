@@ -416,7 +416,7 @@ def test_other_pack_options_are_refused_in_an_unfinished_folder(
         (source / "a.txt").write_text("another")
     options |= {name: value for name, value in change.items() if name != "source"}
     before = contents(tmp_path / "out")
-    if message is None:  # other folders, which are empty
+    if message is None:  # a split goes to other folders, which are empty
         assert pack(source, tmp_path / "out", **options).kept == 0
         return
     with pytest.raises(OptionError, match=rf"unfinished pack.*{message}.*--overwrite"):

@@ -347,7 +347,7 @@ def test_missing_bucket_is_an_error() -> None:
         write_some("s3://no-such-bucket-here/train/")
 
 
-def test_names_are_recognised() -> None:
+def test_shard_names_are_recognised() -> None:
     shards = ShardNames.parse("x/a-{shard:03d}.tar")
     assert [shards.is_ours(name) for name in ("a-007.tar", "a-1000.tar", "a-7.tar", "b-007.tar", "a-.tar")] == [
         True, True, False, False, False,

@@ -462,7 +462,7 @@ def test_one_spelling_for_jpeg() -> None:
     ]
 
 
-def test_unmapped_table_logs_how_to_map_columns(
+def test_unmapped_table_names_the_options_that_map_columns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     plain_bytes = pa.table({"id": [1], "sound": [b"RIFF\0\0\0\0WAVE"]})

@@ -102,7 +102,7 @@ def test_basic_fields_are_decoded_as_in_webdataset(
 
 
 @pytest.mark.parametrize("field", ["class", "count"])
-def test_index_and_id_fields_are_decoded_as_integers(field: str) -> None:
+def test_integer_fields_that_webdataset_leaves_as_bytes_are_decoded(field: str) -> None:
     assert decode_field(field, b"3") == 3
     assert TheirDecoder([]).decode({field: b"3"})[field] == b"3"
 

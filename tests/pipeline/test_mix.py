@@ -197,7 +197,7 @@ def test_mix_works_in_plain_iteration_and_a_plain_data_loader(folders: dict[str,
     )
 
 
-def test_epoch_ends_although_an_endless_part_has_weight_zero(folders: dict[str, str]) -> None:
+def test_epoch_ends_if_a_repeated_part_is_empty(folders: dict[str, str]) -> None:
     nothing = ss.ShardDataset(folders["a"]).decode().select(lambda sample: sample["cls"] < 0)
     assert list(ss.mix([nothing], [1.0], samples=10)) == []
 

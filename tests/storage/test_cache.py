@@ -752,7 +752,7 @@ def test_a_lock_that_another_process_holds_for_a_moment_is_waited_for(
 def test_a_process_that_is_forked_during_a_write_keeps_no_lock(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    really_replace, children = os.replace, []
+    really_replace, children = os.replace, list[int]()
     test_has_ended, end_test = os.pipe()
 
     def fork_first(*paths: str) -> None:  # as another thread may, while the lock is held
@@ -911,5 +911,5 @@ def test_replaced_file_can_be_read_whole_but_not_by_range(bucket: str, s3: S3Ser
         storage.read(url, 0, 2)
 
 
-def test_warning_is_public() -> None:
+def test_cache_warning_is_public() -> None:
     assert ss.CacheWarning is CacheWarning

@@ -60,7 +60,7 @@ def test_limit_is_constant_if_the_consumer_is_slow(clock: Clock) -> None:
     ]
 
 
-def test_few_or_fast_responses_are_measured_over_a_longer_window(clock: Clock) -> None:
+def test_few_responses_or_a_short_time_do_not_change_the_limit(clock: Clock) -> None:
     concurrency = AdaptiveLimit(8, 32, clock)
     concurrency._is_saturated = True
     for _ in range(100):  # in no time
@@ -138,7 +138,7 @@ def test_no_hedging_while_the_server_throttles(clock: Clock) -> None:
     concurrency.record_throttling()
     assert concurrency.hedge_after_s == math.inf
     clock.now += 0.9
-    concurrency.record_throttling()  # no second halving within the pause
+    concurrency.record_throttling()  # too early for a second halving, but hedging stays off
     clock.now += 0.9
     assert concurrency.hedge_after_s == math.inf
     clock.now += 0.2

@@ -212,7 +212,7 @@ def test_partial_files_of_a_killed_writer_are_not_shards(tmp_path: Path) -> None
             locate_shards(url, Storage())
     (
         tmp_path / "01.tar.part-0123456789ab"
-    ).unlink()  # the change of an index does not concern the tars
+    ).unlink()  # a partial index does not make the tars unfinished
     assert names(locate_shards(str(tmp_path), Storage())) == ["00.tar"]
 
 

@@ -114,7 +114,7 @@ def test_errors_of_all_clients_are_translated(url: str, options: dict[str, Any])
         Storage({"retry_timeout_s": 0.2, **options}).read(url, 0, 10)
 
 
-def test_unreachable_network_is_an_error() -> None:
+def test_offline_mode_of_a_client_is_an_error() -> None:
     verdict = classify_error(OfflineModeIsEnabled("offline mode is enabled"), "hf://datasets/a/b")
     assert "unset HF_HUB_OFFLINE" in str(verdict.error)
     assert not verdict.is_retryable

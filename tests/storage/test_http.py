@@ -123,11 +123,11 @@ def test_server_without_content_length_is_reported(
 
 def test_whole_files_are_read_without_content_length(server: str, tmp_path: Path) -> None:
     url = f"{server}/200/unsaid.csv"
-    with pytest.raises(SourceError, match="the source is empty"):  # a status without a known remedy
+    with pytest.raises(SourceError, match="the source is empty"):  # the CSV has no rows
         ss.pack(url, tmp_path / "out")
     with pytest.warns(CacheWarning, match="does not report its length"):
         assert Storage(cache=open_cache(tmp_path / "cache", "100MB")).read(url) == b"0123456789"
-    with pytest.raises(ManifestError):  # ten digits are not a status
+    with pytest.raises(ManifestError):  # ten digits are not a manifest
         ss.ShardDataset(f"{server}/200/unsaid.json")
 
 

@@ -321,7 +321,9 @@ def test_full_shard_is_uploaded_before_its_publication(
         ("0x8DC5", {}, 1, False),
     ],
 )
-def test_comparable_etags(etag: str, found: dict[str, str], num_parts: int, is_md5: bool) -> None:
+def test_comparable_etags_are_recognised(
+    etag: str, found: dict[str, str], num_parts: int, is_md5: bool
+) -> None:
     assert may_be_md5(etag, found, num_parts) == is_md5
 
 

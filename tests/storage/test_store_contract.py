@@ -50,15 +50,15 @@ def public(s3: S3Server) -> Iterator[str]:
     client.close()
 
 
-def test_local(tmp_path: Path) -> None:
+def test_local_store_passes_the_contract(tmp_path: Path) -> None:
     check_store(Storage(), str(tmp_path))
 
 
-def test_memory() -> None:
+def test_memory_store_passes_the_contract() -> None:
     check_store(Storage(), f"memory://test-{uuid.uuid4().hex}")
 
 
-def test_user_filesystem() -> None:
+def test_user_filesystem_passes_the_contract() -> None:
     check_store(Storage(filesystem=MemoryFileSystem()), f"memory://test-{uuid.uuid4().hex}")
 
 
@@ -67,16 +67,16 @@ def test_s3fs_as_a_user_filesystem(s3: S3Server, bucket: str) -> None:
 
 
 @pytest.mark.parametrize("client", ["obstore", "s3fs"])
-def test_s3(client: str, s3: S3Server, bucket: str) -> None:
+def test_s3_passes_the_contract(client: str, s3: S3Server, bucket: str) -> None:
     check_store(Storage(s3.storage_options | {"s3_client": client}), f"{bucket}/folder")
 
 
-def test_http(public: str, s3: S3Server) -> None:
+def test_http_passes_the_reader_contract(public: str, s3: S3Server) -> None:
     check_reader(Storage(), f"{s3.endpoint}/{public}/data.bin", DATA)
 
 
 @pytest.mark.parametrize("protocol", ["gs", "gcs"])
-def test_google_by_obstore(protocol: str, public: str, s3: S3Server) -> None:
+def test_google_store_passes_the_contract(protocol: str, public: str, s3: S3Server) -> None:
     storage = Storage({"token": "anon", "endpoint_url": s3.endpoint})
     check_reader(storage, f"{protocol}://{public}/data.bin", DATA)
     assert [file.size for file in storage.list_folder(f"{protocol}://{public}")[0]] == [
@@ -87,7 +87,7 @@ def test_google_by_obstore(protocol: str, public: str, s3: S3Server) -> None:
 
 
 @pytest.mark.parametrize("protocol", ["az", "abfs"])
-def test_azure_by_obstore(protocol: str, azure: dict[str, Any]) -> None:
+def test_azure_store_passes_the_contract(protocol: str, azure: dict[str, Any]) -> None:
     check_store(Storage(azure), f"{protocol}://test/{uuid.uuid4().hex}")
 
 
@@ -160,7 +160,7 @@ KEY = {"type": "service_account", "client_email": "a@b", "private_key": "secret"
         ({"requester_pays": True}, {}, None),
     ],
 )
-def test_options_of_gcsfs(
+def test_gcsfs_options_are_translated(
     options: dict[str, Any], variables: dict[str, str], config: dict[str, Any] | None
 ) -> None:
     found = parse_gcs_options(options, variables, 20.0)
@@ -175,7 +175,7 @@ def test_options_of_gcsfs(
         ("external_account", None),
     ],
 )
-def test_files_of_google_credentials(kind: str, name: str | None, tmp_path: Path) -> None:
+def test_google_credential_files_are_read(kind: str, name: str | None, tmp_path: Path) -> None:
     path = tmp_path / "key.json"
     path.write_text(json.dumps({"type": kind}))
     found = parse_gcs_options({"token": str(path)}, {}, 20.0)
@@ -228,7 +228,7 @@ def test_files_of_google_credentials(kind: str, name: str | None, tmp_path: Path
         ({"version_aware": True}, {}, None),
     ],
 )
-def test_options_of_adlfs(
+def test_adlfs_options_are_translated(
     options: dict[str, Any], variables: dict[str, str], config: dict[str, Any] | None
 ) -> None:
     found = parse_azure_options(options, variables, 20.0)

@@ -68,7 +68,7 @@ def test_limit_applies_to_all_patterns_together() -> None:
         ss.ShardDataset("::".join(["{0..599999}.tar"] * 2))
 
 
-def test_deep_glob_is_simplified_to_one_request(tmp_path: Path) -> None:
+def test_repeated_double_stars_are_simplified(tmp_path: Path) -> None:
     deep = tmp_path.joinpath(*"abcdefghijkl")
     make_shards(deep, samples=2)
     assert len(Storage().glob(f"{tmp_path}/{'**/' * 12}*.tar")) == 1

@@ -1,1 +1,1 @@
-"""The parts of `tools/bench.py`: data, contestants, limits, rows, report."""
+"""Parts of `tools/bench.py`: data, contestants, limits, rows and report."""

@@ -1,4 +1,4 @@
-"""What one measurement is asked to do, and what it found: plain values that cross from process to process as JSON."""
+"""Parameters and result of one measurement: plain values that are sent between processes as JSON."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 Epochs = Callable[[int], Iterable[Any]]
-"""From the number of an epoch to its batches."""
+"""Function from the number of an epoch to its batches."""
 
 Mode = Literal["throughput", "first", "resume", "memory", "pack", "index", "scale", "ray"]
 
@@ -19,25 +19,25 @@ class Case:
 
     Args:
         contestant: Name of a module of `benchmarks.peers`, or "limit-…" (see `benchmarks.limits`).
-        mode: What is timed (see `benchmarks.child`).
+        mode: Quantity to time (see `benchmarks.child`).
         location: Folder or ``s3://`` prefix of the data, in the contestant's format.
-        fields: Of a sample.
-        samples: In an epoch; another number is an error.
-        payload_bytes: Of all fields in an epoch; another number is an error.
-        task: "raw" hands out bytes, "train" decoded, cropped images and labels.
+        fields: Fields of a sample.
+        samples: Samples of an epoch; another number is an error.
+        payload_bytes: Bytes of all fields in an epoch; another number is an error.
+        task: "raw" returns bytes, "train" decoded, cropped images and labels.
         workers: Loader processes.
         only: Of the ray row: the field that is read; empty for all.
         threads: Decoding threads of each process, 0 for none.
-        prefetch: Batches that each loader process is ahead; torch's default is 2.
-        decoder: Of images.
-        batch_size: Samples.
-        min_s: Short epochs are repeated, after a first to warm up, until that long was measured.
-        max_s: The epoch is left when that long was measured, 0 for never.
-        warm: Whether the first epoch only warms up, however long it takes.
-        cache: An empty folder for what the contestant keeps on disk.
-        target: Of the pack row: where to write to if not to the cache.
-        connections: Of the socket limit.
-        began: When the process was started, seconds since 1970.
+        prefetch: Batches that each loader process prefetches; torch's default is 2.
+        decoder: Decoder of images.
+        batch_size: Samples of a batch.
+        min_s: Minimum duration; short epochs are repeated after one warm-up epoch.
+        max_s: Maximum duration of an epoch; 0 for none.
+        warm: Whether the first epoch is a warm-up, however long it takes.
+        cache: Empty folder for files that the contestant caches.
+        target: Destination of the pack row, if not the cache.
+        connections: Connections of the socket limit.
+        began: Start time of the process, seconds since 1970.
     """
 
     contestant: str
@@ -62,28 +62,28 @@ class Case:
     began: float = 0.0
 
     def to_json(self) -> str:
-        """Return it as one line."""
+        """Return the case as one line of JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> Case:
-        """Read what `to_json` wrote."""
+        """Parse the output of `to_json`."""
         values = json.loads(text)
         return cls(**values | {"fields": tuple(values["fields"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """What a measurement found.
+    """Result of a measurement.
 
     Args:
-        seconds: Of what was timed.
-        samples: Delivered in that time.
-        payload_bytes: Of their fields.
+        seconds: Measured time.
+        samples: Samples delivered in that time.
+        payload_bytes: Bytes of their fields.
         cpu_s: Processor seconds in that time, of the process and its children.
         peak_rss_bytes: Largest resident memory of the process, or of one of its children.
-        wrong: How it delivered something else than asked; empty if it did not.
-        extra: Figures of the row's own.
+        wrong: How the output differs from the expected one; empty if it does not.
+        extra: Additional figures of the row.
     """
 
     seconds: float

@@ -1,6 +1,6 @@
-"""The process that measures: ``python -m benchmarks.child CASE`` prints one line of JSON.
+"""Run a measurement: ``python -m benchmarks.child CASE`` prints one line of JSON.
 
-Each measurement has a process of its own, so that imports, caches and threads of contestants do not meet.
+Each measurement has its own process, so that imports, caches and threads of contestants do not interfere.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
     """Measure the case of the command line."""
     result = measure(Case.from_json(sys.argv[1]))
     print("RESULT " + json.dumps(asdict(result)), flush=True)
-    os._exit(0)  # what a contestant still has running is not what is measured
+    os._exit(0)  # threads and processes that a contestant still runs are not measured
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The data of the benchmark: seeded samples, and the same samples in the format of each contestant.
+"""Data of the benchmark: seeded samples, and the same samples in the format of each contestant.
 
 Formats: "tar" ("tar-200": in 200 shards; with our index; the tars are what webdataset, datasets and the S3 connector read), "litdata", "mds" (MosaicML) and
-"files". Each is made once in the work folder, in a process of its own.
+"files". Each is made once in the work folder, in its own process.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-SHARDS = 15  # of every corpus and format, so that there is something to shuffle and to share out
+SHARDS = 15  # of every corpus and format, so that shards can be shuffled and partitioned
 _WIDTH, _HEIGHT = 640, 480
 _NPY_BYTES = 550 - 128  # without the header
 _BLOCK_BYTES = 100_000
@@ -30,8 +30,8 @@ class Corpus:
     """Samples of one kind.
 
     Args:
-        kind: "small", "photo" or "block".
-        samples: How many.
+        kind: Kind of samples: "small", "photo" or "block".
+        samples: Number of samples.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class Corpus:
 
     @property
     def shard_samples(self) -> int:
-        """Samples of a shard."""
+        """Samples per shard."""
         return -(-self.samples // SHARDS)
 
     @property
@@ -68,7 +68,7 @@ def small_samples(count: int) -> Iterator[dict[str, bytes]]:
 
 
 def photo(number: int) -> bytes:
-    """Return a JPEG of 640 x 480: shapes of all sizes, and the grain of a sensor."""
+    """Return a JPEG of 640 x 480: shapes of all sizes, and sensor noise."""
     rng = np.random.default_rng(number)
     grain = rng.standard_normal((_HEIGHT, _WIDTH, 1), dtype=np.float32)
     pixels = np.repeat(grain * np.float32(rng.uniform(3, 9)) + 128, 3, axis=2)
@@ -104,7 +104,7 @@ _SAMPLES = {"small": small_samples, "photo": photo_samples, "block": block_sampl
 
 
 def packed_samples(folder: Path) -> Iterator[dict[str, bytes]]:
-    """Yield the samples of tars that were written before."""
+    """Yield the samples of existing tars."""
     for path in sorted(folder.glob("*.tar")):
         key, sample = "", dict[str, bytes]()
         with tarfile.open(path) as tar:
@@ -119,7 +119,7 @@ def packed_samples(folder: Path) -> Iterator[dict[str, bytes]]:
 
 
 def write_tar(samples: Iterable[Mapping[str, bytes]], folder: Path, shard_samples: int) -> None:
-    """Write tars with our index."""
+    """Write tars with shardstream's index."""
     import shardstream as ss  # noqa: PLC0415
 
     with ss.ShardWriter(
@@ -141,7 +141,7 @@ def write_litdata(samples: Iterable[Mapping[str, bytes]], folder: Path, shard_sa
 
 
 def write_mds(samples: Iterable[Mapping[str, bytes]], folder: Path, shard_samples: int) -> None:
-    """Write MosaicML's shards, whose limit is in bytes: those of the first sample are taken for all."""
+    """Write MosaicML's shards, whose limit is in bytes, computed from the size of the first sample."""
     from benchmarks.peers.mosaicml import import_streaming  # noqa: PLC0415
 
     waiting = iter(samples)
@@ -156,7 +156,7 @@ def write_mds(samples: Iterable[Mapping[str, bytes]], folder: Path, shard_sample
 
 
 def write_files(samples: Iterable[Mapping[str, bytes]], folder: Path, _: int) -> None:
-    """Write a file for each field, a folder for each 1,000 samples."""
+    """Write one file per field, and one folder per 1,000 samples."""
     for number, sample in enumerate(samples):
         part = folder / f"{number // 1000:04d}"
         if number % 1000 == 0:
@@ -174,7 +174,7 @@ def main() -> None:
     corpus = Corpus(kind=kind, samples=int(samples))
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
-    again = packed and kind == "photo"  # the small samples are made as fast as they are read
+    again = packed and kind == "photo"  # small samples are generated as fast as they are read
     source = packed_samples(Path(packed[0])) if again else corpus
     name, _, shards = form.partition("-")
     shard_samples = corpus.samples // int(shards) if shards else corpus.shard_samples

@@ -1,4 +1,4 @@
-"""What a training does to a photo, the same for all contestants: decode, random resized crop to 224 x 224."""
+"""Photo preprocessing of a training, the same for all contestants: decode, random resized crop to 224 x 224."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SIDE = 224
 
 
 def crop_box(width: int, height: int) -> tuple[float, float, float, float]:
-    """Draw the box that torchvision's ``RandomResizedCrop`` draws: 8 to 100 % of the area, sides 3:4 to 4:3."""
+    """Draw a crop box as torchvision's ``RandomResizedCrop`` does: 8 to 100 % of the area, sides 3:4 to 4:3."""
     for _ in range(10):
         area = width * height * random.uniform(0.08, 1.0)
         ratio = math.exp(random.uniform(math.log(3 / 4), math.log(4 / 3)))
@@ -38,15 +38,15 @@ def crop(image: Image.Image) -> torch.Tensor:
 
 
 def load(data: bytes) -> Image.Image:
-    """Decode a JPEG by Pillow."""
+    """Decode a JPEG with Pillow."""
     with Image.open(io.BytesIO(data)) as image:
         return image.convert("RGB")
 
 
 def crop_pixels(pixels: npt.NDArray[np.uint8]) -> torch.Tensor:
-    """Return a random part of an image, shape (3, 224, 224), uint8, by torch's own resize.
+    """Return a random part of an image, shape (3, 224, 224), uint8, with torch's resize.
 
-    It is what torchvision's ``v2.RandomResizedCrop`` does with tensors. Values differ from those of `crop` by 0.01 on average.
+    torchvision's ``v2.RandomResizedCrop`` does the same with tensors. Values differ from those of `crop` by 0.01 on average.
 
     Args:
         pixels: Shape (H, W, 3).
@@ -58,12 +58,12 @@ def crop_pixels(pixels: npt.NDArray[np.uint8]) -> torch.Tensor:
 
 
 def example_fast(data: bytes) -> torch.Tensor:
-    """Decode a JPEG by libjpeg-turbo, and crop it by torch."""
+    """Decode a JPEG with libjpeg-turbo, and crop it with torch."""
     import simplejpeg  # noqa: PLC0415  (an extra)
 
     return crop_pixels(simplejpeg.decode_jpeg(data, "RGB"))
 
 
 def example(sample: Any) -> tuple[torch.Tensor, int]:
-    """Make what is trained with of a raw sample: image and label, decoded by Pillow."""
+    """Return image and label of a raw sample, decoded with Pillow."""
     return crop(load(sample["jpg"])), int(sample["cls"])

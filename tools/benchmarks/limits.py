@@ -1,4 +1,4 @@
-"""What the machine itself allows, measured in the same run: reading, fetching, decoding, hashing and writing without any loader."""
+"""Hardware limits, measured in the same run: reading, fetching, decoding, hashing and writing without a loader."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from benchmarks.objects import list_files, presign
 from benchmarks.processes import cpu_s
 
 Range = tuple[str, int, int]
-"""A URL, the first byte, and the one behind the last."""
+"""A URL, the first byte, and the byte after the last."""
 
 _RANGE_BYTES = 4 << 20
 _TIMEOUT_S = 60
 
 
 def measure(case: Case) -> Result:
-    """Run a limit, a function below."""
+    """Run a limit: one of the functions below."""
     works: dict[str, Callable[[Case], Callable[[], int]]] = {
         "limit-pages": read_pages,
         "limit-bytes": read_bytes,
@@ -78,8 +78,8 @@ def read_pages(case: Case) -> Callable[[], int]:
 
 
 def read_bytes(case: Case) -> Callable[[], int]:
-    """Copy each field from a memory map to bytes of its own, a batch at a time, in memory that is used again; find and check nothing."""
-    bytes(31 << 20)  # freed: malloc keeps what is freed from now on
+    """Copy each field from a memory map to new bytes, a batch at a time, in reused memory, without parsing or checks."""
+    bytes(31 << 20)  # from now on malloc keeps freed memory
     tars: list[tuple[mmap.mmap, list[tuple[int, int]]]] = []
     for path in (name for name, _ in list_files(case.location) if name.endswith(".tar")):
         with open(path, "rb") as stream, tarfile.open(path) as tar:
@@ -114,19 +114,23 @@ def fetch(ranges: Sequence[Range], connections: int) -> int:
 
     def get(connection: HTTPConnection, buffer: memoryview, piece: Range) -> int:
         url, start, end = piece
-        answer = _ask(connection, "GET", url, headers={"Range": f"bytes={start}-{end - 1}"})
+        answer = _send_request(
+            connection, "GET", url, headers={"Range": f"bytes={start}-{end - 1}"}
+        )
         got = 0
         while got < end - start and (more := answer.readinto(buffer[got : end - start])):
             got += more
         answer.read()
         return got
 
-    got = _by_sockets(get, ranges, connections)
+    got = _map_over_connections(get, ranges, connections)
     assert got == sum(end - start for _, start, end in ranges)
     return got
 
 
-def _ask(connection: HTTPConnection, method: str, url: str, **options: Any) -> HTTPResponse:
+def _send_request(
+    connection: HTTPConnection, method: str, url: str, **options: Any
+) -> HTTPResponse:
     parts = urlsplit(url)
     connection.request(method, f"{parts.path}?{parts.query}", **options)
     answer = connection.getresponse()
@@ -134,12 +138,12 @@ def _ask(connection: HTTPConnection, method: str, url: str, **options: Any) -> H
     return answer
 
 
-def _by_sockets(
+def _map_over_connections(
     work: Callable[[HTTPConnection, memoryview, Any], int],
     items: Sequence[tuple[Any, ...]],
     connections: int,
 ) -> int:
-    """Do the work for items, whose first is a URL, by a thread for each connection; return the sum of what it returns."""
+    """Process items, whose first value is a URL, with one thread per connection; return the sum of the results."""
     waiting: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
     for item in items:
         waiting.put(item)
@@ -161,7 +165,7 @@ def _by_sockets(
 
 
 def decode_all(case: Case) -> Callable[[], int]:
-    """Decode and crop all photos of the tars from memory, in as many processes as there are workers, or threads."""
+    """Decode and crop all photos of the tars from memory, with one process per worker, or with threads."""
     import multiprocessing  # noqa: PLC0415
 
     import torch  # noqa: PLC0415  (the other limits do without)
@@ -178,10 +182,8 @@ def decode_all(case: Case) -> Callable[[], int]:
                     if Path(member.name).suffix == ".jpg"
                 ]
     random.seed(0)
-    torch.set_num_threads(1)  # as in a loader's workers
-    bytes(
-        31 << 20
-    )  # freed: from now on malloc keeps the memory of images, as it does in a training
+    torch.set_num_threads(1)  # as in loader workers
+    bytes(31 << 20)  # from now on malloc keeps the memory of freed images, as in a training
 
     def part(worker: int, of: int) -> None:
         for data in photos[worker::of]:
@@ -206,7 +208,7 @@ def decode_all(case: Case) -> Callable[[], int]:
 
 
 def hash_all(case: Case) -> Callable[[], int]:
-    """Read all tars from the page cache and take their sha256, a thread for each core."""
+    """Read all tars from the page cache and compute their sha256, with one thread per core."""
     paths = [name for name, _ in list_files(case.location) if name.endswith(".tar")]
 
     def digest(path: str) -> int:
@@ -222,7 +224,7 @@ def hash_all(case: Case) -> Callable[[], int]:
 
 
 def write_all(case: Case) -> Callable[[], int]:
-    """Write tars that are in memory to as many files, 4 MiB at a time, each to the disk; another thread takes their sha256."""
+    """Write tars from memory to files with fsync, 4 MiB at a time; another thread computes their sha256."""
     tars = [
         Path(name).read_bytes() for name, _ in list_files(case.location) if name.endswith(".tar")
     ]
@@ -251,7 +253,7 @@ def write_all(case: Case) -> Callable[[], int]:
 
 
 def put_all(case: Case) -> Callable[[], int]:
-    """Send tars that are in memory over plain sockets, each in one request, without any checksum."""
+    """Send tars from memory over plain sockets, each in one request, without a checksum."""
     tars = [
         (presign(f"{case.target}/{Path(name).name}", "put_object"), Path(name).read_bytes())
         for name, _ in list_files(case.location)
@@ -259,7 +261,7 @@ def put_all(case: Case) -> Callable[[], int]:
     ]
 
     def put(connection: HTTPConnection, _: memoryview, item: tuple[str, bytes]) -> int:
-        _ask(connection, "PUT", item[0], body=item[1]).read()
+        _send_request(connection, "PUT", item[0], body=item[1]).read()
         return len(item[1])
 
-    return lambda: _by_sockets(put, tars, case.connections)
+    return lambda: _map_over_connections(put, tars, case.connections)

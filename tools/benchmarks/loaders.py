@@ -1,4 +1,4 @@
-"""What contestants' loaders have in common with torch's `DataLoader`."""
+"""Options that contestants' loaders share with torch's `DataLoader`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from benchmarks.case import Case, Epochs
 
 
 def loader_options(case: Case) -> dict[str, Any]:
-    """Return what a loader is made with; raw samples stay a list."""
+    """Return the arguments of a loader; raw samples stay a list."""
     options = {"batch_size": case.batch_size} | worker_options(case)
     return options if case.task == "train" else options | {"collate_fn": list}
 
 
 def worker_options(case: Case) -> dict[str, Any]:
-    """Return what a loader is told of its processes."""
+    """Return the arguments of a loader for its processes."""
     if not case.workers:
         return {"num_workers": 0}
     return {
@@ -24,6 +24,6 @@ def worker_options(case: Case) -> dict[str, Any]:
     }
 
 
-def alike(case: Case, loader: Any) -> Epochs:
-    """Return what makes the batches of an epoch, by a loader that is not told which it is."""
+def epochs_of(case: Case, loader: Any) -> Epochs:
+    """Return the function that makes the batches of an epoch, for a loader without epoch numbers."""
     return (lambda _: map(tuple, loader)) if case.task == "train" else (lambda _: loader)

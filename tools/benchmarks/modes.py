@@ -1,4 +1,4 @@
-"""What is timed: epochs, the first batch, a resume, memory over epochs."""
+"""Modes of measurement: epochs, the first batch, a resume, memory over epochs."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ def count(batch: Any, fields: tuple[str, ...]) -> tuple[int, int]:
 def consume(
     batches: Iterable[Any], fields: tuple[str, ...], until: float = math.inf
 ) -> tuple[int, int, bool]:
-    """Go through an epoch; return its samples, the bytes of their fields, and whether it was whole.
+    """Read an epoch; return its samples, the bytes of their fields, and whether it was complete.
 
     Args:
-        batches: Of an epoch.
-        fields: Of a sample.
-        until: When to stop before its end (`time.perf_counter`).
+        batches: Batches of an epoch.
+        fields: Fields of a sample.
+        until: Time at which to stop early (`time.perf_counter`).
     """
     samples = payload = 0
     for batch in batches:
@@ -54,7 +54,7 @@ def consume(
 
 
 def check(case: Case, samples: int, payload_bytes: int, epochs: int = 1) -> str:
-    """Say what is wrong with what was delivered; nothing if nothing is."""
+    """Return how the output differs from the expected one; an empty string if it does not."""
     if samples != epochs * case.samples:
         return f"{samples} samples instead of {epochs} x {case.samples}"
     if case.task == "raw" and payload_bytes != epochs * case.payload_bytes:
@@ -65,9 +65,9 @@ def check(case: Case, samples: int, payload_bytes: int, epochs: int = 1) -> str:
 def throughput(case: Case, epochs: Epochs) -> Result:
     """Time an epoch, or as much of it as fits in ``max_s``.
 
-    With ``min_s``, an epoch shorter than that (with ``warm``, any) only warms up, and then whole ones are repeated until it is reached.
+    With ``min_s``, a shorter epoch (with ``warm``, any) is a warm-up, and whole epochs are repeated until ``min_s`` is reached.
     """
-    number, took = 0, _go(case, epochs, 0)
+    number, took = 0, _run_epoch(case, epochs, 0)
     if case.warm or took.seconds < case.min_s:
         began_cpu, began = cpu_s(), time.perf_counter()
         samples = payload = 0
@@ -87,7 +87,7 @@ def throughput(case: Case, epochs: Epochs) -> Result:
     return replace(took, peak_rss_bytes=peak_rss_bytes())
 
 
-def _go(case: Case, epochs: Epochs, number: int) -> Result:
+def _run_epoch(case: Case, epochs: Epochs, number: int) -> Result:
     began_cpu, began = cpu_s(), time.perf_counter()
     until = began + case.max_s if case.max_s else math.inf
     samples, payload, whole = consume(epochs(number), case.fields, until)
@@ -112,9 +112,9 @@ def first_batch(case: Case, epochs: Epochs) -> Result:
 
 
 def resume(case: Case, peer: Any) -> Result:
-    """Time the first batch of a loader that goes on at 90 % of an epoch; "fresh_s" is that of one that begins.
+    """Time the first batch of a loader that resumes at 90 % of an epoch; "fresh_s" is the time without a resume.
 
-    The median of three each, in turn, after an epoch that is left at 90 %. Starting the workers is part of it.
+    The median of three each, alternating, after an epoch that stops at 90 %. The start of the workers is included.
     """
     loader = peer.make_loader(case)
     taken = int(0.9 * math.ceil(case.samples / case.batch_size))
@@ -127,12 +127,12 @@ def resume(case: Case, peer: Any) -> Result:
     for turn in range(6):
         kind = ("fresh", "resumed")[turn % 2]
         fresh_cache = f"{case.cache}/{turn}"
-        loader = None  # the one before ends its workers, which is not part of the time
+        loader = None  # ending the workers before is not part of the time
         began = time.perf_counter()
         loader = peer.make_loader(replace(case, cache=fresh_cache))
         if kind == "resumed":
             loader.load_state_dict(state)
-        size, _ = count(next(iter(loader)), case.fields)  # at last, of a resumed one
+        size, _ = count(next(iter(loader)), case.fields)  # the last one was resumed
         times[kind].append(time.perf_counter() - began)
     wrong = "" if size == min(left, case.batch_size) else f"{size} samples, not those left"
     return Result(
@@ -144,9 +144,9 @@ def resume(case: Case, peer: Any) -> Result:
 
 
 def memory(case: Case, epochs: Epochs) -> Result:
-    """Go through five epochs; "base" is what a worker holds when it is forked, "growth" how much more it holds after the first epoch.
+    """Read five epochs; "base" is the memory of a worker after the fork, "growth" its increase after the first epoch.
 
-    From the means of the second and third to those of the fourth and fifth. Peaks would tell less: when answers and batches happen to
+    From the means of the second and third to those of the fourth and fifth. Peaks vary more: depending on how responses and batches
     meet, that of one epoch varies by 3 %.
     """
     base_bytes = memory_bytes(os.getpid())["anon"]

@@ -1,4 +1,4 @@
-"""What contestants need to know of a folder or bucket: its tars, presigned URLs."""
+"""List tars of a folder or bucket, and presign URLs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _HOUR_S = 3600
 
 @functools.cache
 def s3_client() -> Any:
-    """Return a client of the server that the environment names."""
+    """Return an S3 client for the server in the environment."""
     import boto3  # noqa: PLC0415  (local rows do without)
 
     return boto3.client("s3")
@@ -47,7 +47,7 @@ def list_tars(location: str) -> list[str]:
 
 
 def presign(url: str, operation: str = "get_object") -> str:
-    """Return the http URL of an object that can be fetched (or with "put_object" sent) for an hour without signing again."""
+    """Return a presigned http URL of an object, valid for an hour for a GET (or a PUT with "put_object")."""
     bucket, key = split_url(url)
     url = s3_client().generate_presigned_url(
         operation, Params={"Bucket": bucket, "Key": key}, ExpiresIn=_HOUR_S

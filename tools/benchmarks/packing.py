@@ -1,4 +1,4 @@
-"""Row `pack`: samples a second written to shards, from memory or from loose files."""
+"""Row `pack`: samples per second written to shards, from memory or from loose files."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def measure(case: Case) -> Result:
         packed = packed_samples(Path(case.location))
         samples = [{"__key__": f"{n:08d}", **sample} for n, sample in enumerate(packed)]
     work: Callable[[Case, Samples, str], None] = {
-        ("shardstream", False): ours,
-        ("shardstream", True): ours_files,
-        ("webdataset", False): webdataset,
-        ("webdataset", True): webdataset,
-        ("litdata", False): litdata,
-        ("mosaicml", False): mosaicml,
+        ("shardstream", False): pack_shardstream,
+        ("shardstream", True): pack_files,
+        ("webdataset", False): pack_webdataset,
+        ("webdataset", True): pack_webdataset,
+        ("litdata", False): pack_litdata,
+        ("mosaicml", False): pack_mosaicml,
     }[case.contestant, loose]
-    if loose:  # to the page cache: as fast for who is first
+    if loose:  # fill the page cache, so that the first contestant is not slower
         deque(loose_samples(Path(case.location), case.fields), maxlen=0)
     import_writer(case)
     rounds = 0
@@ -59,14 +59,14 @@ def measure(case: Case) -> Result:
 
 
 def import_writer(case: Case) -> None:
-    """Import what writes, and what it sends by: not part of the time."""
+    """Import the writer and its client before the measurement."""
     contestant = case.contestant
     if case.target:
         importlib.import_module("s3fs" if contestant == "shardstream" else "boto3")
     if contestant == "shardstream":
         import shardstream as ss  # noqa: PLC0415
 
-        _ = ss.pack, ss.ShardWriter  # looked up when first used
+        _ = ss.pack, ss.ShardWriter  # imported on first use
     elif contestant == "mosaicml":
         import_streaming()
     else:
@@ -76,7 +76,7 @@ def import_writer(case: Case) -> None:
 
 
 def check(case: Case, target: str) -> str:
-    """Compare tars on disk with what was to be written."""
+    """Compare tars on disk with the expected samples."""
     if case.target or case.contestant not in ("shardstream", "webdataset"):
         return ""
     samples = payload = 0
@@ -89,12 +89,12 @@ def check(case: Case, target: str) -> str:
 
 
 def shard_samples(case: Case) -> int:
-    """Return the limit of a shard."""
+    """Return the number of samples per shard."""
     return Corpus(kind="", samples=case.samples).shard_samples
 
 
-def ours(case: Case, samples: Samples, target: str) -> None:
-    """Write with indexes, sha256 and manifest, as always."""
+def pack_shardstream(case: Case, samples: Samples, target: str) -> None:
+    """Write with shardstream: indexes, sha256 and manifest."""
     import shardstream as ss  # noqa: PLC0415
 
     with ss.ShardWriter(target, max_samples=shard_samples(case), max_bytes="1GB") as writer:
@@ -102,8 +102,8 @@ def ours(case: Case, samples: Samples, target: str) -> None:
             writer.write(sample)
 
 
-def ours_files(case: Case, _: Samples, target: str) -> None:
-    """Pack a folder of loose files."""
+def pack_files(case: Case, _: Samples, target: str) -> None:
+    """Pack a folder of loose files with shardstream."""
     import shardstream as ss  # noqa: PLC0415
 
     ss.pack(
@@ -116,8 +116,8 @@ def ours_files(case: Case, _: Samples, target: str) -> None:
     )
 
 
-def webdataset(case: Case, samples: Samples, target: str) -> None:
-    """Write with its ShardWriter; to S3 by a folder, from where each finished shard is uploaded in its ``post`` hook."""
+def pack_webdataset(case: Case, samples: Samples, target: str) -> None:
+    """Write with webdataset's ShardWriter; to S3 through a folder, with an upload of each finished shard in its ``post`` hook."""
     import webdataset as wds  # noqa: PLC0415
 
     options: dict[str, Any] = {"maxcount": shard_samples(case), "verbose": 0}
@@ -137,23 +137,23 @@ def webdataset(case: Case, samples: Samples, target: str) -> None:
             writer.write(sample)
 
 
-def litdata(case: Case, samples: Samples, target: str) -> None:
-    """Write with the writer beneath its `optimize`, in one process."""
+def pack_litdata(case: Case, samples: Samples, target: str) -> None:
+    """Write with the writer that litdata's `optimize` uses, in one process."""
     write_litdata(map(without_key, samples), Path(target), shard_samples(case))
 
 
-def mosaicml(case: Case, samples: Samples, target: str) -> None:
-    """Write with its MDSWriter."""
+def pack_mosaicml(case: Case, samples: Samples, target: str) -> None:
+    """Write with MosaicML's MDSWriter."""
     write_mds(map(without_key, samples), Path(target), shard_samples(case))
 
 
 def without_key(sample: Mapping[str, Any]) -> dict[str, bytes]:
-    """Return the fields."""
+    """Return the fields of a sample without its key."""
     return {name: data for name, data in sample.items() if name != "__key__"}
 
 
 def loose_samples(folder: Path, fields: tuple[str, ...]) -> Iterator[dict[str, Any]]:
-    """Yield the samples of loose files, as a loop of one's own would read them."""
+    """Yield the samples of loose files, read in a plain loop."""
     for first in sorted(folder.rglob(f"*.{fields[0]}")):
         key = first.relative_to(folder).with_suffix("").as_posix()
         yield {

@@ -1,4 +1,4 @@
-"""The picture of a run: how fast everyone is, a small chart a setting."""
+"""Draw the speeds of a run, one small chart per setting."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _COLUMNS = 3
 
 
 def draw(document: dict[str, Any], path: Path) -> None:
-    """Draw a bar for each contestant that can be compared; settings of one contestant are left out."""
+    """Draw a bar for each comparable contestant; settings with one contestant are omitted."""
     from matplotlib.figure import Figure  # noqa: PLC0415  (only for the picture)
 
     settings = [s for s in document["settings"] if len(_bars(s)) > 1]
@@ -28,7 +28,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
         axes.set_axis_on()
         _draw_setting(axes, setting)
     figure.suptitle(
-        "shardstream beside its peers: medians; whiskers from least to greatest", fontsize=14
+        "shardstream and its peers: medians; whiskers from minimum to maximum", fontsize=14
     )
     figure.savefig(path, dpi=110)
 

@@ -1,4 +1,4 @@
-"""Processor time and memory of this process and all that it started, living ones included, as Linux counts them."""
+"""CPU time and memory of this process and its descendants, as Linux counts them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def family(pid: int | None = None) -> Iterator[int]:
-    """Yield a process and its descendants that live."""
+    """Yield a process and its running descendants."""
     pid = os.getpid() if pid is None else pid
     yield pid
     children: list[str] = []
-    with suppress(OSError):  # it has ended meanwhile, or one of its threads
+    with suppress(OSError):  # it has ended, or one of its threads has
         for thread in os.listdir(f"/proc/{pid}/task"):
             with suppress(OSError):
                 children += Path(f"/proc/{pid}/task/{thread}/children").read_text().split()
@@ -24,7 +24,7 @@ def family(pid: int | None = None) -> Iterator[int]:
 
 
 def cpu_s() -> float:
-    """Return processor seconds of this process and its descendants, those that have ended included."""
+    """Return CPU seconds of this process and its descendants, including ended ones."""
     ticks = 0
     for pid in family():
         try:
@@ -51,5 +51,5 @@ def memory_bytes(pid: int) -> dict[str, int]:
 
 
 def peak_rss_bytes() -> int:
-    """Return the sum of the peaks of resident memory of this process and its descendants that live."""
+    """Return the sum of the peaks of resident memory of this process and its running descendants."""
     return sum(memory_bytes(pid)["peak"] for pid in family())

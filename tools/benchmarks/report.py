@@ -1,4 +1,4 @@
-"""From the document of a run to tables, for the terminal and for the docs: no figure is typed by hand."""
+"""Render the document of a run as tables, for the terminal and for the docs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HIGHER = {"samples/s", "members/s"}
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return median, least and greatest.
+    """Return median, minimum and maximum.
 
     >>> spread([3.0, 1.0, 2.0, 9.0])
     (2.5, 1.0, 9.0)
@@ -26,7 +26,7 @@ def spread(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def figures(setting: Setting, name: str) -> list[float]:
-    """Return what is compared, of each repetition of a contestant; nothing if one of them was wrong."""
+    """Return the compared figure of each repetition of a contestant; nothing if one of them was wrong."""
     found = setting["results"].get(name, [])
     if not found or any(result["wrong"] for result in found):
         return []
@@ -36,7 +36,7 @@ def figures(setting: Setting, name: str) -> list[float]:
 
 
 def number(value: float) -> str:
-    """Return a figure with three digits that count.
+    """Return a figure with three significant digits.
 
     >>> number(123456.7), number(12.345), number(0.012345)
     ('123,457', '12.3', '0.0123')
@@ -47,7 +47,7 @@ def number(value: float) -> str:
 
 
 def advantage(setting: Setting, name: str) -> float | None:
-    """Return how many times faster we are than a contestant, by the medians; None if that cannot be said."""
+    """Return the speed of shardstream divided by a contestant's, from the medians; None if unknown."""
     ours, theirs = figures(setting, setting["ours"]), figures(setting, name)
     if not ours or not theirs:
         return None
@@ -56,7 +56,7 @@ def advantage(setting: Setting, name: str) -> float | None:
 
 
 def lines(setting: Setting) -> Iterator[tuple[str, ...]]:
-    """Yield a line of the table for each contestant, the fastest first, limits last; those that were wrong say why."""
+    """Yield a line of the table for each contestant, the fastest first, limits last, with the reason for wrong ones."""
 
     def place(name: str) -> tuple[bool, bool, float]:
         values = figures(setting, name)
@@ -94,7 +94,7 @@ def lines(setting: Setting) -> Iterator[tuple[str, ...]]:
 
 
 def target_lines(setting: Setting) -> Iterator[str]:
-    """Yield a sentence for each target; of one that is missed, what the machine's limit would reach in our place."""
+    """Yield a sentence for each target; for a missed one, with the value of the machine's limit."""
     for target in setting["targets"]:
         sign = "at most" if target["at_most"] else "at least"
         wanted = f"{target['text']}: wanted {sign} {number(target['wanted'])}"
@@ -109,7 +109,7 @@ def target_lines(setting: Setting) -> Iterator[str]:
 
 
 def extra_lines(setting: Setting) -> Iterator[str]:
-    """Yield a sentence for each contestant with figures of its own."""
+    """Yield a sentence for each contestant with additional figures."""
     for name, found in setting["results"].items():
         if found and found[0]["extra"] and not is_limit(name) and not found[0]["wrong"]:
             pairs = (

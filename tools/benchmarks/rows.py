@@ -1,4 +1,4 @@
-"""The rows of the table: what is measured, by whom, and what we want of it."""
+"""Rows of the table: measurements, contestants and targets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from benchmarks.targets import (
 
 _LOCAL = (OURS, "webdataset", "litdata", "mosaicml", "datasets", "files", "torchdata")
 _REMOTE = (OURS, "webdataset", "litdata", "mosaicml", "datasets", "s3torchconnector")
-# datasets decodes npy and json always, which is other work; mosaicml takes half a minute in one process; in one thread all decode
+# datasets always decodes npy and json, which is not comparable; mosaicml takes 30 s in one process; in one thread all decode
 # photos as fast as the others
 _ABSENT = {
     ("small-local", 0): ("datasets", "mosaicml"),
@@ -30,7 +30,7 @@ _ABSENT = {
 }
 _REMOTE_2 = tuple(name for name in _REMOTE if name != "mosaicml")  # it fails, or takes a minute
 _NAMED = (OURS, "webdataset", "litdata", "s3torchconnector")
-_LOW_RATE = 20_000_000  # at which eight connections do not keep the proxy's processor busy
+_LOW_RATE = 20_000_000  # at this rate eight connections do not saturate the proxy's CPU
 _SHORT = (OURS, "webdataset", "litdata", "tarfile")
 _HELD_BYTES = 64 * 2**20 + 1.5 * 64 * 2**20  # prefetch budget, and one and a half windows
 
@@ -48,7 +48,7 @@ def settings(sizes: Sizes) -> Iterator[Setting]:
 
 
 def shortened(chosen: Sequence[Setting]) -> Iterator[Setting]:
-    """Yield of each row what is at stake, or all if nothing is, with two peers or, for targets about us alone, none: to start takes longest."""
+    """Yield the settings with targets of each row, or all if it has none, with two peers, or none if the targets need none."""
     at_stake = {setting.row for setting in chosen if setting.targets}
     for setting in chosen:
         if setting.targets or setting.row not in at_stake:
@@ -80,7 +80,7 @@ def _local(sizes: Sizes) -> Iterator[Setting]:
                 corpus=corpus,
                 contestants=_present(row, workers),
                 limits=("limit-pages",) if workers else ("limit-pages", "limit-bytes"),
-                repetitions=5,  # of a second each, which a neighbour may spoil
+                repetitions=5,  # of a second each, which other processes may disturb
                 targets=(against("webdataset", multiple), against("litdata", 1.4))
                 if workers == 0
                 else (),
@@ -88,14 +88,14 @@ def _local(sizes: Sizes) -> Iterator[Setting]:
 
 
 def _train(sizes: Sizes) -> Iterator[Setting]:
-    fast = f"{OURS}+fast"  # decodes by simplejpeg and crops by torch, the others and we without it by Pillow
+    fast = f"{OURS}+fast"  # decodes with simplejpeg and crops with torch; the others, and shardstream without it, use Pillow
     limits = ("limit-decode", "limit-decode+fast")
     wanted = (best_peer(1.1), best_peer(1.3, ours=fast), of_limit(0.95, limits[0]))
     for workers in (0, 2):
         yield Setting(
             row="photo-train",
             label=f"{workers} workers",
-            # Whole epochs, after one to warm up: a batch takes so long that those under way at a stop would count.
+            # Whole epochs after a warm-up epoch, because unfinished batches at a stop would distort the result.
             case=_case(
                 sizes, workers=workers, task="train", max_s=0.0, warm=workers > 0, prefetch=4
             ),
@@ -142,7 +142,7 @@ def _s3(sizes: Sizes) -> Iterator[Setting]:
         case=replace(once, connections=16),
         rate=_LOW_RATE,
         contestants=_NAMED,
-        repetitions=2,  # of eleven seconds
+        repetitions=2,  # of 11 s each
     )
     yield two
     yield replace(slow, row="s3-fast", store="s3-fast", targets=(best_peer(1.2), less_cpu()))
@@ -230,13 +230,15 @@ def _memory(sizes: Sizes) -> Iterator[Setting]:
         case=_case(sizes, mode="memory", workers=1),
         corpus=sizes.photos,
         store="s3-fast",
-        contestants=tuple(n for n in _REMOTE if n != "datasets"),  # as slow as all others together
+        contestants=tuple(
+            n for n in _REMOTE if n != "datasets"
+        ),  # as slow as all the others together
         limits=("limit-sockets",),
         targets=(
             figure("growth after epoch 1", "growth", 0.02),
             figure("bytes held by a worker", "held_bytes", _HELD_BYTES),
         ),
-        repetitions=15,  # of which each varies by 2 %
+        repetitions=15,  # each varies by 2 %
     )
 
 

@@ -1,4 +1,4 @@
-"""Runs settings, repetitions of contestants in turn, to a document of plain values: what ``--json`` writes and all else shows."""
+"""Run settings, with alternating repetitions of contestants, to a document of plain values, which ``--json`` writes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _PACKAGES = (
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return what figures depend on."""
+    """Return the properties of the machine."""
     models = [
         line.partition(":")[2].strip()
         for line in Path("/proc/cpuinfo").read_text().splitlines()
@@ -57,7 +57,7 @@ def describe_machine() -> dict[str, Any]:
 
 
 def find_versions(work: Work) -> dict[str, str]:
-    """Return the versions of all packages that take part and are installed."""
+    """Return the versions of all installed packages that take part."""
     found = {}
     for name in _PACKAGES:
         try:
@@ -83,11 +83,11 @@ def run(
     """Measure all settings.
 
     Args:
-        settings: What to measure.
-        sizes: How much.
-        work: Where.
-        say: Told what is being measured.
-        done: Given each setting when it has been measured.
+        settings: Settings to measure.
+        sizes: Sizes of data and repetitions.
+        work: Work folder and servers.
+        say: Called with the name of the current measurement.
+        done: Called with each measured setting.
     """
     began = time.time()
     document: Document = {
@@ -100,7 +100,7 @@ def run(
     for setting in settings:
         started = time.time()
         measured = run_setting(setting, sizes, work, say)
-        measured["seconds"] = round(time.time() - started, 1)  # with making the data
+        measured["seconds"] = round(time.time() - started, 1)  # including the generation of data
         document["settings"].append(measured)
         done(measured)
     document["seconds"] = round(time.time() - began, 1)
@@ -108,7 +108,7 @@ def run(
 
 
 def run_setting(setting: Setting, sizes: Sizes, work: Work, say: Say) -> Document:
-    """Measure one setting: each contestant once, then each again, and so on; limits right behind us, in the same mood of the machine."""
+    """Measure one setting: all contestants in turn, repeatedly; limits right after shardstream, under equal conditions."""
     ours = [name for name in setting.contestants if name.startswith(OURS)]
     names = [*ours, *setting.limits, *(n for n in setting.contestants if n not in ours)]
     cases: dict[str, Case] = {}
@@ -123,18 +123,20 @@ def run_setting(setting: Setting, sizes: Sizes, work: Work, say: Say) -> Documen
         server = work.server(slow=setting.store == "s3-slow", rate=setting.rate)
     repetitions = setting.count_repetitions(sizes)
     for repetition in range(repetitions):
-        chosen = are_worth_repeating(sound(results), setting.targets) if repetition else cases
+        chosen = (
+            are_worth_repeating(valid_results(results), setting.targets) if repetition else cases
+        )
         for name in chosen:
             case = cases[name]
             say(f"{setting.name} · {name} · {repetition + 1} of {repetitions}")
-            if repetition == 0:  # a whole epoch, to be checked
+            if repetition == 0:  # a whole epoch, which is checked
                 case = replace(case, max_s=0.0)
             results[name].append(work.measure(case, server=server))
     return as_document(setting, results)
 
 
-def sound(results: Results) -> Results:
-    """Return the results of the contestants that have some, all of them right."""
+def valid_results(results: Results) -> Results:
+    """Return the results of contestants that have some and no wrong ones."""
     return {
         name: found
         for name, found in results.items()
@@ -143,10 +145,13 @@ def sound(results: Results) -> Results:
 
 
 def as_document(setting: Setting, results: dict[str, list[Result]]) -> Document:
-    """Return a setting's results as plain values, with what was wanted and reached."""
+    """Return a setting's results as plain values, with targets and reached values."""
     targets = []
     for target in setting.targets:
-        reached, limit = target.reached(sound(results)), target.lowest_limit(sound(results))
+        reached, limit = (
+            target.reached(valid_results(results)),
+            target.lowest_limit(valid_results(results)),
+        )
         targets.append(
             {
                 "text": target.text,

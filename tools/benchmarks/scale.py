@@ -1,4 +1,4 @@
-"""Row `scale`: what planning costs, from 10^4 to 10^10 samples."""
+"""Row `scale`: cost of planning, from 10^4 to 10^10 samples."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def median_s(work: Callable[[], object], rounds: int = 30) -> float:
 
 
 def measure(case: Case) -> Result:
-    """Time plan and partition from nothing, in mid-epoch: what a start or a resume costs.
+    """Time plan and partition in the middle of an epoch: the cost of a start or a resume.
 
     "batch_s" is one batch, "batch_of_64_s" one of 64 that are planned together (as the reader does), "peak_bytes" what all of it
     took.
@@ -50,7 +50,7 @@ def measure(case: Case) -> Result:
         window=default_window(nsamples, nsamples * _SAMPLE_BYTES, _BATCH),
         block=default_block(nsamples, nsamples * _SAMPLE_BYTES),
     )
-    # what the catalog holds: one number a shard
+    # as in the catalog: one number per shard
     firsts = np.linspace(0, nsamples, _SHARDS + 1).astype(np.int64)
 
     def start() -> RankPartition:

@@ -1,4 +1,4 @@
-"""One table of a row: who does what with which data, and where these lie."""
+"""One table of a row: contestants, data and location."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from benchmarks.work import Work
 
 Store = Literal["local", "s3-slow", "s3-fast"]
 _FORMATS = {"litdata": "litdata", "mosaicml": "mds", "files": "files", "torchdata": "files"}
-_LOOSE = 30_000  # samples as loose files: of more, making the files takes longer than all that is measured
+_LOOSE = 30_000  # samples as loose files; writing more takes longer than the measurement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,17 +22,17 @@ class Setting:
 
     Args:
         row: Name of the row.
-        label: What differs from the row's other settings.
-        case: What all contestants are asked; contestant and location are filled in.
-        corpus: The data.
-        store: Where they lie.
-        rate: Bytes a second and connection from `s3-slow`, if not those of the command line.
-        contestants: Who takes part, ourselves included. A name may end in "+": a variation of that contestant.
-        limits: Contestants that show what the machine allows.
-        targets: What we want.
-        metric: What is compared.
-        form: Of the data, if it is not each contestant's own.
-        repetitions: Of each contestant, if there is a target and `Sizes` does not say otherwise.
+        label: Difference from the row's other settings.
+        case: Case of all contestants; contestant and location are filled in.
+        corpus: Data.
+        store: Location of the data.
+        rate: Bytes per second and connection of `s3-slow`, if not those of the command line.
+        contestants: Contestants, including shardstream. A name that ends in "+" is a variation of that contestant.
+        limits: Contestants that measure a limit of the machine.
+        targets: Targets of the setting.
+        metric: Compared figure.
+        form: Format of the data, if not each contestant's own.
+        repetitions: Repetitions of each contestant with a target, unless `Sizes` sets them.
     """
 
     row: str
@@ -54,12 +54,12 @@ class Setting:
         return f"{self.row}: {self.label}"
 
     def count_repetitions(self, sizes: Sizes) -> int:
-        """Return how often each contestant is measured: once where nothing is at stake."""
+        """Return how often each contestant is measured: once without targets."""
         return (sizes.repetitions or self.repetitions) if self.targets else 1
 
 
 def place(setting: Setting, contestant: str, work: Work) -> Case:
-    """Return the case of a contestant, its data made and in place."""
+    """Prepare the data of a contestant; return its case."""
     corpus = setting.corpus
     peer, _, variation = contestant.partition("+")
     form = setting.form or _FORMATS.get(peer, "tar")

@@ -1,4 +1,4 @@
-"""How much is measured: in full, in two minutes, or only to see that it runs."""
+"""Sizes of a run: full, quick (two minutes), or tiny (for tests)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from benchmarks.data import Corpus
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """How much is measured.
+    """Sizes of data and repetitions.
 
     Args:
         small: The small corpus.
         photos: The photo corpus.
         many: A small corpus for many shards.
         blocks: A corpus of 100 kB samples for few shards.
-        shards: Into how many it is cut.
+        shards: Number of its shards.
         min_s: Seconds of one local measurement, at least.
-        max_s: At most, once a whole epoch has been checked.
-        repetitions: Of each contestant where something is at stake, if not as many as its setting says.
+        max_s: Maximum seconds, after a whole epoch has been checked.
+        repetitions: Repetitions of each contestant with a target; None for those of its setting.
     """
 
     small: Corpus

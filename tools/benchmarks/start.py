@@ -1,4 +1,4 @@
-"""What a first batch takes without a loader: Python and torch are there, a worker is forked, a batch is read, as many bytes are sent."""
+"""Limit of the first batch without a loader: fork a worker, read the bytes of a batch, and send them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def measure(case: Case) -> Result:
     """Time from the start of the process to the bytes of a batch; for a resume, from where torch is imported."""
     asked = time.time()
     ranges = list(first_ranges(case))
-    asked = time.time() - asked  # a client of S3 was imported and asked: no part of the limit
+    asked = time.time() - asked  # import and first use of the S3 client are not part of the limit
     import torch.utils.data  # noqa: F401, PLC0415  (as every loader does)
 
     began = time.time() if case.mode == "resume" else case.began + asked
@@ -36,7 +36,7 @@ def measure(case: Case) -> Result:
 
 
 def first_ranges(case: Case) -> Iterator[Range]:
-    """Yield the first bytes of the data, as many as a batch has: ranges of as many as there are connections."""
+    """Yield the first bytes of the data, as many as a batch has, in one range per connection."""
     left = case.payload_bytes * case.batch_size // case.samples
     step = -(-left // case.connections)
     for name, size in list_files(case.location):
@@ -55,7 +55,7 @@ def _send(ranges: Sequence[Range], to: Connection) -> None:
 
 
 def _read(ranges: Sequence[Range]) -> int:
-    """Read ranges, from S3 all at a time; return how many bytes there were."""
+    """Read ranges, from S3 concurrently; return the number of bytes."""
     if ranges[0][0].startswith("http"):
         return fetch(ranges, len(ranges))
     size = 0

@@ -1,4 +1,4 @@
-"""What we want of a row, and whether the figures say so."""
+"""Targets of rows, and whether results meet them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from benchmarks.case import Result
 OURS = "shardstream"
 Metric = Literal["samples/s", "members/s", "seconds"]
 Results = Mapping[str, Sequence[Result]]
-"""The sound results of each contestant."""
-_NEAR = 0.8  # of the best: what is slower will not be the best, however often it is measured
-_SAFE = 1.3  # times what is wanted: met, however often it is measured
+"""Valid results of each contestant."""
+_NEAR = 0.8  # of the best speed; slower peers will not become the best in more repetitions
+_SAFE = 1.3  # times the target: met regardless of more repetitions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A figure that we want to reach.
+    """A figure that shardstream should reach.
 
     Args:
-        text: What it is.
-        wanted: The least or, with ``at_most``, the greatest.
-        reached: From results to the figure, None if it cannot be known.
+        text: Description.
+        wanted: Minimum or, with ``at_most``, maximum.
+        reached: Function from results to the figure; None if unknown.
         at_most: Whether less is better.
-        names: The peers, or the limit, it is about; none where it is about the best.
-        alone: Whether it is about our own figures only.
-        ours: Who is to reach it.
+        names: Peers or limit of the comparison; none for the best peer.
+        alone: Whether it depends only on figures of shardstream.
+        ours: Contestant that should reach it.
     """
 
     text: str
@@ -40,11 +40,11 @@ class Target:
     ours: str = OURS
 
     def is_met(self, figure: float) -> bool:
-        """Say whether a figure is good enough."""
+        """Return whether a figure meets the target."""
         return figure <= self.wanted if self.at_most else figure >= self.wanted
 
     def is_at_stake(self, results: Results) -> bool:
-        """Say whether more repetitions might change whether it is met.
+        """Return whether more repetitions might change whether the target is met.
 
         >>> found = {OURS: [Result(seconds=1)], "a": [Result(seconds=2)]}
         >>> against("a", 2.0).is_at_stake(found), against("a", 1.5).is_at_stake(found)
@@ -54,7 +54,7 @@ class Target:
         return self.at_most or reached is None or reached < self.wanted * _SAFE
 
     def lowest_limit(self, results: Results) -> tuple[str, float] | None:
-        """Return the limit that would reach least in our place, and what; None where there is none.
+        """Return the limit with the lowest figure, and that figure; None if there is none.
 
         >>> found = {OURS: [Result(seconds=2)], "a": [Result(seconds=1)], "limit-x": [Result(seconds=0.5)]}
         >>> best_peer(3.0).lowest_limit(found)
@@ -70,17 +70,17 @@ class Target:
 
 
 def is_limit(name: str) -> bool:
-    """Say whether a contestant shows what the machine allows."""
+    """Return whether a contestant measures a limit of the machine."""
     return name.startswith("limit-")
 
 
 def is_alone(targets: Sequence[Target]) -> bool:
-    """Say whether all targets are about our own figures."""
+    """Return whether all targets depend only on figures of shardstream."""
     return all(target.alone for target in targets)
 
 
 def speed(result: Result) -> float:
-    """Return samples a second; of a result that only has a time, one by it.
+    """Return samples per second; for a result with only a time, its reciprocal.
 
     >>> speed(Result(seconds=2.0, samples=10)), speed(Result(seconds=2.0, samples=0))
     (5.0, 0.5)
@@ -89,12 +89,12 @@ def speed(result: Result) -> float:
 
 
 def median_speed(results: Results, name: str) -> float | None:
-    """Return the median speed; None if there is no sound result."""
+    """Return the median speed; None if there is no valid result."""
     return statistics.median(map(speed, results[name])) if results.get(name) else None
 
 
 def peers(results: Results) -> list[str]:
-    """Return the contestants with results that are neither ourselves nor limits."""
+    """Return the contestants with results, except shardstream and limits."""
     return [
         name
         for name, found in results.items()
@@ -103,7 +103,7 @@ def peers(results: Results) -> list[str]:
 
 
 def are_worth_repeating(results: Results, targets: Sequence[Target]) -> list[str]:
-    """Return the contestants on which a target may hang: ourselves, peers near the best, whom one at stake names, limits that forbid one.
+    """Return the contestants that decide a target: shardstream, peers near the best, named peers, and limits below a target.
 
     >>> found = {OURS: [Result(seconds=1)], "a": [Result(seconds=2)], "b": [Result(seconds=9)], "c": [Result(seconds=9)]}
     >>> are_worth_repeating(found, [best_peer(1.0), against("c", 2.0)])
@@ -123,7 +123,7 @@ def are_worth_repeating(results: Results, targets: Sequence[Target]) -> list[str
 
 
 def against(peer: str, wanted: float, ours: str = OURS) -> Target:
-    """Want a multiple of a peer's speed."""
+    """Return a target: a multiple of a peer's speed."""
     return Target(
         text=f"x {peer}",
         wanted=wanted,
@@ -134,7 +134,7 @@ def against(peer: str, wanted: float, ours: str = OURS) -> Target:
 
 
 def best_peer(wanted: float, ours: str = OURS) -> Target:
-    """Want a multiple of the best peer's speed."""
+    """Return a target: a multiple of the best peer's speed."""
 
     def reached(results: Results) -> float | None:
         ratios = [_ratio(results, name, ours) for name in peers(results)]
@@ -145,7 +145,7 @@ def best_peer(wanted: float, ours: str = OURS) -> Target:
 
 
 def of_limit(wanted: float, limit: str, ours: str = OURS) -> Target:
-    """Want a share of what the machine allows."""
+    """Return a target: a share of a limit of the machine."""
     return Target(
         text=f"{ours}, share of {limit}",
         wanted=wanted,
@@ -156,7 +156,7 @@ def of_limit(wanted: float, limit: str, ours: str = OURS) -> Target:
 
 
 def less_cpu() -> Target:
-    """Want at most the processor seconds a byte of the peer that needs least."""
+    """Return a target: at most the CPU seconds per byte of the most efficient peer."""
 
     def reached(results: Results) -> float | None:
         costs = {name: cpu_s_per_gb(found) for name, found in results.items() if found}
@@ -169,12 +169,12 @@ def less_cpu() -> Target:
 
 
 def cpu_s_per_gb(results: Sequence[Result]) -> float:
-    """Return processor seconds for 10^9 bytes of fields: the median."""
+    """Return the median CPU seconds per 10^9 bytes of fields."""
     return statistics.median(found.cpu_s * 1e9 / max(1, found.payload_bytes) for found in results)
 
 
 def figure(text: str, name: str, most: float) -> Target:
-    """Want at most so much of a figure of our own, the median of ``extra``."""
+    """Return a target: a maximum for the median of a figure in ``extra``."""
 
     def reached(results: Results) -> float | None:
         found = results.get(OURS)
@@ -184,7 +184,7 @@ def figure(text: str, name: str, most: float) -> Target:
 
 
 def as_fresh(most: float) -> Target:
-    """Want a resume to take at most a multiple of our own first batch."""
+    """Return a target: a resume takes at most a multiple of shardstream's first batch."""
 
     def reached(results: Results) -> float | None:
         found = results.get(OURS)

@@ -1,6 +1,6 @@
-"""Looks at how much memory the workers of a process hold: ``python -m benchmarks.watch PID``.
+"""Measure the memory of a process's workers: ``python -m benchmarks.watch PID``.
 
-It is a process, for a thread would change what it measures: malloc has an arena for it, which forked workers inherit and use beside
+It is a process, because a thread would change the result: malloc gives it an arena, which forked workers inherit and use besides
 their own (13 MB more each).
 """
 
@@ -29,7 +29,7 @@ class Watch:
         )
 
     def held_bytes(self) -> tuple[int, int]:
-        """Return the most that a worker has held since this was last called, and the mean of what the one with most held."""
+        """Return the maximum memory of a worker since the last call, and the mean over time of the largest worker."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write("\n")
@@ -41,12 +41,12 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()  # forked workers hold its input open
+        self._process.kill()  # forked workers keep its input open
         self._process.communicate()
 
 
 def main(parent: int) -> None:
-    """Look every 20 ms; say at each line what the most and the mean were since the last, and end with the input."""
+    """Measure every 20 ms; print maximum and mean since the last line of input, and end with the input."""
     looks: list[int] = []
     while True:
         asked, _, _ = select.select([sys.stdin], [], [], _SAMPLE_EVERY_S)

@@ -1,4 +1,4 @@
-"""Where a run happens: its folder of data, its servers, its child processes."""
+"""Environment of a run: data folder, servers and child processes."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class Work:
 
     Args:
         folder: Kept between runs if given by the user.
-        latency_ms: To the first byte, of `s3-slow`.
-        rate: Bytes a second and connection, of `s3-slow`.
-        interpreters: Python of contestants that have an environment of their own.
+        latency_ms: Latency to the first byte of `s3-slow`.
+        rate: Bytes per second and connection of `s3-slow`.
+        interpreters: Python interpreters of contestants with their own environment.
     """
 
     folder: Path
@@ -58,11 +58,11 @@ class Work:
         self._stack.close()
 
     def server(self, *, slow: bool, rate: int | None = None) -> S3Server:
-        """Return the server, behind the brake or not.
+        """Return the server, with or without the slow proxy.
 
         Args:
-            slow: Behind the brake.
-            rate: Bytes a second and connection there, if not the usual ones.
+            slow: Behind the slow proxy.
+            rate: Bytes per second and connection of the proxy, if not the default.
         """
         if self._s3 is None:
             place = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-s3-")))
@@ -78,7 +78,7 @@ class Work:
         return self._shaped.shaped
 
     def prepare(self, corpus: Corpus, form: str) -> Path:
-        """Return the folder of a corpus in a format; made if it is not there."""
+        """Return the folder of a corpus in a format; make it if it is missing."""
         place = self.folder / corpus.name / form
         done = place.with_suffix(".done")
         if done.exists():
@@ -104,7 +104,7 @@ class Work:
         return int(json.loads((self.folder / corpus.name / "payload.json").read_text()))
 
     def upload(self, corpus: Corpus, form: str) -> str:
-        """Return the URL of a corpus in a format on the server; sent there if it is not there."""
+        """Return the URL of a corpus in a format on the server; upload it if it is missing."""
         key = f"{corpus.name}/{form}"
         if key not in self._uploaded:
             place = self.prepare(corpus, form)
@@ -117,12 +117,12 @@ class Work:
         return f"s3://{_BUCKET}/{key}/"
 
     def measure(self, case: Case, *, server: S3Server | None = None) -> Result:
-        """Run a case in a process of its own.
+        """Run a case in its own process.
 
-        A contestant that fails is a result, with what it said in `wrong`.
+        A failure is a result as well, with its message in `wrong`.
         """
         environment = server.environment if server else {}
-        if server:  # litdata, mosaicml and the AWS command line look here
+        if server:  # for litdata, mosaicml and the AWS command line
             environment = environment | {"S3_ENDPOINT_URL": server.endpoint}
         target = case.target and f"{case.target}-{time.time_ns()}"
         with tempfile.TemporaryDirectory(prefix="bench-cache-", dir=self.folder) as cache:
@@ -156,14 +156,22 @@ class Work:
         python: str,
         timeout_s: float,
     ) -> str:
-        given = os.environ.get("PYTHONPATH", "")  # first: it may name another version of ours
-        # Compiled modules are kept: compiling all of a peer's again in each process takes seconds of its first batch.
+        given = os.environ.get(
+            "PYTHONPATH", ""
+        )  # first, because it may name another version of shardstream
+        # Keep compiled modules: compiling a peer's modules in each process takes seconds of its first batch.
         kept = {name: v for name, v in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
         paths = os.pathsep.join(filter(None, (given, str(TOOLS), str(TOOLS.parent))))
-        # To files: a pipe would stay open as long as a worker that outlives its loader.
+        # Files, because a pipe would stay open as long as a worker that outlives its loader.
         with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as said:
             child = subprocess.Popen(  # noqa: S603  (our own modules)
-                [python, "-P", "-m", module, *arguments],  # -P: the current folder names no version
+                [
+                    python,
+                    "-P",
+                    "-m",
+                    module,
+                    *arguments,
+                ],  # -P: do not import from the current folder
                 env={**kept, **_OFFLINE, "PYTHONPATH": paths, **environment},
                 stdout=out,
                 stderr=said,
@@ -172,7 +180,7 @@ class Work:
             try:
                 code = child.wait(timeout_s)
             finally:
-                with suppress(ProcessLookupError):  # all that it started
+                with suppress(ProcessLookupError):  # its whole process group
                     os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
             out.seek(0)
@@ -183,7 +191,7 @@ class Work:
 
 
 def last_line(text: str) -> str:
-    r"""Return what a traceback ends with: the error.
+    r"""Return the error line of a traceback.
 
     >>> last_line("Traceback …\n  File …\nValueError: {\n  no\n}\n")
     'ValueError: {'

@@ -1,7 +1,7 @@
 """Hugging Face datasets: its webdataset builder, streaming, with its shuffle of shards and a buffer of 1,000 samples.
 
 Photos are kept as bytes (``Image(decode=False)``), as in the other raw rows; numbers of ``cls`` come decoded, always. It decodes
-``npy`` and ``json`` always, too, so that `small-local` would be other work. From S3 it
+``npy`` and ``json`` always, too, so `small-local` is not comparable. From S3 it
 streams presigned URLs: ``s3://`` fails in its opening of files (it hands ``block_size`` to a client that knows no such argument).
 """
 
@@ -36,7 +36,7 @@ def _urls(location: str) -> list[str]:
 
 
 def epochs(case: Case) -> Epochs:
-    """Return what makes the batches of an epoch."""
+    """Return the function that makes the batches of an epoch."""
     stream: Any = hf.load_dataset(
         "webdataset",
         data_files={"train": _urls(case.location)},

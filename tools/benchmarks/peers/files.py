@@ -1,4 +1,4 @@
-"""Loose files, a map-style `Dataset` and torch's `DataLoader`, shuffled: what most begin with."""
+"""Loose files, a map-style `Dataset` and torch's `DataLoader`, shuffled: the usual first setup."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from benchmarks import images
 from benchmarks.case import Case, Epochs
-from benchmarks.loaders import alike, loader_options
+from benchmarks.loaders import epochs_of, loader_options
 
 FORMAT = "files"
 
 
 class Files(Dataset[Any]):
-    """Samples of a folder, a file a field: ``000/00000000.jpg``, ``000/00000000.cls``."""
+    """Samples of a folder with one file per field: ``000/00000000.jpg``, ``000/00000000.cls``."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -32,5 +32,5 @@ class Files(Dataset[Any]):
 
 
 def epochs(case: Case) -> Epochs:
-    """Return what makes the batches of an epoch."""
-    return alike(case, DataLoader(Files(case), shuffle=True, **loader_options(case)))
+    """Return the function that makes the batches of an epoch."""
+    return epochs_of(case, DataLoader(Files(case), shuffle=True, **loader_options(case)))

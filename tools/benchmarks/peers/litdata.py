@@ -1,7 +1,7 @@
 """litdata: chunks of raw bytes, its shuffle, its own loader.
 
 Local chunks are mapped in place. From S3 it downloads whole chunks, by obstore if installed (as here), to a cache that is new for
-each repetition: the first epoch is what is measured. Chunks have the size of our shards.
+each repetition: the first epoch is measured. Chunks have the size of shardstream's shards.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from litdata.streaming import downloader
 
 from benchmarks import images
 from benchmarks.case import Case, Epochs
-from benchmarks.loaders import alike, loader_options
+from benchmarks.loaders import epochs_of, loader_options
 
 FORMAT = "litdata"
 
@@ -34,5 +34,5 @@ def make_loader(case: Case) -> Any:
 
 
 def epochs(case: Case) -> Epochs:
-    """Return what makes the batches of an epoch."""
-    return alike(case, make_loader(case))
+    """Return the function that makes the batches of an epoch."""
+    return epochs_of(case, make_loader(case))

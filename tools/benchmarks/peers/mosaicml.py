@@ -1,7 +1,7 @@
 """MosaicML streaming: MDS shards of raw bytes with its default shuffle (py1e).
 
 Local shards are read in place. From S3 it downloads whole shards to a cache that is new for each repetition, ahead of use
-(``predownload`` of 8 batches: the default for one batch size). Shards have the size of ours.
+(``predownload`` of 8 batches: the default for one batch size). Shards have the size of shardstream's.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from typing import Any
 
 from benchmarks import images
 from benchmarks.case import Case, Epochs
-from benchmarks.loaders import alike, loader_options
+from benchmarks.loaders import epochs_of, loader_options
 
 FORMAT = "mds"
 
 
 def import_streaming() -> Any:
-    """Import MosaicML's package, also where torchvision for CPU is missing.
+    """Import MosaicML's package, also if torchvision for CPU is missing.
 
-    It imports torchvision for sets of images that nobody asks for here; without it, empty modules do.
+    It imports torchvision for image datasets that are not used here, so empty modules can replace it.
     """
     try:
         import torchvision  # noqa: F401, PLC0415
@@ -43,7 +43,7 @@ def make_loader(case: Case) -> Any:
     example = images.example
 
     class Photos(streaming.StreamingDataset):  # type: ignore[misc, name-defined]
-        """Decodes where the sample is read, in the worker."""
+        """Decodes samples in the worker."""
 
         def __getitem__(self, number: int) -> Any:
             return example(super().__getitem__(number))
@@ -61,5 +61,5 @@ def make_loader(case: Case) -> Any:
 
 
 def epochs(case: Case) -> Epochs:
-    """Return what makes the batches of an epoch."""
-    return alike(case, make_loader(case))
+    """Return the function that makes the batches of an epoch."""
+    return epochs_of(case, make_loader(case))

@@ -1,4 +1,4 @@
-"""The S3 connector for PyTorch: whole tars by `S3IterableDataset`, split by webdataset's reader of tars.
+"""The S3 connector for PyTorch: whole tars by `S3IterableDataset`, parsed by webdataset's tar reader.
 
 Its client fetches an object in parts of 8 MiB over several connections, so tars are its best case by far: single photos cost a round
 trip each (on `s3-slow` under 30 a second and worker). It shuffles nothing by itself: shards are listed in random order and samples
@@ -24,7 +24,7 @@ FORMAT = "tar"
 
 
 class Samples(IterableDataset[Any]):
-    """Samples of the tars that the connector hands out."""
+    """Samples of the tars that the connector yields."""
 
     def __init__(self, case: Case) -> None:
         tars = list_tars(case.location)
@@ -50,7 +50,7 @@ class Samples(IterableDataset[Any]):
 
 
 def epochs(case: Case) -> Epochs:
-    """Return what makes the batches of an epoch."""
+    """Return the function that makes the batches of an epoch."""
     loader = DataLoader(
         Samples(case),
         batch_size=None,

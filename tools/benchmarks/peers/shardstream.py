@@ -1,4 +1,4 @@
-"""shardstream as it comes: shuffled, all else as in every `DataLoader`, or by default."""
+"""shardstream, shuffled, with default options except those of every `DataLoader`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def make_loader(case: Case) -> Any:
 def _decoded(dataset: Any, decoder: str, threads: int) -> Any:
     from benchmarks import images  # noqa: PLC0415  (imports torch, which the other rows do when they need it)
 
-    # By Pillow, as the peers do, or as users would
+    # With Pillow as the peers, or with the decoder for users
     jpg, crop = ("rgb8", images.crop_pixels) if decoder == "fast" else (images.load, images.crop)
 
     def cropped(sample: dict[str, Any]) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def _decoded(dataset: Any, decoder: str, threads: int) -> Any:
 
 
 def epochs(case: Case) -> Epochs:
-    """Return what makes the batches of an epoch."""
+    """Return the function that makes the batches of an epoch."""
     loader = make_loader(case)
 
     def epoch(number: int) -> Any:

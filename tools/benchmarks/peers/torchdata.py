@@ -1,6 +1,6 @@
 """torchdata's nodes over loose files: a random sampler, a pool that reads ahead, batches.
 
-Its pool of threads is its best for raw files (nothing crosses between processes); for decoding, processes are. With no workers it
+A thread pool is fastest for raw files (no transfer between processes); for decoding, processes are. With no workers it
 reads in this thread.
 """
 
@@ -45,6 +45,6 @@ def make_loader(case: Case) -> Any:
 
 
 def epochs(case: Case) -> Epochs:
-    """Return what makes the batches of an epoch."""
+    """Return the function that makes the batches of an epoch."""
     loader = make_loader(case)
     return lambda _: loader

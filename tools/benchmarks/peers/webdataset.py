@@ -1,7 +1,7 @@
 """webdataset: shuffled shards, a buffer of 1,000 samples, batches made in the workers.
 
-That is what its documentation recommends. Tars are read as whole streams; from S3 by ``pipe:curl`` on presigned URLs, which starts
-faster than ``pipe:aws s3 cp`` and needs less of the processor. `photo-train` decodes by the function that all contestants share.
+Its documentation recommends this. Tars are read as whole streams; from S3 by ``pipe:curl`` on presigned URLs, which starts
+faster than ``pipe:aws s3 cp`` and uses less CPU. `photo-train` decodes with the function that all contestants share.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import webdataset as wds
 
 from benchmarks import images
 from benchmarks.case import Case, Epochs
-from benchmarks.loaders import alike, worker_options
+from benchmarks.loaders import epochs_of, worker_options
 from benchmarks.objects import list_tars, presign
 
 FORMAT = "tar"
@@ -28,7 +28,7 @@ def shard_urls(case: Case) -> list[str]:
 
 
 def epochs(case: Case) -> Epochs:
-    """Return what makes the batches of an epoch."""
+    """Return the function that makes the batches of an epoch."""
     urls = shard_urls(case)
     dataset: Any = wds.WebDataset(urls, shardshuffle=len(urls)).shuffle(_BUFFER_SAMPLES)
     if case.task == "train":
@@ -36,4 +36,4 @@ def epochs(case: Case) -> Epochs:
     else:
         dataset = dataset.batched(case.batch_size, collation_fn=list)
     loader = wds.WebLoader(dataset, batch_size=None, **worker_options(case))
-    return alike(case, loader)
+    return epochs_of(case, loader)
