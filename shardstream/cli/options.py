@@ -141,16 +141,18 @@ def executor_of(
         raise typer.BadParameter(str(error), param_hint="--part") from error
 
 
-def state_of_parts(unfinished: int, folder: str) -> str:
+def state_of_parts(unfinished: int, *folders: str) -> str:
     r"""Say how many tasks of a job in parts are not done, and the command that publishes it.
 
     >>> state_of_parts(0, "out")
-    'all tasks are done; publish with:\\n  shardstream merge out'
+    'all tasks are done; publish with:\n  shardstream merge out'
     """
-    merge = f"shardstream merge {printable(folder)}"
+    merge = "".join(f"\n  shardstream merge {printable(folder)}" for folder in folders)
     if not unfinished:
-        return f"all tasks are done; publish with:\n  {merge}"
-    return f"{plural(unfinished, 'task')} of other parts not done; when they are, publish with:\n  {merge}"
+        return f"all tasks are done; publish with:{merge}"
+    return (
+        f"{plural(unfinished, 'task')} of other parts not done; when they are, publish with:{merge}"
+    )
 
 
 def help_of(docstring: str | None) -> str:

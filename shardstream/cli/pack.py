@@ -12,9 +12,14 @@ from shardstream.cli.options import (
     MaxSamples,
     Name,
     Overwrite,
+    Part,
+    Ray,
+    RayAddress,
     SourceOption,
     StorageOption,
+    executor_of,
     parse_options,
+    state_of_parts,
 )
 from shardstream.cli.pack_progress import packing_bar, report_interruption
 from shardstream.cli.terminal_text import aligned, human_bytes, printable
@@ -22,6 +27,7 @@ from shardstream.errors import plural
 
 if TYPE_CHECKING:
     from shardstream.packing import PackReport
+    from shardstream.tasks import Executor
 
 _SKIPS_SHOWN, _FIELDS_SHOWN = 10, 12
 
@@ -156,6 +162,9 @@ def pack(  # noqa: PLR0913  (the options of a command)
     masks: _Masks = None,
     quality: _Quality = 90,
     processes: _Processes = 1,
+    part: Part = None,
+    ray: Ray = False,
+    ray_address: RayAddress = None,
     name: Name = "",
     overwrite: Overwrite = False,
     skip_errors: _SkipErrors = False,
@@ -179,6 +188,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
     """
     import shardstream as ss  # noqa: PLC0415  (numpy, pillow and fsspec take 300 ms)
 
+    executor = _executor(processes, part, ray=ray, ray_address=ray_address)
     with report_interruption(), packing_bar() as progress:
         report = ss.pack(
             source,
@@ -198,14 +208,25 @@ def pack(  # noqa: PLR0913  (the options of a command)
             quality=quality,
             image_format=image_format,
             masks=parse_masks(masks),
-            processes=processes,
+            processes=1 if executor else processes,
+            executor=executor,
             overwrite=overwrite,
             on_error="skip" if skip_errors else "raise",
             progress=progress,
             storage_options=parse_options(option),
             source_options=parse_options(source_option) if source_option else None,
         )
-    _show(report)
+    _show(report, part)
+
+
+def _executor(
+    processes: int, part: str | None, *, ray: bool, ray_address: str | None
+) -> Executor | None:
+    """Return the executor of ``--part`` and ``--ray``; ``--processes`` alone is no executor, but encodes in several processes."""
+    if part is None and not ray and ray_address is None:
+        return None
+    own = processes if processes > 1 else None
+    return executor_of(own, part, ray=ray, ray_address=ray_address)
 
 
 def parse_split(text: str | None) -> dict[str, float]:
@@ -262,8 +283,8 @@ def parse_mapping(items: list[str] | None) -> dict[str, str]:
     return fields
 
 
-def _show(report: PackReport) -> None:
-    """Print the result and the command to check it."""
+def _show(report: PackReport, part: str | None) -> None:
+    """Print the result, and the command to check or publish it."""
     for skip in report.skipped[:_SKIPS_SHOWN]:
         typer.echo(f"skipped: {printable(skip.reason)}", err=True)
     if len(report.skipped) > _SKIPS_SHOWN:
@@ -289,6 +310,11 @@ def _show(report: PackReport) -> None:
     ]
     for line in aligned(rows, right=frozenset({1, 2, 3})):
         typer.echo(line)
+    if part is not None:
+        typer.echo(
+            f"part {part}: {state_of_parts(report.unfinished, *(split.url for split in report.splits))}"
+        )
+        return
     typer.echo("check with:")
     for split in report.splits:
         typer.echo(f"  shardstream verify {printable(split.url)}")

@@ -2,7 +2,7 @@
 
 A record passes through these files:
 
-    job                               plan a packing job and run it
+    job, pack_plan, pack_parts        plan a packing job and run it, in this process or in parts
     destination, journal              check the destination; note finished shards, to resume a stopped job
     source_detection, source          find the kind of source; records and keys
     folder_source, table_source, tables, tar_source, file_keys   the kinds of sources
@@ -11,8 +11,9 @@ A record passes through these files:
     shard_writer, tar_shard, shard_upload    encoded samples -> published shards
     report                            progress, and the result of a job
 
-``reshard`` writes the samples of shards to new shards, in parts that run anywhere (``part_job``, ``ss.merge``). Packed data pass through ``shard_scan`` for ``indexing`` and ``verification`` (with ``verify_checks``); ``inspect`` shows
-shards and single samples.
+``reshard`` writes the samples of shards to new shards, in parts that run anywhere: ``part_job`` claims the folder and records finished
+parts, ``sample_steps`` runs the user's functions, ``part_writer`` writes, ``merge`` publishes. Packed data pass through ``shard_scan``
+for ``indexing`` and ``verification`` (with ``verify_checks``); ``inspect`` shows shards and single samples.
 """
 
 from shardstream.packing.class_numbering import sibling_folders
@@ -25,6 +26,7 @@ from shardstream.packing.inspect import Listing, class_name, list_shards, list_s
 from shardstream.packing.job import pack
 from shardstream.packing.journal import FinishedShard, Journal, Task, read_journal
 from shardstream.packing.merge import merge
+from shardstream.packing.pack_plan import PackRequest
 from shardstream.packing.parallel_encode import Encoded, RecordEncoder, chunked
 from shardstream.packing.report import PackReport, Progress
 from shardstream.packing.reshard import cut_by_size, reshard
@@ -47,6 +49,7 @@ __all__ = [
     "Journal",
     "Listing",
     "PackReport",
+    "PackRequest",
     "Progress",
     "Record",
     "RecordEncoder",

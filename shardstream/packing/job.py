@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import logging
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from shardstream.errors import OptionError, SampleError, SourceError, StorageError, plural
 from shardstream.format import CLASSES_NAME, decode_classes
-from shardstream.packing.class_numbering import AnyClasses, number_classes, warn_of_siblings
+from shardstream.packing.class_numbering import AnyClasses, warn_of_siblings
 from shardstream.packing.destination import ShardNames
 from shardstream.packing.image_encode import DEFAULT_QUALITY, ImageOptions
 from shardstream.packing.journal import NumberedSkip, Task
+from shardstream.packing.pack_parts import pack_in_parts
+from shardstream.packing.pack_plan import PackPlan, PackRequest, folder_of_split
 from shardstream.packing.parallel_encode import Encoded, RecordEncoder, encode_in_order, named
 from shardstream.packing.report import PackReport, Progress, Skip, SplitReport
 from shardstream.packing.shard_writer import (
@@ -27,10 +28,10 @@ from shardstream.packing.shard_writer import (
     DatasetWriter,
     WriterOptions,
 )
-from shardstream.packing.source import Record, Source, SplitSource, records_from
-from shardstream.packing.source_detection import AnySource, SourceOptions, open_source
-from shardstream.packing.split import Numbers, assign_splits, shuffled_order
+from shardstream.packing.source import Record, records_from
+from shardstream.packing.source_detection import AnySource, SourceOptions
 from shardstream.storage import Storage, join_url, open_output_folder, parse_bytes, publish_bytes
+from shardstream.tasks import Executor
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ def pack(  # noqa: PLR0913  (public door)
     image_format: str | None = None,
     masks: Sequence[str] | None = None,
     processes: int = 1,
+    executor: Executor | None = None,
     overwrite: bool = False,
     on_error: Literal["raise", "skip"] = "raise",
     progress: Callable[[Progress], object] | None = None,
@@ -96,6 +98,9 @@ def pack(  # noqa: PLR0913  (public door)
             such as mask, seg, label or depth before their last part, and a png if there is a jpg of the same name.
         processes: Processes that read and encode. They are used if there is something to encode or files are remote; local
             files that are packed unchanged are read in this process.
+        executor: Pack shards as separate tasks, in processes, on a cluster or in `Parts`, which `merge` publishes (docs/jobs.md).
+            Files that stay as they are give the shards of a pack without an executor. Where sizes are not known before (rows of
+            a table, images that are encoded again), each task packs ``max_samples`` records. Not for samples from Python.
         overwrite: Replace an existing dataset, or an unfinished one of another job.
         on_error: For a file or row that cannot be packed: "raise", or "skip" it and report it.
         progress: Called about ten times a second.
@@ -113,107 +118,55 @@ def pack(  # noqa: PLR0913  (public door)
         raise OptionError(f"processes must be 1 or more, not {processes}")
     if on_error not in ("raise", "skip"):
         raise OptionError(f"on_error is 'raise' or 'skip', not {on_error!r}")
-    images = ImageOptions(
-        max_side=max_side,
-        quality=quality,
-        format=image_format,
-        masks=None if masks is None else tuple([masks] if isinstance(masks, str) else masks),
-    )
-    reading = Storage(storage_options if source_options is None else source_options)
-    opened = open_source(
-        source, reading, SourceOptions(kind=kind, key=key, fields=fields or {}, root=root)
-    )
-    names = ShardNames.parse(dest)
-    max_bytes = parse_bytes(max_bytes)
-    limits: dict[str, Any] = {"max_samples": max_samples, "max_bytes": max_bytes, "name": name}
-    _check_source_is_elsewhere(opened, names.folder, reading)
-    folders = [_folder_of(names, one) for one in _split_names(opened, split or {})]
-    opened = number_classes(opened, classes, folders, Storage(storage_options))
-    asked: dict[str, Any] = {"kind": kind, "key": key, "fields": fields, "root": root, "seed": seed}
-    asked |= {"shuffle": shuffle, "split": list((split or {}).items()), "template": names.template}
-    asked |= {"class_numbers": _digest(opened.extras.get(CLASSES_NAME))}
-    job = _Job(
-        plan=_plan(opened, shuffle=shuffle, seed=seed, split=split or {}),
-        names=names,
-        task=Task(source=opened.fingerprint, options=limits | asked | images.encoding_options()),
-        options=WriterOptions(**limits, overwrite=overwrite, extras=frozenset(opened.extras)),
-        storage_options=storage_options,
+    request = PackRequest(
+        source=source,
+        dest=dest,
+        source_options=SourceOptions(kind=kind, key=key, fields=fields or {}, root=root),
+        limits=WriterOptions(max_samples=max_samples, max_bytes=parse_bytes(max_bytes), name=name),
+        shuffle=shuffle,
+        seed=seed,
+        split=split or {},
+        classes=classes,
+        images=ImageOptions(
+            max_side=max_side,
+            quality=quality,
+            format=image_format,
+            masks=None if masks is None else tuple([masks] if isinstance(masks, str) else masks),
+        ),
+        reading=storage_options if source_options is None else source_options,
+        writing=storage_options,
         skips=on_error == "skip",
+    )
+    if executor is not None:
+        return pack_in_parts(request, executor, overwrite=overwrite, progress=progress)
+    return _open_job(request, overwrite=overwrite, progress=progress).run(processes=processes)
+
+
+def _open_job(
+    request: PackRequest, *, overwrite: bool, progress: Callable[[Progress], object] | None
+) -> _Job:
+    opened = request.open()
+    extras = frozenset(opened.plan.source.extras)
+    return _Job(
+        plan=opened.plan,
+        names=opened.names,
+        task=opened.task,
+        encoder=opened.encoder,
+        options=replace(request.limits, overwrite=overwrite, extras=extras),
+        storage_options=request.writing,
+        skips=request.skips,
         progress=progress,
     )
-    return job.run(RecordEncoder(storage=reading, images=images), processes=processes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Plan:
-    """Records in packing order, with the split of each."""
-
-    source: Source
-    records: Iterable[Record]
-    total: int | None
-    splits: tuple[str, ...]
-    assigned: Numbers | None
-
-
-def _split_names(source: Source, split: Mapping[str, float]) -> tuple[str, ...]:
-    """Return the names of the datasets to write; one without a name if there are no splits."""
-    own = source.splits if isinstance(source, SplitSource) else ()
-    if own and split:
-        raise OptionError(
-            f"the source has splits already: {', '.join(own)}; leave split (--split) out, or pack one of these folders",
-            shard=source.name,
-        )
-    return own or tuple(split) or ("",)
-
-
-def _folder_of(names: ShardNames, split: str) -> str:
-    return join_url(names.folder, split) if split else names.folder
-
-
-def _digest(data: bytes | None) -> str | None:
-    return None if data is None else hashlib.sha256(data).hexdigest()[:16]
-
-
-def _plan(source: Source, *, shuffle: bool | None, seed: int, split: Mapping[str, float]) -> _Plan:
-    records: Iterable[Record] = source
-    total = source.length
-    splits = _split_names(source, split)
-    assigned = source.assigned() if isinstance(source, SplitSource) and source.splits else None
-    if source.shuffled if shuffle is None else shuffle:
-        if source.folders:
-            raise OptionError(
-                "tars cannot be shuffled when they are packed (all samples would have to be in memory); "
-                "leave shuffle out: training shuffles when it reads"
-            )
-        found = list(source)
-        order = shuffled_order(len(found), seed=seed, purpose="order")
-        records = [found[i] for i in order]
-        assigned = None if assigned is None else assigned[order]
-        total = len(found)
-    if split:
-        if total is None:  # may be a generator, which counting consumes
-            found = list(records)
-            records, total = found, len(found)
-        assigned = assign_splits(total, split, seed=seed)
-    return _Plan(source=source, records=records, total=total, splits=splits, assigned=assigned)
-
-
-def _check_source_is_elsewhere(source: Source, folder: str, storage: Storage) -> None:
-    place = storage.resolve(folder)[1].rstrip("/")
-    for taken in source.folders:
-        if storage.resolve(taken)[1].rstrip("/") == place:
-            raise OptionError(
-                "the tars would be overwritten while they are read; write elsewhere", shard=folder
-            )
 
 
 @dataclass(slots=True, kw_only=True)
 class _Job:
     """One run of a packing job, with its counts."""
 
-    plan: _Plan
+    plan: PackPlan
     names: ShardNames
     task: Task
+    encoder: RecordEncoder
     options: WriterOptions
     storage_options: Mapping[str, Any] | None
     skips: bool
@@ -221,7 +174,7 @@ class _Job:
     skipped: list[NumberedSkip] = field(default_factory=list)
     reported_s: float = 0.0
 
-    def run(self, encoder: RecordEncoder, *, processes: int) -> PackReport:
+    def run(self, *, processes: int) -> PackReport:
         start_s = time.monotonic()
         with ExitStack() as stack:
             writers = self._open_writers(stack)
@@ -229,7 +182,7 @@ class _Job:
             todo = itertools.tee(self._remaining_records(writers))
             records = (record for _, _, record in todo[0])
             encoded = stack.enter_context(
-                closing(encode_in_order(records, encoder, processes=processes))
+                closing(encode_in_order(records, self.encoder, processes=processes))
             )
             for sample, (number, writer, _) in zip(encoded, todo[1], strict=False):
                 self._write(writer, number, sample)
@@ -253,7 +206,7 @@ class _Job:
         """Warn if a split that was packed meanwhile numbers its classes differently."""
         data = self.plan.source.extras.get(CLASSES_NAME)
         if data is not None:
-            folders = [_folder_of(self.names, split) for split in self.plan.splits]
+            folders = [folder_of_split(self.names, split) for split in self.plan.splits]
             warn_of_siblings(decode_classes(data, url=CLASSES_NAME), folders, storage)
 
     def _open_writers(self, stack: ExitStack) -> list[DatasetWriter]:
@@ -272,7 +225,7 @@ class _Job:
         return writers
 
     def _open_writer(self, split: str) -> DatasetWriter:
-        folder = _folder_of(self.names, split)
+        folder = folder_of_split(self.names, split)
         names = ShardNames.parse(join_url(folder, self.names.template))
         output = open_output_folder(names.folder, self.storage_options, None)
         return DatasetWriter(output, names, task=self.task, options=self.options)

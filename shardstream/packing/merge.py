@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import os
 import time
+from base64 import b64decode
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from shardstream.errors import OptionError, StorageError, UnfinishedError, plural
+import numpy as np
+
+from shardstream.errors import OptionError, SourceError, StorageError, UnfinishedError, plural
 from shardstream.format import (
     INDEX_SUFFIX,
     MANIFEST_NAME,
@@ -31,7 +34,7 @@ from shardstream.packing.part_job import (
     locked,
     run_parts,
 )
-from shardstream.packing.report import PackReport, Progress, SplitReport
+from shardstream.packing.report import PackReport, Progress, Skip, SplitReport
 from shardstream.storage import (
     FileInfo,
     OutputFolder,
@@ -45,47 +48,67 @@ from shardstream.tasks import JSON, Executor, LocalExecutor, Parts
 from shardstream.tasks import Task as ShardTask
 
 _THREADS = 16  # that read records
+_NO_HASHES = np.empty(0, dtype=np.uint64)
 _NAMED = 8  # missing parts that a message names
 
 
-def run_job(
-    job: PartJob,
-    works: Iterable[PartWork],
+class SplitJob(NamedTuple):
+    """The job of one dataset: of a split, or of the only one."""
+
+    split: str
+    """Name of the split; "" without splits."""
+    job: PartJob
+    works: Iterable[PartWork]
+    """Work of each part, in order."""
+
+
+def run_jobs(
+    jobs: Sequence[SplitJob],
     *,
     executor: Executor | None,
     overwrite: bool,
     progress: ProgressFunction | None,
     samples: int | None,
 ) -> PackReport:
-    """Claim the destination, run the parts, and publish the dataset; with `Parts` nothing is published.
+    """Claim the destinations, run all parts, and publish the datasets; with `Parts` nothing is published.
 
     Args:
-        job: The job.
-        works: Work of each part, in order.
-        executor: Where they run; by default in this process.
-        overwrite: Replace an existing dataset, or an unfinished one of another job.
+        jobs: The jobs; one for each dataset.
+        executor: Where the parts run; by default in this process.
+        overwrite: Replace existing datasets, or unfinished ones of other jobs.
         progress: Called after each part.
         samples: Samples of the source, for ``progress``.
 
     Raises:
-        OptionError: If another dataset or job is in the folder, or ``overwrite`` is used with `Parts`.
-        StorageError: If the folder cannot be reached, or another job takes it over.
+        OptionError: If another dataset or job is in a folder, or ``overwrite`` is used with `Parts`.
+        StorageError: If a folder cannot be reached, or another job takes it over.
     """
     begin_s = time.monotonic()
-    of = executor.of if isinstance(executor, Parts) else 0
-    if of and overwrite:
+    is_part = isinstance(executor, Parts)
+    if is_part and overwrite:
         raise OptionError(
             "overwrite cannot be used for one part: a part that starts late would delete what the others wrote; "
             "delete the old dataset first, or write elsewhere"
         )
-    done = _Counts(progress, samples)
-    unfinished = run_parts(job, works, executor or LocalExecutor(), done.add, overwrite=overwrite)
-    if of:
-        split = done.report(job.names.folder)
-        return _report_of(job.title, [split], begin_s, done.fields, unfinished=unfinished)
-    report = merge(job.names.folder, storage_options=job.storage_options)
-    splits = [replace(split, kept=done.kept_shards) for split in report.splits]
-    return _report_of(job.title, splits, begin_s, report.fields)
+    counts = _Counts(progress, samples)
+    splits: list[SplitReport] = []
+    unfinished = 0
+    for split, job, works in jobs:
+        counts.begin(split, job.names.folder)
+        unfinished += run_parts(
+            job, works, executor or LocalExecutor(), counts.add, overwrite=overwrite
+        )
+        splits.append(counts.split)
+    for _, job, _ in jobs if not is_part else ():
+        merge(job.names.folder, storage_options=job.storage_options)
+    return PackReport(
+        source=jobs[0].job.title,
+        splits=tuple(splits),
+        seconds=time.monotonic() - begin_s,
+        skipped=tuple(counts.skipped),
+        fields=dict(counts.fields),
+        unfinished=unfinished,
+    )
 
 
 def merge(
@@ -116,6 +139,7 @@ def merge(
         shards = tuple(shard for result in results for shard in result.shards)
         fields = sum((Counter(result.fields) for result in results), Counter[str]())
         _check_in_place(folder, files, shards)
+        _check_keys(results, url)
         if not shards:
             raise OptionError(
                 "no sample is left: all were filtered out, so there is no dataset to publish",
@@ -131,7 +155,13 @@ def merge(
         shards=len(shards),
         total_bytes=sum(result.total_bytes for result in results),
     )
-    return _report_of("finished parts", [split], begin_s, fields)
+    return PackReport(
+        source="finished parts",
+        splits=(split,),
+        seconds=time.monotonic() - begin_s,
+        skipped=tuple(skip for result in results for skip in result.skipped),
+        fields=dict(fields),
+    )
 
 
 def _publish(
@@ -221,6 +251,28 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + more
 
 
+def _check_keys(results: Sequence[PartResult], url: str) -> None:
+    """Refuse keys that several parts have.
+
+    Raises:
+        SourceError: If there are some; names the first shards of two such parts.
+    """
+    hashes = [np.frombuffer(b64decode(result.key_hashes), dtype=np.uint64) for result in results]
+    _, first, counts = np.unique(
+        np.concatenate(hashes or [_NO_HASHES]), return_index=True, return_counts=True
+    )
+    if not (counts > 1).any():
+        return
+    repeated = np.concatenate(hashes)[first[counts > 1][0]]
+    parts = [number for number, some in enumerate(hashes) if repeated in some]
+    names = [results[number].shards[0].url for number in parts]
+    raise SourceError(
+        f"{plural(int((counts > 1).sum()), 'key')} of the source come twice, the first in {' and '.join(names[:2])} (or the shards of the "
+        "same part); choose others, e.g. key='{index:08d}' (--key)",
+        shard=url,
+    )
+
+
 def _check_in_place(
     folder: OutputFolder, files: Mapping[str, FileInfo], shards: Iterable[ShardInfo]
 ) -> None:
@@ -249,54 +301,38 @@ def _no_job_error(url: str, files: Mapping[str, FileInfo], journal: Journal | No
 
 
 class _Counts:
-    """Counts results for the progress and the report."""
+    """Counts the results of parts, for the progress and the report."""
 
     def __init__(self, progress: ProgressFunction | None, total: int | None) -> None:
-        self.kept_shards = 0
+        self.split = SplitReport(name="", url="", samples=0, shards=0, total_bytes=0)
+        """The parts of the current split that were run here."""
         self.fields = Counter[str]()
-        self._progress, self._total = progress, total
-        self._samples = self._shards = self._bytes = self._left_out = self._kept = 0
+        self.skipped: list[Skip] = []
+        self._progress, self._update = progress, Progress(0, 0, 0, total)
+
+    def begin(self, split: str, url: str) -> None:
+        """Begin the next split."""
+        self.split = SplitReport(name=split, url=url, samples=0, shards=0, total_bytes=0)
 
     def add(self, task: ShardTask, document: Mapping[str, JSON]) -> None:  # noqa: ARG002
         """Count the result of a part."""
-        result = PartResult.decode(document)
-        self._samples += result.nsamples
-        self._shards += len(result.shards)
-        self._bytes += result.total_bytes
-        self._left_out += result.left_out
-        self.fields.update(result.fields)
-        if document["kept"]:
-            self.kept_shards += len(result.shards)
-            self._kept += result.nsamples
-        if self._progress is not None:
-            self._progress(
-                Progress(self._samples, self._left_out, self._bytes, self._total, self._kept)
-            )
-
-    def report(self, url: str) -> SplitReport:
-        """Return the counts of the parts that were run here."""
-        return SplitReport(
-            name="",
-            url=url,
-            samples=self._samples,
-            shards=self._shards,
-            total_bytes=self._bytes,
-            kept=self.kept_shards,
+        result, split, update = PartResult.decode(document), self.split, self._update
+        kept = bool(document["kept"])
+        self.split = replace(
+            split,
+            samples=split.samples + result.nsamples,
+            shards=split.shards + len(result.shards),
+            total_bytes=split.total_bytes + result.total_bytes,
+            kept=split.kept + len(result.shards) * kept,
         )
-
-
-def _report_of(
-    source: str,
-    splits: Sequence[SplitReport],
-    begin_s: float,
-    fields: Mapping[str, int],
-    *,
-    unfinished: int = 0,
-) -> PackReport:
-    return PackReport(
-        source=source,
-        splits=tuple(splits),
-        seconds=time.monotonic() - begin_s,
-        fields=dict(fields),
-        unfinished=unfinished,
-    )
+        self.fields.update(result.fields)
+        self.skipped += result.skipped
+        self._update = Progress(
+            update.samples + result.nsamples,
+            update.skipped + result.left_out + len(result.skipped),
+            update.size_bytes + result.total_bytes,
+            update.total,
+            update.kept + result.nsamples * kept,
+        )
+        if self._progress is not None:
+            self._progress(self._update)

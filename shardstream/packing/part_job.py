@@ -24,7 +24,7 @@ from shardstream.format import (
 )
 from shardstream.packing.destination import ShardNames, claim_destination
 from shardstream.packing.journal import Journal, Task, read_journal
-from shardstream.packing.report import Progress
+from shardstream.packing.report import Progress, Skip
 from shardstream.storage import (
     FileInfo,
     OutputFolder,
@@ -70,12 +70,16 @@ class PartResult:
         fields: Number of samples that have each field.
         left_out: Samples of the source that were filtered out.
         warnings: Findings that may be mistakes.
+        skipped: Records that were skipped, in order.
+        key_hashes: Base64 of 8 bytes for each key, if another part may have the same keys.
     """
 
     shards: tuple[ShardInfo, ...]
     fields: Mapping[str, int] = field(default_factory=dict)
     left_out: int = 0
     warnings: tuple[str, ...] = ()
+    skipped: tuple[Skip, ...] = ()
+    key_hashes: str = ""
 
     @property
     def nsamples(self) -> int:
@@ -93,7 +97,8 @@ class PartResult:
             [shard.url, shard.nsamples, shard.filesize, shard.sha256] for shard in self.shards
         ]
         document: dict[str, JSON] = {"shards": shards, "fields": {**self.fields}}
-        return document | {"left_out": self.left_out, "warnings": [*self.warnings]}
+        document |= {"left_out": self.left_out, "warnings": [*self.warnings]}
+        return document | {"skipped": [[*one] for one in self.skipped], "keys": self.key_hashes}
 
     @classmethod
     def decode(cls, document: Mapping[str, Any]) -> PartResult:
@@ -108,6 +113,8 @@ class PartResult:
             fields=fields,
             left_out=int(document["left_out"]),
             warnings=tuple(map(str, document["warnings"])),
+            skipped=tuple(Skip(str(where), str(reason)) for where, reason in document["skipped"]),
+            key_hashes=str(document["keys"]),
         )
 
 

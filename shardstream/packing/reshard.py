@@ -18,27 +18,23 @@ from shardstream.fetch import open_fetcher
 from shardstream.format import (
     CLASSES_NAME,
     END_OF_ARCHIVE,
-    INDEX_SUFFIX,
     Sample,
-    ShardInfo,
     checksum,
     encode_classes,
-    encode_index,
     fingerprint,
 )
 from shardstream.order import derive_key, permute
 from shardstream.packing.destination import ShardNames
-from shardstream.packing.merge import run_job
+from shardstream.packing.merge import SplitJob, run_jobs
 from shardstream.packing.part_job import PartJob, PartResult, ProgressFunction
+from shardstream.packing.part_writer import PartWriter
 from shardstream.packing.report import PackReport
 from shardstream.packing.sample_steps import SampleFunction, SampleSteps, forget_instances
 from shardstream.packing.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES, WriterOptions
-from shardstream.packing.tar_shard import Pieces, TarShard, sample_pieces
-from shardstream.process_memory import keep_freed_memory
+from shardstream.packing.tar_shard import sample_pieces
 from shardstream.storage import (
     LocatedShards,
     OutputFolder,
-    PendingFile,
     Storage,
     Urls,
     locate_shards,
@@ -144,9 +140,8 @@ def reshard(  # noqa: PLR0913  (public door)
         steps=steps,
     )
     try:
-        return run_job(
-            job,
-            work.parts(firsts),
+        return run_jobs(
+            [SplitJob("", job, work.parts(firsts))],
             executor=executor,
             overwrite=overwrite,
             progress=progress,
@@ -339,11 +334,17 @@ class ReshardWork:
         """Read, change and write the samples (see `PartWork.write`)."""
         opened = self._open()
         names = ShardNames(folder=folder.url, template=self.template)
-        with closing(_PartWriter(folder, names, self, check_owner)) as writer:
+        with closing(PartWriter(folder, names, self.number, self.limits, check_owner)) as writer:
             for key, fields in self.steps.apply(self._read(opened.catalog), self.job):
                 writer.write(key, fields)
             opened.catalog.check_manifests()
-            return writer.finish()
+            writer.finish()
+        written = sum(shard.nsamples or 0 for shard in writer.shards)
+        return PartResult(
+            shards=tuple(writer.shards),
+            fields=writer.fields,
+            left_out=self.last - self.first - written,
+        )
 
     def _open(self) -> _OpenedSource:
         """Open the source, or take the one that this process has open."""
@@ -376,67 +377,3 @@ class ReshardWork:
                     if isinstance(row, Exception):
                         raise row
                     yield row
-
-
-class _PartWriter:
-    """Writes the shards of one part: the first under the number of the part, further ones with a suffix."""
-
-    def __init__(
-        self,
-        folder: OutputFolder,
-        names: ShardNames,
-        work: ReshardWork,
-        check_owner: Callable[[], None],
-    ) -> None:
-        self._folder, self._names, self._work = folder, names, work
-        self._check_owner = check_owner
-        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="shardstream-hash")
-        self._shard: TarShard | None = None
-        self._pending: PendingFile | None = None
-        self._finished: list[ShardInfo] = []
-        self._fields: dict[str, int] = {}
-        keep_freed_memory()
-
-    def write(self, key: str, fields: Mapping[str, bytes]) -> None:
-        """Append a sample; begin another shard where it exceeds a limit."""
-        pieces: Pieces = sample_pieces(key, fields)
-        size = sum(map(len, pieces)) + len(END_OF_ARCHIVE)
-        shard = self._shard
-        if shard is not None and (
-            shard.nsamples >= self._work.limits.max_samples
-            or shard.size_bytes + size > self._work.limits.max_bytes
-        ):
-            self._publish(shard)
-        if self._shard is None:
-            name = self._names.name(self._work.number, len(self._finished))
-            self._pending = self._folder.open(name)
-            self._shard = TarShard(self._pending, url=name, hashing=self._hashing)
-        self._shard.add_pieces(key, fields, pieces)
-
-    def finish(self) -> PartResult:
-        """Publish the last shard."""
-        if self._shard is not None:
-            self._publish(self._shard)
-        written = sum(shard.nsamples or 0 for shard in self._finished)
-        return PartResult(
-            shards=tuple(self._finished),
-            fields=self._fields,
-            left_out=self._work.last - self._work.first - written,
-        )
-
-    def close(self) -> None:
-        """Drop an unfinished shard, and end the thread."""
-        if self._pending is not None:
-            self._pending.discard()
-        self._hashing.shutdown(wait=True, cancel_futures=True)
-
-    def _publish(self, shard: TarShard) -> None:
-        assert self._pending is not None  # noqa: S101  (opened with the shard)
-        info = shard.finish()
-        self._check_owner()
-        self._pending.commit()
-        self._folder.write(info.url + INDEX_SUFFIX, encode_index(shard.offsets))
-        for field, count in shard.fields.items():
-            self._fields[field] = self._fields.get(field, 0) + count
-        self._finished.append(info)
-        self._shard = self._pending = None

@@ -23,6 +23,7 @@ from shardstream.errors import OptionError, SourceError, StorageError, Unfinishe
 from shardstream.format import iter_samples
 from shardstream.packing import (
     FileRef,
+    PackRequest,
     Progress,
     Record,
     RecordEncoder,
@@ -277,7 +278,7 @@ class _Deadly(RecordEncoder):
 def test_dead_process_raises_without_hanging(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module_of(pack), "RecordEncoder", _Deadly)
+    monkeypatch.setattr(module_of(PackRequest), "RecordEncoder", _Deadly)
     with pytest.raises(SourceError, match="a process that encodes died"):
         pack(photos, tmp_path / "out", processes=2, max_samples=5, max_side=64)
     assert not (tmp_path / "out" / "index.json").exists()
@@ -294,7 +295,7 @@ class _DeadlyAmongSlow(RecordEncoder):
 def test_dead_process_raises_without_waiting_for_others(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module_of(pack), "RecordEncoder", _DeadlyAmongSlow)
+    monkeypatch.setattr(module_of(PackRequest), "RecordEncoder", _DeadlyAmongSlow)
     begin = time.monotonic()
     with pytest.raises(SourceError, match="a process that encodes died"):
         pack(photos, tmp_path / "out", processes=2, shuffle=False, max_side=64)

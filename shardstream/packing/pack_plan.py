@@ -1,0 +1,165 @@
+"""Plan a pack: source, records in their order, splits, and what decides the bytes."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardstream.errors import OptionError
+from shardstream.format import CLASSES_NAME
+from shardstream.packing.class_numbering import AnyClasses, number_classes
+from shardstream.packing.destination import ShardNames
+from shardstream.packing.image_encode import ImageOptions
+from shardstream.packing.journal import Task
+from shardstream.packing.parallel_encode import RecordEncoder
+from shardstream.packing.shard_writer import WriterOptions
+from shardstream.packing.source import Record, Source, SplitSource
+from shardstream.packing.source_detection import AnySource, SourceOptions, open_source
+from shardstream.packing.split import Numbers, assign_splits, shuffled_order
+from shardstream.storage import Storage, join_url
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackRequest:
+    """The arguments of `pack` that decide the dataset; picklable if the source is a URL.
+
+    Args:
+        source: What to pack.
+        dest: Folder or pattern.
+        source_options: How to read the source.
+        limits: Maximum samples and bytes of a shard, and the name of the dataset.
+        shuffle: Whether to shuffle; None: by the source.
+        seed: Seed of the order and the splits.
+        split: Name -> fraction.
+        classes: Class names, or where they are.
+        images: Changes to images.
+        reading: ``storage_options`` of the source.
+        writing: ``storage_options`` of the destination.
+        skips: Whether records that cannot be packed are left out.
+    """
+
+    source: AnySource
+    dest: str | os.PathLike[str]
+    source_options: SourceOptions
+    limits: WriterOptions
+    shuffle: bool | None
+    seed: int
+    split: Mapping[str, float]
+    classes: AnyClasses | None
+    images: ImageOptions
+    reading: Mapping[str, Any] | None
+    writing: Mapping[str, Any] | None
+    skips: bool
+
+    def open(self) -> OpenedPack:
+        """Open the source, and plan the order of its records.
+
+        Raises:
+            OptionError: If an option does not fit the source.
+            SourceError: If there is nothing to pack.
+            StorageError: If the source cannot be reached.
+        """
+        reading, options = Storage(self.reading), self.source_options
+        opened = open_source(self.source, reading, options)
+        names = ShardNames.parse(self.dest)
+        _check_source_is_elsewhere(opened, names.folder, reading)
+        folders = [folder_of_split(names, one) for one in _split_names(opened, self.split)]
+        opened = number_classes(opened, self.classes, folders, Storage(self.writing))
+        asked: dict[str, Any] = {"max_samples": self.limits.max_samples}
+        asked |= {"max_bytes": self.limits.max_bytes, "name": self.limits.name}
+        asked |= {"kind": options.kind, "key": options.key, "fields": dict(options.fields) or None}
+        asked |= {"root": options.root, "seed": self.seed, "shuffle": self.shuffle}
+        asked |= {"split": list(self.split.items()), "template": names.template}
+        asked |= {"class_numbers": _digest(opened.extras.get(CLASSES_NAME))}
+        return OpenedPack(
+            plan=_plan(opened, shuffle=self.shuffle, seed=self.seed, split=self.split),
+            names=names,
+            task=Task(source=opened.fingerprint, options=asked | self.images.encoding_options()),
+            encoder=RecordEncoder(storage=reading, images=self.images),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedPack:
+    """A pack whose source is open.
+
+    Args:
+        plan: Records in packing order.
+        names: Folder and names of the shards.
+        task: Source and options that decide the bytes.
+        encoder: Opens files and encodes values.
+    """
+
+    plan: PackPlan
+    names: ShardNames
+    task: Task
+    encoder: RecordEncoder
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackPlan:
+    """Records in packing order, with the split of each."""
+
+    source: Source
+    records: Iterable[Record]
+    total: int | None
+    splits: tuple[str, ...]
+    assigned: Numbers | None
+
+
+def _split_names(source: Source, split: Mapping[str, float]) -> tuple[str, ...]:
+    """Return the names of the datasets to write; one without a name if there are no splits."""
+    own = source.splits if isinstance(source, SplitSource) else ()
+    if own and split:
+        raise OptionError(
+            f"the source has splits already: {', '.join(own)}; leave split (--split) out, or pack one of these folders",
+            shard=source.name,
+        )
+    return own or tuple(split) or ("",)
+
+
+def folder_of_split(names: ShardNames, split: str) -> str:
+    """Return the folder of a split; that of the pack without splits."""
+    return join_url(names.folder, split) if split else names.folder
+
+
+def _digest(data: bytes | None) -> str | None:
+    return None if data is None else hashlib.sha256(data).hexdigest()[:16]
+
+
+def _plan(
+    source: Source, *, shuffle: bool | None, seed: int, split: Mapping[str, float]
+) -> PackPlan:
+    records: Iterable[Record] = source
+    total = source.length
+    splits = _split_names(source, split)
+    assigned = source.assigned() if isinstance(source, SplitSource) and source.splits else None
+    if source.shuffled if shuffle is None else shuffle:
+        if source.folders:
+            raise OptionError(
+                "tars cannot be shuffled when they are packed (all samples would have to be in memory); "
+                "leave shuffle out: training shuffles when it reads"
+            )
+        found = list(source)
+        order = shuffled_order(len(found), seed=seed, purpose="order")
+        records = [found[i] for i in order]
+        assigned = None if assigned is None else assigned[order]
+        total = len(found)
+    if split:
+        if total is None:  # may be a generator, which counting consumes
+            found = list(records)
+            records, total = found, len(found)
+        assigned = assign_splits(total, split, seed=seed)
+    return PackPlan(source=source, records=records, total=total, splits=splits, assigned=assigned)
+
+
+def _check_source_is_elsewhere(source: Source, folder: str, storage: Storage) -> None:
+    place = storage.resolve(folder)[1].rstrip("/")
+    for taken in source.folders:
+        if storage.resolve(taken)[1].rstrip("/") == place:
+            raise OptionError(
+                "the tars would be overwritten while they are read; write elsewhere", shard=folder
+            )

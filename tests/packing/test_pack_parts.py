@@ -1,0 +1,176 @@
+"""`pack` with an executor: the same dataset whoever runs the parts, and for unchanged files that of a pack in one process."""
+
+from __future__ import annotations
+
+import csv
+import shutil
+from collections.abc import Mapping
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+import shardstream as ss
+
+CLASSES = ("ant", "bee", "cat")
+
+
+def jpeg(seed: int, side: int = 24) -> bytes:
+    pixels = np.random.default_rng(seed).integers(
+        0, 256, (side, side + seed % 7, 3), dtype=np.uint8
+    )
+    stream = BytesIO()
+    Image.fromarray(pixels).save(stream, "JPEG")
+    return stream.getvalue()
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """60 photos in three class folders."""
+    folder = tmp_path_factory.mktemp("photos")
+    for number in range(60):
+        path = folder / CLASSES[number % 3] / f"{number:03d}.jpg"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(jpeg(number))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("table") / "rows.csv"
+    with path.open("w", newline="") as stream:
+        rows = csv.writer(stream)
+        rows.writerow(("caption", "score"))
+        rows.writerows((f"caption {number}", number % 5) for number in range(50))
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def tars(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tars")
+    with ss.ShardWriter(folder, max_samples=9) as writer:
+        for number in range(40):
+            writer.write({"__key__": f"s{number:03d}", "bin": bytes(100 + number)})
+    return str(folder)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
+
+
+JOBS: dict[str, tuple[str, dict[str, Any]]] = {
+    "photos": ("photos", {"max_bytes": "30kB"}),
+    "shuffled": ("photos", {"max_samples": 17, "seed": 5}),
+    "smaller": ("photos", {"max_samples": 17, "max_side": 16}),
+    "split": ("photos", {"max_samples": 8, "split": {"train": 0.75, "val": 0.25}}),
+    "rows": ("table", {"max_samples": 8, "fields": {"txt": "caption", "cls": "score"}}),
+    "tars": ("tars", {"max_samples": 7}),
+    "keys": ("tars", {"max_samples": 7, "key": "{index:08d}"}),
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_parts_write_the_dataset_of_one_process(
+    job: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    fixture, options = JOBS[job]
+    source = request.getfixturevalue(fixture)
+    plain = ss.pack(source, tmp_path / "plain", **options)
+    report = ss.pack(source, tmp_path / "two", executor=ss.LocalExecutor(processes=2), **options)
+    for part in (2, 3, 1):
+        ss.pack(source, tmp_path / "parts", executor=ss.Parts(part, 3), **options)
+    for split in options.get("split", [""]):
+        ss.merge(tmp_path / "parts" / split)
+    assert files_of(tmp_path / "two") == files_of(tmp_path / "parts")
+    assert (report.samples, report.fields, report.files) == (
+        plain.samples,
+        plain.fields,
+        plain.files,
+    )
+    assert [split.name for split in report.splits] == [split.name for split in plain.splits]
+    # Sizes of photos that are made smaller are not known before; here, no shard is full by bytes.
+    assert files_of(tmp_path / "plain") == files_of(tmp_path / "two")
+    for split in report.splits:
+        assert not ss.verify(split.url).problems
+
+
+def test_exact_sizes_fill_shards_up_to_the_limit(photos: str, tmp_path: Path) -> None:
+    ss.pack(photos, tmp_path / "new", max_bytes="30kB", executor=ss.LocalExecutor())
+    sizes = [path.stat().st_size for path in sorted((tmp_path / "new").glob("*.tar"))]
+    assert max(sizes) <= 30_000
+    assert min(sizes[:-1]) > 26_000
+    assert not list((tmp_path / "new").glob("*_01.tar"))
+
+
+def test_rows_that_exceed_the_limit_begin_further_shards(table: str, tmp_path: Path) -> None:
+    ss.pack(table, tmp_path / "new", max_samples=25, max_bytes="20kB", executor=ss.LocalExecutor())
+    names = sorted(path.name for path in (tmp_path / "new").glob("*.tar"))
+    assert names == ["000000.tar", "000000_01.tar", "000001.tar", "000001_01.tar"]
+    captions = [
+        sample["json"]["caption"] for sample in ss.ShardDataset(str(tmp_path / "new")).decode()
+    ]
+    assert captions == [f"caption {number}" for number in range(50)]
+
+
+def test_skipped_records_are_reported_by_all_executors(photos: str, tmp_path: Path) -> None:
+    source = tmp_path / "photos"
+    shutil.copytree(photos, source)
+    (source / "ant" / "000.jpg").write_bytes(b"no image")
+    (source / "bee" / "058.jpg").write_bytes(jpeg(1)[:200])
+    with pytest.raises(ss.SourceError, match="000.jpg"):
+        ss.pack(str(source), tmp_path / "none", executor=ss.LocalExecutor(), shuffle=False)
+    assert not (tmp_path / "none" / "index.json").exists()
+    options: Mapping[str, Any] = {"max_samples": 10, "on_error": "skip"}
+    plain = ss.pack(str(source), tmp_path / "plain", **options)
+    report = ss.pack(
+        str(source), tmp_path / "two", executor=ss.LocalExecutor(processes=2), **options
+    )
+    assert sorted(report.skipped) == sorted(plain.skipped)
+    assert report.samples == plain.samples == 60 - len(plain.skipped)
+    keys = [
+        sorted(sample["__key__"] for sample in ss.ShardMapDataset(str(tmp_path / name)))
+        for name in ("plain", "two")
+    ]
+    assert keys[0] == keys[1]
+
+
+def test_source_that_changes_between_parts_is_refused(photos: str, tmp_path: Path) -> None:
+    source = tmp_path / "photos"
+    shutil.copytree(photos, source)
+    ss.pack(str(source), tmp_path / "new", max_samples=20, executor=ss.Parts(1, 2))
+    (source / "ant" / "999.jpg").write_bytes(jpeg(3))
+    with pytest.raises(ss.OptionError, match="the source has changed"):
+        ss.pack(str(source), tmp_path / "new", max_samples=20, executor=ss.Parts(2, 2))
+
+
+def test_key_that_two_parts_have_is_refused_by_merge(tmp_path: Path) -> None:
+    with ss.ShardWriter(tmp_path / "tars", max_samples=10) as writer:
+        for number in range(20):
+            writer.write({"__key__": f"{number // 10}/{number % 10}", "txt": "a"})
+    options: dict[str, Any] = {"max_samples": 10, "key": "{stem}", "executor": ss.LocalExecutor()}
+    with pytest.raises(ss.SourceError, match=r"10 keys .* come twice.*000000.tar and 000001.tar"):
+        ss.pack(str(tmp_path / "tars"), tmp_path / "new", **options)
+    assert not (tmp_path / "new" / "index.json").exists()
+
+
+@pytest.mark.parametrize(
+    "samples", [[{"txt": "a"}], iter([{"txt": "a"}])], ids=["list", "iterator"]
+)
+def test_samples_from_python_are_refused(samples: Any, tmp_path: Path) -> None:
+    with pytest.raises(ss.OptionError, match="samples from Python are packed in this process"):
+        ss.pack(samples, tmp_path / "new", executor=ss.LocalExecutor(processes=2))
+
+
+def test_part_of_another_job_is_refused(photos: str, tmp_path: Path) -> None:
+    ss.pack(photos, tmp_path / "new", max_samples=20, executor=ss.Parts(1, 2))
+    with pytest.raises(ss.OptionError, match="seed was 0, now 1"):
+        ss.pack(photos, tmp_path / "new", max_samples=20, seed=1, executor=ss.Parts(2, 2))
+    with pytest.raises(ss.OptionError, match="unfinished pack with another source or options"):
+        ss.pack(photos, tmp_path / "new", max_samples=20)
