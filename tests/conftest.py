@@ -8,6 +8,8 @@ from collections.abc import Iterator
 import pytest
 import s3fs
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.servers import S3Server, ShapedS3, new_bucket, nginx_or_skip, start_s3
 
@@ -25,6 +27,22 @@ _FOREIGN_VARIABLES = (
     "AWS_ENDPOINT_URL_S3",
     "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS",
 )
+
+
+class OneProcessForRay(LoadScopeScheduling):  # type: ignore[misc]  # xdist is not typed
+    """Distribute single tests, but those of tests/ray together, so that one cluster is started.
+
+    The groups of xdist itself (``--dist=loadgroup``) have no effect with xdist 3.8 and pytest 9.2.
+    """
+
+    def _split_scope(self, nodeid: str) -> str:
+        return "ray" if nodeid.startswith("tests/ray/") else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
+    """Choose how tests are distributed over processes."""
+    return OneProcessForRay(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -74,7 +75,8 @@ class ShardCatalog(Catalog):
     ) -> None:
         self._storage = storage
         self.timeout_s = storage.timeouts.total_s
-        paths = [storage.local_path(shard.url) for shard in located.shards]
+        found = [(shard.url, storage.local_path(shard.url)) for shard in located.shards]
+        paths = [url if path == url else path for url, path in found]  # one object is pickled once
         self.is_local = None not in paths
         """Whether all shards are local files."""
         self._files = FileVersions(paths)
@@ -144,6 +146,8 @@ class ShardCatalog(Catalog):
         part.__dict__.pop("checksums", None)
         part.__dict__["total_bytes"] = self.total_bytes
         part.shards = tuple([self.shards[shard] for shard in kept])
+        if self.is_local and self._verified_reader is None:  # then nothing is compared with it
+            part.shards = tuple([replace(shard, sha256=None) for shard in part.shards])
         part._files = self._files.restrict_to(kept)
         places = {shard: place for place, shard in enumerate(kept)}
         part._scanned = {places[n]: offsets for n, offsets in self._scanned.items() if n in places}

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import ray
 import ray.data
 from ray.data.context import DEFAULT_TARGET_MAX_BLOCK_SIZE
 
 from shardstream.distributed import Placement, WorkerInfo
 from shardstream.errors import OptionError
-from shardstream.format import Sample
+from shardstream.fetch import open_batch_fetcher
 from shardstream.loader import ShardDataset, StreamDataset
 from shardstream.pipeline import (
     CatalogSource,
@@ -30,7 +32,7 @@ from shardstream.pipeline import (
 )
 from shardstream.ray.arrow_columns import KEY, URL
 from shardstream.ray.datasource import ReadJob, ShardDatasource, select_columns
-from shardstream.ray.read_plan import MAX_TASK_BYTES, default_task_bytes
+from shardstream.ray.read_plan import default_task_bytes
 from shardstream.ray.read_task import BLOCK_BYTES, RowSettings
 from shardstream.storage import Urls, parse_bytes
 
@@ -72,7 +74,7 @@ def read(
         fields: Columns to return besides ``__key__``, e.g. ``["jpg", "cls"]``; others are not decoded. None returns all.
         epoch: Epoch number, for the order and for ``map(rng=True)``.
         task_bytes: Bytes of the tars that a read task reads, e.g. "64MB"; by default a quarter of the share of a CPU, from 4 to
-            128 MiB. A task yields blocks of at most 8 MiB.
+            128 MiB, or 64 MiB if they are shuffled. A task yields blocks of at most 8 MiB.
         storage_options: For fsspec, if URLs are given.
         read_options: Options of `ShardDataset`, if URLs are given (``shuffle``, ``seed``, ``on_error``, ``verify``, ...). And those of
             ``ray.data.read_datasource``: ``concurrency``, ``num_cpus``, ``memory``, ``ray_remote_args``, ``override_num_blocks``, ...
@@ -95,7 +97,9 @@ def read(
         ray.init()
     if task_bytes is None:
         cpus = int(ray.cluster_resources().get("CPU", 1))
-        job = replace(job, task_bytes=default_task_bytes(job.total_bytes, cpus))
+        shuffle = job.pipeline.source.shuffle
+        size = default_task_bytes(job.total_bytes, cpus, shuffle=shuffle)
+        job = replace(job, task_bytes=size)
     source = ShardDatasource(job)
     # Ray would cut the blocks of each task into pieces if it expected another number of tasks.
     num_tasks = max(1, len(source.get_read_tasks(-1)))
@@ -120,7 +124,7 @@ def plan_read(
         dataset: A dataset whose steps return one dict for each sample.
         fields: As in `read`.
         epoch: As in `read`.
-        task_bytes: Bytes of the tars that a task reads; by default 128 MiB.
+        task_bytes: Bytes of the tars that a task reads; by default the most that `read` chooses.
         num_tasks: Number of tasks, instead of ``task_bytes``.
 
     Raises:
@@ -136,7 +140,8 @@ def plan_read(
     job = ReadJob(
         pipeline=pipeline,
         settings=settings,
-        task_bytes=task_bytes or MAX_TASK_BYTES,
+        task_bytes=task_bytes
+        or default_task_bytes(sys.maxsize, 1, shuffle=pipeline.source.shuffle),
         num_tasks=num_tasks,
     )
     return job if fields is None else select_columns(job, _checked_columns(fields, pipeline, known))
@@ -227,6 +232,14 @@ def _checked_columns(
 
 def _fields_of_first(pipeline: Pipeline) -> tuple[str, ...]:
     """Return the fields of the first sample, because no manifest lists those of all."""
-    with closing(pipeline.source.open(WorkerInfo(Placement()), Context())) as run:
-        first: Sample = next(iter(run), {})
+    source, first = pipeline.source, dict[str, object]()
+    if isinstance(source, CatalogSource) and len(source.catalog):
+        with closing(open_batch_fetcher(source.catalog)) as fetcher:
+            (found,) = fetcher.samples(np.zeros(1, dtype=np.int64))
+        if isinstance(found, Exception):
+            raise found
+        first = found
+    elif source.indexed is None or len(source.indexed.catalog):
+        with closing(source.open(WorkerInfo(Placement()), Context())) as run:
+            first = next(iter(run), {})
     return tuple(name for name in first if name not in (KEY, URL))

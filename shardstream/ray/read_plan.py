@@ -9,6 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 MAX_TASK_BYTES = 128 << 20
+MAX_SHUFFLED_TASK_BYTES = (
+    64 << 20
+)  # one window, whose samples are in about 50 shards; they are pickled with the task
 MIN_TASK_BYTES = 4 << 20
 TASKS_PER_CPU = 4
 
@@ -26,16 +29,17 @@ class RowRange(NamedTuple):
     """Estimated bytes of the rows in their tars."""
 
 
-def default_task_bytes(total_bytes: int, cpus: int) -> int:
-    """Return the bytes of a read task: a quarter of the share of a CPU, from 4 to 128 MiB.
+def default_task_bytes(total_bytes: int, cpus: int, *, shuffle: bool) -> int:
+    """Return the bytes of a read task: a quarter of the share of a CPU, from 4 to 128 MiB, or to 64 MiB if shuffled.
 
-    >>> default_task_bytes(1 << 30, cpus=2) >> 20, default_task_bytes(1 << 40, cpus=64) >> 20
-    (128, 128)
-    >>> default_task_bytes(256 << 20, cpus=2) >> 20, default_task_bytes(1 << 20, cpus=2) >> 20
+    >>> default_task_bytes(1 << 40, 64, shuffle=False) >> 20, default_task_bytes(1 << 40, 64, shuffle=True) >> 20
+    (128, 64)
+    >>> default_task_bytes(256 << 20, 2, shuffle=False) >> 20, default_task_bytes(1 << 20, 2, shuffle=False) >> 20
     (32, 4)
     """
     share = total_bytes // max(1, TASKS_PER_CPU * cpus)
-    return max(MIN_TASK_BYTES, min(MAX_TASK_BYTES, share))
+    most = MAX_SHUFFLED_TASK_BYTES if shuffle else MAX_TASK_BYTES
+    return max(MIN_TASK_BYTES, min(most, share))
 
 
 def count_tasks(num_rows: int, total_bytes: int, task_bytes: int) -> int:

@@ -13,7 +13,6 @@ import shardstream as ss
 from shardstream.loader import StreamDataset
 
 MARKS = [
-    pytest.mark.xdist_group("ray"),  # one process, and so one cluster
     # Ray warns of its own deprecations, and leaves files and sockets to the end of the process.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -18,7 +18,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import shardstream as ss
+from shardstream.catalog import ShardCatalog
+from shardstream.format import ShardInfo
 from shardstream.ray import rows_table
+from shardstream.storage import LocatedShards, Storage
 from shardstream.testing import make_shards
 from tests.ray.cluster import MARKS, rows, samples, tables
 from tests.small_datasets import numbered
@@ -82,6 +85,21 @@ def test_a_task_has_the_shards_of_its_rows_only_and_is_small(tmp_path: Path, shu
     sizes = [len(pickle.dumps(task)) for task, _ in job.tasks()]
     assert len(sizes) == 100
     assert max(sizes) < 16_000
+
+
+def test_a_shuffled_task_of_large_shards_is_small(tmp_path: Path) -> None:
+    shards = []
+    for number in range(100):
+        path = tmp_path / f"{number:06d}.tar"
+        with path.open("wb") as tar:
+            tar.truncate(1 << 30)  # sparse
+        sha256 = f"{number:064x}"
+        shards.append(ShardInfo(url=str(path), nsamples=10_000, filesize=1 << 30, sha256=sha256))
+    located = LocatedShards(shards=tuple(shards), indexed=frozenset(one.url for one in shards))
+    catalog = ShardCatalog(located, Storage())
+    dataset = ss.CatalogDataset(catalog, ss.ReadOptions(shuffle=True)).decode()
+    job = ss.ray.plan_read(dataset)
+    assert max(len(pickle.dumps(task)) for task, _ in job.tasks()) < 16_000
 
 
 def test_counts_come_from_the_index_and_blocks_are_bounded(tmp_path: Path) -> None:
