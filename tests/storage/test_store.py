@@ -15,7 +15,14 @@ import s3fs
 from fsspec.implementations.dirfs import DirFileSystem
 
 from shardstream.errors import AccessDeniedError, NotFoundError, OptionError, StorageError
-from shardstream.storage import Clients, Storage, join_url, parent_url, publish_bytes
+from shardstream.storage import (
+    Clients,
+    RangeResponse,
+    Storage,
+    join_url,
+    parent_url,
+    publish_bytes,
+)
 from tests.limits import module_of
 from tests.servers import S3Server
 
@@ -282,6 +289,29 @@ def test_short_response_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StorageError, match=r"the connection broke off.*got 0 of 5 bytes") as raised:
         Storage({"retry_timeout_s": 0.1}).read(url, 0, 5)
     assert raised.value.shard == url
+
+
+def test_a_read_that_is_resumed_asks_only_for_the_bytes_that_the_caller_accepts() -> None:
+    url, storage = f"memory://test-{uuid.uuid4().hex}/a", Storage()
+    publish_bytes(storage, url, b"0123456789")
+    really_read, asked = storage.read_once, []
+
+    def read_once(url: str, start: int, end: int | None, **options: Any) -> RangeResponse:
+        asked.append((start, end, options["max_bytes"]))
+        if start == 0:
+            return RangeResponse(data=b"0123", error=ConnectionResetError("cut"))
+        return really_read(url, start, end, **options)
+
+    storage.read_once = read_once  # type: ignore[method-assign,assignment]
+    assert storage.read(url, max_bytes=5) == b"01234"
+    assert asked == [(0, None, 5), (4, None, 1)]
+
+
+def test_an_empty_range_needs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    url = f"memory://test-{uuid.uuid4().hex}/a"
+    publish_bytes(Storage(), url, b"0123456789")
+    monkeypatch.setattr(Storage, "read_once", None)
+    assert Storage().read(url, 5, 5) == b""
 
 
 @pytest.mark.parametrize(
