@@ -15,15 +15,23 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardstream.errors import OptionError, SourceError, StorageError, UnfinishedError, plural
+from shardstream.errors import (
+    NotFoundError,
+    OptionError,
+    SourceError,
+    StorageError,
+    UnfinishedError,
+    plural,
+)
 from shardstream.format import (
+    CLASSES_NAME,
     INDEX_SUFFIX,
     MANIFEST_NAME,
     Manifest,
     ShardInfo,
     encode_manifest,
 )
-from shardstream.packing.destination import ShardNames
+from shardstream.packing.destination import ShardNames, is_deletable
 from shardstream.packing.journal import Journal, read_journal
 from shardstream.packing.part_job import (
     PartJob,
@@ -168,21 +176,21 @@ def _publish(
     folder: OutputFolder, files: Mapping[str, FileInfo], journal: Journal, manifest: Manifest
 ) -> None:
     """Write the small files and the manifest; delete stale shards, the records and the journal, which goes last."""
-    for name, text in journal.task.options["extras"].items():
-        folder.write(name, text.encode())
-    for name in sorted(journal.stale - {shard.url for shard in manifest.shards}):
+    classes = journal.task.options["extras"].get(CLASSES_NAME)
+    if classes is not None:
+        folder.write(CLASSES_NAME, str(classes).encode())
+    stale = journal.stale - {shard.url for shard in manifest.shards}
+    for name in sorted(filter(is_deletable, stale)):
         folder.remove(name)
         folder.remove(name + INDEX_SUFFIX)
     journal.check_owner()
     data = encode_manifest(manifest)
     folder.write(MANIFEST_NAME, data)
-    try:
-        journal.check_owner()
-    except StorageError:  # a run that took the folder in between has not seen the manifest
+    if _is_taken_over(folder, journal.run):  # the other run has not seen the manifest
         with suppress(StorageError):
             if folder.read(MANIFEST_NAME) == data:
                 folder.remove(MANIFEST_NAME)
-        raise
+        journal.check_owner()
     template = str(journal.task.options["template"])
     names = ShardNames(folder=folder.url, template=template)
     for name in files:
@@ -192,6 +200,14 @@ def _publish(
         if is_part_record(name) or is_half or is_part_record(final):
             folder.remove(name)
     folder.remove(journal_name(0))
+
+
+def _is_taken_over(folder: OutputFolder, run: str) -> bool:
+    """Return whether the journal is that of another run; without one, another `merge` of this job has ended first."""
+    try:
+        return bool(json.loads(folder.read(journal_name(0)))["run"] != run)
+    except NotFoundError:
+        return False
 
 
 def _read_records(

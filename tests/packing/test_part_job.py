@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -104,6 +105,47 @@ def test_damaged_record_is_an_error(source: str, tmp_path: Path) -> None:
         ss.merge(tmp_path / "new")
     reshard_part(source, tmp_path / "new", 2, 2)  # writes the record again
     assert ss.merge(tmp_path / "new").samples == 12
+
+
+def test_merges_at_the_same_time_leave_the_dataset_published(
+    source: str, bucket: str, s3_env: None
+) -> None:
+    dest = f"{bucket}/new"
+    ss.reshard(source, dest, max_samples=2, executor=ss.Parts(1, 1))
+    results: list[object] = []
+
+    def run() -> None:
+        try:
+            results.append(ss.merge(dest).samples)
+        except ss.ShardStreamError as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert 12 in results
+    assert len(list(ss.ShardDataset(dest))) == 12
+    assert not ss.verify(dest).problems
+
+
+def test_parts_at_the_same_time_on_s3_write_one_dataset(
+    source: str, bucket: str, s3_env: None
+) -> None:
+    code = (
+        "import sys, shardstream as ss\n"
+        "ss.reshard(sys.argv[1], sys.argv[2], max_samples=1, executor=ss.Parts.parse(sys.argv[3]))"
+    )
+    processes = [
+        subprocess.Popen([sys.executable, "-c", code, source, f"{bucket}/new", part], cwd=ROOT)
+        for part in ("1/2", "2/2", "2/2")
+    ]
+    codes = [process.wait(120) for process in processes]
+    assert codes[0] == 0
+    assert 0 in codes[1:]  # of two processes with one part, one may find its upload aborted
+    assert ss.merge(f"{bucket}/new").samples == 12
+    assert not ss.verify(f"{bucket}/new").problems
 
 
 @pytest.mark.parametrize("content", ["nothing", "files", "pack"])

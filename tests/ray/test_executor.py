@@ -17,8 +17,10 @@ import ray
 
 import shardstream as ss
 from shardstream.ray import RayExecutor
+from tests.ray.cluster import MARKS
 
 ROOT = Path(__file__).parent.parent.parent
+pytestmark = MARKS
 
 
 @dataclass(frozen=True)
