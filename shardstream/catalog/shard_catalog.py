@@ -75,8 +75,10 @@ class ShardCatalog(Catalog):
     ) -> None:
         self._storage = storage
         self.timeout_s = storage.timeouts.total_s
-        found = [(shard.url, storage.local_path(shard.url)) for shard in located.shards]
-        paths = [url if path == url else path for url, path in found]  # one object is pickled once
+        paths = [  # the URL's own object where it is the path: it is pickled once
+            shard.url if (path := storage.local_path(shard.url)) == shard.url else path
+            for shard in located.shards
+        ]
         self.is_local = None not in paths
         """Whether all shards are local files."""
         self._files = FileVersions(paths)

@@ -2,7 +2,7 @@
 
 A row passes through these files:
 
-    read             the public function: check the arguments, plan, build a `ray.data.Dataset`
+    read_dataset     the public function: check the arguments, plan, build a `ray.data.Dataset`
     read_plan        dataset size -> row ranges, one for each read task; pure arithmetic
     datasource       a Ray ``Datasource`` whose read tasks are row ranges
     read_task        read the rows of a range in a Ray worker; blocks of at most 8 MiB
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from shardstream.ray.arrow_columns import rows_table
     from shardstream.ray.collate import Collate
     from shardstream.ray.executor import RayExecutor
-    from shardstream.ray.read import plan_read, read
+    from shardstream.ray.read_dataset import plan_read, read
     from shardstream.ray.read_plan import cut_by_bytes, cut_rows
 
 __all__ = ["Collate", "RayExecutor", "cut_by_bytes", "cut_rows", "plan_read", "read", "rows_table"]
@@ -33,8 +33,8 @@ _LAZY = {
     "RayExecutor": "executor",
     "cut_by_bytes": "read_plan",
     "cut_rows": "read_plan",
-    "plan_read": "read",
-    "read": "read",
+    "plan_read": "read_dataset",
+    "read": "read_dataset",
     "rows_table": "arrow_columns",
 }
 

@@ -252,7 +252,7 @@ def _from_manifest(
         manifest_url=url,
         manifests={url: digest},
         indexed=frozenset(indexed),
-        fields=_joined_fields([manifest.fields]),
+        fields=tuple(sorted(manifest.fields)) or None,  # wids writes none
     )
 
 
@@ -280,7 +280,7 @@ def _from_small_reads(folder: str, storage: Storage) -> LocatedShards | None:
         manifests={url: digest},
         indexed=frozenset(one.url for one in shards),
         indexes={one: data for one, data in zip(wanted, indexes, strict=True) if data is not None},
-        fields=_joined_fields([manifest.fields]),
+        fields=tuple(sorted(manifest.fields)) or None,  # wids writes none
     )
 
 

@@ -208,6 +208,8 @@ except ss.OptionError as error:
 
 def test_names_are_listed_and_unknown_ones_are_attribute_errors() -> None:
     assert {"Collate", "read"} <= set(dir(ss.ray))
+    for name in [*dir(ss.ray), *dir(ss.ray)]:  # a module of the same name would replace a function
+        assert callable(getattr(ss.ray, name)), name
     with pytest.raises(AttributeError, match=r"module 'shardstream\.ray' has no attribute 'load'"):
         ss.ray.load  # noqa: B018
     assert ss.ray.__name__ == "shardstream.ray" != ray.__name__
