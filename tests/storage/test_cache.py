@@ -756,7 +756,8 @@ def test_a_lock_that_another_process_holds_for_a_moment_is_waited_for(
 def test_a_process_that_is_forked_during_a_write_keeps_no_lock(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    really_replace, children = os.replace, []
+    really_replace = os.replace
+    children: list[int] = []
     test_has_ended, end_test = os.pipe()
 
     def fork_first(*paths: str) -> None:  # as another thread may, while the lock is held
