@@ -43,7 +43,9 @@ def __getattr__(name: str) -> Any:
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        import_module("ray" if name == "RayExecutor" else "ray.data")
+        import_module("ray")
+        if name != "RayExecutor":  # Ray Data takes a second to import
+            import_module("ray.data")
     except ModuleNotFoundError as error:
         raise OptionError(
             f"ss.ray.{name} needs Ray, and {error.name} is not installed",
