@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
+from ray.data.extensions import ArrowTensorArray, ArrowVariableShapedTensorArray
 
 from shardstream.errors import SampleError
 from shardstream.format import member_bytes, member_name
@@ -220,10 +221,15 @@ def _values(chunk: pa.Array, name: str) -> Iterator[Any]:
         present = iter(chunk.drop_null().to_numpy(zero_copy_only=False).astype(dtype))
         yield from (next(present) if there else None for there in chunk.is_valid().to_pylist())
         return
+    if (
+        isinstance(chunk, ArrowTensorArray | ArrowVariableShapedTensorArray)
+        and not chunk.null_count
+    ):
+        yield from chunk.to_numpy(zero_copy_only=False)
+        return
     is_vector = _is_list_of_numbers(kind) and name.rpartition(".")[2].lower() == "npy"
-    to_value: Callable[[Any], Any] = _vector if is_vector else pa.Scalar.as_py
     for scalar in chunk:
-        yield to_value(scalar)
+        yield _vector(scalar) if is_vector else scalar.as_py()
 
 
 def _vector(scalar: Any) -> Any:

@@ -19,7 +19,7 @@ from shardstream.packing import ShardNames, WriterOptions, cut_by_size
 from shardstream.ray.read import plan_read
 from shardstream.ray.read_plan import Ints
 from shardstream.ray.row_stream import TASK_CPUS, RowsBlock, ahead, fetch
-from shardstream.ray.write_task import JoinWork
+from shardstream.ray.write_task import JoinWork, read_keys
 from shardstream.storage import Storage, Urls, parent_url
 
 
@@ -174,15 +174,9 @@ def _check_columns(samples: JoinSamples, blocks: Sequence[RowsBlock]) -> None:
 
 def _read_keys(samples: JoinSamples, in_flight: int) -> pa.ChunkedArray:
     """Return the keys of all samples, read by tasks of the cluster."""
-    read: Callable[[Any], Any] = ray.remote(_keys_of).options(num_cpus=TASK_CPUS).remote
+    read: Callable[[Any], Any] = ray.remote(read_keys).options(num_cpus=TASK_CPUS).remote
     submitted = (read(task) for task, _ in plan_read(samples.dataset, fields=[]).tasks())
     parts = [
         fetch(reference, "read the keys of join=") for reference in ahead(submitted, in_flight)
     ]
     return pa.chunked_array([chunk for part in parts for chunk in part.chunks], pa.string())
-
-
-def _keys_of(task: Any) -> pa.ChunkedArray:
-    return pa.chunked_array(
-        [chunk for table in task.read() for chunk in table.column("__key__").chunks], pa.string()
-    )

@@ -16,8 +16,10 @@ from shardstream.catalog import ShardCatalog
 from shardstream.errors import SampleError
 from shardstream.fetch import open_fetcher
 from shardstream.packing import PartResult, PartWriter, ShardNames, WriterOptions
+from shardstream.ray.arrow_columns import KEY
 from shardstream.ray.field_columns import iter_fields
 from shardstream.ray.read_plan import Ints
+from shardstream.ray.read_task import ReadRows
 from shardstream.storage import OutputFolder
 
 _PREFETCH_BYTES = 64 << 20
@@ -158,6 +160,12 @@ def name_row(error: SampleError, row: int, key: str | None) -> SampleError:
     return SampleError(
         error.what, remedy=error.remedy, shard=f"row {row}", key=key or error.key, field=error.field
     )
+
+
+def read_keys(task: ReadRows) -> pa.ChunkedArray:
+    """Return the keys of the rows of a read task; here, so that workers import no torch."""
+    chunks = [chunk for table in task.read() for chunk in table.column(KEY).chunks]
+    return pa.chunked_array(chunks, pa.string())
 
 
 def _loaded_rows(
