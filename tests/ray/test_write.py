@@ -197,6 +197,7 @@ class Scores:
 
 
 def test_predictions_of_a_pool_are_joined_with_their_samples(source: str, tmp_path: Path) -> None:
+    folder = tmp_path / "2"
     for size in (1, 2):
         rows = ss.ray.read(ss.ShardDataset(source).decode(), fields=["cls"], num_cpus=0.25)
         predictions = rows.map_batches(
@@ -205,8 +206,7 @@ def test_predictions_of_a_pool_are_joined_with_their_samples(source: str, tmp_pa
             num_cpus=0.75,
             compute=ray.data.ActorPoolStrategy(size=size),
         )
-        folder = tmp_path / str(size)
-        report = ss.ray.write(predictions, folder, join=source, max_bytes=60_000)
+        report = ss.ray.write(predictions, tmp_path / str(size), join=source, max_bytes=60_000)
         assert report.fields == dict.fromkeys(
             ["bin", "cls", "json", "npy", "score.npy", "txt"], 120
         )
