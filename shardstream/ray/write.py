@@ -99,8 +99,12 @@ def write(  # noqa: PLR0913  (public door)
         raise OptionError(
             f"write() takes a Ray dataset, not {type(ds).__name__}; see ss.ray.read and ray.data"
         )
-    names = ShardNames.parse(dest)
-    samples = None if join is None else open_samples(join, names, storage_options)
+    names = ShardNames.parse(_absolute(os.fspath(dest)))
+    samples = None
+    if join is not None:
+        is_one = isinstance(join, str | os.PathLike)
+        urls = [_absolute(os.fspath(one)) for one in ([join] if is_one else join)]
+        samples = open_samples(urls[0] if is_one else urls, names, storage_options)
     job = PartJob(
         kind="ray.write",
         title="rows of a Ray dataset",
@@ -129,6 +133,11 @@ def write(  # noqa: PLR0913  (public door)
     set_parts(job, num_parts)
     report = merge(names.folder, storage_options=storage_options)
     return replace(report, source=job.title, seconds=time.monotonic() - begin_s)
+
+
+def _absolute(url: str) -> str:
+    """Return a local path as an absolute one: workers run in other folders."""
+    return url if "://" in url or "::" in url else os.path.abspath(url) + "/" * url.endswith("/")
 
 
 def _row_works(
