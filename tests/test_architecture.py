@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "tasks": BASE,
     "packing": (*BASE, "format", "order", "storage", "catalog", "fetch", "tasks"),
     "integrations": (*BASE, *READING),
-    "ray": (*BASE, *READING, "tasks"),
+    "ray": (*BASE, *READING, "tasks", "packing"),
     "testing": (*BASE, *READING, "tasks", "packing"),
     "__init__": (*BASE, *READING, "tasks", "packing", "ray"),
     "cli": ("__init__", *BASE, *READING, "tasks", "packing", "ray"),

@@ -17,8 +17,14 @@ for ``indexing`` and ``verification`` (with ``verify_checks``); ``inspect`` show
 """
 
 from shardstream.packing.class_numbering import sibling_folders
-from shardstream.packing.destination import Destination, ShardNames
-from shardstream.packing.encode import INT_FIELDS, encode_field, encode_sample
+from shardstream.packing.destination import Destination, ShardNames, claim_destination
+from shardstream.packing.encode import (
+    INT_FIELDS,
+    TEXT_FIELDS,
+    encode_field,
+    encode_sample,
+    has_encoder,
+)
 from shardstream.packing.file_keys import file_key, key_levels
 from shardstream.packing.image_encode import ImageOptions, reencode
 from shardstream.packing.indexing import index
@@ -28,9 +34,16 @@ from shardstream.packing.journal import FinishedShard, Journal, Task, read_journ
 from shardstream.packing.merge import merge
 from shardstream.packing.pack_plan import PackRequest
 from shardstream.packing.parallel_encode import Encoded, RecordEncoder, chunked
+from shardstream.packing.part_job import PartJob, PartResult, PartTask, PartWork, claim, set_parts
+from shardstream.packing.part_writer import PartWriter
 from shardstream.packing.report import PackReport, Progress
-from shardstream.packing.reshard import cut_by_size, reshard
-from shardstream.packing.shard_writer import ShardWriter
+from shardstream.packing.reshard import cut_by_size, iter_cuts, reshard
+from shardstream.packing.shard_writer import (
+    DEFAULT_MAX_BYTES,
+    DEFAULT_MAX_SAMPLES,
+    ShardWriter,
+    WriterOptions,
+)
 from shardstream.packing.source import FileRef, Record, SamplesSource, Source
 from shardstream.packing.source_detection import SourceOptions, open_source
 from shardstream.packing.split import assign_splits, shuffled_order, split_counts
@@ -40,7 +53,10 @@ from shardstream.packing.verification import VerifyReport, verify
 from shardstream.packing.verify_checks import ShardKeys, find_repeated_keys, hash_keys
 
 __all__ = [
+    "DEFAULT_MAX_BYTES",
+    "DEFAULT_MAX_SAMPLES",
     "INT_FIELDS",
+    "TEXT_FIELDS",
     "Destination",
     "Encoded",
     "FileRef",
@@ -50,6 +66,11 @@ __all__ = [
     "Listing",
     "PackReport",
     "PackRequest",
+    "PartJob",
+    "PartResult",
+    "PartTask",
+    "PartWork",
+    "PartWriter",
     "Progress",
     "Record",
     "RecordEncoder",
@@ -62,16 +83,21 @@ __all__ = [
     "TarShard",
     "Task",
     "VerifyReport",
+    "WriterOptions",
     "assign_splits",
     "chunked",
+    "claim",
+    "claim_destination",
     "class_name",
     "cut_by_size",
     "encode_field",
     "encode_sample",
     "file_key",
     "find_repeated_keys",
+    "has_encoder",
     "hash_keys",
     "index",
+    "iter_cuts",
     "iter_rows",
     "key_levels",
     "list_shards",
@@ -84,6 +110,7 @@ __all__ = [
     "reencode",
     "reshard",
     "sample_pieces",
+    "set_parts",
     "shuffled_order",
     "sibling_folders",
     "split_counts",

@@ -59,6 +59,15 @@ def encode_field(field: str, value: object) -> bytes:
     return encoder(field, value)
 
 
+def has_encoder(field: str) -> bool:
+    """Return whether values other than bytes can be encoded under this name.
+
+    >>> has_encoder("label"), has_encoder("label.cls")
+    (False, True)
+    """
+    return field.rpartition(".")[2].lower() in _ENCODERS
+
+
 def encode_sample(sample: Mapping[str, object]) -> dict[str, bytes]:
     """Return the fields of a sample as bytes, in its order; ``__key__`` and other names like ``__this__`` are left out.
 

@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from shardstream.errors import NotFoundError, OptionError, StorageError
@@ -299,6 +299,26 @@ def claim(job: PartJob, *, overwrite: bool) -> None:
         if destination.has_manifest:
             destination.unpublish()
             journal.check_owner()
+
+
+def set_parts(job: PartJob, parts: int) -> None:
+    """Record the number of parts of a claimed job, if it was not known at the claim.
+
+    Args:
+        job: The job, as it was claimed.
+        parts: Its parts; all have a record.
+
+    Raises:
+        StorageError: If another job has taken the folder over.
+    """
+    folder = job.open_folder()
+    with locked(folder):
+        journal = read_journal(folder, folder.list_files())
+        if journal is None or journal.run != job.run:
+            Journal(folder=folder, task=job.task, run=job.run).check_owner()
+            return
+        journal.task = replace(journal.task, options={**journal.task.options, "parts": parts})
+        journal.begin(1)
 
 
 def _claim_in_place(job: PartJob, folder: OutputFolder, files: Mapping[str, FileInfo]) -> None:

@@ -43,7 +43,7 @@ class PartWriter:
         self._pending: PendingFile | None = None
         keep_freed_memory()
 
-    def write(self, key: str, fields: Mapping[str, bytes]) -> None:
+    def write(self, key: str, fields: Mapping[str, bytes | memoryview]) -> None:
         """Append a sample; begin another shard where it exceeds a limit.
 
         Raises:

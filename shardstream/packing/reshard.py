@@ -274,8 +274,14 @@ def cut_by_size(sizes: Iterable[Numbers], max_samples: int, max_bytes: float) ->
     >>> cut_by_size([np.array([2, 2, 2]), np.array([9, 1])], 10, 5).tolist()
     [0, 2, 3, 4, 5]
     """
-    firsts = [0]
-    waiting = np.empty(0, dtype=np.int64)  # sizes after the last cut
+    return np.array(list(iter_cuts(sizes, max_samples, max_bytes)), dtype=np.int64)
+
+
+def iter_cuts(sizes: Iterable[Numbers], max_samples: int, max_bytes: float) -> Iterator[int]:
+    """Yield what `cut_by_size` returns, each as soon as the sizes that are read so far decide it."""
+    yield 0
+    passed = 0  # sizes before the last cut
+    waiting = np.empty(0, dtype=np.int64)  # sizes after it
     for some in sizes:
         waiting = np.concatenate((waiting, some))
         ends = np.concatenate(([0], np.cumsum(waiting)))
@@ -285,10 +291,11 @@ def cut_by_size(sizes: Iterable[Numbers], max_samples: int, max_bytes: float) ->
             last = min(max(fits, first + 1), first + max_samples)
             if last >= len(waiting):  # the run may go on in the next array
                 break
-            firsts.append(firsts[-1] + last - first)
+            yield passed + last
             first = last
         waiting = waiting[first:]
-    return np.array([*firsts, firsts[-1] + len(waiting)], dtype=np.int64)
+        passed += first
+    yield passed + len(waiting)
 
 
 # Of this process: the source that was opened last.

@@ -1,4 +1,4 @@
-"""Read datasets with Ray Data, and run shard tasks on Ray. Ray is imported at the first use of a name.
+"""Read and write datasets with Ray Data, and run shard tasks on Ray. Ray is imported at the first use of a name.
 
 A row passes through these files:
 
@@ -9,11 +9,20 @@ A row passes through these files:
     arrow_columns    samples -> Arrow table
     collate          batch of a Ray dataset -> tensors and lists
 
+And back to shards:
+
+    write            the public function: check the destination, cut rows into shards, publish
+    row_stream       run the dataset; its blocks in order, encoded by tasks
+    field_columns    columns of a block -> field bytes, and how many bytes each row takes in a tar
+    write_join       rows and the samples of a dataset, joined by key
+    write_task       write one shard in a Ray worker
+
 ``executor`` runs tasks of `ss.reshard`, `ss.index` and `ss.verify` on a cluster. In this folder ``ray`` is Ray itself: imports are absolute.
 """
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -25,8 +34,18 @@ if TYPE_CHECKING:
     from shardstream.ray.executor import RayExecutor
     from shardstream.ray.read_dataset import plan_read, read
     from shardstream.ray.read_plan import cut_by_bytes, cut_rows
+    from shardstream.ray.write import write
 
-__all__ = ["Collate", "RayExecutor", "cut_by_bytes", "cut_rows", "plan_read", "read", "rows_table"]
+__all__ = [
+    "Collate",
+    "RayExecutor",
+    "cut_by_bytes",
+    "cut_rows",
+    "plan_read",
+    "read",
+    "rows_table",
+    "write",
+]
 
 _LAZY = {
     "Collate": "collate",
@@ -36,6 +55,7 @@ _LAZY = {
     "plan_read": "read_dataset",
     "read": "read_dataset",
     "rows_table": "arrow_columns",
+    "write": "write",
 }
 
 
@@ -51,9 +71,13 @@ def __getattr__(name: str) -> Any:
             f"ss.ray.{name} needs Ray, and {error.name} is not installed",
             remedy='run: pip install "shardstream[ray]"',
         ) from error
-    value = getattr(import_module(f"shardstream.ray.{_LAZY[name]}"), name)
-    globals()[name] = value
-    return value
+    import_module(f"{__name__}.{_LAZY[name]}")
+    # Importing `read` and `write`, also by one another, binds their names to the modules.
+    for other, home in _LAZY.items():
+        module = sys.modules.get(f"{__name__}.{home}")
+        if module is not None and hasattr(module, other):
+            globals()[other] = getattr(module, other)
+    return globals()[name]
 
 
 def __dir__() -> list[str]:

@@ -79,17 +79,7 @@ class RayExecutor:
         with self._connected():
             submit = ray.remote(run_task).options(**self._options).remote
             most = self._in_flight or _TASKS_PER_SLOT * self._slots()
-            in_flight: dict[Any, Task] = {}
-            try:
-                for task in tasks:
-                    if len(in_flight) >= most:
-                        _collect(in_flight, done)
-                    in_flight[_submit(submit, task)] = task
-                while in_flight:
-                    _collect(in_flight, done)
-            finally:
-                for reference in in_flight:
-                    ray.cancel(reference, force=True)
+            run_tasks(submit, tasks, done, most)
 
     def _slots(self) -> int:
         """Return how many tasks the cluster can run at a time.
@@ -130,6 +120,33 @@ class RayExecutor:
             yield
         finally:
             ray.shutdown()
+
+
+def run_tasks(
+    submit: Callable[[Task], Any],
+    tasks: Iterable[Task],
+    done: Callable[[Task, Mapping[str, JSON]], None],
+    most: int,
+) -> None:
+    """Run tasks on the cluster that this process is connected to (see `Executor.run`).
+
+    Args:
+        submit: Submits a task, and returns the reference of its result.
+        tasks: The tasks.
+        done: Called with the result of each.
+        most: Maximum of submitted tasks.
+    """
+    in_flight: dict[Any, Task] = {}
+    try:
+        for task in tasks:
+            if len(in_flight) >= most:
+                _collect(in_flight, done)
+            in_flight[_submit(submit, task)] = task
+        while in_flight:
+            _collect(in_flight, done)
+    finally:
+        for reference in in_flight:
+            ray.cancel(reference, force=True)
 
 
 def _check_answers(address: str | None) -> None:
@@ -175,25 +192,25 @@ def _collect(in_flight: dict[Any, Task], done: Callable[[Task, Mapping[str, JSON
         try:
             result = ray.get(reference)
         except ray.exceptions.RayError as error:
-            _raise_own(error, task)
+            raise_own_error(error, task.name)
         del in_flight[reference]
         done(task, result)
 
 
-def _raise_own(error: ray.exceptions.RayError, task: Task) -> NoReturn:
+def raise_own_error(error: ray.exceptions.RayError, name: str) -> NoReturn:
     """Raise the error of a task as it was raised in the worker, or say why no worker could run it."""
     cause = getattr(error, "cause", None)
     text = str(error)
     if "No module named" in text:
         missing = text.partition("No module named")[2].split("\n")[0].strip(" '\"")
         raise WorkerError(
-            f"the Ray worker of task {task.name!r} cannot import {missing!r}; install it on all nodes, or pass "
+            f"the Ray worker of task {name!r} cannot import {missing!r}; install it on all nodes, or pass "
             'runtime_env={"pip": [...]}'
         ) from error
     if isinstance(cause, Exception):
         raise cause from None
     reason = text.strip().splitlines()[0] if text.strip() else type(error).__name__
     raise WorkerError(
-        f"the Ray worker of task {task.name!r} died more often than it is retried: {reason} "
+        f"the Ray worker of task {name!r} died more often than it is retried: {reason} "
         "If it ran out of memory, use fewer tasks at a time (num_cpus=) or reserve memory (memory=)"
     ) from error

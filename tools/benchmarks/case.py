@@ -10,7 +10,9 @@ from typing import Any, Literal
 Epochs = Callable[[int], Iterable[Any]]
 """Function from the number of an epoch to its batches."""
 
-Mode = Literal["throughput", "first", "resume", "memory", "pack", "index", "scale", "ray"]
+Mode = Literal[
+    "throughput", "first", "resume", "memory", "pack", "index", "scale", "ray", "ray-write"
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

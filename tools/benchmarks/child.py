@@ -20,6 +20,7 @@ _WHOLE = {
     "index": "benchmarks.indexing",
     "pack": "benchmarks.packing",
     "ray": "benchmarks.ray_read",
+    "ray-write": "benchmarks.ray_write",
     "scale": "benchmarks.scale",
 }
 _LIMITS = {"first": "benchmarks.start", "resume": "benchmarks.start"}

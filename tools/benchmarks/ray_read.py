@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -23,16 +24,8 @@ _OBJECT_STORE_BYTES = 1 << 30
 
 def measure(case: Case) -> Result:
     """Read whole epochs until ``min_s`` is reached, after one to start Ray's workers; a dataset is opened anew for each."""
-    ray.init(
-        num_cpus=_CPUS,
-        object_store_memory=_OBJECT_STORE_BYTES,
-        include_dashboard=False,
-        logging_level=logging.ERROR,
-        log_to_driver=False,
-    )
-    ray.data.DataContext.get_current().enable_progress_bars = False
     opened: Callable[[Case], Any] = ours if case.contestant == "shardstream" else webdataset
-    try:
+    with local_cluster():
         took = read(opened(case), case)
         began_cpu, began = cpu_s(), time.perf_counter()
         epochs = rows = payload = 0
@@ -49,6 +42,21 @@ def measure(case: Case) -> Result:
             peak_rss_bytes=peak_rss_bytes(),
             wrong=check(case, rows, payload, epochs),
         )
+
+
+@contextmanager
+def local_cluster() -> Iterator[None]:
+    """Start Ray with two CPUs and 1 GiB for objects, quietly, and stop it at the end."""
+    ray.init(
+        num_cpus=_CPUS,
+        object_store_memory=_OBJECT_STORE_BYTES,
+        include_dashboard=False,
+        logging_level=logging.ERROR,
+        log_to_driver=False,
+    )
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    try:
+        yield
     finally:
         ray.shutdown()
 

@@ -266,12 +266,15 @@ def _ray(sizes: Sizes) -> Iterator[Setting]:
     """Yield the settings of Ray Data: rows a second of a local cluster with two CPUs, after an epoch to warm up."""
     raw = _case(sizes, mode="ray", warm=True)
     decoded = replace(raw, task="train")
+    write = replace(raw, mode="ray-write")
     for label, case, corpus, multiple, form in (
         ("small samples", raw, sizes.small, 10.0, "tar"),
         ("samples of 100 kB in 2 tars", raw, sizes.blocks, 2.0, "tar-2"),
         ("photos", raw, sizes.photos, 1.0, "tar"),
         ("photos, decoded", decoded, sizes.photos, 1.0, "tar"),
         ("one field of photos", replace(raw, only="cls"), sizes.photos, 2.0, "tar"),
+        ("small samples, written", write, sizes.small, 1.0, "tar"),
+        ("photos, written", write, sizes.photos, 1.0, "tar"),
     ):
         yield Setting(
             row="ray",
@@ -279,7 +282,7 @@ def _ray(sizes: Sizes) -> Iterator[Setting]:
             case=case,
             corpus=corpus,
             contestants=(OURS, "webdataset"),
-            limits=("limit-pages",),
+            limits=() if case is write else ("limit-pages",),
             targets=(against("webdataset", multiple),),
             form=form,
         )

@@ -1,0 +1,252 @@
+"""Write a Ray dataset to shards."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+import uuid
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import ray
+import ray.data
+
+from shardstream.errors import OptionError, SourceError, plural
+from shardstream.format import END_OF_ARCHIVE
+from shardstream.packing import (
+    DEFAULT_MAX_BYTES,
+    DEFAULT_MAX_SAMPLES,
+    PackReport,
+    PartJob,
+    PartTask,
+    PartWork,
+    ShardNames,
+    WriterOptions,
+    claim,
+    claim_destination,
+    iter_cuts,
+    merge,
+    set_parts,
+)
+from shardstream.pipeline import check_at_least
+from shardstream.ray.executor import run_tasks
+from shardstream.ray.row_stream import TASK_CPUS, RowsBlock, encoded_blocks, in_row_order
+from shardstream.ray.write_join import join_works, open_samples
+from shardstream.ray.write_task import BlockRange, RowsWork
+from shardstream.storage import Urls, parse_bytes
+from shardstream.tasks import JSON, Task, run_task
+
+_MAX_RETRIES = 3  # of a task whose worker dies
+
+
+def write(  # noqa: PLR0913  (public door)
+    ds: ray.data.Dataset,
+    dest: str | os.PathLike[str],
+    *,
+    max_samples: int = DEFAULT_MAX_SAMPLES,
+    max_bytes: int | str = DEFAULT_MAX_BYTES,
+    join: Urls | None = None,
+    name: str = "",
+    overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    concurrency: int | None = None,
+) -> PackReport:
+    """Write the rows of a Ray dataset to shards, in their order; equal rows give equal bytes.
+
+    Each row is a sample, each column a field. ``__key__``, else ``key``, is the key, by default the number of the row
+    ("00000000"); other columns like ``__this__`` are left out, and so is a null. Bytes are written as they are, other values
+    are encoded by the last part of the column's name, as in `ShardWriter.write`.
+
+    Shards are filled up to the limits, whatever the blocks of the dataset are, and each is a Ray task, which is run again if its
+    worker dies. The dataset runs while shards are written: Ray's object store holds the blocks of ``concurrency`` shards and of the
+    one that is filled, and Ray spills to disk what does not fit. A task has one block at a time in memory. ``index.json`` is written
+    last. When the write ends with an error, or is killed, nothing is published: readers refuse the folder, and ``overwrite=True`` replaces
+    what is there. The folder stays as it was until the first shard is full.
+
+    With ``join``, the fields of each row are added to the sample of the same key of another dataset, and the samples are written in the
+    order of that dataset. Then all rows are held in the object store, and all keys in the memory of the driver (about 50 bytes
+    a sample); the shards are read twice, first for the keys.
+
+    Args:
+        ds: The dataset. It must not read from ``dest``.
+        dest: Folder, or pattern with ``{shard}``.
+        max_samples: Maximum samples of a shard.
+        max_bytes: Maximum size of a shard, e.g. "256MB". A larger row gets a shard of its own.
+        join: Indexed shards, as for `ShardDataset`, whose samples get the fields of the rows; each needs exactly one row.
+        name: Name of the dataset, kept in the manifest.
+        overwrite: Replace an existing dataset, or an unfinished one.
+        storage_options: ``storage_options`` of fsspec, for ``dest`` and ``join``; they travel with the tasks.
+        concurrency: Shards that are written at the same time; by default the CPUs of the cluster.
+
+    Returns:
+        Counts.
+
+    Raises:
+        OptionError: If an argument is wrong, a dataset is in the destination already, or there are no rows.
+        SampleError: If a row cannot be written; names the row (counted from 0), its key and the field.
+        SourceError: If two rows have the same key, or keys of rows and ``join`` differ.
+        StorageError: If a place cannot be reached or is full, or another job writes there.
+        RayError: If a function of the dataset raises; as Ray raises it.
+    """
+    begin_s = time.monotonic()
+    limits = WriterOptions(max_samples=max_samples, max_bytes=parse_bytes(max_bytes), name=name)
+    check_at_least(1, concurrency=concurrency)
+    if not isinstance(ds, ray.data.Dataset):
+        raise OptionError(
+            f"write() takes a Ray dataset, not {type(ds).__name__}; see ss.ray.read and ray.data"
+        )
+    names = ShardNames.parse(_absolute(os.fspath(dest)))
+    samples = None
+    if join is not None:
+        is_one = isinstance(join, str | os.PathLike)
+        urls = [_absolute(os.fspath(one)) for one in ([join] if is_one else join)]
+        samples = open_samples(urls[0] if is_one else urls, names, storage_options)
+    job = PartJob(
+        kind="ray.write",
+        title="rows of a Ray dataset",
+        names=names,
+        source=uuid.uuid4().hex,  # rows have no identity, so that a stopped job cannot be resumed
+        options={"max_samples": limits.max_samples, "max_bytes": limits.max_bytes},
+        parts=0,  # not known before all rows are
+        name=name,
+        extras={} if samples is None else samples.extras,
+        storage_options=storage_options,
+    )
+    claim_destination(  # refuses before the dataset runs; nothing is changed
+        job.open_folder(), names, task=job.task, overwrite=overwrite, extras=frozenset(job.extras)
+    )
+    most = concurrency or max(1, int(ray.cluster_resources().get("CPU", 1)))
+    with in_row_order(ds):
+        blocks = encoded_blocks(ds, most, with_keys=samples is not None)
+        if samples is None:
+            keys = _KeyHashes()
+            num_parts = _run(job, _row_works(keys.seen(blocks), limits, names), most, overwrite)
+            keys.check()
+        else:
+            rows = list(blocks)
+            works = join_works(samples, rows, limits, names, most) if rows else ()
+            num_parts = _run(job, works, most, overwrite)
+    set_parts(job, num_parts)
+    report = merge(names.folder, storage_options=storage_options)
+    return replace(report, source=job.title, seconds=time.monotonic() - begin_s)
+
+
+def _absolute(url: str) -> str:
+    """Return a local path as an absolute one: workers run in other folders."""
+    return url if "://" in url or "::" in url else os.path.abspath(url) + "/" * url.endswith("/")
+
+
+def _row_works(
+    blocks: Iterable[RowsBlock], limits: WriterOptions, names: ShardNames
+) -> Iterator[RowsWork]:
+    """Cut rows into shards as they come, and yield the work of each."""
+    held: deque[RowsBlock] = deque()  # blocks with rows that no shard has yet
+
+    def sizes() -> Iterator[Any]:
+        for block in blocks:
+            held.append(block)
+            yield block.sizes
+
+    room = limits.max_bytes - len(END_OF_ARCHIVE)
+    cuts = iter_cuts(sizes(), limits.max_samples, room)
+    for number, (first, last) in enumerate(itertools.pairwise(cuts)):
+        if first == last:  # there are no rows
+            return
+        yield RowsWork(
+            number=number,
+            first_row=first,
+            ranges=tuple(_ranges(held, first, last)),
+            template=names.template,
+            limits=limits,
+        )
+        while held and held[0].first_row + len(held[0].sizes) <= last:
+            held.popleft()
+
+
+def _ranges(blocks: Iterable[RowsBlock], first: int, last: int) -> Iterator[BlockRange]:
+    """Yield where some rows of the dataset are."""
+    for block in blocks:
+        start = max(first - block.first_row, 0)
+        stop = min(last - block.first_row, len(block.sizes))
+        if start < stop:
+            rows = block.rows
+            yield BlockRange(rows.reference, rows.start + start, rows.start + stop)
+
+
+def _run(job: PartJob, works: Iterable[PartWork], most: int, overwrite: bool) -> int:
+    """Run the parts of a job, which claims the destination when the first is known; return their number.
+
+    Raises:
+        OptionError: If there is none.
+    """
+    num_parts = 0
+
+    def tasks() -> Iterator[Task]:
+        nonlocal num_parts
+        for number, work in enumerate(works):
+            if not number:
+                claim(job, overwrite=overwrite)
+            yield PartTask(
+                folder=job.names.folder,
+                storage_options=job.storage_options,
+                run_id=job.run,
+                number=number,
+                work=work,
+            )
+            num_parts = number + 1
+
+    options = {"num_cpus": TASK_CPUS, "max_retries": _MAX_RETRIES, "retry_exceptions": False}
+    submit = ray.remote(run_task).options(**options).remote
+    run_tasks(submit, tasks(), _ignore, most)
+    if not num_parts:
+        raise OptionError("the dataset has no rows, so there is nothing to publish")
+    return num_parts
+
+
+def _ignore(task: Task, result: Mapping[str, JSON]) -> None:
+    """Do nothing: `merge` reads the records of the parts."""
+
+
+class _KeyHashes:
+    """Checks that keys differ in the whole dataset, by 8 bytes for each; within a shard, its writer compares the keys."""
+
+    def __init__(self) -> None:
+        self._hashes: list[Any] = []
+        self._rows: list[Any] = []
+
+    def seen(self, blocks: Iterable[RowsBlock]) -> Iterator[RowsBlock]:
+        """Yield the blocks again, and remember their keys."""
+        for block in blocks:
+            if block.key_hashes is not None:
+                self._hashes.append(block.key_hashes)
+                self._rows.append(block.first_row)
+            yield block
+
+    def check(self) -> None:
+        """Check all keys.
+
+        Raises:
+            SourceError: If two rows have the same key; names the first two.
+        """
+        if not self._hashes:
+            return
+        hashes = np.concatenate(self._hashes)
+        _, counts = np.unique(hashes, return_counts=True)
+        if (counts == 1).all():
+            return
+        order = np.argsort(hashes, kind="stable")
+        again = np.flatnonzero(hashes[order][1:] == hashes[order][:-1])
+        second = again[np.argmin(order[again + 1])]
+        ends = np.cumsum([len(part) for part in self._hashes])
+        pair = []
+        for place in (order[second], order[second + 1]):
+            part = int(np.searchsorted(ends, place, side="right"))
+            pair.append(int(self._rows[part] + place - (ends[part] - len(self._hashes[part]))))
+        raise SourceError(
+            f"{plural(int((counts > 1).sum()), 'key')} of the rows come more than once, the first in row {pair[0]} and row {pair[1]}",
+            remedy="give each row its own key",
+        )
