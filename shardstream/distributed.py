@@ -144,10 +144,8 @@ def _from_ray_train() -> Placement | None:
     try:
         context = train.get_context()
         rank, world_size = context.get_world_rank(), context.get_world_size()
-    except (
-        RuntimeError,
-        AttributeError,
-    ):  # ray.train is imported, but this is not one of its workers
+    except (RuntimeError, AttributeError, DeprecationWarning):
+        # ray.train is imported, but this is not one of its workers; in a trial of Ray Tune it raises the warning
         return None
     return None if rank is None or world_size is None else Placement(rank, world_size)
 

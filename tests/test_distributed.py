@@ -43,6 +43,10 @@ def outside_a_worker() -> object:
     raise RuntimeError("get_context() was called outside a training worker")
 
 
+def in_a_trial_of_tune() -> object:
+    raise DeprecationWarning("`ray.train.get_context` is deprecated when running in Ray Tune")
+
+
 def context(rank: int | None, world_size: int | None) -> SimpleNamespace:
     return SimpleNamespace(get_world_rank=lambda: rank, get_world_size=lambda: world_size)
 
@@ -103,6 +107,7 @@ def test_process_group_overrides_variables(
         (lambda: context(None, None), Placement()),
         (lambda: None, Placement()),
         (outside_a_worker, Placement()),
+        (in_a_trial_of_tune, Placement()),
     ],
 )
 def test_ray_train_context_is_read(

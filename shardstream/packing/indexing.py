@@ -34,6 +34,7 @@ from shardstream.storage import (
     OutputFolder,
     Storage,
     Urls,
+    absolute_urls,
     check_finished,
     expand_urls,
     is_compressed,
@@ -143,6 +144,8 @@ def index(  # noqa: PLR0913  (the public door)
         UnfinishedError: If a pack or `ShardWriter` writes to that folder, or was stopped there.
         StorageError: If a place cannot be listed, read or written.
     """
+    if executor is not None:  # its processes may have another current folder
+        urls = absolute_urls(urls)
     storage = Storage(storage_options, filesystem)
     folder, tars, present = _find_tars(urls, storage)
     names = {_name(tar.url) for tar in tars}

@@ -142,6 +142,11 @@ def merge(
         options = {} if journal is None else journal.task.options
         if journal is None or "parts" not in options:
             raise _no_job_error(url, files, journal)
+        if not options["parts"]:
+            raise UnfinishedError(
+                "the job was stopped before the number of its parts was known, and cannot be resumed; run it again with overwrite=True",
+                shard=url,
+            )
         journal.finished.clear()
         results = _read_records(folder, files, journal.run, int(options["parts"]))
         shards = tuple(shard for result in results for shard in result.shards)

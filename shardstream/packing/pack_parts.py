@@ -37,6 +37,7 @@ def pack_in_parts(
     progress: ProgressFunction | None,
 ) -> PackReport:
     """Pack with an executor (see `pack`)."""
+    request = request.with_absolute_paths()
     opened = request.open()
     plan = opened.plan
     if opened.task.source is None or not isinstance(request.source, str | os.PathLike):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardstream.errors import OptionError
@@ -19,7 +19,7 @@ from shardstream.packing.shard_writer import WriterOptions
 from shardstream.packing.source import Record, Source, SplitSource
 from shardstream.packing.source_detection import AnySource, SourceOptions, open_source
 from shardstream.packing.split import Numbers, assign_splits, shuffled_order
-from shardstream.storage import Storage, join_url
+from shardstream.storage import Storage, absolute_url, join_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,21 @@ class PackRequest:
     reading: Mapping[str, Any] | None
     writing: Mapping[str, Any] | None
     skips: bool
+
+    def with_absolute_paths(self) -> PackRequest:
+        """Return the request for a process with another current folder."""
+        options, classes = self.source_options, self.classes
+        if options.root is not None:
+            options = replace(options, root=absolute_url(options.root))
+        return replace(
+            self,
+            source=absolute_url(self.source)
+            if isinstance(self.source, str | os.PathLike)
+            else self.source,
+            dest=absolute_url(self.dest),
+            source_options=options,
+            classes=absolute_url(classes) if isinstance(classes, str | os.PathLike) else classes,
+        )
 
     def open(self) -> OpenedPack:
         """Open the source, and plan the order of its records.

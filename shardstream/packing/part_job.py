@@ -29,6 +29,7 @@ from shardstream.storage import (
     FileInfo,
     OutputFolder,
     Storage,
+    absolute_url,
     check_finished,
     is_part_record,
     journal_name,
@@ -251,7 +252,7 @@ def run_parts(
     claim(job, overwrite=overwrite)
     tasks = (
         PartTask(
-            folder=job.names.folder,
+            folder=absolute_url(job.names.folder),
             storage_options=job.storage_options,
             run_id=job.run,
             number=number,

@@ -37,6 +37,7 @@ from shardstream.storage import (
     OutputFolder,
     Storage,
     Urls,
+    absolute_urls,
     locate_shards,
     parent_url,
     parse_bytes,
@@ -131,7 +132,7 @@ def reshard(  # noqa: PLR0913  (public door)
     )
     work = ReshardWork(
         job=job.run,
-        source=source,
+        source=absolute_urls(source),
         source_options=reading,
         identity=opened.identity,
         seed=seed,

@@ -41,6 +41,7 @@ from shardstream.storage import (
     LocatedShards,
     Storage,
     Urls,
+    absolute_urls,
     is_compressed,
     is_journal,
     is_part,
@@ -158,6 +159,8 @@ def verify(
         StorageError: If nothing is found, or the place cannot be reached.
         ManifestError: If the manifest is invalid.
     """
+    if executor is not None:  # its processes may have another current folder
+        urls = absolute_urls(urls)
     storage = Storage(storage_options, filesystem)
     located = locate_shards(urls, storage)
     meter = ProgressMeter(sum(shard.filesize or 0 for shard in located.shards), progress)

@@ -37,7 +37,7 @@ from shardstream.ray.executor import run_tasks
 from shardstream.ray.row_stream import TASK_CPUS, RowsBlock, encoded_blocks, in_row_order
 from shardstream.ray.write_join import join_works, open_samples
 from shardstream.ray.write_task import BlockRange, RowsWork
-from shardstream.storage import Urls, parse_bytes
+from shardstream.storage import Urls, absolute_url, absolute_urls, parse_bytes
 from shardstream.tasks import JSON, Task, run_task
 
 _MAX_RETRIES = 3  # of a task whose worker dies
@@ -99,12 +99,10 @@ def write(  # noqa: PLR0913  (public door)
         raise OptionError(
             f"write() takes a Ray dataset, not {type(ds).__name__}; see ss.ray.read and ray.data"
         )
-    names = ShardNames.parse(_absolute(os.fspath(dest)))
+    names = ShardNames.parse(absolute_url(dest))
     samples = None
     if join is not None:
-        is_one = isinstance(join, str | os.PathLike)
-        urls = [_absolute(os.fspath(one)) for one in ([join] if is_one else join)]
-        samples = open_samples(urls[0] if is_one else urls, names, storage_options)
+        samples = open_samples(absolute_urls(join), names, storage_options)
     job = PartJob(
         kind="ray.write",
         title="rows of a Ray dataset",
@@ -133,11 +131,6 @@ def write(  # noqa: PLR0913  (public door)
     set_parts(job, num_parts)
     report = merge(names.folder, storage_options=storage_options)
     return replace(report, source=job.title, seconds=time.monotonic() - begin_s)
-
-
-def _absolute(url: str) -> str:
-    """Return a local path as an absolute one: workers run in other folders."""
-    return url if "://" in url or "::" in url else os.path.abspath(url) + "/" * url.endswith("/")
 
 
 def _row_works(

@@ -16,7 +16,7 @@ from shardstream.errors import OptionError, SourceError, plural
 from shardstream.format import CLASSES_NAME, END_OF_ARCHIVE, encode_classes
 from shardstream.loader import ShardDataset
 from shardstream.packing import ShardNames, WriterOptions, cut_by_size
-from shardstream.ray.read import plan_read
+from shardstream.ray.read_dataset import plan_read
 from shardstream.ray.read_plan import Ints
 from shardstream.ray.row_stream import TASK_CPUS, RowsBlock, ahead, fetch
 from shardstream.ray.write_task import JoinWork, read_keys

@@ -40,6 +40,7 @@ from shardstream.storage.discover import (
     TAR_SUFFIXES,
     LocatedShards,
     Urls,
+    absolute_urls,
     expand_urls,
     is_compressed,
     is_tar,
@@ -76,7 +77,7 @@ from shardstream.storage.read_small_files import read_small_files
 from shardstream.storage.response import RangeResponse
 from shardstream.storage.retry import TruncatedResponseError, retry_call
 from shardstream.storage.s3_config import S3Settings, complete_s3fs_options, parse_s3_options
-from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
+from shardstream.storage.store import FileInfo, Storage, absolute_url, join_url, parent_url
 from shardstream.storage.url_patterns import expand_braces
 
 if TYPE_CHECKING:
@@ -111,6 +112,8 @@ __all__ = [
     "Storage",
     "TruncatedResponseError",
     "Urls",
+    "absolute_url",
+    "absolute_urls",
     "check_finished",
     "check_names",
     "classify_error",

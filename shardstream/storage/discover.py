@@ -24,6 +24,7 @@ from shardstream.storage.journal_marker import check_finished, journal_name
 from shardstream.storage.store import (
     FileInfo,
     Storage,
+    absolute_url,
     is_known_protocol,
     join_url,
     parent_url,
@@ -44,6 +45,13 @@ _GLOB = re.compile(r"[*?\[]")
 
 Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 """Location of a dataset: a URL or path of a tar, pattern, folder or manifest, or several."""
+
+
+def absolute_urls(urls: Urls) -> Urls:
+    """Return paths of this machine as absolute ones (see `absolute_url`)."""
+    if isinstance(urls, str | os.PathLike):
+        return absolute_url(urls)
+    return [absolute_url(url) for url in urls]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

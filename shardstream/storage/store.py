@@ -379,6 +379,18 @@ def join_url(folder: str, name: str) -> str:
     return f"{folder.rstrip('/')}/{name}"
 
 
+def absolute_url(url: str | os.PathLike[str]) -> str:
+    """Return a path of this machine as an absolute one, for processes with another current folder; other URLs stay as they are.
+
+    >>> absolute_url("s3://b/train/"), absolute_url("/data/../train/")
+    ('s3://b/train/', '/train/')
+    """
+    text = os.fspath(url)
+    if "://" in text or "::" in text:
+        return text
+    return os.path.abspath(text) + "/" * (text.endswith("/") and text != "/")
+
+
 def parent_url(url: str) -> str:
     """Return the URL of the folder that a file is in.
 

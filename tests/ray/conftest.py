@@ -15,6 +15,7 @@ def cluster() -> Iterator[None]:
     """Start Ray with two CPUs and 200 MB for objects, quietly, and stop it at the end."""
     ray.init(
         num_cpus=2,
+        resources={"place": 1},  # of a test that adds a node
         object_store_memory=200_000_000,
         include_dashboard=False,
         logging_level=logging.ERROR,

@@ -136,6 +136,21 @@ def test_reshard_on_ray_writes_the_same_bytes(cluster: None, source: str, tmp_pa
     assert files_of(tmp_path / "here") == files_of(tmp_path / "ray")
 
 
+def test_relative_paths_mean_the_folder_of_the_driver(
+    cluster: None, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    executor = RayExecutor()
+    ss.reshard("source", "new", max_samples=50, executor=executor)
+    ss.pack("source", "packed", max_samples=50, executor=executor)
+    assert files_of(tmp_path / "new") == files_of(tmp_path / "packed")
+    assert ss.verify("new", executor=executor).samples == 120
+    for path in [*Path("new").glob("*.idx"), Path("new", "index.json")]:
+        path.unlink()
+    ss.index("new", executor=executor)
+    assert files_of(tmp_path / "new") == files_of(tmp_path / "packed")
+
+
 def test_error_of_a_function_on_ray_names_the_sample(
     cluster: None, source: str, tmp_path: Path
 ) -> None:

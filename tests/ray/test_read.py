@@ -215,6 +215,7 @@ def test_names_are_listed_and_unknown_ones_are_attribute_errors() -> None:
     assert ss.ray.__name__ == "shardstream.ray" != ray.__name__
 
 
+@pytest.mark.slow
 def test_every_block_of_the_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = Path(__file__).parent.parent.parent / "docs" / "ray.md"
