@@ -51,7 +51,11 @@ def track_progress(
         while True:
             number += 1
             place[worker] = number
-            worker_batch = next(worker_batches, None)
+            try:
+                worker_batch = next(worker_batches, None)
+            except Exception:  # the worker sends it and ends by itself; after exit() the number stays
+                place[worker] = -number
+                raise
             place[worker] = -number
             if worker_batch is None:
                 return

@@ -266,6 +266,34 @@ def test_connection_error_of_a_user_function_is_not_a_dead_worker(
         list(loader(folder, fails))
 
 
+def test_user_error_is_raised_although_another_worker_with_an_error_has_ended(
+    folder: str, tmp_path: Path
+) -> None:
+    def fails(sample: dict[str, Any]) -> dict[str, Any]:
+        info = torch.utils.data.get_worker_info()
+        assert info is not None
+        (tmp_path / str(info.id)).write_text(str(os.getpid()))
+        if info.id == 0:  # after the other worker has sent its error and ended
+            until = time.monotonic() + 60
+            while time.monotonic() < until and not _has_ended(tmp_path / "1"):
+                time.sleep(0.01)
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine") as caught:
+        list(loader(folder, fails))
+    assert type(caught.value) is RuntimeError
+
+
+def _has_ended(file: Path) -> bool:
+    """Return whether the process whose id is in a file is a zombie or gone."""
+    try:
+        return " Z " in Path(f"/proc/{file.read_text()}/stat").read_text()
+    except FileNotFoundError:
+        return file.exists()
+    except (NotADirectoryError, ProcessLookupError):
+        return True
+
+
 def test_user_errors_keep_their_type(folder: str) -> None:
     def fails(sample: dict[str, Any]) -> dict[str, Any]:
         raise RuntimeError("mine")
