@@ -102,9 +102,11 @@ def write(  # noqa: PLR0913  (public door)
     names = ShardNames.parse(_absolute(os.fspath(dest)))
     samples = None
     if join is not None:
-        is_one = isinstance(join, str | os.PathLike)
-        urls = [_absolute(os.fspath(one)) for one in ([join] if is_one else join)]
-        samples = open_samples(urls[0] if is_one else urls, names, storage_options)
+        if isinstance(join, str | os.PathLike):
+            join = _absolute(os.fspath(join))
+        else:
+            join = [_absolute(os.fspath(one)) for one in join]
+        samples = open_samples(join, names, storage_options)
     job = PartJob(
         kind="ray.write",
         title="rows of a Ray dataset",
