@@ -53,7 +53,9 @@ def track_progress(
             place[worker] = number
             try:
                 worker_batch = next(worker_batches, None)
-            except Exception:  # the worker sends it and ends by itself; after exit() the number stays
+            except (
+                Exception
+            ):  # the worker sends it and ends by itself; after exit() the number stays
                 place[worker] = -number
                 raise
             place[worker] = -number

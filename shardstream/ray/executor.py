@@ -23,7 +23,7 @@ class RayExecutor:
     """Runs tasks on the workers of a Ray cluster; results do not depend on it.
 
     A cluster that this process is connected to (``ray.init``) is used; else the executor connects for the time of each job. Tasks whose
-    worker dies are run again. When the driver dies, run the same command again: finished parts are kept.
+    worker dies are run again. After an error, tasks that were submitted run on. When the driver dies, run the same command again: finished parts are kept.
 
     Storage options travel with the tasks. Credentials in variables of this process do not: give them to the cluster, or pass
     ``runtime_env={"env_vars": {...}}``.
@@ -137,16 +137,14 @@ def run_tasks(
         most: Maximum of submitted tasks.
     """
     in_flight: dict[Any, Task] = {}
-    try:
-        for task in tasks:
-            if len(in_flight) >= most:
-                _collect(in_flight, done)
-            in_flight[_submit(submit, task)] = task
-        while in_flight:
+    # After an error the rest is not cancelled: in Ray 2.60, ray.cancel of a task that just ends may abort the driver
+    # ("Tried to complete task that was not pending"). What is submitted runs on, and changes nothing that a second run would not.
+    for task in tasks:
+        if len(in_flight) >= most:
             _collect(in_flight, done)
-    finally:
-        for reference in in_flight:
-            ray.cancel(reference, force=True)
+        in_flight[_submit(submit, task)] = task
+    while in_flight:
+        _collect(in_flight, done)
 
 
 def _check_answers(address: str | None) -> None:
