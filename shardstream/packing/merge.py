@@ -158,6 +158,12 @@ def merge(
                 "no sample is left: all were filtered out, so there is no dataset to publish",
                 shard=url,
             )
+        missing = sorted(set(options.get("fields") or ()) - fields.keys())
+        if missing and options["job"] == "reshard":
+            raise OptionError(
+                f"no sample has the field {', '.join(missing)}, which was to be kept; nothing is published, correct fields= (--fields)",
+                shard=url,
+            )
         _publish(folder, files, journal, Manifest(
             shards=shards, name=str(options["name"]), fields=dict(fields)
         ))  # fmt: skip

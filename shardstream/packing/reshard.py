@@ -116,7 +116,7 @@ def reshard(  # noqa: PLR0913  (public door)
     opened = _open_source(source, reading)
     names = _shard_names(dest, opened)
     limits = WriterOptions(max_samples=max_samples, max_bytes=parse_bytes(max_bytes), name=name)
-    kept = _kept_fraction(opened, fields)
+    kept = _kept_fraction(opened, steps)
     options = {"max_samples": limits.max_samples, "max_bytes": limits.max_bytes, "seed": seed}
     firsts = plan_shards(opened.catalog, limits, is_shuffled=seed is not None, kept=kept)
     job = PartJob(
@@ -206,26 +206,28 @@ def _class_names(opened: _OpenedSource) -> dict[str, str]:
     return {} if found.names is None else {CLASSES_NAME: encode_classes(found.names).decode()}
 
 
-def _kept_fraction(opened: _OpenedSource, fields: Sequence[str] | None) -> float:
+def _kept_fraction(opened: _OpenedSource, steps: SampleSteps) -> float:
     """Return the fraction of the samples' bytes that stays when only some fields are kept, from evenly spaced samples.
 
     Raises:
-        OptionError: If none of these samples has one of the fields.
+        OptionError: If no sample has one of the fields, by the manifest or by these samples.
     """
-    if fields is None:
+    if steps.fields is None or steps.function is not None:  # the function may make the fields
         return 1.0
-    catalog, kept = opened.catalog, frozenset(fields)
+    catalog, known = opened.catalog, set(opened.located.fields or ())
     numbers = np.unique(np.linspace(0, len(catalog) - 1, _FIELD_PROBES).astype(np.int64))
     before = after = 0
     with ThreadPoolExecutor(catalog.threads, thread_name_prefix="shardstream-look") as pool:
         for sample in pool.map(catalog.read_sample, numbers.tolist()):
-            chosen = {name: data for name, data in sample.items() if name in kept}
+            chosen = {name: data for name, data in sample.items() if name in steps.fields}
             before += _tar_bytes(sample)
             after += _tar_bytes({"__key__": sample["__key__"], **chosen}) if chosen else 0
-    if not after:
-        known = sorted(name for name in sample if not name.startswith("__"))
+            if opened.located.fields is None:
+                known |= {name for name in sample if not name.startswith("__")}
+    missing = sorted(steps.fields - known)
+    if missing and (opened.located.fields is not None or not after):
         raise OptionError(
-            f"no sample has one of the fields {', '.join(sorted(kept))}; the fields are {', '.join(known)}",
+            f"no sample has the field {', '.join(missing)}; the fields are {', '.join(sorted(known))}",
             shard=catalog.url_of(0),
         )
     return max(round(after / before, _DECIMALS), 10.0**-_DECIMALS)

@@ -53,7 +53,8 @@ class SampleSteps:
             raise OptionError(
                 "batch_size is the number of samples that map gets at a time, 1 or more"
             )
-        kept = None if fields is None else frozenset(fields)
+        named = [fields] if isinstance(fields, str) else fields
+        kept = None if named is None else frozenset(named)
         return cls(fields=kept, select=select, function=function, batch_size=batch_size)
 
     @property

@@ -55,6 +55,10 @@ def is_even(sample: Mapping[str, Any]) -> bool:
     return bool(sample["cls"] == b"0")
 
 
+def same(sample: Mapping[str, Any]) -> Mapping[str, Any]:
+    return sample
+
+
 def double_bytes(sample: Mapping[str, Any]) -> dict[str, Any]:
     return {"__key__": sample["__key__"], "bin": sample["bin"] * 2, "txt": "doubled"}
 
@@ -165,6 +169,11 @@ def test_select_map_and_fields_change_the_samples(source: str, tmp_path: Path) -
     assert fields_of(tmp_path / "new") == expected
 
 
+def test_field_that_only_the_function_makes_can_be_kept(source: str, tmp_path: Path) -> None:
+    report = ss.reshard(source, tmp_path / "new", map=double_bytes, fields="txt")
+    assert report.fields == {"txt": NSAMPLES}
+
+
 def test_a_class_is_instantiated_once_and_gets_batches(source: str, tmp_path: Path) -> None:
     CountedModel.loaded = 0
     ss.reshard(source, tmp_path / "new", max_samples=50, map=CountedModel, batch_size=20)
@@ -206,7 +215,10 @@ def test_error_of_a_function_names_shard_and_key(
         ({"map": lambda sample: {**sample, "__key__": 7}}, "__key__ is text"),
         ({"map": lambda sample: {**sample, "bin": 7}}, "takes bytes, not int"),
         ({"map": lambda sample: {**sample, "__key__": "same"}}, "key is in the shard already"),
-        ({"fields": ["jpg"]}, "no sample has one of the fields jpg; the fields are bin, cls"),
+        ({"fields": ["jpg"]}, "no sample has the field jpg; the fields are bin, cls"),
+        ({"fields": ["bin", "clss"]}, "no sample has the field clss; the fields are bin, cls"),
+        ({"fields": ["txt"], "map": same}, "a sample without fields would be lost"),
+        ({"fields": ["bin", "txt"], "map": same}, "no sample has the field txt, which was to be"),
         ({"select": lambda sample: "no" in sample}, "no sample is left"),
         ({"batch_size": 4}, "batch_size"),
         ({"max_samples": 0}, "max_samples"),
