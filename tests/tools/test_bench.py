@@ -205,7 +205,9 @@ def test_short_run_keeps_all_rows_with_two_peers() -> None:
 
 def test_machine_limits_are_measured_for_rows_that_read_or_write() -> None:
     without = {one.name for one in rows.settings(TINY) if not one.limits}
-    assert without == {f"scale: plan of 10^{exponent} samples" for exponent in (4, 6, 8, 10)}
+    plans = {f"scale: plan of 10^{exponent} samples" for exponent in (4, 6, 8, 10)}
+    # Ray's share of the time to write is far from that of the disk.
+    assert without == plans | {"ray: small samples, written", "ray: photos, written"}
 
 
 @pytest.fixture
