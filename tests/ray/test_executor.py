@@ -105,7 +105,7 @@ def test_error_of_a_task_keeps_its_type_and_names_the_task(cluster: None) -> Non
 
 def test_worker_that_always_dies_is_one_error(cluster: None) -> None:
     with pytest.raises(ss.WorkerError, match="'square 1' died more often than it is retried"):
-        squares(RayExecutor(max_retries=1), [DiesAlways(1)])
+        squares(RayExecutor(max_retries=0), [DiesAlways(1)])
 
 
 def test_missing_package_on_a_worker_is_named(cluster: None) -> None:
