@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 _LOCK_TIMEOUT_S = 10.0  # a process that claims the folder or merges it holds the lock for less
 _LOCK_POLL_S = 0.05
-_THREADS = 16  # that read records
-_NAMED = 8  # missing parts that a message names
 
 ProgressFunction = Callable[[Progress], object]
 
@@ -277,9 +275,8 @@ def claim(job: PartJob, *, overwrite: bool) -> None:
         files = folder.list_files()
         if _has_job(folder, files, job):
             if MANIFEST_NAME in files and not job.in_place and missing_parts(files, job.parts):
-                folder.remove(
-                    MANIFEST_NAME
-                )  # of the dataset to replace: the claim was stopped halfway
+                # Of the dataset to replace: the claim was stopped halfway.
+                folder.remove(MANIFEST_NAME)
             return
         if job.in_place:
             _claim_in_place(job, folder, files)

@@ -31,6 +31,7 @@ from shardstream.packing.part_writer import PartWriter
 from shardstream.packing.report import PackReport
 from shardstream.packing.sample_steps import SampleFunction, SampleSteps, forget_instances
 from shardstream.packing.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES, WriterOptions
+from shardstream.packing.source import fingerprint_of
 from shardstream.packing.tar_shard import sample_pieces
 from shardstream.storage import (
     LocatedShards,
@@ -157,7 +158,7 @@ class _OpenedSource(NamedTuple):
     located: LocatedShards
     catalog: ShardCatalog
     identity: str
-    """Changes with the shards: their names, counts, sizes, and their checksums where a manifest has them."""
+    """Changes with the shards: their names, counts and sizes, and their checksums, else their times or ETags."""
 
     @property
     def title(self) -> str:
@@ -178,8 +179,12 @@ def _open_source(source: Urls, options: Mapping[str, Any] | None) -> _OpenedSour
     catalog = ShardCatalog(located, storage)
     if not len(catalog):
         raise OptionError("the source has no samples", shard=catalog.url_of(0))
-    identity = f"{fingerprint(catalog.shards)}-{checksum(catalog.shards)}"
-    return _OpenedSource(located, catalog, identity)
+    content = checksum(catalog.shards)
+    if content is None:  # names and sizes alone would not show that a tar was replaced
+        with ThreadPoolExecutor(catalog.threads, thread_name_prefix="shardstream-look") as pool:
+            files = pool.map(lambda shard: storage.info(shard.url), catalog.shards)
+            content = fingerprint_of("versions", *(str(file.version) for file in files))
+    return _OpenedSource(located, catalog, f"{fingerprint(catalog.shards)}-{content}")
 
 
 def _shard_names(dest: str | os.PathLike[str], opened: _OpenedSource) -> ShardNames:

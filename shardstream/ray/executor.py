@@ -173,9 +173,7 @@ def _check_answers(address: str | None) -> None:
 def _submit(submit: Callable[[Task], Any], task: Task) -> Any:
     try:
         return submit(task)
-    except (
-        TypeError
-    ) as error:  # Ray's text for what cannot be pickled begins with "Could not serialize"
+    except TypeError as error:  # raised by Ray for what cannot be pickled
         raise OptionError(
             f"task {task.name!r} cannot be sent to a Ray worker ({str(error).splitlines()[0]}); what its functions refer to must be picklable"
         ) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -260,6 +261,21 @@ def test_source_that_changes_between_parts_is_detected(source: str, tmp_path: Pa
     ss.reshard(source, copy, max_samples=60)
     ss.reshard(str(copy), tmp_path / "new", max_samples=30, executor=ss.Parts(1, 2))
     ss.reshard(source, copy, max_samples=60, seed=1, overwrite=True)  # same sizes, other samples
+    with pytest.raises(ss.OptionError, match="the source has changed"):
+        ss.reshard(str(copy), tmp_path / "new", max_samples=30, executor=ss.Parts(2, 2))
+
+
+def test_tar_that_is_replaced_between_parts_is_detected_without_checksums(
+    source: str, tmp_path: Path
+) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(source, copy)
+    (copy / "index.json").unlink()
+    ss.reshard(str(copy), tmp_path / "new", max_samples=30, executor=ss.Parts(1, 2))
+    first = min(copy.glob("*.tar"))
+    data = bytearray(first.read_bytes())
+    data[512] ^= 1  # a body: same names and sizes
+    first.write_bytes(data)
     with pytest.raises(ss.OptionError, match="the source has changed"):
         ss.reshard(str(copy), tmp_path / "new", max_samples=30, executor=ss.Parts(2, 2))
 

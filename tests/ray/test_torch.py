@@ -145,7 +145,7 @@ def test_maps_take_and_return_tensors_one_after_the_other(folder: str, in_order:
 
 
 def test_transforms_of_torchvision_are_applied(folder: str) -> None:
-    v2 = pytest.importorskip("torchvision.transforms.v2")
+    v2 = pytest.importorskip("torchvision.transforms.v2", reason="torchvision is not a dependency")
     transform = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.CenterCrop(4)])
 
     def apply(row: dict[str, Any]) -> dict[str, Any]:
