@@ -352,8 +352,10 @@ def _check_extents(catalog: Catalog, samples: int) -> list[bytes]:
             )
     shards = set(map(int, forward.shards))
     assert shards >= set(catalog.shards_of(np.arange(samples))), "shards_of() gives other shards"
+    for chunk in catalog.index_chunks(np.arange(samples)):
+        assert chunk.shard in shards, f"index_chunks() gives a part of no such shard: {chunk}"
+        catalog.load_index(chunk)
     for shard in shards:
-        catalog.load_index(shard)
         assert catalog.url_of(shard), f"the shard {shard} has no URL"
     rows = list(zip(*(column.tolist() for column in forward), strict=True))
     found = [bytes(catalog.fetch(shard, start, end)) for shard, start, end in rows]

@@ -9,7 +9,7 @@ manifest_versions  detect remote datasets that are replaced while they are read
 class_names      class names, from the ``classes.json`` in the folder of the shards
 """
 
-from shardstream.catalog.base import Catalog, Extents, Numbers, check_numbers
+from shardstream.catalog.base import Catalog, Extents, IndexChunk, Numbers, check_numbers
 from shardstream.catalog.class_names import (
     Classes,
     ClassNames,
@@ -31,6 +31,7 @@ __all__ = [
     "Classes",
     "ConcatCatalog",
     "Extents",
+    "IndexChunk",
     "LabelFunction",
     "Numbers",
     "ObjectCatalog",

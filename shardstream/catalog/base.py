@@ -28,6 +28,14 @@ class Extents(NamedTuple):
     """Offset after the sample."""
 
 
+class IndexChunk(NamedTuple):
+    """A part of the index of a shard."""
+
+    shard: int
+    number: int
+    """Place of the chunk in the index, from 0."""
+
+
 class Catalog(ABC):
     """The samples of a dataset by number, 0 to n - 1; picklable, thread-safe and fork-safe.
 
@@ -46,8 +54,6 @@ class Catalog(ABC):
     """Whether `map_shard` serves all shards, so that nothing is prefetched."""
     timeout_s: float = 100.0
     """Maximum time in seconds that `fetch` takes without receiving bytes before it raises."""
-    has_indexes: bool = False
-    """Whether `load_index` is called for each shard before `extents`, several in parallel, so that `extents` does not wait."""
 
     @abstractmethod
     def __len__(self) -> int:
@@ -127,8 +133,15 @@ class Catalog(ABC):
         """
         return self
 
-    def load_index(self, shard: int) -> object:  # noqa: B027  (nothing to load by default)
-        """Read the index of a shard that `extents` needs.
+    def index_chunks(self, numbers: Numbers) -> list[IndexChunk]:  # noqa: ARG002
+        """Return the parts of indexes that `extents` needs for some samples; by default none.
+
+        `load_index` is called for each before `extents`, several in parallel, so that `extents` does not wait.
+        """
+        return []
+
+    def load_index(self, chunk: IndexChunk) -> object:  # noqa: B027  (nothing to load by default)
+        """Read a part of an index.
 
         Raises:
             StorageError: If it cannot be read.

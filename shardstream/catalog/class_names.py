@@ -121,7 +121,7 @@ class ClassNames:
     def __init__(self, located: LocatedShards, storage: Storage) -> None:
         self._storage = storage
         self._manifest_url = located.manifest_url
-        self.folders = tuple(dict.fromkeys(parent_url(shard.url) for shard in located.shards))
+        self.folders = located.folders
         """Folders of the shards."""
 
     @cached_property

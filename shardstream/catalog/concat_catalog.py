@@ -8,7 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
-from shardstream.catalog.base import Catalog, Extents, Numbers
+from shardstream.catalog.base import Catalog, Extents, IndexChunk, Numbers
 from shardstream.format import Buffer
 from shardstream.storage import AdaptiveLimit, Storage
 
@@ -31,7 +31,6 @@ class ConcatCatalog(Catalog):
         self.max_prefetch_samples: int = max(part.max_prefetch_samples for part in parts)
         self.is_local = all(part.is_local for part in parts)
         self.timeout_s = max(part.timeout_s for part in parts)
-        self.has_indexes = any(part.has_indexes for part in parts)
 
     def __len__(self) -> int:
         return int(self.firsts[-1])
@@ -88,10 +87,19 @@ class ConcatCatalog(Catalog):
             for shard in self.parts[part].shards_of(within[parts == part] - self.firsts[part])
         ]
 
-    def load_index(self, shard: int) -> None:
-        """Read the index of a shard that `extents` needs."""
-        part, within = self._within(shard)
-        part.load_index(within)
+    def index_chunks(self, numbers: Numbers) -> list[IndexChunk]:
+        """Return the parts of indexes that `extents` needs for some samples."""
+        within, parts = numbers % len(self), self.part_of(numbers)
+        return [
+            IndexChunk(chunk.shard + self._first_shards[part], chunk.number)
+            for part in np.unique(parts).tolist()
+            for chunk in self.parts[part].index_chunks(within[parts == part] - self.firsts[part])
+        ]
+
+    def load_index(self, chunk: IndexChunk) -> None:
+        """Read a part of an index."""
+        part, within = self._within(chunk.shard)
+        part.load_index(IndexChunk(within, chunk.number))
 
     def url_of(self, shard: int) -> str:
         """Return the URL of a shard."""

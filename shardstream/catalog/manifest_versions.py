@@ -8,23 +8,23 @@ return old samples and then new ones.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 
 from shardstream.errors import ChangedError, ManifestError, NotFoundError, StorageError, plural
 from shardstream.format import Manifest, ShardInfo
-from shardstream.storage import FileInfo, Storage, join_url, parent_url, read_manifest
+from shardstream.storage import FileInfo, PagedShards, Storage, join_url, parent_url, read_manifest
 
 _ATTEMPTS = 4
 _RETRY_S = 5.0  # short, because training with all data in the cache must not stop for a server that is down
 
 
 def check_manifests(
-    digests: Mapping[str, str], shards: Iterable[ShardInfo], storage: Storage
+    digests: Mapping[str, str], shards: Sequence[ShardInfo], storage: Storage
 ) -> None:
     """Check that the remote manifests of a dataset still list its shards; warn if a server does not respond.
 
-    Shards that were added to a manifest are ignored. Local manifests are not read: local shards are compared by
-    their file versions.
+    Shards that were added to a manifest are ignored. Local manifests are not read, except those in pages: local shards are compared
+    by their file versions, which those of a manifest in pages have from their first use only.
 
     Args:
         digests: URL of each manifest -> the SHA-256 of its bytes when the dataset was opened.
@@ -36,7 +36,7 @@ def check_manifests(
     """
     reading = storage.uncached(max_retry_s=_RETRY_S)
     for url, old_digest in digests.items():
-        if storage.local_path(url) is not None:
+        if storage.local_path(url) is not None and not isinstance(shards, PagedShards):
             continue
         try:
             manifest = _read_changed(url, old_digest, reading)
@@ -49,9 +49,8 @@ def check_manifests(
                 stacklevel=2,
             )
             continue
-        others = [] if manifest is None else _changed_shards(shards, manifest, parent_url(url))
-        if others:
-            change = f"{plural(len(others), 'shard')} changed in its manifest, such as {others[0]}"
+        change = None if manifest is None else _find_change(shards, manifest, parent_url(url))
+        if change is not None:
             raise _replaced_error(change, url)
 
 
@@ -82,14 +81,21 @@ def _read_changed(url: str, old_digest: str, storage: Storage) -> Manifest | Non
     return manifest
 
 
-def _changed_shards(shards: Iterable[ShardInfo], manifest: Manifest, folder: str) -> list[str]:
-    """Return the URLs of shards under a folder whose manifest entry changed; shards that never had an entry have no sha256."""
-    named = {join_url(folder, shard.url): shard for shard in manifest.shards}
-    return [
-        shard.url
-        for shard in shards
-        if shard.url.startswith(f"{folder}/") and _has_changed(shard, named.get(shard.url))
-    ]
+def _find_change(shards: Sequence[ShardInfo], manifest: Manifest, folder: str) -> str | None:
+    """Describe how the shards under a folder differ from a manifest; shards that never had an entry have no sha256."""
+    if isinstance(shards, PagedShards) and isinstance(manifest.shards, PagedShards):
+        same = shards.has_same_beginning(manifest.shards)
+        return None if same else "its manifest lists other shards"
+    mine = [shard for shard in shards if shard.url.startswith(f"{folder}/")]
+    if isinstance(manifest.shards, PagedShards):
+        found = manifest.shards.find_names(shard.url[len(folder) + 1 :] for shard in mine)
+        named = {shard.url: shard for shard in found.values()}
+    else:
+        named = {join_url(folder, shard.url): shard for shard in manifest.shards}
+    others = [shard.url for shard in mine if _has_changed(shard, named.get(shard.url))]
+    if not others:
+        return None
+    return f"{plural(len(others), 'shard')} changed in its manifest, such as {others[0]}"
 
 
 def _has_changed(old_digest: ShardInfo, now: ShardInfo | None) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog.base import Catalog, Extents, Numbers, check_numbers
+from shardstream.catalog.base import Catalog, Extents, IndexChunk, Numbers, check_numbers
 from shardstream.catalog.integrity import Verify, open_verified_reader
 from shardstream.catalog.manifest_versions import check_manifests
 from shardstream.errors import IndexMismatchError, OptionError, plural
@@ -27,19 +27,21 @@ from shardstream.format import (
     ShardInfo,
     TarDiagnostics,
     check_extent,
-    checksum,
     decode_index,
     empty_tar,
-    fingerprint,
     read_sample,
     scan_shard,
 )
 from shardstream.storage import (
     AdaptiveLimit,
     FileVersions,
+    LocalPaths,
     LocatedShards,
     MmapPool,
+    PagedShards,
     Storage,
+    checksum_of_shards,
+    fingerprint_of_shards,
     hints_of,
     is_compressed,
     map_file,
@@ -48,6 +50,9 @@ from shardstream.storage import (
 
 OFFSETS_KEPT_BYTES = 64 << 20
 OFFSETS_SENT_BYTES = 1 << 20  # maximum that is pickled for a spawned worker
+INDEX_CHUNK_SAMPLES = 8192
+"""Samples whose offsets are read together: 64 KiB. Indexes of more samples are read in chunks."""
+_MAX_CHUNKS = 1 << 24  # of a shard: a tar of 2**37 samples would have 70 TB
 _INDEX_TRIES = 4
 _lock = new_lock()  # guards the kept offsets of all catalogs
 
@@ -55,8 +60,9 @@ _lock = new_lock()  # guards the kept offsets of all catalogs
 class ShardCatalog(Catalog):
     """Samples of tar shards by number (0 to n - 1, in the order of the shards).
 
-    Counts are known when the catalog is opened; the offsets of a shard are read at the first access, and the least recently used
-    are evicted. Picklable and thread-safe.
+    Counts are known when the catalog is opened, or those of a page of a large manifest when one of its shards is needed. The offsets of a
+    shard are read at the first access, of a large one in chunks of 8,192 samples, and the least recently used are evicted. Picklable
+    and thread-safe.
 
     Args:
         located: Shards with their counts and sizes; a local tar without an index is scanned now.
@@ -68,30 +74,36 @@ class ShardCatalog(Catalog):
         ShardError: If a local tar that is scanned is damaged.
     """
 
-    has_indexes = True
-
     def __init__(
         self, located: LocatedShards, storage: Storage, verify: Verify | None = None
     ) -> None:
         self._storage = storage
         self.timeout_s = storage.timeouts.total_s
-        paths = [  # the URL's own object where it is the path: it is pickled once
-            shard.url if (path := storage.local_path(shard.url)) == shard.url else path
-            for shard in located.shards
-        ]
-        self.is_local = None not in paths
-        """Whether all shards are local files."""
-        self._files = FileVersions(paths)
+        self._scanned: dict[int, Offsets] = {}
         self._manifests = located.manifests
         self._fields = located.fields
-        self._scanned: dict[int, Offsets] = {}
-        self.shards = tuple(
-            [self._count(number, shard, located) for number, shard in enumerate(located.shards)]
-        )
+        self.shards: Sequence[ShardInfo]
+        if isinstance(located.shards, PagedShards):
+            self.shards = located.shards
+            paths: Sequence[str | None] = LocalPaths(located.shards, storage)
+            self.is_local = storage.local_path(located.shards.manifest_url) is not None
+            self._files = FileVersions(paths, at_first_use=True)
+            self._nsamples = located.shards.nsamples
+        else:
+            paths = [  # the URL's own object where it is the path: it is pickled once
+                shard.url if (path := storage.local_path(shard.url)) == shard.url else path
+                for shard in located.shards
+            ]
+            self.is_local = None not in paths
+            self._files = FileVersions(paths)
+            self.shards = tuple(
+                [self._count(number, shard, located) for number, shard in enumerate(located.shards)]
+            )
+            counts = np.array([shard.nsamples for shard in self.shards], dtype=np.int64)
+            self._firsts = np.concatenate(([0], np.cumsum(counts)))
+            self._nsamples = int(self._firsts[-1])
         self._verified_reader = verify and open_verified_reader(verify, self.shards, storage)
-        counts = np.array([shard.nsamples for shard in self.shards], dtype=np.int64)
-        self._firsts = np.concatenate(([0], np.cumsum(counts)))
-        self._kept: OrderedDict[int, Offsets] = OrderedDict()
+        self._kept: OrderedDict[IndexChunk, Offsets] = OrderedDict()
         self._kept_bytes = 0
         self._mmap_pool = MmapPool()
         if located.indexes:
@@ -105,7 +117,7 @@ class ShardCatalog(Catalog):
         return self.__dict__ | {"_kept": kept, "_kept_bytes": nbytes}
 
     def __len__(self) -> int:
-        return int(self._firsts[-1])
+        return self._nsamples
 
     @property
     def storage(self) -> Storage:
@@ -120,17 +132,19 @@ class ShardCatalog(Catalog):
     @cached_property
     def total_bytes(self) -> int:
         """Bytes of all tars."""
+        if isinstance(self.shards, PagedShards):
+            return self.shards.manifest.total_bytes
         return sum([shard.filesize or 0 for shard in self.shards])
 
     @cached_property
     def fingerprint(self) -> str:
         """16 hex digits that change with the dataset."""
-        return fingerprint(self.shards)
+        return fingerprint_of_shards(self.shards)
 
     @cached_property
     def checksums(self) -> list[str | None]:
         """16 hex digits that change with the sha256 of the shards; None if the manifest lacks one."""
-        return [checksum(self.shards)]
+        return [checksum_of_shards(self.shards)]
 
     @property
     def fields(self) -> tuple[str, ...] | None:
@@ -155,7 +169,12 @@ class ShardCatalog(Catalog):
         part._scanned = {places[n]: offsets for n, offsets in self._scanned.items() if n in places}
         if self._verified_reader is not None:
             part._verified_reader = open_verified_reader("sha256", part.shards, self._storage)
-        part._firsts = np.concatenate((self._firsts[kept], self._firsts[-1:]))  # with gaps
+        firsts = (
+            self.shards.first_samples(kept)
+            if isinstance(self.shards, PagedShards)
+            else self._firsts[kept]
+        )
+        part._firsts = np.append(firsts, self._nsamples)  # with gaps
         part._kept, part._kept_bytes = OrderedDict(), 0
         part._mmap_pool = MmapPool()
         return part
@@ -182,6 +201,7 @@ class ShardCatalog(Catalog):
             and self._verified_reader.knows_file(shard, path)
         ):
             return kept
+        self._files.record(shard)
         tar = map_file(path, url)  # a new map: the kept one may be of the file before a replacement
         if self._verified_reader is not None:
             self._verified_reader.check_file(shard, path, tar)
@@ -221,6 +241,8 @@ class ShardCatalog(Catalog):
         """
         if self._verified_reader is not None:
             return self._verified_reader.read(shard, start, end, concurrency)
+        if self.is_local:
+            self._files.record(shard)
         info = self.shards[shard]
         hints = hints_of(concurrency) | {"size": info.filesize}
         data = self._storage.read_view(info.url, start, end, **hints)
@@ -236,41 +258,43 @@ class ShardCatalog(Catalog):
         """
         wanted = np.asarray(numbers, dtype=np.int64)
         check_numbers(wanted, len(self))
-        shards = np.searchsorted(self._firsts, wanted, side="right") - 1
-        within = wanted - self._firsts[shards]
+        shards, within = self._find(wanted)
         starts, ends = np.empty_like(wanted), np.empty_like(wanted)
-        by_shard = np.argsort(shards, kind="stable")
-        sorted_shards, within = shards[by_shard], within[by_shard]
-        runs = np.flatnonzero(np.diff(sorted_shards, prepend=-1)).tolist()
+        chunks = shards * _MAX_CHUNKS + within // INDEX_CHUNK_SAMPLES
+        by_chunk = np.argsort(chunks, kind="stable")
+        sorted_chunks, within = chunks[by_chunk], within[by_chunk] % INDEX_CHUNK_SAMPLES
+        runs = np.flatnonzero(np.diff(sorted_chunks, prepend=-1)).tolist()
         for first, last in itertools.pairwise([*runs, len(wanted)]):
-            offsets, mine = self.offsets(int(sorted_shards[first])), within[first:last]
-            places = by_shard[first:last]
+            chunk = divmod(int(sorted_chunks[first]), _MAX_CHUNKS)
+            offsets, mine = self._offsets_of(IndexChunk(*chunk)), within[first:last]
+            places = by_chunk[first:last]
             starts[places], ends[places] = offsets[mine], offsets[mine + 1]
         return Extents(shards, starts, ends)
 
     def shards_of(self, numbers: Numbers) -> list[int]:
         """Return the shards of some samples, each once."""
-        return sorted(set((np.searchsorted(self._firsts, numbers, side="right") - 1).tolist()))
+        return sorted(set(self._find(numbers)[0].tolist()))
 
-    def load_index(self, shard: int) -> None:
-        """Read the index of a shard."""
-        self.offsets(shard)
+    def index_chunks(self, numbers: Numbers) -> list[IndexChunk]:
+        """Return the parts of indexes that `extents` needs for some samples."""
+        shards, within = self._find(numbers)
+        chunks = np.unique(shards * _MAX_CHUNKS + within // INDEX_CHUNK_SAMPLES).tolist()
+        return [IndexChunk(*divmod(chunk, _MAX_CHUNKS)) for chunk in chunks]
+
+    def load_index(self, chunk: IndexChunk) -> None:
+        """Read a part of an index."""
+        self._offsets_of(chunk)
 
     def offsets(self, shard: int) -> Offsets:
-        """Return the index of a shard, shape (n + 1,).
+        """Return the whole index of a shard, shape (n + 1,).
 
         Raises:
             IndexMismatchError: If it does not match the shard.
         """
-        if shard in self._scanned:
-            return self._scanned[shard]
-        with _lock:
-            if shard in self._kept:
-                self._kept.move_to_end(shard)
-                return self._kept[shard]
-        offsets = self._read_index(self.shards[shard])
-        self._keep(shard, offsets)
-        return offsets
+        info = self.shards[shard]
+        if shard in self._scanned or (info.nsamples or 0) > INDEX_CHUNK_SAMPLES:
+            return self._scanned[shard] if shard in self._scanned else self._read_index(info)
+        return self._offsets_of(IndexChunk(shard, 0))
 
     def read_sample(self, number: int) -> Sample:
         """Read one sample with one range read.
@@ -282,10 +306,33 @@ class ShardCatalog(Catalog):
         shard, start, end = (int(column[0]) for column in self.extents([number]))
         return read_sample(self.fetch(shard, start, end), start, start, end, self.shards[shard].url)
 
-    def _keep(self, shard: int, offsets: Offsets) -> None:
+    def _find(self, numbers: Numbers) -> tuple[Numbers, Numbers]:
+        """Return the shard of each sample, and the sample's number in it."""
+        if isinstance(self.shards, PagedShards):
+            return self.shards.find_samples(numbers)
+        shards = np.searchsorted(self._firsts, numbers, side="right") - 1
+        return shards, numbers - self._firsts[shards]
+
+    def _offsets_of(self, chunk: IndexChunk) -> Offsets:
+        """Return the offsets of some samples of a shard, and the end of the last of them."""
+        if chunk.shard in self._scanned:
+            return self._scanned[chunk.shard][_chunk_slice(chunk)]
         with _lock:
-            if shard not in self._kept:
-                self._kept[shard] = offsets
+            if chunk in self._kept:
+                self._kept.move_to_end(chunk)
+                return self._kept[chunk]
+        info = self.shards[chunk.shard]
+        if (info.nsamples or 0) <= INDEX_CHUNK_SAMPLES:
+            offsets = self._read_index(info)
+        else:
+            offsets = self._read_index_chunk(info, chunk)
+        self._keep(chunk, offsets)
+        return offsets
+
+    def _keep(self, chunk: IndexChunk, offsets: Offsets) -> None:
+        with _lock:
+            if chunk not in self._kept:
+                self._kept[chunk] = offsets
                 self._kept_bytes += offsets.nbytes
             while self._kept_bytes > OFFSETS_KEPT_BYTES and len(self._kept) > 1:
                 self._kept_bytes -= self._kept.popitem(last=False)[1].nbytes
@@ -296,10 +343,14 @@ class ShardCatalog(Catalog):
             data = indexes.get(shard.url + INDEX_SUFFIX)
             if data is not None:
                 with suppress(IndexMismatchError):
-                    self._keep(number, _checked(data, shard, max_bytes=len(data)))
+                    offsets = _checked(data, shard, max_bytes=len(data))
+                    for first in range(0, len(offsets) - 1, INDEX_CHUNK_SAMPLES):
+                        chunk = IndexChunk(number, first // INDEX_CHUNK_SAMPLES)
+                        self._keep(chunk, offsets[_chunk_slice(chunk)])
 
     def _read_index(self, shard: ShardInfo) -> Offsets:
         """Read an index; one that does not match is read again, as it may have been damaged in transfer."""
+        _check_count(shard)
         url, nsamples = shard.url + INDEX_SUFFIX, shard.nsamples or 0
         max_bytes = OFFSET_BYTES * (nsamples + 2)  # one offset too many: `_checked` reports it
         for attempts_left in reversed(range(_INDEX_TRIES)):
@@ -310,6 +361,28 @@ class ShardCatalog(Catalog):
                 if not attempts_left:
                     raise
                 self._storage.forget(url)
+        raise AssertionError  # for the type checker: the last attempt returns or raises
+
+    def _read_index_chunk(self, shard: ShardInfo, chunk: IndexChunk) -> Offsets:
+        """Read a part of a large index; one that does not match is read again, as it may have been damaged in transfer."""
+        _check_count(shard)
+        url, nsamples = shard.url + INDEX_SUFFIX, shard.nsamples or 0
+        size, places = OFFSET_BYTES * (nsamples + 1), _chunk_slice(chunk)
+        if self._storage.local_path(url) is not None:  # the response of a store has the size
+            _check_index_size(self._storage.info(url).size, size, url)
+        start, end = OFFSET_BYTES * places.start, min(OFFSET_BYTES * places.stop, size)
+        for attempts_left in reversed(range(_INDEX_TRIES)):
+            data = self._storage.read(url, start, end, size=size)
+            try:
+                offsets = decode_index(data, url=url)
+                filesize = shard.filesize or int(offsets[-1])
+                check_extent(offsets, filesize=filesize, nsamples=None, url=url)
+            except IndexMismatchError:
+                if not attempts_left:
+                    raise
+                self._storage.forget(url, start, end)
+            else:
+                return offsets
         raise AssertionError  # for the type checker: the last attempt returns or raises
 
     def _count(self, number: int, shard: ShardInfo, located: LocatedShards) -> ShardInfo:
@@ -344,6 +417,21 @@ class ShardCatalog(Catalog):
         return ShardInfo(url=shard.url, nsamples=nsamples, filesize=filesize, sha256=shard.sha256)
 
 
+def _chunk_slice(chunk: IndexChunk) -> slice:
+    """Return the places of a chunk's offsets in those of its shard; the last is the end of its last sample."""
+    first = chunk.number * INDEX_CHUNK_SAMPLES
+    return slice(first, first + INDEX_CHUNK_SAMPLES + 1)
+
+
+def _check_index_size(found: int, size: int, url: str) -> None:
+    if found != size:
+        raise IndexMismatchError(
+            f"the index has {found} bytes, {size} are needed for the number of samples in the manifest; "
+            "run 'shardstream index' again",
+            shard=url,
+        )
+
+
 def _check_count(shard: ShardInfo) -> None:
     """Check that a tar is large enough for its sample count, before an index of that size is read.
 
@@ -375,6 +463,8 @@ def _checked(data: bytes, shard: ShardInfo, *, max_bytes: int) -> Offsets:
 
 def lacks_index(located: LocatedShards, storage: Storage) -> str | None:
     """Return the first shard that can only be read sequentially; None if all can be read by number."""
+    if isinstance(located.shards, PagedShards):
+        return None
     for shard in located.shards:
         if is_compressed(shard.url):
             return shard.url

@@ -7,7 +7,7 @@ import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
-from shardstream.catalog import Catalog
+from shardstream.catalog import Catalog, IndexChunk
 from shardstream.errors import StorageError
 from shardstream.fetch.coalesce import ByteRange
 from shardstream.storage import AdaptiveLimit, Slot
@@ -69,18 +69,18 @@ class RequestPool:
                 self._pending.append(in_flight)
         return in_flight
 
-    def submit_index(self, shard: int) -> Future[object]:
-        """Request the index of a shard."""
-        return self._side_pool.submit(self._catalog.load_index, shard)
+    def submit_index(self, chunk: IndexChunk) -> Future[object]:
+        """Request a part of an index."""
+        return self._side_pool.submit(self._catalog.load_index, chunk)
 
-    def wait_for_index(self, shard: int, index: Future[object], sent_at: float) -> None:
+    def wait_for_index(self, chunk: IndexChunk, index: Future[object], sent_at: float) -> None:
         """Wait for an index, or for a second request for it."""
         requests = {index}
         look_s = _HEDGE_POLL_S if self._hedges else None
         while not (done := wait(requests, timeout=look_s, return_when=FIRST_COMPLETED).done):
             self._hedge_late()  # ranges, too: they are needed as soon as the index has arrived
             if len(requests) == 1 and time.monotonic() - sent_at > self.concurrency.hedge_after_s:
-                requests.add(self.submit_index(shard))
+                requests.add(self.submit_index(chunk))
         for answered in done:
             answered.result()
 

@@ -10,7 +10,7 @@ from itertools import repeat
 
 import numpy as np
 
-from shardstream.catalog import Catalog, Numbers
+from shardstream.catalog import Catalog, IndexChunk, Numbers
 from shardstream.errors import IndexMismatchError, StorageError
 from shardstream.fetch.coalesce import ByteRange, coalesce
 from shardstream.fetch.in_flight import InFlightRange, RequestPool
@@ -74,7 +74,7 @@ class RangeFetcher:
         self._queue: deque[_Part] = deque()  # of planned groups, in order of use
         self._parts_in_flight: list[_Part] = []
         self._started: set[_Group] = set()
-        self._next: tuple[Numbers, dict[int, Future[object]]] | None = None
+        self._next: tuple[Numbers, dict[IndexChunk, Future[object]]] | None = None
         self._indexes_requested_at = 0.0
 
     def samples(self, numbers: Numbers) -> Samples:
@@ -154,8 +154,8 @@ class RangeFetcher:
         numbers, indexes = self._next or self._request_indexes()
         if not len(numbers):
             return False
-        for shard, index in indexes.items():
-            self._requests.wait_for_index(shard, index, self._indexes_requested_at)
+        for chunk, index in indexes.items():
+            self._requests.wait_for_index(chunk, index, self._indexes_requested_at)
         # A tail may repeat samples.
         unplanned = [n for n in dict.fromkeys(numbers.tolist()) if n not in self._parts]
         self._plan_group(
@@ -164,11 +164,11 @@ class RangeFetcher:
         self._next = self._request_indexes()
         return True
 
-    def _request_indexes(self) -> tuple[Numbers, dict[int, Future[object]]]:
+    def _request_indexes(self) -> tuple[Numbers, dict[IndexChunk, Future[object]]]:
         numbers = next(self._upcoming, np.empty(0, dtype=np.int64))
-        shards = self._catalog.shards_of(numbers) if self._catalog.has_indexes else []
+        chunks = self._catalog.index_chunks(numbers)
         self._indexes_requested_at = time.monotonic()
-        return numbers, {shard: self._requests.submit_index(shard) for shard in shards}
+        return numbers, {chunk: self._requests.submit_index(chunk) for chunk in chunks}
 
     def _plan_group(self, numbers: Numbers) -> None:
         group = _Group()

@@ -11,7 +11,8 @@ Reading a shard uses these files, in this order:
     image_formats, bit_depth   supported image formats; bit depth of the stored numbers
 
 Writing a shard uses ``names`` and ``tar_writer`` (members -> headers and padded bodies). Files in the folder of
-the shards: ``index`` (``NAME.tar.idx``), ``manifest`` (``index.json``), ``classes_json`` and ``dali_index``.
+the shards: ``index`` (``NAME.tar.idx``), ``manifest`` and ``manifest_pages`` (``index.json``, of entries from ``shard_info``), ``classes_json``
+and ``dali_index``.
 """
 
 from shardstream.format.bit_depth import (
@@ -62,11 +63,18 @@ from shardstream.format.manifest import (
     KIND,
     MANIFEST_NAME,
     Manifest,
-    ShardInfo,
-    checksum,
     decode_manifest,
     encode_manifest,
-    fingerprint,
+    encode_manifest_files,
+)
+from shardstream.format.manifest_pages import (
+    PAGED_KIND,
+    ManifestPage,
+    PagedManifest,
+    decode_page,
+    decode_pages,
+    encode_page,
+    is_pages_name,
 )
 from shardstream.format.names import (
     canonical_field,
@@ -83,6 +91,7 @@ from shardstream.format.samples import (
     iter_samples,
     read_sample,
 )
+from shardstream.format.shard_info import ShardInfo, checksum, fingerprint
 from shardstream.format.tar_diagnostics import TarDiagnostics
 from shardstream.format.tar_reader import (
     BLOCK_BYTES,
@@ -104,6 +113,7 @@ __all__ = [
     "KIND",
     "MANIFEST_NAME",
     "OFFSET_BYTES",
+    "PAGED_KIND",
     "PILLOW_FORMATS",
     "WDS2IDX_SUFFIX",
     "BitDepth",
@@ -114,8 +124,10 @@ __all__ = [
     "JoinedFields",
     "LazyColumns",
     "Manifest",
+    "ManifestPage",
     "Member",
     "Offsets",
+    "PagedManifest",
     "ReadAt",
     "Readable",
     "Sample",
@@ -131,11 +143,15 @@ __all__ = [
     "decode_classes",
     "decode_index",
     "decode_manifest",
+    "decode_page",
+    "decode_pages",
     "empty_tar",
     "encode_classes",
     "encode_index",
     "encode_manifest",
+    "encode_manifest_files",
     "encode_member",
+    "encode_page",
     "encode_wds2idx",
     "find_samples",
     "fingerprint",
@@ -144,6 +160,7 @@ __all__ = [
     "is_inverted",
     "is_meta_name",
     "is_name",
+    "is_pages_name",
     "is_plain_jpeg",
     "is_rendered",
     "is_worth_vectorizing",

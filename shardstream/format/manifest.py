@@ -1,42 +1,32 @@
 """Encode and decode the manifest ``index.json``: shards with their counts, sizes and checksums.
 
 The format is ``wids-shard-index-v1`` of WebDataset's "wids" with additional keys (`version`, `fields`,
-`total_bytes`, and a `sha256` per shard), so each library reads the files of the other.
+`total_bytes`, and a `sha256` per shard), so each library reads the files of the other. A manifest of many shards is written in
+pages (see `manifest_pages`), which wids does not read.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from shardstream.errors import ManifestError, redact
+from shardstream.errors import ManifestError
+from shardstream.format.manifest_pages import (
+    PAGED_KIND,
+    PagedManifest,
+    can_be_paged,
+    decode_paged,
+    encode_pages,
+)
 from shardstream.format.names import is_name
+from shardstream.format.shard_info import COUNT_LIMIT, ShardInfo
 
 MANIFEST_NAME = "index.json"
 KIND = "wids-shard-index-v1"
 VERSION = 1
-_COUNT_LIMIT = 1 << 60  # sums stay below 2**63
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ShardInfo:
-    """Entry of one shard in the manifest.
-
-    Args:
-        url: URL, relative to the manifest or absolute.
-        nsamples: Number of samples; None if unknown.
-        filesize: Bytes of the tar; None if unknown.
-        sha256: Hex digest of the tar; None if unknown.
-    """
-
-    url: str
-    nsamples: int | None = None
-    filesize: int | None = None
-    sha256: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +39,7 @@ class Manifest:
         fields: Field -> number of samples that have it.
     """
 
-    shards: tuple[ShardInfo, ...]
+    shards: Sequence[ShardInfo]
     name: str = ""
     fields: Mapping[str, int] = field(default_factory=dict)
 
@@ -64,8 +54,21 @@ class Manifest:
         return sum(shard.filesize or 0 for shard in self.shards)
 
 
+def encode_manifest_files(manifest: Manifest) -> dict[str, bytes]:
+    """Return the files of a manifest by name, in the order in which to write them: ``index.json`` last.
+
+    A manifest of over `MAX_LISTED_SHARDS` shards is written in pages, if they are all in its folder and their counts are known.
+    """
+    if not can_be_paged(manifest.shards):
+        return {MANIFEST_NAME: encode_manifest(manifest)}
+    document, name, pages = encode_pages(
+        manifest.shards, name=manifest.name, fields=manifest.fields
+    )
+    return {name: pages, MANIFEST_NAME: _encode(document)}
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
-    """Return the bytes of ``index.json``; equal manifests give equal bytes."""
+    """Return the bytes of an ``index.json`` that lists all shards; equal manifests give equal bytes."""
     shardlist = [
         {
             key: value
@@ -89,13 +92,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "fields": dict(sorted(manifest.fields.items())),
         "shardlist": shardlist,
     }
-    try:
-        return (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
-    except UnicodeEncodeError:  # names that are not valid UTF-8
-        return (json.dumps(document, indent=1) + "\n").encode()
+    return _encode(document)
 
 
-def decode_manifest(data: bytes, *, url: str) -> Manifest:
+def decode_manifest(data: bytes, *, url: str) -> Manifest | PagedManifest:
     """Read the bytes of an ``index.json``.
 
     Raises:
@@ -107,7 +107,7 @@ def decode_manifest(data: bytes, *, url: str) -> Manifest:
         raise ManifestError(
             f"not JSON: {error}", remedy="run 'shardstream index' to write it again", shard=url
         ) from error
-    if not isinstance(document, dict) or document.get("__kind__") != KIND:
+    if not isinstance(document, dict) or document.get("__kind__") not in (KIND, PAGED_KIND):
         found = document.get("__kind__") if isinstance(document, dict) else type(document).__name__
         raise ManifestError(
             f"not a manifest of shards: __kind__ is {reprlib.repr(found)}, not {KIND!r}",
@@ -121,6 +121,8 @@ def decode_manifest(data: bytes, *, url: str) -> Manifest:
                 remedy="upgrade shardstream, or run 'shardstream index' to write it again",
                 shard=url,
             )
+    if document["__kind__"] == PAGED_KIND:
+        return decode_paged(document, url=url)
     shardlist, fields = document.get("shardlist"), document.get("fields", {})
     if (
         not isinstance(shardlist, list)
@@ -134,38 +136,14 @@ def decode_manifest(data: bytes, *, url: str) -> Manifest:
         )
     shards = tuple(_decode_shard(entry, url=url) for entry in shardlist)
     for what in ("nsamples", "filesize"):
-        if sum(getattr(shard, what) or 0 for shard in shards) >= _COUNT_LIMIT:
+        if sum(getattr(shard, what) or 0 for shard in shards) >= COUNT_LIMIT:
             raise ManifestError(
-                f"the sum of {what} is over the limit of {_COUNT_LIMIT}",
+                f"the sum of {what} is over the limit of {COUNT_LIMIT}",
                 remedy="run 'shardstream index'",
                 shard=url,
             )
     name = document.get("name", "")
     return Manifest(shards=shards, name=name if isinstance(name, str) else "", fields=fields)
-
-
-def fingerprint(shards: Iterable[ShardInfo]) -> str:
-    """Return 16 hex digits that change with the shards' names (without their folder), counts, order and sizes.
-
-    The folder is not included, so that a copy of a dataset can resume the states of its original.
-    """
-    digest = hashlib.sha256()
-    for shard in shards:
-        name = redact(shard.url).rsplit("/", 1)[-1]  # without the signature, which may be renewed
-        digest.update(
-            f"{name}\0{shard.nsamples}\0{shard.filesize}\n".encode("utf-8", "surrogateescape")
-        )
-    return digest.hexdigest()[:16]
-
-
-def checksum(shards: Iterable[ShardInfo]) -> str | None:
-    """Return 16 hex digits that change with the bytes of the shards; None if the sha256 of one is unknown."""
-    digest = hashlib.sha256()
-    for shard in shards:
-        if shard.sha256 is None:
-            return None
-        digest.update(shard.sha256.encode())
-    return digest.hexdigest()[:16]
 
 
 def _decode_shard(entry: Any, *, url: str) -> ShardInfo:
@@ -182,7 +160,7 @@ def _decode_shard(entry: Any, *, url: str) -> ShardInfo:
     counts = {key: entry.get(key) for key in ("nsamples", "filesize")}
     for key, value in counts.items():
         if value is not None and (
-            not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < _COUNT_LIMIT
+            not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < COUNT_LIMIT
         ):
             raise ManifestError(
                 f"{key} of {entry['url'][:200]} is {reprlib.repr(value)}",
@@ -197,3 +175,10 @@ def _decode_shard(entry: Any, *, url: str) -> ShardInfo:
             shard=url,
         )
     return ShardInfo(url=entry["url"], sha256=sha256, **counts)
+
+
+def _encode(document: Mapping[str, Any]) -> bytes:
+    try:
+        return (json.dumps(document, indent=1, ensure_ascii=False) + "\n").encode()
+    except UnicodeEncodeError:  # names that are not valid UTF-8
+        return (json.dumps(document, indent=1) + "\n").encode()

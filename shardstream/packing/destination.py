@@ -8,14 +8,13 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from shardstream.errors import ManifestError, OptionError
+from shardstream.errors import OptionError
 from shardstream.format import (
     CLASSES_NAME,
     INDEX_SUFFIX,
     MANIFEST_NAME,
     OFFSET_BYTES,
-    ShardInfo,
-    decode_manifest,
+    is_pages_name,
 )
 from shardstream.packing.journal import (
     WRITER_TASK,
@@ -25,6 +24,7 @@ from shardstream.packing.journal import (
     read_journal,
     read_listed,
 )
+from shardstream.packing.manifest_files import read_manifest_shards
 from shardstream.storage import (
     OutputFolder,
     final_name,
@@ -174,7 +174,12 @@ class Destination:
     def _is_written(self, name: str) -> bool:
         """Return whether a writer of this dataset makes a file of that name."""
         is_shard = self.names.is_ours(name.removesuffix(INDEX_SUFFIX))
-        return is_shard or is_journal(name) or name in (MANIFEST_NAME, *self.extras)
+        return (
+            is_shard
+            or is_journal(name)
+            or is_pages_name(name)
+            or name in (MANIFEST_NAME, *self.extras)
+        )
 
 
 def claim_destination(
@@ -312,7 +317,7 @@ def _published_error(names: ShardNames) -> OptionError:
 
 def _is_published_by(journal: Journal) -> bool:
     """Return whether the published dataset is that of a journal, whose run was stopped before it deleted the journal."""
-    shards = _manifest_shards(journal.folder)
+    shards = read_manifest_shards(journal.folder)
     return bool(shards) and shards == tuple(one.info for one in journal.finished)
 
 
@@ -331,14 +336,5 @@ def _intact_shards(
 
 
 def _shards_in_manifest(folder: OutputFolder, files: Mapping[str, int]) -> frozenset[str]:
-    shards = _manifest_shards(folder) if MANIFEST_NAME in files else ()
+    shards = read_manifest_shards(folder) if MANIFEST_NAME in files else ()
     return frozenset(shard.url for shard in shards if is_deletable(shard.url))
-
-
-def _manifest_shards(folder: OutputFolder) -> tuple[ShardInfo, ...]:
-    """Return the shards that the manifest lists; none if it is invalid."""
-    url = join_url(folder.url, MANIFEST_NAME)
-    try:
-        return decode_manifest(folder.read(MANIFEST_NAME), url=url).shards
-    except ManifestError:
-        return ()

@@ -16,8 +16,9 @@ from shardstream.format import (
     Manifest,
     ShardInfo,
     encode_index,
-    encode_manifest,
+    encode_manifest_files,
     encode_wds2idx,
+    is_pages_name,
 )
 from shardstream.packing.destination import ShardNames
 from shardstream.packing.part_job import PartJob, PartResult, run_parts
@@ -43,6 +44,7 @@ from shardstream.storage import (
     parent_url,
     publish_bytes,
     read_manifest,
+    remove,
 )
 from shardstream.tasks import JSON, Executor, Parts, Task
 
@@ -176,7 +178,12 @@ def index(  # noqa: PLR0913  (the public door)
     tasks = [IndexShard(tar=tar, storage=storage, wds2idx=wds2idx, meter=counted) for tar in tars]
     results = run_shard_tasks(tasks, executor, threads=threads, meter=meter)
     manifest = _manifest_of(results, name=name or _name_before(url, storage))
-    publish_bytes(storage, url, encode_manifest(manifest))
+    files = encode_manifest_files(manifest)
+    for file_name, data in files.items():
+        publish_bytes(storage, join_url(folder, file_name), data)
+    for file_name in present:
+        if is_pages_name(file_name) and file_name not in files:
+            remove(storage, join_url(folder, file_name))
     found = chain.from_iterable(cast("list[str]", one["warnings"]) for one in results.values())
     warnings = (*found, *_warn_left_out(others, url))
     return IndexReport(manifest_url=url, manifest=manifest, warnings=warnings)
@@ -202,7 +209,7 @@ class IndexWork:
         result = task.run()
         manifest = _manifest_of({task: result}, name="")
         return PartResult(
-            shards=manifest.shards,
+            shards=tuple(manifest.shards),
             fields=manifest.fields,
             warnings=tuple(cast("list[str]", result["warnings"])),
         )

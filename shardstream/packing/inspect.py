@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Container, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -59,15 +59,15 @@ class Listing:
     Args:
         shards: Shards with absolute URLs; counts and sizes are None if unknown.
         fields: Field -> number of samples that have it; None if only the first sample of the first shard was read.
-        indexed: URLs of the shards that have an index.
+        indexed: Contains the URLs of the shards that have an index.
         name: Name of the dataset, if it has a manifest.
         manifest_url: The manifest, if there is one.
         classes: Names of the classes, if there are some.
     """
 
-    shards: tuple[ShardInfo, ...]
+    shards: Sequence[ShardInfo]
     fields: Mapping[str, int | None]
-    indexed: frozenset[str]
+    indexed: Container[str]
     name: str = ""
     manifest_url: str | None = None
     classes: tuple[str, ...] | None = None

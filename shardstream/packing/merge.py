@@ -29,10 +29,11 @@ from shardstream.format import (
     MANIFEST_NAME,
     Manifest,
     ShardInfo,
-    encode_manifest,
+    encode_manifest_files,
 )
 from shardstream.packing.destination import ShardNames, is_deletable
 from shardstream.packing.journal import Journal, read_journal
+from shardstream.packing.manifest_files import remove_old_pages, write_manifest_files
 from shardstream.packing.part_job import (
     PartJob,
     PartResult,
@@ -195,13 +196,14 @@ def _publish(
         folder.remove(name)
         folder.remove(name + INDEX_SUFFIX)
     journal.check_owner()
-    data = encode_manifest(manifest)
-    folder.write(MANIFEST_NAME, data)
+    manifest_files = encode_manifest_files(manifest)
+    write_manifest_files(folder, manifest_files)
     if _is_taken_over(folder, journal.run):  # the other run has not seen the manifest
         with suppress(StorageError):
-            if folder.read(MANIFEST_NAME) == data:
+            if folder.read(MANIFEST_NAME) == manifest_files[MANIFEST_NAME]:
                 folder.remove(MANIFEST_NAME)
         journal.check_owner()
+    remove_old_pages(folder, files, manifest_files)
     template = str(journal.task.options["template"])
     names = ShardNames(folder=folder.url, template=template)
     for name in files:

@@ -18,11 +18,12 @@ from shardstream.format import (
     INDEX_SUFFIX,
     MANIFEST_NAME,
     Manifest,
-    encode_manifest,
+    encode_manifest_files,
 )
 from shardstream.packing.destination import ShardNames, claim_destination
 from shardstream.packing.encode import encode_sample
 from shardstream.packing.journal import WRITER_TASK, FinishedShard, Journal, NumberedSkip, Task
+from shardstream.packing.manifest_files import remove_old_pages, write_manifest_files
 from shardstream.packing.shard_upload import ShardUploader
 from shardstream.packing.tar_shard import TarShard, sample_pieces
 from shardstream.process_memory import keep_freed_memory
@@ -223,6 +224,7 @@ class DatasetWriter:
         self._pending: PendingFile | None = None
         self._error: BaseException | None = None
         self._manifest: Manifest | None = None
+        self._published: bytes | None = None  # its index.json
         self._is_changed = False
         folder.lock()
         try:
@@ -323,22 +325,23 @@ class DatasetWriter:
             shards=tuple(self._uploader.sent), name=self._options.name, fields=self._fields
         )
         self._journal.check_owner()
-        data = encode_manifest(manifest)
+        files = encode_manifest_files(manifest)
         try:
-            self._folder.write(MANIFEST_NAME, data)
+            write_manifest_files(self._folder, files)
             # A run that took the folder in between has not seen the manifest, so it must not stay.
             self._journal.check_owner()
         except BaseException:  # the write may have succeeded anyway
             with suppress(StorageError):
-                self._remove_manifest(data)
+                self._remove_manifest(files[MANIFEST_NAME])
             raise
-        self._manifest = manifest
+        self._manifest, self._published = manifest, files[MANIFEST_NAME]
+        remove_old_pages(self._folder, self._destination.files, files)
 
     def unpublish(self) -> None:
         """Delete ``index.json`` again, if this writer published it; shards and journal stay."""
-        if self._manifest is not None:
-            self._remove_manifest(encode_manifest(self._manifest))
-            self._manifest = None
+        if self._published is not None:
+            self._remove_manifest(self._published)
+            self._manifest = self._published = None
 
     def remove_journal(self) -> None:
         """Delete the journal of the published dataset; readers ignore it if that fails."""

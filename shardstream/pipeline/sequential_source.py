@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +17,6 @@ from shardstream.format import (
     Sample,
     ShardInfo,
     TarDiagnostics,
-    checksum,
-    fingerprint,
     iter_samples,
     open_decompressed,
 )
@@ -26,7 +24,17 @@ from shardstream.order import derive_key, permute
 from shardstream.pipeline.bad_samples import SkipTracker
 from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import Context, Run, State
-from shardstream.storage import FileVersions, LocatedShards, RangeStream, Storage, is_compressed
+from shardstream.storage import (
+    FileVersions,
+    LocalPaths,
+    LocatedShards,
+    PagedShards,
+    RangeStream,
+    Storage,
+    checksum_of_shards,
+    fingerprint_of_shards,
+    is_compressed,
+)
 
 _SHARD_ORDER = 4
 STREAM_READ_BYTES = 4 << 20
@@ -45,7 +53,7 @@ class SequentialSource(Source):
         seed: Seed of the order.
     """
 
-    shards: tuple[ShardInfo, ...]
+    shards: Sequence[ShardInfo]
     storage: Storage
     files: FileVersions
     manifests: Mapping[str, str]
@@ -55,12 +63,12 @@ class SequentialSource(Source):
     @property
     def fingerprint(self) -> str:
         """16 hex digits that change with the dataset."""
-        return fingerprint(self.shards)
+        return fingerprint_of_shards(self.shards)
 
     @property
     def checksums(self) -> list[str | None]:
         """16 hex digits that change with the bytes of the shards; None without checksums."""
-        return [checksum(self.shards)]
+        return [checksum_of_shards(self.shards)]
 
     def place(self) -> tuple[Storage, str]:
         """Return the storage, and the URL of the first shard."""
@@ -82,7 +90,10 @@ def open_sequential_source(
     located: LocatedShards, storage: Storage, *, shuffle: bool, seed: int
 ) -> SequentialSource:
     """Return a source of shards, and record the current versions of local ones."""
-    files = FileVersions([storage.local_path(shard.url) for shard in located.shards])
+    if isinstance(located.shards, PagedShards):
+        files = FileVersions(LocalPaths(located.shards, storage), at_first_use=True)
+    else:
+        files = FileVersions([storage.local_path(shard.url) for shard in located.shards])
     return SequentialSource(
         shards=located.shards,
         storage=storage,
@@ -134,6 +145,7 @@ class SequentialRun:
             shard = self._shards[self._place]
             info = self._source.shards[shard]
             error: Exception | None = None
+            self._source.files.record(shard)
             try:
                 yield from self._read_shard(shard, info)
             except Exception as caught:  # noqa: BLE001  (the skip policy decides; the rest of the shard is lost)

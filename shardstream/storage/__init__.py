@@ -72,6 +72,12 @@ from shardstream.storage.output_folder import (
     RemoteFolder,
     open_output_folder,
 )
+from shardstream.storage.paged_shards import (
+    LocalPaths,
+    PagedShards,
+    checksum_of_shards,
+    fingerprint_of_shards,
+)
 from shardstream.storage.range_file import RangeStream
 from shardstream.storage.read_small_files import read_small_files
 from shardstream.storage.response import RangeResponse
@@ -97,10 +103,12 @@ __all__ = [
     "FileVersions",
     "ListedFile",
     "LocalFolder",
+    "LocalPaths",
     "LocatedShards",
     "MmapPool",
     "ObstoreReader",
     "OutputFolder",
+    "PagedShards",
     "PendingFile",
     "RangeResponse",
     "RangeStream",
@@ -116,11 +124,13 @@ __all__ = [
     "absolute_urls",
     "check_finished",
     "check_names",
+    "checksum_of_shards",
     "classify_error",
     "complete_s3fs_options",
     "expand_braces",
     "expand_urls",
     "final_name",
+    "fingerprint_of_shards",
     "has_lost_obstore_threads",
     "hints_of",
     "is_compressed",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
@@ -14,6 +14,7 @@ from shardstream.format import (
     INDEX_SUFFIX,
     MANIFEST_NAME,
     OFFSET_BYTES,
+    PAGED_KIND,
     Manifest,
     ShardInfo,
     decode_manifest,
@@ -21,6 +22,8 @@ from shardstream.format import (
 )
 from shardstream.storage.check_manifest_urls import check_names
 from shardstream.storage.journal_marker import check_finished, journal_name
+from shardstream.storage.local_files import read_range
+from shardstream.storage.paged_shards import PagedShards
 from shardstream.storage.store import (
     FileInfo,
     Storage,
@@ -36,6 +39,7 @@ COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
 _HTTP = ("http://", "https://")
 # Limits of the indexes that are read with the manifest; workers read further or larger ones themselves.
 INDEXES, INDEXES_BYTES = 48, 1 << 20
+_KIND_BYTES = 256  # of index.json, which begins with its kind
 _SMALL_INDEX_BYTES = 1 << 23  # of a million samples
 MANIFEST_LIMIT_BYTES = 256 << 20  # over a million shards
 _SMALL_MANIFEST_BYTES = 64 << 20
@@ -59,20 +63,35 @@ class LocatedShards:
     """The shards of a dataset.
 
     Args:
-        shards: Shards with absolute URLs; counts and sizes if a manifest, an index or a listing has them.
+        shards: Shards with absolute URLs; counts and sizes if a manifest, an index or a listing has them. Those of a manifest in
+            pages are read when they are needed.
         manifest_url: URL of the manifest that lists all shards, if there is one.
         manifests: URL of each manifest that was read -> its SHA-256, in hex digits.
-        indexed: URLs of the shards that have an ``.idx`` file.
+        indexed: Contains the URLs of the shards that have an ``.idx`` file.
         indexes: URL of an ``.idx`` -> its bytes, if they have been read already.
         fields: Fields of the samples, by the manifests of all shards; None if a shard or its fields are not listed.
     """
 
-    shards: tuple[ShardInfo, ...]
+    shards: Sequence[ShardInfo]
     manifest_url: str | None = None
     manifests: Mapping[str, str] = field(default_factory=dict)
-    indexed: frozenset[str] = frozenset()
+    indexed: Container[str] = frozenset()
     indexes: Mapping[str, bytes] = field(default_factory=dict)
     fields: tuple[str, ...] | None = None
+
+    @property
+    def folders(self) -> tuple[str, ...]:
+        """URLs of the folders of the shards, in order."""
+        if isinstance(self.shards, PagedShards):
+            return (self.shards.folder,)
+        return tuple(dict.fromkeys(parent_url(shard.url) for shard in self.shards))
+
+
+class AllIndexed(Container[str]):
+    """Contains all shards: a manifest in pages lists shards with indexes only."""
+
+    def __contains__(self, url: object) -> bool:
+        return True
 
 
 def is_tar(name: str) -> bool:
@@ -142,7 +161,9 @@ def locate_shards(urls: Urls, storage: Storage) -> LocatedShards:
     return LocatedShards(
         shards=tuple(shard for one in located for shard in one.shards),
         manifests={url: digest for one in located for url, digest in one.manifests.items()},
-        indexed=frozenset().union(*(one.indexed for one in located)),
+        indexed=frozenset(
+            shard.url for one in located for shard in one.shards if shard.url in one.indexed
+        ),
         fields=_joined_fields(one.fields for one in located),
     )
 
@@ -167,14 +188,18 @@ def read_manifest(file: FileInfo, storage: Storage) -> tuple[Manifest, str]:
     data = storage.read(url, max_bytes=MANIFEST_LIMIT_BYTES + 1)
     if len(data) > MANIFEST_LIMIT_BYTES:
         raise _too_large(f"over {MANIFEST_LIMIT_BYTES}", url)
-    return _decoded(data, url)
+    return _decoded(data, url, storage)
 
 
-def _decoded(data: bytes, url: str) -> tuple[Manifest, str]:
+def _decoded(data: bytes, url: str, storage: Storage) -> tuple[Manifest, str]:
+    digest = hashlib.sha256(data).hexdigest()
     manifest = decode_manifest(data, url=url)
+    if not isinstance(manifest, Manifest):
+        shards = PagedShards(manifest, url, storage)  # their names are relative
+        return Manifest(shards=shards, name=manifest.name, fields=manifest.fields), digest
     if "://" in url:  # a manifest on this machine may name anything
         check_names(url, [shard.url for shard in manifest.shards])
-    return manifest, hashlib.sha256(data).hexdigest()
+    return manifest, digest
 
 
 def _too_large(size: str, url: str) -> ManifestError:
@@ -226,6 +251,8 @@ def _from_manifest(
     url = file.url
     manifest, digest = read_manifest(file, storage)
     folder = parent_url(url)
+    if isinstance(manifest.shards, PagedShards):
+        return _in_pages(manifest, manifest.shards, digest)
     if not manifest.shards:
         raise StorageError(
             "the manifest names no shards: the dataset is empty; pack it again", shard=url
@@ -264,13 +291,44 @@ def _from_manifest(
     )
 
 
+def _in_pages(manifest: Manifest, shards: PagedShards, digest: str) -> LocatedShards:
+    return LocatedShards(
+        shards=shards,
+        manifest_url=shards.manifest_url,
+        manifests={shards.manifest_url: digest},
+        indexed=AllIndexed(),
+        fields=tuple(sorted(manifest.fields)) or None,
+    )
+
+
+def _from_pages(folder: str, storage: Storage) -> LocatedShards | None:
+    """Return the shards of a manifest in pages, without a listing of its folder; None if there is no such manifest."""
+    url = join_url(folder, MANIFEST_NAME)
+    path = storage.local_path(url)
+    if path is not None:
+        head = None
+        with suppress(OSError, ValueError):
+            head = read_range(path, 0, None, _KIND_BYTES)
+        if PAGED_KIND.encode() not in (head or b""):
+            return None
+    try:
+        manifest, digest = read_manifest(storage.info(url), storage)
+    except NotFoundError:
+        return None
+    if not isinstance(manifest.shards, PagedShards):
+        return None
+    return _in_pages(manifest, manifest.shards, digest)
+
+
 def _from_small_reads(folder: str, storage: Storage) -> LocatedShards | None:
     """Return the shards of a folder's manifest with few small reads; None if a listing is needed."""
     url = join_url(folder, MANIFEST_NAME)
     (data,) = storage.read_small_files([url], max_bytes=_SMALL_MANIFEST_BYTES)
     if data is None:
         return None
-    manifest, digest = _decoded(data, url)
+    manifest, digest = _decoded(data, url, storage)
+    if isinstance(manifest.shards, PagedShards):
+        return _in_pages(manifest, manifest.shards, digest)
     shards = tuple(replace(one, url=join_url(folder, one.url)) for one in manifest.shards)
     if {parent_url(one.url) for one in shards} != {folder.rstrip("/")}:
         return None
@@ -294,6 +352,10 @@ def _from_small_reads(folder: str, storage: Storage) -> LocatedShards | None:
 
 def _from_folder(url: str, storage: Storage) -> LocatedShards:
     if "://" in url and (located := _from_small_reads(url, storage)) is not None:
+        return located
+    # With a cache nothing has been read yet: it records the versions of files, which come from a listing.
+    is_unread = "://" not in url or storage.cache is not None
+    if is_unread and (located := _from_pages(url, storage)) is not None:
         return located
     files, folders = storage.list_folder(url)
     by_name = {file.url.rsplit("/", 1)[-1]: file for file in files}
@@ -350,12 +412,16 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
         tars = [FileInfo(url=url, size_or_none=by_name[name].size) for name, url in names.items()]
         listed = _with_indexes(tars, by_name)
         found |= {shard.url: shard for shard in listed.shards}
-        indexed |= listed.indexed
+        indexed.update(url for url in names.values() if url in listed.indexed)
         fields.append(None)
         if MANIFEST_NAME in by_name:
             file = by_name[MANIFEST_NAME]
             manifest, manifests[file.url] = read_manifest(file, storage)
-            known = {shard.url.rsplit("/", 1)[-1]: shard for shard in manifest.shards}
+            known = (
+                manifest.shards.find_names(names)
+                if isinstance(manifest.shards, PagedShards)
+                else {shard.url.rsplit("/", 1)[-1]: shard for shard in manifest.shards}
+            )
             found |= {
                 url: replace(known[name], url=url) for name, url in names.items() if name in known
             }

@@ -23,6 +23,7 @@ from shardstream.storage.fork_safety import new_lock
 
 MAX_MAPS = 4096
 """Shards that a process keeps mapped to memory: each map holds a file descriptor."""
+_MAX_VERSIONS = 50_000  # about 15 MB
 _pools: WeakSet[MmapPool] = WeakSet()
 _lock = new_lock()
 
@@ -156,19 +157,32 @@ class FileVersions:
 
     Args:
         paths: Local path of each shard; None for a remote one.
+        at_first_use: Record the version of a file when this process first checks it, not now: a hundred thousand files take seconds.
     """
 
-    def __init__(self, paths: Sequence[str | None]) -> None:
-        self._paths = tuple(paths)
+    def __init__(self, paths: Sequence[str | None], *, at_first_use: bool = False) -> None:
+        self._paths = paths if at_first_use else tuple(paths)
         # None for a file that is missing or cannot be reached: opening it raises the error.
-        self._known = [None if path is None else _stat_version(path) for path in paths]
+        self._known: _VersionsAtFirstUse | list[FileVersion | None] = (
+            _VersionsAtFirstUse(paths)
+            if at_first_use
+            else [None if path is None else _stat_version(path) for path in paths]
+        )
 
     def restrict_to(self, shards: Sequence[int]) -> FileVersions:
         """Return the versions of some shards, in the order given."""
         part = copy.copy(self)
         part._paths = tuple([self._paths[shard] for shard in shards])
-        part._known = [self._known[shard] for shard in shards]
+        part._known = (
+            _VersionsAtFirstUse(part._paths)
+            if isinstance(self._known, _VersionsAtFirstUse)
+            else [self._known[shard] for shard in shards]
+        )
         return part
+
+    def record(self, shard: int) -> None:
+        """Record the version of a file before it is read, if that was not done when the dataset was opened."""
+        self._known.__getitem__(shard)
 
     def check(self, shards: Iterable[int]) -> None:
         """Compare shards with their recorded versions; called after their bytes were read.
@@ -194,6 +208,25 @@ class FileVersions:
             now = _version_of(found)
             if now.differs_from(before):
                 raise ChangedError(_difference(before, now), shard=path)
+
+
+class _VersionsAtFirstUse(dict[int, FileVersion | None]):
+    """Versions of files by number, recorded at the first access; the oldest records are dropped. Pickled without records."""
+
+    def __init__(self, paths: Sequence[str | None]) -> None:
+        super().__init__()
+        self._paths = paths
+
+    def __missing__(self, shard: int) -> FileVersion | None:
+        path = self._paths[shard]
+        self[shard] = version = None if path is None else _stat_version(path)
+        if len(self) > _MAX_VERSIONS:
+            with suppress(KeyError, RuntimeError):  # another thread was faster
+                del self[next(iter(self))]
+        return version
+
+    def __reduce__(self) -> tuple[type[_VersionsAtFirstUse], tuple[Sequence[str | None]]]:
+        return _VersionsAtFirstUse, (self._paths,)
 
 
 def _stat_version(path: str) -> FileVersion | None:
