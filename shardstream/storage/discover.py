@@ -9,7 +9,13 @@ from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
-from shardstream.errors import ManifestError, NotFoundError, OptionError, StorageError
+from shardstream.errors import (
+    AccessDeniedError,
+    ManifestError,
+    NotFoundError,
+    OptionError,
+    StorageError,
+)
 from shardstream.format import (
     INDEX_SUFFIX,
     MANIFEST_NAME,
@@ -245,11 +251,21 @@ def _globbed(pattern: str, storage: Storage) -> list[str]:
 
 
 def _from_manifest(
-    file: FileInfo, storage: Storage, listed_files: list[FileInfo] | None = None
+    file: FileInfo,
+    storage: Storage,
+    listed_files: list[FileInfo] | None = None,
+    found: tuple[Manifest, str] | None = None,
 ) -> LocatedShards:
-    """Return the shards that a manifest names; ``listed_files`` is the listing of its folder, if there is one."""
+    """Return the shards that a manifest names.
+
+    Args:
+        file: The manifest.
+        storage: Where it is.
+        listed_files: The listing of its folder, if there is one.
+        found: The manifest and the SHA-256 of its bytes, if it has been read.
+    """
     url = file.url
-    manifest, digest = read_manifest(file, storage)
+    manifest, digest = found or read_manifest(file, storage)
     folder = parent_url(url)
     if isinstance(manifest.shards, PagedShards):
         return _in_pages(manifest, manifest.shards, digest)
@@ -301,23 +317,20 @@ def _in_pages(manifest: Manifest, shards: PagedShards, digest: str) -> LocatedSh
     )
 
 
-def _from_pages(folder: str, storage: Storage) -> LocatedShards | None:
-    """Return the shards of a manifest in pages, without a listing of its folder; None if there is no such manifest."""
+def _read_first(folder: str, storage: Storage) -> tuple[Manifest, str] | None:
+    """Read the manifest of a folder before the folder is listed, which takes long where there are pages; None if there is none."""
     url = join_url(folder, MANIFEST_NAME)
     path = storage.local_path(url)
-    if path is not None:
+    if path is not None:  # listed as fast as read, but for pages
         head = None
         with suppress(OSError, ValueError):
             head = read_range(path, 0, None, _KIND_BYTES)
         if PAGED_KIND.encode() not in (head or b""):
             return None
     try:
-        manifest, digest = read_manifest(storage.info(url), storage)
-    except NotFoundError:
+        return read_manifest(storage.info(url), storage)
+    except (NotFoundError, AccessDeniedError):  # some servers refuse what is missing
         return None
-    if not isinstance(manifest.shards, PagedShards):
-        return None
-    return _in_pages(manifest, manifest.shards, digest)
 
 
 def _from_small_reads(folder: str, storage: Storage) -> LocatedShards | None:
@@ -353,14 +366,13 @@ def _from_small_reads(folder: str, storage: Storage) -> LocatedShards | None:
 def _from_folder(url: str, storage: Storage) -> LocatedShards:
     if "://" in url and (located := _from_small_reads(url, storage)) is not None:
         return located
-    # With a cache nothing has been read yet: it records the versions of files, which come from a listing.
-    is_unread = "://" not in url or storage.cache is not None
-    if is_unread and (located := _from_pages(url, storage)) is not None:
-        return located
+    found = _read_first(url, storage)
+    if found is not None and isinstance(found[0].shards, PagedShards):
+        return _in_pages(found[0], found[0].shards, found[1])
     files, folders = storage.list_folder(url)
     by_name = {file.url.rsplit("/", 1)[-1]: file for file in files}
     if MANIFEST_NAME in by_name:
-        return _from_manifest(by_name[MANIFEST_NAME], storage, files)
+        return _from_manifest(by_name[MANIFEST_NAME], storage, files, found)
     _check_finished(url, by_name, storage)
     tars = [file for file in files if is_tar(file.url)]
     if tars:

@@ -11,7 +11,16 @@ Epochs = Callable[[int], Iterable[Any]]
 """Function from the number of an epoch to its batches."""
 
 Mode = Literal[
-    "throughput", "first", "resume", "memory", "pack", "index", "scale", "ray", "ray-write"
+    "throughput",
+    "first",
+    "resume",
+    "memory",
+    "pack",
+    "index",
+    "scale",
+    "many-shards",
+    "ray",
+    "ray-write",
 ]
 
 

@@ -18,6 +18,7 @@ from benchmarks.targets import is_limit
 
 _WHOLE = {
     "index": "benchmarks.indexing",
+    "many-shards": "benchmarks.many_shards",
     "pack": "benchmarks.packing",
     "ray": "benchmarks.ray_read",
     "ray-write": "benchmarks.ray_write",

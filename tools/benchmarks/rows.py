@@ -251,6 +251,14 @@ def _scale(sizes: Sizes) -> Iterator[Setting]:
             corpus=sizes.many,
             metric="seconds",
         )
+    for exponent in sizes.exponents:
+        yield Setting(
+            row="scale",
+            label=f"first batch of 10^{exponent} shards, 10^{exponent + 4} samples",
+            case=_case(sizes, mode="many-shards", samples=10 ** (exponent + 4)),
+            corpus=sizes.many,
+            metric="seconds",
+        )
     for shards in sizes.shards:
         yield Setting(
             row="scale",

@@ -17,6 +17,7 @@ class Sizes:
         many: A small corpus for many shards.
         blocks: A corpus of 100 kB samples for few shards.
         shards: Number of its shards.
+        exponents: Shards of the datasets whose first batch is timed, as powers of ten.
         min_s: Seconds of one local measurement, at least.
         max_s: Maximum seconds, after a whole epoch has been checked.
         repetitions: Repetitions of each contestant with a target; None for those of its setting.
@@ -27,6 +28,7 @@ class Sizes:
     many: Corpus
     blocks: Corpus
     shards: tuple[int, ...]
+    exponents: tuple[int, ...]
     min_s: float
     max_s: float
     repetitions: int | None = None
@@ -38,6 +40,7 @@ FULL = Sizes(
     many=Corpus(kind="small", samples=20_000),
     blocks=Corpus(kind="block", samples=10_000),
     shards=(10, 200, 2_000),
+    exponents=(4, 5, 6),
     min_s=1.0,
     max_s=2.0,
 )
@@ -47,10 +50,14 @@ QUICK = Sizes(
     many=Corpus(kind="small", samples=2_000),
     blocks=Corpus(kind="block", samples=500),
     shards=(10, 200),
+    exponents=(4, 5, 6),
     min_s=0.1,
     max_s=0.5,
     repetitions=1,
 )
 TINY = replace(
-    QUICK, small=Corpus(kind="small", samples=500), photos=Corpus(kind="photo", samples=70)
+    QUICK,
+    small=Corpus(kind="small", samples=500),
+    photos=Corpus(kind="photo", samples=70),
+    exponents=(4,),
 )
