@@ -368,7 +368,7 @@ class ShardCatalog(Catalog):
         _check_count(shard)
         url, nsamples = shard.url + INDEX_SUFFIX, shard.nsamples or 0
         size, places = OFFSET_BYTES * (nsamples + 1), _chunk_slice(chunk)
-        if self._storage.local_path(url) is not None:  # the response of a store has the size
+        if not self._storage.is_s3(url):  # whose responses have the size
             _check_index_size(self._storage.info(url).size, size, url)
         start, end = OFFSET_BYTES * places.start, min(OFFSET_BYTES * places.stop, size)
         for attempts_left in reversed(range(_INDEX_TRIES)):

@@ -10,18 +10,27 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import shardstream as ss
 from shardstream.catalog import ShardCatalog, lacks_index
-from shardstream.errors import IndexMismatchError, OptionError, ShardError, StorageError
+from shardstream.errors import (
+    IndexMismatchError,
+    OptionError,
+    ShardError,
+    ShardStreamError,
+    StorageError,
+)
 from shardstream.format import Manifest, ShardInfo, encode_manifest
 from shardstream.storage import RangeResponse, Storage, locate_shards, map_file, publish_bytes
 from tests.limits import set_limits
 from tests.servers import S3Server
 from tests.strategies import make_index, make_shard
 
+CHUNK = "shardstream.catalog.shard_catalog.INDEX_CHUNK_SAMPLES"
 UNEQUAL = (3, 0, 1, 0, 0, 5, 2, 0)
 
 
@@ -296,3 +305,86 @@ def test_unmappable_file_raises_an_error_that_names_it(tmp_path: Path) -> None:
 
 def test_memory_filesystem_is_not_local() -> None:
     assert Storage(filesystem=fsspec.filesystem("memory")).local_path("a.tar") is None
+
+
+# --- indexes of many samples
+
+
+@settings(max_examples=30)
+@given(
+    counts=st.lists(st.integers(0, 13), min_size=1, max_size=4).map(tuple),
+    chunk=st.integers(1, 6),
+    data=st.data(),
+)
+def test_chunks_of_indexes_give_the_same_extents_as_whole_indexes(
+    counts: tuple[int, ...], chunk: int, data: st.DataObject
+) -> None:
+    folder = new_folder()
+    write_dataset(folder, counts)
+    total = sum(counts)
+    numbers = data.draw(st.lists(st.integers(0, max(0, total - 1)), max_size=20 if total else 0))
+    expected = open_catalog(folder).extents(numbers)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CHUNK, chunk)
+        catalog = open_catalog(folder)
+        for one in catalog.index_chunks(np.array(numbers, dtype=np.int64)):
+            catalog.load_index(one)
+        found = catalog.extents(numbers)
+        whole = [catalog.offsets(shard).tolist() for shard in range(len(counts))]
+    assert [column.tolist() for column in found] == [column.tolist() for column in expected]
+    assert [len(offsets) - 1 for offsets in whole] == list(counts)
+
+
+@pytest.mark.parametrize("place", ["local", "memory", "s3"])
+def test_of_a_large_index_the_parts_that_are_needed_are_read(
+    place: str, request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = {"local": str(tmp_path), "memory": new_folder(), "s3": ""}[place]
+    if place == "s3":
+        request.getfixturevalue("s3_env")
+        folder = f"{request.getfixturevalue('bucket')}/data"
+    with ss.ShardWriter(folder, max_samples=20_000, max_bytes="1GB") as writer:
+        for number in range(30_000):
+            writer.write({"__key__": f"{number:05d}", "txt": ""})
+    reads: list[tuple[str, int, int | None]] = []
+    read = Storage.read
+
+    def spy(self: Storage, url: str, start: int = 0, end: int | None = None, **hints: Any) -> bytes:
+        reads.append((url.rsplit("/", 1)[-1], start, end))
+        return read(self, url, start, end, **hints)
+
+    catalog = open_catalog(folder)
+    catalog._kept.clear()  # small indexes come with the manifest
+    monkeypatch.setattr(Storage, "read", spy)
+    wanted = [19_999, 8_191, 8_192, 29_999, 12]
+    assert [catalog.read_sample(n)["__key__"] for n in wanted] == [f"{n:05d}" for n in wanted]
+    assert reads == [
+        ("000000.tar.idx", 131_072, 160_008),
+        ("000000.tar.idx", 0, 65_544),
+        ("000000.tar.idx", 65_536, 131_080),
+        ("000001.tar.idx", 65_536, 80_008),
+    ]
+
+
+@pytest.mark.parametrize("place", ["local", "memory"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda index: index[:-8],
+        lambda index: index + index[-8:],
+        lambda index: index[:16] + index[8:16] + index[24:],
+        lambda index: index[:-8] + struct.pack("<Q", 1 << 40),
+    ],
+)
+def test_a_large_index_that_is_wrong_is_refused(
+    place: str, change: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(CHUNK, 4)
+    folder = str(tmp_path) if place == "local" else new_folder()
+    with ss.ShardWriter(folder) as writer:
+        for number in range(7):
+            writer.write({"__key__": f"{number:05d}", "txt": ""})
+    index = Storage().read(f"{folder}/000000.tar.idx")
+    publish_bytes(Storage(), f"{folder}/000000.tar.idx", change(index))
+    with pytest.raises(ShardStreamError, match=r"000000\.tar\.idx"):
+        read_keys(open_catalog(folder))

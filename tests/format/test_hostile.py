@@ -19,6 +19,7 @@ from shardstream.errors import IndexMismatchError, ManifestError, SampleError, S
 from shardstream.format import (
     END_OF_ARCHIVE,
     ForwardReader,
+    Manifest,
     check_extent,
     decode_index,
     decode_manifest,
@@ -279,4 +280,5 @@ def test_counts_of_a_manifest_never_overflow() -> None:
     shards = [{"url": f"{n}", "nsamples": 10**12} for n in range(1000)]
     text = json.dumps({"__kind__": "wids-shard-index-v1", "shardlist": shards})
     manifest = decode_manifest(text.encode(), url="s3://b/index.json")
+    assert isinstance(manifest, Manifest)
     assert manifest.nsamples == 10**15 < np.iinfo(np.int64).max

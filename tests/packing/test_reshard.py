@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstream as ss
-from shardstream.format import decode_manifest
+from shardstream.format import Manifest, decode_manifest
 from shardstream.packing import cut_by_size
 
 ROOT = Path(__file__).parent.parent.parent
@@ -186,6 +186,7 @@ def test_a_class_is_instantiated_once_and_gets_batches(source: str, tmp_path: Pa
 def test_growing_samples_begin_further_shards_within_the_limit(source: str, tmp_path: Path) -> None:
     ss.reshard(source, tmp_path / "new", max_bytes="100kB", map=double_bytes)
     manifest = decode_manifest((tmp_path / "new" / "index.json").read_bytes(), url="index.json")
+    assert isinstance(manifest, Manifest)
     names = [shard.url for shard in manifest.shards]
     assert names[:3] == ["000000.tar", "000000_01.tar", "000001.tar"]
     assert keys_of(tmp_path / "new") == keys_of(source)
