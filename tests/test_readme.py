@@ -23,6 +23,7 @@ import webdataset as wds
 from PIL import Image
 
 import shardstream as ss
+from shardstream.format import Manifest, ShardInfo, encode_manifest_files
 from tests.servers import S3Server, new_bucket
 
 ROOT = Path(__file__).parent.parent
@@ -233,8 +234,8 @@ def test_single_files_on_s3_form_samples_as_documented(readme_bucket: None) -> N
         assert torch.load(checkpoint, weights_only=True) == {"step": 3}
 
 
-def test_documented_manifest_has_the_written_keys(tmp_path: Path) -> None:
-    (shown,) = [
+def test_documented_manifests_have_the_written_keys(tmp_path: Path) -> None:
+    shown, shown_paged = [
         json.loads(block.code)
         for block in blocks(ROOT / "docs" / "formats.md")
         if block.language == "json"
@@ -243,6 +244,10 @@ def test_documented_manifest_has_the_written_keys(tmp_path: Path) -> None:
     written = json.loads((tmp_path / "index.json").read_text())
     assert list(shown) == list(written)
     assert list(shown["shardlist"][0]) == list(written["shardlist"][0])
+    shards = [ShardInfo(url=f"{n}.tar", nsamples=1, filesize=1024) for n in range(5000)]
+    paged = json.loads(encode_manifest_files(Manifest(shards=shards))["index.json"])
+    assert list(shown_paged) == list(paged)
+    assert list(shown_paged["pages"]) == list(paged["pages"])
 
 
 def test_documented_messages_exist_in_the_code() -> None:
