@@ -4,6 +4,7 @@ base             the `Catalog` protocol: number of a sample -> shard and byte ra
 shard_catalog    samples of tar shards, by their indexes
 object_catalog   loose files, returned as the tars that `pack` would write
 concat_catalog   several catalogs as one
+subset_catalog   some samples of a catalog
 integrity        compare the bytes of shards with the checksums of their manifest
 manifest_versions  detect remote datasets that are replaced while they are read
 class_names      class names, from the ``classes.json`` in the folder of the shards
@@ -24,6 +25,7 @@ from shardstream.catalog.integrity import VerifiedReader, Verify
 from shardstream.catalog.manifest_versions import check_manifests
 from shardstream.catalog.object_catalog import LabelFunction, ObjectCatalog, folder_label
 from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
+from shardstream.catalog.subset_catalog import Subset, SubsetCatalog, select_subset
 
 __all__ = [
     "Catalog",
@@ -36,6 +38,8 @@ __all__ = [
     "Numbers",
     "ObjectCatalog",
     "ShardCatalog",
+    "Subset",
+    "SubsetCatalog",
     "VerifiedReader",
     "Verify",
     "check_manifests",
@@ -46,5 +50,6 @@ __all__ = [
     "lacks_index",
     "read_all_classes",
     "read_classes",
+    "select_subset",
     "warn_of_difference",
 ]

@@ -52,6 +52,8 @@ class Catalog(ABC):
     """Maximum of prefetched samples."""
     is_local: bool = False
     """Whether `map_shard` serves all shards, so that nothing is prefetched."""
+    max_read_ratio: float | None = None
+    """Maximum of the bytes that are read for each byte of the requested samples, to fetch samples with gaps together; None for no maximum."""
     timeout_s: float = 100.0
     """Maximum time in seconds that `fetch` takes without receiving bytes before it raises."""
 
@@ -122,9 +124,14 @@ class Catalog(ABC):
         """Size of the dataset, for ``repr``."""
         return f"{plural(self.num_shards, 'shard')}, {plural(len(self), 'sample')}"
 
+    def find_shards(self, numbers: Numbers) -> Numbers:
+        """Return the shard of each sample, shape (n,); by default those of `extents`."""
+        return self.extents(numbers).shards
+
     def shards_of(self, numbers: Numbers) -> list[int]:
-        """Return the shards of some samples, each once."""
-        return sorted(set(self.extents(numbers).shards.tolist()))
+        """Return the shards of some samples, each once, in ascending order."""
+        found: list[int] = np.unique(self.find_shards(numbers)).tolist()
+        return found
 
     def restrict_to(self, shards: Sequence[int]) -> Catalog:  # noqa: ARG002
         """Return a catalog with the samples of some shards under the same numbers, which is smaller when it is pickled.

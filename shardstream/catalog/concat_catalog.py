@@ -29,6 +29,8 @@ class ConcatCatalog(Catalog):
         self.can_coalesce: bool = all(part.can_coalesce for part in parts)
         self.threads: int = max(part.threads for part in parts)
         self.max_prefetch_samples: int = max(part.max_prefetch_samples for part in parts)
+        ratios = [part.max_read_ratio for part in parts if part.max_read_ratio is not None]
+        self.max_read_ratio: float | None = min(ratios, default=None)
         self.is_local = all(part.is_local for part in parts)
         self.timeout_s = max(part.timeout_s for part in parts)
 
@@ -78,14 +80,15 @@ class ConcatCatalog(Catalog):
             columns.starts[mine], columns.ends[mine] = starts, ends
         return columns
 
-    def shards_of(self, numbers: Numbers) -> list[int]:
-        """Return the shards of some samples, each once."""
+    def find_shards(self, numbers: Numbers) -> Numbers:
+        """Return the shard of each sample, shape (n,)."""
         within, parts = numbers % len(self), self.part_of(numbers)
-        return [
-            shard + self._first_shards[part]
-            for part in np.unique(parts).tolist()
-            for shard in self.parts[part].shards_of(within[parts == part] - self.firsts[part])
-        ]
+        found = np.empty_like(within)
+        for part in np.unique(parts).tolist():
+            mine = parts == part
+            shards = self.parts[part].find_shards(within[mine] - self.firsts[part])
+            found[mine] = shards + self._first_shards[part]
+        return found
 
     def index_chunks(self, numbers: Numbers) -> list[IndexChunk]:
         """Return the parts of indexes that `extents` needs for some samples."""

@@ -199,9 +199,9 @@ class ObjectCatalog(Catalog):
         ends = [self._tar_bytes(number) for number in wanted.tolist()]
         return Extents(wanted, np.zeros_like(wanted), np.array(ends, dtype=np.int64))
 
-    def shards_of(self, numbers: Numbers) -> list[int]:
+    def find_shards(self, numbers: Numbers) -> Numbers:
         """Return the sample numbers: each sample is a shard."""
-        return sorted(set(numbers.tolist()))
+        return np.asarray(numbers, dtype=np.int64)
 
     def fetch(
         self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None = None

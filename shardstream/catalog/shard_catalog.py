@@ -271,9 +271,9 @@ class ShardCatalog(Catalog):
             starts[places], ends[places] = offsets[mine], offsets[mine + 1]
         return Extents(shards, starts, ends)
 
-    def shards_of(self, numbers: Numbers) -> list[int]:
-        """Return the shards of some samples, each once."""
-        return sorted(set(self._find(numbers)[0].tolist()))
+    def find_shards(self, numbers: Numbers) -> Numbers:
+        """Return the shard of each sample, shape (n,)."""
+        return self._find(numbers)[0]
 
     def index_chunks(self, numbers: Numbers) -> list[IndexChunk]:
         """Return the parts of indexes that `extents` needs for some samples."""

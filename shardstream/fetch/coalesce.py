@@ -35,8 +35,12 @@ class ByteRange:
         return self.end - self.start
 
 
-def coalesce(extents: Extents) -> list[ByteRange]:
+def coalesce(extents: Extents, max_read_ratio: float | None = None) -> list[ByteRange]:
     """Merge samples that are close together in a shard into ranges of at most 4 MiB, or one larger sample.
+
+    Args:
+        extents: Byte ranges of samples.
+        max_read_ratio: Maximum of the bytes of a range for each byte of its samples.
 
     Returns:
         The ranges, ordered by the first of their samples in ``extents``.
@@ -45,6 +49,8 @@ def coalesce(extents: Extents) -> list[ByteRange]:
     order = np.lexsort((starts, shards))
     shards, starts, ends = shards[order], starts[order], ends[order]
     is_split = (np.diff(shards) != 0) | (starts[1:] - ends[:-1] > GAP_BYTES)
+    if max_read_ratio is not None:
+        is_split |= _is_sparse(starts, ends, is_split, max_read_ratio)
     runs = [0, *(np.flatnonzero(is_split) + 1).tolist(), len(order)]
     ranges: list[ByteRange] = []
     for run, run_end in pairwise(runs):
@@ -56,3 +62,21 @@ def coalesce(extents: Extents) -> list[ByteRange]:
             ranges.append(ByteRange(int(shards[first]), begin, end, order[first:last]))
             first = last
     return sorted(ranges, key=lambda span: int(span.places.min()))
+
+
+def _is_sparse(
+    starts: Numbers, ends: Numbers, is_split: np.ndarray, max_read_ratio: float
+) -> np.ndarray:
+    """Return the gaps at which to split, so that no range has too few bytes of samples, shape (n - 1,)."""
+    result = np.zeros_like(is_split)
+    gaps = np.flatnonzero((starts[1:] > ends[:-1]) | is_split)  # neighbours are never split
+    sizes = np.concatenate(([0], np.cumsum(ends - starts)))
+    first = 0  # sample at which the current range begins
+    for gap, last in pairwise([*gaps.tolist(), len(starts) - 1]):
+        used = int(sizes[last + 1] - sizes[first])
+        if is_split[gap]:
+            first = gap + 1
+        elif int(ends[last] - starts[first]) > max_read_ratio * used:
+            result[gap] = True
+            first = gap + 1
+    return result

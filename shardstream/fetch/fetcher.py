@@ -102,7 +102,9 @@ class BatchFetcher:
         """
         extents = self._catalog.extents(numbers)
         rows: dict[int, object] = {}
-        for in_flight in [self._pool.submit(span) for span in coalesce(extents)]:
+        for in_flight in [
+            self._pool.submit(span) for span in coalesce(extents, self._catalog.max_read_ratio)
+        ]:
             span, data = in_flight.span, self._pool.wait_for_range(in_flight)
             starts, ends = extents.starts[span.places], extents.ends[span.places]
             url = self._catalog.url_of(span.shard)

@@ -172,7 +172,7 @@ class RangeFetcher:
 
     def _plan_group(self, numbers: Numbers) -> None:
         group = _Group()
-        for span in coalesce(self._catalog.extents(numbers)):
+        for span in coalesce(self._catalog.extents(numbers), self._catalog.max_read_ratio):
             part = _Part(group, span, numbers[span.places])
             group.left_bytes += span.size
             self._queue.append(part)

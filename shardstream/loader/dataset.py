@@ -14,8 +14,10 @@ from shardstream.catalog import (
     Catalog,
     ClassNames,
     ShardCatalog,
+    Subset,
     Verify,
     lacks_index,
+    select_subset,
     warn_of_difference,
 )
 from shardstream.distributed import Placement, WorkerInfo, accelerate_loader
@@ -226,6 +228,9 @@ class ShardDataset(StreamDataset):
         remainder: "pad", "drop" or "keep" the samples that do not fill a last step of all ranks (see `PartitionConfig`).
         index: "auto" reads by number where there is an index, else by whole shards; "require" refuses shards without an
             index; "ignore" always reads whole shards.
+        subset: Read some samples only: their numbers, a mask of bools, a slice, or a ``.npy`` file (path or URL) of numbers or bools. Length,
+            order, state and splits are those of the subset; without ``shuffle`` the order is that of the numbers. From a remote store
+            at most three bytes are read for each byte used, so samples far apart cost a request each.
         storage_options: For fsspec, e.g. ``{"endpoint_url": "http://127.0.0.1:9000"}``.
         filesystem: An fsspec file system to use instead.
         cache_dir: A local folder that caches remote bytes, for later epochs and other processes.
@@ -263,6 +268,7 @@ class ShardDataset(StreamDataset):
         block: int | None = None,
         remainder: Remainder = "pad",
         index: Literal["auto", "require", "ignore"] = "auto",
+        subset: Subset | None = None,
         storage_options: dict[str, Any] | None = None,
         filesystem: Any = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -295,10 +301,11 @@ class ShardDataset(StreamDataset):
                 prefetch_bytes=prefetch_bytes,
                 hedge=hedge,
             )
-            source = CatalogSource(catalog=ShardCatalog(located, storage, verify), options=options)
+            catalog = select_subset(ShardCatalog(located, storage, verify), subset)
+            source = CatalogSource(catalog=catalog, options=options)
             source.order(batch=microbatch or 1, lanes=1, epoch=0)  # validates
         else:
-            if verify is not None or index == "require":
+            if verify is not None or subset is not None or index == "require":
                 raise _lacking_index(unindexed, index)
             if index == "auto":
                 _warn_no_index(unindexed)
@@ -343,7 +350,7 @@ def current_worker_info(placement: Placement) -> WorkerInfo:
 def _lacking_index(url: str, index: str) -> OptionError:
     text = "this shard has no index; run 'shardstream index' on its folder"
     if index == "ignore":
-        text = "verify needs shards that are read by number; remove index='ignore'"
+        text = "verify= and subset= need shards that are read by number; remove index='ignore'"
     return OptionError(text, shard=url)
 
 

@@ -11,11 +11,13 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from shardstream.catalog import (
+    Catalog,
     ClassNames,
     Numbers,
-    ObjectCatalog,
     ShardCatalog,
+    Subset,
     Verify,
+    select_subset,
     warn_of_difference,
 )
 from shardstream.errors import OptionError
@@ -55,7 +57,7 @@ class MapDataset(ItemSteps, Dataset[Any]):
         seed: For ``map(rng=True)``.
     """
 
-    def __init__(self, catalog: ShardCatalog | ObjectCatalog, *, seed: int) -> None:
+    def __init__(self, catalog: Catalog, *, seed: int) -> None:
         self._catalog = catalog
         self._numbers: Numbers | range = range(len(catalog))
         self._pipeline = Pipeline(
@@ -169,6 +171,7 @@ class ShardMapDataset(MapDataset):
 
     Args:
         urls: As in `ShardDataset`; every shard must be local or have an index.
+        subset: Some samples only, as in `ShardDataset`: ``ds[i]`` is the sample ``subset[i]``.
         seed: For ``map(rng=True)``.
         storage_options: For fsspec.
         filesystem: An fsspec file system to use instead.
@@ -186,6 +189,7 @@ class ShardMapDataset(MapDataset):
         self,
         urls: Urls,
         *,
+        subset: Subset | None = None,
         seed: int = 0,
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
@@ -195,7 +199,8 @@ class ShardMapDataset(MapDataset):
     ) -> None:
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
         located = locate_shards(urls, storage)
-        super().__init__(ShardCatalog(located, storage, verify), seed=seed)
+        catalog = select_subset(ShardCatalog(located, storage, verify), subset)
+        super().__init__(catalog, seed=seed)
         self._class_names = ClassNames(located, storage)
         if len(self._class_names.folders) > 1:  # a single folder is read lazily, by `classes`
             warn_of_difference(self._class_names.found)

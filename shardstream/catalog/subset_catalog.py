@@ -1,0 +1,213 @@
+"""Some samples of a catalog as a catalog of their own, so that orders, lengths and states are those of the subset."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import os
+import reprlib
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardstream.catalog.base import Catalog, Extents, IndexChunk, Numbers, check_numbers
+from shardstream.errors import OptionError, plural
+from shardstream.format import Buffer
+from shardstream.storage import AdaptiveLimit, Storage
+
+Subset = Sequence[int] | Sequence[bool] | npt.NDArray[Any] | slice | str | os.PathLike[str]
+"""Numbers of samples, a mask of as many bools as there are samples, a slice, or the path or URL of a ``.npy`` file of numbers or bools."""
+
+_READ_RATIO = 3.0  # bytes read for each byte that is used
+
+
+class SubsetCatalog(Catalog):
+    """Some samples of a catalog: sample i is the sample ``numbers[i]`` of the catalog. Shards keep their numbers.
+
+    Args:
+        catalog: The catalog.
+        numbers: Numbers of samples, each at most once, shape (n,).
+    """
+
+    max_read_ratio = _READ_RATIO
+
+    def __init__(self, catalog: Catalog, numbers: Numbers) -> None:
+        self._catalog = catalog
+        self._length = len(numbers)
+        # A sparse catalog (see `restrict_to`) has some places only; they ascend.
+        self._places: Numbers | None = None
+        small = len(catalog) <= np.iinfo(np.uint32).max  # half the bytes for each spawned worker
+        self._numbers = numbers.astype(np.uint32 if small else np.int64)
+        self.can_coalesce = catalog.can_coalesce
+        self.threads = catalog.threads
+        self.max_prefetch_samples = catalog.max_prefetch_samples
+        self.is_local = catalog.is_local
+        self.timeout_s = catalog.timeout_s
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def num_shards(self) -> int:
+        """Number of shards of the whole catalog."""
+        return self._catalog.num_shards
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of all samples, if they are as large as those of the whole catalog in the mean."""
+        return self._catalog.total_bytes * self._length // max(1, len(self._catalog))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with the dataset, and with the subset and its order."""
+        digest = hashlib.sha256(f"subset of {self._catalog.fingerprint}\n".encode())
+        digest.update(self._numbers.astype("<u8").tobytes())
+        return digest.hexdigest()[:16]
+
+    @property
+    def checksums(self) -> list[str | None]:
+        """Those of the whole catalog."""
+        return self._catalog.checksums
+
+    @property
+    def fields(self) -> tuple[str, ...] | None:
+        """Those of the whole catalog."""
+        return self._catalog.fields
+
+    @property
+    def storage(self) -> Storage:
+        """The storage of the shards."""
+        return self._catalog.storage
+
+    @property
+    def summary(self) -> str:
+        """Size of the dataset, for ``repr``."""
+        return f"{self._length} of {plural(len(self._catalog), 'sample')} in {plural(self.num_shards, 'shard')}"
+
+    @cached_property
+    def _shards(self) -> Numbers:
+        """The shard of each sample."""
+        return self._catalog.find_shards(self._numbers.astype(np.int64))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name != "_shards"}
+
+    def restrict_to(self, shards: Sequence[int]) -> SubsetCatalog:
+        """Return a catalog with the samples of some shards under the same numbers (see `Catalog.restrict_to`)."""
+        mine = np.flatnonzero(np.isin(self._shards, np.asarray(shards, dtype=np.int64)))
+        places = mine if self._places is None else self._places[mine]
+        numbers = self._numbers[mine].astype(np.int64)
+        part = SubsetCatalog(self._catalog.restrict_to(shards), numbers)
+        part._places, part._length = places, self._length
+        part.__dict__["total_bytes"] = self.total_bytes
+        return part
+
+    def url_of(self, shard: int) -> str:
+        """Return the URL of a shard."""
+        return self._catalog.url_of(shard)
+
+    def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
+        """Return the byte ranges of samples, in the order given."""
+        return self._catalog.extents(self._whole(numbers))
+
+    def find_shards(self, numbers: Numbers) -> Numbers:
+        """Return the shard of each sample, shape (n,)."""
+        return self._catalog.find_shards(self._whole(numbers))
+
+    def index_chunks(self, numbers: Numbers) -> list[IndexChunk]:
+        """Return the parts of indexes that `extents` needs for some samples."""
+        return self._catalog.index_chunks(self._whole(numbers))
+
+    def load_index(self, chunk: IndexChunk) -> object:
+        """Read a part of an index."""
+        return self._catalog.load_index(chunk)
+
+    def map_shard(self, shard: int) -> Buffer:
+        """Return a local shard as a buffer."""
+        return self._catalog.map_shard(shard)
+
+    def check_unchanged(self, shards: Iterable[int]) -> None:
+        """Check that local shards are unchanged."""
+        self._catalog.check_unchanged(shards)
+
+    def check_manifests(self) -> None:
+        """Check that the dataset was not replaced."""
+        self._catalog.check_manifests()
+
+    def fetch(
+        self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None = None
+    ) -> bytes | memoryview:
+        """Return some bytes of a shard."""
+        return self._catalog.fetch(shard, start, end, concurrency)
+
+    def _whole(self, numbers: Numbers | Sequence[int]) -> Numbers:
+        """Return the numbers of samples in the whole catalog."""
+        wanted = np.asarray(numbers, dtype=np.int64)
+        check_numbers(wanted, self._length)
+        places = wanted if self._places is None else np.searchsorted(self._places, wanted)
+        return self._numbers[places].astype(np.int64)
+
+
+def select_subset(catalog: Catalog, subset: Subset | None) -> Catalog:
+    """Return a catalog of the samples that a user chose; all of them for None.
+
+    Raises:
+        OptionError: If it chooses none, or a sample that does not exist or twice, or is something else.
+        StorageError: If its file cannot be read.
+    """
+    if subset is None:
+        return catalog
+    if isinstance(subset, slice):
+        return _checked(catalog, np.arange(len(catalog))[subset])
+    if isinstance(subset, str | os.PathLike):
+        found: npt.NDArray[Any] = _read_array(os.fspath(subset), catalog.storage)
+    else:
+        found = np.asarray(subset)
+    if not found.size:
+        raise OptionError("subset= chooses no sample")
+    if found.ndim != 1 or not (found.dtype == bool or np.issubdtype(found.dtype, np.integer)):
+        raise OptionError(
+            "subset= takes the numbers of samples or a mask of bools, in one dimension, "
+            f"not {found.dtype} of shape {found.shape}: {reprlib.repr(subset)}"
+        )
+    if found.dtype != bool:
+        return _checked(catalog, found)
+    if len(found) != len(catalog):
+        raise OptionError(
+            f"subset= is a mask of {plural(len(found), 'bool')}, but there are {plural(len(catalog), 'sample')}; "
+            "give one for each, or the numbers of the samples"
+        )
+    return _checked(catalog, np.flatnonzero(found))
+
+
+def _checked(catalog: Catalog, numbers: npt.NDArray[Any]) -> SubsetCatalog:
+    if not len(numbers):
+        raise OptionError("subset= chooses no sample")
+    nsamples = len(catalog)
+    outside = numbers[(numbers < 0) | (numbers >= nsamples)]
+    if len(outside):
+        raise OptionError(
+            f"subset= has the sample {outside[0]}, but the samples are numbered from 0 to {nsamples - 1}"
+        )
+    found, counts = np.unique(numbers, return_counts=True)
+    if len(found) < len(numbers):
+        raise OptionError(
+            f"subset= has the sample {found[counts > 1][0]} more than once, {len(numbers) - len(found)} numbers are repeated; "
+            "name each sample once"
+        )
+    return SubsetCatalog(catalog, numbers.astype(np.int64))
+
+
+def _read_array(url: str, storage: Storage) -> npt.NDArray[Any]:
+    try:
+        found = np.load(io.BytesIO(storage.read(url)), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise OptionError(
+            f"subset= takes a .npy file of numbers or bools (numpy.save): {error}", shard=url
+        ) from error
+    if not isinstance(found, np.ndarray):
+        raise OptionError("subset= takes a .npy file of one array, not a .npz file", shard=url)
+    return found
