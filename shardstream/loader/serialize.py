@@ -36,6 +36,8 @@ class TensorLayout(NamedTuple):
 
 
 LoadPiece = Callable[[int, TensorLayout | None], Any]
+NewTensor = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Shape and dtype -> an uninitialised tensor on the CPU."""
 
 
 class SerializedValue(NamedTuple):
@@ -71,9 +73,14 @@ def tensor_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
-def tensor_from_bytes(kind: TensorLayout, data: memoryview) -> torch.Tensor:
-    """Return a tensor with a copy of the bytes."""
-    tensor = torch.empty(kind.shape, dtype=kind.dtype, device="cpu")
+def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialised tensor in ordinary memory."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def tensor_from_bytes(kind: TensorLayout, data: memoryview, allocate: NewTensor) -> torch.Tensor:
+    """Return a new tensor with a copy of the bytes."""
+    tensor = allocate(kind.shape, kind.dtype)
     tensor_bytes(tensor)[:] = data
     return tensor
 
