@@ -8,6 +8,7 @@ A batch passes through these files:
     worker, replacement_samples     make the batches of one rank in a worker process
     collation                       samples -> tensors
     serialize, shared_memory, message_batching   send batches from a worker to the main process
+    device_decode                   decode the images of a batch on a device
     pinned_memory, device_transfer  pin batches, and copy them to a device ahead of their use; ``nested_batches`` finds their tensors
     worker_errors                   report a worker that died
     iterator, state, stats          position, saved state and timing of an epoch
@@ -20,7 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from shardstream.loader.checkpoint import load_checkpoint, save_checkpoint
 from shardstream.loader.collation import collate, load_tensors, shared_numbers, to_tensor
-from shardstream.loader.dataset import CatalogDataset, ShardDataset, StreamDataset
+from shardstream.loader.dataset import (
+    CatalogDataset,
+    ShardDataset,
+    StreamDataset,
+    refuse_device_decode,
+)
+from shardstream.loader.device_decode import ImageBatchDecoder
 from shardstream.loader.device_transfer import (
     DeviceCopies,
     check_same_device,
@@ -56,6 +63,7 @@ __all__ = [
     "BatchDataset",
     "CatalogDataset",
     "DeviceCopies",
+    "ImageBatchDecoder",
     "MessageSizes",
     "ObjectDataset",
     "ObjectMapDataset",
@@ -83,6 +91,7 @@ __all__ = [
     "preferred_size",
     "prefetch",
     "receive_items",
+    "refuse_device_decode",
     "save_checkpoint",
     "seal_state",
     "send_messages",

@@ -23,6 +23,7 @@ from shardstream.distributed import (
 from shardstream.errors import OptionError, ReportWarning, StateError, WorkerError
 from shardstream.loader.collation import collate
 from shardstream.loader.dataset import StreamDataset
+from shardstream.loader.device_decode import open_decoder
 from shardstream.loader.device_transfer import (
     DeviceCopies,
     StartedBatch,
@@ -107,6 +108,7 @@ class ShardLoader(DataLoader[Any]):
         check_at_least(1, prefetch_to_device=prefetch_to_device)
         self.device = None if device is None else check_device(device)
         self.prefetch_to_device = prefetch_to_device
+        self._image_decoder = open_decoder(dataset.pipeline, self.device)
         self._begin = self._position = LoaderPosition(epoch=dataset.epoch)
         self._partition: RankPartition | None = None
         self._data: State | None = (
@@ -332,9 +334,11 @@ class ShardLoader(DataLoader[Any]):
         """Pin the batches, and start their copies to the device, as the loader's options say."""
         if pinned_memory is not None:
             worker_batches = map(partial(_change_batch, pinned_memory.pin_batch), worker_batches)
-        if self.device is None or self.device.type == "cpu":
+        decode = self._image_decoder
+        if self.device is None or (self.device.type == "cpu" and decode is None):
             return worker_batches
-        copies, batches = DeviceCopies(indexed_device(self.device)), self._batches
+        copies = DeviceCopies(indexed_device(self.device), decode=decode)
+        batches = self._batches
         start = partial(_change_batch, copies.start)
 
         def is_ready(number: int) -> bool:

@@ -9,6 +9,7 @@ import io
 import pickle
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing import reduction
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from shardstream.errors import SampleError
+from shardstream.pipeline import EncodedImage
 
 MAX_TENSOR_BYTES = 31 << 20
 """Larger tensors are left to torch: glibc maps blocks this large anew each time, with page faults."""
@@ -144,6 +146,8 @@ def _mark_large_bytes(value: Any) -> Any:
         return _Large(value) if len(value) >= MIN_LARGE_BYTES else value
     if kind is dict:
         return {name: _mark_large_bytes(one) for name, one in value.items()}
+    if kind is EncodedImage:
+        return replace(value, content=_mark_large_bytes(value.content))
     if (kind is list or kind is tuple) and value and type(value[0]) not in _PLAIN:
         if kind is list and type(value[0]) is bytes and _are_large(value):
             return _Large(value)

@@ -10,6 +10,7 @@ from typing import Any
 
 from shardstream.distributed import WorkerInfo
 from shardstream.pipeline.bad_samples import OnError, SkipTracker
+from shardstream.pipeline.decode import Decode
 from shardstream.pipeline.indexed_source import IndexedSource, SampleTransform
 from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import (
@@ -51,6 +52,12 @@ class Pipeline:
             if not isinstance(stage, ItemStage):  # the stage may change the number of items
                 source = None
         object.__setattr__(self, "indexed_source", source)
+
+    @property
+    def decode_devices(self) -> frozenset[str]:
+        """Devices on which the main process decodes images; empty if the workers decode all."""
+        own = (stage.device for stage in self.stages if isinstance(stage, Decode))
+        return self.source.decode_devices.union(device for device in own if device is not None)
 
     def then(self, stage: Stage) -> Pipeline:
         """Return the pipeline with one more stage."""
