@@ -104,9 +104,10 @@ class StartedBatch:
         self._value, self._tensors, self._event, self._copies = value, tensors, event, copies
 
     def finish(self) -> Any:
-        """Return the batch, ready for work on the current stream."""
+        """Return the batch, ready for work on the current stream; call it once."""
         self._copies.stream.hand_over(self._event, self._tensors)
-        return map_nested(self._value, self._move_rest)
+        value, self._value, self._tensors = self._value, None, []  # the caller alone keeps them
+        return map_nested(value, self._move_rest)
 
     def _move_rest(self, value: Any) -> Any:
         """Move a value that `DeviceCopies.start` left; on the current stream, because its tensors are not known."""
@@ -143,6 +144,11 @@ class DeviceCopies:
 
             value = map_nested(value, move)
             return StartedBatch(value, tensors, self.stream.record_event(), self)
+
+
+def finish_batch(batch: Any) -> Any:
+    """Return a batch whose copy has started, ready for use; any other batch as it is."""
+    return batch.finish() if type(batch) is StartedBatch else batch
 
 
 def prefetch(

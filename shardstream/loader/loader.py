@@ -26,9 +26,9 @@ from shardstream.loader.dataset import StreamDataset
 from shardstream.loader.device_decode import open_decoder
 from shardstream.loader.device_transfer import (
     DeviceCopies,
-    StartedBatch,
     check_device,
     check_same_device,
+    finish_batch,
     indexed_device,
     prefetch,
 )
@@ -420,14 +420,15 @@ class ShardLoader(DataLoader[Any]):
                     )
                 if worker_batch.error is not None:
                     raise worker_batch.error
+                # Before the position moves: the copy may fail. Popped below, so that this frame keeps no memory of the device.
+                ready = [finish_batch(worker_batch.batch)]
                 if iteration == self._iteration:
                     self._skipped[worker_batch.part] = worker_batch.skipped
                     self._samples_per_dataset[worker_batch.part] = worker_batch.samples_per_dataset
                     self._refilled[worker_batch.part] = worker_batch.refilled
                     self._position = self._position_after(worker_batch, steps, begin.epoch, parts)
                 if not worker_batch.empty:
-                    batch = worker_batch.batch
-                    yield batch.finish() if type(batch) is StartedBatch else batch
+                    yield ready.pop()
                 requested_at = time.perf_counter()
         stopwatch.stop()
         if iteration == self._iteration:

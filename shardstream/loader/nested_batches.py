@@ -44,7 +44,7 @@ def _map_mapping(value: Mapping[Any, Any], convert: Callable[[Any], Any]) -> Any
         for name, one in new.items():  # not update(): transformers.ModelOutput refuses it
             clone[name] = one
         return clone
-    return type(value)(new)  # type: ignore[call-arg]  # as torch does
+    return _rebuilt(value, new)
 
 
 def _map_sequence(value: Sequence[Any], convert: Callable[[Any], Any]) -> Any:
@@ -60,7 +60,15 @@ def _map_sequence(value: Sequence[Any], convert: Callable[[Any], Any]) -> Any:
         for place, one in enumerate(new):
             clone[place] = one
         return clone
-    return type(value)(new)  # type: ignore[call-arg]  # as torch does
+    return _rebuilt(value, new)
+
+
+def _rebuilt(model: Any, new: Any) -> Any:
+    """Return new contents in a container like ``model``; as they are, if its type cannot be built from them."""
+    try:
+        return type(model)(new)
+    except TypeError:
+        return new
 
 
 def _map_dataclass(value: Any, convert: Callable[[Any], Any]) -> Any:
