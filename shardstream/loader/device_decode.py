@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from shardstream.errors import DecodeError, ImageWarning, OptionError
+from shardstream.loader.device_transfer import indexed_device
 from shardstream.loader.nested_batches import map_nested
 from shardstream.pipeline import EncodedImage, ImageDecoder, Pipeline
 
@@ -131,9 +132,15 @@ class TorchvisionDecoder:
 
         # Copied, because torch warns of memory that is not writable.
         tensors = [torch.frombuffer(bytearray(file), dtype=torch.uint8) for file in files]
-        pixels: list[torch.Tensor] = decode_jpeg(
-            tensors, mode=ImageReadMode.RGB, device=self.device
-        )
+        device = indexed_device(self.device)
+        # It allocates on the current stream, but writes on one of its own that does not wait for the current one: work that is
+        # queued there may still use the memory. (torchvision 0.26, decode_jpegs_cuda.cpp)
+        torch.cuda.current_stream(device).synchronize()
+        try:
+            pixels: list[torch.Tensor] = decode_jpeg(tensors, mode=ImageReadMode.RGB, device=device)
+        except RuntimeError:
+            torch.cuda.synchronize(device)  # it may still write to the memory that it has freed
+            raise
         return pixels
 
 
