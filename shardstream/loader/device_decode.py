@@ -7,7 +7,7 @@ libjpeg.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from shardstream.errors import DecodeError, ImageWarning, OptionError
 from shardstream.loader.device_transfer import indexed_device
 from shardstream.loader.nested_batches import map_nested
-from shardstream.pipeline import EncodedImage, ImageDecoder, Pipeline
+from shardstream.pipeline import EncodedImage, ImageDecoder
 
 JpegDecoder = Callable[[list[bytes]], list[torch.Tensor]]
 """JPEG files -> their pixels on the device, each of shape (3, H, W), uint8, RGB."""
@@ -86,15 +86,17 @@ class ImageBatchDecoder:
             return []
 
 
-def open_decoder(pipeline: Pipeline, device: torch.device | None) -> ImageBatchDecoder | None:
-    """Return the decoder of a loader on a device; None if the workers decode all images.
+def open_decoder(decode_devices: Collection[str], device: torch.device | None) -> ImageBatchDecoder:
+    """Return the decoder of a loader.
+
+    Args:
+        decode_devices: Devices that the steps of its dataset name; at least one.
+        device: Device of the loader.
 
     Raises:
-        OptionError: If the pipeline decodes on another device, or its decoder is missing.
+        OptionError: If these are not one device, or its decoder is missing.
     """
-    devices = sorted(pipeline.decode_devices)
-    if not devices:
-        return None
+    devices = sorted(decode_devices)
     wanted = torch.device(devices[0])
     fits = (
         device is not None and wanted.type == device.type and wanted.index in (None, device.index)

@@ -146,11 +146,6 @@ class DeviceCopies:
             return StartedBatch(value, tensors, self.stream.record_event(), self)
 
 
-def finish_batch(batch: Any) -> Any:
-    """Return a batch whose copy has started, ready for use; any other batch as it is."""
-    return batch.finish() if type(batch) is StartedBatch else batch
-
-
 def prefetch(
     items: Iterator[_T], start: Callable[[_T], _S], *, depth: int, is_ready: Callable[[int], bool]
 ) -> Generator[_S]:
@@ -180,8 +175,11 @@ def prefetch(
         if not started:
             break
         yield started.popleft()
-    if end is not None and not isinstance(end, StopIteration):
-        raise end
+    try:
+        if end is not None and not isinstance(end, StopIteration):
+            raise end
+    finally:
+        del end  # its traceback refers to this frame
 
 
 def open_stream(device: torch.device) -> CopyStream:

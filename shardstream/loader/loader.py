@@ -26,9 +26,9 @@ from shardstream.loader.dataset import StreamDataset
 from shardstream.loader.device_decode import open_decoder
 from shardstream.loader.device_transfer import (
     DeviceCopies,
+    StartedBatch,
     check_device,
     check_same_device,
-    finish_batch,
     indexed_device,
     prefetch,
 )
@@ -54,7 +54,6 @@ from shardstream.pipeline import (
     ReadOptions,
     SkipTracker,
     State,
-    check_at_least,
     check_epoch,
     default_partition,
     warn_or_raise,
@@ -104,22 +103,22 @@ class ShardLoader(DataLoader[Any]):
         **options: Any,
     ) -> None:
         batch_size = None if batch_size is None else whole_number("batch_size", batch_size)
-        check_options(dataset, batch_size, shuffle, options | {"drop_last": drop_last})
-        check_at_least(1, prefetch_to_device=prefetch_to_device)
+        own = {"drop_last": drop_last, "prefetch_to_device": prefetch_to_device}
+        check_options(dataset, batch_size, shuffle, options | own)
         self.device = None if device is None else check_device(device)
         self.prefetch_to_device = prefetch_to_device
-        self._image_decoder = open_decoder(dataset.pipeline, self.device)
+        decodes = dataset.pipeline.decode_devices
+        self._image_decoder = open_decoder(decodes, self.device) if decodes else None
         self._begin = self._position = LoaderPosition(epoch=dataset.epoch)
         self._partition: RankPartition | None = None
-        self._data: State | None = (
-            None  # computed for the first state: hashing the names of all shards takes time
-        )
+        # Computed for the first state: hashing the names of all shards takes time.
+        self._data: State | None = None
         self._skipped: dict[int, dict[str, int]] = {}
         self._samples_per_dataset: dict[int, dict[str, int]] = {}
         self._refilled: dict[int, int] = {}
         self._iteration = 0
         self._epoch_calls = dataset.epoch_calls
-        self._is_compared = False
+        self._is_compared = self._serves_accelerate = False
         self._stopwatch = Stopwatch(epoch=dataset.epoch, workers=num_workers)
         source = dataset.pipeline.indexed_source
         self._given = ReadOptions() if source is None else source.options
@@ -140,9 +139,10 @@ class ShardLoader(DataLoader[Any]):
             lanes=lanes,
             num_workers=num_workers,
         )
-        self._bad_sample_report = _open_report(dataset)
+        self._bad_sample_report = (
+            None if dataset.pipeline.on_error == "raise" else _open_report(dataset)
+        )
         warn_of_lanes(self._batches, max(1, num_workers))
-        self._serves_accelerate = False
         # Without a generator torch would draw the workers' seeds from the global one.
         self._seeds_workers = options.get("generator") is None
         options["generator"] = options.get("generator") or torch.Generator()
@@ -279,7 +279,8 @@ class ShardLoader(DataLoader[Any]):
         self._batches.begin(begin)
         if self.num_workers:
             self._prepare_workers(begin.epoch)
-        pinned_memory = self._open_pinned_memory()
+        has_device = self.device is not None
+        pinned_memory = self._open_pinned_memory() if self.pin_memory or has_device else None
         # Without workers torch's iterator would only add 11 us per batch, or its warning that nothing can be pinned.
         is_in_process = self.num_workers == 0 and (pinned_memory is not None or not self.pin_memory)
         with self._batches.serve_loader():
@@ -291,7 +292,8 @@ class ShardLoader(DataLoader[Any]):
                 self.prefetch_factor or 1,
                 allocate=new_tensor if pinned_memory is None else pinned_memory.new_tensor,
             )
-        worker_batches = self._place_batches(worker_batches, pinned_memory)
+        if pinned_memory is not None or has_device:
+            worker_batches = self._place_batches(worker_batches, pinned_memory)
         if (
             not self.persistent_workers
         ):  # frees the rings with the workers: a ring keeps its peak memory
@@ -421,7 +423,9 @@ class ShardLoader(DataLoader[Any]):
                 if worker_batch.error is not None:
                     raise worker_batch.error
                 # Before the position moves: the copy may fail. Popped below, so that this frame keeps no memory of the device.
-                ready = [finish_batch(worker_batch.batch)]
+                batch = worker_batch.batch
+                ready = [batch.finish() if type(batch) is StartedBatch else batch]
+                del batch
                 if iteration == self._iteration:
                     self._skipped[worker_batch.part] = worker_batch.skipped
                     self._samples_per_dataset[worker_batch.part] = worker_batch.samples_per_dataset

@@ -133,7 +133,9 @@ class ItemSteps:
             for name, given in (fields or {}).items()
         }
         decoders = [*table.values(), *single.values()]
-        checked_device = _check_device(device, decoders, max_side=max_side, upright=upright)
+        checked_device = None
+        if device is not None:
+            checked_device = _check_device(device, decoders, max_side=max_side, upright=upright)
         for function in functions:
             _check_callable(function)
         given = {"images": names, "max_side": max_side, "upright": upright, "fields": fields}
@@ -320,14 +322,12 @@ def _field_decoder(given: object, upright: bool, max_side: int | None, *, defers
 
 def _check_device(
     device: object, decoders: Sequence[Decoder], *, max_side: int | None, upright: bool
-) -> str | None:
+) -> str:
     """Return the name of the device of `decode`.
 
     Raises:
         OptionError: If it cannot be used with the other options, or no image is decoded on it.
     """
-    if device is None:
-        return None
     name = check_decode_device(device, max_side=max_side, upright=upright)
     if not any(isinstance(one, DeferredImageDecoder) for one in decoders):
         raise OptionError(

@@ -148,7 +148,7 @@ class MixIndexedSource(IndexedSource):
         return _MixTransform(self.catalog, transforms, skips)
 
     @property
-    def decode_devices(self) -> frozenset[str]:
+    def decode_devices(self) -> frozenset[str]:  # type: ignore[override]  # read-only in every source
         """Devices on which images of the parts are decoded."""
         return self.recipe.decode_devices
 

@@ -46,7 +46,7 @@ class MixStreamSource(Source):
         return [one for part in self.recipe.parts.values() for one in part.source.checksums]
 
     @property
-    def decode_devices(self) -> frozenset[str]:
+    def decode_devices(self) -> frozenset[str]:  # type: ignore[override]  # read-only in every source
         """Devices on which images of the parts are decoded."""
         return self.recipe.decode_devices
 

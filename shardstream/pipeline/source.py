@@ -22,6 +22,9 @@ class Source(ABC):
 
     __slots__ = ()
 
+    decode_devices: frozenset[str] = frozenset()
+    """Devices on which images of its parts are decoded (see `Pipeline`)."""
+
     @property
     @abstractmethod
     def seed(self) -> int:
@@ -46,11 +49,6 @@ class Source(ABC):
     def indexed(self) -> IndexedSource | None:
         """This source, if it reads samples by number in the order of a plan."""
         return None
-
-    @property
-    def decode_devices(self) -> frozenset[str]:
-        """Devices on which images of its parts are decoded (see `Pipeline.decode_devices`)."""
-        return frozenset()
 
     def describe(self, *, steps: bool) -> State:  # noqa: ARG002
         """Return the values that must equal those of a mix's state; empty for a single dataset.

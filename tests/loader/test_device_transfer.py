@@ -219,6 +219,31 @@ def test_error_of_a_batch_comes_after_the_batches_before_it(
     assert loader.batches_left == 10
 
 
+class Fragile:
+    """A batch that cannot be moved if it holds sample 20."""
+
+    def __init__(self, samples: list[dict[str, Any]]) -> None:
+        self.numbers = [int(sample["cls"]) for sample in samples]
+
+    def to(self, device: torch.device) -> Fragile:
+        if 20 in self.numbers:
+            raise MemoryError("no room")
+        return self
+
+
+def test_batch_that_cannot_be_moved_does_not_count(tmp_path: Path) -> None:
+    dataset = ss.ShardDataset(numbered(tmp_path)).decode()
+    loader = ss.ShardLoader(dataset, 8, device="meta", collate_fn=Fragile)
+    batches = iter(loader)
+    assert [next(batches).numbers[0] for _ in range(2)] == [0, 8]
+    with pytest.raises(MemoryError, match="no room"):
+        next(batches)
+    assert loader.batches_left == 11
+    resumed = ss.ShardLoader(dataset, 8, collate_fn=Fragile)
+    resumed.load_state_dict(loader.state_dict())
+    assert next(iter(resumed)).numbers[0] == 16
+
+
 def _fail_at_30(sample: dict[str, Any]) -> dict[str, Any]:
     return sample | {"bad": 1 / (sample["cls"] - 30)}
 
