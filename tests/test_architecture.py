@@ -58,6 +58,7 @@ HOMES = {
     "transformers": ("integrations/hf.py",),
     "torch": (
         "integrations/hf.py",
+        "loader/accelerate.py",
         "loader/serialize.py",
         "loader/worker.py",
         "loader/map_dataset.py",
@@ -65,6 +66,9 @@ HOMES = {
         "loader/dataset.py",
         "loader/loader.py",
         "loader/collation.py",
+        "loader/device_decode.py",
+        "loader/device_transfer.py",
+        "loader/pinned_memory.py",
         "loader/worker_errors.py",
         "ray/collate.py",
     ),

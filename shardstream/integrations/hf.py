@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from shardstream.errors import OptionError, StateError
-from shardstream.loader import ShardLoader, check_data_parallel
+from shardstream.loader import ShardLoader, check_data_parallel, check_same_device
 
 
 class TrainerLoader(DataLoader[Any]):
@@ -94,7 +94,7 @@ class LoaderStateCallback(TrainerCallback, ExportableState):  # type: ignore[mis
         """Find the loader; load its state if the Trainer resumes.
 
         Raises:
-            OptionError: If the Trainer does not train on a `TrainerLoader`.
+            OptionError: If the Trainer does not train on a `TrainerLoader`, or on another device than the loader's.
             StateError: If the checkpoint cannot be continued exactly.
         """
         loader = kwargs.get("train_dataloader")
@@ -104,6 +104,7 @@ class LoaderStateCallback(TrainerCallback, ExportableState):  # type: ignore[mis
                 "return TrainerLoader(loader) from get_train_dataloader"
             )
         check_data_parallel(loader.loader.placement)
+        check_same_device(loader.loader.device, args.device, "the Trainer")
         self._loader = loader
         name = type(self).__name__
         saved = state.stateful_callbacks.setdefault(name, {}).get("attributes", {}).get("states")

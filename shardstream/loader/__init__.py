@@ -8,6 +8,8 @@ A batch passes through these files:
     worker, replacement_samples     make the batches of one rank in a worker process
     collation                       samples -> tensors
     serialize, shared_memory, message_batching   send batches from a worker to the main process
+    device_decode                   decode the images of a batch on a device
+    pinned_memory, device_transfer  pin batches, and copy them to a device ahead of their use; ``nested_batches`` finds their tensors
     worker_errors                   report a worker that died
     iterator, state, stats          position, saved state and timing of an epoch
     checkpoint                      save and load training checkpoints
@@ -19,7 +21,18 @@ from typing import TYPE_CHECKING, Any
 
 from shardstream.loader.checkpoint import load_checkpoint, save_checkpoint
 from shardstream.loader.collation import collate, load_tensors, shared_numbers, to_tensor
-from shardstream.loader.dataset import CatalogDataset, ShardDataset, StreamDataset
+from shardstream.loader.dataset import (
+    CatalogDataset,
+    ShardDataset,
+    StreamDataset,
+    refuse_device_decode,
+)
+from shardstream.loader.device_decode import ImageBatchDecoder
+from shardstream.loader.device_transfer import (
+    DeviceCopies,
+    check_same_device,
+    prefetch,
+)
 from shardstream.loader.loader import ShardLoader
 from shardstream.loader.map_dataset import ShardMapDataset
 from shardstream.loader.message_batching import (
@@ -32,6 +45,7 @@ from shardstream.loader.message_batching import (
 from shardstream.loader.mix_dataset import mix
 from shardstream.loader.object_dataset import ObjectDataset, ObjectMapDataset
 from shardstream.loader.option_checks import warn_of_lanes
+from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
 from shardstream.loader.rank_consistency import compare_in_store
 from shardstream.loader.serialize import MAX_TENSOR_BYTES, MIN_LARGE_BYTES
 from shardstream.loader.shared_memory import RingBuffer, RingMessage, open_rings
@@ -48,9 +62,12 @@ __all__ = [
     "VERSION",
     "BatchDataset",
     "CatalogDataset",
+    "DeviceCopies",
+    "ImageBatchDecoder",
     "MessageSizes",
     "ObjectDataset",
     "ObjectMapDataset",
+    "PinnedMemory",
     "RingBuffer",
     "RingMessage",
     "ShardDataset",
@@ -60,17 +77,21 @@ __all__ = [
     "WorkerMessage",
     "WorkerWatch",
     "check_data_parallel",
+    "check_same_device",
     "check_state",
     "collate",
     "compare_in_store",
     "load_checkpoint",
     "load_tensors",
     "mix",
+    "open_pinned_memory",
     "open_rings",
     "part_state",
     "plan_state",
     "preferred_size",
+    "prefetch",
     "receive_items",
+    "refuse_device_decode",
     "save_checkpoint",
     "seal_state",
     "send_messages",

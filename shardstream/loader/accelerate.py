@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import send_to_device
 
@@ -19,7 +20,7 @@ from shardstream.loader.worker import WorkerBatch
 
 
 class PreparedEpoch:
-    """One epoch of a prepared loader.
+    """One epoch of a prepared loader; batches that are on the device already stay as they are.
 
     Args:
         remainder: Samples of the last step over all ranks if that step is short, without padding; else 0.
@@ -30,6 +31,11 @@ class PreparedEpoch:
         self.end_of_dataloader = False  # both names are Accelerate's
         self.remainder = remainder
         self._non_blocking = non_blocking
+
+    @staticmethod
+    def device() -> torch.device:
+        """Return the device that Accelerate moves batches to."""
+        return torch.device(PartialState().device)
 
     def mark_last_batch(self, worker_batches: Iterator[WorkerBatch]) -> Iterator[WorkerBatch]:
         """Yield worker batches; read one batch ahead and set ``end_of_dataloader`` before the last batch."""
@@ -44,7 +50,7 @@ class PreparedEpoch:
 
     def move_to_device(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Yield batches on the device; register this epoch with Accelerate's gradient state meanwhile."""
-        gradient_state, device = GradientState(), PartialState().device
+        gradient_state, device = GradientState(), self.device()
         gradient_state._add_dataloader(self)
         try:
             for batch in batches:

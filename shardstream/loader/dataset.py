@@ -107,6 +107,7 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
         self._epoch[1] += 1
 
     def __iter__(self) -> WorkerIterator:
+        refuse_device_decode(self.pipeline, "a dataset without ShardLoader")
         worker_info, source = current_worker_info(self.placement), self.pipeline.indexed_source
         is_default_microbatch = source is not None and source.options.microbatch is None
         if (
@@ -345,6 +346,24 @@ def current_worker_info(placement: Placement) -> WorkerInfo:
         if worker is None
         else WorkerInfo(placement, worker.id, worker.num_workers)
     )
+
+
+def refuse_device_decode(pipeline: Pipeline, reader: str) -> None:
+    """Refuse a pipeline whose images are decoded by a `ShardLoader` only.
+
+    Args:
+        pipeline: The pipeline.
+        reader: What reads it instead, for the message.
+
+    Raises:
+        OptionError: If it has such images.
+    """
+    devices = sorted(pipeline.decode_devices)
+    if devices:
+        raise OptionError(
+            f"decode(device={devices[0]!r}) makes the pixels in a ShardLoader, but {reader} has only the files; use "
+            f"ShardLoader(..., device={devices[0]!r}), or leave device out of decode"
+        )
 
 
 def _lacking_index(url: str, index: str) -> OptionError:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +23,28 @@ from shardstream.distributed import (
 from shardstream.errors import OptionError, ReportWarning, StateError, WorkerError
 from shardstream.loader.collation import collate
 from shardstream.loader.dataset import StreamDataset
+from shardstream.loader.device_decode import open_decoder
+from shardstream.loader.device_transfer import (
+    DeviceCopies,
+    StartedBatch,
+    check_device,
+    check_same_device,
+    indexed_device,
+    prefetch,
+)
 from shardstream.loader.option_checks import check_options, warn_of_lanes
+from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
 from shardstream.loader.rank_consistency import compare_ranks
+from shardstream.loader.serialize import new_tensor
 from shardstream.loader.state import check_state, part_state, plan_state
 from shardstream.loader.stats import LoaderStats, Stopwatch
 from shardstream.loader.worker import BatchDataset, WorkerBatch
-from shardstream.loader.worker_errors import WorkerWatch, end_workers, live_workers
+from shardstream.loader.worker_errors import (
+    WorkerWatch,
+    end_workers,
+    is_batch_made,
+    live_workers,
+)
 from shardstream.order import PartitionConfig, RankPartition, derive_key
 from shardstream.pipeline import (
     BadSample,
@@ -58,15 +75,21 @@ class ShardLoader(DataLoader[Any]):
         num_workers: Worker processes; 0 reads in the main process.
         collate_fn: Makes a batch of a list of items; by default arrays are stacked to tensors, the rest becomes lists.
         drop_last: Drop a last batch of less than full size.
+        device: Yield batches on this device ("cuda", "cuda:1", …): tensors are copied from pinned memory on a stream of their own
+            while the device computes; other values stay as they are. "cpu" and None copy nothing. Dicts, lists, tuples and
+            dataclasses are searched for tensors; other objects with ``to(device)`` are moved when they are yielded.
+        prefetch_to_device: Batches on the device at most, with the one that is yielded next; only batches that workers have
+            ready are copied ahead. They do not count in `state_dict`.
         options: Those of ``DataLoader``: pin_memory, timeout, prefetch_factor, persistent_workers, … Where cores are shared,
             ``prefetch_factor=4`` instead of 2 lets a fast worker get further ahead of a slow one, for the memory of two more
-            batches per worker. Up to 16 batches that are made within 2 ms count as one.
+            batches per worker. Up to 16 batches that are made within 2 ms count as one. With ``pin_memory=True`` tensors are
+            pinned when they leave the shared memory of their worker, without torch's thread.
 
     Raises:
-        OptionError: If an argument is invalid here.
+        OptionError: If an argument is invalid here, or the device is not available.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (the public door)
         self,
         dataset: StreamDataset,
         batch_size: int | None = 1,
@@ -75,21 +98,27 @@ class ShardLoader(DataLoader[Any]):
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         drop_last: bool = False,
+        device: str | int | torch.device | None = None,
+        prefetch_to_device: int = 2,
         **options: Any,
     ) -> None:
         batch_size = None if batch_size is None else whole_number("batch_size", batch_size)
-        check_options(dataset, batch_size, shuffle, options | {"drop_last": drop_last})
+        own = {"drop_last": drop_last, "prefetch_to_device": prefetch_to_device}
+        check_options(dataset, batch_size, shuffle, options | own)
+        self.device = None if device is None else check_device(device)
+        self.prefetch_to_device = prefetch_to_device
+        decodes = dataset.pipeline.decode_devices
+        self._image_decoder = open_decoder(decodes, self.device) if decodes else None
         self._begin = self._position = LoaderPosition(epoch=dataset.epoch)
         self._partition: RankPartition | None = None
-        self._data: State | None = (
-            None  # computed for the first state: hashing the names of all shards takes time
-        )
+        # Computed for the first state: hashing the names of all shards takes time.
+        self._data: State | None = None
         self._skipped: dict[int, dict[str, int]] = {}
         self._samples_per_dataset: dict[int, dict[str, int]] = {}
         self._refilled: dict[int, int] = {}
         self._iteration = 0
         self._epoch_calls = dataset.epoch_calls
-        self._is_compared = False
+        self._is_compared = self._serves_accelerate = False
         self._stopwatch = Stopwatch(epoch=dataset.epoch, workers=num_workers)
         source = dataset.pipeline.indexed_source
         self._given = ReadOptions() if source is None else source.options
@@ -110,13 +139,10 @@ class ShardLoader(DataLoader[Any]):
             lanes=lanes,
             num_workers=num_workers,
         )
-        self._bad_sample_report: BadSampleReport | None = None
-        budget = SkipTracker(dataset.pipeline.on_error).budget
-        if budget is not None:
-            storage = dataset.pipeline.storage_for(budget.report or "")
-            self._bad_sample_report = BadSampleReport(budget.report, dataset.placement, storage)
+        self._bad_sample_report = (
+            None if dataset.pipeline.on_error == "raise" else _open_report(dataset)
+        )
         warn_of_lanes(self._batches, max(1, num_workers))
-        self._serves_accelerate = False
         # Without a generator torch would draw the workers' seeds from the global one.
         self._seeds_workers = options.get("generator") is None
         options["generator"] = options.get("generator") or torch.Generator()
@@ -253,14 +279,21 @@ class ShardLoader(DataLoader[Any]):
         self._batches.begin(begin)
         if self.num_workers:
             self._prepare_workers(begin.epoch)
-        # Without workers and pinning, torch's iterator would only add 11 us per batch.
-        is_in_process = self.num_workers == 0 and not self.pin_memory
+        has_device = self.device is not None
+        pinned_memory = self._open_pinned_memory() if self.pin_memory or has_device else None
+        # Without workers torch's iterator would only add 11 us per batch, or its warning that nothing can be pinned.
+        is_in_process = self.num_workers == 0 and (pinned_memory is not None or not self.pin_memory)
         with self._batches.serve_loader():
             worker_batches = workers = iter(self._batches) if is_in_process else super().__iter__()
         if self.num_workers:
             worker_batches = self._batches.receive_batches(
-                workers, self.num_workers, self.prefetch_factor or 1
+                workers,
+                self.num_workers,
+                self.prefetch_factor or 1,
+                allocate=new_tensor if pinned_memory is None else pinned_memory.new_tensor,
             )
+        if pinned_memory is not None or has_device:
+            worker_batches = self._place_batches(worker_batches, pinned_memory)
         if (
             not self.persistent_workers
         ):  # frees the rings with the workers: a ring keeps its peak memory
@@ -279,10 +312,42 @@ class ShardLoader(DataLoader[Any]):
         if self._iterator is not None:
             self._iterator = live_workers(self._iterator)
         if self._iterator is None:  # workers will be started
-            can_pin = getattr(torch, "accelerator", torch.cuda).is_available()  # cuda: torch < 2.6
-            self._batches.open_channels(self.num_workers, pins=self.pin_memory and can_pin)
+            self._batches.open_channels(self.num_workers)
         self._batches.message_sizes.begin()
         keep_freed_memory()  # of the batches that come out of rings
+
+    def _open_pinned_memory(self) -> PinnedMemory | None:
+        """Return pinned memory if batches shall be pinned, and can be."""
+        copies_to_cuda = self.device is not None and self.device.type == "cuda"
+        return open_pinned_memory() if self.pin_memory or copies_to_cuda else None
+
+    def _get_iterator(self) -> Any:
+        """Return torch's iterator, without its thread that pins if this loader pins."""
+        pins, pin_memory = self._open_pinned_memory() is not None, self.pin_memory
+        self.pin_memory = pin_memory and not pins
+        try:
+            return super()._get_iterator()
+        finally:
+            self.pin_memory = pin_memory  # trainers read it
+
+    def _place_batches(
+        self, worker_batches: Iterator[WorkerBatch], pinned_memory: PinnedMemory | None
+    ) -> Iterator[WorkerBatch]:
+        """Pin the batches, and start their copies to the device, as the loader's options say."""
+        if pinned_memory is not None:
+            worker_batches = map(partial(_change_batch, pinned_memory.pin_batch), worker_batches)
+        decode = self._image_decoder
+        if self.device is None or (self.device.type == "cpu" and decode is None):
+            return worker_batches
+        copies = DeviceCopies(indexed_device(self.device), decode=decode)
+        batches = self._batches
+        start = partial(_change_batch, copies.start)
+
+        def is_ready(number: int) -> bool:
+            return self.num_workers > 0 and is_batch_made(batches.current_batches, number)
+
+        depth = self.prefetch_to_device
+        return prefetch(worker_batches, start, depth=depth, is_ready=is_ready)
 
     def _serve_accelerate(
         self,
@@ -294,6 +359,7 @@ class ShardLoader(DataLoader[Any]):
         from shardstream.loader.accelerate import PreparedEpoch, check_data_parallel  # noqa: PLC0415  (it imports Accelerate)
 
         check_data_parallel(self.placement)
+        check_same_device(self.device, PreparedEpoch.device(), "Accelerate")
         prepared = PreparedEpoch(
             remainder=0 if self._partition is None else self._partition.short_step_samples,
             non_blocking=self.pin_memory,
@@ -356,13 +422,17 @@ class ShardLoader(DataLoader[Any]):
                     )
                 if worker_batch.error is not None:
                     raise worker_batch.error
+                # Before the position moves: the copy may fail. Popped below, so that this frame keeps no memory of the device.
+                batch = worker_batch.batch
+                ready = [batch.finish() if type(batch) is StartedBatch else batch]
+                del batch
                 if iteration == self._iteration:
                     self._skipped[worker_batch.part] = worker_batch.skipped
                     self._samples_per_dataset[worker_batch.part] = worker_batch.samples_per_dataset
                     self._refilled[worker_batch.part] = worker_batch.refilled
                     self._position = self._position_after(worker_batch, steps, begin.epoch, parts)
                 if not worker_batch.empty:
-                    yield worker_batch.batch
+                    yield ready.pop()
                 requested_at = time.perf_counter()
         stopwatch.stop()
         if iteration == self._iteration:
@@ -492,6 +562,15 @@ class ShardLoader(DataLoader[Any]):
         return {"kind": "parts", **identity, "batch_size": batches.batch_size}
 
 
+def _open_report(dataset: StreamDataset) -> BadSampleReport | None:
+    """Return the report of bad samples; None if they are not skipped."""
+    budget = SkipTracker(dataset.pipeline.on_error).budget
+    if budget is None:
+        return None
+    storage = dataset.pipeline.storage_for(budget.report or "")
+    return BadSampleReport(budget.report, dataset.placement, storage)
+
+
 def _data_identity(source: IndexedSource) -> State:
     """Return the fields of the data that a state must match."""
     mixed = source.describe(steps=False)
@@ -499,6 +578,10 @@ def _data_identity(source: IndexedSource) -> State:
     return {"fingerprint": catalog.fingerprint, "checksums": catalog.checksums} | (
         {"mix": mixed} if mixed else {}
     )
+
+
+def _change_batch(change: Callable[[Any], Any], worker_batch: WorkerBatch) -> WorkerBatch:
+    return worker_batch._replace(batch=change(worker_batch.batch))
 
 
 def _as_is(worker_batch: Any) -> Any:

@@ -23,6 +23,7 @@ from shardstream.catalog import (
 from shardstream.errors import OptionError
 from shardstream.fetch import Fetcher, open_batch_fetcher
 from shardstream.format import Sample
+from shardstream.loader.dataset import refuse_device_decode
 from shardstream.loader.steps import ItemSteps
 from shardstream.pipeline import (
     CatalogSource,
@@ -154,6 +155,7 @@ class MapDataset(ItemSteps, Dataset[Any]):
             )
         changed = self._copy()
         changed._pipeline = self._pipeline.then(stage)
+        refuse_device_decode(changed._pipeline, "a map-style dataset")
         return changed
 
     def _copy(self) -> Self:

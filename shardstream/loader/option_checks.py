@@ -11,7 +11,7 @@ from shardstream.errors import OptionError
 from shardstream.loader.dataset import StreamDataset
 from shardstream.loader.worker import BatchDataset
 from shardstream.order import find_even_lane_counts
-from shardstream.pipeline import ReadOptions, SkipTracker
+from shardstream.pipeline import ReadOptions, SkipTracker, check_at_least
 
 _READ_OPTIONS = frozenset(field.name for field in fields(ReadOptions))
 WARN_WINDOWS_BYTES = 4_000_000_000  # of windows in one worker
@@ -31,6 +31,7 @@ def check_options(
     Raises:
         OptionError: With the remedy.
     """
+    check_at_least(1, prefetch_to_device=options["prefetch_to_device"])
     if batch_size is None and options["drop_last"]:
         raise OptionError("drop_last needs a batch_size: single items have no last batch")
     if not isinstance(dataset, StreamDataset):

@@ -9,6 +9,7 @@ import io
 import pickle
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from multiprocessing import reduction
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 
 from shardstream.errors import SampleError
+from shardstream.pipeline import EncodedImage
 
 MAX_TENSOR_BYTES = 31 << 20
 """Larger tensors are left to torch: glibc maps blocks this large anew each time, with page faults."""
@@ -36,6 +38,8 @@ class TensorLayout(NamedTuple):
 
 
 LoadPiece = Callable[[int, TensorLayout | None], Any]
+NewTensor = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
+"""Shape and dtype -> an uninitialised tensor on the CPU."""
 
 
 class SerializedValue(NamedTuple):
@@ -71,9 +75,14 @@ def tensor_bytes(tensor: torch.Tensor) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
-def tensor_from_bytes(kind: TensorLayout, data: memoryview) -> torch.Tensor:
-    """Return a tensor with a copy of the bytes."""
-    tensor = torch.empty(kind.shape, dtype=kind.dtype, device="cpu")
+def new_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Return an uninitialised tensor in ordinary memory."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def tensor_from_bytes(kind: TensorLayout, data: memoryview, allocate: NewTensor) -> torch.Tensor:
+    """Return a new tensor with a copy of the bytes."""
+    tensor = allocate(kind.shape, kind.dtype)
     tensor_bytes(tensor)[:] = data
     return tensor
 
@@ -137,6 +146,8 @@ def _mark_large_bytes(value: Any) -> Any:
         return _Large(value) if len(value) >= MIN_LARGE_BYTES else value
     if kind is dict:
         return {name: _mark_large_bytes(one) for name, one in value.items()}
+    if kind is EncodedImage:
+        return replace(value, content=_mark_large_bytes(value.content))
     if (kind is list or kind is tuple) and value and type(value[0]) not in _PLAIN:
         if kind is list and type(value[0]) is bytes and _are_large(value):
             return _Large(value)

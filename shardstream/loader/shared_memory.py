@@ -18,8 +18,10 @@ from operator import attrgetter
 from typing import Any, NamedTuple
 
 from shardstream.loader.serialize import (
+    NewTensor,
     TensorLayout,
     deserialize_value,
+    new_tensor,
     serialize_value,
     tensor_bytes,
     tensor_from_bytes,
@@ -115,8 +117,13 @@ class RingBuffer:
         self._in_flight.append(message._replace(rest=[]))
         return message
 
-    def unpack(self, message: RingMessage) -> Any:
-        """In the main process: copy a value out of the ring and free its space."""
+    def unpack(self, message: RingMessage, allocate: NewTensor = new_tensor) -> Any:
+        """In the main process: copy a value out of the ring and free its space.
+
+        Args:
+            message: The message of `pack`.
+            allocate: Returns the memory that a tensor is copied to, such as pinned memory.
+        """
         if (pieces := message.pieces) is not None:
             return deserialize_value(pieces[-1], message.rest, lambda number, _: pieces[number])
         base = _HEAD_BYTES + message.start
@@ -126,7 +133,7 @@ class RingBuffer:
             start, end = message.places[number]
             if kind is None:
                 return self._memory[base + start : base + end]
-            return tensor_from_bytes(kind, view[base + start : base + end])
+            return tensor_from_bytes(kind, view[base + start : base + end], allocate)
 
         start, end = message.places[-1]
         value = deserialize_value(self._memory[base + start : base + end], message.rest, load)

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from shardstream.errors import OptionError
 from shardstream.loader.collation import collate, load_tensors, to_tensor
 from shardstream.pipeline import (
     BASIC,
+    DEVICE_SPECS,
     EXTENSIONS,
     IMAGE_NAMES,
     Batched,
     Compose,
     Decode,
     Decoder,
+    DeferredImageDecoder,
     GroupBatched,
     Handler,
     ImageDecoder,
@@ -33,9 +35,13 @@ from shardstream.pipeline import (
     ToTuple,
     Unbatched,
     check_at_least,
+    check_decode_device,
     find_field,
     installed_decoders,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 
 class ItemSteps:
@@ -60,7 +66,7 @@ class ItemSteps:
         """
         raise NotImplementedError
 
-    def decode(
+    def decode(  # noqa: PLR0913  (the public door)
         self,
         *handlers: str | Handler,
         only: str | Sequence[str] | None = None,
@@ -69,6 +75,7 @@ class ItemSteps:
         upright: bool = False,
         masks: Sequence[str] | None = None,
         threads: int = 0,
+        device: str | torch.device | None = None,
     ) -> Self:
         """Decode fields by extension: txt, cls, json, npy, npz, pt, …; images if an image name is given.
 
@@ -89,6 +96,12 @@ class ItemSteps:
             masks: Fields that are masks. By default those with a word such as mask, seg, label or depth before the extension,
                 and a png (or another lossless format) next to a jpg of the same name.
             threads: Number of decoding threads, in order; image decoders release the GIL.
+            device: Decode images on this device ("cuda", or "cpu") in the main process, for a `ShardLoader` with the same
+                ``device``; the workers send JPEG files. A batch then has a list of tensors, one for each image, also where
+                all are of one size. For "rgb8", "rgb", "torchrgb8" and "torchrgb", also in ``fields``; masks and fields with
+                other names are decoded in the workers. So are files that are no plain JPEG in colours: PNG, grey, CMYK, cut
+                off. A JPEG that proves to be damaged later is a `DecodeError` that ``on_error`` cannot skip. Later steps find
+                no pixels. A GPU makes slightly other pixels than libjpeg.
 
         Raises:
             OptionError: If an image name is unknown, or an argument is invalid.
@@ -112,11 +125,17 @@ class ItemSteps:
             decoder = ImageDecoder(
                 spec=spec, to_tensor=to_tensor, max_side=max_side, upright=upright
             )
-            table |= dict.fromkeys(EXTENSIONS, decoder)
+            deferred = None if device is None else DeferredImageDecoder(spec=spec)
+            table |= dict.fromkeys(EXTENSIONS, deferred or decoder)
             mask_table |= dict.fromkeys(EXTENSIONS, replace(decoder, is_mask=True))
         single = {
-            name: _field_decoder(given, upright, max_side) for name, given in (fields or {}).items()
+            name: _field_decoder(given, upright, max_side, defers=device is not None)
+            for name, given in (fields or {}).items()
         }
+        decoders = [*table.values(), *single.values()]
+        checked_device = None
+        if device is not None:
+            checked_device = _check_device(device, decoders, max_side=max_side, upright=upright)
         for function in functions:
             _check_callable(function)
         given = {"images": names, "max_side": max_side, "upright": upright, "fields": fields}
@@ -128,6 +147,7 @@ class ItemSteps:
             only=None if only is None else frozenset(_as_list(only)),
             threads=threads,
             given={name: value for name, value in given.items() if value} or None,
+            device=checked_device,
         )
         return self.then(stage)
 
@@ -288,14 +308,32 @@ class StreamSteps(ItemSteps):
         return changed
 
 
-def _field_decoder(given: object, upright: bool, max_side: int | None) -> Decoder:
+def _field_decoder(given: object, upright: bool, max_side: int | None, *, defers: bool) -> Decoder:
     """Return the decoder of a single field; a grey image name must not average a mask's numbers."""
     if isinstance(given, str):
         decoder = ImageDecoder(spec=given, to_tensor=to_tensor, upright=upright)
+        if defers and given in DEVICE_SPECS:
+            return DeferredImageDecoder(spec=given)
         mask_max_side = max_side if decoder.keeps_numbers else None
         return replace(decoder, is_mask=decoder.makes_grey, max_side=mask_max_side)
     _check_callable(given)
     return given  # type: ignore[return-value]
+
+
+def _check_device(
+    device: object, decoders: Sequence[Decoder], *, max_side: int | None, upright: bool
+) -> str:
+    """Return the name of the device of `decode`.
+
+    Raises:
+        OptionError: If it cannot be used with the other options, or no image is decoded on it.
+    """
+    name = check_decode_device(device, max_side=max_side, upright=upright)
+    if not any(isinstance(one, DeferredImageDecoder) for one in decoders):
+        raise OptionError(
+            f"decode(device={name!r}) decodes nothing there; pass an image name: {', '.join(DEVICE_SPECS)}"
+        )
+    return name
 
 
 def _check_callable(given: object) -> None:

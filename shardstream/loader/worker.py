@@ -20,7 +20,7 @@ from shardstream.loader.collation import collate, shared_numbers
 from shardstream.loader.dataset import StreamDataset, current_worker_info
 from shardstream.loader.message_batching import MessageSizes, receive_items, send_messages
 from shardstream.loader.replacement_samples import replace_bad_samples
-from shardstream.loader.serialize import PickledValue
+from shardstream.loader.serialize import NewTensor, PickledValue, new_tensor
 from shardstream.loader.shared_memory import RingBuffer, RingMessage, open_rings
 from shardstream.loader.stats import WorkerTimings
 from shardstream.loader.worker_errors import track_progress
@@ -131,25 +131,32 @@ class BatchDataset(IterableDataset[Any]):
         finally:
             self._serves_loader = False
 
-    def open_channels(self, num_workers: int, *, pins: bool) -> None:
-        """Open the rings and message sizes of new workers, before they start.
-
-        Args:
-            num_workers: Number of workers.
-            pins: Whether torch pins their tensors: it pins only tensors that it has sent itself, so no rings are opened.
-        """
-        self.rings = [] if pins else open_rings(num_workers)
+    def open_channels(self, num_workers: int) -> None:
+        """Open the rings and message sizes of new workers, before they start."""
+        self.rings = open_rings(num_workers)
         self.message_sizes = MessageSizes()
 
     def receive_batches(
-        self, sent: Iterator[Any], num_workers: int, prefetch_factor: int
+        self,
+        sent: Iterator[Any],
+        num_workers: int,
+        prefetch_factor: int,
+        *,
+        allocate: NewTensor = new_tensor,
     ) -> Iterator[WorkerBatch]:
-        """In the main process: yield the worker batches of the current workers, ``prefetch_factor`` messages prefetched each."""
+        """In the main process: yield the worker batches of the current workers.
+
+        Args:
+            sent: Messages of the workers, in turn.
+            num_workers: Number of workers.
+            prefetch_factor: Messages that are requested from each worker before the first is received.
+            allocate: As in `RingBuffer.unpack`.
+        """
         rings = self.rings  # bound now: the next iteration may replace self.rings
 
         def unpack(packed: Any) -> WorkerBatch:
             if type(packed) is RingMessage:
-                return WorkerBatch(*rings[packed.worker].unpack(packed))
+                return WorkerBatch(*rings[packed.worker].unpack(packed, allocate))
             worker_batch: WorkerBatch = packed
             return worker_batch
 

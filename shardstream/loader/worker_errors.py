@@ -64,6 +64,17 @@ def track_progress(
             yield worker_batch
 
 
+def is_batch_made(current_batches: Any, number: int) -> bool:
+    """Return whether the worker whose turn it is has made the loader's batch ``number``, from 0 (see `track_progress`).
+
+    Once a worker has ended, turns are no longer known: the answer may be wrong, and must decide nothing but when to wait.
+    """
+    workers = len(current_batches)
+    current = int(current_batches[number % workers])
+    made = -current if current <= 0 else current - 1
+    return made > number // workers
+
+
 class WorkerWatch:
     """Context that turns errors caused by a dead worker into a `WorkerError` with its position.
 

@@ -9,6 +9,7 @@ A stage describes a step and is picklable; a run executes that step in one proce
     mix, mix_streams                    weighted mixes of datasets
     pipeline                            source + stages: the only file that composes them
     decode, fast_decode, image_decode, raw_image_decode   field bytes -> values
+    encoded_image                       images that are decoded later, on the loader's device
     installed_decoders                  decoders of installed packages, by entry point
     map, stream_ops                     steps on single samples; shuffle, slice, repeat, compose
     batch, binning, group_batch, sequence_packing         samples -> batches
@@ -32,6 +33,12 @@ from shardstream.pipeline.decode import (
     decode_gzip,
     decode_npy,
     decode_npz,
+)
+from shardstream.pipeline.encoded_image import (
+    DEVICE_SPECS,
+    DeferredImageDecoder,
+    EncodedImage,
+    check_decode_device,
 )
 from shardstream.pipeline.fast_decode import decode_jpeg, has_only_pixels, parse_json
 from shardstream.pipeline.group_batch import GroupBatched, Leftover
@@ -89,6 +96,7 @@ from shardstream.pipeline.stream_ops import Compose, Repeat, Shuffle, Slice
 __all__ = [
     "BASIC",
     "DEFAULT_PREFETCH_BYTES",
+    "DEVICE_SPECS",
     "EPOCHS",
     "EXTENSIONS",
     "IMAGE_NAMES",
@@ -100,6 +108,8 @@ __all__ = [
     "Context",
     "Decode",
     "Decoder",
+    "DeferredImageDecoder",
+    "EncodedImage",
     "GroupBatched",
     "Handler",
     "ImageDecoder",
@@ -140,6 +150,7 @@ __all__ = [
     "Unbatched",
     "Weights",
     "check_at_least",
+    "check_decode_device",
     "check_epoch",
     "check_stage",
     "decode_gzip",

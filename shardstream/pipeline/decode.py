@@ -15,6 +15,7 @@ from numpy.lib import format as npy_format
 
 from shardstream.errors import DecodeError, OptionError, redact
 from shardstream.format import FIELDS_LIMIT, Sample, mask_fields
+from shardstream.pipeline.encoded_image import EncodedImage
 from shardstream.pipeline.fast_decode import parse_json
 from shardstream.pipeline.raw_image_decode import LossyDecodeError
 from shardstream.pipeline.stage import Context, ItemFunction, ItemStage
@@ -186,6 +187,7 @@ class Decode(ItemStage):
         only: Fields to decode; None means all. Values that are not bytes stay as they are.
         threads: As in `ItemStage`.
         given: The user's options for both tables, which states compare: default tables may change between versions.
+        device: Device that decodes the images of a batch in the main process; None if there are none.
     """
 
     table: Table = field(compare=False)
@@ -195,6 +197,7 @@ class Decode(ItemStage):
     only: frozenset[str] | None = None
     threads: int = 0
     given: Mapping[str, Any] | None = None
+    device: str | None = field(default=None, compare=False)
     _chosen: dict[tuple[str, ...], Mapping[str, Decoder | None]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -220,7 +223,7 @@ class Decode(ItemStage):
                 decoded[name] = value
                 continue
             try:
-                decoded[name] = self._decode_field(name, value, decoders[name])
+                decoded[name] = result = self._decode_field(name, value, decoders[name])
             except MemoryError as error:
                 error.add_note(
                     f"while decoding field {name!r} of sample {sample.get('__key__')!r} in {redact(str(sample.get('__url__')))}"
@@ -236,6 +239,8 @@ class Decode(ItemStage):
                     key=sample.get("__key__"),
                     field=name,
                 ) from error
+            if type(result) is EncodedImage:
+                decoded[name] = result.located(sample, name)
         return decoded
 
     def _decode_field(self, name: str, data: bytes, decoder: Decoder | None) -> Any:

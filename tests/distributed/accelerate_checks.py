@@ -136,6 +136,10 @@ def refusals(folder: str, out: Path) -> Any:
         numbers(accelerator.skip_first_batches(loader, 3))
     except ss.OptionError as error:
         said.append(str(error))
+    try:
+        numbers(accelerator.prepare(ss.ShardLoader(dataset(folder), 8, device="meta")))
+    except ss.OptionError as error:
+        said.append(str(error))
     odd = dataset(folder).select(_is_odd)
     accelerator.prepare(ss.ShardLoader(odd, 8))
     try:

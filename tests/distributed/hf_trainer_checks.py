@@ -180,8 +180,8 @@ def evaluated(folder: str, out: Path) -> Any:
 def refusals(folder: str, out: Path) -> Any:
     """Errors of configurations in which a training would get wrong samples."""
 
-    def loader(batch_size: int = 8) -> ss.ShardLoader:
-        return ss.ShardLoader(dataset(folder, shuffle=True), batch_size)
+    def loader(batch_size: int = 8, device: str | None = None) -> ss.ShardLoader:
+        return ss.ShardLoader(dataset(folder, shuffle=True), batch_size, device=device)
 
     def attempt(trainer: Trainer, *, resume: bool = True) -> str:
         try:
@@ -201,6 +201,9 @@ def refusals(folder: str, out: Path) -> Any:
             trainer(loader(), LoaderStateCallback()), resume=False
         ),
         "other batches": attempt(trainer(TrainerLoader(loader(16)), LoaderStateCallback())),
+        "other device": attempt(
+            trainer(TrainerLoader(loader(device="meta")), LoaderStateCallback()), resume=False
+        ),
     }
 
 

@@ -83,11 +83,12 @@ def assert_split_once(found: list[Any]) -> None:
 
 def assert_refused(found: dict[str, list[Any]]) -> None:
     alone, together = found["1"][0], found["2"][1]
-    assert len(alone) == 1  # one position, which Accelerate can save
+    assert len(alone) == 2  # one position, which Accelerate can save
     assert "iterate the ShardLoader itself" in alone[0]
-    assert "each rank has its own" in together[1]
-    assert "would split that part again" in together[2]
-    assert "may save the state of another rank" in together[3]
+    assert "but Accelerate would copy them again to 'cpu" in alone[1]
+    assert "each rank has its own" in together[2]
+    assert "would split that part again" in together[3]
+    assert "may save the state of another rank" in together[4]
 
 
 @pytest.mark.slow
@@ -121,6 +122,7 @@ def test_trainer_gets_each_sample_once_per_epoch_and_resumes(tmp_path: Path) -> 
     assert "TrainerLoader(loader)" in said["bare loader"]
     assert "needs a TrainerLoader" in said["callback on a bare loader"]
     assert "the saved state of the loader after batch 2" in said["other batches"]
+    assert "but the Trainer would copy them again to 'cpu" in said["other device"]
 
 
 def assert_each_twice(found: list[Any], kind: str, *, padded: int = 0) -> None:

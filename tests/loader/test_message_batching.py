@@ -22,6 +22,7 @@ import shardstream as ss
 from shardstream.loader import (
     BatchDataset,
     MessageSizes,
+    PinnedMemory,
     WorkerMessage,
     preferred_size,
     receive_items,
@@ -205,8 +206,8 @@ def message_sizes_of(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     sizes: list[int] = []
     really = BatchDataset.receive_batches
 
-    def receive(self: BatchDataset, sent: Iterator[WorkerMessage], *rest: int) -> Any:
-        return really(self, tapped(sent), *rest)
+    def receive(self: BatchDataset, sent: Any, *rest: int, allocate: Any) -> Any:
+        return really(self, tapped(sent), *rest, allocate=allocate)
 
     def tapped(sent: Iterator[WorkerMessage]) -> Iterator[WorkerMessage]:
         for message in sent:
@@ -247,11 +248,22 @@ def test_without_rings_torch_sends_batches_one_at_a_time(
     assert sizes == [1] * 1000
 
 
-def test_pinned_batches_do_not_use_rings(many: str) -> None:
-    loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=2)
-    for pins, num_rings in ((False, 2), (True, 0)):
-        loader._batches.open_channels(2, pins=pins)
-        assert len(loader._batches.rings) == num_rings
+class OrdinaryMemory(PinnedMemory):
+    """Memory in the place of pinned memory, which needs a GPU."""
+
+    def new_tensor(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def pin(self, value: Any) -> Any:
+        return value
+
+
+def test_pinned_batches_are_sent_together(many: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = message_sizes_of(monkeypatch)
+    monkeypatch.setattr(module_of(ss.ShardLoader), "open_pinned_memory", OrdinaryMemory)
+    loader = ss.ShardLoader(ss.ShardDataset(many).decode(), 4, num_workers=1, pin_memory=True)
+    assert not any(batch["cls"].is_shared() for batch in loader)
+    assert max(sizes) > 1
 
 
 def test_state_counts_only_yielded_batches(many: str) -> None:

@@ -309,9 +309,9 @@ def test_batches_bypass_the_pipe(
     messages: list[RingMessage] = []
     really = RingBuffer.unpack
 
-    def unpack(self: RingBuffer, message: RingMessage) -> Any:
+    def unpack(self: RingBuffer, message: RingMessage, allocate: Any) -> Any:
         messages.append(message)
-        return really(self, message)
+        return really(self, message, allocate)
 
     monkeypatch.setattr(RingBuffer, "unpack", unpack)
     dataset = ss.ShardDataset(Path(photos).as_uri())
