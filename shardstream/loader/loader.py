@@ -36,9 +36,9 @@ from shardstream.loader.option_checks import check_options, warn_of_lanes
 from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
 from shardstream.loader.rank_consistency import compare_ranks
 from shardstream.loader.serialize import new_tensor
-from shardstream.loader.state import check_state, part_state, plan_state
+from shardstream.loader.state import check_state, data_identity, part_state, plan_state
 from shardstream.loader.stats import LoaderStats, Stopwatch
-from shardstream.loader.worker import BatchDataset, WorkerBatch
+from shardstream.loader.worker import BatchDataset, WorkerBatch, change_batch
 from shardstream.loader.worker_errors import (
     WorkerWatch,
     end_workers,
@@ -49,11 +49,11 @@ from shardstream.order import PartitionConfig, RankPartition, derive_key
 from shardstream.pipeline import (
     BadSample,
     BadSampleReport,
-    IndexedSource,
     LoaderPosition,
     ReadOptions,
     SkipTracker,
     State,
+    check_at_least,
     check_epoch,
     default_partition,
     warn_or_raise,
@@ -226,6 +226,29 @@ class ShardLoader(DataLoader[Any]):
             self._partition = None
             self._iteration += 1  # an iteration that is still open no longer updates the position
 
+    def skip(self, batches: int) -> None:
+        """Begin the next iteration so many batches after the position of `state_dict`, without reading them: after a loss spike.
+
+        They count as read. All ranks must skip as many; at most the rest of the epoch is skipped.
+
+        Raises:
+            OptionError: If there are fewer batches, or steps change counts, so that batches are not known before they are read.
+        """
+        self._follow_dataset()
+        check_at_least(0, batches=batches)
+        epoch, partition = self._position.epoch, self._batches.partition(self._position)
+        if partition is None:
+            raise OptionError("batches cannot be skipped without reading them: steps change counts")
+        if batches > partition.num_steps:
+            raise OptionError(
+                f"cannot skip {batches} batches: {partition.num_steps} are left of epoch {epoch}"
+            )
+        position = LoaderPosition(epoch=epoch, consumed=partition.consumed_after(batches))
+        is_end = batches == partition.num_steps
+        self._begin = self._position = LoaderPosition(epoch=epoch + 1) if is_end else position
+        self._partition = None
+        self._iteration += 1  # an iteration that is still open no longer updates the position
+
     def _follow_dataset(self) -> None:
         """Adopt the epoch of the dataset's `set_epoch`, if it was called since the last check."""
         dataset = self._batches.source_dataset
@@ -335,13 +358,13 @@ class ShardLoader(DataLoader[Any]):
     ) -> Iterator[WorkerBatch]:
         """Pin the batches, and start their copies to the device, as the loader's options say."""
         if pinned_memory is not None:
-            worker_batches = map(partial(_change_batch, pinned_memory.pin_batch), worker_batches)
+            worker_batches = map(partial(change_batch, pinned_memory.pin_batch), worker_batches)
         decode = self._image_decoder
         if self.device is None or (self.device.type == "cpu" and decode is None):
             return worker_batches
         copies = DeviceCopies(indexed_device(self.device), decode=decode)
         batches = self._batches
-        start = partial(_change_batch, copies.start)
+        start = partial(change_batch, copies.start)
 
         def is_ready(number: int) -> bool:
             return self.num_workers > 0 and is_batch_made(batches.current_batches, number)
@@ -485,7 +508,7 @@ class ShardLoader(DataLoader[Any]):
         if batches.indexed_source is not None:
             partition = self._partition
             order = batches.order(position.epoch) if partition is None else partition.plan.order
-            self._data = self._data or _data_identity(batches.indexed_source)
+            self._data = self._data or data_identity(batches.indexed_source)
             return plan_state(
                 order, data=self._data, epoch=position.epoch, consumed=position.consumed
             )
@@ -532,7 +555,7 @@ class ShardLoader(DataLoader[Any]):
         }
         if options.shuffle:  # without shuffle these two do not affect the sequence
             own_options |= {"window": options.window, "block": options.block}
-        check_state(state, expected={"kind": "plan"} | own_options | _data_identity(source))
+        check_state(state, expected={"kind": "plan"} | own_options | data_identity(source))
         batch_size, microbatch = batches.batch_size or 1, state["microbatch"]
         if batch_size % microbatch:
             raise StateError(
@@ -569,19 +592,6 @@ def _open_report(dataset: StreamDataset) -> BadSampleReport | None:
         return None
     storage = dataset.pipeline.storage_for(budget.report or "")
     return BadSampleReport(budget.report, dataset.placement, storage)
-
-
-def _data_identity(source: IndexedSource) -> State:
-    """Return the fields of the data that a state must match."""
-    mixed = source.describe(steps=False)
-    catalog = source.catalog
-    return {"fingerprint": catalog.fingerprint, "checksums": catalog.checksums} | (
-        {"mix": mixed} if mixed else {}
-    )
-
-
-def _change_batch(change: Callable[[Any], Any], worker_batch: WorkerBatch) -> WorkerBatch:
-    return worker_batch._replace(batch=change(worker_batch.batch))
 
 
 def _as_is(worker_batch: Any) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from shardstream.errors import StateError
 from shardstream.order import EpochOrder
-from shardstream.pipeline import EPOCHS, LoaderPosition, State
+from shardstream.pipeline import EPOCHS, IndexedSource, LoaderPosition, State
 
 VERSION = 2
 
@@ -52,6 +52,15 @@ def plan_state(order: EpochOrder, *, data: State, epoch: int, consumed: int) -> 
             "window": order.window,
             "block": order.block,
         }
+    )
+
+
+def data_identity(source: IndexedSource) -> State:
+    """Return the fields of the data that a state must match."""
+    mixed = source.describe(steps=False)
+    catalog = source.catalog
+    return {"fingerprint": catalog.fingerprint, "checksums": catalog.checksums} | (
+        {"mix": mixed} if mixed else {}
     )
 
 

@@ -67,6 +67,11 @@ class WorkerBatch(NamedTuple):
     """Set if the skip budget is exceeded: there is no batch, and the worker ends."""
 
 
+def change_batch(change: Callable[[Any], Any], worker_batch: WorkerBatch) -> WorkerBatch:
+    """Return a worker batch whose batch is changed by a function."""
+    return worker_batch._replace(batch=change(worker_batch.batch))
+
+
 class BatchDataset(IterableDataset[Any]):
     """Batches of one rank, split over the loader's workers.
 
