@@ -33,6 +33,7 @@ from shardstream.format import (
 )
 from shardstream.packing.destination import ShardNames, is_deletable
 from shardstream.packing.journal import Journal, read_journal
+from shardstream.packing.key_index import is_key_index
 from shardstream.packing.part_job import (
     PartJob,
     PartResult,
@@ -107,8 +108,10 @@ def run_jobs(
             job, works, executor or LocalExecutor(), counts.add, overwrite=overwrite
         )
         splits.append(counts.split)
+    warnings: list[str] = []
     for _, job, _ in jobs if not is_part else ():
-        merge(job.names.folder, storage_options=job.storage_options)
+        merged = merge(job.names.folder, storage_options=job.storage_options)
+        warnings += merged.warnings
     return PackReport(
         source=jobs[0].job.title,
         splits=tuple(splits),
@@ -116,6 +119,7 @@ def run_jobs(
         skipped=tuple(counts.skipped),
         fields=dict(counts.fields),
         unfinished=unfinished,
+        warnings=tuple(warnings),
     )
 
 
@@ -164,6 +168,7 @@ def merge(
                 f"no sample has the field {', '.join(missing)}, which was to be kept; nothing is published, correct fields= (--fields)",
                 shard=url,
             )
+        warnings = _check_added(results, url)
         _publish(folder, files, journal, Manifest(
             shards=shards, name=str(options["name"]), fields=dict(fields)
         ))  # fmt: skip
@@ -180,6 +185,7 @@ def merge(
         seconds=time.monotonic() - begin_s,
         skipped=tuple(skip for result in results for skip in result.skipped),
         fields=dict(fields),
+        warnings=warnings,
     )
 
 
@@ -208,7 +214,8 @@ def _publish(
         final = final_name(name) or ""
         # Half-written files of killed processes: no part is left that could write one.
         is_half = bool(template) and names.is_ours(final.removesuffix(INDEX_SUFFIX))
-        if is_part_record(name) or is_half or is_part_record(final):
+        is_record = any(is_part_record(one) or is_key_index(one) for one in (name, final))
+        if is_record or is_half:
             folder.remove(name)
     folder.remove(journal_name(0))
 
@@ -298,6 +305,27 @@ def _check_keys(results: Sequence[PartResult], url: str) -> None:
         "same part); choose others, e.g. key='{index:08d}' (--key)",
         shard=url,
     )
+
+
+def _check_added(results: Sequence[PartResult], url: str) -> tuple[str, ...]:
+    """Return a warning for each source of added fields that has keys without a sample.
+
+    Raises:
+        OptionError: If no sample has a key of a source.
+    """
+    warnings = []
+    for source, (_, keys) in (results[0].matched if results else {}).items():
+        matched = sum(result.matched[source][0] for result in results)
+        if not matched:
+            raise OptionError(
+                f"no sample has a key of {source}, whose fields were to be added; nothing is published, compare the keys "
+                "(shardstream cat prints those of a shard)",
+                shard=url,
+            )
+        if matched < keys:
+            unused = plural(keys - matched, "key")
+            warnings.append(f"{source}: {unused} of {keys:,} without a sample in the source")
+    return tuple(warnings)
 
 
 def _check_in_place(

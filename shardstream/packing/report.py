@@ -63,6 +63,7 @@ class PackReport:
         files: Loose files that were grouped to samples; None for other sources.
         fields: Number of samples that have each field.
         unfinished: Parts of the job that are not done, by this process or another one; if any, nothing is published yet.
+        warnings: Findings that may be mistakes, e.g. keys of added fields that no sample has; known when the dataset is published.
     """
 
     source: str
@@ -72,6 +73,7 @@ class PackReport:
     files: int | None = None
     fields: Mapping[str, int] = field(default_factory=dict)
     unfinished: int = 0
+    warnings: tuple[str, ...] = ()
 
     @property
     def samples(self) -> int:

@@ -22,6 +22,7 @@ from shardstream.format import (
     iter_members,
     split_member_name,
 )
+from shardstream.packing.key_hashes import hash_keys
 from shardstream.packing.shard_scan import (
     ProgressFunction,
     ProgressMeter,
@@ -34,7 +35,6 @@ from shardstream.packing.verify_checks import (
     check_file,
     check_index,
     find_repeated_keys,
-    hash_keys,
     problem_from_error,
 )
 from shardstream.storage import (

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from shardstream.errors import ShardStreamError, plural
 from shardstream.format import Offsets, ShardInfo
-
-Hashes = npt.NDArray[np.uint64]
-"""Shape (n,): 64 bits of each key of a shard."""
+from shardstream.packing.key_hashes import Hashes
 
 _LISTED_KEYS = 20
 _INDEX_AGAIN = "run 'shardstream index' again"
@@ -99,15 +95,6 @@ def check_index(index: Offsets, scanned: Offsets, *, url: str) -> Problem | None
         what=f"the index is not that of its tar: it says {indexed_text} where a scan finds {scanned_text} (sample {number} of the shard)",
         remedy=_INDEX_AGAIN,
     )
-
-
-def hash_keys(keys: Sequence[str]) -> Hashes:
-    """Return 64 bits of each key, equal for equal keys."""
-    digests = b"".join(
-        hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
-        for key in keys
-    )
-    return np.frombuffer(digests, dtype=np.uint64)
 
 
 def find_repeated_keys(
