@@ -54,7 +54,7 @@ from shardstream.packing.split import assign_splits, shuffled_order, split_count
 from shardstream.packing.tables import iter_rows
 from shardstream.packing.tar_shard import TarShard, sample_pieces
 from shardstream.packing.verification import VerifyReport, verify
-from shardstream.packing.verify_checks import ShardKeys, find_repeated_keys
+from shardstream.packing.verify_checks import KeyPlace, find_repeated_keys, place_of
 
 __all__ = [
     "DEFAULT_MAX_BYTES",
@@ -68,6 +68,7 @@ __all__ = [
     "ImageOptions",
     "Journal",
     "KeyHashes",
+    "KeyPlace",
     "Listing",
     "PackReport",
     "PackRequest",
@@ -80,7 +81,6 @@ __all__ = [
     "Record",
     "RecordEncoder",
     "SamplesSource",
-    "ShardKeys",
     "ShardNames",
     "ShardWriter",
     "Source",
@@ -112,6 +112,7 @@ __all__ = [
     "open_key_index",
     "open_source",
     "pack",
+    "place_of",
     "read_journal",
     "read_one",
     "reencode",

@@ -174,11 +174,13 @@ def index(  # noqa: PLR0913  (the public door)
     meter = ProgressMeter(sum(tar.size for tar in tars), progress)
     counted = meter if executor is None else None
     tasks = [IndexShard(tar=tar, storage=storage, wds2idx=wds2idx, meter=counted) for tar in tars]
-    results = run_shard_tasks(tasks, executor, threads=threads, meter=meter)
+    found: dict[int, Mapping[str, JSON]] = {}
+    run_shard_tasks(tasks, found.__setitem__, executor, threads=threads, meter=meter)
+    results = {task: found[number] for number, task in enumerate(tasks)}
     manifest = _manifest_of(results, name=name or _name_before(url, storage))
     publish_bytes(storage, url, encode_manifest(manifest))
-    found = chain.from_iterable(cast("list[str]", one["warnings"]) for one in results.values())
-    warnings = (*found, *_warn_left_out(others, url))
+    listed = chain.from_iterable(cast("list[str]", one["warnings"]) for one in results.values())
+    warnings = (*listed, *_warn_left_out(others, url))
     return IndexReport(manifest_url=url, manifest=manifest, warnings=warnings)
 
 

@@ -159,12 +159,18 @@ class _TappedStream:
 
 
 def run_shard_tasks(
-    tasks: Sequence[_Task], executor: Executor | None, *, threads: int, meter: ProgressMeter
-) -> dict[_Task, Mapping[str, JSON]]:
-    """Run one task for each shard; return the results in the order of the tasks: all, or those of a part (see `Parts`).
+    tasks: Sequence[_Task],
+    on_result: Callable[[int, Mapping[str, JSON]], None],
+    executor: Executor | None,
+    *,
+    threads: int,
+    meter: ProgressMeter,
+) -> None:
+    """Run one task for each shard: all, or those of a part (see `Parts`).
 
     Args:
         tasks: The tasks, with different names; those with this ``meter`` count their bytes in it.
+        on_result: Called with the number of each task and its result, in any order, in this thread.
         executor: Executor of the tasks; None uses ``threads`` threads of this process.
         threads: Used without an executor.
         meter: Stopped at the first error, or an interrupt, so that threads end at their next chunk.
@@ -175,10 +181,13 @@ def run_shard_tasks(
     """
     if threads < 1:
         raise OptionError(f"threads must be 1 or more, not {threads}")
-    results: dict[str, Mapping[str, JSON]] = {}
+    left = {task.name: number for number, task in enumerate(tasks)}
 
     def done(task: Task, result: Mapping[str, JSON]) -> None:
-        results[task.name] = result
+        number = left.pop(task.name, None)
+        if number is None:  # the executor has run it twice
+            return
+        on_result(number, result)
         if executor is not None:  # its tasks may run in other processes, where no meter counts
             meter.add(cast("int", result["bytes"]))
 
@@ -191,9 +200,7 @@ def run_shard_tasks(
             except BaseException:
                 meter.stop()  # before the end of the block waits for the threads
                 raise
-    left = [task.name for task in tasks if task.name not in results]
     if left and not isinstance(executor, Parts):
         raise WorkerError(
-            f"the executor ended without running {plural(len(left), 'task')}, the first: {left[0]}"
+            f"the executor ended without running {plural(len(left), 'task')}, the first: {next(iter(left))}"
         )
-    return {task: results[task.name] for task in tasks if task.name in results}
