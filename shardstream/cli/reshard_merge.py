@@ -24,7 +24,7 @@ from shardstream.cli.options import (
     parse_options,
     state_of_parts,
 )
-from shardstream.cli.pack_progress import packing_bar, report_interruption
+from shardstream.cli.pack_progress import job_bar, report_interruption
 from shardstream.cli.terminal_text import human_bytes, printable
 from shardstream.errors import plural
 
@@ -119,7 +119,7 @@ def reshard(  # noqa: PLR0913  (the options of a command)
     """
     import shardstream as ss  # noqa: PLC0415  (numpy and fsspec take 300 ms)
 
-    with report_interruption(), packing_bar() as progress:
+    with report_interruption(), job_bar("resharding") as progress:
         report = ss.reshard(
             urls,
             dest,

@@ -21,8 +21,8 @@ from shardstream.format import (
 )
 from shardstream.packing.destination import ShardNames
 from shardstream.packing.part_job import PartJob, PartResult, run_parts
+from shardstream.packing.report import ProgressFunction
 from shardstream.packing.shard_scan import (
-    ProgressFunction,
     ProgressMeter,
     ShardScanner,
     run_shard_tasks,
@@ -132,8 +132,8 @@ def index(  # noqa: PLR0913  (the public door)
         threads: Tars to read at a time; each takes about 32 MiB of memory.
         name: Name of the dataset; by default the one in a manifest that is there already.
         wds2idx: Also write ``NAME.idx``, the text index of NVIDIA DALI.
-        progress: Called with bytes done and bytes in all, from the threads that read, one at a time; with an executor after
-            each tar, from this thread.
+        progress: Called with a `Progress` after each piece, from the threads that read, one at a time; with an executor after each tar,
+            from this thread.
         executor: Executor that scans the tars, instead of ``threads`` threads of this process: e.g. ``LocalExecutor(processes=8)``.
             Storage options travel with the tasks. `Parts` indexes a part of the tars; `merge` writes ``index.json`` when all are done.
 
@@ -171,11 +171,18 @@ def index(  # noqa: PLR0913  (the public door)
         return _index_part(job, works, executor, progress, others)
     # Also if tars are named one by one: a manifest would publish them.
     check_finished(folder, present)
-    meter = ProgressMeter(sum(tar.size for tar in tars), progress)
+    meter = ProgressMeter(sum(tar.size for tar in tars), progress, executor)
     counted = meter if executor is None else None
     tasks = [IndexShard(tar=tar, storage=storage, wds2idx=wds2idx, meter=counted) for tar in tars]
     found: dict[int, Mapping[str, JSON]] = {}
-    run_shard_tasks(tasks, found.__setitem__, executor, threads=threads, meter=meter)
+
+    def count(number: int, result: Mapping[str, JSON]) -> None:
+        found[number] = result
+        # Tasks in other processes have no meter that counts their bytes.
+        size_bytes = 0 if executor is None else cast("int", result["bytes"])
+        meter.add_shard(cast("int", result["samples"]), 0, size_bytes)
+
+    run_shard_tasks(tasks, count, executor, threads=threads, meter=meter)
     results = {task: found[number] for number, task in enumerate(tasks)}
     manifest = _manifest_of(results, name=name or _name_before(url, storage))
     publish_bytes(storage, url, encode_manifest(manifest))
@@ -219,13 +226,13 @@ def _index_part(
 ) -> IndexReport:
     """Index a part of the tars."""
     meter = ProgressMeter(
-        sum(work.tar.size for work in works[executor.part - 1 :: executor.of]), progress
+        sum(work.tar.size for work in works[executor.part - 1 :: executor.of]), progress, executor
     )
     done: list[PartResult] = []
 
     def collect(task: Task, document: Mapping[str, JSON]) -> None:  # noqa: ARG001
         done.append(PartResult.decode(document))
-        meter.add(done[-1].total_bytes)
+        meter.add_shard(done[-1].nsamples, 0, done[-1].total_bytes)
 
     unfinished = run_parts(job, works, executor, collect)
     url = job.names.url(MANIFEST_NAME)

@@ -38,12 +38,11 @@ from shardstream.packing.part_job import (
     PartJob,
     PartResult,
     PartWork,
-    ProgressFunction,
     files_and_sizes,
     locked,
     run_parts,
 )
-from shardstream.packing.report import PackReport, Progress, Skip, SplitReport
+from shardstream.packing.report import PackReport, Progress, ProgressFunction, Skip, SplitReport
 from shardstream.storage import (
     FileInfo,
     OutputFolder,
@@ -53,7 +52,7 @@ from shardstream.storage import (
     open_output_folder,
     part_record_name,
 )
-from shardstream.tasks import JSON, Executor, LocalExecutor, Parts
+from shardstream.tasks import JSON, Executor, LocalExecutor, Parts, RetryCount
 from shardstream.tasks import Task as ShardTask
 
 _THREADS = 16  # that read records
@@ -99,7 +98,7 @@ def run_jobs(
             "overwrite cannot be used for one part: a part that starts late would delete what the others wrote; "
             "delete the old dataset first, or write elsewhere"
         )
-    counts = _Counts(progress, samples)
+    counts = _Counts(progress, samples, RetryCount(executor))
     splits: list[SplitReport] = []
     unfinished = 0
     for split, job, works in jobs:
@@ -358,12 +357,15 @@ def _no_job_error(url: str, files: Mapping[str, FileInfo], journal: Journal | No
 class _Counts:
     """Counts the results of parts, for the progress and the report."""
 
-    def __init__(self, progress: ProgressFunction | None, total: int | None) -> None:
+    def __init__(
+        self, progress: ProgressFunction | None, total: int | None, retries: RetryCount
+    ) -> None:
         self.split = SplitReport(name="", url="", samples=0, shards=0, total_bytes=0)
         """The parts of the current split that were run here."""
         self.fields = Counter[str]()
         self.skipped: list[Skip] = []
         self._progress, self._update = progress, Progress(0, 0, 0, total)
+        self._retries = retries
 
     def begin(self, split: str, url: str) -> None:
         """Begin the next split."""
@@ -388,6 +390,9 @@ class _Counts:
             update.size_bytes + result.total_bytes,
             update.total,
             update.kept + result.nsamples * kept,
+            update.shards + len(result.shards),
+            update.failures + len(result.skipped),
+            self._retries.count,
         )
         if self._progress is not None:
             self._progress(self._update)

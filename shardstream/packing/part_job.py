@@ -24,7 +24,7 @@ from shardstream.format import (
 )
 from shardstream.packing.destination import ShardNames, claim_destination
 from shardstream.packing.journal import Journal, Task, read_journal
-from shardstream.packing.report import Progress, Skip
+from shardstream.packing.report import Skip
 from shardstream.storage import (
     FileInfo,
     OutputFolder,
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 _LOCK_TIMEOUT_S = 10.0  # a process that claims the folder or merges it holds the lock for less
 _LOCK_POLL_S = 0.05
-
-ProgressFunction = Callable[[Progress], object]
 
 
 class PartWork(Protocol):

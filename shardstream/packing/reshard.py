@@ -27,9 +27,9 @@ from shardstream.packing.destination import ShardNames
 from shardstream.packing.indexed_source import IndexedSource, open_indexed
 from shardstream.packing.join_fields import FieldJoin, Joiner, Missing, OpenedJoin
 from shardstream.packing.merge import SplitJob, run_jobs
-from shardstream.packing.part_job import PartJob, PartResult, ProgressFunction
+from shardstream.packing.part_job import PartJob, PartResult
 from shardstream.packing.part_writer import PartWriter
-from shardstream.packing.report import PackReport
+from shardstream.packing.report import PackReport, ProgressFunction
 from shardstream.packing.sample_steps import SampleFunction, SampleSteps, forget_instances
 from shardstream.packing.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES, WriterOptions
 from shardstream.packing.tar_shard import sample_pieces

@@ -23,8 +23,8 @@ from shardstream.format import (
     split_member_name,
 )
 from shardstream.packing.key_hashes import KeyHashes, hash_keys
+from shardstream.packing.report import ProgressFunction
 from shardstream.packing.shard_scan import (
-    ProgressFunction,
     ProgressMeter,
     ShardScanner,
     run_shard_tasks,
@@ -157,8 +157,8 @@ def verify(
         filesystem: An fsspec file system to use instead of looking one up by protocol.
         threads: Tars to read at a time; each takes about 32 MiB of memory and 150 bytes for each of its samples. Each sample of the dataset
             takes 16 bytes of a temporary file (in ``TMPDIR``), which is made from 500,000 samples on.
-        progress: Called with bytes done and bytes in all, from the threads that read, one at a time; with an executor after
-            each tar, from this thread.
+        progress: Called with a `Progress` after each piece, from the threads that read, one at a time; with an executor after each tar,
+            from this thread.
         executor: Executor that reads the tars, instead of ``threads`` threads of this process: e.g. ``LocalExecutor(processes=8)``.
             Storage options travel with the tasks. `Parts` reads a part of the tars: repeated keys are found within it only.
 
@@ -173,7 +173,7 @@ def verify(
         urls = absolute_urls(urls)
     storage = Storage(storage_options, filesystem)
     located = locate_shards(urls, storage)
-    meter = ProgressMeter(sum(shard.filesize or 0 for shard in located.shards), progress)
+    meter = ProgressMeter(sum(shard.filesize or 0 for shard in located.shards), progress, executor)
     counted = meter if executor is None else None
     tasks = [
         VerifyShard(
@@ -187,7 +187,7 @@ def verify(
 
         def count(number: int, result: Mapping[str, JSON]) -> None:
             nonlocal nbytes
-            found = cast("list[Any]", result["problems"])
+            found, before = cast("list[Any]", result["problems"]), keys.count
             problems[number] = [Problem(**one) for one in found]
             nbytes += cast("int", result["bytes"])
             if result["is_indexed"]:
@@ -196,6 +196,10 @@ def verify(
                 data = b64decode(cast("str", result["hashes"]))
                 hashes = np.frombuffer(data, dtype=np.uint64)
                 keys.add(hashes, place_of(number, len(hashes)))
+            errors = sum(one.severity == "error" for one in problems[number])
+            # Tasks in other processes have no meter that counts their bytes.
+            size_bytes = 0 if executor is None else cast("int", result["bytes"])
+            meter.add_shard(keys.count - before, errors, size_bytes)
 
         run_shard_tasks(tasks, count, executor, threads=threads, meter=meter)
         found = [

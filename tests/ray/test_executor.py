@@ -94,7 +94,9 @@ def test_tasks_run_in_other_processes(cluster: None) -> None:
 
 def test_task_whose_worker_dies_is_run_again(cluster: None, tmp_path: Path) -> None:
     tasks = [Square(0), DiesOnce(1, str(tmp_path / "seen")), Square(2)]
-    assert {one["square"] for one in squares(RayExecutor(), tasks).values()} == {0, 1, 4}
+    executor = RayExecutor()
+    assert {one["square"] for one in squares(executor, tasks).values()} == {0, 1, 4}
+    assert executor.retries == 1
 
 
 def test_error_of_a_task_keeps_its_type_and_names_the_task(cluster: None) -> None:
