@@ -312,6 +312,7 @@ class TextTableFields(_TableFields):
                 "write it as Parquet, or pack it into shards",
                 shard=spec.url,
             )
+        self._key = ""  # the column; the same for all rows
         self._blob = bytearray()  # key and fields of all rows
         self._ends = array("q", [0])  # of the key and of each field in the blob
         self._has = bytearray()  # whether the row has each field
@@ -365,7 +366,9 @@ class TextTableFields(_TableFields):
         """Do nothing."""
 
     def _append(self, row: Row) -> None:
-        key, fields = self._encode(row, self._key_column(list(row.cells), row.where))
+        if not self._key:
+            self._key = self._key_column(list(row.cells), row.where)
+        key, fields = self._encode(row, self._key)
         self._blob += key.encode("utf-8", "surrogateescape")
         self._ends.append(len(self._blob))
         for field in self._columns:

@@ -123,9 +123,10 @@ class VerifyShard:
         hashes: JSON = None
         is_indexed = False
         if scan is not None:
-            found = [*_check_count(info, scan.offsets, self.storage, has_index=self.has_index)]
-            is_indexed = self.has_index and info.url + INDEX_SUFFIX not in {p.shard for p in found}
-            problems += found
+            bad = _check_index(info, scan.offsets, self.storage) if self.has_index else None
+            is_indexed = self.has_index and bad is None
+            problems += [] if bad is None else [bad]
+            problems += _check_count(info, scan.offsets, has_index=self.has_index)
             # Base64 of bytes: shorter than a million numbers in JSON.
             hashes = b64encode(hash_keys(scan.keys).tobytes()).decode()
         return {
@@ -228,19 +229,19 @@ def _check_diagnostics(shard: ShardScanner, scan: ShardScan) -> Iterator[Problem
         )
 
 
-def _check_count(
-    info: ShardInfo, scanned: Offsets, storage: Storage, *, has_index: bool
-) -> Iterator[Problem]:
-    """Compare the samples found with the index, and with the manifest."""
+def _check_index(info: ShardInfo, scanned: Offsets, storage: Storage) -> Problem | None:
+    """Compare the samples found with the index."""
     url = info.url + INDEX_SUFFIX
-    if has_index:
-        try:
-            problem = check_index(decode_index(storage.read(url), url=url), scanned, url=url)
-        except ShardStreamError as error:
-            problem = problem_from_error(error, shard=url)
-        if problem is not None:
-            yield problem
-    elif not is_compressed(info.url):
+    try:
+        return check_index(decode_index(storage.read(url), url=url), scanned, url=url)
+    except ShardStreamError as error:
+        return problem_from_error(error, shard=url)
+
+
+def _check_count(info: ShardInfo, scanned: Offsets, *, has_index: bool) -> Iterator[Problem]:
+    """Compare the number of samples with the manifest; warn of a missing index."""
+    url = info.url + INDEX_SUFFIX
+    if not has_index and not is_compressed(info.url):
         yield Problem(
             shard=info.url,
             what=f"its index, {url.rsplit('/', 1)[-1]}, is missing",

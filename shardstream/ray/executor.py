@@ -74,6 +74,8 @@ class RayExecutor:
     ) -> None:
         if num_cpus <= 0:
             raise OptionError(f"num_cpus must be over 0, not {num_cpus}")
+        if max_retries < 0:
+            raise OptionError(f"max_retries must be 0 or more, not {max_retries}")
         if in_flight is not None and in_flight < 1:
             raise OptionError(f"in_flight must be 1 or more, not {in_flight}")
         self.retries = 0

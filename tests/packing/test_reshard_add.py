@@ -436,6 +436,28 @@ def test_damaged_index_of_keys_is_an_error(places: dict[str, str], tmp_path: Pat
     assert all("txt" in sample for sample in samples_of(tmp_path / "new"))
 
 
+def test_equal_hashes_of_different_keys_join_no_wrong_rows(
+    places: dict[str, str], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"max_samples": 50, "add": {places["captions"]: ["txt"]}}
+    ss.reshard(places["train"], tmp_path / "new", executor=ss.Parts(1, 2), **options)
+    path = tmp_path / "new" / key_index_name(0)
+    job = json.loads(path.read_bytes()[:512])["job"]
+    path.unlink()
+    folder = open_output_folder(str(tmp_path / "new"), None, None)
+    # Each hash has the place of its key among two others.
+    hashes, order = hash_keys(shuffled(1)), np.arange(NSAMPLES)
+    with KeyHashes() as keys:
+        for shift in (0, 7, 100):
+            keys.add(hashes, (order + shift) % NSAMPLES)
+        write_key_index(folder, path.name, job, keys, lambda _: None)
+    ss.reshard(places["train"], tmp_path / "new", executor=ss.Parts(2, 2), **options)
+    ss.merge(tmp_path / "new")
+    assert [one["__key__"] for one in samples_of(tmp_path / "new")] == KEYS
+    for sample in samples_of(tmp_path / "new"):
+        assert sample["txt"].decode() == caption(sample["__key__"])
+
+
 def test_keys_of_another_job_are_deleted_with_overwrite(
     places: dict[str, str], tmp_path: Path
 ) -> None:
