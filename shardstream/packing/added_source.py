@@ -30,7 +30,7 @@ AddedUrls: TypeAlias = "str | os.PathLike[str] | Mapping[str, Collection[str] | 
 """URL of each source -> its fields: names, or field -> name there; None for all."""
 
 _SCAN_READ_BYTES = 1 << 20
-_SCANS = 8  # shards whose keys are read at a time
+_SCANS = 4  # shards whose keys are read at a time; each takes 150 bytes for each of its samples
 _PROBES = 64  # samples whose sizes are measured
 
 
