@@ -16,9 +16,9 @@ from shardstream.cli.options import (
     Urls,
     executor_of,
     parse_options,
-    progress_bar,
     state_of_parts,
 )
+from shardstream.cli.pack_progress import job_bar
 from shardstream.cli.terminal_text import human_bytes, printable
 from shardstream.errors import plural
 
@@ -53,7 +53,7 @@ def index(  # noqa: PLR0913  (the options of a command)
     """
     import shardstream as ss  # noqa: PLC0415  (numpy and fsspec take 300 ms)
 
-    with progress_bar("indexing") as progress:
+    with job_bar("indexing") as progress:
         report = ss.index(
             urls,
             storage_options=parse_options(option),
@@ -94,7 +94,7 @@ def verify(  # noqa: PLR0913  (the options of a command)
     """
     import shardstream as ss  # noqa: PLC0415
 
-    with progress_bar("verifying") as progress:
+    with job_bar("verifying") as progress:
         report = ss.verify(
             urls,
             storage_options=parse_options(option),

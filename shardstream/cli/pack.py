@@ -21,7 +21,7 @@ from shardstream.cli.options import (
     parse_options,
     state_of_parts,
 )
-from shardstream.cli.pack_progress import packing_bar, report_interruption
+from shardstream.cli.pack_progress import job_bar, report_interruption
 from shardstream.cli.terminal_text import aligned, human_bytes, printable
 from shardstream.errors import plural
 
@@ -189,7 +189,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
     import shardstream as ss  # noqa: PLC0415  (numpy, pillow and fsspec take 300 ms)
 
     executor = _executor(processes, part, ray=ray, ray_address=ray_address)
-    with report_interruption(), packing_bar() as progress:
+    with report_interruption(), job_bar("packing") as progress:
         report = ss.pack(
             source,
             dest,

@@ -1,4 +1,4 @@
-"""Progress bar of ``shardstream pack``, and its message when interrupted."""
+"""Progress display of ``pack``, ``reshard``, ``index`` and ``verify``, and the message when a pack is interrupted."""
 
 from __future__ import annotations
 
@@ -32,8 +32,12 @@ def report_interruption() -> Iterator[None]:
 
 
 @contextmanager
-def packing_bar() -> Iterator[Callable[[Progress], None] | None]:
-    """Show samples, rates and time left on a terminal's stderr; yields its update function, else None."""
+def job_bar(title: str) -> Iterator[Callable[[Progress], None] | None]:
+    """Show counts, rates, failures and time left on a terminal's stderr; yields its update function, else None.
+
+    Args:
+        title: Verb of the job, e.g. "packing".
+    """
     if not sys.stderr.isatty():
         yield None
         return
@@ -41,18 +45,43 @@ def packing_bar() -> Iterator[Callable[[Progress], None] | None]:
 
     counts_column = TextColumn("{task.fields[counts]}", markup=False)
     start_s = time.monotonic()
-    with terminal_bar("packing", counts_column, counts="") as update_bar:
+    with terminal_bar(title, counts_column, counts="") as update_bar:
 
         def update(progress: Progress) -> None:
-            seconds = max(time.monotonic() - start_s, 1e-3)
-            new = progress.samples - progress.kept
-            mean_bytes = progress.size_bytes / max(progress.samples, 1)
-            kept = f"  {progress.kept:,} of an earlier run" if progress.kept else ""
-            counts = (
-                f"{plural(progress.samples, 'sample')}  {new / seconds:,.0f}/s  "
-                f"{human_bytes(int(new * mean_bytes / seconds))}/s{kept}"
-            )
+            counts = counts_text(progress, time.monotonic() - start_s)
+            if progress.total_bytes is not None:
+                update_bar(
+                    completed=progress.size_bytes, total=progress.total_bytes or None, counts=counts
+                )
+                return
             done = progress.samples + progress.skipped
             update_bar(completed=done, total=progress.total, counts=counts)
 
         yield update
+
+
+def counts_text(progress: Progress, seconds: float) -> str:
+    """Return counts and rates of a job as one line; failures, retries and kept samples only if there are some.
+
+    >>> from shardstream.packing import Progress
+    >>> counts_text(Progress(1200, 0, 5_000_000, None, shards=3, failures=1, retries=2), 10.0)
+    '3 shards  1,200 samples  120/s  500.0 kB/s  1 failure  2 tasks run again'
+    """
+    seconds = max(seconds, 1e-3)
+    new = progress.samples - progress.kept
+    size_bytes: float = progress.size_bytes
+    if progress.kept:  # bytes of an earlier run took no time now
+        size_bytes *= new / max(progress.samples, 1)
+    parts = [
+        plural(progress.shards, "shard"),
+        plural(progress.samples, "sample"),
+        f"{new / seconds:,.0f}/s",
+        f"{human_bytes(int(size_bytes / seconds))}/s",
+    ]
+    if progress.kept:
+        parts.append(f"{progress.kept:,} of an earlier run")
+    if progress.failures:
+        parts.append(plural(progress.failures, "failure"))
+    if progress.retries:
+        parts.append(f"{plural(progress.retries, 'task')} run again")
+    return "  ".join(parts)

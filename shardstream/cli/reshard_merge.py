@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+import itertools
+from collections.abc import Sequence
+from typing import Annotated, Any, cast
 
 import typer
 
@@ -22,7 +24,7 @@ from shardstream.cli.options import (
     parse_options,
     state_of_parts,
 )
-from shardstream.cli.pack_progress import packing_bar, report_interruption
+from shardstream.cli.pack_progress import job_bar, report_interruption
 from shardstream.cli.terminal_text import human_bytes, printable
 from shardstream.errors import plural
 
@@ -32,6 +34,49 @@ _Fields = Annotated[
         metavar="NAME,NAME", help="Keep these fields; by default all.", show_default=False
     ),
 ]
+_Add = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--add",
+        metavar="URL[:FIELD,…]",
+        help="Add fields of other shards or of a table, by key; may be repeated. FIELD=NAME is the field NAME there, or a column. The keys "
+        "of a table are in its column __key__ or key, or in COLUMN with __key__=COLUMN.",
+        show_default=False,
+    ),
+]
+_Missing = Annotated[
+    str,
+    typer.Option(
+        metavar="error|keep|drop",
+        help="For a sample whose key is not in --add: stop, keep it without the fields, or drop it.",
+    ),
+]
+
+
+def parse_add(texts: Sequence[str] | None) -> dict[str, dict[str, str] | None] | None:
+    """Parse the values of ``--add``: URL -> field -> its name there; None for all fields.
+
+    >>> parse_add(["s3://b/captions/", "a.parquet:__key__=id,txt"])
+    {'s3://b/captions/': None, 'a.parquet': {'__key__': 'id', 'txt': 'txt'}}
+
+    Raises:
+        typer.BadParameter: If a URL comes twice, or a name is empty.
+    """
+    if not texts:
+        return None
+    added: dict[str, dict[str, str] | None] = {}
+    for text in texts:
+        url, _, names = text.rpartition(":")
+        if not url or "/" in names:  # the colon of s3://, or none
+            url, names = text, ""
+        pairs = [one.strip().partition("=") for one in names.split(",")] if names else []
+        fields = {field: name if sign else field for field, sign, name in pairs}
+        if url in added or not all(itertools.chain.from_iterable(fields.items())):
+            raise typer.BadParameter(
+                "give each URL once, as URL or URL:FIELD,FIELD=NAME", param_hint="--add"
+            )
+        added[url] = fields or None
+    return added
 
 
 def reshard(  # noqa: PLR0913  (the options of a command)
@@ -45,6 +90,8 @@ def reshard(  # noqa: PLR0913  (the options of a command)
     ] = False,
     seed: Annotated[int, typer.Option(metavar="N", help="Seed of the random order.")] = 0,
     fields: _Fields = None,
+    add: _Add = None,
+    missing: _Missing = "error",
     name: Annotated[
         str,
         typer.Option(
@@ -59,7 +106,7 @@ def reshard(  # noqa: PLR0913  (the options of a command)
     option: StorageOption = None,
     source_option: SourceOption = None,
 ) -> None:
-    """Write the samples of shards to new shards: other sizes, another order, fewer fields.
+    """Write the samples of shards to new shards: other sizes, another order, fewer or more fields.
 
     Remote shards need an index. Equal input gives equal bytes, whatever --processes, --part and --ray are. To resume a stopped or
     killed command, run it again: finished shards are kept. Functions on samples: ss.reshard(select=, map=) in Python.
@@ -68,10 +115,11 @@ def reshard(  # noqa: PLR0913  (the options of a command)
       shardstream reshard s3://bucket/train/ s3://bucket/large/ --max-bytes 1GB --processes 8
       shardstream reshard train/ shuffled/ --shuffle --seed 1
       shardstream reshard train/ captions/ --fields txt,json --part 3/16
+      shardstream reshard train/ new/ --add captions/:txt --add scores.parquet:__key__=id,score.json=score
     """
     import shardstream as ss  # noqa: PLC0415  (numpy and fsspec take 300 ms)
 
-    with report_interruption(), packing_bar() as progress:
+    with report_interruption(), job_bar("resharding") as progress:
         report = ss.reshard(
             urls,
             dest,
@@ -79,6 +127,8 @@ def reshard(  # noqa: PLR0913  (the options of a command)
             max_bytes=max_bytes,
             seed=seed if shuffle else None,
             fields=None if fields is None else [one.strip() for one in fields.split(",")],
+            add=parse_add(add),
+            missing=cast("Any", missing),  # checked there
             name=name,
             overwrite=overwrite,
             executor=executor_of(processes, part, ray=ray, ray_address=ray_address),
@@ -86,6 +136,8 @@ def reshard(  # noqa: PLR0913  (the options of a command)
             storage_options=parse_options(option),
             source_options=parse_options(source_option) if source_option else None,
         )
+    for warning in report.warnings:
+        typer.echo(f"warning: {printable(warning)}", err=True)
     if report.kept:
         typer.echo(f"kept {plural(report.kept, 'shard')} of an earlier run")
     counts = f"{plural(report.samples, 'sample')} in {plural(report.shards, 'shard')}"
@@ -110,6 +162,8 @@ def merge(dest: Dest, *, option: StorageOption = None) -> None:
     import shardstream as ss  # noqa: PLC0415
 
     report = ss.merge(dest, storage_options=parse_options(option))
+    for warning in report.warnings:
+        typer.echo(f"warning: {printable(warning)}", err=True)
     counts = f"{plural(report.samples, 'sample')} in {plural(report.shards, 'shard')}"
     folder = report.splits[0].url
     typer.echo(f"published {counts}, {human_bytes(report.total_bytes)}: {printable(folder)}")

@@ -12,7 +12,9 @@ A record passes through these files:
     report                            progress, and the result of a job
 
 ``reshard`` writes the samples of shards to new shards, in parts that run anywhere: ``part_job`` claims the folder and records finished
-parts, ``sample_steps`` runs the user's functions, ``part_writer`` writes, ``merge`` publishes. Packed data pass through ``shard_scan``
+parts, ``sample_steps`` runs the user's functions, ``part_writer`` writes, ``merge`` publishes; ``indexed_source`` opens the shards.
+``join_fields`` adds fields of other shards and tables (``added_source``, ``added_table``) by key, which it finds in a ``key_index``
+(``key_hashes`` sorts it). Packed data pass through ``shard_scan``
 for ``indexing`` and ``verification`` (with ``verify_checks``); ``inspect`` shows shards and single samples.
 """
 
@@ -31,6 +33,8 @@ from shardstream.packing.indexing import index
 from shardstream.packing.inspect import Listing, class_name, list_shards, list_splits, read_one
 from shardstream.packing.job import pack
 from shardstream.packing.journal import FinishedShard, Journal, Task, read_journal
+from shardstream.packing.key_hashes import KeyHashes, hash_keys
+from shardstream.packing.key_index import key_index_name, open_key_index, write_key_index
 from shardstream.packing.merge import merge
 from shardstream.packing.pack_plan import PackRequest
 from shardstream.packing.parallel_encode import Encoded, RecordEncoder, chunked
@@ -50,7 +54,7 @@ from shardstream.packing.split import assign_splits, shuffled_order, split_count
 from shardstream.packing.tables import iter_rows
 from shardstream.packing.tar_shard import TarShard, sample_pieces
 from shardstream.packing.verification import VerifyReport, verify
-from shardstream.packing.verify_checks import ShardKeys, find_repeated_keys, hash_keys
+from shardstream.packing.verify_checks import KeyPlace, find_repeated_keys, place_of
 
 __all__ = [
     "DEFAULT_MAX_BYTES",
@@ -63,6 +67,8 @@ __all__ = [
     "FinishedShard",
     "ImageOptions",
     "Journal",
+    "KeyHashes",
+    "KeyPlace",
     "Listing",
     "PackReport",
     "PackRequest",
@@ -75,7 +81,6 @@ __all__ = [
     "Record",
     "RecordEncoder",
     "SamplesSource",
-    "ShardKeys",
     "ShardNames",
     "ShardWriter",
     "Source",
@@ -99,12 +104,15 @@ __all__ = [
     "index",
     "iter_cuts",
     "iter_rows",
+    "key_index_name",
     "key_levels",
     "list_shards",
     "list_splits",
     "merge",
+    "open_key_index",
     "open_source",
     "pack",
+    "place_of",
     "read_journal",
     "read_one",
     "reencode",
@@ -115,4 +123,5 @@ __all__ = [
     "sibling_folders",
     "split_counts",
     "verify",
+    "write_key_index",
 ]

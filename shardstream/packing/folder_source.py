@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import overload
 
 import numpy as np
 
@@ -25,11 +27,11 @@ from shardstream.packing.source import (
     FileRef,
     KeyMaker,
     Record,
-    fingerprint_of,
+    fingerprint_of_many,
     is_image_name,
 )
 from shardstream.packing.split import Numbers
-from shardstream.storage import ListedFile, Storage, list_files, sample_members
+from shardstream.storage import FileList, ListedFile, Storage, list_files, sample_order
 
 _log = logging.getLogger(__name__)
 
@@ -59,7 +61,9 @@ class ClassFolderSource:
     def __init__(self, root: str, files: Sequence[ListedFile], *, key: str | None = None) -> None:
         self._root = root
         self._key = key
-        self._images = [file for file in files if is_image_name(file.path)]
+        listed = files if isinstance(files, FileList) else FileList(files)
+        is_image = np.fromiter(map(is_image_name, listed.paths()), dtype=bool, count=len(listed))
+        self._images = listed.take(np.flatnonzero(is_image))
         if not self._images:
             raise SourceError(
                 f"no images in folders of classes (CLASS/image.jpg) among {plural(len(files), 'file')}",
@@ -74,7 +78,7 @@ class ClassFolderSource:
                 root,
                 len(files) - len(self._images),
             )
-        self.classes: Classes = tuple(sorted({self._class(file) for file in self._images}))
+        self.classes: Classes = tuple(sorted(set(map(self._class, self._images.paths()))))
         """Names of the classes; a label is the position here."""
 
     @property
@@ -101,7 +105,9 @@ class ClassFolderSource:
     def assigned(self) -> Numbers:
         """Return the split of each image, as its number in `splits`; shape (n,)."""
         places = {name: place for place, name in enumerate(self.splits)}
-        return np.array([places[_top_folder(file)] for file in self._images], dtype=np.int64)
+        return np.array(
+            [places[_top_folder(path)] for path in self._images.paths()], dtype=np.int64
+        )
 
     def refuse_masks(self) -> None:
         """Refuse a folder of photos next to a folder of their masks (``images/0001.jpg``, ``masks/0001.png``): these are not classes.
@@ -111,8 +117,8 @@ class ClassFolderSource:
         """
         masked = [name for name in self.classes if has_mask_word(name)]
         stems: dict[str, set[str]] = {name: set() for name in self.classes}
-        for file in self._images if masked else ():
-            stems[self._class(file)].add(_photo_stem(file))
+        for path in self._images.paths() if masked else ():
+            stems[self._class(path)].add(_photo_stem(path))
         for name in masked:
             for other in sorted(stems.keys() - masked):
                 if 2 * len(stems[name] & stems[other]) >= len(stems[name]):
@@ -130,10 +136,12 @@ class ClassFolderSource:
             SourceError: If a folder is not among the classes.
         """
         known = frozenset(classes)
-        unknown = next((file for file in self._images if self._class(file) not in known), None)
+        unknown = next(
+            (path for path in self._images.paths() if self._class(path) not in known), None
+        )
         if unknown is not None:
             raise SourceError(
-                f"the class {self._class(unknown)!r} ({unknown.path}) is not among the {plural(len(classes), 'class')} of {where}; "
+                f"the class {self._class(unknown)!r} ({unknown}) is not among the {plural(len(classes), 'class')} of {where}; "
                 "pack all splits in one run (a folder with train/ and val/ in it), or give the names of all classes "
                 "with classes= (--classes)",
                 shard=self._root,
@@ -149,20 +157,26 @@ class ClassFolderSource:
             SourceError: If two images of a split have the same key.
         """
         # Files are sorted by path, so those of a split follow each other.
-        for _, split in itertools.groupby(self._images, _top_folder if self.splits else _no_folder):
-            yield from self._records(list(split))
+        first = 0
+        for _, split in itertools.groupby(
+            self._images.paths(), _top_folder if self.splits else _no_folder
+        ):
+            last = first + sum(1 for _ in split)
+            yield from self._records(self._images[first:last])
+            first = last
 
-    def _records(self, files: Sequence[ListedFile]) -> Iterator[Record]:
+    def _records(self, files: FileList) -> Iterator[Record]:
         """Yield the records of one dataset."""
         labels = {name: label for label, name in enumerate(self.classes)}
-        paths = [self._path(file) for file in files]
+        paths = _Paths(files, has_splits=bool(self.splits))
         make_key = KeyMaker(self._key or "", source=self._root)
         levels = key_levels(paths) if self._key is None else ()
         for index, file in enumerate(files):
-            path, _, extension = paths[index].rpartition(".")
-            folder = self._class(file)
+            name = paths[index]
+            path, _, extension = name.rpartition(".")
+            folder = self._class(file.path)
             if self._key is None:
-                key = file_key(paths[index], index, int(levels[index]))
+                key = file_key(name, index, int(levels[index]))
             else:
                 names = {"index": index, "stem": path.rpartition("/")[2], "path": path}
                 key = make_key(file.url, **names, **{"class": folder})
@@ -172,38 +186,59 @@ class ClassFolderSource:
             }
             yield Record(key, fields, file.url)
 
-    def _path(self, file: ListedFile) -> str:
-        """Return the path of an image in its dataset."""
-        return file.path.partition("/")[2] if self.splits else file.path
-
-    def _class(self, file: ListedFile) -> str:
-        return self._path(file).partition("/")[0]
+    def _class(self, path: str) -> str:
+        path = path.partition("/")[2] if self.splits else path
+        return path.partition("/")[0]
 
 
-def _top_folder(file: ListedFile) -> str:
-    return file.path.partition("/")[0]
+class _Paths(Sequence[str]):
+    """The paths of images in their dataset."""
+
+    def __init__(self, files: FileList, *, has_splits: bool) -> None:
+        self._files, self._has_splits = files, has_splits
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    @overload
+    def __getitem__(self, at: int) -> str: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> _Paths: ...
+
+    def __getitem__(self, at: int | slice) -> str | _Paths:
+        if isinstance(at, slice):
+            return _Paths(self._files[at], has_splits=self._has_splits)
+        path = self._files.path(at)
+        return path.partition("/")[2] if self._has_splits else path
 
 
-def _photo_stem(file: ListedFile) -> str:
+def _top_folder(path: str) -> str:
+    return path.partition("/")[0]
+
+
+def _photo_stem(path: str) -> str:
     """Return the stem of an image; for ``0001_mask.png`` the stem of its photo."""
-    stem = file.path.rpartition("/")[2].partition(".")[0]
+    stem = path.rpartition("/")[2].partition(".")[0]
     photo, _, last = stem.rpartition("_")
     return photo if photo and has_mask_word(last) else stem
 
 
-def _no_folder(_: ListedFile) -> str:
+def _no_folder(_: str) -> str:
     return ""
 
 
-def _splits(root: str, images: Sequence[ListedFile]) -> tuple[str, ...]:
+def _splits(root: str, images: FileList) -> tuple[str, ...]:
     """Return the names of the splits, if the folders right under the root are splits.
 
     Raises:
         SourceError: If some of the folders are splits, or splits without folders of classes: their names would become labels.
     """
-    top_folders = sorted({_top_folder(file) for file in images if "/" in file.path})
+    top_folders = sorted({_top_folder(path) for path in images.paths() if "/" in path})
     named = [name for name in top_folders if is_split(name)]
-    has_classes = any(is_split(_top_folder(file)) and file.path.count("/") > 1 for file in images)
+    has_classes = any(
+        is_split(_top_folder(path)) and path.count("/") > 1 for path in images.paths()
+    )
     if named == top_folders and has_classes:
         return tuple(top_folders)
     if len(named) > 1:
@@ -217,12 +252,12 @@ def _splits(root: str, images: Sequence[ListedFile]) -> tuple[str, ...]:
     return ()
 
 
-def _check_depth(root: str, images: Sequence[ListedFile], depth: int) -> None:
-    misplaced = next((file for file in images if file.path.count("/") <= depth), None)
+def _check_depth(root: str, images: FileList, depth: int) -> None:
+    misplaced = next((path for path in images.paths() if path.count("/") <= depth), None)
     if misplaced is not None:
-        folder, slash, name = misplaced.path.rpartition("/")
+        folder, slash, name = misplaced.rpartition("/")
         raise SourceError(
-            f"{misplaced.path} is directly in {'the folder of a split' if folder else 'this folder'}; put each image in the folder "
+            f"{misplaced} is directly in {'the folder of a split' if folder else 'this folder'}; put each image in the folder "
             f"of its class ({folder}{slash}CLASS/{name}), or pack loose files with kind='files' (--kind files)",
             shard=root,
         )
@@ -247,7 +282,7 @@ class GroupedFilesSource:
         self._root = root
         self._files = files
         self._key = key or "{path}"
-        splits = sorted({_top_folder(file) for file in files if is_split(_top_folder(file))})
+        splits = sorted({top for file in files if is_split(top := _top_folder(file.path))})
         if len(splits) > 1:
             _log.warning(
                 "%s: the folders %s look like splits, but all files go into one dataset; pack each folder by itself if this is not "
@@ -264,12 +299,12 @@ class GroupedFilesSource:
     @property
     def num_files(self) -> int:
         """Number of files in the samples."""
-        return sum(map(len, self._groups.values()))
+        return len(self._order)
 
     @property
     def length(self) -> int:
         """Number of samples."""
-        return len(self._groups)
+        return len(self._firsts) - 1
 
     @property
     def fingerprint(self) -> str:
@@ -279,18 +314,36 @@ class GroupedFilesSource:
     def __iter__(self) -> Iterator[Record]:
         """Yield the records, sorted by path."""
         make_key = KeyMaker(self._key, source=self._root)
-        for index, (path, group) in enumerate(self._groups.items()):
-            where = next(iter(group.values())).url
+        for index, (first, last) in enumerate(itertools.pairwise(self._firsts)):
+            group = [self._files[number] for number in self._order[first:last].tolist()]
+            where, (path, _) = group[0].url, _key_and_field(group[0].path)
             names = {"index": index, "stem": path.rpartition("/")[2], "path": path}
-            fields = {field: FileRef(file.url, file.size) for field, file in group.items()}
+            fields = {_key_and_field(file.path)[1]: FileRef(file.url, file.size) for file in group}
             yield Record(make_key(where, **names), fields, where)
 
     @cached_property
-    def _groups(self) -> dict[str, dict[str, ListedFile]]:
-        groups: dict[str, dict[str, ListedFile]] = {}
-        for key, field, file in sample_members(self._root, self._files):
-            groups.setdefault(key, {})[field] = file
-        return groups
+    def _order(self) -> Numbers:
+        """Numbers of the files in samples, sorted by key and field."""
+        return sample_order(self._root, self._files)
+
+    @cached_property
+    def _firsts(self) -> array[int]:
+        """Place of the first file of each sample in the order, and the number of files."""
+        firsts, before = array("q"), None
+        for place, number in enumerate(self._order.tolist()):
+            key, _ = _key_and_field(self._files[number].path)
+            if key != before:
+                firsts.append(place)
+            before = key
+        firsts.append(len(self._order))
+        return firsts
+
+
+def _key_and_field(path: str) -> tuple[str, str]:
+    parts = split_member_name(path)
+    if parts is None:
+        raise AssertionError(path)  # `sample_order` leaves such files out
+    return parts[0], canonical_field(parts[1])
 
 
 def guess_folder(
@@ -303,19 +356,33 @@ def guess_folder(
     Raises:
         SourceError: As the sources do; or if a folder seems to hold the masks of another.
     """
-    images = {file.path for file in files if is_image_name(file.path)}
-    nested = [path for path in images if "/" in path]
-    stems = {_stem(path) for path in images}
-    companions = any(_stem(file.path) in stems for file in files if file.path not in images)
-    if not nested or companions or len(nested) * 2 < len(images):
+    images = nested = 0
+    for file in files:
+        is_image = is_image_name(file.path)
+        images += is_image
+        nested += is_image and "/" in file.path
+    if not nested or nested * 2 < images or _has_companions(files):
         return GroupedFilesSource(root, files, key=key)
     source = ClassFolderSource(root, files, key=key)
     source.refuse_masks()
     return source
 
 
+def _has_companions(files: Sequence[ListedFile]) -> bool:
+    """Return whether an image has the stem of another file."""
+    before: tuple[str | None, bool] = (None, False)
+    for file in files:  # mostly they are next to each other: no set is needed
+        now = (_stem(file.path), is_image_name(file.path))
+        if now[0] is not None and now[0] == before[0] and now[1] != before[1]:
+            return True
+        before = now
+    others = {_stem(file.path) for file in files if not is_image_name(file.path)}
+    return any(_stem(file.path) in others for file in files if others and is_image_name(file.path))
+
+
 def _fingerprint(kind: str, files: Sequence[ListedFile]) -> str:
-    return fingerprint_of(kind, *(part for file in files for part in (file.path, *file[2:])))
+    parts = (part for file in files for part in (file.path, *file[2:]))
+    return fingerprint_of_many(kind, parts)
 
 
 def _stem(path: str) -> str | None:

@@ -22,8 +22,8 @@ from shardstream.format import (
 )
 from shardstream.packing.destination import ShardNames
 from shardstream.packing.part_job import PartJob, PartResult, run_parts
+from shardstream.packing.report import ProgressFunction
 from shardstream.packing.shard_scan import (
-    ProgressFunction,
     ProgressMeter,
     ShardScanner,
     run_shard_tasks,
@@ -134,8 +134,8 @@ def index(  # noqa: PLR0913  (the public door)
         threads: Tars to read at a time; each takes about 32 MiB of memory.
         name: Name of the dataset; by default the one in a manifest that is there already.
         wds2idx: Also write ``NAME.idx``, the text index of NVIDIA DALI.
-        progress: Called with bytes done and bytes in all, from the threads that read, one at a time; with an executor after
-            each tar, from this thread.
+        progress: Called with a `Progress` after each piece, from the threads that read, one at a time; with an executor after each tar,
+            from this thread.
         executor: Executor that scans the tars, instead of ``threads`` threads of this process: e.g. ``LocalExecutor(processes=8)``.
             Storage options travel with the tasks. `Parts` indexes a part of the tars; `merge` writes ``index.json`` when all are done.
 
@@ -173,20 +173,36 @@ def index(  # noqa: PLR0913  (the public door)
         return _index_part(job, works, executor, progress, others)
     # Also if tars are named one by one: a manifest would publish them.
     check_finished(folder, present)
-    meter = ProgressMeter(sum(tar.size for tar in tars), progress)
+    meter = ProgressMeter(sum(tar.size for tar in tars), progress, executor)
     counted = meter if executor is None else None
     tasks = [IndexShard(tar=tar, storage=storage, wds2idx=wds2idx, meter=counted) for tar in tars]
-    results = run_shard_tasks(tasks, executor, threads=threads, meter=meter)
+    found: dict[int, Mapping[str, JSON]] = {}
+
+    def count(number: int, result: Mapping[str, JSON]) -> None:
+        found[number] = result
+        # Tasks in other processes have no meter that counts their bytes.
+        size_bytes = 0 if executor is None else cast("int", result["bytes"])
+        meter.add_shard(cast("int", result["samples"]), 0, size_bytes)
+
+    run_shard_tasks(tasks, count, executor, threads=threads, meter=meter)
+    results = {task: found[number] for number, task in enumerate(tasks)}
     manifest = _manifest_of(results, name=name or _name_before(url, storage))
-    files = encode_manifest_files(manifest)
-    for file_name, data in files.items():
-        publish_bytes(storage, join_url(folder, file_name), data)
-    for file_name in present:
-        if is_pages_name(file_name) and file_name not in files:
-            remove(storage, join_url(folder, file_name))
-    found = chain.from_iterable(cast("list[str]", one["warnings"]) for one in results.values())
-    warnings = (*found, *_warn_left_out(others, url))
+    _publish_manifest(storage, folder, manifest, present)
+    listed = chain.from_iterable(cast("list[str]", one["warnings"]) for one in results.values())
+    warnings = (*listed, *_warn_left_out(others, url))
     return IndexReport(manifest_url=url, manifest=manifest, warnings=warnings)
+
+
+def _publish_manifest(
+    storage: Storage, folder: str, manifest: Manifest, present: Sequence[str]
+) -> None:
+    """Write the manifest, and delete the pages of an earlier one among the files that are present."""
+    files = encode_manifest_files(manifest)
+    for name, data in files.items():
+        publish_bytes(storage, join_url(folder, name), data)
+    for name in present:
+        if is_pages_name(name) and name not in files:
+            remove(storage, join_url(folder, name))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,13 +240,13 @@ def _index_part(
 ) -> IndexReport:
     """Index a part of the tars."""
     meter = ProgressMeter(
-        sum(work.tar.size for work in works[executor.part - 1 :: executor.of]), progress
+        sum(work.tar.size for work in works[executor.part - 1 :: executor.of]), progress, executor
     )
     done: list[PartResult] = []
 
     def collect(task: Task, document: Mapping[str, JSON]) -> None:  # noqa: ARG001
         done.append(PartResult.decode(document))
-        meter.add(done[-1].total_bytes)
+        meter.add_shard(done[-1].nsamples, 0, done[-1].total_bytes)
 
     unfinished = run_parts(job, works, executor, collect)
     url = job.names.url(MANIFEST_NAME)

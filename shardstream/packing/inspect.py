@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Container, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +29,6 @@ from shardstream.format import (
     open_decompressed,
     read_sample,
 )
-from shardstream.packing.shard_scan import ProgressFunction, ProgressMeter
 from shardstream.storage import (
     FileInfo,
     LocatedShards,
@@ -184,7 +183,7 @@ def read_one(
     key: str | None = None,
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
-    progress: ProgressFunction | None = None,
+    progress: Callable[[int, int], object] | None = None,
 ) -> Sample:
     """Read one sample, by its number in the dataset or by its key.
 
@@ -227,9 +226,12 @@ def _read_number(number: int, located: LocatedShards, storage: Storage) -> Sampl
 
 
 def _search(
-    key: str, located: LocatedShards, storage: Storage, progress: ProgressFunction | None
+    key: str,
+    located: LocatedShards,
+    storage: Storage,
+    progress: Callable[[int, int], object] | None,
 ) -> Sample:
-    meter = ProgressMeter(sum(shard.filesize or 0 for shard in located.shards), progress)
+    done, total = 0, sum(shard.filesize or 0 for shard in located.shards)
     for shard in located.shards:
         if is_compressed(shard.url):
             with closing(_stream(shard, storage)) as samples:
@@ -238,7 +240,9 @@ def _search(
             found = _find(key, shard, storage)
         if found is not None:
             return found
-        meter.add(shard.filesize or 0)
+        done += shard.filesize or 0
+        if progress is not None:
+            progress(done, total)
     raise OptionError(
         f"no sample has the key {key!r} in {plural(len(located.shards), 'shard')}; "
         "a key is a member's name up to the first dot after its last slash"

@@ -190,6 +190,7 @@ class _Job:
             self._report_progress(writers, last=True)
             self._check_not_empty(writers)
             self._publish(writers)
+            self._report_progress(writers, last=True)
         return PackReport(
             source=self.plan.source.name,
             splits=tuple(
@@ -303,7 +304,11 @@ class _Job:
         samples = sum(writer.nsamples for writer in writers)
         size_bytes = sum(writer.size_bytes for writer in writers)
         kept = sum(shard.info.nsamples or 0 for writer in writers for shard in writer.kept)
-        self.progress(Progress(samples, len(self.skipped), size_bytes, self.plan.total, kept))
+        shards = sum(writer.num_finished for writer in writers)
+        skipped = len(self.skipped)
+        self.progress(
+            Progress(samples, skipped, size_bytes, self.plan.total, kept, shards, skipped)
+        )
 
     def _check_not_empty(self, writers: list[DatasetWriter]) -> None:
         for writer in writers:

@@ -33,17 +33,17 @@ from shardstream.format import (
 )
 from shardstream.packing.destination import ShardNames, is_deletable
 from shardstream.packing.journal import Journal, read_journal
+from shardstream.packing.key_index import is_key_index
 from shardstream.packing.manifest_files import remove_old_pages, write_manifest_files
 from shardstream.packing.part_job import (
     PartJob,
     PartResult,
     PartWork,
-    ProgressFunction,
     files_and_sizes,
     locked,
     run_parts,
 )
-from shardstream.packing.report import PackReport, Progress, Skip, SplitReport
+from shardstream.packing.report import PackReport, Progress, ProgressFunction, Skip, SplitReport
 from shardstream.storage import (
     FileInfo,
     OutputFolder,
@@ -53,7 +53,7 @@ from shardstream.storage import (
     open_output_folder,
     part_record_name,
 )
-from shardstream.tasks import JSON, Executor, LocalExecutor, Parts
+from shardstream.tasks import JSON, Executor, LocalExecutor, Parts, RetryCount
 from shardstream.tasks import Task as ShardTask
 
 _THREADS = 16  # that read records
@@ -99,7 +99,7 @@ def run_jobs(
             "overwrite cannot be used for one part: a part that starts late would delete what the others wrote; "
             "delete the old dataset first, or write elsewhere"
         )
-    counts = _Counts(progress, samples)
+    counts = _Counts(progress, samples, RetryCount(executor))
     splits: list[SplitReport] = []
     unfinished = 0
     for split, job, works in jobs:
@@ -108,8 +108,10 @@ def run_jobs(
             job, works, executor or LocalExecutor(), counts.add, overwrite=overwrite
         )
         splits.append(counts.split)
+    warnings: list[str] = []
     for _, job, _ in jobs if not is_part else ():
-        merge(job.names.folder, storage_options=job.storage_options)
+        merged = merge(job.names.folder, storage_options=job.storage_options)
+        warnings += merged.warnings
     return PackReport(
         source=jobs[0].job.title,
         splits=tuple(splits),
@@ -117,6 +119,7 @@ def run_jobs(
         skipped=tuple(counts.skipped),
         fields=dict(counts.fields),
         unfinished=unfinished,
+        warnings=tuple(warnings),
     )
 
 
@@ -165,6 +168,7 @@ def merge(
                 f"no sample has the field {', '.join(missing)}, which was to be kept; nothing is published, correct fields= (--fields)",
                 shard=url,
             )
+        warnings = _check_added(results, url)
         _publish(folder, files, journal, Manifest(
             shards=shards, name=str(options["name"]), fields=dict(fields)
         ))  # fmt: skip
@@ -181,6 +185,7 @@ def merge(
         seconds=time.monotonic() - begin_s,
         skipped=tuple(skip for result in results for skip in result.skipped),
         fields=dict(fields),
+        warnings=warnings,
     )
 
 
@@ -210,7 +215,8 @@ def _publish(
         final = final_name(name) or ""
         # Half-written files of killed processes: no part is left that could write one.
         is_half = bool(template) and names.is_ours(final.removesuffix(INDEX_SUFFIX))
-        if is_part_record(name) or is_half or is_part_record(final):
+        is_record = any(is_part_record(one) or is_key_index(one) for one in (name, final))
+        if is_record or is_half:
             folder.remove(name)
     folder.remove(journal_name(0))
 
@@ -302,6 +308,27 @@ def _check_keys(results: Sequence[PartResult], url: str) -> None:
     )
 
 
+def _check_added(results: Sequence[PartResult], url: str) -> tuple[str, ...]:
+    """Return a warning for each source of added fields that has keys without a sample.
+
+    Raises:
+        OptionError: If no sample has a key of a source.
+    """
+    warnings = []
+    for source, (_, keys) in (results[0].matched if results else {}).items():
+        matched = sum(result.matched[source][0] for result in results)
+        if not matched:
+            raise OptionError(
+                f"no sample has a key of {source}, whose fields were to be added; nothing is published, compare the keys "
+                "(shardstream cat prints those of a shard)",
+                shard=url,
+            )
+        if matched < keys:
+            unused = plural(keys - matched, "key")
+            warnings.append(f"{source}: {unused} of {keys:,} without a sample in the source")
+    return tuple(warnings)
+
+
 def _check_in_place(
     folder: OutputFolder, files: Mapping[str, FileInfo], shards: Iterable[ShardInfo]
 ) -> None:
@@ -332,12 +359,15 @@ def _no_job_error(url: str, files: Mapping[str, FileInfo], journal: Journal | No
 class _Counts:
     """Counts the results of parts, for the progress and the report."""
 
-    def __init__(self, progress: ProgressFunction | None, total: int | None) -> None:
+    def __init__(
+        self, progress: ProgressFunction | None, total: int | None, retries: RetryCount
+    ) -> None:
         self.split = SplitReport(name="", url="", samples=0, shards=0, total_bytes=0)
         """The parts of the current split that were run here."""
         self.fields = Counter[str]()
         self.skipped: list[Skip] = []
         self._progress, self._update = progress, Progress(0, 0, 0, total)
+        self._retries = retries
 
     def begin(self, split: str, url: str) -> None:
         """Begin the next split."""
@@ -362,6 +392,9 @@ class _Counts:
             update.size_bytes + result.total_bytes,
             update.total,
             update.kept + result.nsamples * kept,
+            update.shards + len(result.shards),
+            update.failures + len(result.skipped),
+            self._retries.count,
         )
         if self._progress is not None:
             self._progress(self._update)

@@ -15,16 +15,16 @@ import numpy as np
 from shardstream.errors import ChangedError, OptionError, SampleError, SourceError
 from shardstream.format import END_OF_ARCHIVE, member_bytes
 from shardstream.packing.encode import encode_field
+from shardstream.packing.key_hashes import hash_keys
 from shardstream.packing.merge import SplitJob, run_jobs
 from shardstream.packing.pack_plan import OpenedPack, PackPlan, PackRequest, folder_of_split
 from shardstream.packing.parallel_encode import Encoded, chunked, named
-from shardstream.packing.part_job import PartJob, PartResult, ProgressFunction
+from shardstream.packing.part_job import PartJob, PartResult
 from shardstream.packing.part_writer import PartWriter
-from shardstream.packing.report import PackReport, Skip
+from shardstream.packing.report import PackReport, ProgressFunction, Skip
 from shardstream.packing.reshard import cut_by_size
 from shardstream.packing.source import FileRef, Record, SeekableSource, records_from
 from shardstream.packing.split import Numbers
-from shardstream.packing.verify_checks import hash_keys
 from shardstream.storage import OutputFolder
 from shardstream.tasks import Executor
 

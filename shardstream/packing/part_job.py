@@ -24,7 +24,7 @@ from shardstream.format import (
 )
 from shardstream.packing.destination import ShardNames, claim_destination
 from shardstream.packing.journal import Journal, Task, read_journal
-from shardstream.packing.report import Progress, Skip
+from shardstream.packing.report import Skip
 from shardstream.storage import (
     FileInfo,
     OutputFolder,
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
 
 _LOCK_TIMEOUT_S = 10.0  # a process that claims the folder or merges it holds the lock for less
 _LOCK_POLL_S = 0.05
-
-ProgressFunction = Callable[[Progress], object]
 
 
 class PartWork(Protocol):
@@ -71,6 +69,7 @@ class PartResult:
         warnings: Findings that may be mistakes.
         skipped: Records that were skipped, in order.
         key_hashes: Base64 of 8 bytes for each key, if another part may have the same keys.
+        matched: URL of each source of added fields -> samples of this part whose key it has, and keys that it has in all.
     """
 
     shards: tuple[ShardInfo, ...]
@@ -79,6 +78,7 @@ class PartResult:
     warnings: tuple[str, ...] = ()
     skipped: tuple[Skip, ...] = ()
     key_hashes: str = ""
+    matched: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def nsamples(self) -> int:
@@ -97,7 +97,8 @@ class PartResult:
         ]
         document: dict[str, JSON] = {"shards": shards, "fields": {**self.fields}}
         document |= {"left_out": self.left_out, "warnings": [*self.warnings]}
-        return document | {"skipped": [[*one] for one in self.skipped], "keys": self.key_hashes}
+        document |= {"skipped": [[*one] for one in self.skipped], "keys": self.key_hashes}
+        return document | {"matched": {url: [*counts] for url, counts in self.matched.items()}}
 
     @classmethod
     def decode(cls, document: Mapping[str, Any]) -> PartResult:
@@ -114,6 +115,9 @@ class PartResult:
             warnings=tuple(map(str, document["warnings"])),
             skipped=tuple(Skip(str(where), str(reason)) for where, reason in document["skipped"]),
             key_hashes=str(document["keys"]),
+            matched={
+                str(url): (int(count), int(of)) for url, (count, of) in document["matched"].items()
+            },
         )
 
 

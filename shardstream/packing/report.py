@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 
 class Progress(NamedTuple):
-    """Progress of a packing job."""
+    """Progress of `pack`, `reshard`, `index` or `verify`."""
 
     samples: int
-    """Samples written so far."""
+    """Samples written so far; for `index` and `verify` those of the shards that have been read."""
     skipped: int
-    """Records skipped so far."""
+    """Records or samples left out so far: by ``select``, or because of an error."""
     size_bytes: int
-    """Bytes of the tars so far."""
+    """Bytes of the tars so far, written or read."""
     total: int | None
     """Number of all records, if known."""
     kept: int = 0
     """Samples in shards of an earlier run that was stopped."""
+    shards: int = 0
+    """Shards that are done."""
+    failures: int = 0
+    """Records that were skipped because of an error; for `verify` errors that were found."""
+    retries: int = 0
+    """Tasks that were run again because their worker died (see `Executor`)."""
+    total_bytes: int | None = None
+    """Bytes of all tars, if known: those that `index` and `verify` read."""
+
+
+ProgressFunction = Callable[[Progress], object]
 
 
 class Skip(NamedTuple):
@@ -63,6 +74,7 @@ class PackReport:
         files: Loose files that were grouped to samples; None for other sources.
         fields: Number of samples that have each field.
         unfinished: Parts of the job that are not done, by this process or another one; if any, nothing is published yet.
+        warnings: Findings that may be mistakes, e.g. keys of added fields that no sample has; known when the dataset is published.
     """
 
     source: str
@@ -72,6 +84,7 @@ class PackReport:
     files: int | None = None
     fields: Mapping[str, int] = field(default_factory=dict)
     unfinished: int = 0
+    warnings: tuple[str, ...] = ()
 
     @property
     def samples(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -12,34 +12,31 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardstream.catalog import ClassNames, Numbers, ShardCatalog, find_difference, lacks_index
-from shardstream.errors import ChangedError, OptionError, plural
+from shardstream.catalog import ClassNames, Numbers, ShardCatalog, find_difference
+from shardstream.errors import ChangedError, OptionError
 from shardstream.fetch import open_fetcher
 from shardstream.format import (
     CLASSES_NAME,
     END_OF_ARCHIVE,
     Sample,
-    checksum,
     encode_classes,
-    fingerprint,
 )
 from shardstream.order import derive_key, permute
+from shardstream.packing.added_source import AddedUrls
 from shardstream.packing.destination import ShardNames
+from shardstream.packing.indexed_source import IndexedSource, open_indexed
+from shardstream.packing.join_fields import FieldJoin, Joiner, Missing, OpenedJoin
 from shardstream.packing.merge import SplitJob, run_jobs
-from shardstream.packing.part_job import PartJob, PartResult, ProgressFunction
+from shardstream.packing.part_job import PartJob, PartResult
 from shardstream.packing.part_writer import PartWriter
-from shardstream.packing.report import PackReport
+from shardstream.packing.report import PackReport, ProgressFunction
 from shardstream.packing.sample_steps import SampleFunction, SampleSteps, forget_instances
 from shardstream.packing.shard_writer import DEFAULT_MAX_BYTES, DEFAULT_MAX_SAMPLES, WriterOptions
-from shardstream.packing.source import fingerprint_of
 from shardstream.packing.tar_shard import sample_pieces
 from shardstream.storage import (
-    LocatedShards,
     OutputFolder,
-    Storage,
     Urls,
     absolute_urls,
-    locate_shards,
     parent_url,
     parse_bytes,
 )
@@ -63,6 +60,8 @@ def reshard(  # noqa: PLR0913  (public door)
     max_bytes: int | str = DEFAULT_MAX_BYTES,
     seed: int | None = None,
     fields: Sequence[str] | None = None,
+    add: AddedUrls | None = None,
+    missing: Missing = "error",
     select: SampleFunction | None = None,
     map: SampleFunction | None = None,  # noqa: A002  (as in ShardDataset.map)
     batch_size: int | None = None,
@@ -86,7 +85,14 @@ def reshard(  # noqa: PLR0913  (public door)
         max_bytes: Maximum size of a shard, e.g. "256MB". If samples grow in ``map``, the rest of a task goes to further shards, named
             ``000007_01.tar`` and so on.
         seed: Write all samples in a random order, a uniform permutation; by default they keep their order.
-        fields: Fields to keep; by default all.
+        fields: Fields to keep; by default all. Those of ``add`` are kept, too.
+        add: Sources of more fields, joined by key: ``{URL: fields}``. The URL is that of indexed shards or of tables (Parquet, CSV, TSV,
+            JSON lines); ``fields`` are names, or ``{field: name there}``, for tables ``{field: column}``. None takes all fields of shards.
+            The keys of a table are in its column ``__key__`` or ``key``, or in the one that ``{"__key__": column}`` names. Fields are
+            added before ``select`` and ``map``. A field that the sample has already is an error, unless ``fields`` leaves it out: then
+            it is replaced. ``source_options`` apply.
+        missing: What happens to a sample whose key, or one of whose named fields, is not in a source of ``add``: "error"; "keep", without
+            these fields; or "drop". Keys that no sample has are counted in a warning.
         select: ``select(sample)`` says whether to keep a sample; the shards are cut before, so they get smaller.
         map: ``map(sample)`` returns a sample as `ShardWriter.write` takes it; without ``__key__`` the key stays. A class is instantiated
             once in each process, for example to hold a model, and its instances are called.
@@ -106,92 +112,110 @@ def reshard(  # noqa: PLR0913  (public door)
 
     Raises:
         OptionError: If an argument is wrong, the source has no index, or a dataset is in the destination already.
-        SourceError: If a function raises; names the sample.
-        SampleError: If a sample cannot be written, e.g. because its key is in the new shard already.
+        SourceError: If a function raises; names the sample. If a key comes twice in a source of ``add``.
+        SampleError: If a sample cannot be written, e.g. because its key is in the new shard already, or is missing in ``add``.
         ShardError: If a sample of the source is damaged.
         ChangedError: If the source changes while it is read.
         StorageError: If a place cannot be reached or is full, or another job writes there.
     """
     steps = SampleSteps.checked(fields, select, map, batch_size)
     reading = storage_options if source_options is None else source_options
-    opened = _open_source(source, reading)
-    names = _shard_names(dest, opened)
+    join = FieldJoin.checked(add, missing, steps.fields, reading, storage_options)
     limits = WriterOptions(max_samples=max_samples, max_bytes=parse_bytes(max_bytes), name=name)
-    kept = _kept_fraction(opened, steps)
-    options = {"max_samples": limits.max_samples, "max_bytes": limits.max_bytes, "seed": seed}
-    firsts = plan_shards(opened.catalog, limits, is_shuffled=seed is not None, kept=kept)
-    job = PartJob(
-        kind="reshard",
-        title=opened.title,
-        names=names,
-        source=opened.identity,
-        options=options | steps.identity | {"version": version, "kept": kept},
-        parts=len(firsts) - 1,
-        name=name,
-        extras=_class_names(opened),
-        storage_options=storage_options,
-    )
+    opened = open_indexed(source, reading)
     work = ReshardWork(
-        job=job.run,
+        job="",
         source=absolute_urls(source),
         source_options=reading,
         identity=opened.identity,
         seed=seed,
         limits=limits,
-        template=names.template,
+        template="",
         steps=steps,
+        join=join,
     )
-    try:
-        return run_jobs(
-            [SplitJob("", job, work.parts(firsts))],
-            executor=executor,
-            overwrite=overwrite,
-            progress=progress,
-            samples=len(opened.catalog),
-        )
-    finally:
-        _source_here.clear()
-        forget_instances()
+    with closing(join.open()) as joined:
+        names = _shard_names(dest, opened, joined)
+        split = _plan_job(work, opened, joined, names, version, storage_options)
+        try:
+            return run_jobs(
+                [split],
+                executor=executor,
+                overwrite=overwrite,
+                progress=progress,
+                samples=len(opened.catalog),
+            )
+        finally:
+            _close_source()
+            forget_instances()
 
 
-class _OpenedSource(NamedTuple):
-    located: LocatedShards
-    catalog: ShardCatalog
-    identity: str
-    """Changes with the shards: their names, counts and sizes, and their checksums, else their times or ETags."""
+def _plan_job(
+    work: ReshardWork,
+    opened: IndexedSource,
+    joined: OpenedJoin,
+    names: ShardNames,
+    version: int | str | None,
+    storage_options: Mapping[str, Any] | None,
+) -> SplitJob:
+    """Return the job and the work of its parts, from the work without a job."""
+    steps, limits, seed = work.steps, work.limits, work.seed
+    sizes = _Sizes(_kept_fraction(opened, steps, joined.fields), joined.mean_bytes)
+    firsts = plan_shards(opened.catalog, limits, is_shuffled=seed is not None, sizes=sizes)
+    options: dict[str, Any] = {
+        "max_samples": limits.max_samples,
+        "max_bytes": limits.max_bytes,
+        "seed": seed,
+    }
+    options |= {**steps.identity, "version": version, **sizes.options, **work.join.choices}
+    job = PartJob(
+        kind="reshard",
+        title=opened.title,
+        names=names,
+        source=" ".join((opened.identity, *joined.identities)),
+        options=options,
+        parts=len(firsts) - 1,
+        name=limits.name,
+        extras=_class_names(opened),
+        storage_options=storage_options,
+    )
+    steps = steps.keeping(joined.fields)
+    work = replace(work, job=job.run, template=names.template, steps=steps, join=joined.described)
+    return SplitJob("", job, _works(work, firsts, job, joined))
+
+
+class _Sizes(NamedTuple):
+    """Sizes of new samples, by those of the source."""
+
+    kept: float
+    """Fraction of the bytes that is written."""
+    added_bytes: int
+    """Mean of the bytes that are added to a sample."""
 
     @property
-    def title(self) -> str:
-        """Number of shards, and the folder of the first, for reports."""
-        catalog = self.catalog
-        return f"{plural(catalog.num_shards, 'shard')} of {parent_url(catalog.url_of(0))}"
+    def options(self) -> dict[str, float]:
+        """The sizes as options of the job, because they decide where shards are cut."""
+        return {"kept": self.kept, "added_bytes": self.added_bytes}
 
 
-def _open_source(source: Urls, options: Mapping[str, Any] | None) -> _OpenedSource:
-    storage = Storage(options)
-    located = locate_shards(source, storage)
-    bare = lacks_index(located, storage)
-    if bare is not None:
-        raise OptionError(
-            "this shard cannot be read by number; run 'shardstream index' on plain tars, and 'shardstream pack' on compressed ones",
-            shard=bare,
-        )
-    catalog = ShardCatalog(located, storage)
-    if not len(catalog):
-        raise OptionError("the source has no samples", shard=catalog.url_of(0))
-    content = checksum(catalog.shards)
-    if content is None:  # names and sizes alone would not show that a tar was replaced
-        with ThreadPoolExecutor(catalog.threads, thread_name_prefix="shardstream-look") as pool:
-            files = pool.map(lambda shard: storage.info(shard.url), catalog.shards)
-            content = fingerprint_of("versions", *(str(file.version) for file in files))
-    return _OpenedSource(located, catalog, f"{fingerprint(catalog.shards)}-{content}")
+def _works(
+    work: ReshardWork, firsts: Numbers, job: PartJob, joined: OpenedJoin
+) -> Iterator[ReshardWork]:
+    """Yield the work of each part; the first is taken when the folder is claimed, and the keys of added fields are left there then."""
+    if joined.sources:
+        joined.write_indexes(job.open_folder(), job.run)
+    yield from work.parts(firsts)
 
 
-def _shard_names(dest: str | os.PathLike[str], opened: _OpenedSource) -> ShardNames:
-    """Return folder and names of the new shards; refuse the folders of the source."""
+def _shard_names(
+    dest: str | os.PathLike[str], opened: IndexedSource, joined: OpenedJoin
+) -> ShardNames:
+    """Return folder and names of the new shards; refuse the folders that are read."""
     names, storage = ShardNames.parse(dest), opened.catalog.storage
     place = storage.resolve(names.folder)[1].rstrip("/")
-    for taken in dict.fromkeys(parent_url(shard.url) for shard in opened.catalog.shards):
+    folders = [parent_url(shard.url) for shard in opened.catalog.shards]
+    folders += itertools.chain.from_iterable(source.folders for source in joined.sources)
+    for taken in dict.fromkeys(folders):
         if storage.resolve(taken)[1].rstrip("/") == place:
             raise OptionError(
                 "the shards would be overwritten while they are read; write elsewhere",
@@ -200,7 +224,7 @@ def _shard_names(dest: str | os.PathLike[str], opened: _OpenedSource) -> ShardNa
     return names
 
 
-def _class_names(opened: _OpenedSource) -> dict[str, str]:
+def _class_names(opened: IndexedSource) -> dict[str, str]:
     """Return ``classes.json`` of the source; refuse folders that number their classes differently."""
     found = ClassNames(opened.located, opened.catalog.storage)
     differs = find_difference(found.found)
@@ -211,7 +235,7 @@ def _class_names(opened: _OpenedSource) -> dict[str, str]:
     return {} if found.names is None else {CLASSES_NAME: encode_classes(found.names).decode()}
 
 
-def _kept_fraction(opened: _OpenedSource, steps: SampleSteps) -> float:
+def _kept_fraction(opened: IndexedSource, steps: SampleSteps, added: frozenset[str]) -> float:
     """Return the fraction of the samples' bytes that stays when only some fields are kept, from evenly spaced samples.
 
     Raises:
@@ -229,7 +253,7 @@ def _kept_fraction(opened: _OpenedSource, steps: SampleSteps) -> float:
             after += _tar_bytes({"__key__": sample["__key__"], **chosen}) if chosen else 0
             if opened.located.fields is None:
                 known |= {name for name in sample if not name.startswith("__")}
-    missing = sorted(steps.fields - known)
+    missing = sorted(steps.fields - known - added)
     if missing and (opened.located.fields is not None or not after):
         raise OptionError(
             f"no sample has the field {', '.join(missing)}; the fields are {', '.join(sorted(known))}",
@@ -244,7 +268,7 @@ def _tar_bytes(sample: Sample) -> int:
 
 
 def plan_shards(
-    catalog: ShardCatalog, limits: WriterOptions, *, is_shuffled: bool, kept: float
+    catalog: ShardCatalog, limits: WriterOptions, *, is_shuffled: bool, sizes: _Sizes
 ) -> Numbers:
     """Return the first sample of each new shard, and the number of samples; shape (shards + 1,).
 
@@ -255,17 +279,19 @@ def plan_shards(
         catalog: The source.
         limits: Maximum samples and bytes of a shard.
         is_shuffled: Whether the order is random.
-        kept: Fraction of the bytes that is written.
+        sizes: Sizes of new samples.
     """
-    limit = (limits.max_bytes - len(END_OF_ARCHIVE)) / kept * (1.0 if kept == 1 else _FILL)
+    is_exact = sizes.kept == 1 and not sizes.added_bytes
+    limit = (limits.max_bytes - len(END_OF_ARCHIVE)) / sizes.kept * (1.0 if is_exact else _FILL)
+    added = round(sizes.added_bytes / sizes.kept)  # in bytes of the source, as the limit
     if is_shuffled:
         nsamples = len(catalog)
-        mean = catalog.total_bytes / nsamples
-        most = min(limits.max_samples, max(1, int(limit / mean * (_FILL if kept == 1 else 1))))
+        mean = catalog.total_bytes / nsamples + added
+        most = min(limits.max_samples, max(1, int(limit / mean * (_FILL if is_exact else 1))))
         count = -(-nsamples // most)
         return np.arange(count + 1, dtype=np.int64) * nsamples // count
-    sizes = (np.diff(catalog.offsets(shard)) for shard in range(catalog.num_shards))
-    return cut_by_size(sizes, limits.max_samples, limit)
+    lengths = (np.diff(catalog.offsets(shard)) + added for shard in range(catalog.num_shards))
+    return cut_by_size(lengths, limits.max_samples, limit)
 
 
 def cut_by_size(sizes: Iterable[Numbers], max_samples: int, max_bytes: float) -> Numbers:
@@ -306,8 +332,22 @@ def iter_cuts(sizes: Iterable[Numbers], max_samples: int, max_bytes: float) -> I
     yield passed + len(waiting)
 
 
-# Of this process: the source that was opened last.
-_source_here: dict[tuple[str, str], _OpenedSource] = {}
+class _SourceHere(NamedTuple):
+    """What a process has open for a job."""
+
+    opened: IndexedSource
+    joined: OpenedJoin
+    joiner: Joiner
+
+
+# Of this process: job and folder -> the sources that were opened last.
+_source_here: dict[tuple[str, str], _SourceHere] = {}
+
+
+def _close_source() -> None:
+    for here in _source_here.values():
+        here.joined.close()
+    _source_here.clear()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -323,6 +363,7 @@ class ReshardWork:
         limits: Maximum samples and bytes of a shard.
         template: Name of a shard.
         steps: Changes to samples.
+        join: Sources of added fields.
         number: Number of the new shard.
         first: Position of its first sample in the order of the job.
         last: Position after its last.
@@ -336,6 +377,7 @@ class ReshardWork:
     limits: WriterOptions
     template: str
     steps: SampleSteps
+    join: FieldJoin
     number: int = 0
     first: int = 0
     last: int = 0
@@ -347,42 +389,66 @@ class ReshardWork:
 
     def write(self, folder: OutputFolder, check_owner: Callable[[], None]) -> PartResult:
         """Read, change and write the samples (see `PartWork.write`)."""
-        opened = self._open()
+        here = self._open(folder.url)
+        sources = here.joined.sources
+        matched = [0] * len(sources)
         names = ShardNames(folder=folder.url, template=self.template)
         with closing(PartWriter(folder, names, self.number, self.limits, check_owner)) as writer:
-            for key, fields in self.steps.apply(self._read(opened.catalog), self.job):
-                writer.write(key, fields)
-            opened.catalog.check_manifests()
+            with closing(self._samples(here, matched)) as samples:
+                for key, fields in self.steps.apply(samples, self.job):
+                    writer.write(key, fields)
+            here.opened.catalog.check_manifests()
+            for source in sources:
+                source.check_unchanged()
             writer.finish()
         written = sum(shard.nsamples or 0 for shard in writer.shards)
         return PartResult(
             shards=tuple(writer.shards),
             fields=writer.fields,
             left_out=self.last - self.first - written,
+            matched={
+                source.url: (count, len(source))
+                for source, count in zip(sources, matched, strict=True)
+            },
         )
 
-    def _open(self) -> _OpenedSource:
-        """Open the source, or take the one that this process has open."""
-        key = (str(self.source), self.identity)
-        opened = _source_here.get(key)
-        if opened is None:
-            opened = _open_source(self.source, self.source_options)
+    def _open(self, folder_url: str) -> _SourceHere:
+        """Open the sources, or take those that this process has open.
+
+        Raises:
+            ChangedError: If one has changed since the job was planned.
+        """
+        key = (self.job, folder_url)
+        here = _source_here.get(key)
+        if here is None:
+            opened = open_indexed(self.source, self.source_options)
             if opened.identity != self.identity:
                 raise ChangedError(
                     "the source has changed since the job began; start the job again in another folder, or with overwrite=True "
                     "(--overwrite)",
                     shard=opened.catalog.url_of(0),
                 )
-            _source_here.clear()
-            _source_here[key] = opened
-        return opened
+            joined = self.join.open()
+            joiner = joined.open_joiner(folder_url, self.job)
+            _close_source()
+            here = _source_here[key] = _SourceHere(opened, joined, joiner)
+        return here
 
-    def _read(self, catalog: ShardCatalog) -> Iterator[Sample]:
+    def _samples(self, here: _SourceHere, matched: list[int]) -> Generator[Sample]:
+        """Yield the samples of the part, with added fields."""
+        catalog = here.opened.catalog
+        size = _chunk_samples(catalog.total_bytes // len(catalog) + here.joined.mean_bytes)
+        with (
+            closing(self._read(catalog)) as samples,
+            closing(here.joiner.apply(samples, size, matched)) as joined,
+        ):
+            yield from joined
+
+    def _read(self, catalog: ShardCatalog) -> Generator[Sample]:
         numbers = np.arange(self.first, self.last, dtype=np.int64)
         if self.seed is not None:
             numbers = permute(numbers, len(catalog), derive_key(self.seed, _PURPOSE))
-        mean_bytes = max(1, catalog.total_bytes // len(catalog))
-        size = max(1, min(_CHUNK_SAMPLES, _CHUNK_BYTES // mean_bytes))
+        size = _chunk_samples(catalog.total_bytes // len(catalog))
         chunks = [numbers[at : at + size] for at in range(0, len(numbers), size)]
         with closing(
             open_fetcher(catalog, iter(chunks), prefetch_bytes=_PREFETCH_BYTES)
@@ -392,3 +458,8 @@ class ReshardWork:
                     if isinstance(row, Exception):
                         raise row
                     yield row
+
+
+def _chunk_samples(mean_bytes: int) -> int:
+    """Return how many samples are read together."""
+    return max(1, min(_CHUNK_SAMPLES, _CHUNK_BYTES // max(1, mean_bytes)))

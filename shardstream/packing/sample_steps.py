@@ -6,7 +6,7 @@ import hashlib
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self, cast
 
 from shardstream.errors import OptionError, SampleError, SourceError, plural
@@ -56,6 +56,10 @@ class SampleSteps:
         named = [fields] if isinstance(fields, str) else fields
         kept = None if named is None else frozenset(named)
         return cls(fields=kept, select=select, function=function, batch_size=batch_size)
+
+    def keeping(self, fields: frozenset[str]) -> SampleSteps:
+        """Return steps that keep some more fields."""
+        return self if self.fields is None else replace(self, fields=self.fields | fields)
 
     @property
     def identity(self) -> dict[str, Any]:

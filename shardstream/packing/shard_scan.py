@@ -20,12 +20,10 @@ from shardstream.format import (
     open_decompressed,
     scan_members,
 )
+from shardstream.packing.report import Progress, ProgressFunction
 from shardstream.process_memory import keep_freed_memory
 from shardstream.storage import RangeStream, Storage, is_compressed
-from shardstream.tasks import JSON, Executor, FuturesExecutor, Parts, Task
-
-ProgressFunction = Callable[[int, int], None]
-"""``progress(done, total)``: bytes read so far and bytes to read. Called from several threads, one at a time."""
+from shardstream.tasks import JSON, Executor, FuturesExecutor, Parts, RetryCount, Task
 
 _SCAN_READ_BYTES = 8 << 20
 _Task = TypeVar("_Task", bound=Task)
@@ -36,12 +34,20 @@ class StoppedError(Exception):
 
 
 class ProgressMeter:
-    """Counts the bytes of all passes for the caller's progress function, and stops them all on demand."""
+    """Counts bytes and shards of all passes for the caller's progress function, and stops them all on demand.
 
-    def __init__(self, total: int, progress: ProgressFunction | None) -> None:
-        self._total = total
+    Args:
+        total: Bytes to read.
+        progress: Called from several threads, one at a time.
+        executor: Its retries are counted.
+    """
+
+    def __init__(
+        self, total: int, progress: ProgressFunction | None, executor: Executor | None
+    ) -> None:
         self._progress = progress
-        self._done_bytes = 0
+        self._update = Progress(0, 0, 0, None, total_bytes=total)
+        self._retries = RetryCount(executor)
         self._lock = threading.Lock()
         self._stopped = threading.Event()
 
@@ -53,14 +59,30 @@ class ProgressMeter:
         """
         if self._stopped.is_set():
             raise StoppedError
-        if self._progress is not None:
-            with self._lock:
-                self._done_bytes += count
-                self._progress(self._done_bytes, self._total)
+        self._report(size_bytes=count)
+
+    def add_shard(self, samples: int, failures: int, size_bytes: int = 0) -> None:
+        """Count a shard that is done.
+
+        Args:
+            samples: Its samples.
+            failures: Errors in it.
+            size_bytes: Its bytes, unless `add` has counted them.
+        """
+        self._report(shards=1, samples=samples, failures=failures, size_bytes=size_bytes)
 
     def stop(self) -> None:
         """Make every pass end at its next chunk."""
         self._stopped.set()
+
+    def _report(self, **counts: int) -> None:
+        if self._progress is None:
+            return
+        with self._lock:
+            before = self._update._asdict()
+            after = {name: before[name] + count for name, count in counts.items()}
+            self._update = self._update._replace(**after, retries=self._retries.count)
+            self._progress(self._update)
 
 
 class ShardScanner:
@@ -159,12 +181,18 @@ class _TappedStream:
 
 
 def run_shard_tasks(
-    tasks: Sequence[_Task], executor: Executor | None, *, threads: int, meter: ProgressMeter
-) -> dict[_Task, Mapping[str, JSON]]:
-    """Run one task for each shard; return the results in the order of the tasks: all, or those of a part (see `Parts`).
+    tasks: Sequence[_Task],
+    on_result: Callable[[int, Mapping[str, JSON]], None],
+    executor: Executor | None,
+    *,
+    threads: int,
+    meter: ProgressMeter,
+) -> None:
+    """Run one task for each shard: all, or those of a part (see `Parts`).
 
     Args:
         tasks: The tasks, with different names; those with this ``meter`` count their bytes in it.
+        on_result: Called with the number of each task and its result, in any order, in this thread; tells the meter of the shard.
         executor: Executor of the tasks; None uses ``threads`` threads of this process.
         threads: Used without an executor.
         meter: Stopped at the first error, or an interrupt, so that threads end at their next chunk.
@@ -175,12 +203,13 @@ def run_shard_tasks(
     """
     if threads < 1:
         raise OptionError(f"threads must be 1 or more, not {threads}")
-    results: dict[str, Mapping[str, JSON]] = {}
+    left = {task.name: number for number, task in enumerate(tasks)}
 
     def done(task: Task, result: Mapping[str, JSON]) -> None:
-        results[task.name] = result
-        if executor is not None:  # its tasks may run in other processes, where no meter counts
-            meter.add(cast("int", result["bytes"]))
+        number = left.pop(task.name, None)
+        if number is None:  # the executor has run it twice
+            return
+        on_result(number, result)
 
     if executor is not None:
         executor.run(tasks, done)
@@ -191,9 +220,7 @@ def run_shard_tasks(
             except BaseException:
                 meter.stop()  # before the end of the block waits for the threads
                 raise
-    left = [task.name for task in tasks if task.name not in results]
     if left and not isinstance(executor, Parts):
         raise WorkerError(
-            f"the executor ended without running {plural(len(left), 'task')}, the first: {left[0]}"
+            f"the executor ended without running {plural(len(left), 'task')}, the first: {next(iter(left))}"
         )
-    return {task: results[task.name] for task in tasks if task.name in results}

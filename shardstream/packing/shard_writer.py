@@ -257,6 +257,11 @@ class DatasetWriter:
             self._count_kept(self.kept)
 
     @property
+    def num_finished(self) -> int:
+        """Number of published shards."""
+        return len(self._uploader.sent)
+
+    @property
     def manifest(self) -> Manifest:
         """The dataset, once it is published."""
         if self._manifest is None:

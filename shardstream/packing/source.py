@@ -97,6 +97,11 @@ def records_from(records: Iterable[Record], first: int) -> Iterator[Record]:
 
 def fingerprint_of(kind: str, *parts: object) -> str:
     """Return a hash that changes with any of the parts; their text counts."""
+    return fingerprint_of_many(kind, parts)
+
+
+def fingerprint_of_many(kind: str, parts: Iterable[object]) -> str:
+    """Return what `fingerprint_of` returns, for parts that are too many to be arguments."""
     digest = hashlib.sha256(kind.encode())
     for part in parts:
         digest.update(b"\0" + str(part).encode("utf-8", "surrogateescape"))

@@ -59,7 +59,7 @@ def open_source(source: AnySource, storage: Storage, options: SourceOptions) -> 
     if not isinstance(source, str | os.PathLike):
         return _python_source(source, options)
     url = os.fspath(source)
-    kind = options.kind or _guess_kind(url, storage)
+    kind = options.kind or guess_kind(url, storage)
     if kind != "table" and (options.fields or options.root):
         raise OptionError(
             f"fields and root (--map, --root) apply to tables, but this is packed as {kind}",
@@ -67,7 +67,7 @@ def open_source(source: AnySource, storage: Storage, options: SourceOptions) -> 
         )
     if kind == "table":
         return TableSource(
-            _tables(url, storage),
+            find_tables(url, storage),
             storage,
             fields=options.fields,
             key=options.key,
@@ -90,7 +90,7 @@ def _python_source(source: Source | Iterable[Mapping[str, Any]], options: Source
     return SamplesSource(samples=source)
 
 
-def _guess_kind(url: str, storage: Storage) -> str:
+def guess_kind(url: str, storage: Storage) -> str:
     """Return one of `KINDS`, or "folder", whose kind depends on its files."""
     if is_table(url):
         return "table"
@@ -122,7 +122,12 @@ def _is_file(url: str, storage: Storage) -> bool:
     return True
 
 
-def _tables(url: str, storage: Storage) -> Sequence[str]:
+def find_tables(url: str, storage: Storage) -> Sequence[str]:
+    """Return the tables of a pattern, a folder or a single URL.
+
+    Raises:
+        SourceError: If there is none.
+    """
     if any(sign in url for sign in _GLOB_SIGNS):
         found = [file.url for file in storage.glob(url) if is_table(file.url)]
     elif is_table(url):

@@ -136,7 +136,7 @@ class TableSource:
             if field == _LABEL_FIELD and self.classes is not None:
                 fields[field] = self._label(row, column)
             else:
-                fields[field] = _convert(field, row, column, root)
+                fields[field] = convert_cell(field, row, column, root)
         return fields
 
     def _label(self, row: Row, column: str) -> int:
@@ -194,7 +194,7 @@ def _field_of(data: bytes) -> str:
     return next((field for start, field in _BEGINNINGS if data.startswith(start)), "bin")
 
 
-def _convert(field: str, row: Row, column: str, root: str) -> object:
+def convert_cell(field: str, row: Row, column: str, root: str) -> object:
     """Convert a cell to a value for a field.
 
     Raises:

@@ -94,7 +94,7 @@ def count_rows(url: str, storage: Storage) -> int | None:
     """Return the number of rows if the file stores it, else None."""
     if not url.lower().endswith(".parquet"):
         return None
-    with storage.open(url) as stream, _parquet_file(stream, url, storage) as table:
+    with storage.open(url) as stream, open_parquet(stream, url, storage) as table:
         return int(table.metadata.num_rows)
 
 
@@ -141,7 +141,7 @@ def _iter_json(text: io.TextIOWrapper, url: str) -> Iterator[dict[str, Any]]:
 
 
 def _iter_parquet(url: str, storage: Storage, columns: Sequence[str] | None) -> Iterator[Row]:
-    with storage.open(url) as stream, _parquet_file(stream, url, storage) as table:
+    with storage.open(url) as stream, open_parquet(stream, url, storage) as table:
         names = table.schema_arrow.names
         missing = next((name for name in columns or () if name not in names), None)
         if missing is not None:
@@ -162,10 +162,15 @@ def _iter_parquet(url: str, storage: Storage, columns: Sequence[str] | None) -> 
                 yield Row(cells=cells, where=f"{url}, row {number}", is_text=False)
 
 
-def _parquet_file(stream: Any, url: str, storage: Storage) -> Any:
+def open_parquet(stream: Any, url: str, storage: Storage, metadata: Any = None) -> Any:
+    """Return the `pyarrow.parquet.ParquetFile` of a stream; ``metadata`` is the file's, if it has been read already.
+
+    Raises:
+        OptionError: If pyarrow is not installed.
+    """
     parquet = _import_parquet(url)
     with storage.translate_errors(url):
-        return parquet.ParquetFile(stream)
+        return parquet.ParquetFile(stream, metadata=metadata)
 
 
 def _import_parquet(url: str) -> ModuleType:

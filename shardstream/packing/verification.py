@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from base64 import b64decode, b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import chain
+from itertools import chain, groupby
 from typing import Any, cast
 
 import numpy as np
 
-from shardstream.errors import ShardStreamError, StorageError, plural, redact
+from shardstream.errors import ChangedError, ShardStreamError, StorageError, plural, redact
 from shardstream.format import (
     INDEX_SUFFIX,
     MANIFEST_NAME,
@@ -22,20 +22,22 @@ from shardstream.format import (
     iter_members,
     split_member_name,
 )
+from shardstream.packing.key_hashes import KeyHashes, hash_keys
+from shardstream.packing.report import ProgressFunction
 from shardstream.packing.shard_scan import (
-    ProgressFunction,
     ProgressMeter,
     ShardScanner,
     run_shard_tasks,
 )
 from shardstream.packing.verify_checks import (
+    KeyPlace,
     Problem,
-    ShardKeys,
     check_file,
     check_index,
     find_repeated_keys,
-    hash_keys,
+    place_of,
     problem_from_error,
+    split_place,
 )
 from shardstream.storage import (
     LocatedShards,
@@ -78,7 +80,7 @@ class VerifyReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyShard:
-    """The task that checks one tar; the result is its problems, and hashes of its keys.
+    """The task that checks one tar; the result is its problems, and 8 bytes for each key.
 
     Args:
         info: The shard, as the manifest or its index describes it.
@@ -118,14 +120,21 @@ class VerifyShard:
             problems.append(problem_from_error(error, shard=info.url))
         else:
             problems += check_file(info, sha256=sha256, nbytes=nbytes)
-        keys: JSON = None
+        hashes: JSON = None
+        is_indexed = False
         if scan is not None:
-            problems += _check_count(info, scan.offsets, self.storage, has_index=self.has_index)
-            keys = {  # base64 of bytes: shorter than a million numbers in JSON
-                "hashes": b64encode(hash_keys(scan.keys).tobytes()).decode(),
-                "offsets": b64encode(scan.offsets.tobytes()).decode(),
-            }
-        return {"problems": [asdict(one) for one in problems], "keys": keys, "bytes": nbytes}
+            bad = _check_index(info, scan.offsets, self.storage) if self.has_index else None
+            is_indexed = self.has_index and bad is None
+            problems += [] if bad is None else [bad]
+            problems += _check_count(info, scan.offsets, has_index=self.has_index)
+            # Base64 of bytes: shorter than a million numbers in JSON.
+            hashes = b64encode(hash_keys(scan.keys).tobytes()).decode()
+        return {
+            "problems": [asdict(one) for one in problems],
+            "hashes": hashes,
+            "is_indexed": is_indexed,
+            "bytes": nbytes,
+        }
 
 
 def verify(
@@ -147,23 +156,25 @@ def verify(
         urls: A folder, a manifest, a pattern, a tar or a list. Without a manifest there is less to compare with.
         storage_options: ``storage_options`` of fsspec.
         filesystem: An fsspec file system to use instead of looking one up by protocol.
-        threads: Tars to read at a time; each takes about 32 MiB of memory, and each sample of the dataset 40 bytes.
-        progress: Called with bytes done and bytes in all, from the threads that read, one at a time; with an executor after
-            each tar, from this thread.
+        threads: Tars to read at a time; each takes about 32 MiB of memory and 150 bytes for each of its samples. Each sample of the dataset
+            takes 16 bytes of a temporary file (in ``TMPDIR``), which is made from 500,000 samples on.
+        progress: Called with a `Progress` after each piece, from the threads that read, one at a time; with an executor after each tar,
+            from this thread.
         executor: Executor that reads the tars, instead of ``threads`` threads of this process: e.g. ``LocalExecutor(processes=8)``.
             Storage options travel with the tasks. `Parts` reads a part of the tars: repeated keys are found within it only.
 
     Raises:
         OptionError: If the list of URLs is empty.
         UnfinishedError: If the dataset is being written, or its writer was stopped.
-        StorageError: If nothing is found, or the place cannot be reached.
+        StorageError: If nothing is found, or the place cannot be reached, or the temporary folder is full.
+        ChangedError: If a shard with a repeated key is replaced during the verification.
         ManifestError: If the manifest is invalid.
     """
     if executor is not None:  # its processes may have another current folder
         urls = absolute_urls(urls)
     storage = Storage(storage_options, filesystem)
     located = locate_shards(urls, storage)
-    meter = ProgressMeter(sum(shard.filesize or 0 for shard in located.shards), progress)
+    meter = ProgressMeter(sum(shard.filesize or 0 for shard in located.shards), progress, executor)
     counted = meter if executor is None else None
     tasks = [
         VerifyShard(
@@ -171,33 +182,39 @@ def verify(
         )
         for info in located.shards
     ]
-    results = run_shard_tasks(tasks, executor, threads=threads, meter=meter)
-    keys = [
-        _decode_keys(task.info.url, cast("dict[str, str]", result["keys"]))
-        for task, result in results.items()
-        if result["keys"] is not None
-    ]
-    problems = chain(
-        (
-            Problem(**one)
-            for result in results.values()
-            for one in cast("list[Any]", result["problems"])
-        ),
-        find_repeated_keys(keys, partial(_read_key, storage)),
-        _find_stray_files(located, storage),
-    )
-    return VerifyReport(
-        shards=len(located.shards),
-        samples=sum(len(one.hashes) for one in keys),
-        bytes=sum(cast("int", result["bytes"]) for result in results.values()),
-        problems=tuple(problems),
-        unchecked=len(tasks) - len(results),
-    )
+    problems: dict[int, list[Problem]] = {}
+    nbytes, indexed = 0, set[int]()
+    with KeyHashes() as keys:
 
+        def count(number: int, result: Mapping[str, JSON]) -> None:
+            nonlocal nbytes
+            found, before = cast("list[Any]", result["problems"]), keys.count
+            problems[number] = [Problem(**one) for one in found]
+            nbytes += cast("int", result["bytes"])
+            if result["is_indexed"]:
+                indexed.add(number)
+            if result["hashes"] is not None:
+                data = b64decode(cast("str", result["hashes"]))
+                hashes = np.frombuffer(data, dtype=np.uint64)
+                keys.add(hashes, place_of(number, len(hashes)))
+            errors = sum(one.severity == "error" for one in problems[number])
+            # Tasks in other processes have no meter that counts their bytes.
+            size_bytes = 0 if executor is None else cast("int", result["bytes"])
+            meter.add_shard(keys.count - before, errors, size_bytes)
 
-def _decode_keys(url: str, encoded: Mapping[str, str]) -> ShardKeys:
-    hashes = np.frombuffer(b64decode(encoded["hashes"]), dtype=np.uint64)
-    return ShardKeys(url, hashes, np.frombuffer(b64decode(encoded["offsets"]), dtype=np.int64))
+        run_shard_tasks(tasks, count, executor, threads=threads, meter=meter)
+        found = [
+            *chain.from_iterable(problems[number] for number in sorted(problems)),
+            *find_repeated_keys(keys, partial(_read_keys, located, indexed, storage)),
+            *_find_stray_files(located, storage),
+        ]
+        return VerifyReport(
+            shards=len(located.shards),
+            samples=keys.count,
+            bytes=nbytes,
+            problems=tuple(found),
+            unchecked=len(tasks) - len(problems),
+        )
 
 
 def _check_diagnostics(shard: ShardScanner, scan: ShardScan) -> Iterator[Problem]:
@@ -212,19 +229,19 @@ def _check_diagnostics(shard: ShardScanner, scan: ShardScan) -> Iterator[Problem
         )
 
 
-def _check_count(
-    info: ShardInfo, scanned: Offsets, storage: Storage, *, has_index: bool
-) -> Iterator[Problem]:
-    """Compare the samples found with the index, and with the manifest."""
+def _check_index(info: ShardInfo, scanned: Offsets, storage: Storage) -> Problem | None:
+    """Compare the samples found with the index."""
     url = info.url + INDEX_SUFFIX
-    if has_index:
-        try:
-            problem = check_index(decode_index(storage.read(url), url=url), scanned, url=url)
-        except ShardStreamError as error:
-            problem = problem_from_error(error, shard=url)
-        if problem is not None:
-            yield problem
-    elif not is_compressed(info.url):
+    try:
+        return check_index(decode_index(storage.read(url), url=url), scanned, url=url)
+    except ShardStreamError as error:
+        return problem_from_error(error, shard=url)
+
+
+def _check_count(info: ShardInfo, scanned: Offsets, *, has_index: bool) -> Iterator[Problem]:
+    """Compare the number of samples with the manifest; warn of a missing index."""
+    url = info.url + INDEX_SUFFIX
+    if not has_index and not is_compressed(info.url):
         yield Problem(
             shard=info.url,
             what=f"its index, {url.rsplit('/', 1)[-1]}, is missing",
@@ -271,12 +288,51 @@ def _find_stray_files(located: LocatedShards, storage: Storage) -> Iterator[Prob
             )
 
 
-def _read_key(storage: Storage, shard: str, start: int, end: int) -> str | None:
-    """Read the key of the sample at an offset."""
-    if is_compressed(shard):
-        return None
+def _read_keys(
+    located: LocatedShards, indexed: Collection[int], storage: Storage, places: Sequence[int]
+) -> dict[int, KeyPlace]:
+    """Read the keys at some places (see `place_of`): by the index of a shard if it is right, else by another pass over the shard.
+
+    Raises:
+        ChangedError: If a shard has fewer samples than before.
+        ShardStreamError: If a shard can no longer be read.
+    """
+    found = {}
+    for number, mine in groupby(places, lambda place: split_place(place)[0]):
+        url = located.shards[number].url
+        keys: Sequence[str] | None = None
+        if number in indexed:
+            index_url = url + INDEX_SUFFIX
+            offsets = decode_index(storage.read(index_url), url=index_url)
+        else:
+            with ShardScanner(storage, url, storage.info(url).size, None) as shard:
+                scan = shard.scan()
+            offsets, keys = scan.offsets, scan.keys
+        for place in mine:
+            sample = split_place(place)[1]
+            if sample + 1 >= len(offsets):
+                raise ChangedError(
+                    "the shard was replaced while the dataset was verified; verify it again",
+                    shard=url,
+                )
+            start, end = int(offsets[sample]), int(offsets[sample + 1])
+            key = _read_key(storage, url, start, end) if keys is None else keys[sample]
+            found[place] = KeyPlace(key, url, start)
+    return found
+
+
+def _read_key(storage: Storage, shard: str, start: int, end: int) -> str:
+    """Read the key of the sample at an offset.
+
+    Raises:
+        ChangedError: If there is none.
+    """
     members = iter_members(
         lambda at, size: storage.read(shard, at, at + size), start=start, end=end, shard=shard
     )
-    parts = split_member_name(next(members)[0])
-    return None if parts is None else parts[0]
+    parts = next((parts for name, *_ in members if (parts := split_member_name(name))), None)
+    if parts is None:
+        raise ChangedError(
+            "the shard was replaced while the dataset was verified; verify it again", shard=shard
+        )
+    return parts[0]

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from shardstream.errors import ShardStreamError, plural
 from shardstream.format import Offsets, ShardInfo
-
-Hashes = npt.NDArray[np.uint64]
-"""Shape (n,): 64 bits of each key of a shard."""
+from shardstream.packing.key_hashes import KeyHashes, Places
 
 _LISTED_KEYS = 20
+_NUMBER_BITS = 32
 _INDEX_AGAIN = "run 'shardstream index' again"
 
 
@@ -49,13 +46,14 @@ class Problem:
         return f"{location}: {self.what}" + (f"; {self.remedy}" if self.remedy else "")
 
 
-class ShardKeys(NamedTuple):
-    """The keys of one shard, small enough to keep for all shards."""
+class KeyPlace(NamedTuple):
+    """A key, where it was found."""
 
+    key: str
     shard: str
-    hashes: Hashes
-    offsets: Offsets
-    """Shape (n + 1,): where each sample is."""
+    """URL of the shard."""
+    offset: int
+    """Offset of the sample in the tar."""
 
 
 def problem_from_error(error: ShardStreamError, *, shard: str) -> Problem:
@@ -101,64 +99,54 @@ def check_index(index: Offsets, scanned: Offsets, *, url: str) -> Problem | None
     )
 
 
-def hash_keys(keys: Sequence[str]) -> Hashes:
-    """Return 64 bits of each key, equal for equal keys."""
-    digests = b"".join(
-        hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=8).digest()
-        for key in keys
-    )
-    return np.frombuffer(digests, dtype=np.uint64)
+def place_of(shard: int, count: int) -> Places:
+    """Return the places of all samples of a shard, in order; shape (count,). Shard and number in it are 32 bits each."""
+    return np.arange(count, dtype=np.int64) + (shard << _NUMBER_BITS)
+
+
+def split_place(place: int) -> tuple[int, int]:
+    """Return the number of the shard, and the number of the sample in it.
+
+    >>> split_place(int(place_of(3, 8)[5]))
+    (3, 5)
+    """
+    return place >> _NUMBER_BITS, place & ((1 << _NUMBER_BITS) - 1)
 
 
 def find_repeated_keys(
-    shards: Sequence[ShardKeys], read_key: Callable[[str, int, int], str | None]
+    keys: KeyHashes, read_keys: Callable[[Sequence[int]], Mapping[int, KeyPlace]]
 ) -> Iterator[Problem]:
-    """Find keys that are in more than one shard, by sorting the hashes of all: 24 bytes a sample.
+    """Find keys that come more than once: 16 bytes a sample in a temporary file.
 
     Args:
-        shards: The keys of each shard; within one they differ.
-        read_key: ``read_key(shard, start, end)``: returns the key of that sample, to distinguish equal keys from equal hashes;
-            None if it cannot be read.
+        keys: The keys of all shards, with their places (see `place_of`); within one shard they differ.
+        read_keys: Reads the keys at some places, to distinguish equal keys from equal hashes.
     """
-    if not shards:
-        return
-    hashes = np.concatenate([shard.hashes for shard in shards])
-    firsts = np.cumsum([0] + [len(shard.hashes) for shard in shards])
-    order = np.argsort(hashes, kind="stable")
-    repeats = np.flatnonzero(hashes[order[1:]] == hashes[order[:-1]])
-
-    def locate(number: int) -> tuple[str, int, int]:
-        shard_number = int(np.searchsorted(firsts, number, side="right")) - 1
-        number_in_shard = number - int(firsts[shard_number])
-        offsets = shards[shard_number].offsets
-        return (
-            shards[shard_number].shard,
-            int(offsets[number_in_shard]),
-            int(offsets[number_in_shard + 1]),
-        )
-
-    pairs = sorted(
-        (int(order[row + 1]), int(order[row])) for row in repeats[:_LISTED_KEYS].tolist()
-    )
-    for later, earlier in pairs:
-        key = read_key(*locate(later))
-        if key == read_key(*locate(earlier)):
-            yield _repeated_key_problem(key, locate(later), locate(earlier))
-    if len(repeats) > _LISTED_KEYS:
+    pairs: list[tuple[int, int]] = []  # later and earlier place
+    total = 0
+    for hashes, places in keys.sorted_blocks():
+        repeats = np.flatnonzero(hashes[1:] == hashes[:-1])
+        total += len(repeats)
+        some = repeats[: _LISTED_KEYS + 1 - len(pairs)]
+        pairs += zip(places[some + 1].tolist(), places[some].tolist(), strict=True)
+    listed, rest = sorted(pairs[:_LISTED_KEYS]), pairs[_LISTED_KEYS:]
+    found = read_keys(sorted({place for pair in [*listed, *rest] for place in pair}))
+    for later, earlier in listed:
+        if found[later].key == found[earlier].key:
+            yield _repeated_key_problem(found[later], found[earlier])
+    if rest:
         yield Problem(
-            shard=locate(int(order[repeats[_LISTED_KEYS] + 1]))[0],
-            what=f"{plural(len(repeats) - _LISTED_KEYS, 'more key')} in two shards",
+            shard=found[rest[0][0]].shard,
+            what=f"{plural(total - _LISTED_KEYS, 'more key')} in two shards",
             remedy="check whether a shard was copied under another name",
         )
 
 
-def _repeated_key_problem(
-    key: str | None, later: tuple[str, int, int], earlier: tuple[str, int, int]
-) -> Problem:
+def _repeated_key_problem(later: KeyPlace, earlier: KeyPlace) -> Problem:
     return Problem(
-        shard=later[0],
-        what=f"the key is in {earlier[0]} as well, at byte {earlier[1]}",
+        shard=later.shard,
+        what=f"the key is in {earlier.shard} as well, at byte {earlier.offset}",
         remedy="keys must differ within a dataset: pack again with other keys, or leave one shard out",
-        offset=later[1],
-        key=key,
+        offset=later.offset,
+        key=later.key,
     )

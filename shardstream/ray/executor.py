@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import ray
 import ray.exceptions
@@ -17,6 +19,25 @@ from shardstream.tasks import JSON, Task, run_task
 _CONNECT_TIMEOUT_S = 10.0  # ray.init retries an address that does not answer for several minutes
 _TASKS_PER_SLOT = 2  # so that no worker waits for the driver
 _LOCAL = ("auto", "local")
+_RETRY_WAIT_S = 1.0  # before a task is run again: a machine without memory needs a moment
+# Errors of Ray that say nothing about the task, or that it was killed for the memory that others used.
+_DEATHS = (
+    ray.exceptions.WorkerCrashedError,
+    ray.exceptions.NodeDiedError,
+    ray.exceptions.LocalRayletDiedError,
+    ray.exceptions.OutOfMemoryError,
+    ray.exceptions.ObjectLostError,  # the result was on a node that died
+)
+
+_log = logging.getLogger(__name__)
+
+
+class _Running(NamedTuple):
+    """A submitted task."""
+
+    task: Task
+    attempts: int
+    """How often it was run before."""
 
 
 class RayExecutor:
@@ -33,7 +54,7 @@ class RayExecutor:
             Ray is started on this machine.
         num_cpus: CPUs of each task.
         memory: Bytes of memory that Ray reserves for each task; None reserves none.
-        max_retries: How often a task is run again when its worker dies.
+        max_retries: How often a task is run again when its worker dies or runs out of memory.
         in_flight: Maximum of submitted tasks; by default two for each that can run at a time.
         runtime_env: As in ``ray.init``, e.g. ``{"pip": ["shardstream"]}``.
 
@@ -53,8 +74,13 @@ class RayExecutor:
     ) -> None:
         if num_cpus <= 0:
             raise OptionError(f"num_cpus must be over 0, not {num_cpus}")
+        if max_retries < 0:
+            raise OptionError(f"max_retries must be 0 or more, not {max_retries}")
         if in_flight is not None and in_flight < 1:
             raise OptionError(f"in_flight must be 1 or more, not {in_flight}")
+        self.retries = 0
+        """Tasks that were run again because their worker had died, since this executor was made."""
+        self._max_retries = max_retries
         self._address = address
         self._num_cpus = num_cpus
         self._in_flight = in_flight
@@ -62,7 +88,7 @@ class RayExecutor:
         self._options: dict[str, Any] = {
             "num_cpus": num_cpus,
             "memory": memory,
-            "max_retries": max_retries,
+            "max_retries": 0,  # Ray does not say how often it has run a task again
             "retry_exceptions": False,
         }
         if self._runtime_env:
@@ -79,7 +105,13 @@ class RayExecutor:
         with self._connected():
             submit = ray.remote(run_task).options(**self._options).remote
             most = self._in_flight or _TASKS_PER_SLOT * self._slots()
-            run_tasks(submit, tasks, done, most)
+            run_tasks(submit, tasks, done, most, Retries(self._max_retries, self._count_retry))
+
+    def _count_retry(self, task: Task, error: Exception) -> None:
+        self.retries += 1
+        _log.warning(
+            "the worker of task %r died (%s); the task is run again", task.name, first_line(error)
+        )
 
     def _slots(self) -> int:
         """Return how many tasks the cluster can run at a time.
@@ -122,11 +154,21 @@ class RayExecutor:
             ray.shutdown()
 
 
+class Retries(NamedTuple):
+    """How tasks are run again whose worker dies."""
+
+    limit: int
+    """Maximum for each task."""
+    on_retry: Callable[[Task, Exception], object]
+    """Called before a task is run again."""
+
+
 def run_tasks(
     submit: Callable[[Task], Any],
     tasks: Iterable[Task],
     done: Callable[[Task, Mapping[str, JSON]], None],
     most: int,
+    retries: Retries | None = None,
 ) -> None:
     """Run tasks on the cluster that this process is connected to (see `Executor.run`).
 
@@ -135,16 +177,17 @@ def run_tasks(
         tasks: The tasks.
         done: Called with the result of each.
         most: Maximum of submitted tasks.
+        retries: How tasks are run again whose worker dies; by default Ray decides (``max_retries`` of ``submit``).
     """
-    in_flight: dict[Any, Task] = {}
+    in_flight: dict[Any, _Running] = {}
     # After an error the rest is not cancelled: in Ray 2.60, ray.cancel of a task that just ends may abort the driver
     # ("Tried to complete task that was not pending"). What is submitted runs on, and changes nothing that a second run would not.
     for task in tasks:
-        if len(in_flight) >= most:
-            _collect(in_flight, done)
-        in_flight[_submit(submit, task)] = task
+        while len(in_flight) >= most:
+            _collect(in_flight, submit, done, retries)
+        in_flight[_submit(submit, task)] = _Running(task, 0)
     while in_flight:
-        _collect(in_flight, done)
+        _collect(in_flight, submit, done, retries)
 
 
 def _check_answers(address: str | None) -> None:
@@ -179,18 +222,35 @@ def _submit(submit: Callable[[Task], Any], task: Task) -> Any:
         ) from error
 
 
-def _collect(in_flight: dict[Any, Task], done: Callable[[Task, Mapping[str, JSON]], None]) -> None:
-    """Wait for a task to end, and hand over the results of all that have ended."""
+def _collect(
+    in_flight: dict[Any, _Running],
+    submit: Callable[[Task], Any],
+    done: Callable[[Task, Mapping[str, JSON]], None],
+    retries: Retries | None,
+) -> None:
+    """Wait for a task to end, and hand over the results of all that have ended; run tasks again whose worker has died."""
     # Without fetch_local=False, `wait` fetches the results, which are small.
     ready, _ = ray.wait(list(in_flight), num_returns=1)
     for reference in ready:
-        task = in_flight[reference]
+        task, attempts = in_flight[reference]
         try:
             result = ray.get(reference)
         except ray.exceptions.RayError as error:
-            raise_own_error(error, task.name)
+            if retries is None or attempts >= retries.limit or not isinstance(error, _DEATHS):
+                raise_own_error(error, task.name)
+            retries.on_retry(task, error)
+            time.sleep(_RETRY_WAIT_S)
+            del in_flight[reference]
+            in_flight[_submit(submit, task)] = _Running(task, attempts + 1)
+            continue
         del in_flight[reference]
         done(task, result)
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of an error, or its type."""
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
 
 
 def raise_own_error(error: ray.exceptions.RayError, name: str) -> NoReturn:
@@ -205,8 +265,7 @@ def raise_own_error(error: ray.exceptions.RayError, name: str) -> NoReturn:
         ) from error
     if isinstance(cause, Exception):
         raise cause from None
-    reason = text.strip().splitlines()[0] if text.strip() else type(error).__name__
     raise WorkerError(
-        f"the Ray worker of task {name!r} died more often than it is retried: {reason} "
+        f"the Ray worker of task {name!r} died more often than it is retried: {first_line(error)} "
         "If it ran out of memory, use fewer tasks at a time (num_cpus=) or reserve memory (memory=)"
     ) from error

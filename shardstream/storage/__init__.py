@@ -3,7 +3,7 @@
 A URL becomes bytes in these steps:
 
     discover, url_patterns, check_manifest_urls   URL, pattern, list or manifest -> shards
-    listing, journal_marker      files below a folder; refuse a dataset that is not finished
+    listing, file_list, journal_marker      files below a folder; refuse a dataset that is not finished
     store, clients               one door for all stores; clients are opened once in each process
     local_files                  list, read and map files of this machine; notice that one is overwritten
     s3_config, gcs_azure_config  storage options and variables -> settings of the clients of S3, Google and Azure
@@ -48,6 +48,7 @@ from shardstream.storage.discover import (
     read_manifest,
 )
 from shardstream.storage.error_messages import classify_error, translate_errors
+from shardstream.storage.file_list import FileList, ListedFile
 from shardstream.storage.fork_safety import has_lost_obstore_threads, new_lock
 from shardstream.storage.gcs_azure_config import parse_azure_options, parse_gcs_options
 from shardstream.storage.journal_marker import (
@@ -58,11 +59,11 @@ from shardstream.storage.journal_marker import (
     part_record_name,
 )
 from shardstream.storage.listing import (
-    ListedFile,
     list_all,
     list_beginning,
     list_files,
     sample_members,
+    sample_order,
 )
 from shardstream.storage.local_files import FileVersion, FileVersions, MmapPool, map_file, num_maps
 from shardstream.storage.multipart_upload import PART_BYTES, S3Object, S3Upload, may_be_md5
@@ -99,6 +100,7 @@ __all__ = [
     "CacheSpace",
     "Clients",
     "FileInfo",
+    "FileList",
     "FileVersion",
     "FileVersions",
     "ListedFile",
@@ -167,6 +169,7 @@ __all__ = [
     "remove",
     "retry_call",
     "sample_members",
+    "sample_order",
     "translate_errors",
     "version_of",
 ]

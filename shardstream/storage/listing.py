@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from array import array
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
-from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from shardstream.errors import NotFoundError, OptionError, SourceError, plural
 from shardstream.format import (
@@ -20,6 +24,7 @@ from shardstream.format import (
 )
 from shardstream.storage.atomic_write import is_part
 from shardstream.storage.discover import is_tar
+from shardstream.storage.file_list import FileList, ListedFile
 from shardstream.storage.journal_marker import check_finished, is_journal
 from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
 
@@ -31,18 +36,7 @@ _MANY_FIELDS = 30  # more are suspicious if there are fewer samples
 MAX_FOLDERS = 4096  # with more, one recursive listing takes fewer requests
 
 
-class ListedFile(NamedTuple):
-    """A file under the folder that was listed."""
-
-    path: str
-    """Relative to that folder."""
-    url: str
-    size: int
-    version: str | None = None
-    """Changes with the bytes, if the file system lists a version."""
-
-
-def list_files(root: str, storage: Storage, *, max_folders: int = MAX_FOLDERS) -> list[ListedFile]:
+def list_files(root: str, storage: Storage, *, max_folders: int = MAX_FOLDERS) -> FileList:
     """Return all files under a folder, sorted by path, without hidden and unfinished ones.
 
     An object store lists a thousand names per request, one page after the other. So the folders directly under this one are listed
@@ -51,20 +45,19 @@ def list_files(root: str, storage: Storage, *, max_folders: int = MAX_FOLDERS) -
     Raises:
         StorageError: If the folder is missing or cannot be listed.
     """
-    return _shown(root, _find(root, storage, max_folders), storage)
+    files = itertools.chain.from_iterable(_find(root, storage, max_folders))
+    return FileList(_shown(root, files, storage))
 
 
-def _shown(root: str, files: Iterable[FileInfo], storage: Storage) -> list[ListedFile]:
+def _shown(root: str, files: Iterable[FileInfo], storage: Storage) -> Iterator[ListedFile]:
     base = storage.resolve(root)[1].rstrip("/")
-    found = []
     for file in files:
         path = (storage.local_path(file.url) or storage.resolve(file.url)[1])[len(base) + 1 :]
         hidden = path.startswith(".") or "/." in path or is_part(path)
         if (
             path and not hidden and not file.url.endswith("/")
         ):  # web consoles create "a/" to mark a folder
-            found.append(ListedFile(path, file.url, file.size, file.version))
-    return sorted(found)
+            yield ListedFile(path, file.url, file.size, file.version)
 
 
 def list_all(urls: Sequence[str], storage: Storage) -> tuple[str, list[ListedFile]]:
@@ -106,7 +99,17 @@ def list_beginning(prefix: str, storage: Storage) -> list[str]:
 
 
 def sample_members(root: str, files: Sequence[ListedFile]) -> list[tuple[str, str, ListedFile]]:
-    """Return key, field and file of each member of a sample, sorted.
+    """Return key, field and file of each member of a sample, sorted (see `sample_order`)."""
+    members = []
+    for number in sample_order(root, files).tolist():
+        file = files[number]
+        key, field = _key_and_field(file.path) or ("", "")
+        members.append((key, field, file))
+    return members
+
+
+def sample_order(root: str, files: Sequence[ListedFile]) -> npt.NDArray[np.int64]:
+    """Return the numbers of the files that are members of samples, sorted by key and field.
 
     Files without an extension, and those in folders named like ``__this__``, are left out, with a warning that counts them.
     Names with dots that make many rare fields, or more fields than samples, cause a warning, too.
@@ -116,26 +119,38 @@ def sample_members(root: str, files: Sequence[ListedFile]) -> list[tuple[str, st
         SourceError: If no file is left, or two files would be the same field of a sample.
     """
     _check_loose(root, files)
-    named = [(split_member_name(file.path), file) for file in files]
-    members = sorted(
-        (parts[0], canonical_field(parts[1]), file)
-        for parts, file in named
-        if parts is not None and not is_meta_name(file.path)
-    )
-    if len(members) < len(files):
+    numbers = array("q")
+    texts: list[bytes] = []  # of key and field, in their order: less memory than a tuple of both
+    for number, file in enumerate(files):
+        if (parts := _key_and_field(file.path)) is not None:
+            numbers.append(number)
+            texts.append("\0".join(parts).encode("utf-8", "surrogatepass"))
+    if len(numbers) < len(files):
         _log.warning(
-            "%s: files without an extension are left out: %d", root, len(files) - len(members)
+            "%s: files without an extension are left out: %d", root, len(files) - len(numbers)
         )
-    if not members:
+    if not numbers:
         raise SourceError("no file here has an extension, so none can be a field", shard=root)
-    for one, other in pairwise(members):
-        if one[:2] == other[:2]:
+    # The path decides which of two equal ones an error names first.
+    order = np.array(sorted(range(len(texts)), key=texts.__getitem__), dtype=np.int64)
+    for one, other in pairwise(order.tolist()):
+        if texts[one] == texts[other]:
+            paths = [files[numbers[at]].path for at in (one, other)]
+            key, field = _key_and_field(paths[0]) or ("", "")
             raise SourceError(
-                f"{one[2].path} and {other[2].path} would both be the field {one[1]!r} of {one[0]!r}; rename one",
+                f"{paths[0]} and {paths[1]} would both be the field {field!r} of {key!r}; rename one",
                 shard=root,
             )
-    _warn_of_rare_fields(root, members)
-    return members
+    del texts
+    found = np.array(numbers, dtype=np.int64)[order]
+    _warn_of_rare_fields(root, files, found)
+    return found
+
+
+def _key_and_field(path: str) -> tuple[str, str] | None:
+    """Return key and field of a file; None if it is not a member of a sample."""
+    parts = split_member_name(path)
+    return None if parts is None or is_meta_name(path) else (parts[0], canonical_field(parts[1]))
 
 
 def _check_loose(root: str, files: Sequence[ListedFile]) -> None:
@@ -158,15 +173,26 @@ def _check_loose(root: str, files: Sequence[ListedFile]) -> None:
         )
 
 
-def _warn_of_rare_fields(root: str, members: Sequence[tuple[str, str, ListedFile]]) -> None:
+def _warn_of_rare_fields(
+    root: str, files: Sequence[ListedFile], numbers: npt.NDArray[np.int64]
+) -> None:
     """Warn if dots in names, instead of extensions, made the fields."""
-    fields = Counter(field for _, field, _ in members)
-    samples = 1 + sum(one[0] != other[0] for one, other in pairwise(members))
+    fields, samples, before = Counter[str](), 0, None
+    for number in numbers.tolist():
+        key, field = _key_and_field(files[number].path) or ("", "")
+        fields[field] += 1
+        samples += key != before
+        before = key
     rare = {field for field, count in fields.items() if count * _RARE <= samples}
     many_rare = len(rare) >= _MANY_RARE_FIELDS
     if many_rare or len(fields) > max(samples, _MANY_FIELDS):
         suspicious_fields = rare if many_rare else fields
-        key, field, file = next(member for member in members if member[1] in suspicious_fields)
+        suspicious = (
+            (*parts, path)
+            for path in (files[number].path for number in numbers.tolist())
+            if (parts := _key_and_field(path)) is not None and parts[1] in suspicious_fields
+        )
+        key, field, path = next(suspicious)
         rare_share = (
             f", and {len(rare):,} of the fields are in at most {100 // _RARE} % of the samples"
         )
@@ -174,11 +200,11 @@ def _warn_of_rare_fields(root: str, members: Sequence[tuple[str, str, ListedFile
             "%s: %s make %s with %s%s. A key ends at the first dot of a name: %s is the field %r of the sample %r. "
             "Rename such files if this is not intended",
             root,
-            plural(len(members), "file"),
+            plural(len(numbers), "file"),
             plural(samples, "sample"),
             plural(len(fields), "field"),
             rare_share if many_rare else "",
-            file.path,
+            path,
             field,
             key,
         )
@@ -189,9 +215,9 @@ def _folder(path: str) -> str:
 
 
 def _list_one(url: str, storage: Storage) -> tuple[str, list[ListedFile]]:
-    found = _find(url, storage)
+    found = list(itertools.chain.from_iterable(_find(url, storage)))
     _check_all_finished(found)
-    files = _shown(url, found, storage)
+    files = sorted(_shown(url, found, storage))
     if files:
         return url.rstrip("/"), files
     if url.endswith("/"):
@@ -214,12 +240,19 @@ def _name(file: FileInfo) -> str:
     return file.url.rpartition("/")[2]
 
 
-def _find(root: str, storage: Storage, max_folders: int = MAX_FOLDERS) -> list[FileInfo]:
+def _find(root: str, storage: Storage, max_folders: int = MAX_FOLDERS) -> Iterator[list[FileInfo]]:
+    """Yield all files, those of a few folders at a time: `FileInfo` takes five times the memory of a `FileList`."""
     files, folders = storage.list_folder(root)
     if len(folders) > max_folders or "" in folders:
-        return storage.find(root)
+        yield storage.find(root)
+        return
+    yield files
     urls = [join_url(root, folder) for folder in folders if not folder.startswith(".")]
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-list") as pool:
-        for found in pool.map(storage.find, urls):
-            files += found
-    return files
+        waiting = deque[Future[list[FileInfo]]]()
+        for url in urls:
+            waiting.append(pool.submit(storage.find, url))
+            if len(waiting) > 2 * _THREADS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()

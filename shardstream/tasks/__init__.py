@@ -10,6 +10,7 @@ from shardstream.tasks.executor import (
     FuturesExecutor,
     LocalExecutor,
     Parts,
+    RetryCount,
     Task,
     run_task,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "LocalExecutor",
     "Parts",
     "ProcessPool",
+    "RetryCount",
     "Task",
     "run_task",
 ]

@@ -38,7 +38,11 @@ class Task(Protocol):
 
 
 class Executor(Protocol):
-    """Runs tasks in threads, processes or a cluster."""
+    """Runs tasks in threads, processes or a cluster.
+
+    One that runs tasks again after their worker has died counts them in an attribute ``retries``, which grows with each; progress displays
+    show it.
+    """
 
     def run(self, tasks: Iterable[Task], done: Callable[[Task, Mapping[str, JSON]], None]) -> None:
         """Run all tasks, and return when each has been handed to ``done``.
@@ -51,6 +55,26 @@ class Executor(Protocol):
             Exception: The first error of a task, with its own type and a note that names the task, or of ``done``. No more
                 tasks are started then.
         """
+
+
+class RetryCount:
+    """Counts the tasks that an executor runs again from now on.
+
+    Args:
+        executor: The executor; those without ``retries`` never run a task again.
+    """
+
+    def __init__(self, executor: Executor | None) -> None:
+        self._executor = executor
+        self._before = self._total()
+
+    @property
+    def count(self) -> int:
+        """Number of such tasks."""
+        return self._total() - self._before
+
+    def _total(self) -> int:
+        return int(getattr(self._executor, "retries", 0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

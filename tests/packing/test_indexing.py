@@ -12,7 +12,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from shardstream.catalog import ShardCatalog
 from shardstream.errors import OptionError, SampleError, ShardError, StorageError
 from shardstream.format import decode_index
-from shardstream.packing import index
+from shardstream.packing import Progress, index
 from shardstream.storage import Storage, locate_shards
 from tests.small_tars import foreign_tar, make_dataset, samples, tar_bytes
 
@@ -45,9 +45,11 @@ def test_index_of_a_foreign_tar_skips_other_members(tmp_path: Path) -> None:
 
 def test_progress_reports_bytes_as_they_are_read(tmp_path: Path) -> None:
     make_dataset(tmp_path)
-    reports: list[tuple[int, int]] = []
-    report = index(str(tmp_path), progress=lambda done, total: reports.append((done, total)))
-    assert reports[-1] == (report.manifest.total_bytes, report.manifest.total_bytes)
+    reports: list[Progress] = []
+    report = index(str(tmp_path), progress=reports.append)
+    assert reports[-1].size_bytes == reports[-1].total_bytes == report.manifest.total_bytes
+    assert (reports[-1].shards, reports[-1].samples) == (3, 12)
+    assert reports[0].shards == 0
 
 
 def test_wds2idx_file_matches_dali(tmp_path: Path) -> None:

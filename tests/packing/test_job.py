@@ -247,6 +247,7 @@ def test_progress_counts_up_to_the_end(photos: Path, tmp_path: Path) -> None:
     reports: list[Progress] = []
     pack(photos, tmp_path / "out", progress=reports.append)
     assert reports[-1][:2] == (90, 0)
+    assert (reports[-1].shards, reports[-1].failures) == (1, 0)
     assert {progress.total for progress in reports} == {90}
     assert [progress.samples for progress in reports] == sorted(
         progress.samples for progress in reports

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 import shardstream as ss
 from shardstream.format import Manifest, decode_manifest
-from shardstream.packing import cut_by_size
+from shardstream.packing import Progress, cut_by_size
 
 ROOT = Path(__file__).parent.parent.parent
 NSAMPLES = 240
@@ -293,6 +293,32 @@ def test_tasks_are_small_whatever_the_number_of_shards(source: str, tmp_path: Pa
     ss.reshard(source, tmp_path / "new", max_samples=2, executor=Measures())
     assert len(Measures.sizes) == NSAMPLES // 2
     assert max(Measures.sizes) < 4_000
+
+
+def test_progress_has_the_retries_of_the_executor(source: str, tmp_path: Path) -> None:
+    class RunsEachTaskTwice:
+        retries = 5  # of an earlier job
+
+        def run(self, tasks: Iterable[ss.Task], done: Callable[..., None]) -> None:
+            for task in tasks:
+                task.run()
+                self.retries += 1
+                done(task, task.run())
+
+    reports: list[Progress] = []
+    ss.reshard(
+        source,
+        tmp_path / "new",
+        max_samples=60,
+        executor=RunsEachTaskTwice(),
+        progress=reports.append,
+    )
+    assert [(one.shards, one.samples, one.retries) for one in reports] == [
+        (1, 60, 1),
+        (2, 120, 2),
+        (3, 180, 3),
+        (4, 240, 4),
+    ]
 
 
 def test_executor_that_loses_a_task_publishes_nothing(source: str, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import gzip
 import io
 import tarfile
+import tracemalloc
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +13,13 @@ import zstandard
 
 from shardstream.errors import ManifestError, StorageError
 from shardstream.packing import (
-    ShardKeys,
+    KeyHashes,
+    KeyPlace,
     VerifyReport,
     find_repeated_keys,
     hash_keys,
     index,
+    place_of,
     verify,
 )
 from shardstream.storage import Storage
@@ -129,9 +133,47 @@ def test_shard_copied_under_another_name_is_not_listed_key_by_key(tmp_path: Path
 
 
 def test_hash_collisions_are_not_repeated_keys() -> None:
-    hashes = hash_keys(["a"])
-    shards = [ShardKeys(name, hashes, np.array([0, 1024])) for name in ("1.tar", "2.tar")]
-    assert list(find_repeated_keys(shards, lambda shard, _start, _end: shard)) == []
+    with KeyHashes() as keys:
+        for shard in (0, 1):
+            keys.add(hash_keys(["a"]), place_of(shard, 1))
+
+        def read(places: Sequence[int]) -> dict[int, KeyPlace]:
+            return {place: KeyPlace(f"key {place}", "a.tar", 0) for place in places}
+
+        assert list(find_repeated_keys(keys, read)) == []
+
+
+def test_keys_of_bare_and_compressed_shards_are_compared_too(tmp_path: Path) -> None:
+    (tmp_path / "a.tar").write_bytes(tar_bytes(samples(0, 3)))
+    (tmp_path / "b.tar.gz").write_bytes(gzip.compress(tar_bytes(samples(2, 3))))
+    (problem,) = verify(str(tmp_path)).errors
+    assert (problem.shard, problem.key) == (str(tmp_path / "b.tar.gz"), "0002")
+    assert f"the key is in {tmp_path}/a.tar as well" in problem.what
+
+
+def test_memory_does_not_grow_with_the_number_of_keys() -> None:
+    def peak_bytes(shards: int) -> int:
+        random = np.random.default_rng(0)
+        tracemalloc.start()
+        with KeyHashes() as keys:
+            for shard in range(shards):
+                hashes = random.integers(0, 1 << 64, 100_000, dtype=np.uint64)
+                hashes[7] = 1 << 40  # the only equal ones
+                keys.add(hashes, place_of(shard, len(hashes)))
+
+            def read(places: Sequence[int]) -> dict[int, KeyPlace]:
+                return {place: KeyPlace("same", f"{place >> 32}.tar", 0) for place in places}
+
+            problems = list(find_repeated_keys(keys, read))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        listed = [problem for problem in problems if problem.key == "same"]
+        assert len(listed) == min(shards - 1, 20)
+        assert problems[0].what == "the key is in 0.tar as well, at byte 0"
+        return peak
+
+    small, large = peak_bytes(15), peak_bytes(60)  # 1.5 and 6 million keys
+    assert large < 1.2 * small < 80e6
 
 
 def test_concatenated_tars_are_an_error(tmp_path: Path) -> None:

@@ -94,7 +94,9 @@ def test_tasks_run_in_other_processes(cluster: None) -> None:
 
 def test_task_whose_worker_dies_is_run_again(cluster: None, tmp_path: Path) -> None:
     tasks = [Square(0), DiesOnce(1, str(tmp_path / "seen")), Square(2)]
-    assert {one["square"] for one in squares(RayExecutor(), tasks).values()} == {0, 1, 4}
+    executor = RayExecutor()
+    assert {one["square"] for one in squares(executor, tasks).values()} == {0, 1, 4}
+    assert executor.retries == 1
 
 
 def test_error_of_a_task_keeps_its_type_and_names_the_task(cluster: None) -> None:
@@ -118,7 +120,9 @@ def test_task_that_no_node_can_run_is_refused(cluster: None) -> None:
         squares(RayExecutor(num_cpus=64), [Square(1)])
 
 
-@pytest.mark.parametrize("options", [{"num_cpus": 0}, {"in_flight": 0}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"num_cpus": 0}, {"in_flight": 0}, {"max_retries": -1}], ids=str
+)
 def test_bad_options_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ss.OptionError):
         RayExecutor(**options)
@@ -149,6 +153,26 @@ def test_relative_paths_mean_the_folder_of_the_driver(
         path.unlink()
     ss.index("new", executor=executor)
     assert files_of(tmp_path / "new") == files_of(tmp_path / "packed")
+
+
+def test_fields_are_added_on_ray_as_here(
+    cluster: None, source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ss.reshard(source, "labels", fields=["cls"], seed=1)
+    rows = "".join(f"{number:04d},tag {number}\n" for number in reversed(range(120)))
+    Path("tags.csv").write_text("key,tag\n" + rows)
+    options: dict[str, Any] = {
+        "max_samples": 25,
+        "seed": 4,
+        "add": {"labels": {"label.cls": "cls"}, "tags.csv": {"txt": "tag"}},
+    }
+    ss.reshard("source", "ray", executor=RayExecutor(), **options)
+    ss.reshard("source", "here", **options)
+    assert files_of(tmp_path / "here") == files_of(tmp_path / "ray")
+    for sample in ss.ShardMapDataset("ray"):
+        number = int(sample["__key__"])
+        assert (int(sample["label.cls"]), sample["txt"]) == (number % 5, b"tag %d" % number)
 
 
 def test_error_of_a_function_on_ray_names_the_sample(

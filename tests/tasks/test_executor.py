@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import shardstream as ss
+from shardstream.packing import Progress
 from tests.small_tars import make_dataset
 
 ROOT = Path(__file__).parent.parent.parent
@@ -195,20 +196,24 @@ def test_index_and_verify_are_equal_with_all_executors(open_executor: Open, tmp_
     for path in tmp_path.iterdir():
         if path.suffix != ".tar":
             path.unlink()
-    progress: list[tuple[int, int]] = []
+    progress: list[Progress] = []
     with open_executor() as executor:
         report = ss.index(
             str(tmp_path),
             wds2idx=True,
             executor=executor,
-            progress=lambda *two: progress.append(two),
+            progress=progress.append,
         )
         assert report == expected
         assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
-        assert progress[-1] == (report.manifest.total_bytes,) * 2
+        assert (progress[-1].size_bytes, progress[-1].total_bytes) == (
+            report.manifest.total_bytes,
+        ) * 2
+        assert (progress[-1].shards, progress[-1].samples) == (3, 12)
         assert len(progress) == len(paths)
         paths[0].write_bytes(damaged)
-        found = ss.verify(str(tmp_path), executor=executor)
+        found = ss.verify(str(tmp_path), executor=executor, progress=progress.append)
+        assert (progress[-1].shards, progress[-1].failures) == (3, 1)
     assert found == ss.verify(str(tmp_path))
     assert "sha256" in found.errors[0].what
 

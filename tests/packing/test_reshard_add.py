@@ -1,0 +1,543 @@
+"""Test that `reshard(add=)` gives each sample the fields of its own key, or an error, with any executor."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import shardstream as ss
+from shardstream.cli import main
+from shardstream.packing import (
+    KeyHashes,
+    hash_keys,
+    key_index_name,
+    open_key_index,
+    write_key_index,
+)
+from shardstream.storage import Storage, open_output_folder
+
+ROOT = Path(__file__).parent.parent.parent
+NSAMPLES = 240
+KEYS = [f"{number:04d}" for number in range(NSAMPLES)]
+
+
+def shuffled(seed: int) -> list[str]:
+    return [KEYS[number] for number in np.random.default_rng(seed).permutation(NSAMPLES)]
+
+
+def caption(key: str) -> str:
+    return f"caption of {key} " + "x" * (int(key) % 50)
+
+
+def write_captions(folder: Path, keys: Iterable[str], **options: Any) -> str:
+    with ss.ShardWriter(folder, max_samples=31, **options) as writer:
+        for key in keys:
+            emb = np.full(4, int(key), dtype=np.float32)
+            writer.write({"__key__": key, "txt": caption(key), "emb.npy": emb})
+    return str(folder)
+
+
+def write_parquet(path: Path, keys: Iterable[str], *, key: str = "key", rows: int = 37) -> str:
+    keys = list(keys)
+    table = pa.table(
+        {
+            key: keys,
+            "score": [int(one) * 2 for one in keys],
+            "meta": [{"source": f"site {one}"} for one in keys],
+        }
+    )
+    pq.write_table(table, path, row_group_size=rows)
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Samples, and captions, scores and tags of the same keys in other orders."""
+    folder = tmp_path_factory.mktemp("add")
+    random = np.random.default_rng(0)
+    with ss.ShardWriter(folder / "train", max_samples=50) as writer:
+        for number, key in enumerate(KEYS):
+            data = random.bytes(int(random.integers(1, 3000)))
+            writer.write({"__key__": key, "bin": data, "cls": number % 2})
+    with open(folder / "tags.csv", "w", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["id", "tag", "other"])
+        rows.writerows([key, f'a "tag",\nof {key}', "?"] for key in shuffled(3))
+    with open(folder / "tags.jsonl", "w") as file:
+        for key in KEYS:
+            file.write(json.dumps({"key": key, "tag": f"tag {key}"}) + "\n")
+    return {
+        "train": str(folder / "train"),
+        "captions": write_captions(folder / "captions", shuffled(1)),
+        "same order": write_captions(folder / "same", KEYS),
+        "scores": write_parquet(folder / "scores.parquet", shuffled(2)),
+        "tags": str(folder / "tags.csv"),
+        "tag lines": str(folder / "tags.jsonl"),
+    }
+
+
+def samples_of(folder: Path | str) -> list[dict[str, Any]]:
+    return list(ss.ShardMapDataset(str(folder)))
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def is_even(sample: Mapping[str, Any]) -> bool:
+    return int(sample["id"]) % 4 == 0  # the score is twice the number
+
+
+def swap(sample: Mapping[str, Any]) -> dict[str, Any]:
+    return {**sample, "note.txt": sample["txt"].decode().upper()}
+
+
+class SlowDown:
+    def __call__(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
+        time.sleep(0.01)
+        return sample
+
+
+def add_all(places: Mapping[str, str]) -> dict[str, Any]:
+    return {
+        places["captions"]: ["txt"],
+        places["scores"]: {"id": "score", "meta.json": "meta"},
+        places["tags"]: {"__key__": "id", "tag.txt": "tag"},
+    }
+
+
+def test_fields_of_shards_and_tables_in_other_orders_are_joined_by_key(
+    places: dict[str, str], tmp_path: Path
+) -> None:
+    report = ss.reshard(places["train"], tmp_path / "new", max_samples=100, add=add_all(places))
+    before = samples_of(places["train"])
+    found = samples_of(tmp_path / "new")
+    assert [one["__key__"] for one in found] == KEYS
+    for old, new in zip(before, found, strict=True):
+        key = new["__key__"]
+        assert (new["bin"], new["cls"]) == (old["bin"], old["cls"])
+        assert new["txt"].decode() == caption(key)
+        assert int(new["id"]) == int(key) * 2
+        assert json.loads(new["meta.json"]) == {"source": f"site {key}"}
+        assert new["tag.txt"].decode() == f'a "tag",\nof {key}'
+        assert "emb.npy" not in new
+    assert report.fields["txt"] == report.fields["id"] == NSAMPLES
+    assert report.warnings == ()
+    assert not ss.verify(str(tmp_path / "new")).problems
+    assert not list((tmp_path / "new").glob(".*"))
+
+
+def test_all_fields_of_shards_are_added_without_names(
+    places: dict[str, str], tmp_path: Path
+) -> None:
+    ss.reshard(places["train"], tmp_path / "new", add=places["same order"])
+    for sample in samples_of(tmp_path / "new"):
+        assert sample["txt"].decode() == caption(sample["__key__"])
+        assert len(sample["emb.npy"]) == 144
+
+
+def test_field_can_get_another_name(places: dict[str, str], tmp_path: Path) -> None:
+    add = {places["captions"]: {"long.txt": "txt"}, places["tag lines"]: {"txt": "tag"}}
+    ss.reshard(places["train"], tmp_path / "new", add=add)
+    for sample in samples_of(tmp_path / "new"):
+        assert sample["long.txt"].decode() == caption(sample["__key__"])
+        assert sample["txt"].decode() == f"tag {sample['__key__']}"
+
+
+def test_shards_are_filled_with_regard_to_the_added_fields(
+    places: dict[str, str], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"max_bytes": "50kB", "add": add_all(places)}
+    for seed in (None, 1):
+        dest = tmp_path / str(seed)
+        ss.reshard(places["train"], dest, seed=seed, **options)
+        sizes = [path.stat().st_size for path in sorted(dest.glob("*.tar"))]
+        assert max(sizes) <= 50_000
+        assert sum(sizes) / len(sizes) > 35_000
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"seed": 3},
+    {"seed": 1, "select": is_even, "map": swap, "fields": ["bin", "note.txt"]},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: "-".join(options) or "plain")
+def test_executors_and_parts_write_the_same_bytes(
+    places: dict[str, str], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    options = {"max_samples": 70, "max_bytes": "60kB", "add": add_all(places), **options}
+    source = places["train"]
+    ss.reshard(source, tmp_path / "one", **options)
+    ss.reshard(source, tmp_path / "two", executor=ss.LocalExecutor(processes=2), **options)
+    for part in (3, 1, 2, 1):
+        ss.reshard(source, tmp_path / "parts", executor=ss.Parts(part, 3), **options)
+    ss.merge(tmp_path / "parts")
+    assert files_of(tmp_path / "one") == files_of(tmp_path / "two") == files_of(tmp_path / "parts")
+    for sample in samples_of(tmp_path / "one"):
+        assert sample["txt"].decode() == caption(sample["__key__"])
+        assert "select" not in options or int(sample["__key__"]) % 2 == 0
+        if "map" in options:
+            assert sample["note.txt"].decode() == caption(sample["__key__"]).upper()
+            assert "cls" not in sample
+
+
+def test_field_that_the_sample_has_is_an_error_or_replaced(
+    places: dict[str, str], tmp_path: Path
+) -> None:
+    add: dict[str, Any] = {places["scores"]: {"cls": "score"}}
+    with pytest.raises(ss.SampleError, match=r"has this field already.*new\.cls.*field 'cls'"):
+        ss.reshard(places["train"], tmp_path / "new", add=add)
+    with pytest.raises(ss.SampleError, match="has this field already"):
+        ss.reshard(places["train"], tmp_path / "b", add=add, fields=["bin", "cls"])
+    ss.reshard(places["train"], tmp_path / "c", add=add, fields=["bin"])
+    for sample in samples_of(tmp_path / "c"):
+        assert int(sample["cls"]) == 2 * int(sample["__key__"])
+
+
+def test_old_field_does_not_stay_where_its_replacement_is_missing(
+    places: dict[str, str], tmp_path: Path
+) -> None:
+    scores = write_parquet(tmp_path / "some.parquet", KEYS[::2])
+    ss.reshard(
+        places["train"],
+        tmp_path / "new",
+        add={scores: {"cls": "score"}},
+        fields=["bin"],
+        missing="keep",
+    )
+    for sample in samples_of(tmp_path / "new"):
+        is_known = int(sample["__key__"]) % 2 == 0
+        assert sample.get("cls") == (b"%d" % (2 * int(sample["__key__"])) if is_known else None)
+
+
+@pytest.mark.parametrize("kind", ["shards", "table"])
+def test_missing_keys_are_an_error_kept_or_dropped(
+    places: dict[str, str], tmp_path: Path, kind: str
+) -> None:
+    known = [key for key in KEYS if int(key) % 3]
+    if kind == "shards":
+        add: dict[str, Any] = {write_captions(tmp_path / "some", known): ["txt"]}
+    else:
+        add = {write_parquet(tmp_path / "some.parquet", known): {"txt": "score"}}
+    with pytest.raises(ss.SampleError, match=r"the key is not in .*some.*missing=.*'0000'"):
+        ss.reshard(places["train"], tmp_path / "new", add=add)
+    assert not (tmp_path / "new" / "index.json").exists()
+    ss.reshard(places["train"], tmp_path / "kept", add=add, missing="keep")
+    assert [s["__key__"] for s in samples_of(tmp_path / "kept") if "txt" in s] == known
+    assert len(samples_of(tmp_path / "kept")) == NSAMPLES
+    ss.reshard(places["train"], tmp_path / "less", add=add, missing="drop")
+    assert [s["__key__"] for s in samples_of(tmp_path / "less")] == known
+
+
+def test_missing_field_of_one_sample_is_an_error(places: dict[str, str], tmp_path: Path) -> None:
+    with ss.ShardWriter(tmp_path / "some") as writer:
+        for key in KEYS:
+            writer.write({"__key__": key, "txt": "a", **({} if key == "0005" else {"md": "b"})})
+    table = pa.table({"key": KEYS, "tag": [None if key == "0007" else "x" for key in KEYS]})
+    pq.write_table(table, tmp_path / "tags.parquet")
+    new = tmp_path / "new"
+    with pytest.raises(ss.SampleError, match=r"has no such field.*'0005'.*field 'md'"):
+        ss.reshard(places["train"], new, add={str(tmp_path / "some"): ["txt", "md"]})
+    add = {str(tmp_path / "tags.parquet"): {"tag.txt": "tag"}}
+    with pytest.raises(ss.SampleError, match=r"has no such field.*'0007'.*field 'tag.txt'"):
+        ss.reshard(places["train"], new, add=add, overwrite=True)
+    ss.reshard(places["train"], new, add=str(tmp_path / "some"), overwrite=True)
+    assert [s["__key__"] for s in samples_of(new) if "md" not in s] == ["0005"]
+
+
+@pytest.mark.parametrize("kind", ["shards", "parquet", "csv"])
+def test_repeated_key_in_the_added_source_is_an_error(
+    places: dict[str, str], tmp_path: Path, kind: str
+) -> None:
+    keys = [*KEYS, "0042"]
+    if kind == "shards":
+        add: dict[str, Any] = {write_captions(tmp_path / "twice", keys): ["txt"]}
+    elif kind == "parquet":
+        add = {write_parquet(tmp_path / "twice.parquet", keys): {"txt": "score"}}
+    else:
+        (tmp_path / "twice.csv").write_text("key,tag\n" + "".join(f"{k},t\n" for k in keys))
+        add = {str(tmp_path / "twice.csv"): {"txt": "tag"}}
+    where = "000001.tar and .*000007.tar" if kind == "shards" else "row 43 and .*row 241"
+    with pytest.raises(ss.SourceError, match=f"the key '0042' comes twice, in .*{where}"):
+        ss.reshard(places["train"], tmp_path / "new", add=add)
+    assert not (tmp_path / "new" / "index.json").exists()
+
+
+def test_keys_without_a_sample_are_counted_in_a_warning(
+    places: dict[str, str], tmp_path: Path
+) -> None:
+    captions = write_captions(tmp_path / "more", [*KEYS, "7000", "7001"])
+    add = {captions: ["txt"], places["tags"]: {"__key__": "id", "tag.txt": "tag"}}
+    for part in (1, 2):
+        ss.reshard(
+            places["train"], tmp_path / "new", max_samples=50, add=add, executor=ss.Parts(part, 2)
+        )
+    report = ss.merge(tmp_path / "new")
+    assert report.warnings == (f"{captions}: 2 keys of 242 without a sample in the source",)
+
+
+def test_source_without_any_key_of_the_samples_is_an_error(
+    places: dict[str, str], tmp_path: Path
+) -> None:
+    captions = write_captions(tmp_path / "other", ["8000", "8001"])
+    with pytest.raises(ss.OptionError, match="no sample has a key of .*other"):
+        ss.reshard(places["train"], tmp_path / "new", add=captions, missing="keep")
+    assert not (tmp_path / "new" / "index.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["shards", "table"])
+def test_added_source_that_changes_between_parts_is_an_error(
+    places: dict[str, str], tmp_path: Path, kind: str
+) -> None:
+    options: dict[str, Any] = {"max_samples": 30}
+    path = tmp_path / ("captions" if kind == "shards" else "scores.parquet")
+    if kind == "shards":
+        options["add"] = {write_captions(path, KEYS): ["txt"]}
+    else:
+        options["add"] = {write_parquet(path, KEYS): {"txt": "score"}}
+    ss.reshard(places["train"], tmp_path / "new", executor=ss.Parts(1, 2), **options)
+    if kind == "shards":
+        write_captions(path, shuffled(7), overwrite=True)
+    else:
+        write_parquet(path, shuffled(7))
+    with pytest.raises(ss.OptionError, match="the source has changed"):
+        ss.reshard(places["train"], tmp_path / "new", executor=ss.Parts(2, 2), **options)
+
+
+def test_added_source_that_changes_while_a_job_runs_is_an_error(
+    places: dict[str, str], tmp_path: Path
+) -> None:
+    scores = tmp_path / "scores.parquet"
+    write_parquet(scores, KEYS)
+
+    class ReplacesTable:
+        def run(self, tasks: Iterable[ss.Task], done: Callable[..., None]) -> None:
+            for number, task in enumerate(tasks):
+                if number == 1:
+                    write_parquet(scores, shuffled(8))
+                done(task, task.run())
+
+    with pytest.raises(ss.ChangedError, match="replaced while it was read"):
+        ss.reshard(
+            places["train"],
+            tmp_path / "new",
+            max_samples=60,
+            add={str(scores): {"txt": "score"}},
+            executor=ReplacesTable(),
+        )
+    assert not (tmp_path / "new" / "index.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("add", "message"),
+    [
+        ({"captions": ["txt", "md"]}, "no sample has the field md; the fields are emb.npy, txt"),
+        ({"captions": ["txt"], "same order": ["txt"]}, "the field 'txt' is added from .*captions"),
+        ({"captions": None, "same order": ["txt"]}, "the field 'txt' is added from .*captions"),
+        ({"scores": None}, "name the columns to add"),
+        ({"scores": {"txt": "scor"}}, "no column 'scor'; there are: 'key', 'score', 'meta'"),
+        ({"scores": {"__key__": "id", "txt": "score"}}, "no column id for the keys"),
+        ({"tags": {"txt": "tag"}}, "no column __key__ or key for the keys.*'id', 'tag', 'other'"),
+        ({"tags": {"__key__": "id", "jpg": "tag"}}, "holds text, but 'jpg' takes bytes"),
+        ({"scores": {"TXT": "score"}}, "'TXT' is not a field name"),
+        ({}, "add names no source"),
+    ],
+)
+def test_wrong_sources_are_refused_before_anything_is_written(
+    places: dict[str, str], tmp_path: Path, add: dict[str, Any], message: str
+) -> None:
+    named = {places[name]: fields for name, fields in add.items()}
+    with pytest.raises(ss.ShardStreamError, match=message):
+        ss.reshard(places["train"], tmp_path / "new", add=named)
+    assert not (tmp_path / "new").exists()
+
+
+def test_wrong_options_are_refused(places: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ss.OptionError, match="missing is one of error, keep, drop"):
+        ss.reshard(places["train"], tmp_path / "new", add=places["captions"], missing="skip")  # type: ignore[arg-type]
+    with pytest.raises(ss.OptionError, match="missing is used with add only"):
+        ss.reshard(places["train"], tmp_path / "new", missing="keep")
+    with pytest.raises(ss.OptionError, match="write elsewhere"):
+        ss.reshard(places["train"], places["captions"], add=places["captions"], overwrite=True)
+    assert len(samples_of(places["captions"])) == NSAMPLES
+
+
+def test_tasks_are_small_whatever_the_number_of_keys(
+    places: dict[str, str], tmp_path: Path
+) -> None:
+    sizes = []
+
+    class Measures:
+        def run(self, tasks: Iterable[ss.Task], done: Callable[..., None]) -> None:
+            for task in tasks:
+                sizes.append(len(pickle.dumps(task)))
+                done(task, task.run())
+
+    ss.reshard(
+        places["train"], tmp_path / "new", max_samples=9, add=add_all(places), executor=Measures()
+    )
+    assert max(sizes) < 4_000
+
+
+def test_job_killed_at_any_time_is_resumed_to_the_same_bytes(
+    places: dict[str, str], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"max_samples": 20, "map": SlowDown, "add": places["captions"]}
+    ss.reshard(places["train"], tmp_path / "whole", **options)
+    command = [sys.executable, "-c", (
+        "import sys, shardstream as ss\n"
+        "from tests.packing.test_reshard_add import SlowDown\n"
+        "if __name__ == '__main__':\n"
+        "    source, dest, add = sys.argv[1:]\n"
+        "    print(ss.reshard(source, dest, max_samples=20, map=SlowDown, add=add).kept)\n"
+    ), places["train"], str(tmp_path / "new"), places["captions"]]  # fmt: skip
+    for wanted in (1, 4):
+        with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
+            deadline = time.monotonic() + 120
+            while len(list((tmp_path / "new").glob(".*part-0*.json"))) < wanted:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            os.kill(process.pid, signal.SIGKILL)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert int(done.stdout) >= 4
+    assert files_of(tmp_path / "new") == files_of(tmp_path / "whole")
+
+
+def test_damaged_index_of_keys_is_an_error(places: dict[str, str], tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_samples": 30, "add": places["captions"], "missing": "keep"}
+    ss.reshard(places["train"], tmp_path / "new", executor=ss.Parts(1, 2), **options)
+    path = tmp_path / "new" / key_index_name(0)
+    data = bytearray(path.read_bytes())
+    data[700] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ss.StorageError, match=r"the keys .* are damaged; delete this file"):
+        ss.reshard(places["train"], tmp_path / "new", executor=ss.Parts(2, 2), **options)
+    path.unlink()
+    ss.reshard(places["train"], tmp_path / "new", executor=ss.Parts(2, 2), **options)
+    ss.merge(tmp_path / "new")
+    assert all("txt" in sample for sample in samples_of(tmp_path / "new"))
+
+
+def test_equal_hashes_of_different_keys_join_no_wrong_rows(
+    places: dict[str, str], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"max_samples": 50, "add": {places["captions"]: ["txt"]}}
+    ss.reshard(places["train"], tmp_path / "new", executor=ss.Parts(1, 2), **options)
+    path = tmp_path / "new" / key_index_name(0)
+    job = json.loads(path.read_bytes()[:512])["job"]
+    path.unlink()
+    folder = open_output_folder(str(tmp_path / "new"), None, None)
+    # Each hash has the place of its key among two others.
+    hashes, order = hash_keys(shuffled(1)), np.arange(NSAMPLES)
+    with KeyHashes() as keys:
+        for shift in (0, 7, 100):
+            keys.add(hashes, (order + shift) % NSAMPLES)
+        write_key_index(folder, path.name, job, keys, lambda _: None)
+    ss.reshard(places["train"], tmp_path / "new", executor=ss.Parts(2, 2), **options)
+    ss.merge(tmp_path / "new")
+    assert [one["__key__"] for one in samples_of(tmp_path / "new")] == KEYS
+    for sample in samples_of(tmp_path / "new"):
+        assert sample["txt"].decode() == caption(sample["__key__"])
+
+
+def test_keys_of_another_job_are_deleted_with_overwrite(
+    places: dict[str, str], tmp_path: Path
+) -> None:
+    add = {places["captions"]: ["txt"], places["scores"]: {"id": "score"}}
+    ss.reshard(places["train"], tmp_path / "new", max_samples=9, add=add, executor=ss.Parts(1, 2))
+    assert len(list((tmp_path / "new").glob(".*keys*"))) == 2
+    ss.reshard(places["train"], tmp_path / "new", overwrite=True)
+    assert not list((tmp_path / "new").glob(".*"))
+
+
+def test_reshard_with_added_fields_on_s3(
+    places: dict[str, str], tmp_path: Path, bucket: str, s3_env: None
+) -> None:
+    for name in ("train", "captions"):
+        ss.reshard(places[name], f"{bucket}/{name}", max_samples=50)
+    filesystem, target = Storage().resolve(f"{bucket}/scores.parquet")
+    filesystem.put_file(places["scores"], target)
+    score = {"id": "score"}
+    add = {f"{bucket}/captions": ["txt"], f"{bucket}/scores.parquet": score}
+    options: dict[str, Any] = {"max_samples": 100, "seed": 2}
+    for part in (2, 1):
+        executor = ss.Parts(part, 2)
+        ss.reshard(f"{bucket}/train", f"{bucket}/new", add=add, executor=executor, **options)
+    ss.merge(f"{bucket}/new")
+    add = {places["captions"]: ["txt"], places["scores"]: score}
+    ss.reshard(places["train"], tmp_path / "new", add=add, **options)
+    remote, local = samples_of(f"{bucket}/new"), samples_of(tmp_path / "new")
+    assert [{**s, "__url__": ""} for s in remote] == [{**s, "__url__": ""} for s in local]
+    assert not [
+        name for name in filesystem.find(f"{target.rpartition('/')[0]}/new") if "keys" in name
+    ]
+
+
+def test_command_adds_fields_and_prints_warnings(
+    places: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    captions = write_captions(tmp_path / "more", [*KEYS[7:], "7000"])
+    adds = ["--add", f"{captions}:long.txt=txt", "--add", f"{places['tags']}:__key__=id,txt=tag"]
+    command = ["reshard", places["train"], str(tmp_path / "new"), *adds]
+    assert main([*command, "--missing", "sometimes"]) == 1
+    assert "missing is one of error, keep, drop" in capsys.readouterr().err
+    assert main([*command, "--missing", "drop"]) == 0
+    said = capsys.readouterr()
+    assert said.err == f"warning: {captions}: 1 key of 234 without a sample in the source\n"
+    assert "wrote 233 samples in 1 shard" in said.out
+    for sample in samples_of(tmp_path / "new"):
+        assert sample["long.txt"].decode() == caption(sample["__key__"])
+        assert sample["txt"].decode() == f'a "tag",\nof {sample["__key__"]}'
+    assert main([*command, "--add", captions]) == 2
+
+
+@pytest.mark.parametrize("kept", [1000, 1 << 20])
+def test_sorted_index_finds_all_keys_and_only_those(tmp_path: Path, kept: int) -> None:
+    names = [f"key {number}" for number in range(10_000)]
+    hashes = hash_keys(names)
+    folder = open_output_folder(str(tmp_path), None, None)
+    with KeyHashes(kept=kept) as keys:
+        for first in range(0, len(names), 333):
+            some = hashes[first : first + 333]
+            keys.add(some, np.arange(first, first + len(some)))
+        write_key_index(folder, "index.bin", "job", keys, lambda places: pytest.fail(f"{places}"))
+    index = open_key_index(str(tmp_path / "index.bin"), Storage(), "job")
+    starts, ends = index.find(hashes)
+    assert index.places[starts].tolist() == list(range(len(names)))
+    assert (ends - starts == 1).all()
+    starts, ends = index.find(hash_keys(["other", "key -1"]))
+    assert (starts == ends).all()
+
+
+def test_equal_hashes_are_in_one_block_in_the_order_of_their_places() -> None:
+    random = np.random.default_rng(0)
+    hashes = random.integers(0, 1 << 64, 5000, dtype=np.uint64)
+    hashes[3000:4000] = hashes[:1000]
+    with KeyHashes(kept=700) as keys:
+        for first in random.permutation(50).tolist():
+            some = slice(first * 100, first * 100 + 100)
+            keys.add(hashes[some], np.arange(first * 100, first * 100 + 100))
+        blocks = list(keys.sorted_blocks())
+    order = np.lexsort((np.arange(5000), hashes))
+    assert np.array_equal(np.concatenate([one for one, _ in blocks]), hashes[order])
+    assert np.array_equal(np.concatenate([one for _, one in blocks]), order)
+    ends = [(one[0], one[-1]) for one, _ in blocks if len(one)]
+    assert all(before[1] < after[0] for before, after in itertools.pairwise(ends))
