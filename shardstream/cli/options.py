@@ -141,13 +141,13 @@ def executor_of(
         raise typer.BadParameter(str(error), param_hint="--part") from error
 
 
-def state_of_parts(unfinished: int, *folders: str) -> str:
+def state_of_parts(unfinished: int, folder: str) -> str:
     r"""Say how many tasks of a job in parts are not done, and the command that publishes it.
 
     >>> state_of_parts(0, "out")
     'all tasks are done; publish with:\n  shardstream merge out'
     """
-    merge = "".join(f"\n  shardstream merge {printable(folder)}" for folder in folders)
+    merge = f"\n  shardstream merge {printable(folder)}"
     if not unfinished:
         return f"all tasks are done; publish with:{merge}"
     return (

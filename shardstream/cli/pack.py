@@ -311,9 +311,11 @@ def _show(report: PackReport, part: str | None) -> None:
     for line in aligned(rows, right=frozenset({1, 2, 3})):
         typer.echo(line)
     if part is not None:
-        typer.echo(
-            f"part {part}: {state_of_parts(report.unfinished, *(split.url for split in report.splits))}"
+        folder, name = report.splits[0].url, report.splits[0].name
+        state = state_of_parts(
+            report.unfinished, folder.removesuffix(f"/{name}") if name else folder
         )
+        typer.echo(f"part {part}: {state}")
         return
     typer.echo("check with:")
     for split in report.splits:

@@ -152,7 +152,7 @@ def reshard(  # noqa: PLR0913  (the options of a command)
 
 
 def merge(dest: Dest, *, option: StorageOption = None) -> None:
-    """Publish a dataset whose parts were written with --part.
+    """Publish a dataset whose parts were written with --part, with all its splits.
 
     Writes index.json when all parts are done; otherwise names those that are missing.
 
@@ -164,7 +164,9 @@ def merge(dest: Dest, *, option: StorageOption = None) -> None:
     report = ss.merge(dest, storage_options=parse_options(option))
     for warning in report.warnings:
         typer.echo(f"warning: {printable(warning)}", err=True)
-    counts = f"{plural(report.samples, 'sample')} in {plural(report.shards, 'shard')}"
-    folder = report.splits[0].url
-    typer.echo(f"published {counts}, {human_bytes(report.total_bytes)}: {printable(folder)}")
-    typer.echo(f"check with:\n  shardstream verify {printable(folder)}")
+    for split in report.splits:
+        counts = f"{plural(split.samples, 'sample')} in {plural(split.shards, 'shard')}"
+        typer.echo(f"published {counts}, {human_bytes(split.total_bytes)}: {printable(split.url)}")
+    typer.echo("check with:")
+    for split in report.splits:
+        typer.echo(f"  shardstream verify {printable(split.url)}")

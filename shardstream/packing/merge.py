@@ -29,8 +29,10 @@ from shardstream.format import (
     MANIFEST_NAME,
     Manifest,
     ShardInfo,
+    decode_classes,
     encode_manifest_files,
 )
+from shardstream.packing.class_numbering import warn_of_siblings
 from shardstream.packing.destination import ShardNames, is_deletable
 from shardstream.packing.journal import Journal, read_journal
 from shardstream.packing.key_index import is_key_index
@@ -47,8 +49,11 @@ from shardstream.packing.report import PackReport, Progress, ProgressFunction, S
 from shardstream.storage import (
     FileInfo,
     OutputFolder,
+    Storage,
     final_name,
+    is_journal,
     is_part_record,
+    join_url,
     journal_name,
     open_output_folder,
     part_record_name,
@@ -110,7 +115,7 @@ def run_jobs(
         splits.append(counts.split)
     warnings: list[str] = []
     for _, job, _ in jobs if not is_part else ():
-        merged = merge(job.names.folder, storage_options=job.storage_options)
+        merged = _merge_one(job.names.folder, job.storage_options)
         warnings += merged.warnings
     return PackReport(
         source=jobs[0].job.title,
@@ -129,16 +134,56 @@ def merge(
     """Publish the dataset of a job whose parts are all done: write ``index.json``, and delete the records of the parts.
 
     Args:
-        dest: Folder of the job, or its pattern.
+        dest: Folder of the job, or its pattern. Splits in the folders under it are published together.
         storage_options: ``storage_options`` of fsspec.
 
     Raises:
-        UnfinishedError: If parts are missing; names them.
+        UnfinishedError: If parts are missing; names them. Then no split is published.
         OptionError: If there is no such job in the folder.
         StorageError: If a shard is missing or was replaced, or the folder cannot be reached.
     """
     begin_s = time.monotonic()
     url = ShardNames.parse(dest).folder
+    urls = _find_splits(url, storage_options) or [url]
+    for one in urls if len(urls) > 1 else ():
+        folder = open_output_folder(one, storage_options, None)
+        files = folder.list_files()
+        journal = read_journal(folder, files)
+        if journal is not None and journal.task.options.get("parts"):
+            _read_records(folder, files, journal.run, int(journal.task.options["parts"]))
+    merged = [_merge_one(one, storage_options) for one in urls]
+    return PackReport(
+        source="finished parts",
+        splits=tuple(
+            replace(split, name=split.url.rpartition("/")[2] if len(urls) > 1 else "")
+            for one in merged
+            for split in one.splits
+        ),
+        seconds=time.monotonic() - begin_s,
+        skipped=tuple(skip for one in merged for skip in one.skipped),
+        fields=dict(sum((Counter(one.fields) for one in merged), Counter())),
+        warnings=tuple(warning for one in merged for warning in one.warnings),
+    )
+
+
+def _find_splits(url: str, storage_options: Mapping[str, Any] | None) -> list[str]:
+    """Return the folders right under one that hold unfinished jobs; none if it holds a dataset or a job itself."""
+    if open_output_folder(url, storage_options, None).list_files():
+        return []
+    storage = Storage(storage_options)
+    with suppress(NotFoundError):
+        found = [join_url(url, name) for name in storage.list_folder(url)[1] if name]
+        return [
+            one
+            for one in found
+            if any(map(is_journal, open_output_folder(one, storage_options, None).list_files()))
+        ]
+    return []
+
+
+def _merge_one(url: str, storage_options: Mapping[str, Any] | None) -> PackReport:
+    """Publish the dataset of one folder (see `merge`)."""
+    begin_s = time.monotonic()
     folder = open_output_folder(url, storage_options, None)
     with locked(folder):
         files = folder.list_files()
@@ -172,6 +217,10 @@ def merge(
         _publish(folder, files, journal, Manifest(
             shards=shards, name=str(options["name"]), fields=dict(fields)
         ))  # fmt: skip
+    classes = options["extras"].get(CLASSES_NAME)
+    if classes is not None:
+        names = decode_classes(str(classes).encode(), url=CLASSES_NAME)
+        warn_of_siblings(names, [url], Storage(storage_options))
     split = SplitReport(
         name="",
         url=url,

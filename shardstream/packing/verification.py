@@ -19,6 +19,7 @@ from shardstream.format import (
     ShardInfo,
     ShardScan,
     decode_index,
+    is_pages_name,
     iter_members,
     split_member_name,
 )
@@ -41,6 +42,7 @@ from shardstream.packing.verify_checks import (
 )
 from shardstream.storage import (
     LocatedShards,
+    PagedShards,
     Storage,
     Urls,
     absolute_urls,
@@ -262,6 +264,7 @@ def _find_stray_files(located: LocatedShards, storage: Storage) -> Iterator[Prob
     if located.manifest_url is None:
         return
     known = {shard.url.rsplit("/", 1)[-1] for shard in located.shards}
+    pages = located.shards.manifest.pages_name if isinstance(located.shards, PagedShards) else None
     template = Problem(shard="", what="", severity="warning")
     for file in storage.list_folder(parent_url(located.manifest_url))[0]:
         name = file.url.rsplit("/", 1)[-1]
@@ -277,6 +280,13 @@ def _find_stray_files(located: LocatedShards, storage: Storage) -> Iterator[Prob
                 template,
                 shard=file.url,
                 what="the journal of a pack or ShardWriter that is running, or was stopped after it had published",
+                remedy="delete it when no writer is running",
+            )
+        elif is_pages_name(name) and name != pages:
+            yield replace(
+                template,
+                shard=file.url,
+                what=f"pages of a manifest that {MANIFEST_NAME} does not name, left by a killed writer",
                 remedy="delete it when no writer is running",
             )
         elif is_tar(name) and name not in known:

@@ -14,6 +14,7 @@ import pytest
 from PIL import Image
 
 import shardstream as ss
+from shardstream.errors import UnfinishedError
 
 CLASSES = ("ant", "bee", "cat")
 
@@ -86,8 +87,9 @@ def test_parts_write_the_dataset_of_one_process(
     report = ss.pack(source, tmp_path / "two", executor=ss.LocalExecutor(processes=2), **options)
     for part in (2, 3, 1):
         ss.pack(source, tmp_path / "parts", executor=ss.Parts(part, 3), **options)
-    for split in options.get("split", [""]):
-        ss.merge(tmp_path / "parts" / split)
+    merged = ss.merge(tmp_path / "parts")
+    assert sorted(split.name for split in merged.splits) == sorted(options.get("split", [""]))
+    assert (merged.samples, merged.fields) == (plain.samples, plain.fields)
     assert files_of(tmp_path / "two") == files_of(tmp_path / "parts")
     assert (report.samples, report.fields, report.files) == (
         plain.samples,
@@ -99,6 +101,29 @@ def test_parts_write_the_dataset_of_one_process(
     assert files_of(tmp_path / "plain") == files_of(tmp_path / "two")
     for split in report.splits:
         assert not ss.verify(split.url).problems
+
+
+def test_no_split_is_published_while_parts_of_another_are_missing(
+    photos: str, tmp_path: Path
+) -> None:
+    options: dict[str, Any] = JOBS["split"][1]
+    ss.pack(photos, tmp_path, executor=ss.Parts(1, 2), **options)
+    with pytest.raises(UnfinishedError, match="part 2/2"):
+        ss.merge(tmp_path)
+    ss.pack(photos, tmp_path, executor=ss.Parts(2, 2), **options)
+    (tmp_path / "val" / ".shardstream-pack-part-000000.json").unlink()
+    with pytest.raises(UnfinishedError, match="/val"):
+        ss.merge(tmp_path)
+    assert not list(tmp_path.rglob("index.json"))
+
+
+def test_merge_warns_of_a_split_that_numbers_its_classes_differently(
+    photos: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    ss.pack(photos, tmp_path / "val", executor=ss.Parts(1, 1))
+    ss.pack(photos, tmp_path / "train", classes=[*reversed(CLASSES)])
+    ss.merge(tmp_path / "val")
+    assert "class numbers differ among splits" in caplog.text
 
 
 def test_exact_sizes_fill_shards_up_to_the_limit(photos: str, tmp_path: Path) -> None:
