@@ -17,6 +17,7 @@ from ray.data.collate_fn import NumpyBatchCollateFn
 import shardstream as ss
 from shardstream.testing import make_shards
 from tests.ray.cluster import MARKS
+from tests.torchvision_transforms import import_transforms, install_torchvision
 
 pytestmark = [*MARKS, pytest.mark.usefixtures("cluster")]
 
@@ -144,16 +145,21 @@ def test_maps_take_and_return_tensors_one_after_the_other(folder: str, in_order:
     assert mapped.count() == 50
 
 
-def test_transforms_of_torchvision_are_applied(folder: str) -> None:
-    v2 = pytest.importorskip("torchvision.transforms.v2", reason="torchvision is not a dependency")
-    transform = v2.Compose([v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.CenterCrop(4)])
+def test_transforms_of_torchvision_are_applied(folder: str, tmp_path: Path) -> None:
+    place = install_torchvision(tmp_path)
+    v2 = import_transforms(place)
+    compose = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.CenterCrop(4)]
 
     def apply(row: dict[str, Any]) -> dict[str, Any]:
-        return {"x": transform(row["png"]), "cls": row["cls"]}
+        v2 = import_transforms(place)
+        steps = [v2.ToImage(), v2.ToDtype(torch.float32, scale=True), v2.CenterCrop(4)]
+        return {"x": v2.Compose(steps)(row["png"]), "cls": row["cls"]}
 
     rows = ss.ray.read(ss.ShardDataset(folder).decode("pil")).map(apply)
     first = next(iter(rows.iter_torch_batches(batch_size=5)))
+    image = ss.ShardMapDataset(folder).decode("pil")[0]["png"]
     assert first["x"].shape == (5, 3, 4, 4)
+    assert torch.equal(first["x"][0], v2.Compose(compose)(image).as_subclass(torch.Tensor))
 
 
 class Predictor:

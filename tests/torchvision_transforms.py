@@ -1,0 +1,49 @@
+"""torchvision's transforms beside a torch without CUDA.
+
+The wheel's compiled operators need a torch with CUDA, and its import fails without them, but the transforms do not use them. It is
+installed apart from the environment, because other libraries import whatever torchvision they find.
+"""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.servers import in_ci
+
+_REQUIREMENT = "torchvision==0.29.2"
+_OPERATORS = (
+    "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+)
+_libraries: list[torch.library.Library] = []  # an operator lives as long as its library
+
+
+def install_torchvision(folder: Path) -> str:
+    """Install torchvision alone in a folder and return it; skip the test if there is no network."""
+    command = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(folder)]
+    done = subprocess.run(
+        [*command, _REQUIREMENT], capture_output=True, text=True, check=False, timeout=300
+    )
+    if done.returncode and not in_ci():
+        pytest.skip(f"pip cannot install {_REQUIREMENT}")
+    assert not done.returncode, done.stderr
+    return str(folder)
+
+
+def import_transforms(folder: str) -> Any:
+    """Return ``torchvision.transforms.v2`` of a folder, in any process."""
+    if folder not in sys.path:
+        sys.path.append(folder)
+    if not torch.cuda.is_available() and not _libraries:
+        library = torch.library.Library("torchvision", "DEF")
+        for schema in _OPERATORS:
+            library.define(schema)  # type: ignore[no-untyped-call]
+        _libraries.append(library)
+    return importlib.import_module("torchvision.transforms.v2")
