@@ -10,7 +10,7 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ _OPERATORS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
-_libraries: list[torch.library.Library] = []  # an operator lives as long as its library
+_libraries: list[Any] = []  # an operator lives as long as its library
 
 
 def install_torchvision(folder: Path) -> str:
@@ -42,8 +42,8 @@ def import_transforms(folder: str) -> Any:
     if folder not in sys.path:
         sys.path.append(folder)
     if not torch.cuda.is_available() and not _libraries:
-        library = torch.library.Library("torchvision", "DEF")
+        library = cast("Any", torch.library.Library)("torchvision", "DEF")
         for schema in _OPERATORS:
-            library.define(schema)  # type: ignore[no-untyped-call]
+            library.define(schema)
         _libraries.append(library)
     return importlib.import_module("torchvision.transforms.v2")

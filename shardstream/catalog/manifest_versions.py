@@ -86,9 +86,10 @@ def _find_change(shards: Sequence[ShardInfo], manifest: Manifest, folder: str) -
     if isinstance(shards, PagedShards) and isinstance(manifest.shards, PagedShards):
         same = shards.has_same_beginning(manifest.shards)
         return None if same else "its manifest lists other shards"
-    mine = [shard for shard in shards if shard.url.startswith(f"{folder}/")]
+    # Those in the folder, and those of others whose indexes are in it.
+    mine = [shard for shard in shards if shard.index_url.startswith(f"{folder}/")]
     if isinstance(manifest.shards, PagedShards):
-        found = manifest.shards.find_names(shard.url[len(folder) + 1 :] for shard in mine)
+        found = manifest.shards.find_names(shard.url.rpartition("/")[2] for shard in mine)
         named = {shard.url: shard for shard in found.values()}
     else:
         named = {join_url(folder, shard.url): shard for shard in manifest.shards}

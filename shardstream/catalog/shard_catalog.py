@@ -19,7 +19,6 @@ from shardstream.catalog.manifest_versions import check_manifests
 from shardstream.errors import IndexMismatchError, OptionError, plural
 from shardstream.format import (
     BLOCK_BYTES,
-    INDEX_SUFFIX,
     OFFSET_BYTES,
     Buffer,
     Offsets,
@@ -340,7 +339,7 @@ class ShardCatalog(Catalog):
     def _keep_read(self, indexes: Mapping[str, bytes]) -> None:
         """Keep the indexes that were read already; one that does not match is read again when it is needed."""
         for number, shard in enumerate(self.shards):
-            data = indexes.get(shard.url + INDEX_SUFFIX)
+            data = indexes.get(shard.index_url)
             if data is not None:
                 with suppress(IndexMismatchError):
                     offsets = _checked(data, shard, max_bytes=len(data))
@@ -351,7 +350,7 @@ class ShardCatalog(Catalog):
     def _read_index(self, shard: ShardInfo) -> Offsets:
         """Read an index; one that does not match is read again, as it may have been damaged in transfer."""
         _check_count(shard)
-        url, nsamples = shard.url + INDEX_SUFFIX, shard.nsamples or 0
+        url, nsamples = shard.index_url, shard.nsamples or 0
         max_bytes = OFFSET_BYTES * (nsamples + 2)  # one offset too many: `_checked` reports it
         for attempts_left in reversed(range(_INDEX_TRIES)):
             data = self._storage.read(url, max_bytes=max_bytes + 1)
@@ -366,7 +365,7 @@ class ShardCatalog(Catalog):
     def _read_index_chunk(self, shard: ShardInfo, chunk: IndexChunk) -> Offsets:
         """Read a part of a large index; one that does not match is read again, as it may have been damaged in transfer."""
         _check_count(shard)
-        url, nsamples = shard.url + INDEX_SUFFIX, shard.nsamples or 0
+        url, nsamples = shard.index_url, shard.nsamples or 0
         size, places = OFFSET_BYTES * (nsamples + 1), _chunk_slice(chunk)
         if not self._storage.is_s3(url):  # whose responses have the size
             _check_index_size(self._storage.info(url).size, size, url)
@@ -448,7 +447,7 @@ def _check_count(shard: ShardInfo) -> None:
 
 
 def _checked(data: bytes, shard: ShardInfo, *, max_bytes: int) -> Offsets:
-    url = shard.url + INDEX_SUFFIX
+    url = shard.index_url
     if len(data) > max_bytes:
         raise IndexMismatchError(
             f"the index has more than {plural(shard.nsamples or 0, 'sample')}, the count by the manifest or by its size in a listing; "

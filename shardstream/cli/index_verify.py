@@ -32,6 +32,21 @@ def index(  # noqa: PLR0913  (the options of a command)
             metavar="NAME", help="Name of the dataset, stored in index.json.", show_default=False
         ),
     ] = "",
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FOLDER",
+            help="Write indexes and manifest there, for tars in a place that you may only read.",
+            show_default=False,
+        ),
+    ] = None,
+    sha256: Annotated[
+        bool,
+        typer.Option(
+            "--sha256/--no-sha256",
+            help="Hash the tars; without, only headers of large samples are read.",
+        ),
+    ] = True,
     wds2idx: Annotated[
         bool, typer.Option("--wds2idx", help="Also write NAME.idx, the index of NVIDIA DALI.")
     ] = False,
@@ -50,12 +65,15 @@ def index(  # noqa: PLR0913  (the options of a command)
     Examples:
       shardstream index data/train/
       shardstream index "s3://bucket/train/{000000..000099}.tar"
+      shardstream index https://example.org/tars/{00..31}.tar --to mine/ --no-sha256
     """
     import shardstream as ss  # noqa: PLC0415  (numpy and fsspec take 300 ms)
 
     with job_bar("indexing") as progress:
         report = ss.index(
             urls,
+            to=to,
+            sha256=sha256,
             storage_options=parse_options(option),
             threads=threads,
             name=name,

@@ -48,7 +48,6 @@ from shardstream.format.image_formats import (
     mask_fields,
 )
 from shardstream.format.index import (
-    INDEX_SUFFIX,
     OFFSET_BYTES,
     Offsets,
     ShardScan,
@@ -91,7 +90,7 @@ from shardstream.format.samples import (
     iter_samples,
     read_sample,
 )
-from shardstream.format.shard_info import ShardInfo, checksum, fingerprint
+from shardstream.format.shard_info import INDEX_SUFFIX, ShardInfo, checksum, fingerprint
 from shardstream.format.tar_diagnostics import TarDiagnostics
 from shardstream.format.tar_reader import (
     BLOCK_BYTES,

@@ -21,7 +21,6 @@ Offsets = npt.NDArray[np.int64]
 """Shape (n + 1,): sample i of n is the bytes ``offsets[i]`` to ``offsets[i + 1]``."""
 
 OFFSET_BYTES = 8
-INDEX_SUFFIX = ".idx"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

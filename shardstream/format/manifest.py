@@ -1,7 +1,7 @@
 """Encode and decode the manifest ``index.json``: shards with their counts, sizes and checksums.
 
 The format is ``wids-shard-index-v1`` of WebDataset's "wids" with additional keys (`version`, `fields`,
-`total_bytes`, and a `sha256` per shard), so each library reads the files of the other. A manifest of many shards is written in
+`total_bytes`, and for a shard its `sha256`, and `index` where that is not next to it), so each library reads the files of the other. A manifest of many shards is written in
 pages (see `manifest_pages`), which wids does not read.
 """
 
@@ -77,6 +77,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
                 ("nsamples", shard.nsamples),
                 ("filesize", shard.filesize),
                 ("sha256", shard.sha256),
+                ("index", shard.index),
             )
             if value is not None
         }
@@ -167,14 +168,15 @@ def _decode_shard(entry: Any, *, url: str) -> ShardInfo:
                 remedy="run 'shardstream index'",
                 shard=url,
             )
-    sha256 = entry.get("sha256")
-    if sha256 is not None and not isinstance(sha256, str):
-        raise ManifestError(
-            f"sha256 of {entry['url'][:200]} is {reprlib.repr(sha256)}",
-            remedy="run 'shardstream index'",
-            shard=url,
-        )
-    return ShardInfo(url=entry["url"], sha256=sha256, **counts)
+    texts = {key: entry.get(key) for key in ("sha256", "index")}
+    for key, value in texts.items():
+        if value is not None and not (isinstance(value, str) and is_name(value)):
+            raise ManifestError(
+                f"{key} of {entry['url'][:200]} is {reprlib.repr(value)}",
+                remedy="run 'shardstream index'",
+                shard=url,
+            )
+    return ShardInfo(url=entry["url"], **texts, **counts)
 
 
 def _encode(document: Mapping[str, Any]) -> bytes:

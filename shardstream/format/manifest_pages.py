@@ -119,7 +119,10 @@ def can_be_paged(shards: Sequence[ShardInfo]) -> bool:
     """Return whether there are so many shards that pages help, all in one folder, and with known counts and sizes."""
     if len(shards) <= MAX_LISTED_SHARDS:
         return False
-    are_known = all(one.nsamples is not None and one.filesize is not None for one in shards)
+    are_known = all(
+        one.nsamples is not None and one.filesize is not None and one.index is None
+        for one in shards
+    )
     return are_known and _are_plain([one.url for one in shards])
 
 

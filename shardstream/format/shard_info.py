@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from shardstream.errors import redact
 
+INDEX_SUFFIX = ".idx"
 COUNT_LIMIT = 1 << 60  # of samples and bytes of a dataset: sums stay below 2**63
 
 
@@ -20,12 +21,19 @@ class ShardInfo:
         nsamples: Number of samples; None if unknown.
         filesize: Bytes of the tar; None if unknown.
         sha256: Hex digest of the tar; None if unknown.
+        index: URL of its index, relative to the manifest or absolute; None if that is next to the tar.
     """
 
     url: str
     nsamples: int | None = None
     filesize: int | None = None
     sha256: str | None = None
+    index: str | None = None
+
+    @property
+    def index_url(self) -> str:
+        """URL of the index; relative if the shard's is."""
+        return self.url + INDEX_SUFFIX if self.index is None else self.index
 
 
 def fingerprint(shards: Iterable[ShardInfo]) -> str:

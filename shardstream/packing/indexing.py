@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
-from shardstream.errors import ManifestError, OptionError, StorageError, redact
+from shardstream.errors import ManifestError, NotFoundError, OptionError, StorageError, redact
 from shardstream.format import (
     INDEX_SUFFIX,
     MANIFEST_NAME,
@@ -35,6 +36,7 @@ from shardstream.storage import (
     OutputFolder,
     Storage,
     Urls,
+    absolute_url,
     absolute_urls,
     check_finished,
     expand_urls,
@@ -74,12 +76,16 @@ class IndexShard:
         tar: The tar to scan.
         storage: The storage of the files.
         wds2idx: Also write ``NAME.idx``.
+        folder: Where the index goes; by default next to the tar.
+        sha256: Hash the tar.
         meter: Counts bytes, in this process only; a task with a meter cannot be pickled.
     """
 
     tar: FileInfo
     storage: Storage
     wds2idx: bool
+    folder: str | None = None
+    sha256: bool = True
     meter: ProgressMeter | None = None
 
     @property
@@ -90,15 +96,17 @@ class IndexShard:
     def run(self) -> Mapping[str, JSON]:
         """Write the index; a second run writes the same bytes."""
         tar, storage = self.tar, self.storage
-        with ShardScanner(storage, tar.url, tar.size, self.meter) as shard:
+        target = tar.url if self.folder is None else join_url(self.folder, _name(tar.url))
+        scanner = ShardScanner(storage, tar.url, tar.size, self.meter, hashes=self.sha256)
+        with scanner as shard:
             scan = shard.scan(keep_members=self.wds2idx)
             sha256, nbytes = shard.finish()
         text = None
         if self.wds2idx and scan.keys:
             text = encode_wds2idx(shard.members, shard=tar.url)
-        publish_bytes(storage, tar.url + INDEX_SUFFIX, encode_index(scan.offsets))
+        publish_bytes(storage, target + INDEX_SUFFIX, encode_index(scan.offsets))
         if text is not None:
-            publish_bytes(storage, tar.url[: -len(TAR_SUFFIXES[0])] + WDS2IDX_SUFFIX, text)
+            publish_bytes(storage, target[: -len(TAR_SUFFIXES[0])] + WDS2IDX_SUFFIX, text)
         warnings = [f"{tar.url}: {finding}" for finding in shard.diagnostics.findings()]
         if not scan.keys:
             warnings.append(f"{tar.url}: no samples in it (members need a name like KEY.FIELD)")
@@ -114,6 +122,8 @@ class IndexShard:
 def index(  # noqa: PLR0913  (the public door)
     urls: Urls,
     *,
+    to: str | os.PathLike[str] | None = None,
+    sha256: bool = True,
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
     threads: int = 4,
@@ -128,7 +138,11 @@ def index(  # noqa: PLR0913  (the public door)
     replaced. If a tar is bad, ``index.json`` is not written.
 
     Args:
-        urls: A folder or prefix (all tars right in it, sorted by name), a pattern, a tar, or a list; all in one folder.
+        urls: A folder or prefix (all tars right in it, sorted by name), a pattern, a tar, or a list; all in one folder, unless ``to`` is
+            given.
+        to: Another folder for the indexes and the manifest, for tars in a place that you may only read. Open that folder to read the
+            tars; ``storage_options`` must fit both places.
+        sha256: Hash the tars. Without, only headers are read where bodies exceed 256 KiB, and damaged bytes are not noticed later.
         storage_options: ``storage_options`` of fsspec.
         filesystem: An fsspec file system to use instead of looking one up by protocol.
         threads: Tars to read at a time; each takes about 32 MiB of memory.
@@ -146,36 +160,50 @@ def index(  # noqa: PLR0913  (the public door)
         UnfinishedError: If a pack or `ShardWriter` writes to that folder, or was stopped there.
         StorageError: If a place cannot be listed, read or written.
     """
-    if executor is not None:  # its processes may have another current folder
+    if (
+        executor is not None or to is not None
+    ):  # processes may have another current folder, and the manifest is elsewhere
         urls = absolute_urls(urls)
     storage = Storage(storage_options, filesystem)
-    folder, tars, present = _find_tars(urls, storage)
-    names = {_name(tar.url) for tar in tars}
-    others = [name for name in present if is_tar(name) and name not in names]
+    tars = _find_tars(urls, storage, one_folder=to is None)
+    folder = parent_url(tars[0].url) if to is None else absolute_url(to).rstrip("/")
+    present = _names_in(folder, storage)
+    others = sorted(set(filter(is_tar, present)) - {_name(tar.url) for tar in tars})
     url = join_url(folder, MANIFEST_NAME)
     if isinstance(executor, Parts):
         if filesystem is not None:
             raise OptionError("a filesystem object cannot be used in parts; pass storage_options")
-        job = PartJob(
-            kind="index",
-            title=folder,
-            names=ShardNames(folder=folder, template=""),
-            source=fingerprint_of(
-                "index", *((_name(tar.url), tar.size, tar.version) for tar in tars)
-            ),
-            options={"wds2idx": wds2idx},
-            parts=len(tars),
-            name=name or _name_before(url, storage),
-            storage_options=storage_options,
-            in_place=True,
-        )
-        works = [IndexWork(tar=tar, storage=storage, wds2idx=wds2idx) for tar in tars]
-        return _index_part(job, works, executor, progress, others)
+        if to is not None or not sha256:
+            raise OptionError("to= and sha256=False cannot be used in parts; use another executor")
+        title = name or _name_before(url, storage)
+        job = _job_of(folder, tars, {"wds2idx": wds2idx}, title, storage_options)
+        return _index_part(job, tars, storage, executor, progress, others)
     # Also if tars are named one by one: a manifest would publish them.
     check_finished(folder, present)
     meter = ProgressMeter(sum(tar.size for tar in tars), progress, executor)
-    counted = meter if executor is None else None
-    tasks = [IndexShard(tar=tar, storage=storage, wds2idx=wds2idx, meter=counted) for tar in tars]
+    tasks = [
+        IndexShard(
+            tar=tar,
+            storage=storage,
+            wds2idx=wds2idx,
+            folder=None if to is None else folder,
+            sha256=sha256,
+            meter=meter if executor is None else None,
+        )
+        for tar in tars
+    ]
+    results = _scan_all(tasks, executor, meter, threads)
+    manifest = _manifest_of(results, name=name or _name_before(url, storage))
+    _publish_manifest(storage, folder, manifest, present)
+    listed = chain.from_iterable(cast("list[str]", one["warnings"]) for one in results.values())
+    warnings = (*listed, *_warn_left_out(others, url))
+    return IndexReport(manifest_url=url, manifest=manifest, warnings=warnings)
+
+
+def _scan_all(
+    tasks: Sequence[IndexShard], executor: Executor | None, meter: ProgressMeter, threads: int
+) -> dict[IndexShard, Mapping[str, JSON]]:
+    """Run all tasks; return their results in the order of the tasks."""
     found: dict[int, Mapping[str, JSON]] = {}
 
     def count(number: int, result: Mapping[str, JSON]) -> None:
@@ -185,12 +213,7 @@ def index(  # noqa: PLR0913  (the public door)
         meter.add_shard(cast("int", result["samples"]), 0, size_bytes)
 
     run_shard_tasks(tasks, count, executor, threads=threads, meter=meter)
-    results = {task: found[number] for number, task in enumerate(tasks)}
-    manifest = _manifest_of(results, name=name or _name_before(url, storage))
-    _publish_manifest(storage, folder, manifest, present)
-    listed = chain.from_iterable(cast("list[str]", one["warnings"]) for one in results.values())
-    warnings = (*listed, *_warn_left_out(others, url))
-    return IndexReport(manifest_url=url, manifest=manifest, warnings=warnings)
+    return {task: found[number] for number, task in enumerate(tasks)}
 
 
 def _publish_manifest(
@@ -231,14 +254,38 @@ class IndexWork:
         )
 
 
+def _job_of(
+    folder: str,
+    tars: Sequence[FileInfo],
+    options: Mapping[str, JSON],
+    name: str,
+    storage_options: Mapping[str, Any] | None,
+) -> PartJob:
+    identity = [(_name(tar.url), tar.size, tar.version) for tar in tars]
+    return PartJob(
+        kind="index",
+        title=folder,
+        names=ShardNames(folder=folder, template=""),
+        source=fingerprint_of("index", *identity),
+        options=options,
+        parts=len(tars),
+        name=name,
+        storage_options=storage_options,
+        in_place=True,
+    )
+
+
 def _index_part(
     job: PartJob,
-    works: Sequence[IndexWork],
+    tars: Sequence[FileInfo],
+    storage: Storage,
     executor: Parts,
     progress: ProgressFunction | None,
     others: Sequence[str],
 ) -> IndexReport:
     """Index a part of the tars."""
+    wds2idx = bool(job.options["wds2idx"])
+    works = [IndexWork(tar=tar, storage=storage, wds2idx=wds2idx) for tar in tars]
     meter = ProgressMeter(
         sum(work.tar.size for work in works[executor.part - 1 :: executor.of]), progress, executor
     )
@@ -266,36 +313,53 @@ def _manifest_of(results: Mapping[IndexShard, Mapping[str, JSON]], *, name: str)
         fields.update(cast("dict[str, int]", result["fields"]))
     shards = tuple(
         ShardInfo(
-            url=_name(task.tar.url),
+            url=_name(task.tar.url) if task.folder is None else task.tar.url,
             nsamples=cast("int", result["samples"]),
             filesize=cast("int", result["bytes"]),
-            sha256=cast("str", result["sha256"]),
+            sha256=cast("str | None", result["sha256"]),
+            index=None if task.folder is None else _name(task.tar.url) + INDEX_SUFFIX,
         )
         for task, result in results.items()
     )
     return Manifest(shards=shards, name=name, fields=dict(fields))
 
 
-def _find_tars(urls: Urls, storage: Storage) -> tuple[str, list[FileInfo], list[str]]:
-    """Find the tars to index; an existing manifest is ignored, since it may be the one to repair.
+def _find_tars(urls: Urls, storage: Storage, *, one_folder: bool) -> list[FileInfo]:
+    """Find the tars to index, in order; an existing manifest is ignored, since it may be the one to repair.
 
-    Returns:
-        The folder, the tars in order, and the names of all files in that folder.
+    Args:
+        urls: Where they are.
+        storage: The storage of the files.
+        one_folder: Refuse tars in several folders; else tars of the same name.
     """
     expanded = [_folder_of_manifest(url) for url in expand_urls(urls)]
     if not expanded:
         raise OptionError("no shards: the list of URLs is empty")
     listed: dict[str, dict[str, FileInfo]] = {}
     found = [tar for url in expanded for tar in _tars_of(url, storage, listed)]
-    _refuse_without_manifest(found, storage)
-    folder = parent_url(found[0].url)
-    present = [_name(file.url) for file in storage.list_folder(folder)[0]]
-    return folder, found, present
+    _refuse_without_manifest(found, storage, one_folder=one_folder)
+    return found
 
 
-def _refuse_without_manifest(tars: Sequence[FileInfo], storage: Storage) -> None:
+def _names_in(folder: str, storage: Storage) -> list[str]:
+    """Return the names of the files in a folder; none if it is missing."""
+    try:
+        return [_name(file.url) for file in storage.list_folder(folder)[0]]
+    except NotFoundError:
+        return []
+
+
+def _refuse_without_manifest(
+    tars: Sequence[FileInfo], storage: Storage, *, one_folder: bool
+) -> None:
     folders = dict.fromkeys(parent_url(storage.resolve(tar.url)[1]) for tar in tars)
-    if len(folders) > 1:
+    names = Counter(_name(tar.url) for tar in {tar.url: tar for tar in tars}.values())
+    repeated = next((name for name, count in names.items() if count > 1), None)
+    if not one_folder and repeated is not None:
+        raise OptionError(
+            f"two tars are named {repeated}, so their indexes would be one file; index their folders to different places"
+        )
+    if one_folder and len(folders) > 1:
         raise OptionError(
             f"shards in {len(folders)} folders ({', '.join(list(folders)[:3])}): a manifest covers one folder; "
             "index each separately, then read them as a list"

@@ -26,6 +26,7 @@ from shardstream.storage import RangeStream, Storage, is_compressed
 from shardstream.tasks import JSON, Executor, FuturesExecutor, Parts, RetryCount, Task
 
 _SCAN_READ_BYTES = 8 << 20
+_HEADERS_READ_BYTES = 256 << 10  # at a time, where larger bodies are skipped
 _Task = TypeVar("_Task", bound=Task)
 
 
@@ -86,7 +87,7 @@ class ProgressMeter:
 
 
 class ShardScanner:
-    """Reads one tar from its first byte to its last, once.
+    """Reads one tar from its first byte to its last, once; or only its headers, where nothing is hashed.
 
     Use it as a context manager; call `scan`, then `finish`, which also works after a failed scan.
 
@@ -95,15 +96,25 @@ class ShardScanner:
         url: URL of the tar.
         size: Length of the tar in bytes.
         meter: Counts the bytes that are read; None counts nothing.
+        hashes: Hash all bytes; else skip bodies of members that are larger than what is read at once (256 KiB).
     """
 
-    def __init__(self, storage: Storage, url: str, size: int, meter: ProgressMeter | None) -> None:
+    def __init__(
+        self,
+        storage: Storage,
+        url: str,
+        size: int,
+        meter: ProgressMeter | None,
+        *,
+        hashes: bool = True,
+    ) -> None:
         self.url = url
         self.members: list[Member] = []
         self.diagnostics = TarDiagnostics()
         """Findings about skipped members and the end of the tar; known after `scan`."""
         self._size = size
         self._meter = meter
+        self._hashes = hashes
         self._storage = storage
         self._digest = hashlib.sha256()
         self._nbytes = 0
@@ -111,6 +122,10 @@ class ShardScanner:
 
     def __enter__(self) -> Self:
         keep_freed_memory()  # reuse the memory of one chunk for the next: a fifth faster
+        if not self._hashes:
+            tar = RangeStream(self._storage, self.url, self._size)
+            self._read = ForwardReader(tar, chunk_bytes=_HEADERS_READ_BYTES)
+            return self
         source = _TappedStream(RangeStream(self._storage, self.url, self._size), self._on_chunk)
         stream: Readable = source
         if is_compressed(self.url):
@@ -138,8 +153,12 @@ class ShardScanner:
         members = iter_whole(self._read, end=end, shard=self.url, diagnostics=self.diagnostics)
         return scan_members(self._collect_members(members, keep=keep_members), shard=self.url)
 
-    def finish(self) -> tuple[str, int]:
-        """Read the rest of the file; return its sha256 as hex digits and its length in bytes."""
+    def finish(self) -> tuple[str | None, int]:
+        """Read the rest of the file; return its sha256 as hex digits, None if nothing is hashed, and its length in bytes."""
+        if not self._hashes:
+            if self._meter is not None:
+                self._meter.add(self._size)
+            return None, self._size
         while self._source.read(_SCAN_READ_BYTES):
             pass
         return self._digest.hexdigest(), self._nbytes

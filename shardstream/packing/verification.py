@@ -121,7 +121,7 @@ class VerifyShard:
             scan = None
             problems.append(problem_from_error(error, shard=info.url))
         else:
-            problems += check_file(info, sha256=sha256, nbytes=nbytes)
+            problems += check_file(info, sha256=sha256 or "", nbytes=nbytes)
         hashes: JSON = None
         is_indexed = False
         if scan is not None:
@@ -233,7 +233,7 @@ def _check_diagnostics(shard: ShardScanner, scan: ShardScan) -> Iterator[Problem
 
 def _check_index(info: ShardInfo, scanned: Offsets, storage: Storage) -> Problem | None:
     """Compare the samples found with the index."""
-    url = info.url + INDEX_SUFFIX
+    url = info.index_url
     try:
         return check_index(decode_index(storage.read(url), url=url), scanned, url=url)
     except ShardStreamError as error:
@@ -242,7 +242,7 @@ def _check_index(info: ShardInfo, scanned: Offsets, storage: Storage) -> Problem
 
 def _check_count(info: ShardInfo, scanned: Offsets, *, has_index: bool) -> Iterator[Problem]:
     """Compare the number of samples with the manifest; warn of a missing index."""
-    url = info.url + INDEX_SUFFIX
+    url = info.index_url
     if not has_index and not is_compressed(info.url):
         yield Problem(
             shard=info.url,

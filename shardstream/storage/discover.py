@@ -204,7 +204,8 @@ def _decoded(data: bytes, url: str, storage: Storage) -> tuple[Manifest, str]:
         shards = PagedShards(manifest, url, storage)  # their names are relative
         return Manifest(shards=shards, name=manifest.name, fields=manifest.fields), digest
     if "://" in url:  # a manifest on this machine may name anything
-        check_names(url, [shard.url for shard in manifest.shards])
+        indexes = [shard.index for shard in manifest.shards if shard.index is not None]
+        check_names(url, [*(shard.url for shard in manifest.shards), *indexes])
     return manifest, digest
 
 
@@ -215,12 +216,18 @@ def _too_large(size: str, url: str) -> ManifestError:
     )
 
 
-def _by_folder(shards: Iterable[ShardInfo]) -> dict[str, list[str]]:
-    """Group the URLs of shards by their folders, in order."""
-    found: dict[str, list[str]] = {}
+def _by_folder(shards: Iterable[ShardInfo]) -> dict[str, list[ShardInfo]]:
+    """Group shards by the folders of their indexes, in order."""
+    found: dict[str, list[ShardInfo]] = {}
     for shard in shards:
-        found.setdefault(parent_url(shard.url), []).append(shard.url)
+        found.setdefault(parent_url(shard.index_url), []).append(shard)
     return found
+
+
+def _absolute(shard: ShardInfo, folder: str) -> ShardInfo:
+    """Return a shard of the manifest in a folder with absolute URLs."""
+    index = None if shard.index is None else join_url(folder, shard.index)
+    return replace(shard, url=join_url(folder, shard.url), index=index)
 
 
 def _split_join(text: str) -> Iterable[str]:
@@ -273,7 +280,7 @@ def _from_manifest(
         raise StorageError(
             "the manifest names no shards: the dataset is empty; pack it again", shard=url
         )
-    shards = [replace(shard, url=join_url(folder, shard.url)) for shard in manifest.shards]
+    shards = [_absolute(shard, folder) for shard in manifest.shards]
     indexed: set[str] = set()
     folders = _by_folder(shards)
     if len(folders) > FOLDERS_LIMIT:
@@ -281,22 +288,17 @@ def _from_manifest(
             f"shards in {len(folders)} folders, the limit is {FOLDERS_LIMIT}; move them to fewer folders",
             shard=url,
         )
-    for one, tars_in_folder in folders.items():
+    for one, in_folder in folders.items():
         if one.startswith(_HTTP):  # cannot be listed: the first index decides for all
-            indexed.update(
-                tars_in_folder if storage.exists(tars_in_folder[0] + INDEX_SUFFIX) else ()
-            )
+            is_there = storage.exists(in_folder[0].index_url)
+            indexed.update([shard.url for shard in in_folder] if is_there else ())
             continue
         listed = (
             storage.list_folder(one)[0] if listed_files is None or one != folder else listed_files
         )
-        names_in_folder = {file.url.rsplit("/", 1)[-1] for file in listed}
+        names = {file.url.rsplit("/", 1)[-1] for file in listed}
         indexed.update(
-            [
-                tar
-                for tar in tars_in_folder
-                if tar.rsplit("/", 1)[-1] + INDEX_SUFFIX in names_in_folder
-            ]
+            [shard.url for shard in in_folder if shard.index_url.rsplit("/", 1)[-1] in names]
         )
     return LocatedShards(
         shards=tuple(shards),
@@ -342,11 +344,11 @@ def _from_small_reads(folder: str, storage: Storage) -> LocatedShards | None:
     manifest, digest = _decoded(data, url, storage)
     if isinstance(manifest.shards, PagedShards):
         return _in_pages(manifest, manifest.shards, digest)
-    shards = tuple(replace(one, url=join_url(folder, one.url)) for one in manifest.shards)
+    shards = tuple(_absolute(one, folder) for one in manifest.shards)
     if {parent_url(one.url) for one in shards} != {folder.rstrip("/")}:
         return None
     # The last index decides for all: indexes are written in order, so a stopped run lacks it. Few small indexes are all read.
-    wanted = [one.url + INDEX_SUFFIX for one in shards]
+    wanted = [one.index_url for one in shards]
     size = OFFSET_BYTES * sum(one.nsamples or 0 for one in shards)
     if len(wanted) > INDEXES or size > INDEXES_BYTES:
         wanted = wanted[-1:]
@@ -411,8 +413,8 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
     indexed: set[str] = set()
     manifests: dict[str, str] = {}
     fields: list[Iterable[str] | None] = []
-    for folder, shard_urls in _by_folder([ShardInfo(url=url) for url in urls]).items():
-        names = {url.rsplit("/", 1)[-1]: url for url in shard_urls}
+    for folder, shards in _by_folder([ShardInfo(url=url) for url in urls]).items():
+        names = {shard.url.rsplit("/", 1)[-1]: shard.url for shard in shards}
         by_name = _look_up(names, folder, storage)
         if folder in globbed:
             _check_finished(folder, by_name, storage)
@@ -435,7 +437,9 @@ def _from_tars(urls: list[str], storage: Storage, globbed: Collection[str]) -> L
                 else {shard.url.rsplit("/", 1)[-1]: shard for shard in manifest.shards}
             )
             found |= {
-                url: replace(known[name], url=url) for name, url in names.items() if name in known
+                url: replace(_absolute(known[name], folder), url=url)
+                for name, url in names.items()
+                if name in known
             }
             fields[-1] = manifest.fields if names.keys() <= known.keys() else None
     return LocatedShards(
