@@ -226,6 +226,26 @@ def test_another_dataset_in_its_place_ends_the_epoch(folder: str) -> None:
         list(batches)
 
 
+def test_a_smaller_dataset_in_its_place_is_named(tmp_path: Path) -> None:
+    folder = numbered(f"memory://test-{uuid.uuid4().hex}", COUNT, 10)
+    dataset = ss.ShardDataset(folder)
+    numbered(folder, 12, 10, overwrite=True)  # without pages
+    with pytest.raises(ChangedError, match="replaced since it was opened"):
+        list(dataset)
+
+
+def test_a_cache_does_not_hide_that_the_manifest_was_written_again(tmp_path: Path) -> None:
+    folder = numbered(f"memory://test-{uuid.uuid4().hex}", COUNT, 10)
+    dataset = ss.ShardDataset(folder, cache_dir=tmp_path).decode()
+    other = ss.ShardDataset(folder, cache_dir=tmp_path).decode()
+    put(folder, {"more.tar": Storage().read(f"{folder}/000000.tar")})
+    ss.index(folder)
+    assert [sample["cls"] for sample in dataset] == list(range(COUNT))
+    numbered(folder, COUNT + 1, 7, overwrite=True)
+    with pytest.raises(ChangedError):
+        list(other)
+
+
 def test_a_last_page_that_changes_ends_the_epoch(tmp_path: Path) -> None:
     folder = numbered(tmp_path / "data", COUNT, 10)
     batches = iter(loader(folder))
