@@ -337,6 +337,29 @@ def test_pages_name_files_of_their_folder_only(tmp_path: Path, name: str) -> Non
         decode_page(encode_page(hostile), nshards=3, nsamples=30, url="x")
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"nsamples": np.array([1 << 59, 1, 1])}, "more samples than fit"),
+        ({"filesize": np.array([0, 4096, 4096])}, "more samples than fit"),
+        ({"sha256": "abc"}, "sha256"),
+        ({"sha256": {"a": 1, "b": 2, "c": 3}}, "sha256"),
+    ],
+)
+def test_pages_that_no_writer_makes_are_refused(change: dict[str, Any], message: str) -> None:
+    columns: dict[str, Any] = {
+        "url": ["a.tar", "b.tar", "c.tar"],
+        "nsamples": np.array([1, 1, 1]),
+        "filesize": np.array([4096, 4096, 4096]),
+        "sha256": [None, None, None],
+    }
+    columns |= change
+    nsamples = int(columns["nsamples"].sum())
+    text = json.dumps(columns, default=np.ndarray.tolist)
+    with pytest.raises(ManifestError, match=message):
+        decode_page(text.encode(), nshards=3, nsamples=nsamples, url="x")
+
+
 # --- many shards
 
 
