@@ -202,8 +202,9 @@ def _checked(catalog: Catalog, numbers: npt.NDArray[Any]) -> SubsetCatalog:
 
 
 def _read_array(url: str, storage: Storage) -> npt.NDArray[Any]:
+    data = storage.read(url)
     try:
-        found = np.load(io.BytesIO(storage.read(url)), allow_pickle=False)
+        found = np.load(io.BytesIO(data), allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         raise OptionError(
             f"subset= takes a .npy file of numbers or bools (numpy.save): {error}", shard=url

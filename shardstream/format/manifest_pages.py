@@ -21,6 +21,7 @@ import numpy.typing as npt
 from shardstream.errors import ManifestError
 from shardstream.format.names import is_name
 from shardstream.format.shard_info import COUNT_LIMIT, ShardInfo, checksum, fingerprint
+from shardstream.format.tar_reader import BLOCK_BYTES
 
 PAGED_KIND = "shardstream-paged-index-v1"
 PAGE_SHARDS = 1024
@@ -214,11 +215,14 @@ def decode_page(data: bytes, *, nshards: int, nsamples: int, url: str) -> Manife
             sha256=document["sha256"],
         )
         _require(_are_plain(page.names), "url")
+        _require(isinstance(page.sha256, list), "sha256")
         _require({type(one) for one in page.sha256} <= {str, type(None)}, "sha256")
         lengths = {len(page.names), len(page.nsamples), len(page.filesizes), len(page.sha256)}
         _require(lengths == {nshards}, f"number of shards, {sorted(lengths)} instead of {nshards}")
         _require(sum(document["nsamples"]) == nsamples, "sum of nsamples")
         _require(sum(sizes) < COUNT_LIMIT, "sum of filesize")
+        fit = page.nsamples <= page.filesizes // BLOCK_BYTES  # each sample has a header
+        _require(bool(fit.all()), "more samples than fit in the filesize")
     except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ManifestError(
             f"a page of the manifest is wrong or incomplete: {error}", remedy=_REMEDY, shard=url

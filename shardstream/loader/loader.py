@@ -239,12 +239,13 @@ class ShardLoader(DataLoader[Any]):
         epoch, partition = self._position.epoch, self._batches.partition(self._position)
         if partition is None:
             raise OptionError("batches cannot be skipped without reading them: steps change counts")
-        if batches > partition.num_steps:
+        # With remainder="keep" another rank may have a batch more; all ranks come to the next epoch together.
+        if batches > partition.max_steps:
             raise OptionError(
-                f"cannot skip {batches} batches: {partition.num_steps} are left of epoch {epoch}"
+                f"cannot skip {batches} batches: {partition.max_steps} are left of epoch {epoch}"
             )
         position = LoaderPosition(epoch=epoch, consumed=partition.consumed_after(batches))
-        is_end = batches == partition.num_steps
+        is_end = batches == partition.max_steps
         self._begin = self._position = LoaderPosition(epoch=epoch + 1) if is_end else position
         self._partition = None
         self._iteration += 1  # an iteration that is still open no longer updates the position

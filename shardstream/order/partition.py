@@ -90,6 +90,11 @@ class RankPartition:
         return self.full_steps + (self._tail_size > 0)
 
     @property
+    def max_steps(self) -> int:
+        """Steps of the rank that has the most."""
+        return self.num_steps + self._is_short
+
+    @property
     def short_step_samples(self) -> int:
         """Samples of the last step of all ranks if that step is short, repeats not counted; else 0."""
         return 0 if self.config.drop_last or self.config.remainder == "drop" else self._left

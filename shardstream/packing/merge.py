@@ -144,13 +144,9 @@ def merge(
     """
     begin_s = time.monotonic()
     url = ShardNames.parse(dest).folder
-    urls = _find_splits(url, storage_options) or [url]
-    for one in urls if len(urls) > 1 else ():
-        folder = open_output_folder(one, storage_options, None)
-        files = folder.list_files()
-        journal = read_journal(folder, files)
-        if journal is not None and journal.task.options.get("parts"):
-            _read_records(folder, files, journal.run, int(journal.task.options["parts"]))
+    splits = _find_splits(url, storage_options)
+    _check_all_done(url, splits, storage_options)
+    urls = splits or [url]
     merged = [_merge_one(one, storage_options) for one in urls]
     return PackReport(
         source="finished parts",
@@ -168,7 +164,8 @@ def merge(
 
 def _find_splits(url: str, storage_options: Mapping[str, Any] | None) -> list[str]:
     """Return the folders right under one that hold unfinished jobs; none if it holds a dataset or a job itself."""
-    if open_output_folder(url, storage_options, None).list_files():
+    files = open_output_folder(url, storage_options, None).list_files()
+    if MANIFEST_NAME in files or any(map(is_journal, files)):  # not a README or .DS_Store
         return []
     storage = Storage(storage_options)
     with suppress(NotFoundError):
@@ -181,6 +178,40 @@ def _find_splits(url: str, storage_options: Mapping[str, Any] | None) -> list[st
     return []
 
 
+def _check_all_done(
+    parent: str, urls: Sequence[str], storage_options: Mapping[str, Any] | None
+) -> None:
+    """Check that all parts of all splits are done, before the first is published.
+
+    Raises:
+        UnfinishedError: If some are not, or a split was not begun.
+    """
+    storage = Storage(storage_options)
+    for url in urls:
+        folder = open_output_folder(url, storage_options, None)
+        files = folder.list_files()
+        journal = read_journal(folder, files)
+        options = {} if journal is None else journal.task.options
+        if journal is not None and "parts" in options:
+            _read_records(folder, files, journal.run, _num_parts(options, url))
+        for name in options.get("split_names", ()):
+            other = join_url(parent, name)
+            if other not in urls and not storage.exists(join_url(other, MANIFEST_NAME)):
+                raise UnfinishedError(
+                    f"no part of the split {name} has been run; run the parts again (finished shards are kept), then merge",
+                    shard=other,
+                )
+
+
+def _num_parts(options: Mapping[str, Any], url: str) -> int:
+    if not options["parts"]:
+        raise UnfinishedError(
+            "the job was stopped before the number of its parts was known, and cannot be resumed; run it again with overwrite=True",
+            shard=url,
+        )
+    return int(options["parts"])
+
+
 def _merge_one(url: str, storage_options: Mapping[str, Any] | None) -> PackReport:
     """Publish the dataset of one folder (see `merge`)."""
     begin_s = time.monotonic()
@@ -191,13 +222,9 @@ def _merge_one(url: str, storage_options: Mapping[str, Any] | None) -> PackRepor
         options = {} if journal is None else journal.task.options
         if journal is None or "parts" not in options:
             raise _no_job_error(url, files, journal)
-        if not options["parts"]:
-            raise UnfinishedError(
-                "the job was stopped before the number of its parts was known, and cannot be resumed; run it again with overwrite=True",
-                shard=url,
-            )
+        num_parts = _num_parts(options, url)
         journal.finished.clear()
-        results = _read_records(folder, files, journal.run, int(options["parts"]))
+        results = _read_records(folder, files, journal.run, num_parts)
         shards = tuple(shard for result in results for shard in result.shards)
         fields = sum((Counter(result.fields) for result in results), Counter[str]())
         _check_in_place(folder, files, shards)

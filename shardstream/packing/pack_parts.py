@@ -54,7 +54,12 @@ def pack_in_parts(
             title=plan.source.name,
             names=replace(opened.names, folder=folder),
             source=opened.task.source,
-            options={**opened.task.options, "skips": request.skips, "split_name": name},
+            options={
+                **opened.task.options,
+                "skips": request.skips,
+                "split_name": name,
+                "split_names": [*plan.splits],
+            },
             parts=len(firsts) - 1,
             name=request.limits.name,
             extras=extras,

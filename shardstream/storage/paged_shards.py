@@ -144,6 +144,10 @@ class PagedShards(Sequence[ShardInfo]):
             return True
         return _digest(encode_page(other._page(len(whole)).first(self._count(len(whole))))) == last
 
+    def _has_page(self, number: int, page_shards: int) -> bool:
+        """Return whether there is a page of that number, in pages of so many shards."""
+        return self.manifest.page_shards == page_shards and number < len(self.manifest.digests)
+
     def _count(self, number: int) -> int:
         """Return the shards of a page."""
         size = self.manifest.page_shards
@@ -202,15 +206,16 @@ class PagedShards(Sequence[ShardInfo]):
         """Read a page of a manifest that was written again since it was opened; shards may have been added.
 
         Raises:
-            ChangedError: If the page is another one.
+            NotFoundError: If the manifest is the same, so that its pages are missing.
+            ChangedError: If the page is another one, or there are no pages any more.
         """
-        now = decode_manifest(self._storage.read(self.manifest_url), url=self.manifest_url)
-        is_other = isinstance(now, PagedManifest) and now.pages_name != self.manifest.pages_name
-        if not is_other:
+        url = self.manifest_url
+        # Not from a cache, which may have the manifest from before.
+        now = decode_manifest(self._storage.uncached().read(url), url=url)
+        other = PagedShards(now, url, self._storage) if isinstance(now, PagedManifest) else None
+        if other is not None and other.manifest.pages_name == self.manifest.pages_name:
             raise error
-        assert isinstance(now, PagedManifest)  # noqa: S101  (checked above)
-        other = PagedShards(now, self.manifest_url, self._storage)
-        if now.page_shards == self.manifest.page_shards and number < len(now.digests):
+        if other is not None and other._has_page(number, self.manifest.page_shards):
             page = other._read(number)
             mine = page.first(self._count(number))
             if _digest(encode_page(mine)) == self.manifest.digests[number]:

@@ -48,6 +48,23 @@ def test_all_ranks_skip_the_same_steps(folder: str) -> None:
         assert labels(reader) == whole[2:]
 
 
+@pytest.mark.parametrize("count", [6, 7])
+def test_ranks_with_a_batch_less_stay_in_the_same_epoch(
+    tmp_path_factory: pytest.TempPathFactory, count: int
+) -> None:
+    folder = numbered(tmp_path_factory.mktemp("uneven"), 97, 15)
+    states, left = [], []
+    for rank in range(2):  # of 7 and 6 batches
+        placement = ss.Placement(rank, 2)
+        reader = loader(folder, placement=placement, remainder="keep")
+        reader.skip(count)
+        states.append(reader.state_dict())
+        left.append(labels(reader))
+        assert reader.epoch == (1 if count == 6 else 2)
+    assert states[0] == states[1]
+    assert [len(batches) for batches in left] == ([1, 0] if count == 6 else [7, 6])
+
+
 def test_skipping_the_rest_begins_the_next_epoch(folder: str) -> None:
     reader = loader(folder, shuffle=True)
     reader.skip(len(reader))

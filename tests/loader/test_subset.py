@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import shardstream as ss
 from shardstream.catalog import Extents, ShardCatalog, SubsetCatalog
-from shardstream.errors import OptionError, StateError
+from shardstream.errors import NotFoundError, OptionError, StateError
 from shardstream.fetch import coalesce
 from shardstream.storage import Storage, locate_shards
 from shardstream.testing import check_catalog
@@ -143,6 +143,11 @@ def test_a_file_that_is_no_array_is_refused(folder: str, tmp_path: Path) -> None
     np.savez(tmp_path / "ids.npz", a=[1])
     with pytest.raises(OptionError, match=r"not a \.npz file"):
         ss.ShardDataset(folder, subset=tmp_path / "ids.npz")
+
+
+def test_a_file_that_is_missing_is_a_storage_error(folder: str) -> None:
+    with pytest.raises(NotFoundError, match="not found"):
+        ss.ShardDataset(folder, subset="no-such-file.npy")
 
 
 def test_a_subset_needs_indexes(folder: str) -> None:

@@ -117,6 +117,18 @@ def test_no_split_is_published_while_parts_of_another_are_missing(
     assert not list(tmp_path.rglob("index.json"))
 
 
+def test_no_split_is_published_where_another_was_not_begun(photos: str, tmp_path: Path) -> None:
+    ss.pack(photos, tmp_path, executor=ss.Parts(1, 1), **JOBS["split"][1])
+    (tmp_path / ".DS_Store").write_bytes(b"")  # hides no split
+    kept = (tmp_path / "val").rename(tmp_path.parent / f"{tmp_path.name}-val")
+    with pytest.raises(UnfinishedError, match="split val has been run"):
+        ss.merge(tmp_path)
+    assert not list(tmp_path.rglob("index.json"))
+    kept.rename(tmp_path / "val")
+    ss.merge(tmp_path / "val")
+    assert ss.merge(tmp_path).splits[0].url.endswith("/train")  # the other is published
+
+
 def test_merge_warns_of_a_split_that_numbers_its_classes_differently(
     photos: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

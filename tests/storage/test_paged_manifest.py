@@ -226,6 +226,26 @@ def test_another_dataset_in_its_place_ends_the_epoch(folder: str) -> None:
         list(batches)
 
 
+def test_a_smaller_dataset_in_its_place_is_named(tmp_path: Path) -> None:
+    folder = numbered(f"memory://test-{uuid.uuid4().hex}", COUNT, 10)
+    dataset = ss.ShardDataset(folder)
+    numbered(folder, 12, 10, overwrite=True)  # without pages
+    with pytest.raises(ChangedError, match="replaced since it was opened"):
+        list(dataset)
+
+
+def test_a_cache_does_not_hide_that_the_manifest_was_written_again(tmp_path: Path) -> None:
+    folder = numbered(f"memory://test-{uuid.uuid4().hex}", COUNT, 10)
+    dataset = ss.ShardDataset(folder, cache_dir=tmp_path).decode()
+    other = ss.ShardDataset(folder, cache_dir=tmp_path).decode()
+    put(folder, {"more.tar": Storage().read(f"{folder}/000000.tar")})
+    ss.index(folder)
+    assert [sample["cls"] for sample in dataset] == list(range(COUNT))
+    numbered(folder, COUNT + 1, 7, overwrite=True)
+    with pytest.raises(ChangedError):
+        list(other)
+
+
 def test_a_last_page_that_changes_ends_the_epoch(tmp_path: Path) -> None:
     folder = numbered(tmp_path / "data", COUNT, 10)
     batches = iter(loader(folder))
@@ -315,6 +335,29 @@ def test_pages_name_files_of_their_folder_only(tmp_path: Path, name: str) -> Non
     )
     with pytest.raises(ManifestError, match="url"):
         decode_page(encode_page(hostile), nshards=3, nsamples=30, url="x")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"nsamples": np.array([1 << 59, 1, 1])}, "more samples than fit"),
+        ({"filesize": np.array([0, 4096, 4096])}, "more samples than fit"),
+        ({"sha256": "abc"}, "sha256"),
+        ({"sha256": {"a": 1, "b": 2, "c": 3}}, "sha256"),
+    ],
+)
+def test_pages_that_no_writer_makes_are_refused(change: dict[str, Any], message: str) -> None:
+    columns: dict[str, Any] = {
+        "url": ["a.tar", "b.tar", "c.tar"],
+        "nsamples": np.array([1, 1, 1]),
+        "filesize": np.array([4096, 4096, 4096]),
+        "sha256": [None, None, None],
+    }
+    columns |= change
+    nsamples = int(columns["nsamples"].sum())
+    text = json.dumps(columns, default=np.ndarray.tolist)
+    with pytest.raises(ManifestError, match=message):
+        decode_page(text.encode(), nshards=3, nsamples=nsamples, url="x")
 
 
 # --- many shards
