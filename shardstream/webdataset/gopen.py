@@ -6,11 +6,11 @@ import io
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, BinaryIO, Self
 
-from shardstream.errors import OptionError
+from shardstream.errors import ChangedError, OptionError, StorageError
 from shardstream.storage import Storage, open_cache, open_pending
 from shardstream.webdataset import utils
 from shardstream.webdataset.environment import variable
@@ -91,11 +91,16 @@ def refuse_commands(url: str) -> None:
     Raises:
         UnsafeError: If it does.
     """
-    if url.startswith("pipe:"):
+    if not url.startswith("pipe:"):
+        return
+    if is_secure():
         raise UnsafeError(
-            "a 'pipe:' URL runs a shell command, which shardstream never does; name the file itself: s3://, gs://, az://, hf://, "
-            "https:// and local paths are read directly, or register a function: wds.gopen_schemes['NAME'] = function, for NAME://"
+            "gopen_pipe: unsafe_gopen is False, cannot open pipe URLs; name the file itself"
         )
+    raise UnsafeError(
+        "a 'pipe:' URL runs a shell command, which shardstream never does; name the file itself: s3://, gs://, az://, hf://, "
+        "https:// and local paths are read directly, or register a function: wds.gopen_schemes['NAME'] = function, for NAME://"
+    )
 
 
 def rewrite_url(url: str) -> str:
@@ -132,12 +137,29 @@ def _open_for_reading(storage: Storage, url: str) -> BinaryIO:
     return io.BufferedReader(_UrlReader(storage, url))
 
 
+class UrlError(StorageError, OSError):
+    """A file that cannot be read; also an ``OSError``, as WebDataset raises."""
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    try:
+        yield
+    except StorageError as error:
+        if isinstance(error, OSError | ChangedError):
+            raise
+        raise UrlError(
+            error.what, remedy=error.remedy, shard=error.shard, offset=error.offset
+        ) from error
+
+
 class _UrlReader(io.RawIOBase):
     """Stream of a remote file that closes its client with itself."""
 
     def __init__(self, storage: Storage, url: str) -> None:
         self._stack = ExitStack()
-        self._stream = self._stack.enter_context(storage.open(url))
+        with _as_os_error():
+            self._stream = self._stack.enter_context(storage.open(url))
 
     def readable(self) -> bool:
         return True
@@ -152,7 +174,8 @@ class _UrlReader(io.RawIOBase):
         return self._stream.tell()
 
     def readinto(self, buffer: Any, /) -> int:
-        data = self._stream.read(len(memoryview(buffer)))
+        with _as_os_error():
+            data = self._stream.read(len(memoryview(buffer)))
         memoryview(buffer)[: len(data)] = data
         return len(data)
 
