@@ -217,13 +217,10 @@ def run(folder: Path, *arguments: str) -> dict[str, str]:
 
 
 def png(height: int, width: int) -> bytes:
-    """Return an image with a gradient."""
-    rows = (
-        np.arange(height, dtype=np.uint16)[:, None, None]
-        + np.arange(width, dtype=np.uint16)[:, None]
-    )
+    """Return an image of noise, which is as large as a photo."""
+    pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
     stream = io.BytesIO()
-    Image.fromarray(np.repeat(rows.astype(np.uint8), 3, axis=2)).save(stream, "PNG")
+    Image.fromarray(pixels).save(stream, "PNG")
     return stream.getvalue()
 
 
@@ -242,7 +239,7 @@ def write_data(folder: Path) -> None:
 
     folder.mkdir()
     small = png(40, 30)
-    local = {}
+    local: dict[str, bytes] = {}
     for number in range(47):
         image = png(793, 600) if number == 0 else small
         fields = {"cls": b"%d" % number, "png": image, "wnid": b"n0", "xml": b"<a/>"}
@@ -258,7 +255,7 @@ def write_data(folder: Path) -> None:
     stream = io.BytesIO()
     Image.open(io.BytesIO(small)).save(stream, "JPEG")
     for shard in range(4):
-        members = {}
+        members: dict[str, bytes] = {}
         for number in range(40):
             members |= {
                 f"{shard}-{number}.jpg": stream.getvalue(),
