@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from shardstream.loader.checkpoint import load_checkpoint, save_checkpoint
 from shardstream.loader.collation import collate, load_tensors, shared_numbers, to_tensor
 from shardstream.loader.dataset import CatalogDataset, ShardDataset, StreamDataset
+from shardstream.loader.decode_sample import decode_sample
 from shardstream.loader.loader import ShardLoader
 from shardstream.loader.map_dataset import ShardMapDataset
 from shardstream.loader.message_batching import (
@@ -63,6 +64,7 @@ __all__ = [
     "check_state",
     "collate",
     "compare_in_store",
+    "decode_sample",
     "load_checkpoint",
     "load_tensors",
     "mix",

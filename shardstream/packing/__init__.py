@@ -51,6 +51,7 @@ from shardstream.packing.tables import iter_rows
 from shardstream.packing.tar_shard import TarShard, sample_pieces
 from shardstream.packing.verification import VerifyReport, verify
 from shardstream.packing.verify_checks import ShardKeys, find_repeated_keys, hash_keys
+from shardstream.packing.write_shard import write_shard
 
 __all__ = [
     "DEFAULT_MAX_BYTES",
@@ -115,4 +116,5 @@ __all__ = [
     "sibling_folders",
     "split_counts",
     "verify",
+    "write_shard",
 ]

@@ -155,14 +155,22 @@ def torch_loads(data: bytes) -> Any:
     """Read tensors, numbers and text in plain lists and dicts, to the CPU.
 
     Raises:
-        ValueError: If `utils.enforce_security` is set, or it would take far more memory than its bytes.
-        pickle.UnpicklingError: If it holds anything else.
+        UnsafeError: If it holds anything else, or `utils.enforce_security` is set.
+        ValueError: If it would take far more memory than its bytes.
     """
     if utils.enforce_security:
         raise UnsafeError(
             "torch.loads is not allowed for security reasons when enforce_security is set; store tensors as npy"
         )
-    return load_tensors(data)
+    try:
+        return load_tensors(data)
+    except Exception as error:
+        if "weights_only" not in str(error):
+            raise
+        raise UnsafeError(
+            "a pth field needs the code of its pickle; store tensors, numbers and text in plain lists and dicts, leave it as bytes "
+            "with decode(only=[...]), or, if you trust the data, pass decode(wds.handle_extension('pth', function)) with torch.load"
+        ) from error
 
 
 def tenbin_loads(data: bytes) -> Any:
