@@ -19,8 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from shardstream.loader.checkpoint import load_checkpoint, save_checkpoint
 from shardstream.loader.collation import collate, load_tensors, shared_numbers, to_tensor
-from shardstream.loader.dataset import CatalogDataset, ShardDataset, StreamDataset
+from shardstream.loader.dataset import (
+    CatalogDataset,
+    ShardDataset,
+    StreamDataset,
+    current_worker_info,
+)
 from shardstream.loader.decode_sample import decode_sample
+from shardstream.loader.iterator import WorkerIterator
 from shardstream.loader.loader import ShardLoader
 from shardstream.loader.map_dataset import ShardMapDataset
 from shardstream.loader.message_batching import (
@@ -58,12 +64,14 @@ __all__ = [
     "ShardLoader",
     "ShardMapDataset",
     "StreamDataset",
+    "WorkerIterator",
     "WorkerMessage",
     "WorkerWatch",
     "check_data_parallel",
     "check_state",
     "collate",
     "compare_in_store",
+    "current_worker_info",
     "decode_sample",
     "load_checkpoint",
     "load_tensors",

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 from shardstream.errors import OptionError
 from shardstream.webdataset import cache, filters, shardlists, utils
 from shardstream.webdataset.environment import variable
+from shardstream.webdataset.exact import ExactSource, check_exact
 from shardstream.webdataset.gopen import refuse_commands
 from shardstream.webdataset.handlers import Handler, reraise_exception
 from shardstream.webdataset.pipeline import DataPipeline
@@ -155,6 +156,9 @@ class WebDataset(DataPipeline, FluidInterface):
         verbose: Ignored.
         seed: Seed of the order of shards; by default WDS_SEED, or any.
         storage_options: As in `ShardDataset`; not in WebDataset.
+        exact: Read by shardstream's epoch plan: ranks and workers take each sample once, also with fewer shards than workers, and
+            ``shardshuffle`` shuffles the whole dataset. Remote shards need an index; every rank needs the same ``seed`` (0 by
+            default) and number of workers. Not in WebDataset.
 
     Raises:
         OptionError: If an argument is invalid, or the folder of the cache is missing.
@@ -166,7 +170,7 @@ class WebDataset(DataPipeline, FluidInterface):
         handler: Handler = reraise_exception,
         mode: str | None = None,
         resampled: bool = False,
-        repeat: bool = False,  # noqa: ARG002
+        repeat: bool = False,
         shardshuffle: bool | int | None = None,
         cache_size: int = -1,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -177,15 +181,24 @@ class WebDataset(DataPipeline, FluidInterface):
         select_files: Callable[[str], bool] | None = None,
         rename_files: Callable[[str], str] | None = None,
         empty_check: bool = True,
-        verbose: bool = False,  # noqa: ARG002
+        verbose: bool = False,
         seed: Any = None,
         storage_options: dict[str, Any] | None = None,
+        exact: bool = False,
     ) -> None:
+        arguments = {**locals()}
         super().__init__()
         mode = "resampled" if resampled else mode
         shuffled = _shard_buffer(shardshuffle, is_resampled=mode == "resampled")
         self.seed = (variable("WDS_SEED") or random.randint(0, 1_000_000)) if seed is None else seed
         cache.check_url_to_name(url_to_name)
+        if exact:
+            self.append(
+                _exact_source(arguments, is_resampled=mode is not None, is_shuffled=shuffled > 0)
+            )
+            if empty_check:
+                self.append(check_empty)
+            return
         self.append(_shards(urls, mode))
         if nodesplitter is not None:
             self.append(nodesplitter)
@@ -199,6 +212,29 @@ class WebDataset(DataPipeline, FluidInterface):
         self.append(_group(handler=handler))
         if empty_check:
             self.append(check_empty)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self.pipeline and isinstance(self.pipeline[0], ExactSource):
+            self.pipeline[0].begin()
+        return super().__iter__()
+
+    def describe(self) -> str:
+        """Return in words how the pipeline is run, for the log."""
+        if self.pipeline and isinstance(self.pipeline[0], ExactSource):
+            return "an exact plan: samples by index, split over all ranks and workers"
+        return super().describe()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of the next iteration, with ``exact=True``, also in persistent workers.
+
+        Raises:
+            OptionError: If the dataset has no plan.
+        """
+        if not self.pipeline or not isinstance(self.pipeline[0], ExactSource):
+            raise OptionError(
+                "set_epoch needs WebDataset(..., exact=True); without it use detshuffle, or a stage of your own"
+            )
+        self.pipeline[0].dataset.set_epoch(epoch)
 
     def __enter__(self) -> Self:
         return self
@@ -227,6 +263,24 @@ def _shard_buffer(shardshuffle: bool | int | None, *, is_resampled: bool) -> int
         )
         return _SHARD_BUFFER
     return int(shardshuffle)
+
+
+def _exact_source(
+    arguments: dict[str, Any], *, is_resampled: bool, is_shuffled: bool
+) -> ExactSource:
+    policy = check_exact(arguments, is_resampled)
+    folder, limit = _cache_of(arguments["cache_dir"], arguments["cache_size"])
+    options = {
+        "shuffle": is_shuffled,
+        # Never a random one: ranks with different orders would lose samples.
+        "seed": _number(arguments["seed"] or variable("WDS_SEED") or 0),
+        "on_error": policy,
+        "storage_options": arguments["storage_options"],
+        "cache_dir": folder,
+        "cache_bytes": limit if folder is not None and limit > 0 else None,
+    }
+    by_node = arguments["nodesplitter"] is shardlists.split_by_node
+    return ExactSource(arguments["urls"], options, is_split_by_node=by_node)
 
 
 def _number(seed: Any) -> int:
@@ -261,17 +315,25 @@ def _opener(
     handler: Handler,
     storage_options: dict[str, Any] | None,
 ) -> cache.StreamingOpen:
-    size = int(variable("WDS_CACHE_SIZE") or cache_size)
-    folder = variable("WDS_CACHE") or cache_dir
+    folder, size = _cache_of(cache_dir, cache_size)
     options = {"storage_options": storage_options} if storage_options else {}
-    if folder is None or size == 0:
+    if folder is None:
         return cache.StreamingOpen(handler=handler, options=options)
-    folder = os.path.expanduser(folder)
+    return cache.FileCache(folder, cache_size=size, handler=handler, options=options)
+
+
+def _cache_of(cache_dir: str | os.PathLike[str] | None, cache_size: int) -> tuple[str | None, int]:
+    """Return folder and limit of the cache; WDS_CACHE and WDS_CACHE_SIZE come first."""
+    size = int(variable("WDS_CACHE_SIZE") or cache_size)
+    given = variable("WDS_CACHE") or cache_dir
+    if given is None or size == 0:
+        return None, size
+    folder = os.path.expanduser(given)
     if not os.path.exists(folder):
         raise OptionError(
             f"cache directory {folder} does not exist; create it, for this user alone (mode 700)"
         )
-    return cache.FileCache(folder, cache_size=size, handler=handler, options=options)
+    return folder, size
 
 
 class FluidWrapper(DataPipeline, FluidInterface):

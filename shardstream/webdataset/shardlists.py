@@ -40,13 +40,21 @@ def single_node_only(src: Iterable[Any], group: Any = None) -> Iterator[Any]:
     Raises:
         ValueError: If there are several.
     """
-    _, world_size, _, _ = utils.pytorch_worker_info(group=group)
+    check_single_node(utils.pytorch_worker_info(group=group)[1])
+    yield from src
+
+
+def check_single_node(world_size: int) -> None:
+    """Refuse a job of several ranks.
+
+    Raises:
+        ValueError: If there are several.
+    """
     if world_size > 1:
         raise OptionError(
             f"the job has {world_size} ranks, and each would read all shards: you need to add an explicit nodesplitter to your "
             "input pipeline for multi-node training, such as nodesplitter=wds.split_by_node"
         )
-    yield from src
 
 
 def split_by_worker(src: Iterable[Any]) -> Iterator[Any]:
