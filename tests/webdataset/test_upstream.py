@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -71,3 +74,12 @@ def test_page_lists_the_tests_that_fail_and_the_counts() -> None:
     for name, passed in PASSED.items():
         total = passed + sum(test.startswith(f"test_{name}::") for test in REFUSED)
         assert counts[name] == f"{passed} of {total}"
+
+
+def test_examples_of_the_page_run(tmp_path: Path) -> None:
+    blocks = re.findall(
+        r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    program = "\n".join(blocks)
+    (tmp_path / "page.py").write_text(program, encoding="utf-8")
+    subprocess.run([sys.executable, "page.py"], cwd=tmp_path, check=True, timeout=120)
