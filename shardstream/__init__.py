@@ -49,12 +49,13 @@ if TYPE_CHECKING:
         ShardLoader,
         ShardMapDataset,
         collate,
+        decode_sample,
         load_checkpoint,
         mix,
         save_checkpoint,
     )
-    from shardstream.packing import ShardWriter, index, merge, pack, reshard, verify
-    from shardstream.pipeline import BadSample, ReadOptions, SkipBudget
+    from shardstream.packing import ShardWriter, index, merge, pack, reshard, verify, write_shard
+    from shardstream.pipeline import BadSample, ReadOptions, SkipBudget, read_shard
     from shardstream.tasks import Executor, FuturesExecutor, LocalExecutor, Parts, Task
 
 __all__ = [
@@ -98,15 +99,18 @@ __all__ = [
     "UnfinishedError",
     "WorkerError",
     "collate",
+    "decode_sample",
     "index",
     "load_checkpoint",
     "merge",
     "mix",
     "pack",
     "ray",
+    "read_shard",
     "reshard",
     "save_checkpoint",
     "verify",
+    "write_shard",
 ]
 
 # Imported on first use: torch takes over a second to import, and the command line does not need it.
@@ -128,14 +132,17 @@ _LAZY = {
     "ShardWriter": "packing",
     "Task": "tasks",
     "collate": "loader",
+    "decode_sample": "loader",
     "index": "packing",
     "load_checkpoint": "loader",
     "merge": "packing",
     "mix": "loader",
     "pack": "packing",
+    "read_shard": "pipeline",
     "reshard": "packing",
     "save_checkpoint": "loader",
     "verify": "packing",
+    "write_shard": "packing",
 }
 
 

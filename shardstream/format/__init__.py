@@ -40,7 +40,12 @@ from shardstream.format.columns import (
     restore_order,
 )
 from shardstream.format.dali_index import WDS2IDX_SUFFIX, encode_wds2idx
-from shardstream.format.forward_reader import ForwardReader, Readable, open_decompressed
+from shardstream.format.forward_reader import (
+    ForwardReader,
+    Readable,
+    open_by_content,
+    open_decompressed,
+)
 from shardstream.format.image_formats import (
     PILLOW_FORMATS,
     has_mask_word,
@@ -171,6 +176,7 @@ __all__ = [
     "member_bytes",
     "member_name",
     "num_samples",
+    "open_by_content",
     "open_decompressed",
     "read_one",
     "read_sample",

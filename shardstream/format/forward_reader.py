@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,8 @@ INFLATED_FREE_BYTES = 4 << 30  # a compressed tar of any size may unpack to this
 INFLATED_RATIO_LIMIT = (
     1000  # beyond that, to this many times its size; labels alone reach 540 with zstd
 )
+_MAGIC_BYTES = 6
+_SUFFIX_BY_MAGIC = ((b"\x1f\x8b", ".gz"), (b"\x28\xb5\x2f\xfd", ".zst"))
 
 
 class Readable(Protocol):
@@ -131,6 +134,47 @@ def open_decompressed(stream: BinaryIO, *, shard: str) -> Iterator[Readable]:
     """
     name = shard.lower()
     packed = _CountingStream(stream)
+    with _decompress(name, packed, shard) as inner:
+        yield stream if inner is None else inner
+
+
+@contextmanager
+def open_by_content(stream: Readable, *, shard: str) -> Iterator[tuple[Readable, int | None]]:
+    """Open a tar that may be compressed with gzip or zstd, by its first bytes; yield it and its length, None if unknown.
+
+    Args:
+        stream: The file's bytes, from its current position.
+        shard: URL of the file, for messages.
+
+    Raises:
+        OptionError: If it is zstd and ``zstandard`` is not installed.
+        ShardError: If it is compressed with bzip2 or xz; while reading, as in `open_decompressed`.
+    """
+    head = stream.read(_MAGIC_BYTES)
+    whole = cast("BinaryIO", _Rejoined(head, stream))
+    if head.startswith((b"BZh", b"\xfd7zXZ")):
+        raise ShardError(
+            "it is compressed with bzip2 or xz, which are not read",
+            remedy="unpack it, or compress it with gzip or zstd",
+            shard=shard,
+        )
+    name = next((name for magic, name in _SUFFIX_BY_MAGIC if head.startswith(magic)), "")
+    with _decompress(name, _CountingStream(whole), shard) as inner:
+        if inner is not None:
+            yield inner, None
+        elif stream.seekable():
+            file = cast("BinaryIO", stream)
+            start = file.tell() - len(head)
+            size = file.seek(0, os.SEEK_END) - start
+            file.seek(start)
+            yield _FromOffset(file, start), size
+        else:
+            yield whole, None
+
+
+@contextmanager
+def _decompress(name: str, packed: _CountingStream, shard: str) -> Iterator[Readable | None]:
+    """Open the decompressor for a file name; None for other names."""
     if name.endswith((".gz", ".tgz")):
         with gzip.GzipFile(fileobj=cast("BinaryIO", packed), mode="rb") as inner:
             yield _DecompressedStream(inner, packed, shard)
@@ -138,7 +182,42 @@ def open_decompressed(stream: BinaryIO, *, shard: str) -> Iterator[Readable]:
         with _zstd_reader(packed, shard) as inner:
             yield _DecompressedStream(inner, packed, shard)
     else:
-        yield stream
+        yield None
+
+
+class _Rejoined:
+    """A stream that begins with bytes that were read already."""
+
+    def __init__(self, head: bytes, stream: Readable) -> None:
+        self._head = head
+        self._stream = stream
+
+    def read(self, size: int = -1, /) -> bytes:
+        if not self._head:
+            return self._stream.read(size)
+        data = self._head if size < 0 else self._head[:size]
+        self._head = self._head[len(data) :]
+        return data
+
+    def seekable(self) -> bool:
+        return False
+
+
+class _FromOffset:
+    """A seekable stream whose current position is offset 0."""
+
+    def __init__(self, stream: BinaryIO, start: int) -> None:
+        self._stream = stream
+        self._start = start
+
+    def read(self, size: int, /) -> bytes:
+        return self._stream.read(size)
+
+    def seek(self, offset: int, /) -> int:
+        return self._stream.seek(self._start + offset)
+
+    def seekable(self) -> bool:
+        return True
 
 
 class _CountingStream:

@@ -25,14 +25,17 @@ from shardstream.loader.dataset import (
     CatalogDataset,
     ShardDataset,
     StreamDataset,
+    current_worker_info,
     refuse_device_decode,
 )
+from shardstream.loader.decode_sample import decode_sample
 from shardstream.loader.device_decode import ImageBatchDecoder
 from shardstream.loader.device_transfer import (
     DeviceCopies,
     check_same_device,
     prefetch,
 )
+from shardstream.loader.iterator import WorkerIterator
 from shardstream.loader.loader import ShardLoader
 from shardstream.loader.map_dataset import ShardMapDataset
 from shardstream.loader.message_batching import (
@@ -74,6 +77,7 @@ __all__ = [
     "ShardLoader",
     "ShardMapDataset",
     "StreamDataset",
+    "WorkerIterator",
     "WorkerMessage",
     "WorkerWatch",
     "check_data_parallel",
@@ -81,6 +85,8 @@ __all__ = [
     "check_state",
     "collate",
     "compare_in_store",
+    "current_worker_info",
+    "decode_sample",
     "load_checkpoint",
     "load_tensors",
     "mix",

@@ -55,6 +55,7 @@ from shardstream.packing.tables import iter_rows
 from shardstream.packing.tar_shard import TarShard, sample_pieces
 from shardstream.packing.verification import VerifyReport, verify
 from shardstream.packing.verify_checks import KeyPlace, find_repeated_keys, place_of
+from shardstream.packing.write_shard import write_shard
 
 __all__ = [
     "DEFAULT_MAX_BYTES",
@@ -124,4 +125,5 @@ __all__ = [
     "split_counts",
     "verify",
     "write_key_index",
+    "write_shard",
 ]

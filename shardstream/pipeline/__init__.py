@@ -69,6 +69,7 @@ from shardstream.pipeline.map import (
 from shardstream.pipeline.mix import MixIndexedSource, MixRecipe, Stop, Weights
 from shardstream.pipeline.mix_streams import MixStreamSource
 from shardstream.pipeline.pipeline import Pipeline, PipelineTransform
+from shardstream.pipeline.read_shard import read_shard
 from shardstream.pipeline.sequence_packing import Packing, PackSequences
 from shardstream.pipeline.sequential_source import (
     SequentialRun,
@@ -168,6 +169,7 @@ __all__ = [
     "open_sequential_source",
     "parse_json",
     "plan_steps",
+    "read_shard",
     "split_batch",
     "warn_or_raise",
     "whole_number",

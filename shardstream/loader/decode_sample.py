@@ -1,0 +1,40 @@
+"""Decode one sample outside a dataset."""
+
+from __future__ import annotations
+
+from typing import Any, Self, cast
+
+from shardstream.format import Sample
+from shardstream.loader.steps import ItemSteps
+from shardstream.pipeline import Context, Handler, ItemStage, Stage
+
+
+class _OneStep(ItemSteps):
+    """Receives the stage that a step of a dataset appends."""
+
+    stage: Stage | None = None
+    _num_stages = 0
+
+    def then(self, stage: Stage) -> Self:
+        """Keep the stage."""
+        self.stage = stage
+        return self
+
+
+def decode_sample(sample: Sample, *handlers: str | Handler, **options: Any) -> Sample:
+    """Decode the fields of one sample, as `ShardDataset.decode` does.
+
+    >>> decode_sample({"__key__": "a", "cls": b"7", "txt": b"cat"})
+    {'__key__': 'a', 'cls': 7, 'txt': 'cat'}
+
+    Args:
+        sample: Fields as bytes; other values stay as they are.
+        handlers: As in ``decode``: one image name, and functions ``handler(".jpg", data)``.
+        options: As in ``decode``: ``only``, ``fields``, ``max_side``, ``upright``, ``masks``.
+
+    Raises:
+        DecodeError: If a field cannot be decoded.
+        OptionError: If an option is invalid.
+    """
+    stage = cast("ItemStage", _OneStep().decode(*handlers, **options).stage)
+    return cast("Sample", stage.bind(Context())(sample, 0))

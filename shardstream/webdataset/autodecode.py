@@ -1,0 +1,406 @@
+"""Decode the fields of samples by their names; no decoder here runs code from the data."""
+
+from __future__ import annotations
+
+import functools
+import io
+from collections.abc import Callable, Iterable, Sequence
+from importlib import import_module
+from typing import Any, NoReturn
+
+import numpy as np
+import PIL.Image
+import torch
+
+from shardstream.errors import DecodeError, OptionError
+from shardstream.format import PILLOW_FORMATS
+from shardstream.loader import load_tensors
+from shardstream.pipeline import BASIC, decode_gzip
+from shardstream.webdataset import tenbin, utils
+from shardstream.webdataset.handlers import UnsafeError
+
+pytorch_weights_only = True
+"""As in WebDataset; tensors are read without their pickles' code whatever it is."""
+
+FieldHandler = Callable[[str, bytes], Any]
+"""``handler(".jpg", data)`` returns a value, None to try the next handler, or a `Continue`."""
+
+IMAGE_EXTENSIONS = [
+    "blp",
+    "bmp",
+    "dib",
+    "bufr",
+    "cur",
+    "pcx",
+    "dcx",
+    "dds",
+    "ps",
+    "eps",
+    "fit",
+    "fits",
+    "fli",
+    "flc",
+    "ftc",
+    "ftu",
+    "gbr",
+    "gif",
+    "grib",
+    "h5",
+    "hdf",
+    "png",
+    "apng",
+    "jp2",
+    "j2k",
+    "jpc",
+    "jpf",
+    "jpx",
+    "j2c",
+    "icns",
+    "ico",
+    "im",
+    "iim",
+    "tif",
+    "tiff",
+    "jfif",
+    "jpe",
+    "jpg",
+    "jpeg",
+    "mpg",
+    "mpeg",
+    "msp",
+    "pcd",
+    "pxr",
+    "pbm",
+    "pgm",
+    "ppm",
+    "pnm",
+    "psd",
+    "bw",
+    "rgb",
+    "rgba",
+    "sgi",
+    "ras",
+    "tga",
+    "icb",
+    "vda",
+    "vst",
+    "webp",
+    "wmf",
+    "emf",
+    "xbm",
+    "xpm",
+    "avif",
+]
+"""Extensions that image handlers decode."""
+
+imagespecs: dict[str, tuple[str, str | None, str]] = {
+    **{f"{mode}8": ("numpy", "uint8", mode) for mode in ("l", "rgb", "rgba")},
+    **{mode: ("numpy", "float", mode) for mode in ("l", "rgb", "rgba")},
+    **{f"torch{mode}8": ("torch", "uint8", mode) for mode in ("l", "rgb", "rgba")},
+    **{f"torch{mode}": ("torch", "float", mode) for mode in ("l", "rgb", "rgba")},
+    "torch": ("torch", "float", "rgb"),
+    **{f"pil{mode}": ("pil", None, mode) for mode in ("l", "rgb", "rgba")},
+    "pil": ("pil", None, "rgb"),
+}
+"""Image name -> array type, number type and colour mode."""
+
+
+class DecodingError(DecodeError):
+    """A field that cannot be decoded.
+
+    Args:
+        message: What failed.
+        url: URL of the shard.
+        key: Key of the sample.
+        k: Name of the field.
+        sample: The sample.
+    """
+
+    def __init__(
+        self,
+        message: str = "cannot be decoded",
+        url: Any = None,
+        key: Any = None,
+        k: Any = None,
+        sample: Any = None,
+    ) -> None:
+        super().__init__(message, shard=url, key=key, field=k)
+        self.url = url
+        self.k = k
+        self.sample = sample
+
+
+class Continue:
+    """What a handler returns to go on with another name and other bytes, for example unpacked ones."""
+
+    def __init__(self, key: str, data: bytes) -> None:
+        self.key = key
+        self.data = data
+
+
+def unpickle_loads(data: bytes) -> NoReturn:  # noqa: ARG001  (the signature of a decoder)
+    """Refuse a pickle."""
+    text = (
+        "Unpickling is not allowed for security reasons when enforce_security is set"
+        if utils.enforce_security
+        else ""
+    )
+    raise UnsafeError(
+        f"{text or 'a pickle could run code'}; repack the field as json, npy or pth, leave it as bytes with "
+        "decode(only=[...]), or, if you trust the data, pass decode(wds.handle_extension('pyd pkl pickle', pickle.loads))"
+    )
+
+
+def torch_loads(data: bytes) -> Any:
+    """Read tensors, numbers and text in plain lists and dicts, to the CPU.
+
+    Raises:
+        UnsafeError: If it holds anything else, or `utils.enforce_security` is set.
+        ValueError: If it would take far more memory than its bytes.
+    """
+    if utils.enforce_security:
+        raise UnsafeError(
+            "torch.loads is not allowed for security reasons when enforce_security is set; store tensors as npy"
+        )
+    try:
+        return load_tensors(data)
+    except Exception as error:
+        if "weights_only" not in str(error):
+            raise
+        raise UnsafeError(
+            "a pth field needs the code of its pickle; store tensors, numbers and text in plain lists and dicts, leave it as bytes "
+            "with decode(only=[...]), or, if you trust the data, pass decode(wds.handle_extension('pth', function)) with torch.load"
+        ) from error
+
+
+def tenbin_loads(data: bytes) -> Any:
+    """Read arrays of WebDataset's tensor format."""
+    return tenbin.decode_buffer(data)
+
+
+def msgpack_loads(data: bytes) -> Any:
+    """Read MessagePack, with the package msgpack."""
+    return _optional("msgpack").unpackb(data)
+
+
+def cbor_loads(data: bytes) -> Any:
+    """Read CBOR, with the package cbor2."""
+    return _optional("cbor2").loads(data)
+
+
+def _optional(name: str) -> Any:
+    try:
+        return import_module(name)
+    except ImportError as error:
+        raise OptionError(f"these fields need one more package: pip install {name}") from error
+
+
+decoders: dict[str, Callable[[bytes], Any]] = {
+    **{
+        name: BASIC[name]
+        for name in ("txt", "text", "transcript", "cls", "cls2", "index", "inx", "id")
+    },
+    **{name: BASIC[name] for name in ("json", "jsn", "npy", "npz")},
+    **dict.fromkeys(("pkl", "pickle", "pyd"), unpickle_loads),
+    "pth": torch_loads,
+    **dict.fromkeys(("ten", "tb"), tenbin_loads),
+    **dict.fromkeys(("mp", "msg"), msgpack_loads),
+    "cbor": cbor_loads,
+}
+"""Last part of a field -> decoder."""
+
+
+def basichandlers(key: str, data: bytes) -> Any:
+    """Decode text, numbers, JSON and arrays; None for other names."""
+    decoder = decoders.get(key.rpartition(".")[2])
+    return None if decoder is None else decoder(data)
+
+
+def call_extension_handler(
+    key: str, data: bytes, f: Callable[[bytes], Any], extensions: Iterable[str]
+) -> Any:
+    """Return ``f(data)`` if the last parts of a name are one of the extensions."""
+    parts = key.lower().split(".")
+    for extension in extensions:
+        wanted = extension.split(".")
+        if parts[-len(wanted) :] == wanted:
+            return f(data)
+    return None
+
+
+def handle_extension(extensions: str, f: Callable[[bytes], Any]) -> FieldHandler:
+    """Return a handler that decodes names with these extensions, separated by spaces, by ``f(data)``."""
+    return functools.partial(call_extension_handler, f=f, extensions=extensions.lower().split())
+
+
+class ImageHandler:
+    """Decode images to the given form.
+
+    Args:
+        imagespec: A name of `imagespecs`: "l8", "rgb8", "rgba8" are uint8 arrays, without the 8 float32 from 0 to 1, with the
+            prefix "torch" tensors, with "pil" PIL images.
+        extensions: Names to decode.
+
+    Raises:
+        OptionError: If the name is unknown.
+    """
+
+    def __init__(self, imagespec: str, extensions: Iterable[str] = IMAGE_EXTENSIONS) -> None:
+        if imagespec not in imagespecs:
+            raise OptionError(
+                f"unknown imagespec {imagespec!r}; it is one of {', '.join(imagespecs)}"
+            )
+        self.imagespec = imagespec
+        self.extensions = set(extensions)
+
+    def __call__(self, key: str, data: bytes) -> Any:
+        """Return the image, None for other names."""
+        if key.rpartition(".")[2].lower() not in self.extensions:
+            return None
+        array_type, number_type, mode = imagespecs[self.imagespec]
+        image = _open_image(data).convert(mode.upper())
+        if array_type == "pil":
+            return image
+        array = np.asarray(image)
+        if number_type == "float":
+            array = array.astype(np.float32) / 255.0
+        if array_type == "numpy":
+            return array
+        return torch.from_numpy((array.transpose(2, 0, 1) if array.ndim == 3 else array).copy())
+
+
+def _open_image(data: bytes) -> PIL.Image.Image:
+    try:
+        image = PIL.Image.open(io.BytesIO(data), formats=PILLOW_FORMATS)
+    except PIL.UnidentifiedImageError as error:
+        raise DecodeError(
+            f"not an image of a format that is decoded ({', '.join(PILLOW_FORMATS)})",
+            remedy="convert it, or pass decode(wds.handle_extension('NAME', function))",
+        ) from error
+    if image.mode.startswith(("I", "F")):
+        raise DecodeError(
+            f"an image of mode {image.mode} would lose its numbers: they are clipped to 8 bits",
+            remedy="pass decode(wds.handle_extension('NAME', function)) for it",
+        )
+    image.load()
+    return image
+
+
+def imagehandler(imagespec: str, extensions: Iterable[str] = IMAGE_EXTENSIONS) -> ImageHandler:
+    """Return an `ImageHandler`."""
+    return ImageHandler(imagespec, extensions)
+
+
+def _refuse_media(key: str, extensions: str, kind: str) -> None:
+    if key.rpartition(".")[2] in extensions.split():
+        raise OptionError(
+            f"{kind} is not decoded here; pass decode(wds.handle_extension({extensions!r}, function)) with a function of bytes"
+        )
+
+
+def torch_video(key: str, data: bytes) -> None:  # noqa: ARG001
+    """Refuse video with a message; None for other names."""
+    _refuse_media(key, "mp4 ogv mjpeg avi mov h264 mpg webm wmv", "video")
+
+
+def torch_audio(key: str, data: bytes) -> None:  # noqa: ARG001
+    """Refuse audio with a message; None for other names."""
+    _refuse_media(key, "flac mp3 sox wav m4a ogg wma", "audio")
+
+
+def gzfilter(key: str, data: bytes) -> Continue | None:
+    """Unpack a field whose name ends in ``.gz``, up to 1 GiB."""
+    return Continue(key.removesuffix(".gz"), decode_gzip(data)) if key.endswith(".gz") else None
+
+
+default_pre_handlers: list[FieldHandler] = [gzfilter]
+default_post_handlers: list[FieldHandler] = [basichandlers]
+
+
+class Decoder:
+    """Decode samples by handlers; the first that returns a value counts, and without one a field stays bytes.
+
+    Args:
+        handlers: Handlers, in order.
+        pre: Handlers before them; None is `gzfilter`.
+        post: Handlers after them; None is `basichandlers`.
+        only: Fields to decode, as a list or text separated by spaces; None decodes all.
+        partial: Leave values that are not bytes as they are; else they are errors.
+
+    Raises:
+        OptionError: If a handler cannot be called.
+    """
+
+    def __init__(
+        self,
+        handlers: Sequence[FieldHandler],
+        pre: Sequence[FieldHandler] | None = None,
+        post: Sequence[FieldHandler] | None = None,
+        only: str | Iterable[str] | None = None,
+        partial: bool = False,
+    ) -> None:
+        before = default_pre_handlers if pre is None else pre
+        after = default_post_handlers if post is None else post
+        self.handlers: list[FieldHandler] = [*before, *handlers, *after]
+        self.only = None if only is None else set(only.split() if isinstance(only, str) else only)
+        self.partial = partial
+        if not all(map(callable, self.handlers)):
+            raise OptionError(f"decode takes functions and image names, not {self.handlers}")
+
+    def decode1(self, key: str, data: bytes) -> Any:
+        """Decode one field."""
+        key = f".{key}"
+        for handler in self.handlers:
+            result = handler(key, data)
+            if isinstance(result, Continue):
+                key, data = result.key, result.data
+            elif result is not None:
+                return result
+        return data
+
+    def decode(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """Decode the fields of a sample.
+
+        Raises:
+            DecodingError: If a field cannot be decoded.
+        """
+        return {name: self._decode_field(name, value, sample) for name, value in sample.items()}
+
+    def _decode_field(self, name: str, value: Any, sample: dict[str, Any]) -> Any:
+        if name.startswith("__"):
+            return value.decode("utf-8") if isinstance(value, bytes) else value
+        if (self.only is not None and name not in self.only) or (
+            self.partial and not isinstance(value, bytes)
+        ):
+            return value
+        try:
+            return self.decode1(name, _check_bytes(value))
+        except UnsafeError:
+            raise
+        except Exception as error:
+            raise DecodingError(
+                f"cannot be decoded: {type(error).__name__}: {error}",
+                url=sample.get("__url__"),
+                key=sample.get("__key__"),
+                k=name,
+                sample=sample,
+            ) from error
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        """Decode the fields of a sample, see `decode`."""
+        if not isinstance(sample, dict):
+            raise OptionError(
+                f"decode works on dicts, not on {type(sample).__name__}: put it before to_tuple and batched"
+            )
+        return self.decode(sample)
+
+
+def _check_bytes(value: Any) -> bytes:
+    if not isinstance(value, bytes):
+        raise TypeError(
+            f"the field is {type(value).__name__}, not bytes; pass partial=True to leave it"
+        )
+    return value
+
+
+default_decoder = Decoder([])

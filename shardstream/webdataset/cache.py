@@ -1,0 +1,170 @@
+"""Stages that open shards, with or without a cache on the local disk, and names of files in a cache folder."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlparse
+from urllib.request import url2pathname
+
+from shardstream.errors import OptionError
+from shardstream.webdataset.gopen import gopen
+from shardstream.webdataset.handlers import Handler, goes_on, reraise_exception
+
+_PLAIN_SCHEMES = ("", "file", "http", "https", "ftp", "ftps", "gs", "s3", "ais")
+_KEPT_CHARACTERS = 128
+
+Streams = Iterator[dict[str, Any]]
+
+
+def islocal(url: str) -> bool:
+    """Return whether a URL is a local path."""
+    return urlparse(url).scheme in ("", "file")
+
+
+def pipe_cleaner(spec: str) -> str:
+    """Return a URL as it is; `FileCache` names its files itself."""
+    return spec
+
+
+def url_to_cache_name(url: str, ndir: int = 0) -> str:
+    """Return the last part of a URL's path, with a number of folders before it; other protocols are quoted as a whole."""
+    if not isinstance(url, str):
+        raise AssertionError(f"a URL must be text, not {type(url).__name__}")
+    parsed = urlparse(url)
+    if parsed.scheme in _PLAIN_SCHEMES:
+        return "/".join(parsed.path.lstrip("/").split("/")[-1 - ndir :])
+    return quote(url, safe="_+{}*,-")[-_KEPT_CHARACTERS:]
+
+
+class LRUCleanup:
+    """Delete the oldest files of a folder until it holds at most a number of bytes.
+
+    For folders that other programs fill: the cache of `FileCache` limits itself.
+
+    Args:
+        cache_dir: The folder.
+        cache_size: Limit in bytes.
+        keyfn: Function of a path; the smallest values are deleted first.
+        verbose: Ignored.
+        interval: Seconds in which a second call does nothing; None always looks.
+    """
+
+    def __init__(
+        self,
+        cache_dir: str | os.PathLike[str],
+        cache_size: float = 1e12,
+        keyfn: Callable[[str], float] = os.path.getctime,
+        verbose: bool = False,  # noqa: ARG002
+        interval: float | None = 30,
+    ) -> None:
+        self.cache_dir = cache_dir
+        self.cache_size = cache_size
+        self.keyfn = keyfn
+        self.interval = interval
+        self._last_run = 0.0
+
+    def cleanup(self) -> None:
+        """Delete files."""
+        if self.interval is not None and time.monotonic() - self._last_run < self.interval:
+            return
+        found = []
+        for path in Path(self.cache_dir).rglob("*"):
+            with suppress(OSError):  # deleted by another process
+                if path.is_file():
+                    found.append((self.keyfn(str(path)), path.stat().st_size, path))
+        total = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if total <= self.cache_size:
+                break
+            with suppress(OSError):
+                path.unlink()
+            total -= size
+        self._last_run = time.monotonic()
+
+
+class StreamingOpen:
+    """Open shards; yield dicts with ``url``, ``stream`` and, for local files, ``local_path``.
+
+    Args:
+        verbose: Ignored.
+        handler: Decides about shards that cannot be opened.
+        options: Options of `gopen`, such as ``storage_options``.
+    """
+
+    def __init__(
+        self,
+        verbose: bool = False,
+        handler: Handler = reraise_exception,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self.verbose = verbose
+        self.handler = handler
+        self.options = options or {}
+
+    def __call__(self, urls: Iterable[Any]) -> Streams:
+        """Open shards, given as URLs or dicts with ``url``."""
+        for one in urls:
+            url = one["url"] if isinstance(one, dict) else one
+            try:
+                source = {"url": url, "stream": gopen(url, **self.options)}
+            except Exception as error:  # noqa: BLE001  (the handler decides)
+                if goes_on(error, self.handler):
+                    continue
+                break
+            if islocal(url):
+                source["local_path"] = url2pathname(urlparse(url).path)
+            yield source
+
+
+class FileCache(StreamingOpen):
+    """Open shards through shardstream's cache: chunks of remote files are kept on the local disk, checked and limited.
+
+    Whole files are not kept, so samples of remote shards have no ``__local_path__``.
+
+    Args:
+        cache_dir: Folder of the cache.
+        url_to_name: Must be left out, because the cache names its files itself.
+        verbose: Ignored.
+        validator: Ignored: bytes are checked when they are read.
+        handler: Decides about shards that cannot be opened.
+        cache_size: Limit in bytes; without one a tenth of the disk stays free.
+        cache_cleanup_interval: Ignored: the limit holds at all times.
+        options: Further options of `gopen`.
+
+    Raises:
+        OptionError: If ``url_to_name`` is given, or the folder is missing.
+    """
+
+    def __init__(
+        self,
+        cache_dir: str | os.PathLike[str] | None = None,
+        *,
+        url_to_name: Callable[..., str] = url_to_cache_name,
+        verbose: bool = False,
+        validator: Any = None,  # noqa: ARG002
+        handler: Handler = reraise_exception,
+        cache_size: int = -1,
+        cache_cleanup_interval: int = 30,  # noqa: ARG002
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        check_url_to_name(url_to_name)
+        folder = os.path.expanduser("./_cache" if cache_dir is None else cache_dir)
+        limit = {"cache_bytes": int(cache_size)} if cache_size > 0 else {}
+        super().__init__(verbose, handler, {**(options or {}), "cache_dir": folder, **limit})
+
+
+def check_url_to_name(url_to_name: Callable[..., str]) -> None:
+    """Refuse a function of the caller.
+
+    Raises:
+        OptionError: If it is one.
+    """
+    if url_to_name not in (url_to_cache_name, pipe_cleaner):
+        raise OptionError(
+            "url_to_name is not used: the cache keeps chunks of files under names of its own; leave it out"
+        )

@@ -1,0 +1,231 @@
+"""Open URLs for reading and writing, through shardstream's storage; commands are refused."""
+
+from __future__ import annotations
+
+import io
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, BinaryIO, Self
+
+from shardstream.errors import ChangedError, OptionError, StorageError
+from shardstream.storage import Storage, open_cache, open_pending
+from shardstream.webdataset import utils
+from shardstream.webdataset.environment import variable
+from shardstream.webdataset.handlers import UnsafeError
+
+gopen_schemes: dict[str, Callable[..., Any]] = {}
+"""Protocol -> function ``(url, mode, bufsize, **kw)`` of the caller; others are opened by shardstream's storage."""
+
+_storages: dict[str, Storage] = {}
+_STORAGES_KEPT = 100
+
+
+def open_storage(
+    options: Mapping[str, Any] | None = None,
+    cache_dir: str | None = None,
+    cache_bytes: int | None = None,
+) -> Storage:
+    """Return the storage of this process with these options; its clients are shared."""
+    name = repr((sorted((options or {}).items(), key=str), cache_dir, cache_bytes))
+    if name not in _storages:
+        if len(_storages) >= _STORAGES_KEPT:
+            _storages.clear()
+        _storages[name] = Storage(options, cache=open_cache(cache_dir, cache_bytes))
+    return _storages[name]
+
+
+def gopen(url: str, mode: str = "rb", bufsize: int = 8192, **kw: Any) -> Any:
+    """Open a URL or path as a binary stream.
+
+    Reads are retried and checked for their length; a file that is written becomes visible when it is closed without an
+    exception. ``-`` is standard input or output.
+
+    Args:
+        url: The file.
+        mode: "rb" or "wb".
+        bufsize: Passed to functions of `gopen_schemes`.
+        kw: Passed to functions of `gopen_schemes`; ``storage_options`` is the dict of `ShardDataset`, ``cache_dir`` and
+            ``cache_bytes`` select a cache for reading.
+
+    Raises:
+        UnsafeError: If the URL is a command (``pipe:``).
+        OptionError: If an argument is invalid, or the protocol is unknown.
+        StorageError: If the file cannot be opened.
+    """
+    if mode not in ("rb", "wb"):
+        raise OptionError(f"mode must be 'rb' or 'wb', not {mode!r}")
+    if url == "-":
+        return sys.stdin.buffer if mode == "rb" else sys.stdout.buffer
+    url = rewrite_url(url)
+    refuse_commands(url)
+    scheme = url.partition("://")[0] if "://" in url else ""
+    if scheme in gopen_schemes:
+        return gopen_schemes[scheme](url, mode, bufsize, **kw)
+    if scheme in ("", "file") and is_secure():
+        raise UnsafeError(
+            "gopen: unsafe_gopen is False, cannot open local files; unset WDS_SECURE and enforce_security to read them"
+        )
+    storage = open_storage(**_storage_arguments(kw))
+    return UrlWriter(storage, url) if mode == "wb" else _open_for_reading(storage, url)
+
+
+def _storage_arguments(kw: dict[str, Any]) -> dict[str, Any]:
+    names = {"storage_options": "options", "cache_dir": "cache_dir", "cache_bytes": "cache_bytes"}
+    unknown = kw.keys() - names.keys()
+    if unknown:
+        raise OptionError(f"gopen does not take {sorted(unknown)}; its options are {sorted(names)}")
+    return {names[name]: value for name, value in kw.items()}
+
+
+def is_secure() -> bool:
+    """Return whether local files and rewriting are refused, too."""
+    return utils.enforce_security or (variable("WDS_SECURE") or "0") not in ("", "0")
+
+
+def refuse_commands(url: str) -> None:
+    """Refuse a URL that would start a command.
+
+    Raises:
+        UnsafeError: If it does.
+    """
+    if not url.startswith("pipe:"):
+        return
+    if is_secure():
+        raise UnsafeError(
+            "gopen_pipe: unsafe_gopen is False, cannot open pipe URLs; name the file itself"
+        )
+    raise UnsafeError(
+        "a 'pipe:' URL runs a shell command, which shardstream never does; name the file itself: s3://, gs://, az://, hf://, "
+        "https:// and local paths are read directly, or register a function: wds.gopen_schemes['NAME'] = function, for NAME://"
+    )
+
+
+def rewrite_url(url: str) -> str:
+    """Replace the beginning of a URL by the rules ``pattern=new;…`` of GOPEN_REWRITE; the first that changes it counts.
+
+    Raises:
+        UnsafeError: If there are rules and `is_secure`.
+        OptionError: If a rule has no "=".
+    """
+    rules = variable("GOPEN_REWRITE")
+    if rules is None:
+        return url
+    if is_secure():
+        raise UnsafeError(
+            "rewrite_url: unsafe_gopen is False, cannot rewrite URLs using environment variables; unset GOPEN_REWRITE"
+        )
+    for rule in filter(None, rules.split(";")):
+        old, equals, new = rule.partition("=")
+        if not equals:
+            raise OptionError(
+                f"GOPEN_REWRITE has a rule {rule!r} without '='; write old=new;old=new"
+            )
+        replaced = re.sub(f"^{old}", new, url)
+        if replaced != url:
+            return replaced
+    return url
+
+
+def _open_for_reading(storage: Storage, url: str) -> BinaryIO:
+    path = storage.local_path(url)
+    if path is not None:
+        with storage.translate_errors(url):
+            return open(path, "rb")
+    return io.BufferedReader(_UrlReader(storage, url))
+
+
+class UrlError(StorageError, OSError):
+    """A file that cannot be read; also an ``OSError``, as WebDataset raises."""
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    try:
+        yield
+    except StorageError as error:
+        if isinstance(error, OSError | ChangedError):
+            raise
+        raise UrlError(
+            error.what, remedy=error.remedy, shard=error.shard, offset=error.offset
+        ) from error
+
+
+class _UrlReader(io.RawIOBase):
+    """Stream of a remote file that closes its client with itself."""
+
+    def __init__(self, storage: Storage, url: str) -> None:
+        self._stack = ExitStack()
+        with _as_os_error():
+            self._stream = self._stack.enter_context(storage.open(url))
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return self._stream.seekable()
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        return self._stream.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._stream.tell()
+
+    def readinto(self, buffer: Any, /) -> int:
+        with _as_os_error():
+            data = self._stream.read(len(memoryview(buffer)))
+        memoryview(buffer)[: len(data)] = data
+        return len(data)
+
+    def close(self) -> None:
+        if not self.closed:
+            self._stack.close()
+        super().close()
+
+
+class UrlWriter:
+    """A file that becomes visible when it is closed; an exception in its ``with`` block discards it.
+
+    Args:
+        storage: Where it is written.
+        url: The file.
+    """
+
+    def __init__(self, storage: Storage, url: str) -> None:
+        self._pending = open_pending(storage, url)
+        self.closed = False
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Append bytes."""
+        self._pending.write(data)
+        return len(data)
+
+    def flush(self) -> None:
+        """Do nothing: bytes are sent when the file is closed, or earlier."""
+
+    def close(self) -> None:
+        """Publish the file."""
+        if self.closed:
+            return
+        self.closed = True
+        try:
+            self._pending.commit()
+        finally:
+            self._pending.discard()
+
+    def discard(self) -> None:
+        """Drop what was written."""
+        if not self.closed:
+            self.closed = True
+            self._pending.discard()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *args: object) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()

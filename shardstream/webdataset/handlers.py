@@ -1,0 +1,68 @@
+"""Handlers of exceptions, for ``handler=`` of a stage: True goes on with the next item, False ends the stage."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+from shardstream.errors import OptionError
+
+Handler = Callable[[Exception], Any]
+"""Exception -> whether the stage goes on."""
+
+
+class UnsafeError(OptionError):
+    """Something that could run code or commands, and is refused; no handler skips it."""
+
+
+def reraise_exception(exn: Exception) -> NoReturn:
+    """Raise the exception again."""
+    raise exn
+
+
+def ignore_and_continue(exn: Exception) -> bool:  # noqa: ARG001  (a handler takes the exception)
+    """Go on with the next item."""
+    return True
+
+
+def warn_and_continue(exn: Exception) -> bool:
+    """Warn and go on with the next item."""
+    warnings.warn(repr(exn), stacklevel=2)
+    return True
+
+
+def ignore_and_stop(exn: Exception) -> bool:  # noqa: ARG001
+    """End the stage."""
+    return False
+
+
+def warn_and_stop(exn: Exception) -> bool:
+    """Warn and end the stage."""
+    warnings.warn(repr(exn), stacklevel=2)
+    return False
+
+
+def goes_on(exn: Exception, handler: Handler) -> bool:
+    """Return whether a stage continues after an exception.
+
+    Raises:
+        UnsafeError: If the exception is one; a handler that skips it would lose every sample in silence.
+    """
+    if isinstance(exn, UnsafeError):
+        raise exn
+    return bool(handler(exn))
+
+
+def apply_each(
+    data: Iterable[Any], function: Callable[[Any], Any], handler: Handler
+) -> Iterator[Any]:
+    """Yield ``function(item)`` for each item; the handler decides about exceptions."""
+    for item in data:
+        try:
+            result = function(item)
+        except Exception as error:  # noqa: BLE001  (the handler decides)
+            if goes_on(error, handler):
+                continue
+            break
+        yield result
