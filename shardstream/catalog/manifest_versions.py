@@ -19,7 +19,11 @@ _RETRY_S = 5.0  # short, because training with all data in the cache must not st
 
 
 def check_manifests(
-    digests: Mapping[str, str], shards: Sequence[ShardInfo], storage: Storage
+    digests: Mapping[str, str],
+    shards: Sequence[ShardInfo],
+    storage: Storage,
+    *,
+    are_paged: bool,
 ) -> None:
     """Check that the remote manifests of a dataset still list its shards; warn if a server does not respond.
 
@@ -30,13 +34,14 @@ def check_manifests(
         digests: URL of each manifest -> the SHA-256 of its bytes when the dataset was opened.
         shards: Shards of the dataset when it was opened.
         storage: Storage of the manifests.
+        are_paged: Whether they are those of a manifest in pages, or some of them.
 
     Raises:
         ChangedError: If a manifest is missing, or its entry for a shard has changed.
     """
     reading = storage.uncached(max_retry_s=_RETRY_S)
     for url, old_digest in digests.items():
-        if storage.local_path(url) is not None and not isinstance(shards, PagedShards):
+        if storage.local_path(url) is not None and not are_paged:
             continue
         try:
             manifest = _read_changed(url, old_digest, reading)

@@ -81,6 +81,7 @@ class ShardCatalog(Catalog):
         self._scanned: dict[int, Offsets] = {}
         self._manifests = located.manifests
         self._fields = located.fields
+        self._are_paged = isinstance(located.shards, PagedShards)  # also where some were chosen
         self.shards: Sequence[ShardInfo]
         if isinstance(located.shards, PagedShards):
             self.shards = located.shards
@@ -161,7 +162,8 @@ class ShardCatalog(Catalog):
         part.__dict__.pop("checksums", None)
         part.__dict__["total_bytes"] = self.total_bytes
         part.shards = tuple([self.shards[shard] for shard in kept])
-        if self.is_local and self._verified_reader is None:  # then nothing is compared with it
+        # Nothing is compared with it then, but by `check_manifests`.
+        if self.is_local and self._verified_reader is None and not self._are_paged:
             part.shards = tuple([replace(shard, sha256=None) for shard in part.shards])
         part._files = self._files.restrict_to(kept)
         places = {shard: place for place, shard in enumerate(kept)}
@@ -227,7 +229,7 @@ class ShardCatalog(Catalog):
             ChangedError: If the dataset was replaced.
         """
         if self._manifests:
-            check_manifests(self._manifests, self.shards, self._storage)
+            check_manifests(self._manifests, self.shards, self._storage, are_paged=self._are_paged)
 
     def fetch(
         self, shard: int, start: int, end: int, concurrency: AdaptiveLimit | None = None

@@ -155,7 +155,9 @@ class SequentialRun:
             if error is not None:
                 self._skips.skip_or_raise(error)
             self._place, self._taken, self._offset = self._place + 1, 0, 0
-        check_manifests(self._source.manifests, self._source.shards, self._source.storage)
+        source = self._source
+        are_paged = isinstance(source.shards, PagedShards)
+        check_manifests(source.manifests, source.shards, source.storage, are_paged=are_paged)
 
     def _read_shard(self, shard: int, info: ShardInfo) -> Generator[Sample, None, None]:
         compressed = is_compressed(info.url)

@@ -234,6 +234,20 @@ def test_a_smaller_dataset_in_its_place_is_named(tmp_path: Path) -> None:
         list(dataset)
 
 
+def test_some_shards_of_a_local_dataset_that_is_replaced_are_noticed(tmp_path: Path) -> None:
+    folder = numbered(tmp_path / "data", COUNT, 10)
+    storage = Storage()
+    part = ShardCatalog(locate_shards(folder, storage), storage).restrict_to([7, 8])  # as on Ray
+    part.check_manifests()
+    samples = [{"__key__": f"y{n:06d}", "cls": n, "npy": ARRAY} for n in range(COUNT)]
+    with ss.ShardWriter(folder, max_samples=10, overwrite=True) as writer:
+        for sample in samples:
+            writer.write(sample)
+    part.read_sample(70)  # the first use: there is no version of the file from before
+    with pytest.raises(ChangedError, match="2 shards changed"):
+        part.check_manifests()
+
+
 def test_a_cache_does_not_hide_that_the_manifest_was_written_again(tmp_path: Path) -> None:
     folder = numbered(f"memory://test-{uuid.uuid4().hex}", COUNT, 10)
     dataset = ss.ShardDataset(folder, cache_dir=tmp_path).decode()
