@@ -165,7 +165,10 @@ def select_subset(catalog: Catalog, subset: Subset | None) -> Catalog:
     if isinstance(subset, str | os.PathLike):
         found: npt.NDArray[Any] = _read_array(os.fspath(subset), catalog.storage)
     else:
-        found = np.asarray(subset)
+        try:
+            found = np.asarray(subset)
+        except ValueError as error:  # nested lists of different lengths
+            raise OptionError(f"subset= takes one list of numbers or bools: {error}") from error
     if not found.size:
         raise OptionError("subset= chooses no sample")
     if found.ndim != 1 or not (found.dtype == bool or np.issubdtype(found.dtype, np.integer)):

@@ -127,6 +127,7 @@ def test_repr_says_how_many_samples_were_chosen(folder: str) -> None:
         ([0.5], "not float64 of shape"),
         ([[1, 2]], r"not int64 of shape \(1, 2\)"),
         ([2**70], "not object"),
+        ([[1, 2], [3]], "takes one list of numbers or bools"),
     ],
 )
 def test_a_subset_that_is_wrong_is_refused(folder: str, subset: Any, message: str) -> None:
