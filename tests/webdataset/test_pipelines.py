@@ -323,3 +323,18 @@ def test_file_that_is_replaced_is_read_again(s3: S3Server) -> None:
                 sink.write(text)
             with wds.gopen(url, storage_options=s3.storage_options) as stream:
                 assert stream.read() == text
+
+
+def test_workers_read_remote_shards_that_their_parent_has_read(s3: S3Server) -> None:
+    with new_bucket(s3) as bucket:
+        urls = [f"s3://{bucket}/{name}.tar" for name in "ab"]
+        for url in urls:
+            ss.write_shard(
+                url, [{"__key__": url[-5], "cls": 1}], storage_options=s3.storage_options
+            )
+        options: dict[str, Any] = {"storage_options": s3.storage_options}
+        assert keys(urls, **options) == "ab"
+        for exact in (False, True):
+            dataset = wds.WebDataset(urls, shardshuffle=False, exact=exact, **options)
+            loader = wds.WebLoader(dataset, batch_size=None, num_workers=2)
+            assert sorted(sample["__key__"] for sample in loader) == ["a", "b"]
