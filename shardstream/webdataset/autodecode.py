@@ -375,7 +375,7 @@ class Decoder:
             return value
         try:
             return self.decode1(name, _check_bytes(value))
-        except UnsafeError:
+        except OptionError:  # an error of the program or the installation, not of the sample
             raise
         except Exception as error:
             raise DecodingError(

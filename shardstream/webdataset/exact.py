@@ -14,6 +14,7 @@ from shardstream.loader import ShardDataset, WorkerIterator, current_worker_info
 from shardstream.pipeline import OnError
 from shardstream.webdataset import handlers, shardlists
 from shardstream.webdataset.cache import islocal
+from shardstream.webdataset.environment import variable
 from shardstream.webdataset.gopen import rewrite_url
 
 _POLICIES: tuple[tuple[Callable[[Exception], Any], OnError], ...] = (
@@ -53,6 +54,10 @@ class ExactSource(IterableDataset[Any]):
         placement = self.dataset.placement
         if not self.is_split_by_node:
             shardlists.check_single_node(placement.world_size)
+        if variable("NUM_WORKERS") is not None:
+            raise OptionError(
+                "exact=True splits over torch's workers; unset WORKER and NUM_WORKERS"
+            )
         epoch = self.dataset.epoch + self._passes
         self._passes += 1
         return self._read(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import re
@@ -134,7 +135,8 @@ def _open_for_reading(storage: Storage, url: str) -> BinaryIO:
     if path is not None:
         with storage.translate_errors(url):
             return open(path, "rb")
-    return io.BufferedReader(_UrlReader(storage, url))
+    # The copy has no pinned versions: a file that is opened again may have been replaced in between.
+    return io.BufferedReader(_UrlReader(copy.copy(storage), url))
 
 
 class UrlError(StorageError, OSError):

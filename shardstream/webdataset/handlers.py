@@ -47,9 +47,9 @@ def goes_on(exn: Exception, handler: Handler) -> bool:
     """Return whether a stage continues after an exception.
 
     Raises:
-        UnsafeError: If the exception is one; a handler that skips it would lose every sample in silence.
+        OptionError: If the exception is one: it is an error of the program, and skipping it would lose every sample.
     """
-    if isinstance(exn, UnsafeError):
+    if isinstance(exn, OptionError):
         raise exn
     return bool(handler(exn))
 

@@ -15,7 +15,6 @@ from shardstream.errors import (
     OptionError,
     SampleError,
     ShardError,
-    ShardStreamError,
     redact,
 )
 from shardstream.format import (
@@ -128,11 +127,13 @@ def tar_file_iterator(
             except Exception as error:  # noqa: BLE001  (the handler decides)
                 if goes_on(error, handler):
                     continue
+                _note_cut(handler)
                 return
             try:
                 data = _read_body(read, member, url)
             except Exception as error:  # noqa: BLE001
                 goes_on(error, handler)  # may raise
+                _note_cut(handler)
                 return  # nothing after it can be read
             yield {"fname": name, "data": data}
 
@@ -178,7 +179,7 @@ def tar_file_expander(
 ) -> Files:
     """Yield the files of each opened tar, and ``eof_value`` after it, also after an error; closes the streams."""
     for source in data:
-        noted = _NotedErrors(handler)
+        noted = _NotingHandler(handler)
         url, local_path = source["url"], source.get("local_path")
         try:
             for file in tar_file_iterator(
@@ -196,6 +197,7 @@ def tar_file_expander(
             error.add_note(f"in {redact(str(url))}")
             if not goes_on(error, noted):
                 return
+            _note_cut(noted)
         finally:
             with suppress(AttributeError):  # a stream of the caller may have no close()
                 source["stream"].close()
@@ -204,16 +206,20 @@ def tar_file_expander(
             yield ShardEnd(is_cut=noted.has_cut) if eof_value == {} else eof_value
 
 
-class _NotedErrors:
-    """A handler that notes whether a shard could not be read to its end."""
+class _NotingHandler:
+    """A handler with a note whether the shard was read to its end."""
 
     def __init__(self, handler: Handler) -> None:
         self._handler = handler
         self.has_cut = False
 
     def __call__(self, error: Exception) -> Any:
-        self.has_cut = self.has_cut or isinstance(error, ShardStreamError)
         return self._handler(error)
+
+
+def _note_cut(handler: Handler) -> None:
+    if isinstance(handler, _NotingHandler):
+        handler.has_cut = True
 
 
 def group_by_keys(

@@ -247,10 +247,9 @@ class TarWriter:
             tarfile.PAX_FORMAT if format is None else getattr(tarfile, str(format), format)
         )
         is_packed = compress in (True, "gz") or (compress is None and name.endswith("gz"))
-        self.own_fileobj: UrlWriter | None = (
-            gopen(fileobj, "wb") if isinstance(fileobj, str) else None
-        )
-        self.stream = fileobj if self.own_fileobj is None else self.own_fileobj
+        opened = gopen(fileobj, "wb") if isinstance(fileobj, str) else fileobj
+        self.own_fileobj: Any = opened if name not in ("", "-") else None
+        self.stream = opened
         self._packer = (
             gzip.GzipFile(filename="", mode="wb", fileobj=self.stream, mtime=0)
             if is_packed
@@ -275,7 +274,7 @@ class TarWriter:
         self._write(END_OF_ARCHIVE)
         if self._packer is not None:
             self._packer.close()
-        if isinstance(self.own_fileobj, UrlWriter):
+        if self.own_fileobj is not None:
             self.own_fileobj.close()
         else:
             self.stream.flush()

@@ -279,3 +279,62 @@ def test_remote_shards_are_written_read_and_cached(s3: S3Server, tmp_path: Path)
         assert any((tmp_path / "cache").rglob("*"))
         with pytest.raises(FileNotFoundError, match="not found"):
             read(f"s3://{bucket}/b.tar", **options)
+
+
+class Failing(io.BytesIO):
+    """A stream that breaks after a number of bytes."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if self.tell() >= 1500:
+            raise ConnectionResetError("the connection broke")
+        return super().read(500 if size is None else min(size, 500))
+
+    def seekable(self) -> bool:
+        return False
+
+
+def test_sample_of_a_stream_that_breaks_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = Path(shard(tmp_path / "a.tar", "ab")).read_bytes()
+
+    def opened(url: str, mode: str, bufsize: int) -> Failing:
+        return Failing(data)
+
+    monkeypatch.setitem(wds.gopen_schemes, "mine", opened)
+    urls = ["mine://a.tar", shard(tmp_path / "b.tar", "c")]
+    with pytest.raises(ConnectionResetError):
+        read(urls)
+    assert keys(urls, handler=wds.ignore_and_continue) == "c"
+
+
+def test_wrong_option_is_no_bad_sample(tmp_path: Path) -> None:
+    url = shard(tmp_path / "a.tar")
+    stage = wds.tarfile_to_samples(handler=wds.ignore_and_continue, storage_option={})
+    with pytest.raises(ss.OptionError, match="gopen does not take"):
+        list(wds.DataPipeline(wds.SimpleShardList(url), stage))
+
+
+def test_file_that_is_replaced_is_read_again(s3: S3Server) -> None:
+    with new_bucket(s3) as bucket:
+        url = f"s3://{bucket}/info.json"
+        for text in (b"1", b"22"):
+            with wds.gopen(url, "wb", storage_options=s3.storage_options) as sink:
+                sink.write(text)
+            with wds.gopen(url, storage_options=s3.storage_options) as stream:
+                assert stream.read() == text
+
+
+def test_workers_read_remote_shards_that_their_parent_has_read(s3: S3Server) -> None:
+    with new_bucket(s3) as bucket:
+        urls = [f"s3://{bucket}/{name}.tar" for name in "ab"]
+        for url in urls:
+            ss.write_shard(
+                url, [{"__key__": url[-5], "cls": 1}], storage_options=s3.storage_options
+            )
+        options: dict[str, Any] = {"storage_options": s3.storage_options}
+        assert keys(urls, **options) == "ab"
+        for exact in (False, True):
+            dataset = wds.WebDataset(urls, shardshuffle=False, exact=exact, **options)
+            loader = wds.WebLoader(dataset, batch_size=None, num_workers=2)
+            assert sorted(sample["__key__"] for sample in loader) == ["a", "b"]
