@@ -151,15 +151,13 @@ class SubsetCatalog(Catalog):
         return self._numbers[places].astype(np.int64)
 
 
-def select_subset(catalog: Catalog, subset: Subset | None) -> Catalog:
-    """Return a catalog of the samples that a user chose; all of them for None.
+def select_subset(catalog: Catalog, subset: Subset) -> SubsetCatalog:
+    """Return a catalog of the samples that a user chose.
 
     Raises:
         OptionError: If it chooses none, or a sample that does not exist or twice, or is something else.
         StorageError: If its file cannot be read.
     """
-    if subset is None:
-        return catalog
     if isinstance(subset, slice):
         return _checked(catalog, np.arange(len(catalog))[subset])
     if isinstance(subset, str | os.PathLike):

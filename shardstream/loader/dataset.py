@@ -302,7 +302,9 @@ class ShardDataset(StreamDataset):
                 prefetch_bytes=prefetch_bytes,
                 hedge=hedge,
             )
-            catalog = select_subset(ShardCatalog(located, storage, verify), subset)
+            catalog: Catalog = ShardCatalog(located, storage, verify)
+            if subset is not None:
+                catalog = select_subset(catalog, subset)
             source = CatalogSource(catalog=catalog, options=options)
             source.order(batch=microbatch or 1, lanes=1, epoch=0)  # validates
         else:

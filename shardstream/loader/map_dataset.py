@@ -201,8 +201,8 @@ class ShardMapDataset(MapDataset):
     ) -> None:
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
         located = locate_shards(urls, storage)
-        catalog = select_subset(ShardCatalog(located, storage, verify), subset)
-        super().__init__(catalog, seed=seed)
+        catalog: Catalog = ShardCatalog(located, storage, verify)
+        super().__init__(catalog if subset is None else select_subset(catalog, subset), seed=seed)
         self._class_names = ClassNames(located, storage)
         if len(self._class_names.folders) > 1:  # a single folder is read lazily, by `classes`
             warn_of_difference(self._class_names.found)
