@@ -7,6 +7,7 @@ position as one number for each batch, in shared memory.
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 import time
 from collections.abc import Generator
@@ -189,6 +190,8 @@ def end_workers(workers: Any, *, immediately: bool = False) -> None:
         workers._worker_pids_set = False
         for worker in workers._workers:
             worker.terminate()
+        # A worker that was killed while it asked for the event still holds its lock, and `set` would wait for ever.
+        workers._workers_done_event = multiprocessing.Event()
     end()
 
 

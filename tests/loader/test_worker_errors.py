@@ -146,6 +146,18 @@ def test_worker_killed_between_epochs_is_replaced(folder: str) -> None:
     del one
 
 
+@pytest.mark.usefixtures("_no_children_left")
+def test_worker_killed_with_a_lock_of_torch_is_replaced(folder: str) -> None:
+    before = children()
+    one = loader(folder, persistent_workers=True)
+    assert len(list(one)) == 20
+    one._iterator._workers_done_event._cond.acquire()  # type: ignore[union-attr]  # as a worker that asks for the event
+    with pytest.raises((WorkerError, RuntimeError), match="killed by"):
+        _kill_and_wait(min(children() - before))
+    assert len(list(one)) == 20
+    del one
+
+
 def _kill_and_wait(pid: int) -> None:
     os.kill(pid, signal.SIGKILL)
     waited = time.monotonic()
