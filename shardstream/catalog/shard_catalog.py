@@ -85,9 +85,8 @@ class ShardCatalog(Catalog):
         self.shards: Sequence[ShardInfo]
         if isinstance(located.shards, PagedShards):
             self.shards = located.shards
-            paths: Sequence[str | None] = LocalPaths(located.shards, storage)
             self.is_local = storage.local_path(located.shards.manifest_url) is not None
-            self._files = FileVersions(paths, at_first_use=True)
+            self._files = FileVersions(LocalPaths(located.shards, storage))
             self._nsamples = located.shards.nsamples
         else:
             paths = [  # the URL's own object where it is the path: it is pickled once

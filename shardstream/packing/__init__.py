@@ -12,7 +12,7 @@ A record passes through these files:
     report                            progress, and the result of a job
 
 ``reshard`` writes the samples of shards to new shards, in parts that run anywhere: ``part_job`` claims the folder and records finished
-parts, ``sample_steps`` runs the user's functions, ``part_writer`` writes, ``merge`` publishes; ``indexed_source`` opens the shards.
+parts, ``sample_steps`` runs the user's functions, ``part_writer`` writes, ``merge`` publishes; ``opened_shards`` opens the shards.
 ``join_fields`` adds fields of other shards and tables (``added_source``, ``added_table``) by key, which it finds in a ``key_index``
 (``key_hashes`` sorts it). Packed data pass through ``shard_scan``
 for ``indexing`` and ``verification`` (with ``verify_checks``); ``inspect`` shows shards and single samples.

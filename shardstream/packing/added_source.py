@@ -21,8 +21,8 @@ from shardstream.format import (
     member_bytes,
     scan_members,
 )
-from shardstream.packing.indexed_source import IndexedSource
 from shardstream.packing.key_hashes import Places
+from shardstream.packing.opened_shards import OpenedShards
 from shardstream.storage import RangeStream, absolute_url, parent_url
 
 KEY = "__key__"
@@ -140,7 +140,7 @@ class AddedShards:
         OptionError: If a field is unknown.
     """
 
-    def __init__(self, spec: AddedSpec, opened: IndexedSource) -> None:
+    def __init__(self, spec: AddedSpec, opened: OpenedShards) -> None:
         self.url, self.identity = redact(spec.url), opened.identity
         self._catalog = opened.catalog
         known = opened.located.fields

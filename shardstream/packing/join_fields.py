@@ -26,7 +26,6 @@ from shardstream.packing.added_source import (
     parse_added,
 )
 from shardstream.packing.added_table import open_table
-from shardstream.packing.indexed_source import open_indexed
 from shardstream.packing.key_hashes import Hashes, KeyHashes, Places, hash_keys
 from shardstream.packing.key_index import (
     KeyIndex,
@@ -35,6 +34,7 @@ from shardstream.packing.key_index import (
     open_key_index,
     write_key_index,
 )
+from shardstream.packing.opened_shards import open_shards
 from shardstream.packing.sample_steps import batched
 from shardstream.packing.source_detection import find_tables, guess_kind
 from shardstream.storage import OutputFolder, Storage, join_url
@@ -326,7 +326,7 @@ def _open_source(spec: AddedSpec, options: Mapping[str, Any] | None) -> AddedSou
     if kind == "table":
         return open_table(spec, find_tables(spec.url, storage), storage)
     if kind == "tars":
-        return AddedShards(spec, open_indexed(spec.url, options))
+        return AddedShards(spec, open_shards(spec.url, options))
     raise OptionError(
         "fields are added from shards or from tables; pack these files into shards first",
         shard=spec.url,

@@ -163,19 +163,20 @@ def merge(
 
 
 def _find_splits(url: str, storage_options: Mapping[str, Any] | None) -> list[str]:
-    """Return the folders right under one that hold unfinished jobs; none if it holds a dataset or a job itself."""
+    """Return the folders right under one that hold the splits of an unfinished job; none if it holds a dataset or a job itself."""
     files = open_output_folder(url, storage_options, None).list_files()
     if MANIFEST_NAME in files or any(map(is_journal, files)):  # not a README or .DS_Store
         return []
     storage = Storage(storage_options)
+    splits = []
     with suppress(NotFoundError):
-        found = [join_url(url, name) for name in storage.list_folder(url)[1] if name]
-        return [
-            one
-            for one in found
-            if any(map(is_journal, open_output_folder(one, storage_options, None).list_files()))
-        ]
-    return []
+        for name in filter(None, storage.list_folder(url)[1]):
+            one = join_url(url, name)
+            folder = open_output_folder(one, storage_options, None)
+            journal = read_journal(folder, folder.list_files())
+            if journal is not None and journal.task.options.get("split_name") == name:
+                splits.append(one)
+    return splits
 
 
 def _check_all_done(

@@ -24,9 +24,9 @@ from shardstream.format import (
 from shardstream.order import derive_key, permute
 from shardstream.packing.added_source import AddedUrls
 from shardstream.packing.destination import ShardNames
-from shardstream.packing.indexed_source import IndexedSource, open_indexed
 from shardstream.packing.join_fields import FieldJoin, Joiner, Missing, OpenedJoin
 from shardstream.packing.merge import SplitJob, run_jobs
+from shardstream.packing.opened_shards import OpenedShards, open_shards
 from shardstream.packing.part_job import PartJob, PartResult
 from shardstream.packing.part_writer import PartWriter
 from shardstream.packing.report import PackReport, ProgressFunction
@@ -122,7 +122,7 @@ def reshard(  # noqa: PLR0913  (public door)
     reading = storage_options if source_options is None else source_options
     join = FieldJoin.checked(add, missing, steps.fields, reading, storage_options)
     limits = WriterOptions(max_samples=max_samples, max_bytes=parse_bytes(max_bytes), name=name)
-    opened = open_indexed(source, reading)
+    opened = open_shards(source, reading)
     work = ReshardWork(
         job="",
         source=absolute_urls(source),
@@ -152,7 +152,7 @@ def reshard(  # noqa: PLR0913  (public door)
 
 def _plan_job(
     work: ReshardWork,
-    opened: IndexedSource,
+    opened: OpenedShards,
     joined: OpenedJoin,
     names: ShardNames,
     version: int | str | None,
@@ -208,7 +208,7 @@ def _works(
 
 
 def _shard_names(
-    dest: str | os.PathLike[str], opened: IndexedSource, joined: OpenedJoin
+    dest: str | os.PathLike[str], opened: OpenedShards, joined: OpenedJoin
 ) -> ShardNames:
     """Return folder and names of the new shards; refuse the folders that are read."""
     names, storage = ShardNames.parse(dest), opened.catalog.storage
@@ -224,7 +224,7 @@ def _shard_names(
     return names
 
 
-def _class_names(opened: IndexedSource) -> dict[str, str]:
+def _class_names(opened: OpenedShards) -> dict[str, str]:
     """Return ``classes.json`` of the source; refuse folders that number their classes differently."""
     found = ClassNames(opened.located, opened.catalog.storage)
     differs = find_difference(found.found)
@@ -235,7 +235,7 @@ def _class_names(opened: IndexedSource) -> dict[str, str]:
     return {} if found.names is None else {CLASSES_NAME: encode_classes(found.names).decode()}
 
 
-def _kept_fraction(opened: IndexedSource, steps: SampleSteps, added: frozenset[str]) -> float:
+def _kept_fraction(opened: OpenedShards, steps: SampleSteps, added: frozenset[str]) -> float:
     """Return the fraction of the samples' bytes that stays when only some fields are kept, from evenly spaced samples.
 
     Raises:
@@ -335,7 +335,7 @@ def iter_cuts(sizes: Iterable[Numbers], max_samples: int, max_bytes: float) -> I
 class _SourceHere(NamedTuple):
     """What a process has open for a job."""
 
-    opened: IndexedSource
+    opened: OpenedShards
     joined: OpenedJoin
     joiner: Joiner
 
@@ -421,7 +421,7 @@ class ReshardWork:
         key = (self.job, folder_url)
         here = _source_here.get(key)
         if here is None:
-            opened = open_indexed(self.source, self.source_options)
+            opened = open_shards(self.source, self.source_options)
             if opened.identity != self.identity:
                 raise ChangedError(
                     "the source has changed since the job began; start the job again in another folder, or with overwrite=True "

@@ -91,7 +91,7 @@ def open_sequential_source(
 ) -> SequentialSource:
     """Return a source of shards, and record the current versions of local ones."""
     if isinstance(located.shards, PagedShards):
-        files = FileVersions(LocalPaths(located.shards, storage), at_first_use=True)
+        files = FileVersions(LocalPaths(located.shards, storage))
     else:
         files = FileVersions([storage.local_path(shard.url) for shard in located.shards])
     return SequentialSource(

@@ -13,7 +13,7 @@ import resource
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 from weakref import WeakSet
 
 from shardstream.errors import ChangedError
@@ -149,6 +149,12 @@ class FileVersion(NamedTuple):
         return self.inode != before.inode and self.ctime_ns != before.ctime_ns
 
 
+class PathsByNumber(Protocol):
+    """The local path of each shard by number; None for a remote one."""
+
+    def __getitem__(self, number: int, /) -> str | None: ...
+
+
 class FileVersions:
     """Versions of the local files of a dataset when it was opened; picklable, so that workers compare with the same ones.
 
@@ -156,17 +162,17 @@ class FileVersions:
     the new bytes at once, while other shards of the dataset may be old: without a check of each file an epoch would mix both.
 
     Args:
-        paths: Local path of each shard; None for a remote one.
-        at_first_use: Record the version of a file when this process first checks it, not now: a hundred thousand files take seconds.
+        paths: Local path of each shard; None for a remote one. Versions of the files of a sequence are recorded now; those of any other
+            object when a process first uses a file, as a hundred thousand files take seconds.
     """
 
-    def __init__(self, paths: Sequence[str | None], *, at_first_use: bool = False) -> None:
-        self._paths = paths if at_first_use else tuple(paths)
+    def __init__(self, paths: Sequence[str | None] | PathsByNumber) -> None:
+        self._paths = paths
         # None for a file that is missing or cannot be reached: opening it raises the error.
         self._known: _VersionsAtFirstUse | list[FileVersion | None] = (
-            _VersionsAtFirstUse(paths)
-            if at_first_use
-            else [None if path is None else _stat_version(path) for path in paths]
+            [None if path is None else _stat_version(path) for path in paths]
+            if isinstance(paths, Sequence)
+            else _VersionsAtFirstUse(paths)
         )
 
     def restrict_to(self, shards: Sequence[int]) -> FileVersions:
@@ -213,7 +219,7 @@ class FileVersions:
 class _VersionsAtFirstUse(dict[int, FileVersion | None]):
     """Versions of files by number, recorded at the first access; the oldest records are dropped. Pickled without records."""
 
-    def __init__(self, paths: Sequence[str | None]) -> None:
+    def __init__(self, paths: PathsByNumber) -> None:
         super().__init__()
         self._paths = paths
 
@@ -225,7 +231,7 @@ class _VersionsAtFirstUse(dict[int, FileVersion | None]):
                 del self[next(iter(self))]
         return version
 
-    def __reduce__(self) -> tuple[type[_VersionsAtFirstUse], tuple[Sequence[str | None]]]:
+    def __reduce__(self) -> tuple[type[_VersionsAtFirstUse], tuple[PathsByNumber]]:
         return _VersionsAtFirstUse, (self._paths,)
 
 

@@ -6,6 +6,7 @@ A process keeps `PAGES_KEPT` pages, so its memory does not grow with the number 
 from __future__ import annotations
 
 import hashlib
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -123,10 +124,9 @@ class PagedShards(Sequence[ShardInfo]):
         if not self.manifest.is_sorted:
             found = ((shard.url[len(self._folder) :], shard) for shard in self)
             return {name: shard for name, shard in found if name in wanted}
-        first_names = np.array(self.manifest.first_names)
         result: dict[str, ShardInfo] = {}
         for name in sorted(wanted):
-            number = int(np.searchsorted(first_names, name, side="right")) - 1
+            number = bisect_right(self.manifest.first_names, name) - 1
             page = self._page(max(0, number))
             if name in page.names:
                 result[name] = page.shard(page.names.index(name), self._folder)
@@ -191,7 +191,7 @@ class PagedShards(Sequence[ShardInfo]):
                 return decode_page(
                     data,
                     nshards=self._count(number),
-                    nsamples=int(np.diff(manifest.firsts)[number]),
+                    nsamples=int(manifest.firsts[number + 1] - manifest.firsts[number]),
                     url=url,
                 )
             self._storage.forget(url, start, end)
@@ -227,7 +227,7 @@ class PagedShards(Sequence[ShardInfo]):
         ) from error
 
 
-class LocalPaths(Sequence[str | None]):
+class LocalPaths:
     """The local path of each shard; None if they are remote."""
 
     def __init__(self, shards: PagedShards, storage: Storage) -> None:
@@ -235,16 +235,7 @@ class LocalPaths(Sequence[str | None]):
         self._storage = storage
         self._are_local = storage.local_path(shards.manifest_url) is not None
 
-    def __len__(self) -> int:
-        return len(self._shards)
-
-    @overload
-    def __getitem__(self, number: int) -> str | None: ...
-    @overload
-    def __getitem__(self, number: slice) -> tuple[str | None, ...]: ...
-    def __getitem__(self, number: int | slice) -> str | tuple[str | None, ...] | None:
-        if isinstance(number, slice):
-            return tuple([self[one] for one in range(*number.indices(len(self)))])
+    def __getitem__(self, number: int) -> str | None:
         return self._storage.local_path(self._shards[number].url) if self._are_local else None
 
 

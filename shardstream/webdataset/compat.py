@@ -121,17 +121,13 @@ def check_empty(source: Iterable[Any]) -> Iterator[Any]:
     """Pass on all samples, and refuse an empty source.
 
     Raises:
-        ValueError: If there is no sample.
+        OptionError: If there is no sample.
     """
-    count = 0
-    for sample in source:
-        yield sample
-        count += 1
-    if not count:
-        raise OptionError(
-            "No samples found in dataset; perhaps you have fewer shards than workers. Use fewer workers or more shards, or turn this "
-            "off with empty_check=False in the WebDataset constructor."
-        )
+    return shardlists.non_empty(
+        source,
+        "No samples found in dataset; perhaps you have fewer shards than workers. Use fewer workers or more shards, or turn this "
+        "off with empty_check=False in the WebDataset constructor.",
+    )
 
 
 class WebDataset(DataPipeline, FluidInterface):

@@ -139,20 +139,21 @@ def resampled_(src: Iterable[Any], n: int = sys.maxsize) -> Iterator[Any]:
 resampled = pipelinefilter(resampled_)
 
 
-def non_empty(src: Iterable[Any]) -> Iterator[Any]:
+def non_empty(
+    src: Iterable[Any],
+    message: str = "pipeline stage received no data at all and this was declared as an error",
+) -> Iterator[Any]:
     """Pass on all items, and refuse an empty source.
 
     Raises:
-        ValueError: If there is no item.
+        OptionError: If there is no item.
     """
     count = 0
     for item in src:
         yield item
         count += 1
     if not count:
-        raise OptionError(
-            "pipeline stage received no data at all and this was declared as an error"
-        )
+        raise OptionError(message)
 
 
 class ResampledShards(IterableDataset[Any]):

@@ -129,6 +129,21 @@ def test_no_split_is_published_where_another_was_not_begun(photos: str, tmp_path
     assert ss.merge(tmp_path).splits[0].url.endswith("/train")  # the other is published
 
 
+def test_merge_leaves_other_jobs_in_the_folders_beside_the_splits_alone(
+    photos: str, tmp_path: Path
+) -> None:
+    ss.pack(photos, tmp_path, executor=ss.Parts(1, 1), **JOBS["split"][1])
+    ss.pack(
+        photos, tmp_path / "other", max_samples=8, executor=ss.Parts(1, 2)
+    )  # its other part is missing
+    writer = ss.ShardWriter(tmp_path / "mine" / "{shard:06d}.tar")
+    writer.write({"txt": "a"})
+    assert {split.name for split in ss.merge(tmp_path).splits} == {"train", "val"}
+    with pytest.raises(UnfinishedError, match="part 2/2"):
+        ss.merge(tmp_path / "other")
+    writer.close()
+
+
 def test_merge_warns_of_a_split_that_numbers_its_classes_differently(
     photos: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

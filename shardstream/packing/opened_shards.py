@@ -8,12 +8,11 @@ from typing import Any, NamedTuple
 
 from shardstream.catalog import ShardCatalog, lacks_index
 from shardstream.errors import OptionError, plural
-from shardstream.format import checksum, fingerprint
 from shardstream.packing.source import fingerprint_of
 from shardstream.storage import LocatedShards, Storage, Urls, locate_shards, parent_url
 
 
-class IndexedSource(NamedTuple):
+class OpenedShards(NamedTuple):
     """Shards that have been opened."""
 
     located: LocatedShards
@@ -28,7 +27,7 @@ class IndexedSource(NamedTuple):
         return f"{plural(catalog.num_shards, 'shard')} of {parent_url(catalog.url_of(0))}"
 
 
-def open_indexed(source: Urls, options: Mapping[str, Any] | None) -> IndexedSource:
+def open_shards(source: Urls, options: Mapping[str, Any] | None) -> OpenedShards:
     """Open shards by their indexes.
 
     Args:
@@ -50,9 +49,9 @@ def open_indexed(source: Urls, options: Mapping[str, Any] | None) -> IndexedSour
     catalog = ShardCatalog(located, storage)
     if not len(catalog):
         raise OptionError("the source has no samples", shard=catalog.url_of(0))
-    content = checksum(catalog.shards)
+    (content,) = catalog.checksums
     if content is None:  # names and sizes alone would not show that a tar was replaced
         with ThreadPoolExecutor(catalog.threads, thread_name_prefix="shardstream-look") as pool:
             files = pool.map(lambda shard: storage.info(shard.url), catalog.shards)
             content = fingerprint_of("versions", *(str(file.version) for file in files))
-    return IndexedSource(located, catalog, f"{fingerprint(catalog.shards)}-{content}")
+    return OpenedShards(located, catalog, f"{catalog.fingerprint}-{content}")
