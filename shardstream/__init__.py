@@ -40,7 +40,7 @@ from shardstream.errors import (
 
 if TYPE_CHECKING:
     from shardstream import ray
-    from shardstream.catalog import Catalog
+    from shardstream.catalog import Catalog, read_columns
     from shardstream.loader import (
         CatalogDataset,
         ObjectDataset,
@@ -106,6 +106,7 @@ __all__ = [
     "mix",
     "pack",
     "ray",
+    "read_columns",
     "read_shard",
     "reshard",
     "save_checkpoint",
@@ -138,6 +139,7 @@ _LAZY = {
     "merge": "packing",
     "mix": "loader",
     "pack": "packing",
+    "read_columns": "catalog",
     "read_shard": "pipeline",
     "reshard": "packing",
     "save_checkpoint": "loader",

@@ -4,6 +4,7 @@ base             the `Catalog` protocol: number of a sample -> shard and byte ra
 shard_catalog    samples of tar shards, by their indexes
 object_catalog   loose files, returned as the tars that `pack` would write
 concat_catalog   several catalogs as one
+sample_columns   values of all samples in Parquet next to the shards; samples by key and by condition
 subset_catalog   some samples of a catalog
 integrity        compare the bytes of shards with the checksums of their manifest
 manifest_versions  detect remote datasets that are replaced while they are read
@@ -24,8 +25,9 @@ from shardstream.catalog.concat_catalog import ConcatCatalog
 from shardstream.catalog.integrity import VerifiedReader, Verify
 from shardstream.catalog.manifest_versions import check_manifests
 from shardstream.catalog.object_catalog import LabelFunction, ObjectCatalog, folder_label
+from shardstream.catalog.sample_columns import Keys, Where, read_columns
 from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
-from shardstream.catalog.subset_catalog import Subset, SubsetCatalog, select_subset
+from shardstream.catalog.subset_catalog import Subset, SubsetCatalog, choose_samples
 
 __all__ = [
     "Catalog",
@@ -34,6 +36,7 @@ __all__ = [
     "ConcatCatalog",
     "Extents",
     "IndexChunk",
+    "Keys",
     "LabelFunction",
     "Numbers",
     "ObjectCatalog",
@@ -42,14 +45,16 @@ __all__ = [
     "SubsetCatalog",
     "VerifiedReader",
     "Verify",
+    "Where",
     "check_manifests",
     "check_numbers",
+    "choose_samples",
     "common_classes",
     "find_difference",
     "folder_label",
     "lacks_index",
     "read_all_classes",
     "read_classes",
-    "select_subset",
+    "read_columns",
     "warn_of_difference",
 ]

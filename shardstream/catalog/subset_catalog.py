@@ -14,12 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.catalog.base import Catalog, Extents, IndexChunk, Numbers, check_numbers
+from shardstream.catalog.sample_columns import Keys, Where, find_keys, find_where
+from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.errors import OptionError, plural
 from shardstream.format import Buffer
 from shardstream.storage import AdaptiveLimit, Storage
 
 Subset = Sequence[int] | Sequence[bool] | npt.NDArray[Any] | slice | str | os.PathLike[str]
-"""Numbers of samples, a mask of as many bools as there are samples, a slice, or the path or URL of a ``.npy`` file of numbers or bools."""
+"""Numbers of samples, a mask of as many bools as there are samples, a slice, or the path or URL of a ``.npy`` file of numbers or bools, or of
+a ``.txt`` file with a key on each line."""
 
 _READ_RATIO = 3.0  # bytes read for each byte that is used
 
@@ -54,6 +57,11 @@ class SubsetCatalog(Catalog):
     def num_shards(self) -> int:
         """Number of shards of the whole catalog."""
         return self._catalog.num_shards
+
+    @property
+    def numbers(self) -> Numbers:
+        """Numbers of the samples in the whole catalog, shape (n,)."""
+        return self._numbers.astype(np.int64)
 
     @cached_property
     def total_bytes(self) -> int:
@@ -149,6 +157,45 @@ class SubsetCatalog(Catalog):
         check_numbers(wanted, self._length)
         places = wanted if self._places is None else np.searchsorted(self._places, wanted)
         return self._numbers[places].astype(np.int64)
+
+
+def choose_samples(
+    catalog: ShardCatalog,
+    subset: Subset | None = None,
+    keys: Keys | None = None,
+    where: Where | None = None,
+) -> Catalog:
+    """Return a catalog of the samples that a user chose by number, by key, by a condition on columns, or by both.
+
+    Raises:
+        OptionError: If an argument is invalid or chooses no sample, or the shards have no columns; see `select_subset`, `find_keys` and
+            `find_where`.
+        StorageError: If a file cannot be read.
+    """
+    if isinstance(subset, str | os.PathLike) and os.fspath(subset).lower().endswith(".txt"):
+        if keys is not None:
+            raise OptionError("give subset= or keys=, not both")
+        subset, keys = None, subset
+    if subset is not None and keys is not None:
+        raise OptionError("give subset= or keys=, not both")
+    if subset is None and keys is None and where is None:
+        return catalog
+    matching = None if where is None else find_where(catalog, where)
+    if matching is not None and not len(matching):
+        raise OptionError(f"where={str(where)!r} chooses no sample")
+    if keys is not None:
+        subset = find_keys(catalog, keys)
+    if subset is None and matching is not None:
+        return SubsetCatalog(catalog, matching)
+    chosen = select_subset(catalog, slice(None) if subset is None else subset)
+    if matching is None:
+        return chosen
+    numbers = chosen.numbers[np.isin(chosen.numbers, matching)]
+    if not len(numbers):
+        raise OptionError(
+            f"where={str(where)!r} chooses none of the {plural(len(chosen), 'sample')} of subset= or keys="
+        )
+    return SubsetCatalog(catalog, numbers)
 
 
 def select_subset(catalog: Catalog, subset: Subset) -> SubsetCatalog:

@@ -7,6 +7,8 @@ from typing import Annotated
 import typer
 
 from shardstream.cli.options import (
+    Columns,
+    Name,
     Part,
     Ray,
     RayAddress,
@@ -26,12 +28,7 @@ from shardstream.errors import plural
 def index(  # noqa: PLR0913  (the options of a command)
     urls: Urls,
     *,
-    name: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="Name of the dataset, stored in index.json.", show_default=False
-        ),
-    ] = "",
+    name: Name = "",
     to: Annotated[
         str | None,
         typer.Option(
@@ -50,6 +47,7 @@ def index(  # noqa: PLR0913  (the options of a command)
     wds2idx: Annotated[
         bool, typer.Option("--wds2idx", help="Also write NAME.idx, the index of NVIDIA DALI.")
     ] = False,
+    columns: Columns = None,
     threads: Threads = 4,
     processes: TaskProcesses = None,
     part: Part = None,
@@ -65,6 +63,7 @@ def index(  # noqa: PLR0913  (the options of a command)
     Examples:
       shardstream index data/train/
       shardstream index "s3://bucket/train/{000000..000099}.tar"
+      shardstream index data/train/ --columns cls,json.width
       shardstream index https://example.org/tars/{00..31}.tar --to mine/ --no-sha256
     """
     import shardstream as ss  # noqa: PLC0415  (numpy and fsspec take 300 ms)
@@ -78,6 +77,7 @@ def index(  # noqa: PLR0913  (the options of a command)
             threads=threads,
             name=name,
             wds2idx=wds2idx,
+            columns=columns,
             progress=progress,
             executor=executor_of(processes, part, ray=ray, ray_address=ray_address),
         )

@@ -53,6 +53,16 @@ Name = Annotated[
         metavar="NAME", help="Name of the dataset, stored in index.json.", show_default=False
     ),
 ]
+Columns = Annotated[
+    str | None,
+    typer.Option(
+        "--columns",
+        metavar="FIELDS",
+        help="Also write NAME.tar.cols.parquet with the keys and these values, to choose samples with where= and keys=: "
+        "cls,json.width,high=json.size.height.",
+        show_default=False,
+    ),
+]
 Overwrite = Annotated[
     bool,
     typer.Option(
@@ -182,6 +192,16 @@ def parse_options(options: Sequence[str] | None) -> dict[str, Any]:
             raise typer.BadParameter("give it as KEY=VALUE", param_hint="--option")
         parsed[name] = value if name in _TEXT_OPTIONS else _json_or_text(value)
     return parsed
+
+
+def parse_stores(
+    option: Sequence[str] | None, source_option: Sequence[str] | None
+) -> dict[str, Any]:
+    """Return ``--option`` and ``--source-option`` as the arguments ``storage_options`` and ``source_options``."""
+    return {
+        "storage_options": parse_options(option),
+        "source_options": parse_options(source_option) if source_option else None,
+    }
 
 
 def _json_or_text(value: str) -> Any:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from shardstream.cli.options import (
+    Columns,
     Dest,
     MaxBytes,
     MaxSamples,
@@ -18,7 +19,7 @@ from shardstream.cli.options import (
     SourceOption,
     StorageOption,
     executor_of,
-    parse_options,
+    parse_stores,
     state_of_parts,
 )
 from shardstream.cli.pack_progress import job_bar, report_interruption
@@ -157,6 +158,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
     seed: _Seed = 0,
     max_samples: MaxSamples = 10_000,
     max_bytes: MaxBytes = "256MB",
+    columns: Columns = None,
     max_side: _MaxSide = None,
     image_format: _ImageFormat = None,
     masks: _Masks = None,
@@ -197,6 +199,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
             name=name,
             max_samples=max_samples,
             max_bytes=max_bytes,
+            columns=columns,
             key=key,
             shuffle=shuffle,
             seed=seed,
@@ -213,8 +216,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
             overwrite=overwrite,
             on_error="skip" if skip_errors else "raise",
             progress=progress,
-            storage_options=parse_options(option),
-            source_options=parse_options(source_option) if source_option else None,
+            **parse_stores(option, source_option),
         )
     _show(report, part)
 

@@ -9,9 +9,11 @@ from typing import Annotated, Any, cast
 import typer
 
 from shardstream.cli.options import (
+    Columns,
     Dest,
     MaxBytes,
     MaxSamples,
+    Name,
     Overwrite,
     Part,
     Ray,
@@ -22,6 +24,7 @@ from shardstream.cli.options import (
     Urls,
     executor_of,
     parse_options,
+    parse_stores,
     state_of_parts,
 )
 from shardstream.cli.pack_progress import job_bar, report_interruption
@@ -85,6 +88,7 @@ def reshard(  # noqa: PLR0913  (the options of a command)
     *,
     max_samples: MaxSamples = 10_000,
     max_bytes: MaxBytes = "256MB",
+    columns: Columns = None,
     shuffle: Annotated[
         bool, typer.Option("--shuffle", help="Write all samples in a random order.")
     ] = False,
@@ -92,12 +96,7 @@ def reshard(  # noqa: PLR0913  (the options of a command)
     fields: _Fields = None,
     add: _Add = None,
     missing: _Missing = "error",
-    name: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="Name of the dataset, stored in index.json.", show_default=False
-        ),
-    ] = "",
+    name: Name = "",
     processes: TaskProcesses = None,
     part: Part = None,
     ray: Ray = False,
@@ -125,6 +124,7 @@ def reshard(  # noqa: PLR0913  (the options of a command)
             dest,
             max_samples=max_samples,
             max_bytes=max_bytes,
+            columns=columns,
             seed=seed if shuffle else None,
             fields=None if fields is None else [one.strip() for one in fields.split(",")],
             add=parse_add(add),
@@ -133,8 +133,7 @@ def reshard(  # noqa: PLR0913  (the options of a command)
             overwrite=overwrite,
             executor=executor_of(processes, part, ray=ray, ray_address=ray_address),
             progress=progress,
-            storage_options=parse_options(option),
-            source_options=parse_options(source_option) if source_option else None,
+            **parse_stores(option, source_option),
         )
     for warning in report.warnings:
         typer.echo(f"warning: {printable(warning)}", err=True)

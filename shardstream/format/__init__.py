@@ -11,8 +11,8 @@ Reading a shard uses these files, in this order:
     image_formats, bit_depth   supported image formats; bit depth of the stored numbers
 
 Writing a shard uses ``names`` and ``tar_writer`` (members -> headers and padded bodies). Files in the folder of
-the shards: ``index`` (``NAME.tar.idx``), ``manifest`` and ``manifest_pages`` (``index.json``, of entries from ``shard_info``), ``classes_json``
-and ``dali_index``.
+the shards: ``index`` (``NAME.tar.idx``), ``manifest`` and ``manifest_pages`` (``index.json``, of entries from ``shard_info``), ``column_file`` (``NAME.tar.cols.parquet``),
+``classes_json`` and ``dali_index``.
 """
 
 from shardstream.format.bit_depth import (
@@ -23,6 +23,14 @@ from shardstream.format.bit_depth import (
     stored_maximum,
 )
 from shardstream.format.classes_json import CLASSES_NAME, decode_classes, encode_classes
+from shardstream.format.column_file import (
+    KEY_COLUMN,
+    Column,
+    decode_column_file,
+    encode_column_file,
+    import_parquet,
+    parse_columns,
+)
 from shardstream.format.columnar import (
     ShardSlice,
     find_samples,
@@ -95,7 +103,13 @@ from shardstream.format.samples import (
     iter_samples,
     read_sample,
 )
-from shardstream.format.shard_info import INDEX_SUFFIX, ShardInfo, checksum, fingerprint
+from shardstream.format.shard_info import (
+    COLUMNS_SUFFIX,
+    INDEX_SUFFIX,
+    ShardInfo,
+    checksum,
+    fingerprint,
+)
 from shardstream.format.tar_diagnostics import TarDiagnostics
 from shardstream.format.tar_reader import (
     BLOCK_BYTES,
@@ -111,9 +125,11 @@ from shardstream.format.tar_writer import END_OF_ARCHIVE, encode_member, member_
 __all__ = [
     "BLOCK_BYTES",
     "CLASSES_NAME",
+    "COLUMNS_SUFFIX",
     "END_OF_ARCHIVE",
     "FIELDS_LIMIT",
     "INDEX_SUFFIX",
+    "KEY_COLUMN",
     "KIND",
     "MANIFEST_NAME",
     "OFFSET_BYTES",
@@ -122,6 +138,7 @@ __all__ = [
     "WDS2IDX_SUFFIX",
     "BitDepth",
     "Buffer",
+    "Column",
     "Columns",
     "ForwardReader",
     "Group",
@@ -145,12 +162,14 @@ __all__ = [
     "check_extent",
     "checksum",
     "decode_classes",
+    "decode_column_file",
     "decode_index",
     "decode_manifest",
     "decode_page",
     "decode_pages",
     "empty_tar",
     "encode_classes",
+    "encode_column_file",
     "encode_index",
     "encode_manifest",
     "encode_manifest_files",
@@ -161,6 +180,7 @@ __all__ = [
     "fingerprint",
     "from_rows",
     "has_mask_word",
+    "import_parquet",
     "is_inverted",
     "is_meta_name",
     "is_name",
@@ -178,6 +198,7 @@ __all__ = [
     "num_samples",
     "open_by_content",
     "open_decompressed",
+    "parse_columns",
     "read_one",
     "read_sample",
     "read_samples",

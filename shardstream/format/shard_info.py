@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from shardstream.errors import redact
 
 INDEX_SUFFIX = ".idx"
+COLUMNS_SUFFIX = ".cols.parquet"
 COUNT_LIMIT = 1 << 60  # of samples and bytes of a dataset: sums stay below 2**63
 
 
@@ -34,6 +35,11 @@ class ShardInfo:
     def index_url(self) -> str:
         """URL of the index; relative if the shard's is."""
         return self.url + INDEX_SUFFIX if self.index is None else self.index
+
+    @property
+    def columns_url(self) -> str:
+        """URL of its file of columns, next to the index; relative if the shard's is."""
+        return self.index_url.removesuffix(INDEX_SUFFIX) + COLUMNS_SUFFIX
 
 
 def fingerprint(shards: Iterable[ShardInfo]) -> str:

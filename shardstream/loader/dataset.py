@@ -13,11 +13,13 @@ from torch.utils.data import IterableDataset, get_worker_info
 from shardstream.catalog import (
     Catalog,
     ClassNames,
+    Keys,
     ShardCatalog,
     Subset,
     Verify,
+    Where,
+    choose_samples,
     lacks_index,
-    select_subset,
     warn_of_difference,
 )
 from shardstream.distributed import Placement, WorkerInfo, accelerate_loader
@@ -229,9 +231,13 @@ class ShardDataset(StreamDataset):
         remainder: "pad", "drop" or "keep" the samples that do not fill a last step of all ranks (see `PartitionConfig`).
         index: "auto" reads by number where there is an index, else by whole shards; "require" refuses shards without an
             index; "ignore" always reads whole shards.
-        subset: Read some samples only: their numbers, a mask of bools, a slice, or a ``.npy`` file (path or URL) of numbers or bools. Length,
+        subset: Read some samples only: their numbers, a mask of bools, a slice, or a file (path or URL): ``.npy`` of numbers or bools, ``.txt`` of keys. Length,
             order, state and splits are those of the subset; without ``shuffle`` the order is that of the numbers. From a remote store
             at most three bytes are read for each byte used, so samples far apart cost a request each.
+        keys: Read the samples with these keys only, in this order: a list, or the path or URL of a text file with a key on each line. Needs the
+            columns that ``index`` and ``pack`` write with ``columns=``, as does ``where``.
+        where: Read the samples whose columns fulfil a condition in SQL only, such as ``"cls in (3, 9) and width >= 512"`` (evaluated by DuckDB:
+            ``pip install 'shardstream[columns]'``), or a `pyarrow.compute.Expression`. It may be combined with ``subset`` or ``keys``.
         storage_options: For fsspec, e.g. ``{"endpoint_url": "http://127.0.0.1:9000"}``.
         filesystem: An fsspec file system to use instead.
         cache_dir: A local folder that caches remote bytes, for later epochs and other processes.
@@ -270,6 +276,8 @@ class ShardDataset(StreamDataset):
         remainder: Remainder = "pad",
         index: Literal["auto", "require", "ignore"] = "auto",
         subset: Subset | None = None,
+        keys: Keys | None = None,
+        where: Where | None = None,
         storage_options: dict[str, Any] | None = None,
         filesystem: Any = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -302,13 +310,11 @@ class ShardDataset(StreamDataset):
                 prefetch_bytes=prefetch_bytes,
                 hedge=hedge,
             )
-            catalog: Catalog = ShardCatalog(located, storage, verify)
-            if subset is not None:
-                catalog = select_subset(catalog, subset)
+            catalog = choose_samples(ShardCatalog(located, storage, verify), subset, keys, where)
             source = CatalogSource(catalog=catalog, options=options)
             source.order(batch=microbatch or 1, lanes=1, epoch=0)  # validates
         else:
-            if verify is not None or subset is not None or index == "require":
+            if index == "require" or not (verify is subset is keys is where is None):
                 raise _lacking_index(unindexed, index)
             if index == "auto":
                 _warn_no_index(unindexed)
@@ -371,7 +377,7 @@ def refuse_device_decode(pipeline: Pipeline, reader: str) -> None:
 def _lacking_index(url: str, index: str) -> OptionError:
     text = "this shard has no index; run 'shardstream index' on its folder"
     if index == "ignore":
-        text = "verify= and subset= need shards that are read by number; remove index='ignore'"
+        text = "verify=, subset=, keys= and where= need shards that are read by number; remove index='ignore'"
     return OptionError(text, shard=url)
 
 

@@ -13,11 +13,13 @@ from torch.utils.data import Dataset
 from shardstream.catalog import (
     Catalog,
     ClassNames,
+    Keys,
     Numbers,
     ShardCatalog,
     Subset,
     Verify,
-    select_subset,
+    Where,
+    choose_samples,
     warn_of_difference,
 )
 from shardstream.errors import OptionError
@@ -174,6 +176,8 @@ class ShardMapDataset(MapDataset):
     Args:
         urls: As in `ShardDataset`; every shard must be local or have an index.
         subset: Some samples only, as in `ShardDataset`: ``ds[i]`` is the sample ``subset[i]``.
+        keys: The samples with these keys only, as in `ShardDataset`, in this order.
+        where: The samples whose columns fulfil a condition only, as in `ShardDataset`.
         seed: For ``map(rng=True)``.
         storage_options: For fsspec.
         filesystem: An fsspec file system to use instead.
@@ -192,6 +196,8 @@ class ShardMapDataset(MapDataset):
         urls: Urls,
         *,
         subset: Subset | None = None,
+        keys: Keys | None = None,
+        where: Where | None = None,
         seed: int = 0,
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
@@ -201,8 +207,8 @@ class ShardMapDataset(MapDataset):
     ) -> None:
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
         located = locate_shards(urls, storage)
-        catalog: Catalog = ShardCatalog(located, storage, verify)
-        super().__init__(catalog if subset is None else select_subset(catalog, subset), seed=seed)
+        catalog = ShardCatalog(located, storage, verify)
+        super().__init__(choose_samples(catalog, subset, keys, where), seed=seed)
         self._class_names = ClassNames(located, storage)
         if len(self._class_names.folders) > 1:  # a single folder is read lazily, by `classes`
             warn_of_difference(self._class_names.found)

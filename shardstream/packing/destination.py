@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 
 from shardstream.errors import OptionError
 from shardstream.format import (
     CLASSES_NAME,
+    COLUMNS_SUFFIX,
     INDEX_SUFFIX,
     MANIFEST_NAME,
     OFFSET_BYTES,
@@ -149,7 +150,7 @@ class Destination:
     @property
     def replaces(self) -> bool:
         """Whether shards of these names may exist."""
-        return any(self.names.is_ours(name.removesuffix(INDEX_SUFFIX)) for name in self.files)
+        return any(self.names.is_ours(shard_of(name)) for name in self.files)
 
     @property
     def has_manifest(self) -> bool:
@@ -175,7 +176,7 @@ class Destination:
 
     def _is_written(self, name: str) -> bool:
         """Return whether a writer of this dataset makes a file of that name."""
-        is_shard = self.names.is_ours(name.removesuffix(INDEX_SUFFIX))
+        is_shard = self.names.is_ours(shard_of(name))
         is_of_job = is_journal(name) or is_key_index(name)
         is_manifest = name == MANIFEST_NAME or is_pages_name(name)
         return is_shard or is_of_job or is_manifest or name in self.extras
@@ -274,6 +275,23 @@ def _finished_before(
     if differences or task.source is None:
         return ()
     return _intact_shards(journal, names, files)
+
+
+def shard_of(name: str) -> str:
+    """Return the shard that a file belongs to: the shard itself, its index or its columns.
+
+    >>> [shard_of(name) for name in ("a.tar", "a.tar.idx", "a.tar.cols.parquet")]
+    ['a.tar', 'a.tar', 'a.tar']
+    """
+    return name.removesuffix(COLUMNS_SUFFIX).removesuffix(INDEX_SUFFIX)
+
+
+def remove_shard(folder: OutputFolder, name: str, files: Container[str]) -> None:
+    """Delete a shard, its index, and its columns if they are among some files."""
+    folder.remove(name)
+    folder.remove(name + INDEX_SUFFIX)
+    if name + COLUMNS_SUFFIX in files:
+        folder.remove(name + COLUMNS_SUFFIX)
 
 
 def is_deletable(name: str) -> bool:

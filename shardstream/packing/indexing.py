@@ -4,22 +4,30 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, cast
 
 from shardstream.errors import ManifestError, NotFoundError, OptionError, StorageError, redact
 from shardstream.format import (
+    COLUMNS_SUFFIX,
     INDEX_SUFFIX,
     MANIFEST_NAME,
     WDS2IDX_SUFFIX,
+    Column,
     Manifest,
     ShardInfo,
     encode_index,
     encode_manifest_files,
     encode_wds2idx,
     is_pages_name,
+)
+from shardstream.packing.column_builder import (
+    ColumnBuilder,
+    check_column_counts,
+    checked_columns,
+    columns_identity,
 )
 from shardstream.packing.destination import ShardNames
 from shardstream.packing.part_job import PartJob, PartResult, run_parts
@@ -76,7 +84,8 @@ class IndexShard:
         tar: The tar to scan.
         storage: The storage of the files.
         wds2idx: Also write ``NAME.idx``.
-        folder: Where the index goes; by default next to the tar.
+        columns: Columns of its samples to write to ``NAME.tar.cols.parquet``; None writes no such file.
+        folder: Where these files go; by default next to the tar.
         sha256: Hash the tar.
         meter: Counts bytes, in this process only; a task with a meter cannot be pickled.
     """
@@ -84,6 +93,7 @@ class IndexShard:
     tar: FileInfo
     storage: Storage
     wds2idx: bool
+    columns: tuple[Column, ...] | None = None
     folder: str | None = None
     sha256: bool = True
     meter: ProgressMeter | None = None
@@ -98,13 +108,17 @@ class IndexShard:
         tar, storage = self.tar, self.storage
         target = tar.url if self.folder is None else join_url(self.folder, _name(tar.url))
         scanner = ShardScanner(storage, tar.url, tar.size, self.meter, hashes=self.sha256)
+        builder = None if self.columns is None else ColumnBuilder(self.columns, tar.url)
         with scanner as shard:
-            scan = shard.scan(keep_members=self.wds2idx)
+            scan = shard.scan(keep_members=self.wds2idx, columns=builder)
             sha256, nbytes = shard.finish()
         text = None
         if self.wds2idx and scan.keys:
             text = encode_wds2idx(shard.members, shard=tar.url)
         publish_bytes(storage, target + INDEX_SUFFIX, encode_index(scan.offsets))
+        if builder is not None:
+            info = ShardInfo(url=tar.url, filesize=nbytes, sha256=sha256)
+            publish_bytes(storage, target + COLUMNS_SUFFIX, builder.encode(scan.keys, info))
         if text is not None:
             publish_bytes(storage, target[: -len(TAR_SUFFIXES[0])] + WDS2IDX_SUFFIX, text)
         warnings = [f"{tar.url}: {finding}" for finding in shard.diagnostics.findings()]
@@ -115,6 +129,7 @@ class IndexShard:
             "bytes": nbytes,
             "sha256": sha256,
             "fields": dict(scan.fields),
+            "columns": None if builder is None else {**builder.counts},
             "warnings": [*warnings],
         }
 
@@ -124,6 +139,7 @@ def index(  # noqa: PLR0913  (the public door)
     *,
     to: str | os.PathLike[str] | None = None,
     sha256: bool = True,
+    columns: str | Sequence[str] | Mapping[str, str] | None = None,
     storage_options: Mapping[str, Any] | None = None,
     filesystem: Any = None,
     threads: int = 4,
@@ -143,6 +159,9 @@ def index(  # noqa: PLR0913  (the public door)
         to: Another folder for the indexes and the manifest, for tars in a place that you may only read. Open that folder to read the
             tars; ``storage_options`` must fit both places.
         sha256: Hash the tars. Without, only headers are read where bodies exceed 256 KiB, and damaged bytes are not noticed later.
+        columns: Also write ``NAME.tar.cols.parquet`` (docs/formats.md) with the key of each sample and these values, to choose samples
+            with ``where=`` and ``keys=``: e.g. ``"cls,json.width"``, or name -> source, as in ``{"high": "json.size.height"}``. Sources
+            are fields of one whole number or text, and bools, numbers and text in fields of JSON. ``"__key__"`` writes the keys only.
         storage_options: ``storage_options`` of fsspec.
         filesystem: An fsspec file system to use instead of looking one up by protocol.
         threads: Tars to read at a time; each takes about 32 MiB of memory.
@@ -154,9 +173,10 @@ def index(  # noqa: PLR0913  (the public door)
             Storage options travel with the tasks. `Parts` indexes a part of the tars; `merge` writes ``index.json`` when all are done.
 
     Raises:
-        OptionError: If the tars are compressed, in several folders or named twice, or parts of another job are there.
+        OptionError: If the tars are compressed, in several folders or named twice, or parts of another job are there; if no sample has
+            a value for a column.
         ShardError: If a tar is damaged, cut or not a tar.
-        SampleError: If a key or field is repeated, or a name does not fit ``wds2idx``.
+        SampleError: If a key or field is repeated, a name does not fit ``wds2idx``, or a value its column.
         UnfinishedError: If a pack or `ShardWriter` writes to that folder, or was stopped there.
         StorageError: If a place cannot be listed, read or written.
     """
@@ -164,6 +184,7 @@ def index(  # noqa: PLR0913  (the public door)
         executor is not None or to is not None
     ):  # processes may have another current folder, and the manifest is elsewhere
         urls = absolute_urls(urls)
+    wanted = checked_columns(columns)
     storage = Storage(storage_options, filesystem)
     tars = _find_tars(urls, storage, one_folder=to is None)
     folder = parent_url(tars[0].url) if to is None else absolute_url(to).rstrip("/")
@@ -176,8 +197,12 @@ def index(  # noqa: PLR0913  (the public door)
         if to is not None or not sha256:
             raise OptionError("to= and sha256=False cannot be used in parts; use another executor")
         title = name or _name_before(url, storage)
-        job = _job_of(folder, tars, {"wds2idx": wds2idx}, title, storage_options)
-        return _index_part(job, tars, storage, executor, progress, others)
+        options: dict[str, JSON] = {"wds2idx": wds2idx, "columns": columns_identity(wanted)}
+        job = _job_of(folder, tars, options, title, storage_options)
+        works = [
+            IndexWork(tar=tar, storage=storage, wds2idx=wds2idx, columns=wanted) for tar in tars
+        ]
+        return _index_part(job, works, executor, progress, others)
     # Also if tars are named one by one: a manifest would publish them.
     check_finished(folder, present)
     meter = ProgressMeter(sum(tar.size for tar in tars), progress, executor)
@@ -186,6 +211,7 @@ def index(  # noqa: PLR0913  (the public door)
             tar=tar,
             storage=storage,
             wds2idx=wds2idx,
+            columns=wanted,
             folder=None if to is None else folder,
             sha256=sha256,
             meter=meter if executor is None else None,
@@ -193,10 +219,11 @@ def index(  # noqa: PLR0913  (the public door)
         for tar in tars
     ]
     results = _scan_all(tasks, executor, meter, threads)
+    missing = _check_columns(wanted or (), results.values())
     manifest = _manifest_of(results, name=name or _name_before(url, storage))
     _publish_manifest(storage, folder, manifest, present)
     listed = chain.from_iterable(cast("list[str]", one["warnings"]) for one in results.values())
-    warnings = (*listed, *_warn_left_out(others, url))
+    warnings = (*listed, *missing, *_warn_left_out(others, url))
     return IndexReport(manifest_url=url, manifest=manifest, warnings=warnings)
 
 
@@ -214,6 +241,13 @@ def _scan_all(
 
     run_shard_tasks(tasks, count, executor, threads=threads, meter=meter)
     return {task: found[number] for number, task in enumerate(tasks)}
+
+
+def _check_columns(columns: Sequence[Column], results: Iterable[Mapping[str, JSON]]) -> list[str]:
+    """Return warnings of columns that some samples lack (see `check_column_counts`)."""
+    listed = [*results]
+    counts = [cast("dict[str, int]", one["columns"] or {}) for one in listed]
+    return check_column_counts(columns, counts, sum(cast("int", one["samples"]) for one in listed))
 
 
 def _publish_manifest(
@@ -236,15 +270,19 @@ class IndexWork:
         tar: The tar to scan.
         storage: The storage of the files.
         wds2idx: Also write ``NAME.idx``.
+        columns: Columns to write.
     """
 
     tar: FileInfo
     storage: Storage
     wds2idx: bool
+    columns: tuple[Column, ...] | None
 
     def write(self, folder: OutputFolder, check_owner: Callable[[], None]) -> PartResult:  # noqa: ARG002
         """Write the index (see `PartWork.write`)."""
-        task = IndexShard(tar=self.tar, storage=self.storage, wds2idx=self.wds2idx)
+        task = IndexShard(
+            tar=self.tar, storage=self.storage, wds2idx=self.wds2idx, columns=self.columns
+        )
         result = task.run()
         manifest = _manifest_of({task: result}, name="")
         return PartResult(
@@ -277,15 +315,12 @@ def _job_of(
 
 def _index_part(
     job: PartJob,
-    tars: Sequence[FileInfo],
-    storage: Storage,
+    works: Sequence[IndexWork],
     executor: Parts,
     progress: ProgressFunction | None,
     others: Sequence[str],
 ) -> IndexReport:
     """Index a part of the tars."""
-    wds2idx = bool(job.options["wds2idx"])
-    works = [IndexWork(tar=tar, storage=storage, wds2idx=wds2idx) for tar in tars]
     meter = ProgressMeter(
         sum(work.tar.size for work in works[executor.part - 1 :: executor.of]), progress, executor
     )

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from shardstream.errors import OptionError, SampleError, SourceError, StorageError, plural
 from shardstream.format import CLASSES_NAME, decode_classes
 from shardstream.packing.class_numbering import AnyClasses, warn_of_siblings
+from shardstream.packing.column_builder import checked_columns
 from shardstream.packing.destination import ShardNames
 from shardstream.packing.image_encode import DEFAULT_QUALITY, ImageOptions
 from shardstream.packing.journal import NumberedSkip, Task
@@ -57,6 +58,7 @@ def pack(  # noqa: PLR0913  (public door)
     quality: int = DEFAULT_QUALITY,
     image_format: str | None = None,
     masks: Sequence[str] | None = None,
+    columns: str | Sequence[str] | Mapping[str, str] | None = None,
     processes: int = 1,
     executor: Executor | None = None,
     overwrite: bool = False,
@@ -96,6 +98,7 @@ def pack(  # noqa: PLR0913  (public door)
         image_format: Turn all images but masks into "jpg", "png" or "webp".
         masks: Fields whose pixels are numbers, which are never averaged: the nearest pixel is taken. By default those with a word
             such as mask, seg, label or depth before their last part, and a png if there is a jpg of the same name.
+        columns: Also write ``NAME.tar.cols.parquet`` with the key of each sample and these values (see `index`).
         processes: Processes that read and encode. They are used if there is something to encode or files are remote; local
             files that are packed unchanged are read in this process.
         executor: Pack shards as separate tasks, in processes, on a cluster or in `Parts`, which `merge` publishes (docs/jobs.md).
@@ -122,7 +125,12 @@ def pack(  # noqa: PLR0913  (public door)
         source=source,
         dest=dest,
         source_options=SourceOptions(kind=kind, key=key, fields=fields or {}, root=root),
-        limits=WriterOptions(max_samples=max_samples, max_bytes=parse_bytes(max_bytes), name=name),
+        limits=WriterOptions(
+            max_samples=max_samples,
+            max_bytes=parse_bytes(max_bytes),
+            name=name,
+            columns=checked_columns(columns),
+        ),
         shuffle=shuffle,
         seed=seed,
         split=split or {},

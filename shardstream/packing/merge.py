@@ -25,7 +25,6 @@ from shardstream.errors import (
 )
 from shardstream.format import (
     CLASSES_NAME,
-    INDEX_SUFFIX,
     MANIFEST_NAME,
     Manifest,
     ShardInfo,
@@ -33,7 +32,7 @@ from shardstream.format import (
     encode_manifest_files,
 )
 from shardstream.packing.class_numbering import warn_of_siblings
-from shardstream.packing.destination import ShardNames, is_deletable
+from shardstream.packing.destination import ShardNames, is_deletable, remove_shard, shard_of
 from shardstream.packing.journal import Journal, read_journal
 from shardstream.packing.key_index import is_key_index
 from shardstream.packing.manifest_files import remove_old_pages, write_manifest_files
@@ -275,8 +274,7 @@ def _publish(
         folder.write(CLASSES_NAME, str(classes).encode())
     stale = journal.stale - {shard.url for shard in manifest.shards}
     for name in sorted(filter(is_deletable, stale)):
-        folder.remove(name)
-        folder.remove(name + INDEX_SUFFIX)
+        remove_shard(folder, name, files)
     journal.check_owner()
     manifest_files = encode_manifest_files(manifest)
     write_manifest_files(folder, manifest_files)
@@ -291,7 +289,7 @@ def _publish(
     for name in files:
         final = final_name(name) or ""
         # Half-written files of killed processes: no part is left that could write one.
-        is_half = bool(template) and names.is_ours(final.removesuffix(INDEX_SUFFIX))
+        is_half = bool(template) and names.is_ours(shard_of(final))
         is_record = any(is_part_record(one) or is_key_index(one) for one in (name, final))
         if is_record or is_half:
             folder.remove(name)

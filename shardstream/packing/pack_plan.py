@@ -11,6 +11,7 @@ from typing import Any
 from shardstream.errors import OptionError
 from shardstream.format import CLASSES_NAME
 from shardstream.packing.class_numbering import AnyClasses, number_classes
+from shardstream.packing.column_builder import columns_identity
 from shardstream.packing.destination import ShardNames
 from shardstream.packing.image_encode import ImageOptions
 from shardstream.packing.journal import Task
@@ -89,6 +90,8 @@ class PackRequest:
         asked |= {"root": options.root, "seed": self.seed, "shuffle": self.shuffle}
         asked |= {"split": list(self.split.items()), "template": names.template}
         asked |= {"class_numbers": _digest(opened.extras.get(CLASSES_NAME))}
+        if self.limits.columns is not None:
+            asked |= {"columns": columns_identity(self.limits.columns)}
         return OpenedPack(
             plan=_plan(opened, shuffle=self.shuffle, seed=self.seed, split=self.split),
             names=names,

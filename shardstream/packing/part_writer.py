@@ -20,7 +20,7 @@ class PartWriter:
         folder: Folder of the dataset.
         names: Names of its shards.
         number: Number of the part.
-        limits: Maximum samples and bytes of a shard.
+        limits: Maximum samples and bytes of a shard, and its columns.
         check_owner: Called before each shard is published; raises if another job has taken the folder over.
     """
 
@@ -61,7 +61,9 @@ class PartWriter:
         if self._shard is None:
             name = self._names.name(self._number, len(self.shards))
             self._pending = self._folder.open(name)
-            self._shard = TarShard(self._pending, url=name, hashing=self._hashing)
+            self._shard = TarShard(
+                self._pending, url=name, hashing=self._hashing, columns=self._limits.columns
+            )
         self._shard.add_pieces(key, fields, pieces)
 
     def finish(self) -> None:
@@ -74,9 +76,12 @@ class PartWriter:
         if shard is None or pending is None:
             return
         info = shard.finish()
+        columns = shard.column_file(info)
         self._check_owner()
         pending.commit()
         self._folder.write(info.url + INDEX_SUFFIX, encode_index(shard.offsets))
+        if columns is not None:
+            self._folder.write(info.columns_url, columns)
         for field, count in shard.fields.items():
             self.fields[field] = self.fields.get(field, 0) + count
         self.shards.append(info)

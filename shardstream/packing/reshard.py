@@ -23,6 +23,7 @@ from shardstream.format import (
 )
 from shardstream.order import derive_key, permute
 from shardstream.packing.added_source import AddedUrls
+from shardstream.packing.column_builder import checked_columns, columns_identity
 from shardstream.packing.destination import ShardNames
 from shardstream.packing.join_fields import FieldJoin, Joiner, Missing, OpenedJoin
 from shardstream.packing.merge import SplitJob, run_jobs
@@ -67,6 +68,7 @@ def reshard(  # noqa: PLR0913  (public door)
     batch_size: int | None = None,
     version: int | str | None = None,
     name: str = "",
+    columns: str | Sequence[str] | Mapping[str, str] | None = None,
     overwrite: bool = False,
     executor: Executor | None = None,
     progress: ProgressFunction | None = None,
@@ -100,6 +102,7 @@ def reshard(  # noqa: PLR0913  (public door)
         version: Version of ``select`` and ``map``. A stopped job is resumed only with the same version, names and source text of
             the functions.
         name: Name of the dataset, kept in the manifest.
+        columns: Also write ``NAME.tar.cols.parquet`` with the key of each sample and these values (see `index`).
         overwrite: Replace an existing dataset, or an unfinished one of another job.
         executor: Where the tasks run; by default in this process. ``LocalExecutor(processes=8)`` uses processes, `Parts` does a part
             of the job, and `merge` publishes it. Functions must be importable by other processes, and storage options travel with the tasks.
@@ -121,7 +124,12 @@ def reshard(  # noqa: PLR0913  (public door)
     steps = SampleSteps.checked(fields, select, map, batch_size)
     reading = storage_options if source_options is None else source_options
     join = FieldJoin.checked(add, missing, steps.fields, reading, storage_options)
-    limits = WriterOptions(max_samples=max_samples, max_bytes=parse_bytes(max_bytes), name=name)
+    limits = WriterOptions(
+        max_samples=max_samples,
+        max_bytes=parse_bytes(max_bytes),
+        name=name,
+        columns=checked_columns(columns),
+    )
     opened = open_shards(source, reading)
     work = ReshardWork(
         job="",
@@ -167,6 +175,8 @@ def _plan_job(
         "max_bytes": limits.max_bytes,
         "seed": seed,
     }
+    if limits.columns is not None:
+        options |= {"columns": columns_identity(limits.columns)}
     options |= {**steps.identity, "version": version, **sizes.options, **work.join.choices}
     job = PartJob(
         kind="reshard",

@@ -16,10 +16,13 @@ from shardstream.format import (
     Readable,
     ShardScan,
     TarDiagnostics,
+    is_meta_name,
     iter_whole,
     open_decompressed,
     scan_members,
+    split_member_name,
 )
+from shardstream.packing.column_builder import VALUE_LIMIT_BYTES, ColumnBuilder
 from shardstream.packing.report import Progress, ProgressFunction
 from shardstream.process_memory import keep_freed_memory
 from shardstream.storage import RangeStream, Storage, is_compressed
@@ -139,19 +142,26 @@ class ShardScanner:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def scan(self, *, keep_members: bool = False) -> ShardScan:
+    def scan(
+        self, *, keep_members: bool = False, columns: ColumnBuilder | None = None
+    ) -> ShardScan:
         """Find the samples, and check that no data that readers would miss follows them.
 
         Args:
             keep_members: Fill `members`, with 100 to 200 bytes for each.
+            columns: Takes the values of its columns.
 
         Raises:
             ShardError: If the tar is damaged, cut or empty, or another one is appended to it.
-            SampleError: If a key or a field is repeated.
+            SampleError: If a key or a field is repeated, or a value does not fit its column.
         """
         end = None if is_compressed(self.url) else self._size
         members = iter_whole(self._read, end=end, shard=self.url, diagnostics=self.diagnostics)
-        return scan_members(self._collect_members(members, keep=keep_members), shard=self.url)
+        if keep_members:
+            members = self._keep(members)
+        if columns is not None:
+            members = self._take_values(members, columns)
+        return scan_members(members, shard=self.url)
 
     def finish(self) -> tuple[str | None, int]:
         """Read the rest of the file; return its sha256 as hex digits, None if nothing is hashed, and its length in bytes."""
@@ -163,10 +173,18 @@ class ShardScanner:
             pass
         return self._digest.hexdigest(), self._nbytes
 
-    def _collect_members(self, members: Iterator[Member], *, keep: bool) -> Iterator[Member]:
+    def _keep(self, members: Iterator[Member]) -> Iterator[Member]:
         for member in members:
-            if keep:
-                self.members.append(member)
+            self.members.append(member)
+            yield member
+
+    def _take_values(self, members: Iterator[Member], columns: ColumnBuilder) -> Iterator[Member]:
+        for member in members:
+            name, _, start, size = member
+            parts = split_member_name(name)
+            if parts is not None and not is_meta_name(name) and columns.columns_of(parts[1]):
+                data = self._read(start, min(size, VALUE_LIMIT_BYTES + 1))
+                columns.add(parts[0], {parts[1]: data})
             yield member
 
     def _on_chunk(self, chunk: bytes) -> None:

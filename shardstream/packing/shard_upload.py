@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from shardstream.errors import StorageError
-from shardstream.format import INDEX_SUFFIX, OFFSET_BYTES, Offsets, ShardInfo, encode_index
+from shardstream.format import INDEX_SUFFIX, OFFSET_BYTES, ShardInfo
 from shardstream.storage import OutputFolder, PendingFile, join_url
 
 _log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class ShardUploader:
         self,
         pending: PendingFile,
         info: ShardInfo,
-        offsets: Offsets,
+        files: Mapping[str, bytes],
         on_uploaded: Callable[[], None] | None = None,
     ) -> None:
         """Queue a finished shard for upload; wait while two others are in flight.
@@ -58,8 +58,8 @@ class ShardUploader:
         Args:
             pending: Its bytes.
             info: Its entry in the manifest.
-            offsets: Its index.
-            on_uploaded: Called in the thread when tar and index are published.
+            files: Name -> bytes of its index, and of the other files next to it.
+            on_uploaded: Called in the thread when tar and files are published.
 
         Raises:
             StorageError: If an earlier one could not be published.
@@ -70,7 +70,7 @@ class ShardUploader:
         except BaseException:
             pending.discard()
             raise
-        future = self._thread.submit(self._publish, pending, info, offsets, on_uploaded)
+        future = self._thread.submit(self._publish, pending, info, files, on_uploaded)
         self._uploads.append(_Upload(future, pending))
 
     def check(self) -> None:
@@ -129,19 +129,19 @@ class ShardUploader:
         self,
         pending: PendingFile,
         info: ShardInfo,
-        offsets: Offsets,
+        files: Mapping[str, bytes],
         on_uploaded: Callable[[], None] | None,
     ) -> ShardInfo:
-        index_name = info.url + INDEX_SUFFIX
         if self._has_failed:  # no shard may be published before an earlier one
             pending.discard()
             raise StorageError("an earlier shard could not be published", shard=info.url)
         try:
             self._check_owner()
             if self._replaces:  # the old index must never be next to the new shard
-                self._folder.remove(index_name)
+                self._folder.remove(info.url + INDEX_SUFFIX)
             pending.commit()
-            self._folder.write(index_name, encode_index(offsets))
+            for name, data in files.items():
+                self._folder.write(name, data)
             if pending.etag is not None:
                 self._etags[info.url] = pending.etag
             if on_uploaded is not None:

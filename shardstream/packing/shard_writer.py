@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -14,13 +15,17 @@ from typing import Any, Self
 
 from shardstream.errors import NotFoundError, OptionError, SampleError, StorageError
 from shardstream.format import (
+    COLUMNS_SUFFIX,
     END_OF_ARCHIVE,
     INDEX_SUFFIX,
     MANIFEST_NAME,
+    Column,
     Manifest,
+    encode_index,
     encode_manifest_files,
 )
-from shardstream.packing.destination import ShardNames, claim_destination
+from shardstream.packing.column_builder import check_column_counts, checked_columns
+from shardstream.packing.destination import ShardNames, claim_destination, remove_shard
 from shardstream.packing.encode import encode_sample
 from shardstream.packing.journal import WRITER_TASK, FinishedShard, Journal, NumberedSkip, Task
 from shardstream.packing.manifest_files import remove_old_pages, write_manifest_files
@@ -53,6 +58,7 @@ class ShardWriter:
         max_bytes: Maximum size of a tar, its end included: a number or "256MB" (10^6), "256MiB" (2^20).
         max_samples: Maximum samples of a shard.
         name: Name of the dataset, kept in the manifest.
+        columns: Also write ``NAME.tar.cols.parquet`` with the key of each sample and these values (see `index`).
         overwrite: Replace an existing dataset, or shards of these names that a killed writer left. Its ``index.json`` is
             removed before the first new shard appears, shards that were not written again at the end.
         storage_options: ``storage_options`` of fsspec, e.g. ``{"endpoint_url": …}``.
@@ -70,6 +76,7 @@ class ShardWriter:
         max_bytes: int | str = DEFAULT_MAX_BYTES,
         max_samples: int = DEFAULT_MAX_SAMPLES,
         name: str = "",
+        columns: str | Sequence[str] | Mapping[str, str] | None = None,
         overwrite: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
@@ -78,6 +85,7 @@ class ShardWriter:
             max_samples=max_samples,
             max_bytes=parse_bytes(max_bytes),
             name=name,
+            columns=checked_columns(columns),
             overwrite=overwrite,
         )
         names = ShardNames.parse(url)
@@ -181,11 +189,12 @@ class ShardWriter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterOptions:
-    """Options of a `DatasetWriter`: limits of a shard (see `ShardWriter`), and names of other small files of the job."""
+    """Options of a `DatasetWriter`: limits of a shard and columns (see `ShardWriter`), and names of other small files of the job."""
 
     max_samples: int
     max_bytes: int
     name: str = ""
+    columns: tuple[Column, ...] | None = None
     overwrite: bool = False
     extras: frozenset[str] = frozenset()
 
@@ -219,7 +228,7 @@ class DatasetWriter:
         self._folder, self._names, self._options = folder, names, options
         self._is_resumable = task != WRITER_TASK
         self._skipped: list[NumberedSkip] = []
-        self._fields: dict[str, int] = {}
+        self._fields, self._column_counts = Counter[str](), Counter[str]()
         self._shard: TarShard | None = None
         self._pending: PendingFile | None = None
         self._error: BaseException | None = None
@@ -318,6 +327,8 @@ class DatasetWriter:
                 shard=self.folder,
             )
         self._upload_shard()
+        if self._options.columns is not None and not self.kept:  # kept shards may have the values
+            check_column_counts(self._options.columns, [self._column_counts], self.nsamples)
         self._uploader.drain()
         self._prepare_first_change()
         self._uploader.check_in_place()
@@ -327,7 +338,7 @@ class DatasetWriter:
     def publish(self) -> None:
         """Write ``index.json``; if that fails, it is not there."""
         manifest = Manifest(
-            shards=tuple(self._uploader.sent), name=self._options.name, fields=self._fields
+            shards=tuple(self._uploader.sent), name=self._options.name, fields=dict(self._fields)
         )
         self._journal.check_owner()
         files = encode_manifest_files(manifest)
@@ -377,7 +388,9 @@ class DatasetWriter:
     def _begin_shard(self) -> TarShard:
         name = self._names.name(self._begun)
         self._pending = self._folder.open(name)
-        self._shard = TarShard(self._pending, url=name, hashing=self._hashing)
+        self._shard = TarShard(
+            self._pending, url=name, hashing=self._hashing, columns=self._options.columns
+        )
         self._begun += 1
         return self._shard
 
@@ -387,9 +400,10 @@ class DatasetWriter:
         if shard is None or pending is None:
             return
         info = shard.finish()
+        columns = shard.column_file(info)
         pending.end()
-        for field, count in shard.fields.items():
-            self._fields[field] = self._fields.get(field, 0) + count
+        self._column_counts.update(shard.column_counts)
+        self._fields.update(shard.fields)
         self._shard = self._pending = None
         on_uploaded = None
         if self._is_resumable:
@@ -400,7 +414,10 @@ class DatasetWriter:
                 info=info, fields=dict(shard.fields), position=self.position, skipped=skipped
             )
             on_uploaded = partial(self._journal.add, finished)
-        self._uploader.send(pending, info, shard.offsets, on_uploaded)
+        files = {info.url + INDEX_SUFFIX: encode_index(shard.offsets)}
+        if columns is not None:
+            files[info.columns_url] = columns
+        self._uploader.send(pending, info, files, on_uploaded)
 
     def _prepare_first_change(self) -> None:
         """Check that the folder is still ours; before the first shard appears, unpublish the dataset it replaces."""
@@ -423,18 +440,21 @@ class DatasetWriter:
     def _count_kept(self, finished: Iterable[FinishedShard]) -> None:
         """Count the shards of an earlier run as published."""
         for one in finished:
-            for field, count in one.fields.items():
-                self._fields[field] = self._fields.get(field, 0) + count
+            self._fields.update(one.fields)
             self._uploader.sent.append(one.info)
             self.nsamples += one.info.nsamples or 0
             self.size_bytes += (one.info.filesize or 0) - len(END_OF_ARCHIVE)
             self.position = one.position
 
     def _remove_stale(self) -> None:
-        """Delete shards of the earlier dataset that were not written again."""
-        for name in sorted(self._destination.stale - {info.url for info in self._uploader.sent}):
-            self._folder.remove(name)
-            self._folder.remove(name + INDEX_SUFFIX)
+        """Delete shards of the earlier dataset that were not written again, and columns of those that were written without."""
+        files, written = self._destination.files, {info.url for info in self._uploader.sent}
+        for name in sorted(self._destination.stale - written):
+            remove_shard(self._folder, name, files)
+        if self._options.columns is None:
+            for name in sorted(written):
+                if name + COLUMNS_SUFFIX in files:
+                    self._folder.remove(name + COLUMNS_SUFFIX)
 
     def _remove_manifest(self, manifest: bytes) -> None:
         """Delete ``index.json`` if it is ours."""

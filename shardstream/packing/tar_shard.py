@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
 from typing import Protocol
 
 import numpy as np
 
 from shardstream.errors import SampleError
-from shardstream.format import END_OF_ARCHIVE, Offsets, ShardInfo, encode_member, member_name
+from shardstream.format import (
+    END_OF_ARCHIVE,
+    Column,
+    Offsets,
+    ShardInfo,
+    encode_member,
+    member_name,
+)
+from shardstream.packing.column_builder import ColumnBuilder
 
 _BUFFER_BYTES = 1 << 20
 _MAX_UNHASHED_BUFFERS = 4
@@ -64,9 +72,17 @@ class TarShard:
         stream: Stream for the tar, from its current position.
         url: URL of the shard, for messages and for the manifest.
         hashing: A pool of one thread that hashes during writing; None hashes in the calling thread.
+        columns: Columns of the samples to collect.
     """
 
-    def __init__(self, stream: Writable, *, url: str, hashing: Executor | None = None) -> None:
+    def __init__(
+        self,
+        stream: Writable,
+        *,
+        url: str,
+        hashing: Executor | None = None,
+        columns: Sequence[Column] | None = None,
+    ) -> None:
         self._stream = stream
         self._url = url
         self._digest = hashlib.sha256()
@@ -75,7 +91,8 @@ class TarShard:
         self._buffer: Pieces = []
         self._buffered_bytes = 0
         self._starts: list[int] = []
-        self._keys: set[str] = set()
+        self._keys: dict[str, None] = {}  # in order
+        self._columns = None if columns is None else ColumnBuilder(columns, url)
         self.fields: dict[str, int] = {}
         """Number of samples that have each field."""
         self.nsamples = 0
@@ -96,11 +113,13 @@ class TarShard:
         """
         self.add_pieces(key, fields, sample_pieces(key, fields))
 
-    def add_pieces(self, key: str, fields: Mapping[str, object], pieces: Pieces) -> None:
+    def add_pieces(
+        self, key: str, fields: Mapping[str, bytes | memoryview], pieces: Pieces
+    ) -> None:
         """Append one sample that is encoded already (see `sample_pieces`).
 
         Raises:
-            SampleError: If its key is in the shard; then nothing of it is written.
+            SampleError: If its key is in the shard, or a value does not fit its column; then nothing of it is written.
         """
         if key in self._keys:
             raise SampleError(
@@ -108,7 +127,9 @@ class TarShard:
                 shard=self._url,
                 key=key,
             )
-        self._keys.add(key)
+        if self._columns is not None:
+            self._columns.add(key, fields)
+        self._keys[key] = None
         self._starts.append(self.size_bytes)
         self.nsamples += 1
         for field in fields:
@@ -132,6 +153,15 @@ class TarShard:
             filesize=self.size_bytes + len(END_OF_ARCHIVE),
             sha256=self._digest.hexdigest(),
         )
+
+    @property
+    def column_counts(self) -> dict[str, int]:
+        """Number of samples that have a value, by the name of the column."""
+        return {} if self._columns is None else self._columns.counts
+
+    def column_file(self, info: ShardInfo) -> bytes | None:
+        """Return the file of columns of the finished shard; None without columns."""
+        return None if self._columns is None else self._columns.encode([*self._keys], info)
 
     def _flush(self) -> None:
         # Joined: the hashing thread then takes the GIL once per buffer, which saves more than the copy costs.

@@ -11,13 +11,22 @@ from typing import Any, cast
 
 import numpy as np
 
-from shardstream.errors import ChangedError, ShardStreamError, StorageError, plural, redact
+from shardstream.errors import (
+    ChangedError,
+    NotFoundError,
+    OptionError,
+    ShardStreamError,
+    StorageError,
+    plural,
+    redact,
+)
 from shardstream.format import (
-    INDEX_SUFFIX,
+    KEY_COLUMN,
     MANIFEST_NAME,
     Offsets,
     ShardInfo,
     ShardScan,
+    decode_column_file,
     decode_index,
     is_pages_name,
     iter_members,
@@ -105,7 +114,8 @@ class VerifyShard:
         """Read the shard; its problems are results, not errors."""
         info, problems = self.info, list[Problem]()
         scan: ShardScan | None = None
-        nbytes = 0
+        hashes: JSON = None
+        sha256, nbytes = "", 0
         try:
             size = self.storage.info(info.url).size
             with ShardScanner(self.storage, info.url, size, self.meter) as shard:
@@ -116,19 +126,22 @@ class VerifyShard:
                     raise
                 except ShardStreamError as error:
                     problems.append(problem_from_error(error, shard=info.url))
-                sha256, nbytes = shard.finish()
+                sha256, nbytes = cast("tuple[str, int]", shard.finish())  # all bytes are hashed
         except ShardStreamError as error:  # it cannot be read at all
             scan = None
             problems.append(problem_from_error(error, shard=info.url))
         else:
-            problems += check_file(info, sha256=sha256 or "", nbytes=nbytes)
-        hashes: JSON = None
+            problems += check_file(info, sha256=sha256, nbytes=nbytes)
         is_indexed = False
         if scan is not None:
             bad = _check_index(info, scan.offsets, self.storage) if self.has_index else None
             is_indexed = self.has_index and bad is None
             problems += [] if bad is None else [bad]
-            problems += _check_count(info, scan.offsets, has_index=self.has_index)
+            read = replace(info, nsamples=len(scan.keys), filesize=nbytes, sha256=sha256)
+            problems += chain(
+                _check_count(info, scan.offsets, has_index=self.has_index),
+                _check_columns(read, scan.keys, self.storage),
+            )
             # Base64 of bytes: shorter than a million numbers in JSON.
             hashes = b64encode(hash_keys(scan.keys).tobytes()).decode()
         return {
@@ -259,6 +272,24 @@ def _check_count(info: ShardInfo, scanned: Offsets, *, has_index: bool) -> Itera
         )
 
 
+def _check_columns(info: ShardInfo, keys: Sequence[str], storage: Storage) -> Iterator[Problem]:
+    """Compare the file of columns, if there is one, with the shard."""
+    url = info.columns_url
+    try:
+        table = decode_column_file(storage.read(url), info, [KEY_COLUMN])
+    except (NotFoundError, OptionError):  # no columns, or no pyarrow to read them
+        return
+    except ShardStreamError as error:
+        yield problem_from_error(error, shard=url)
+        return
+    if table[KEY_COLUMN].to_pylist() != [*keys]:
+        yield Problem(
+            shard=url,
+            what="the keys are not those of the shard",
+            remedy="run 'shardstream index --columns' again",
+        )
+
+
 def _find_stray_files(located: LocatedShards, storage: Storage) -> Iterator[Problem]:
     """List files of the folder that do not belong to the dataset."""
     if located.manifest_url is None:
@@ -312,7 +343,7 @@ def _read_keys(
         url = located.shards[number].url
         keys: Sequence[str] | None = None
         if number in indexed:
-            index_url = url + INDEX_SUFFIX
+            index_url = located.shards[number].index_url
             offsets = decode_index(storage.read(index_url), url=index_url)
         else:
             with ShardScanner(storage, url, storage.info(url).size, None) as shard:

@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from shardstream.errors import NotFoundError, OptionError, SourceError, plural
 from shardstream.format import (
+    COLUMNS_SUFFIX,
     INDEX_SUFFIX,
     MANIFEST_NAME,
     canonical_field,
@@ -163,6 +164,7 @@ def _check_loose(root: str, files: Sequence[ListedFile]) -> None:
         file.path
         for file in files
         if (file.path.endswith(INDEX_SUFFIX) and file.path.removesuffix(INDEX_SUFFIX) in tars)
+        or (file.path.endswith(COLUMNS_SUFFIX) and file.path.removesuffix(COLUMNS_SUFFIX) in tars)
         or (file.path.rpartition("/")[2] == MANIFEST_NAME and _folder(file.path) in folders)
     ]
     if index_files or 2 * len(tars) > len(files):

@@ -1,0 +1,223 @@
+"""Read the columns of all samples, and find samples by keys and by a condition on columns."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy as np
+
+from shardstream.catalog.base import Numbers
+from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
+from shardstream.errors import NotFoundError, OptionError
+from shardstream.format import KEY_COLUMN, ShardInfo, decode_column_file, import_parquet
+from shardstream.storage import Storage, Urls, locate_shards
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Where = Any
+"""A condition on columns: text in SQL, or a `pyarrow.compute.Expression`."""
+Keys = Sequence[str] | str | os.PathLike[str]
+"""Keys of samples, or the path or URL of a text file with a key on each line."""
+_NUMBER = "__number__"  # column of the numbers of samples
+_THREADS = 16
+_NAMED = 3  # keys that a message names
+
+
+def read_columns(
+    urls: Urls,
+    columns: Sequence[str] | None = None,
+    *,
+    storage_options: dict[str, Any] | None = None,
+    filesystem: Any = None,
+) -> pa.Table:
+    """Return the columns of all samples, which ``pack``, ``index`` and `ShardWriter` write with ``columns=``, as a `pyarrow.Table`.
+
+    Row i is sample i of a `ShardDataset` without ``shuffle``, so what you compute from the table can be its ``subset=``.
+
+    Args:
+        urls: Shards as for `ShardDataset`.
+        columns: Columns to read, e.g. ``["__key__", "cls"]``; by default all.
+        storage_options: For fsspec.
+        filesystem: An fsspec file system to use instead.
+
+    Raises:
+        OptionError: If a shard has no columns, lacks one, or columns of two shards have different types; if pyarrow is not installed.
+        IndexMismatchError: If columns were made of another shard.
+        ManifestError: If a file of columns is damaged.
+        StorageError: If one cannot be read.
+    """
+    storage = Storage(storage_options, filesystem)
+    located = locate_shards(urls, storage)
+    unindexed = lacks_index(located, storage)
+    if unindexed is not None:
+        raise OptionError(
+            "this shard has no index; run 'shardstream index --columns' on its folder",
+            shard=unindexed,
+        )
+    return read_all_columns(ShardCatalog(located, storage), columns)
+
+
+def read_all_columns(catalog: ShardCatalog, names: Sequence[str] | None) -> pa.Table:
+    """Return the columns of all samples; row i is sample i.
+
+    Args:
+        catalog: The samples.
+        names: Columns to read; None for all.
+
+    Raises:
+        OptionError: If a shard has no columns, lacks one, or columns of two shards have different types.
+        IndexMismatchError: If columns were made of another shard.
+        ManifestError: If a file of columns is damaged.
+        StorageError: If one cannot be read.
+    """
+    pa, _ = import_parquet()
+    storage = catalog.storage
+
+    def read(shard: ShardInfo) -> Any:
+        return decode_column_file(_read_file(shard, storage), shard, names)
+
+    with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-columns") as pool:
+        tables = list(pool.map(read, catalog.shards))
+    try:
+        return pa.concat_tables(tables, promote_options="permissive")
+    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+        raise OptionError(
+            f"columns of two shards do not fit together: {error}; run 'shardstream index --columns' on all",
+            shard=catalog.url_of(0),
+        ) from error
+
+
+def _read_file(shard: ShardInfo, storage: Storage) -> bytes:
+    try:
+        return storage.read(shard.columns_url)
+    except NotFoundError as error:
+        raise OptionError(
+            "this shard has no columns, which where= and keys= need; run 'shardstream index --columns cls,json.width' "
+            "(or --columns __key__ for the keys alone) on its folder",
+            shard=shard.url,
+        ) from error
+
+
+def find_keys(catalog: ShardCatalog, keys: Keys) -> Numbers:
+    """Return the numbers of the samples with these keys, in the order of the keys.
+
+    Raises:
+        OptionError: If a key is named twice, no sample has it, or several have it; or as in `read_all_columns`.
+    """
+    wanted = (
+        _read_keys(os.fspath(keys), catalog.storage)
+        if isinstance(keys, str | os.PathLike)
+        else [*keys]
+    )
+    if not wanted:
+        raise OptionError("keys= chooses no sample")
+    kinds = {type(key).__name__ for key in wanted} - {"str"}
+    if kinds:
+        raise OptionError(f"keys= takes keys as text, not {', '.join(sorted(kinds))}")
+    pa, _ = import_parquet()
+    import pyarrow.compute as pc  # noqa: PLC0415  (an extra)
+
+    found = read_all_columns(catalog, [KEY_COLUMN])[KEY_COLUMN].combine_chunks()
+    asked = pa.array(wanted, pa.string())
+    # Position of each sample's key among the keys: the samples that are wanted, in the order of the dataset.
+    places = pc.index_in(found, value_set=asked)
+    numbers = np.flatnonzero(np.asarray(places.is_valid()))
+    ranks = np.asarray(places.drop_null(), dtype=np.int64)
+    counts = np.bincount(ranks, minlength=len(wanted))
+    _check_counts(wanted, counts)
+    return cast("Numbers", numbers[np.argsort(ranks, kind="stable")].astype(np.int64))
+
+
+def _check_counts(wanted: Sequence[str], counts: np.ndarray[Any, Any]) -> None:
+    """Check that each key has one sample; ``counts`` are zero for keys that repeat an earlier one."""
+    first: dict[str, int] = {}
+    for number, key in enumerate(wanted):
+        if first.setdefault(key, number) != number:
+            raise OptionError(f"keys= has the key {key!r} more than once; name each once")
+    missing = [wanted[place] for place in np.flatnonzero(counts == 0).tolist()]
+    if missing:
+        more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
+        raise OptionError(
+            f"no sample has the key {', '.join(map(repr, missing[:_NAMED]))}{more}; 'shardstream cat' prints the keys of a shard"
+        )
+    repeated = np.flatnonzero(counts > 1).tolist()
+    if repeated:
+        raise OptionError(
+            f"{counts[repeated[0]]} samples have the key {wanted[repeated[0]]!r}; choose them by number, with subset="
+        )
+
+
+def _read_keys(url: str, storage: Storage) -> list[str]:
+    try:
+        lines = storage.read(url).decode().split("\n")
+    except UnicodeDecodeError as error:
+        raise OptionError(f"not a text file in UTF-8: {error}", shard=url) from error
+    return [line.removesuffix("\r") for line in lines if line.removesuffix("\r")]
+
+
+def find_where(catalog: ShardCatalog, where: Where) -> Numbers:
+    """Return the numbers of the samples whose columns fulfil a condition, ascending.
+
+    Args:
+        catalog: The samples.
+        where: A condition in SQL, e.g. ``"cls in (3, 9) and width >= 512"``, which DuckDB evaluates; or a `pyarrow.compute.Expression`.
+            A sample without a value does not fulfil a comparison with it.
+
+    Raises:
+        OptionError: If the condition is invalid, or DuckDB is not installed; or as in `read_all_columns`.
+    """
+    pa, _ = import_parquet()
+    has_keys = KEY_COLUMN in str(where)  # the largest column is left out where it can be
+    first = decode_column_file(
+        _read_file(catalog.shards[0], catalog.storage), catalog.shards[0], None
+    )
+    names = [name for name in first.column_names if has_keys or name != KEY_COLUMN]
+    if not names:
+        raise OptionError(
+            "the shards have a column of keys only; run 'shardstream index --columns' with the columns of the condition",
+            shard=catalog.shards[0].columns_url,
+        )
+    table = read_all_columns(catalog, names)
+    table = table.append_column(_NUMBER, pa.array(np.arange(table.num_rows)))
+    found = _query(table, where, names) if isinstance(where, str) else _filter(table, where, names)
+    return cast("Numbers", np.sort(found.astype(np.int64)))
+
+
+def _query(table: pa.Table, where: str, names: Sequence[str]) -> Numbers:
+    try:
+        import duckdb  # noqa: PLC0415  (an extra)
+    except ImportError as error:
+        raise OptionError(
+            "where= as text needs one more package: pip install 'shardstream[columns]'; a pyarrow.compute expression does not"
+        ) from error
+    with duckdb.connect(config={"enable_external_access": "false"}) as connection:
+        connection.register("samples", table)
+        try:
+            rows = connection.execute(f"SELECT {_NUMBER} FROM samples WHERE ({where}\n)")  # noqa: S608  (the user's own condition, without access to files)
+            return cast("Numbers", rows.fetchnumpy()[_NUMBER])
+        except duckdb.Error as error:
+            raise _invalid(where, names, error) from error
+
+
+def _filter(table: pa.Table, where: Any, names: Sequence[str]) -> Numbers:
+    pa, _ = import_parquet()
+    import pyarrow.compute as pc  # noqa: PLC0415  (an extra)
+
+    if not isinstance(where, pc.Expression):
+        raise OptionError(
+            f"where= takes a condition in SQL as text, or a pyarrow.compute expression, not {type(where).__name__}"
+        )
+    try:
+        return cast("Numbers", table.filter(where)[_NUMBER].to_numpy())
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, KeyError) as error:
+        raise _invalid(str(where), names, error) from error
+
+
+def _invalid(where: str, names: Sequence[str], error: Exception) -> OptionError:
+    reason = "; ".join(itertools.islice(filter(None, map(str.strip, str(error).splitlines())), 2))
+    return OptionError(f"where={where!r} is invalid: {reason}. Columns: {', '.join(names)}")

@@ -1,0 +1,200 @@
+"""Encode and decode ``NAME.tar.cols.parquet``: the key and chosen values of each sample of a shard, in the order of the shard.
+
+The file is Parquet; pandas, Polars and DuckDB read it as well. The metadata of its schema name the shard that it was made of,
+so that a file that is left next to another shard is noticed (docs/formats.md).
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+import orjson
+
+from shardstream.errors import IndexMismatchError, ManifestError, OptionError, plural
+from shardstream.format.shard_info import ShardInfo
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+KEY_COLUMN = "__key__"
+"""Name of the column of keys."""
+_METADATA = b"shardstream"
+_VERSION = 1
+_NEEDS_PYARROW = (
+    "columns of samples are kept in Parquet, which needs one more package: "
+    "pip install 'shardstream[parquet]'"
+)
+_REMEDY = "run 'shardstream index --columns' again"
+
+
+class Column(NamedTuple):
+    """A column to make."""
+
+    name: str
+    """Its name in the file."""
+    source: str
+    """A field such as ``cls``, or a value in a field of JSON such as ``json.size.width``."""
+
+
+def parse_columns(columns: str | Sequence[str] | Mapping[str, str]) -> tuple[Column, ...]:
+    """Return the columns that a user names.
+
+    >>> [*parse_columns("cls,json.width,high=json.size.height")]
+    [Column(name='cls', source='cls'), Column(name='width', source='json.width'), Column(name='high', source='json.size.height')]
+
+    Args:
+        columns: Sources, or ``name=source``, as a list or separated by commas; or a mapping of names to sources. Without a name, the
+            last part of the source is the name. ``__key__`` is a column always, and may be named.
+
+    Raises:
+        OptionError: If there is none, or two have one name.
+    """
+    if isinstance(columns, Mapping):
+        found = [Column(*item) for item in columns.items()]
+    else:
+        listed = columns.split(",") if isinstance(columns, str) else columns
+        found = [_parse_column(text.strip()) for text in listed]
+    if not found or any(not one.name or not one.source for one in found):
+        raise OptionError(
+            "columns= (--columns) takes fields, and values in JSON fields, e.g. cls,json.width"
+        )
+    found = [one for one in found if one.source != KEY_COLUMN]
+    sources: dict[str, str] = {}
+    for name, source in found:
+        if name == KEY_COLUMN or sources.setdefault(name, source) != source:
+            raise OptionError(
+                f"two columns are named {name!r}: {sources.get(name, 'the keys')} and {source}; "
+                f"name one by NAME={source}"
+            )
+    return tuple(dict.fromkeys(found))
+
+
+def _parse_column(text: str) -> Column:
+    name, equals, source = text.partition("=")
+    return Column(name, source) if equals else Column(text.rpartition(".")[2], text)
+
+
+def encode_column_file(
+    keys: Sequence[str], values: Mapping[Column, Sequence[Any]], shard: ShardInfo
+) -> bytes:
+    """Return the file of a shard; equal values give equal bytes with the same pyarrow.
+
+    Args:
+        keys: Keys of the samples.
+        values: The values of each column: bool, int, float, str or None, of one type in a column (int and float may be mixed).
+        shard: The shard.
+
+    Raises:
+        OptionError: If pyarrow is not installed, or a whole number exceeds 64 bits.
+    """
+    pa, parquet = import_parquet()
+    arrays = {KEY_COLUMN: pa.array(keys, pa.string())}
+    for column, listed in values.items():
+        try:
+            arrays[column.name] = pa.array(listed)
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+            raise OptionError(
+                f"the values of the column {column.name} ({column.source}) do not fit one type: {error}",
+                shard=shard.url,
+            ) from error
+    identity = {
+        "version": _VERSION,
+        "columns": {column.name: column.source for column in values},
+        "nsamples": len(keys),
+        "filesize": shard.filesize,
+        "sha256": shard.sha256,
+    }
+    table = pa.table(arrays).replace_schema_metadata({_METADATA: orjson.dumps(identity)})
+    sink = io.BytesIO()
+    parquet.write_table(table, sink, compression="zstd")
+    return sink.getvalue()
+
+
+class _ParquetFile(Protocol):
+    metadata: Any
+    schema_arrow: Any
+
+    def read(self, columns: list[str] | None) -> Any: ...
+
+
+def decode_column_file(data: bytes, shard: ShardInfo, names: Sequence[str] | None) -> pa.Table:
+    """Return the columns of a shard, one row for each sample.
+
+    Args:
+        data: The file.
+        shard: The shard, as its manifest describes it.
+        names: Columns to read; None for all.
+
+    Raises:
+        ManifestError: If it is not such a file.
+        IndexMismatchError: If it was made of another shard.
+        OptionError: If it lacks a column, or pyarrow is not installed.
+    """
+    pa, parquet = import_parquet()
+    url = shard.columns_url
+    try:
+        file: _ParquetFile = parquet.ParquetFile(io.BytesIO(data))
+        identity = orjson.loads((file.schema_arrow.metadata or {})[_METADATA])
+        made_of = (identity["nsamples"], identity["filesize"], identity["sha256"])
+        is_ours = identity["version"] == _VERSION
+    except (
+        pa.ArrowInvalid,
+        pa.ArrowTypeError,
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+    ) as error:
+        raise ManifestError(
+            f"not a file of columns: {type(error).__name__}: {error}", remedy=_REMEDY, shard=url
+        ) from error
+    if not is_ours or file.schema_arrow.names[:1] != [KEY_COLUMN]:
+        raise ManifestError("not a file of columns of this version", remedy=_REMEDY, shard=url)
+    _check_shard(made_of, file.metadata.num_rows, shard)
+    missing = [name for name in names or () if name not in file.schema_arrow.names]
+    if missing:
+        raise OptionError(
+            f"there is no column {missing[0]!r}, but {', '.join(file.schema_arrow.names)}; "
+            f"add it with 'shardstream index --columns'",
+            shard=url,
+        )
+    try:
+        return file.read(columns=None if names is None else [*names]).replace_schema_metadata(None)
+    except (pa.ArrowInvalid, OSError) as error:
+        raise ManifestError(
+            f"a damaged file of columns: {error}", remedy=_REMEDY, shard=url
+        ) from error
+
+
+def _check_shard(made_of: tuple[Any, Any, Any], nrows: int, shard: ShardInfo) -> None:
+    """Check that a file of columns was made of a shard.
+
+    Raises:
+        IndexMismatchError: If it was not.
+    """
+    known = (shard.nsamples, shard.filesize, shard.sha256)
+    is_other = any(
+        None not in (one, other) and one != other for one, other in zip(made_of, known, strict=True)
+    )
+    if is_other or nrows != made_of[0]:
+        raise IndexMismatchError(
+            f"the columns were made of another shard, with {plural(nrows, 'sample')} in {made_of[1]} bytes",
+            remedy=_REMEDY,
+            shard=shard.columns_url,
+        )
+
+
+def import_parquet() -> tuple[Any, Any]:
+    """Return the modules ``pyarrow`` and ``pyarrow.parquet``.
+
+    Raises:
+        OptionError: If pyarrow is not installed.
+    """
+    try:
+        import pyarrow as pa  # noqa: PLC0415  (an extra)
+        from pyarrow import parquet  # noqa: PLC0415
+    except ImportError as error:
+        raise OptionError(_NEEDS_PYARROW) from error
+    return pa, parquet

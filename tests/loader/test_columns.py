@@ -1,0 +1,377 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+import pytest
+
+import shardstream as ss
+from shardstream.errors import (
+    IndexMismatchError,
+    ManifestError,
+    OptionError,
+    SampleError,
+    UnfinishedError,
+)
+from tests.small_datasets import flat, labels, take
+
+COUNT = 100
+COLUMNS = "cls,json.width,high=json.size.height,name=json.name"
+
+
+def samples(count: int = COUNT) -> list[dict[str, Any]]:
+    """Sample i has ``cls`` i % 10; every fourth has no height."""
+    return [
+        {
+            "__key__": f"k{i:03d}",
+            "cls": i % 10,
+            "json": {
+                "width": 10 * i,
+                "size": {"height": i / 2} if i % 4 else {},
+                "name": f"n{i % 3}",
+            },
+            "txt": f"caption {i}",
+        }
+        for i in range(count)
+    ]
+
+
+def write(folder: Path | str, columns: Any = COLUMNS, count: int = COUNT) -> str:
+    with ss.ShardWriter(f"{folder}/{{shard:06d}}.tar", max_samples=15, columns=columns) as writer:
+        for sample in samples(count):
+            writer.write(sample)
+    return str(folder)
+
+
+def keys_of(folder: str, **options: Any) -> list[str]:
+    return [sample["__key__"] for sample in ss.ShardDataset(folder, **options)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write(tmp_path_factory.mktemp("data"))
+
+
+def test_rows_of_the_columns_are_the_samples_in_order(folder: str) -> None:
+    table = ss.read_columns(folder)
+    assert table.column_names == ["__key__", "cls", "width", "high", "name"]
+    assert table.to_pylist()[5] == {
+        "__key__": "k005",
+        "cls": 5,
+        "width": 50,
+        "high": 2.5,
+        "name": "n2",
+    }
+    assert table["high"].null_count == COUNT // 4
+    assert ss.read_columns(folder, ["cls"])["cls"].to_pylist() == [i % 10 for i in range(COUNT)]
+    numbers = np.flatnonzero(table["width"].to_numpy() > 900)
+    assert keys_of(folder, subset=numbers) == [f"k{i:03d}" for i in range(91, 100)]
+
+
+WHERE = [
+    ("cls in (3, 9) and width >= 512", [i for i in range(52, COUNT) if i % 10 in (3, 9)]),
+    ("name = 'n1' or __key__ < 'k002'", [i for i in range(COUNT) if i % 3 == 1 or i < 2]),
+    ("high >= 0", [i for i in range(COUNT) if i % 4]),  # no value: not chosen
+    ("high is null -- a comment", [i for i in range(COUNT) if not i % 4]),
+    ("width = (select max(width) from samples)", [COUNT - 1]),
+    (pc.field("cls") == 7, [*range(7, COUNT, 10)]),
+]
+
+
+@pytest.mark.parametrize(("where", "expected"), WHERE, ids=str)
+def test_condition_chooses_the_samples(folder: str, where: Any, expected: list[int]) -> None:
+    keys = [f"k{i:03d}" for i in expected]
+    dataset = ss.ShardDataset(folder, where=where)
+    assert len(dataset) == len(keys)
+    assert [sample["__key__"] for sample in dataset] == keys
+    shuffled = keys_of(folder, where=where, shuffle=True, seed=3)
+    assert sorted(shuffled) == keys
+    by_number = ss.ShardMapDataset(folder, where=where)
+    assert by_number[len(keys) - 1]["__key__"] == keys[-1]
+
+
+def test_keys_choose_samples_in_their_order(folder: str, tmp_path: Path) -> None:
+    keys = ["k050", "k003", "k099"]
+    assert keys_of(folder, keys=keys) == keys
+    (tmp_path / "keys.txt").write_text("k050\r\nk003\n\nk099")
+    assert keys_of(folder, keys=tmp_path / "keys.txt") == keys
+    assert keys_of(folder, subset=str(tmp_path / "keys.txt")) == keys
+    assert keys_of(folder, keys=keys, where="cls in (0, 9)") == ["k050", "k099"]
+    assert keys_of(folder, subset=[50, 3, 99], where="cls = 3") == ["k003"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"keys": ["k001", "k1", "k2", "k3", "k4"]}, "'k1', 'k2', 'k3' and 1 more"),
+        ({"keys": ["k001", "k002", "k001"]}, "'k001' more than once"),
+        ({"keys": [1, 2]}, "text, not int"),
+        ({"keys": []}, "chooses no sample"),
+        ({"keys": ["k001"], "subset": [1]}, "not both"),
+        ({"keys": ["k001"], "where": "cls = 2"}, "none of the 1 sample"),
+        ({"where": "cls = 77"}, "chooses no sample"),
+        ({"where": "klass = 7"}, "Columns: cls, width, high, name"),
+        ({"where": "cls = "}, "invalid"),
+        ({"where": pc.field("klass") == 7}, "Columns: cls, width, high, name"),
+        ({"where": 7}, "not int"),
+        ({"where": "cls in (select 1 from read_text('/etc/hostname'))"}, "disabled"),
+        ({"where": "cls = 7", "index": "ignore"}, "where= need shards"),
+    ],
+    ids=str,
+)
+def test_wrong_choices_are_errors(folder: str, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        ss.ShardDataset(folder, **options)
+
+
+def test_states_of_a_condition_are_those_of_its_samples(folder: str) -> None:
+    def loader(where: str, world_size: int = 1, rank: int = 0) -> ss.ShardLoader:
+        dataset = ss.ShardDataset(
+            folder, where=where, shuffle=True, lanes=4, placement=ss.Placement(rank, world_size)
+        )
+        return ss.ShardLoader(dataset.decode(), 2)
+
+    first = loader("cls < 5")
+    begun = flat(labels(take(first, 5)))
+    rest = []
+    for rank in range(2):
+        other = loader("cls < 5", 2, rank)
+        other.load_state_dict(first.state_dict())
+        rest += flat(labels(other))
+    assert sorted(begun + rest) == sorted(i % 10 for i in range(COUNT) if i % 10 < 5)
+    with pytest.raises(ss.StateError):
+        loader("cls < 6").load_state_dict(first.state_dict())
+
+
+def test_columns_of_a_store_are_read_beside_the_index(
+    s3_env: None, bucket: str, tmp_path: Path
+) -> None:
+    write(f"{bucket}/data", columns=None)
+    with pytest.raises(OptionError, match="no columns"):
+        ss.ShardDataset(f"{bucket}/data", where="cls = 3")
+    report = ss.index(f"{bucket}/data", to=tmp_path / "mine", columns=COLUMNS.split(","))
+    assert report.warnings == ("column high (json.size.height): 25 samples of 100 without a value",)
+    assert keys_of(str(tmp_path / "mine"), where="cls = 3 and width < 200") == ["k003", "k013"]
+    assert not ss.verify(tmp_path / "mine").problems
+    ss.index(f"{bucket}/data", columns={"label": "cls"})
+    assert ss.read_columns(f"{bucket}/data").column_names == ["__key__", "label"]
+    assert keys_of(f"{bucket}/data", keys=["k077"]) == ["k077"]
+
+
+@pytest.mark.parametrize("sha256", [True, False])
+def test_tars_of_other_tools_get_columns(tmp_path: Path, sha256: bool) -> None:
+    write(tmp_path / "data", columns=None)
+    for path in (tmp_path / "data").glob("*[!r]"):
+        path.unlink()
+    ss.index(tmp_path / "data", columns=COLUMNS, sha256=sha256)
+    assert keys_of(str(tmp_path / "data"), where="cls = 3 and width < 200") == ["k003", "k013"]
+
+
+def test_every_way_to_write_makes_the_same_columns(folder: str, tmp_path: Path) -> None:
+    def files(path: Path | str) -> dict[str, bytes]:
+        return {file.name: file.read_bytes() for file in Path(path).iterdir()}
+
+    options: dict[str, Any] = {"max_samples": 15, "columns": COLUMNS}
+    ss.pack(samples(), tmp_path / "pack", **options)
+    ss.pack(f"{folder}/*.tar", tmp_path / "tars", **options)
+    ss.reshard(folder, tmp_path / "reshard", **options)
+    for part in (2, 1):
+        ss.pack(f"{folder}/*.tar", tmp_path / "parts", executor=ss.Parts(part, 2), **options)
+        ss.index(tmp_path / "reshard", columns=COLUMNS, executor=ss.Parts(part, 2))
+    ss.merge(tmp_path / "parts")
+    ss.merge(tmp_path / "reshard")
+    expected = files(folder)
+    assert sum(name.endswith(".tar.cols.parquet") for name in expected) == 7
+    for name in ("pack", "tars", "parts", "reshard"):
+        assert files(tmp_path / name) == expected, name
+        assert not ss.verify(tmp_path / name).problems
+
+
+def test_another_pack_in_the_same_place_leaves_no_old_columns(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    ss.pack(samples(20), tmp_path, max_samples=15, overwrite=True)
+    assert not [*tmp_path.glob("*.parquet")]
+    ss.index(tmp_path, columns="cls")
+    assert keys_of(folder, where="cls = 3") == ["k003", "k013"]
+
+
+def test_stopped_pack_is_resumed_with_the_same_columns_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Stopping(list[Any]):
+        fingerprint = "1"
+
+        def __iter__(self) -> Any:
+            for number, sample in enumerate(list.__iter__(self)):
+                if number == 50 and not (tmp_path / "go").exists():
+                    raise KeyboardInterrupt
+                yield sample
+
+    options: dict[str, Any] = {"max_samples": 15, "columns": COLUMNS}
+    with pytest.raises(KeyboardInterrupt):
+        ss.pack(Stopping(samples()), tmp_path / "data", **options)
+    with pytest.raises(UnfinishedError):
+        ss.read_columns(tmp_path / "data")
+    (tmp_path / "go").touch()
+    with pytest.raises(OptionError, match="columns"):
+        ss.pack(Stopping(samples()), tmp_path / "data", max_samples=15, columns="cls")
+    ss.pack(Stopping(samples()), tmp_path / "data", **options)
+    assert ss.read_columns(tmp_path / "data").num_rows == COUNT
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ({"json": {"width": [1, 2]}}, "is a list"),
+        ({"json": {"width": "wide"}}, "is text, but that of k000 is numbers"),
+        ({"json": {"width": 1 << 63}}, "64 bits"),
+        ({"json": b"{"}, "cannot be read"),
+        ({"cls": b"one"}, "cannot be read"),
+    ],
+    ids=str,
+)
+def test_values_that_do_not_fit_are_errors_that_name_the_sample(
+    tmp_path: Path, bad: dict[str, Any], message: str
+) -> None:
+    good = {"__key__": "k000", "cls": 1, "json": {"width": 3}}
+    with ss.ShardWriter(tmp_path / "data", columns="cls,json.width") as writer:
+        writer.write(good)
+        with pytest.raises(SampleError, match=message) as caught:
+            writer.write(good | {"__key__": "k001"} | bad)
+        assert caught.value.key == "k001"
+    assert ss.read_columns(tmp_path / "data").num_rows == 1
+    with ss.ShardWriter(tmp_path / "plain") as writer:
+        writer.write(good)
+        writer.write(good | {"__key__": "k001"} | bad)
+    with pytest.raises(SampleError, match=message) as caught:
+        ss.index(tmp_path / "plain", columns="cls,json.width")
+    assert caught.value.key == "k001"
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ("", "takes fields"),
+        ("cls,,json.width", "takes fields"),
+        ("json.width,txt.width", "two columns are named 'width'"),
+        ("__key__=cls", "named '__key__'"),
+        ("klass", r"no sample has a value for the column klass \(klass\)"),
+        ("json.breadth", "no sample has a value for the column breadth"),
+    ],
+)
+def test_columns_that_cannot_be_made_are_errors(tmp_path: Path, columns: str, message: str) -> None:
+    with pytest.raises(OptionError, match=message):
+        write(tmp_path / "written", columns)
+    assert not (tmp_path / "written" / "index.json").exists()
+    write(tmp_path / "data", None)
+    with pytest.raises(OptionError, match=message):
+        ss.index(tmp_path / "data", columns=columns)
+
+
+def test_text_and_keys_alone_are_columns(tmp_path: Path) -> None:
+    folder = write(tmp_path, "txt,__key__")
+    assert ss.read_columns(folder).column_names == ["__key__", "txt"]
+    assert keys_of(folder, where="txt like '%tion 7'") == ["k007"]
+    ss.index(folder, columns="__key__")
+    assert keys_of(folder, keys=["k007"]) == ["k007"]
+    with pytest.raises(OptionError, match="column of keys only"):
+        ss.ShardDataset(folder, where="cls = 7")
+
+
+def test_types_of_two_shards_are_united_or_refused(tmp_path: Path) -> None:
+    def dataset(name: str, second: Any) -> str:
+        path = tmp_path / name / "{shard:06d}.tar"
+        with ss.ShardWriter(path, max_samples=1, columns="json.size") as writer:
+            for size in (1, second):
+                writer.write({"json": {"size": size}})
+        return str(tmp_path / name)
+
+    assert ss.read_columns(dataset("float", 0.5))["size"].to_pylist() == [1.0, 0.5]
+    assert ss.read_columns(dataset("none", None))["size"].to_pylist() == [1, None]
+    with pytest.raises(OptionError, match="do not fit together"):
+        ss.ShardDataset(dataset("text", "wide"), where="size = 1")
+
+
+def test_repeated_keys_of_a_dataset_cannot_be_chosen(tmp_path: Path) -> None:
+    with ss.ShardWriter(tmp_path / "{shard}.tar", max_samples=1, columns="cls") as writer:
+        for number in range(3):
+            writer.write({"__key__": "same" if number else "other", "cls": number})
+    assert keys_of(str(tmp_path), keys=["other"]) == ["other"]
+    with pytest.raises(OptionError, match="2 samples have the key 'same'"):
+        ss.ShardDataset(tmp_path, keys=["same"])
+
+
+def damage(folder: str, tmp_path: Path, change: Any) -> str:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    path = copy / "000000.tar.cols.parquet"
+    data = change(path.read_bytes())
+    path.unlink()
+    if data is not None:
+        path.write_bytes(data)
+    return str(copy)
+
+
+def without_metadata(data: bytes) -> bytes:
+    table = pq.read_table(pa.BufferReader(data))
+    sink = pa.BufferOutputStream()
+    pq.write_table(table.replace_schema_metadata({}), sink)
+    return bytes(sink.getvalue())
+
+
+def one_row_less(data: bytes) -> bytes:
+    table = pq.read_table(pa.BufferReader(data))
+    sink = pa.BufferOutputStream()
+    pq.write_table(table.slice(1), sink)
+    return bytes(sink.getvalue())
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        (lambda _: None, OptionError, "no columns"),
+        (lambda _: b"", ManifestError, "not a file of columns"),
+        (lambda data: data[:-5], ManifestError, "not a file of columns"),
+        (lambda _: b"PAR1" + bytes(100) + b"PAR1", ManifestError, "not a file of columns"),
+        (without_metadata, ManifestError, "not a file of columns"),
+        (one_row_less, IndexMismatchError, "another shard, with 14 samples"),
+    ],
+)
+def test_damaged_columns_are_errors_that_name_the_file(
+    folder: str, tmp_path: Path, change: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message) as caught:
+        ss.ShardDataset(damage(folder, tmp_path, change), where="cls = 3")
+    assert "000000.tar" in str(caught.value)
+
+
+def test_columns_of_a_changed_shard_are_refused(folder: str, tmp_path: Path) -> None:
+    copy = damage(folder, tmp_path, lambda data: data)
+    other = tmp_path / "other"
+    # As many samples, and as large: only the checksum differs.
+    with ss.ShardWriter(f"{other}/{{shard:06d}}.tar", max_samples=15) as writer:
+        for sample in samples():
+            writer.write(sample | {"cls": 9 - sample["cls"]})
+    for path in other.iterdir():
+        shutil.copy(path, copy)
+    with pytest.raises(IndexMismatchError, match="run 'shardstream index --columns' again"):
+        ss.ShardDataset(copy, where="cls = 3")
+    assert len(ss.verify(copy).errors) == 7
+
+
+def test_columns_are_part_of_the_commands(folder: str, tmp_path: Path, capsys: Any) -> None:
+    from shardstream.cli import main  # noqa: PLC0415
+
+    shutil.copytree(folder, tmp_path / "copy")
+    assert main(["index", str(tmp_path / "copy"), "--columns", "cls,json.width"]) == 0
+    assert ss.read_columns(tmp_path / "copy").column_names == ["__key__", "cls", "width"]
+    target = str(tmp_path / "new")
+    assert main(["reshard", folder, target, "--columns", "cls"]) == 0
+    assert ss.read_columns(target).num_rows == COUNT
+    assert main(["pack", f"{folder}/000000.tar", target + "2", "--columns", "cls"]) == 0
+    assert ss.read_columns(target + "2").num_rows == 15
