@@ -4,6 +4,9 @@ base             the `Catalog` protocol: number of a sample -> shard and byte ra
 shard_catalog    samples of tar shards, by their indexes
 object_catalog   loose files, returned as the tars that `pack` would write
 concat_catalog   several catalogs as one
+join_keys        match the samples of two catalogs by key
+table_catalog    rows of a Parquet table, to be joined
+join_catalog     samples of several catalogs as one sample
 sample_columns   values of all samples in Parquet next to the shards; samples by key and by condition
 subset_catalog   some samples of a catalog
 integrity        compare the bytes of shards with the checksums of their manifest
@@ -23,11 +26,14 @@ from shardstream.catalog.class_names import (
 )
 from shardstream.catalog.concat_catalog import ConcatCatalog
 from shardstream.catalog.integrity import VerifiedReader, Verify
+from shardstream.catalog.join_catalog import JoinCatalog, JoinPart
+from shardstream.catalog.join_keys import match_keys, read_keys
 from shardstream.catalog.manifest_versions import check_manifests
 from shardstream.catalog.object_catalog import LabelFunction, ObjectCatalog, folder_label
 from shardstream.catalog.sample_columns import Keys, Where, read_columns
 from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
 from shardstream.catalog.subset_catalog import Subset, SubsetCatalog, choose_samples
+from shardstream.catalog.table_catalog import TableCatalog, open_table
 
 __all__ = [
     "Catalog",
@@ -36,6 +42,8 @@ __all__ = [
     "ConcatCatalog",
     "Extents",
     "IndexChunk",
+    "JoinCatalog",
+    "JoinPart",
     "Keys",
     "LabelFunction",
     "Numbers",
@@ -43,6 +51,7 @@ __all__ = [
     "ShardCatalog",
     "Subset",
     "SubsetCatalog",
+    "TableCatalog",
     "VerifiedReader",
     "Verify",
     "Where",
@@ -53,8 +62,11 @@ __all__ = [
     "find_difference",
     "folder_label",
     "lacks_index",
+    "match_keys",
+    "open_table",
     "read_all_classes",
     "read_classes",
     "read_columns",
+    "read_keys",
     "warn_of_difference",
 ]

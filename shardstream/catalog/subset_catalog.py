@@ -59,6 +59,11 @@ class SubsetCatalog(Catalog):
         return self._catalog.num_shards
 
     @property
+    def whole(self) -> Catalog:
+        """The whole catalog."""
+        return self._catalog
+
+    @property
     def numbers(self) -> Numbers:
         """Numbers of the samples in the whole catalog, shape (n,)."""
         return self._numbers.astype(np.int64)

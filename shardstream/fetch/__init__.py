@@ -4,6 +4,7 @@ fetcher      choose memory maps of local shards, or range reads
 readahead    ask the kernel to load pages of local shards before use
 remote       prefetch by range requests within a byte budget
 coalesce     merge neighbouring samples into one range
+join_fetcher  read several catalogs, and join their samples
 in_flight    send concurrent range requests; hedge slow ones
 """
 

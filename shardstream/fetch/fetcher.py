@@ -8,9 +8,10 @@ from typing import Protocol
 
 import numpy as np
 
-from shardstream.catalog import Catalog, Extents, Numbers
+from shardstream.catalog import Catalog, Extents, JoinCatalog, Numbers, TableCatalog
 from shardstream.fetch.coalesce import coalesce
 from shardstream.fetch.in_flight import RequestPool
+from shardstream.fetch.join_fetcher import JoinFetcher, TableFetcher
 from shardstream.fetch.readahead import Readahead
 from shardstream.fetch.remote import RangeFetcher
 from shardstream.format import (
@@ -30,6 +31,7 @@ from shardstream.format import (
 
 # Mean sample size from which finding many samples before copying any is faster; number of samples too small to judge that.
 _LARGE_BYTES, _MIN_SAMPLES_TO_JUDGE = 16 << 10, 256
+_MIN_PREFETCH_BYTES = 1 << 20  # of each part of a join
 
 
 class Fetcher(Protocol):
@@ -66,6 +68,19 @@ def open_fetcher(
         prefetch_bytes: Maximum of bytes in flight or prefetched.
         hedge: Send a second request when a response is slow.
     """
+    if isinstance(catalog, JoinCatalog):
+        return JoinFetcher(
+            catalog,
+            upcoming,
+            lambda part, groups, share: open_fetcher(
+                part,
+                groups,
+                prefetch_bytes=max(_MIN_PREFETCH_BYTES, int(prefetch_bytes * share)),
+                hedge=hedge,
+            ),
+        )
+    if isinstance(catalog, TableCatalog):
+        return TableFetcher(catalog)
     if catalog.is_local:
         return LocalFetcher(catalog, Readahead(catalog, iter(upcoming), prefetch_bytes))
     return RangeFetcher(catalog, iter(upcoming), prefetch_bytes=prefetch_bytes, hedges=hedge)
@@ -77,6 +92,10 @@ def open_batch_fetcher(catalog: Catalog) -> Fetcher:
     Args:
         catalog: The dataset.
     """
+    if isinstance(catalog, JoinCatalog):
+        return JoinFetcher(catalog, (), lambda part, _groups, _share: open_batch_fetcher(part))
+    if isinstance(catalog, TableCatalog):
+        return TableFetcher(catalog)
     if catalog.is_local:
         return LocalFetcher(catalog, Readahead(catalog, iter(()), 0))
     return BatchFetcher(catalog)

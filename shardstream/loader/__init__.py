@@ -2,7 +2,7 @@
 
 A batch passes through these files:
 
-    dataset, map_dataset, object_dataset, mix_dataset   public datasets; their methods are in ``steps``
+    dataset, map_dataset, object_dataset, mix_dataset, join_dataset   public datasets; their methods are in ``steps``
     loader, option_checks           the loader in the main process; checks of its options
     rank_consistency                compare the order of samples between ranks
     worker, replacement_samples     make the batches of one rank in a worker process
@@ -36,6 +36,7 @@ from shardstream.loader.device_transfer import (
     prefetch,
 )
 from shardstream.loader.iterator import WorkerIterator
+from shardstream.loader.join_dataset import join
 from shardstream.loader.loader import ShardLoader
 from shardstream.loader.map_dataset import ShardMapDataset
 from shardstream.loader.message_batching import (
@@ -87,6 +88,7 @@ __all__ = [
     "compare_in_store",
     "current_worker_info",
     "decode_sample",
+    "join",
     "load_checkpoint",
     "load_tensors",
     "mix",

@@ -1,0 +1,320 @@
+from __future__ import annotations
+
+import logging
+import pickle
+import random
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+import shardstream as ss
+from shardstream.errors import ChangedError, IndexMismatchError, OptionError, SampleError
+from tests.small_datasets import FEW_CORES, take
+
+COUNT = 60
+
+
+def write(folder: Path | str, field: str, keys: list[int], columns: Any = "__key__") -> str:
+    """Write a dataset whose sample of key k has the field ``field`` with the text k."""
+    with ss.ShardWriter(f"{folder}/{{shard:06d}}.tar", max_samples=7, columns=columns) as writer:
+        for key in keys:
+            writer.write({"__key__": f"k{key:03d}", field: b"%d" % key})
+    return str(folder)
+
+
+def shuffled(seed: int, count: int = COUNT) -> list[int]:
+    keys = [*range(count)]
+    random.Random(seed).shuffle(keys)
+    return keys
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Three datasets with the same keys, in other orders."""
+    root = tmp_path_factory.mktemp("join")
+    return {
+        "images": write(root / "images", "cls", [*range(COUNT)]),
+        "captions": write(root / "captions", "txt", shuffled(1)),
+        "vectors": write(root / "vectors", "bin", shuffled(2)),
+        "same": write(root / "same", "id", [*range(COUNT)]),
+        "some": write(root / "some", "txt", [k for k in shuffled(3) if k % 5]),
+        "more": write(root / "more", "txt", shuffled(4, 90)),
+        "bare": write(root / "bare", "txt", [*range(COUNT)], columns=None),
+        "bare shuffled": write(root / "bare2", "txt", shuffled(5), columns=None),
+    }
+
+
+def rows(dataset: Any) -> list[tuple[str, ...]]:
+    """Return the fields of the samples, after their key."""
+    return [
+        (
+            sample["__key__"],
+            *(
+                bytes(sample[field]).decode()
+                for field in sorted(sample)
+                if not field.startswith("__")
+            ),
+        )
+        for sample in dataset
+    ]
+
+
+def expected(keys: Any, fields: int) -> list[tuple[str, ...]]:
+    return [(f"k{k:03d}", *[str(k)] * fields) for k in keys]
+
+
+def test_samples_get_the_fields_of_the_same_key(parts: dict[str, str]) -> None:
+    dataset = ss.join(parts["images"], parts["captions"], parts["vectors"])
+    assert len(dataset) == COUNT
+    assert rows(dataset) == expected(range(COUNT), 3)
+    first = ss.ShardDataset(parts["images"], shuffle=True, seed=3)
+    alone = [sample["__key__"] for sample in first]
+    joined = rows(ss.join(first, parts["more"]))
+    assert [row[0] for row in joined] == alone
+    assert sorted(joined) == expected(range(COUNT), 2)
+
+
+@pytest.mark.parametrize("by", ["auto", "position"])
+def test_datasets_of_one_order_are_joined_by_position(parts: dict[str, str], by: Any) -> None:
+    assert rows(ss.join(parts["images"], parts["same"], by=by)) == expected(range(COUNT), 2)
+    assert rows(ss.join(parts["images"], parts["bare"], by=by)) == expected(range(COUNT), 2)
+
+
+def test_another_order_is_an_error_where_there_are_no_keys_to_join_by(
+    parts: dict[str, str],
+) -> None:
+    for others in ([parts["bare shuffled"]], [parts["same"], parts["bare shuffled"]]):
+        with pytest.raises(IndexMismatchError, match="not in the same order"):
+            rows(ss.join(parts["images"], *others))
+    with pytest.raises(IndexMismatchError, match="not in the same order"):
+        rows(ss.join(parts["images"], parts["captions"], by="position"))
+    # No error of a sample, which a user could skip.
+    tolerant = ss.ShardDataset(parts["images"], on_error="skip")
+    with pytest.raises(IndexMismatchError):
+        rows(ss.join(tolerant, parts["bare shuffled"]))
+
+
+def test_missing_keys_are_an_error_or_a_default(
+    parts: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    names = (parts["images"], parts["vectors"], parts["some"])
+    with pytest.raises(
+        OptionError, match="12 keys of 60 missing in this dataset, the first 'k000'"
+    ):
+        ss.join(*names)
+    with caplog.at_level(logging.WARNING):
+        dropped = ss.join(*names, missing="drop")
+    assert "12 samples" in caplog.text
+    assert rows(dropped) == expected([k for k in range(COUNT) if k % 5], 3)
+    kept = rows(ss.join(*names, missing="keep"))
+    assert kept == [row for k in range(COUNT) for row in expected([k], 3 if k % 5 else 2)]
+    filled = [sample["txt"] for sample in ss.join(*names, missing={"txt": b"none"}).decode()]
+    assert filled == [str(k) if k % 5 else "none" for k in range(COUNT)]
+
+
+def joined_three(parts: dict[str, str], ranks: int = 1, rank: int = 0) -> ss.ShardLoader:
+    first = ss.ShardDataset(
+        parts["images"], shuffle=True, lanes=8, placement=ss.Placement(rank, ranks), block=2
+    )
+    joined = ss.join(first, parts["vectors"], parts["some"], missing={"txt": b"none"})
+    return ss.ShardLoader(joined.decode().to_tuple("__key__", "cls", "bin", "txt"), 2)
+
+
+def triples(batches: Any) -> list[tuple[Any, ...]]:
+    return [
+        (key, int(number), int(data), text)
+        for keys, numbers, vectors, texts in batches
+        for key, number, data, text in zip(keys, numbers, vectors, texts, strict=True)
+    ]
+
+
+def test_state_is_resumed_on_other_ranks(parts: dict[str, str]) -> None:
+    begun = joined_three(parts)
+    found = triples(take(begun, 11))
+    for rank in range(4):
+        other = joined_three(parts, 4, rank)
+        other.load_state_dict(begun.state_dict())
+        found += triples(other)
+    wanted = [(f"k{k:03d}", k, k, str(k) if k % 5 else "none") for k in range(COUNT)]
+    assert sorted(set(found)) == wanted
+    first = ss.ShardDataset(parts["images"], shuffle=True, lanes=8, block=2)
+    other = ss.ShardLoader(ss.join(first, parts["vectors"]).decode(), 2)
+    with pytest.raises(ss.StateError):
+        other.load_state_dict(begun.state_dict())
+
+
+@pytest.mark.filterwarnings(FEW_CORES)
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_on_a_store_read_ranges_of_each_dataset(
+    s3_env: None, bucket: str, method: str
+) -> None:
+    images = write(f"{bucket}/images", "cls", [*range(COUNT)])
+    texts = write(f"{bucket}/texts", "txt", shuffled(6))
+    dataset = ss.join(ss.ShardDataset(images, shuffle=True), texts).decode()
+    loader = ss.ShardLoader(dataset, 8, num_workers=2, multiprocessing_context=method)
+    found = [
+        (int(number), text)
+        for batch in loader
+        for number, text in zip(batch["cls"], batch["txt"], strict=True)
+    ]
+    assert sorted(found) == [(k, str(k)) for k in range(COUNT)]
+    assert loader.stats().as_dict()["requests"] > 0
+
+
+def test_fields_are_chosen_by_dataset(parts: dict[str, str], tmp_path: Path) -> None:
+    with ss.ShardWriter(tmp_path / "{shard}.tar", columns="__key__") as writer:
+        for k in shuffled(7):
+            writer.write({"__key__": f"k{k:03d}", "cls": 7, "txt": str(k), "id": k})
+    folder = str(tmp_path)
+    with pytest.raises(OptionError, match="two datasets have the field 'cls'"):
+        ss.join(parts["images"], folder)
+    assert rows(ss.join(parts["images"], {folder: ["txt"]})) == expected(range(COUNT), 2)
+    with pytest.raises(OptionError, match="no sample has the field 'jpg', but cls, id, txt"):
+        ss.join(parts["images"], {folder: ["jpg"]})
+    (tmp_path / "index.json").unlink()  # fields are not known before samples are read
+    with pytest.raises(SampleError, match="two of the joined datasets have the field 'cls'"):
+        rows(ss.join(parts["images"], folder))
+
+
+def table(path: Path, keys: list[int], **columns: Any) -> str:
+    values = {"caption": [f"text {k}" for k in keys], "score": [k / 2 for k in keys]}
+    values |= {"vector": pa.array([[k, 0.5] for k in keys], pa.list_(pa.float32()))}
+    pq.write_table(pa.table({"key": [f"k{k:03d}" for k in keys], **values, **columns}), path)
+    return str(path)
+
+
+def test_a_table_is_joined(parts: dict[str, str], tmp_path: Path) -> None:
+    scores = table(tmp_path / "scores.parquet", shuffled(9))
+    fields = {"txt": "caption", "score.json": "score", "npy": "vector"}
+    first = ss.ShardDataset(parts["images"], shuffle=True)
+    dataset = ss.join(first, {scores: fields}, parts["vectors"]).decode()
+    loader = ss.ShardLoader(dataset, 8, num_workers=2)
+    for batch in loader:
+        for place, number in enumerate(batch["cls"].tolist()):
+            assert batch["txt"][place] == f"text {number}"
+            assert batch["score.json"][place] == number / 2
+            assert batch["npy"][place].tolist() == [number, 0.5]
+            assert batch["npy"].dtype == torch.float32
+    state = loader.state_dict()
+    other = table(tmp_path / "other.parquet", shuffled(10))
+    with pytest.raises(ss.StateError):
+        ss.ShardLoader(
+            ss.join(first, {other: fields}, parts["vectors"]).decode(), 8, num_workers=2
+        ).load_state_dict(state)
+
+
+def test_missing_values_of_a_table_are_missing_fields(
+    parts: dict[str, str], tmp_path: Path
+) -> None:
+    some = table(
+        tmp_path / "some.parquet",
+        [*range(0, COUNT, 2)],
+        txt=["" if k % 4 else None for k in range(0, COUNT, 2)],
+    )
+    with pytest.raises(OptionError, match="30 keys of 60 missing"):
+        ss.join(parts["images"], {some: ["txt"]})
+    kept = [*ss.join(parts["images"], {some: ["txt"]}, missing={"txt": b"none"})]
+    assert [sample.get("txt") for sample in kept[:5]] == [None, b"none", b"", b"none", None]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (None, "name the columns"),
+        (["breadth"], "no column 'breadth', but key, caption, score, vector"),
+        ({"txt": "caption", "__key__": "score"}, "are double, not text"),
+        ({"txt": "score"}, "a float needs a field of JSON"),
+        ({"npy": "caption"}, "cannot be the field 'npy'"),
+        ({"cls": "caption"}, "two datasets have the field 'cls'"),
+    ],
+    ids=str,
+)
+def test_tables_that_do_not_fit_are_errors(
+    parts: dict[str, str], tmp_path: Path, fields: Any, message: str
+) -> None:
+    scores = table(tmp_path / "scores.parquet", [*range(COUNT)])
+    with pytest.raises(ss.ShardStreamError, match=message):
+        rows(ss.join(parts["images"], {scores: fields}))
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1")
+    with pytest.raises(OptionError, match="not a Parquet file"):
+        ss.join(parts["images"], {str(tmp_path / "bad.parquet"): ["txt"]})
+
+
+def test_subsets_are_joined(parts: dict[str, str]) -> None:
+    first = ss.ShardDataset(parts["images"], subset=range(0, 60, 4))
+    assert rows(ss.join(first, parts["captions"])) == expected(range(0, 60, 4), 2)
+    second = ss.ShardDataset(parts["captions"], keys=[f"k{k:03d}" for k in range(0, 60, 8)])
+    dropped = ss.join(first, second, missing="drop")
+    assert rows(dropped) == expected(range(0, 60, 8), 2)
+    with pytest.raises(OptionError, match="no key is in all"):
+        ss.join(ss.ShardDataset(parts["images"], subset=[1]), second, missing="drop")
+
+
+def test_damaged_sample_of_a_dataset_is_an_error_of_that_sample(
+    parts: dict[str, str], tmp_path: Path
+) -> None:
+    folder = Path(write(tmp_path / "texts", "txt", shuffled(8)))
+    path = folder / "000003.tar"
+    data = bytearray(path.read_bytes())
+    data[1024] ^= 0xFF  # the header of its second sample
+    path.write_bytes(data)
+    with pytest.raises(ss.ShardError, match=r"000003\.tar"):
+        rows(ss.join(parts["images"], str(folder)))
+    tolerant = ss.join(ss.ShardDataset(parts["images"], on_error="skip"), str(folder))
+    assert len(rows(tolerant)) == COUNT - 1
+
+
+def test_replaced_dataset_is_noticed(parts: dict[str, str], tmp_path: Path) -> None:
+    folder = write(tmp_path / "texts", "txt", shuffled(8))
+    dataset = ss.join(parts["images"], folder)
+    rows(dataset)
+    for path in Path(folder).glob("*.tar"):
+        path.write_bytes(path.read_bytes() + bytes(512))
+    with pytest.raises((ChangedError, IndexMismatchError)):
+        rows(dataset)
+
+
+def test_pickled_join_reads_the_same(parts: dict[str, str]) -> None:
+    dataset = ss.join(parts["images"], parts["captions"])
+    copy = pickle.loads(pickle.dumps(dataset))  # noqa: S301
+    assert rows(copy) == rows(dataset)
+    assert "60 samples of 2 datasets" in repr(dataset)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        ([], {}, "two datasets or more"),
+        (["captions"], {"by": "name"}, "by must be"),
+        (["captions"], {"missing": "ignore"}, "missing must be"),
+        (["bare"], {"by": "key"}, "no columns to join by"),
+        (["some"], {"by": "position"}, "60 samples cannot be joined by position with 48 samples"),
+    ],
+)
+def test_wrong_arguments_are_errors(
+    parts: dict[str, str], arguments: list[str], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        ss.join(parts["images"], *(parts[name] for name in arguments), **options)
+
+
+def test_what_cannot_be_joined_is_an_error(parts: dict[str, str], tmp_path: Path) -> None:
+    images = ss.ShardDataset(parts["images"])
+    with pytest.raises(OptionError, match="join first, then add the steps"):
+        ss.join(images.decode(), parts["captions"])
+    with pytest.raises(OptionError, match="with an index"):
+        ss.join(ss.ShardDataset(parts["images"], index="ignore"), parts["captions"])
+    with pytest.raises(OptionError, match="cannot be part of a mix"):
+        ss.mix([images, ss.join(images, parts["captions"])])
+    with pytest.raises(OptionError, match="url: "):
+        ss.join(images, {parts["captions"]: "txt"})
+    twice = write(tmp_path / "twice", "txt", [0])
+    with ss.ShardWriter(tmp_path / "t" / "{shard}.tar", max_samples=1, columns="cls") as writer:
+        for _ in range(2):
+            writer.write({"__key__": "k000", "id": 1, "cls": 1})
+    with pytest.raises(OptionError, match="several samples have the key 'k000'"):
+        ss.join(twice, tmp_path / "t")
