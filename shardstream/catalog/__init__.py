@@ -25,7 +25,7 @@ from shardstream.catalog.integrity import VerifiedReader, Verify
 from shardstream.catalog.manifest_versions import check_manifests
 from shardstream.catalog.object_catalog import LabelFunction, ObjectCatalog, folder_label
 from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
-from shardstream.catalog.subset_catalog import Subset, SubsetCatalog, select_subset
+from shardstream.catalog.subset_catalog import Subset, SubsetCatalog, read_array, select_subset
 
 __all__ = [
     "Catalog",
@@ -49,6 +49,7 @@ __all__ = [
     "folder_label",
     "lacks_index",
     "read_all_classes",
+    "read_array",
     "read_classes",
     "select_subset",
     "warn_of_difference",

@@ -28,11 +28,11 @@ from shardstream.loader.steps import StreamSteps
 from shardstream.order import Remainder
 from shardstream.pipeline import (
     DEFAULT_PREFETCH_BYTES,
-    CatalogSource,
     IndexedSource,
     OnError,
     Pipeline,
     ReadOptions,
+    SampleWeights,
     SequentialSource,
     Shuffle,
     SkipTracker,
@@ -42,6 +42,7 @@ from shardstream.pipeline import (
     check_stage,
     default_partition,
     open_sequential_source,
+    open_source,
 )
 from shardstream.storage import Storage, Urls, locate_shards, open_cache
 
@@ -187,6 +188,9 @@ class CatalogDataset(StreamDataset):
     Args:
         catalog: The samples by number.
         options: Order of the samples and prefetching; by default in the order of their numbers.
+        weights: As in `ShardDataset`, like the next two.
+        replacement: As in `ShardDataset`.
+        num_samples: As in `ShardDataset`.
         on_error: As in `ShardDataset`.
         placement: As in `ShardDataset`.
 
@@ -199,12 +203,20 @@ class CatalogDataset(StreamDataset):
         catalog: Catalog,
         options: ReadOptions | None = None,
         *,
+        weights: SampleWeights | None = None,
+        replacement: bool = True,
+        num_samples: int | None = None,
         on_error: OnError = "raise",
         placement: Placement | None = None,
     ) -> None:
         SkipTracker(on_error)  # validates
-        source = CatalogSource(catalog=catalog, options=options or ReadOptions())
-        source.order(batch=source.options.microbatch or 1, lanes=1, epoch=0)  # validates
+        source = open_source(
+            catalog,
+            options or ReadOptions(),
+            weights=weights,
+            replacement=replacement,
+            num_samples=num_samples,
+        )
         super().__init__(Pipeline(source=source, on_error=on_error), placement)
 
 
@@ -232,6 +244,13 @@ class ShardDataset(StreamDataset):
         subset: Read some samples only: their numbers, a mask of bools, a slice, or a ``.npy`` file (path or URL) of numbers or bools. Length,
             order, state and splits are those of the subset; without ``shuffle`` the order is that of the numbers. From a remote store
             at most three bytes are read for each byte used, so samples far apart cost a request each.
+        weights: Draw the samples of each epoch by weight: one number of at least 0 for each sample (or for each of ``subset``), or a
+            ``.npy`` file (path or URL) of them; only their ratios count. A sample is expected ``num_samples * weight / sum(weights)``
+            times and comes as often, rounded down or up, its exact share in the mean over epochs. The draw is a function of weights,
+            seed and epoch, so length, splits and states are as exact as without; copies get their own ``map(rng=True)``. With
+            ``shuffle`` copies are spread over the epoch; without, the samples come in the order of their numbers.
+        replacement: With weights: False draws each sample at most once an epoch, with a probability in proportion to its weight (up to 1).
+        num_samples: With weights: samples of an epoch, over all ranks; by default as many as there are. Needed for ``replacement=False``.
         storage_options: For fsspec, e.g. ``{"endpoint_url": "http://127.0.0.1:9000"}``.
         filesystem: An fsspec file system to use instead.
         cache_dir: A local folder that caches remote bytes, for later epochs and other processes.
@@ -270,6 +289,9 @@ class ShardDataset(StreamDataset):
         remainder: Remainder = "pad",
         index: Literal["auto", "require", "ignore"] = "auto",
         subset: Subset | None = None,
+        weights: SampleWeights | None = None,
+        replacement: bool = True,
+        num_samples: int | None = None,
         storage_options: dict[str, Any] | None = None,
         filesystem: Any = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -305,10 +327,12 @@ class ShardDataset(StreamDataset):
             catalog: Catalog = ShardCatalog(located, storage, verify)
             if subset is not None:
                 catalog = select_subset(catalog, subset)
-            source = CatalogSource(catalog=catalog, options=options)
-            source.order(batch=microbatch or 1, lanes=1, epoch=0)  # validates
+            source = open_source(
+                catalog, options, weights=weights, replacement=replacement, num_samples=num_samples
+            )
         else:
-            if verify is not None or subset is not None or index == "require":
+            by_number = (verify, subset, weights, num_samples)
+            if any(option is not None for option in by_number) or index == "require":
                 raise _lacking_index(unindexed, index)
             if index == "auto":
                 _warn_no_index(unindexed)
@@ -371,7 +395,7 @@ def refuse_device_decode(pipeline: Pipeline, reader: str) -> None:
 def _lacking_index(url: str, index: str) -> OptionError:
     text = "this shard has no index; run 'shardstream index' on its folder"
     if index == "ignore":
-        text = "verify= and subset= need shards that are read by number; remove index='ignore'"
+        text = "verify=, subset= and weights= need shards that are read by number; remove index='ignore'"
     return OptionError(text, shard=url)
 
 

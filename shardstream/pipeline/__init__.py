@@ -5,6 +5,7 @@ A stage describes a step and is picklable; a run executes that step in one proce
     stage                               the protocols of stages and runs
     source                              the protocol of sources
     indexed_source                      samples by number, in the order of an epoch plan
+    weighted_source                     samples drawn by weight, for such a source
     sequential_source                   whole shards, for data without an index
     mix, mix_streams                    weighted mixes of datasets
     pipeline                            source + stages: the only file that composes them
@@ -93,6 +94,7 @@ from shardstream.pipeline.stage import (
 )
 from shardstream.pipeline.step_signatures import describe, function_name
 from shardstream.pipeline.stream_ops import Compose, Repeat, Shuffle, Slice
+from shardstream.pipeline.weighted_source import DrawnCatalog, SampleWeights, open_source
 
 __all__ = [
     "BASIC",
@@ -110,6 +112,7 @@ __all__ = [
     "Decode",
     "Decoder",
     "DeferredImageDecoder",
+    "DrawnCatalog",
     "EncodedImage",
     "GroupBatched",
     "Handler",
@@ -136,6 +139,7 @@ __all__ = [
     "Repeat",
     "Run",
     "SampleTransform",
+    "SampleWeights",
     "Select",
     "SequentialRun",
     "SequentialSource",
@@ -167,6 +171,7 @@ __all__ = [
     "installed_decoders",
     "like_tuple",
     "open_sequential_source",
+    "open_source",
     "parse_json",
     "plan_steps",
     "read_shard",

@@ -109,6 +109,11 @@ class IndexedSource(Source):
     """All samples by number."""
 
     @property
+    def nsamples(self) -> int:
+        """Number of samples from which default sizes are computed: all, or those of an epoch where they are drawn."""
+        return len(self.catalog)
+
+    @property
     def seed(self) -> int:
         """Seed of the order."""
         return self.options.seed
@@ -190,7 +195,8 @@ class CatalogSource(IndexedSource):
 
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:  # noqa: ARG002  (the same every epoch)
         """Return the order for a microbatch; ``options.lanes`` takes precedence over ``lanes``."""
-        options, nsamples, total_bytes = self.options, len(self.catalog), self.catalog.total_bytes
+        options, nsamples = self.options, self.nsamples
+        total_bytes = self.catalog.total_bytes * nsamples // max(1, len(self.catalog))
         if self.catalog.can_coalesce:
             window = options.window or default_window(nsamples, total_bytes, batch)
             block = options.block or default_block(nsamples, total_bytes)
@@ -233,7 +239,7 @@ def default_microbatch(nsamples: int, readers: int) -> int:
 def default_partition(source: IndexedSource, worker_info: WorkerInfo, epoch: int) -> RankPartition:
     """Return the steps of a rank of a dataset that is iterated without a `ShardLoader`."""
     batch = source.options.microbatch or default_microbatch(
-        len(source.catalog), worker_info.num_global_workers
+        source.nsamples, worker_info.num_global_workers
     )
     if source.options.microbatch is None and source.options.window is not None:
         batch = math.gcd(batch, source.options.window)

@@ -79,9 +79,7 @@ class Pipeline:
             "world_size": worker_info.placement.world_size,
             "num_workers": worker_info.num_workers,
         }
-        described = self.source.describe(steps=True)
-        if described:
-            identity["mix"] = described
+        identity |= self.source.describe(steps=True)
         return identity | self.source.order_identity(worker_info, epoch)
 
     def describe(self, *, steps: bool) -> State:
@@ -94,8 +92,7 @@ class Pipeline:
         described |= {"stages": list(self.steps)} if steps else {}
         if (source := self.source.indexed) is not None:
             described |= {"window": source.options.window, "block": source.options.block}
-        mixed = self.source.describe(steps=steps)
-        return described | ({"mix": mixed} if mixed else {})
+        return described | self.source.describe(steps=steps)
 
     def context(self, worker_info: WorkerInfo, epoch: int) -> Context:
         """Return the context that the stages of one loader worker share."""
