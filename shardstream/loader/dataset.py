@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
+from collections.abc import Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Literal, Self
 
@@ -41,6 +42,7 @@ from shardstream.pipeline import (
     check_epoch,
     check_stage,
     default_partition,
+    keep_fields,
     open_sequential_source,
     open_source,
 )
@@ -164,7 +166,7 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
 
     @property
     def _num_stages(self) -> int:
-        return len(self.pipeline.stages)
+        return self.pipeline.num_steps
 
     def then(self, stage: Stage) -> Self:
         """Append a custom stage, see `ItemSteps.then`."""
@@ -188,9 +190,10 @@ class CatalogDataset(StreamDataset):
     Args:
         catalog: The samples by number.
         options: Order of the samples and prefetching; by default in the order of their numbers.
-        weights: As in `ShardDataset`, like the next two.
+        weights: As in `ShardDataset`, like the next three.
         replacement: As in `ShardDataset`.
         num_samples: As in `ShardDataset`.
+        fields: As in `ShardDataset`.
         on_error: As in `ShardDataset`.
         placement: As in `ShardDataset`.
 
@@ -198,7 +201,7 @@ class CatalogDataset(StreamDataset):
         OptionError: If an argument is invalid.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (the public door)
         self,
         catalog: Catalog,
         options: ReadOptions | None = None,
@@ -206,10 +209,12 @@ class CatalogDataset(StreamDataset):
         weights: SampleWeights | None = None,
         replacement: bool = True,
         num_samples: int | None = None,
+        fields: Sequence[str] | None = None,
         on_error: OnError = "raise",
         placement: Placement | None = None,
     ) -> None:
         SkipTracker(on_error)  # validates
+        stages = () if fields is None else (keep_fields(fields, catalog.fields),)
         source = open_source(
             catalog,
             options or ReadOptions(),
@@ -217,7 +222,7 @@ class CatalogDataset(StreamDataset):
             replacement=replacement,
             num_samples=num_samples,
         )
-        super().__init__(Pipeline(source=source, on_error=on_error), placement)
+        super().__init__(Pipeline(source=source, stages=stages, on_error=on_error), placement)
 
 
 class ShardDataset(StreamDataset):
@@ -251,6 +256,9 @@ class ShardDataset(StreamDataset):
             ``shuffle`` copies are spread over the epoch; without, the samples come in the order of their numbers.
         replacement: With weights: False draws each sample at most once an epoch, with a probability in proportion to its weight (up to 1).
         num_samples: With weights: samples of an epoch, over all ranks; by default as many as there are. Needed for ``replacement=False``.
+        fields: Fields of the samples, e.g. ``("jpg", "cls")`` or ``("jpg;png", "cls")``, besides key and URL; others are neither decoded
+            nor, from local shards of large samples, read. A field that the manifest does not list is refused; a sample without one
+            of them is a bad sample (see ``on_error``). Order and ``map(rng=True)`` stay the same. None means all.
         storage_options: For fsspec, e.g. ``{"endpoint_url": "http://127.0.0.1:9000"}``.
         filesystem: An fsspec file system to use instead.
         cache_dir: A local folder that caches remote bytes, for later epochs and other processes.
@@ -292,6 +300,7 @@ class ShardDataset(StreamDataset):
         weights: SampleWeights | None = None,
         replacement: bool = True,
         num_samples: int | None = None,
+        fields: Sequence[str] | None = None,
         storage_options: dict[str, Any] | None = None,
         filesystem: Any = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -302,16 +311,13 @@ class ShardDataset(StreamDataset):
         verify: Verify | None = None,
         placement: Placement | None = None,
     ) -> None:
-        if index not in ("auto", "require", "ignore"):
-            raise OptionError(f"index must be 'auto', 'require' or 'ignore', not {index!r}")
-        SkipTracker(on_error)  # validates before any I/O
-        cache = None if cache_dir is cache_bytes is None else open_cache(cache_dir, cache_bytes)
-        storage = Storage(storage_options, filesystem, cache)
+        _check_options(index, on_error)
+        storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
         located = locate_shards(urls, storage)
         self._class_names = ClassNames(located, storage)
         unindexed = located.shards[0].url if index == "ignore" else lacks_index(located, storage)
+        stages: list[Stage] = [] if fields is None else [keep_fields(fields, located.fields)]
         source: IndexedSource | SequentialSource
-        stages: tuple[Stage, ...] = ()
         if unindexed is None:
             options = ReadOptions(
                 shuffle=shuffle,
@@ -324,21 +330,20 @@ class ShardDataset(StreamDataset):
                 prefetch_bytes=prefetch_bytes,
                 hedge=hedge,
             )
-            catalog: Catalog = ShardCatalog(located, storage, verify)
-            if subset is not None:
-                catalog = select_subset(catalog, subset)
+            whole = ShardCatalog(located, storage, verify)
+            catalog = whole if subset is None else select_subset(whole, subset)
             source = open_source(
                 catalog, options, weights=weights, replacement=replacement, num_samples=num_samples
             )
         else:
-            by_number = (verify, subset, weights, num_samples)
-            if any(option is not None for option in by_number) or index == "require":
-                raise _lacking_index(unindexed, index)
-            if index == "auto":
-                _warn_no_index(unindexed)
+            drawn = weights is not None or num_samples is not None or not replacement
+            _check_whole_shards(
+                unindexed, index, verify=verify, subset=subset, weights=drawn or None
+            )
             source = open_sequential_source(located, storage, shuffle=shuffle, seed=seed)
-            stages = (Shuffle(window=window or _WHOLE_SHARD_WINDOW),) if shuffle else ()
-        super().__init__(Pipeline(source=source, stages=stages, on_error=on_error), placement)
+            stages += [Shuffle(window=window or _WHOLE_SHARD_WINDOW)] if shuffle else []
+        pipeline = Pipeline(source=source, stages=tuple(stages), on_error=on_error)
+        super().__init__(pipeline, placement)
         if len(self._class_names.folders) > 1:  # a single folder is read lazily, by `classes`
             warn_of_difference(self._class_names.found)
 
@@ -392,11 +397,36 @@ def refuse_device_decode(pipeline: Pipeline, reader: str) -> None:
         )
 
 
-def _lacking_index(url: str, index: str) -> OptionError:
-    text = "this shard has no index; run 'shardstream index' on its folder"
-    if index == "ignore":
-        text = "verify=, subset= and weights= need shards that are read by number; remove index='ignore'"
-    return OptionError(text, shard=url)
+def _check_options(index: str, on_error: OnError) -> None:
+    """Check options before any I/O."""
+    if index not in ("auto", "require", "ignore"):
+        raise OptionError(f"index must be 'auto', 'require' or 'ignore', not {index!r}")
+    SkipTracker(on_error)
+
+
+def _check_whole_shards(url: str, index: str, **options: object) -> None:
+    """Check that shards may be read from start to end; warn if the user did not ask for it.
+
+    Args:
+        url: A shard that has no index, or whose index is ignored.
+        index: The user's option.
+        options: Options that need an index; None if they are not given.
+
+    Raises:
+        OptionError: If one is given, or an index is required.
+    """
+    given = ", ".join(f"{name}=" for name, value in options.items() if value is not None)
+    if given and index == "ignore":
+        raise OptionError(
+            f"{given} need shards that are read by number; remove index='ignore'", shard=url
+        )
+    if given or index == "require":
+        needs = f", which {given} needs" if given else ""
+        raise OptionError(
+            f"this shard has no index{needs}; run 'shardstream index' on its folder", shard=url
+        )
+    if index == "auto":
+        _warn_no_index(url)
 
 
 def _warn_no_index(url: str) -> None:
@@ -407,5 +437,5 @@ def _warn_no_index(url: str) -> None:
         f"Run once: shardstream index {folder or url}  (compressed shards cannot be indexed: pack them again without). "
         "index='ignore' silences this.",
         NoIndexWarning,
-        stacklevel=3,
+        stacklevel=4,
     )

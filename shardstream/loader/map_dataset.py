@@ -35,6 +35,7 @@ from shardstream.pipeline import (
     Stage,
     check_epoch,
     check_stage,
+    keep_fields,
 )
 from shardstream.storage import Storage, Urls, locate_shards, new_lock, open_cache
 
@@ -56,13 +57,15 @@ class MapDataset(ItemSteps, Dataset[Any]):
     Args:
         catalog: The samples.
         seed: For ``map(rng=True)``.
+        fields: As in `ShardDataset`.
     """
 
-    def __init__(self, catalog: Catalog, *, seed: int) -> None:
+    def __init__(self, catalog: Catalog, *, seed: int, fields: Sequence[str] | None = None) -> None:
         self._catalog = catalog
         self._numbers: Numbers | range = range(len(catalog))
         self._pipeline = Pipeline(
-            source=CatalogSource(catalog=catalog, options=ReadOptions(seed=seed))
+            source=CatalogSource(catalog=catalog, options=ReadOptions(seed=seed)),
+            stages=() if fields is None else (keep_fields(fields, catalog.fields),),
         )
         self._opened: _Opened | None = None
         self.epoch = 0
@@ -143,7 +146,7 @@ class MapDataset(ItemSteps, Dataset[Any]):
 
     @property
     def _num_stages(self) -> int:
-        return len(self._pipeline.stages)
+        return self._pipeline.num_steps
 
     def then(self, stage: Stage) -> Self:
         """Append a custom stage that yields one item per item, see `ItemSteps.then`."""
@@ -167,7 +170,7 @@ class MapDataset(ItemSteps, Dataset[Any]):
 class ShardMapDataset(MapDataset):
     """Samples of tar shards by number: ``ds[i]``, ``ds[-1]``, ``ds[10:20]``, ``len(ds)``.
 
-    For torch's ``DataLoader`` with a sampler (``DistributedSampler``, ``WeightedRandomSampler``), ``Subset`` and
+    For torch's ``DataLoader`` with a sampler (``DistributedSampler``), ``Subset`` and
     ``random_split``. A batch is fetched with few range reads of neighbouring samples. Without a sampler, `ShardDataset` is
     faster, because it can prefetch. Thread-safe.
 
@@ -175,6 +178,7 @@ class ShardMapDataset(MapDataset):
         urls: As in `ShardDataset`; every shard must be local or have an index.
         subset: Some samples only, as in `ShardDataset`: ``ds[i]`` is the sample ``subset[i]``.
         seed: For ``map(rng=True)``.
+        fields: Some fields only, as in `ShardDataset`.
         storage_options: For fsspec.
         filesystem: An fsspec file system to use instead.
         cache_dir: A local folder that caches remote bytes, for later epochs and other processes.
@@ -193,6 +197,7 @@ class ShardMapDataset(MapDataset):
         *,
         subset: Subset | None = None,
         seed: int = 0,
+        fields: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -202,7 +207,8 @@ class ShardMapDataset(MapDataset):
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
         located = locate_shards(urls, storage)
         catalog: Catalog = ShardCatalog(located, storage, verify)
-        super().__init__(catalog if subset is None else select_subset(catalog, subset), seed=seed)
+        chosen = catalog if subset is None else select_subset(catalog, subset)
+        super().__init__(chosen, seed=seed, fields=fields)
         self._class_names = ClassNames(located, storage)
         if len(self._class_names.folders) > 1:  # a single folder is read lazily, by `classes`
             warn_of_difference(self._class_names.found)

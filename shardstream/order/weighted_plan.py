@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,9 +19,13 @@ from shardstream.errors import OptionError, plural
 from shardstream.order.epoch_plan import EpochOrder, EpochPlan
 from shardstream.order.permutation import Ints, derive_key, derive_keys
 
-_COPY_BITS = 32  # expected copies are whole numbers of 2**-32, whose sums are exact on every machine
+_COPY_BITS = (
+    32  # expected copies are whole numbers of 2**-32, whose sums are exact on every machine
+)
 _MAX_DRAWS = (1 << 63 - _COPY_BITS) - 2
-_CERTAIN = 1 - 2**-20  # expected more often than this, a sample comes once without doubt: rounding must not make it two
+_CERTAIN = (
+    1 - 2**-20
+)  # expected more often than this, a sample comes once without doubt: rounding must not make it two
 _SAMPLE_ORDER, _OFFSET, _COPY_SHIFTS = 7, 8, 9  # purposes of the random keys
 
 
@@ -126,7 +130,8 @@ def _share_out(scaled: npt.NDArray[np.float64], draws: int) -> Ints:
     # NumPy's cumsum adds in order, so the rounding is the same everywhere; a sum may add in blocks of a machine's width.
     ends = np.cumsum(scaled)
     ends = np.rint(ends / ends[-1] * float(draws << _COPY_BITS)).astype(np.int64)
-    return np.diff(ends, prepend=0)
+    copies: Ints = np.diff(ends, prepend=0)
+    return copies
 
 
 class WeightedEpochPlan(EpochPlan):

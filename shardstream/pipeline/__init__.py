@@ -9,6 +9,7 @@ A stage describes a step and is picklable; a run executes that step in one proce
     sequential_source                   whole shards, for data without an index
     mix, mix_streams                    weighted mixes of datasets
     pipeline                            source + stages: the only file that composes them
+    keep_fields                         fields= of a dataset
     decode, fast_decode, image_decode, raw_image_decode   field bytes -> values
     encoded_image                       images that are decoded later, on the loader's device
     installed_decoders                  decoders of installed packages, by entry point
@@ -57,6 +58,7 @@ from shardstream.pipeline.indexed_source import (
     worker_steps,
 )
 from shardstream.pipeline.installed_decoders import installed_decoders
+from shardstream.pipeline.keep_fields import KeepFields, check_fields, keep_fields
 from shardstream.pipeline.map import (
     Map,
     MapDict,
@@ -121,6 +123,7 @@ __all__ = [
     "IndexedSource",
     "ItemFunction",
     "ItemStage",
+    "KeepFields",
     "Leftover",
     "LoaderPosition",
     "Map",
@@ -157,6 +160,7 @@ __all__ = [
     "check_at_least",
     "check_decode_device",
     "check_epoch",
+    "check_fields",
     "check_stage",
     "decode_gzip",
     "decode_jpeg",
@@ -169,6 +173,7 @@ __all__ = [
     "group_by_window",
     "has_only_pixels",
     "installed_decoders",
+    "keep_fields",
     "like_tuple",
     "open_sequential_source",
     "open_source",

@@ -26,6 +26,7 @@ from shardstream.order import (
     default_window,
 )
 from shardstream.pipeline.bad_samples import SkipTracker
+from shardstream.pipeline.keep_fields import KeepFields
 from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import (
     Context,
@@ -319,11 +320,12 @@ def _array(steps: range) -> Ints:
 
 
 def _read(
-    fetcher: Fetcher, steps: list[Ints], max_samples: int
+    fetcher: Fetcher, steps: list[Ints], max_samples: int, keeps: KeepFields | None
 ) -> Iterator[tuple[list[int], Samples]]:
     """Yield numbers and samples of each step; copies at most ``max_samples`` samples, or one step, at a time."""
     found = fetcher.find(np.concatenate(steps))
     if found is not None:
+        found = found if keeps is None else keeps.mapped(found)
         yield from _split_by_step(steps, found)
         return
     for chunk_of_steps in _chunk_steps(steps, max_samples):
@@ -349,6 +351,7 @@ class IndexedRun:
         partition: Steps of the rank.
         worker_info: The worker that reads.
         skips: Skip policy for damaged samples.
+        keeps: First stage of the pipeline, if it keeps some fields: the bytes of others are not read where that is cheap.
     """
 
     def __init__(
@@ -357,11 +360,12 @@ class IndexedRun:
         partition: RankPartition,
         worker_info: WorkerInfo,
         skips: SkipTracker,
+        keeps: KeepFields | None = None,
     ) -> None:
         self.number = -1
         self._source, self._partition = source, partition
         self._worker_info = worker_info
-        self._skips = skips
+        self._skips, self._keeps = skips, keeps
         self._taken = 0
         self._fetcher: Fetcher | None = None
         self._samples: Generator[tuple[int, Sample], None, None] | None = None
@@ -439,7 +443,8 @@ class IndexedRun:
             for chunk in plan_steps(self._partition, steps):
                 chunk[0], samples_to_skip = chunk[0][samples_to_skip:], 0
                 for chunk_of_steps in _chunk_steps(chunk, max_samples):
-                    yield from _read(fetcher, chunk_of_steps, int(_COPIED_BYTES / mean_bytes))
+                    max_copied = int(_COPIED_BYTES / mean_bytes)
+                    yield from _read(fetcher, chunk_of_steps, max_copied, self._keeps)
                 max_samples = int(LOOK_AHEAD_BYTES / mean_bytes)
         catalog.check_manifests()
 

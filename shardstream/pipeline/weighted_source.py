@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -127,7 +127,9 @@ def open_source(
 
 def _checked_weights(weights: SampleWeights, catalog: Catalog) -> npt.NDArray[np.float64]:
     if isinstance(weights, str | os.PathLike):
-        found = read_array(os.fspath(weights), catalog.storage, "weights= takes a .npy file of numbers")
+        found = read_array(
+            os.fspath(weights), catalog.storage, "weights= takes a .npy file of numbers"
+        )
     else:
         try:
             found = np.asarray(weights)
