@@ -46,7 +46,7 @@ from shardstream.pipeline import (
     open_sequential_source,
     open_source,
 )
-from shardstream.storage import Storage, Urls, locate_shards, open_cache
+from shardstream.storage import LocatedShards, Storage, Urls, locate_shards, open_cache
 
 _SAY_MICROBATCH = (
     "each worker may end with a short batch, so there may be more batches than len(loader), and the Hugging Face Trainer "
@@ -215,13 +215,7 @@ class CatalogDataset(StreamDataset):
     ) -> None:
         SkipTracker(on_error)  # validates
         stages = () if fields is None else (keep_fields(fields, catalog.fields),)
-        source = open_source(
-            catalog,
-            options or ReadOptions(),
-            weights=weights,
-            replacement=replacement,
-            num_samples=num_samples,
-        )
+        source = open_source(catalog, options or ReadOptions(), weights, replacement, num_samples)
         super().__init__(Pipeline(source=source, stages=stages, on_error=on_error), placement)
 
 
@@ -314,7 +308,6 @@ class ShardDataset(StreamDataset):
         _check_options(index, on_error)
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
         located = locate_shards(urls, storage)
-        self._class_names = ClassNames(located, storage)
         unindexed = located.shards[0].url if index == "ignore" else lacks_index(located, storage)
         stages: list[Stage] = [] if fields is None else [keep_fields(fields, located.fields)]
         source: IndexedSource | SequentialSource
@@ -332,20 +325,18 @@ class ShardDataset(StreamDataset):
             )
             whole = ShardCatalog(located, storage, verify)
             catalog = whole if subset is None else select_subset(whole, subset)
-            source = open_source(
-                catalog, options, weights=weights, replacement=replacement, num_samples=num_samples
-            )
+            source = open_source(catalog, options, weights, replacement, num_samples)
         else:
             drawn = weights is not None or num_samples is not None or not replacement
+            needs = {"verify=": verify, "subset=": subset, "weights=": drawn or None}
             _check_whole_shards(
-                unindexed, index, verify=verify, subset=subset, weights=drawn or None
+                unindexed, index, [name for name in needs if needs[name] is not None]
             )
             source = open_sequential_source(located, storage, shuffle=shuffle, seed=seed)
             stages += [Shuffle(window=window or _WHOLE_SHARD_WINDOW)] if shuffle else []
         pipeline = Pipeline(source=source, stages=tuple(stages), on_error=on_error)
         super().__init__(pipeline, placement)
-        if len(self._class_names.folders) > 1:  # a single folder is read lazily, by `classes`
-            warn_of_difference(self._class_names.found)
+        self._class_names = open_class_names(located, storage)
 
     @property
     def classes(self) -> tuple[str, ...] | None:
@@ -379,6 +370,14 @@ def current_worker_info(placement: Placement) -> WorkerInfo:
     )
 
 
+def open_class_names(located: LocatedShards, storage: Storage) -> ClassNames:
+    """Return the class names of a dataset; warn if its folders number their classes differently."""
+    class_names = ClassNames(located, storage)
+    if len(class_names.folders) > 1:  # a single folder is read lazily
+        warn_of_difference(class_names.found, stacklevel=4)  # of the caller of a dataset
+    return class_names
+
+
 def refuse_device_decode(pipeline: Pipeline, reader: str) -> None:
     """Refuse a pipeline whose images are decoded by a `ShardLoader` only.
 
@@ -404,24 +403,24 @@ def _check_options(index: str, on_error: OnError) -> None:
     SkipTracker(on_error)
 
 
-def _check_whole_shards(url: str, index: str, **options: object) -> None:
+def _check_whole_shards(url: str, index: str, given: Sequence[str]) -> None:
     """Check that shards may be read from start to end; warn if the user did not ask for it.
 
     Args:
         url: A shard that has no index, or whose index is ignored.
         index: The user's option.
-        options: Options that need an index; None if they are not given.
+        given: Options of the user that need an index.
 
     Raises:
         OptionError: If one is given, or an index is required.
     """
-    given = ", ".join(f"{name}=" for name, value in options.items() if value is not None)
+    names = " and ".join(given)
     if given and index == "ignore":
         raise OptionError(
-            f"{given} need shards that are read by number; remove index='ignore'", shard=url
+            f"{names} need shards that are read by number; remove index='ignore'", shard=url
         )
     if given or index == "require":
-        needs = f", which {given} needs" if given else ""
+        needs = f", which {names} need" if given else ""
         raise OptionError(
             f"this shard has no index{needs}; run 'shardstream index' on its folder", shard=url
         )

@@ -12,18 +12,16 @@ from torch.utils.data import Dataset
 
 from shardstream.catalog import (
     Catalog,
-    ClassNames,
     Numbers,
     ShardCatalog,
     Subset,
     Verify,
     select_subset,
-    warn_of_difference,
 )
 from shardstream.errors import OptionError
 from shardstream.fetch import Fetcher, open_batch_fetcher
 from shardstream.format import Sample
-from shardstream.loader.dataset import refuse_device_decode
+from shardstream.loader.dataset import open_class_names, refuse_device_decode
 from shardstream.loader.steps import ItemSteps
 from shardstream.pipeline import (
     CatalogSource,
@@ -209,9 +207,7 @@ class ShardMapDataset(MapDataset):
         catalog: Catalog = ShardCatalog(located, storage, verify)
         chosen = catalog if subset is None else select_subset(catalog, subset)
         super().__init__(chosen, seed=seed, fields=fields)
-        self._class_names = ClassNames(located, storage)
-        if len(self._class_names.folders) > 1:  # a single folder is read lazily, by `classes`
-            warn_of_difference(self._class_names.found)
+        self._class_names = open_class_names(located, storage)
 
     @property
     def classes(self) -> tuple[str, ...] | None:

@@ -92,10 +92,9 @@ class WeightedSource(CatalogSource):
 def open_source(
     catalog: Catalog,
     options: ReadOptions,
-    *,
-    weights: SampleWeights | None,
-    replacement: bool,
-    num_samples: int | None,
+    weights: SampleWeights | None = None,
+    replacement: bool = True,
+    num_samples: int | None = None,
 ) -> CatalogSource:
     """Return the source of a catalog, drawn by weight if there are weights.
 
