@@ -168,7 +168,7 @@ class MapDataset(ItemSteps, Dataset[Any]):
 class ShardMapDataset(MapDataset):
     """Samples of tar shards by number: ``ds[i]``, ``ds[-1]``, ``ds[10:20]``, ``len(ds)``.
 
-    For torch's ``DataLoader`` with a sampler (``DistributedSampler``), ``Subset`` and
+    For torch's ``DataLoader`` with a sampler (``DistributedSampler``, ``WeightedRandomSampler``), ``Subset`` and
     ``random_split``. A batch is fetched with few range reads of neighbouring samples. Without a sampler, `ShardDataset` is
     faster, because it can prefetch. Thread-safe.
 
