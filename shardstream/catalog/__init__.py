@@ -11,6 +11,7 @@ sample_columns   values of all samples in Parquet next to the shards; samples by
 subset_catalog   some samples of a catalog
 integrity        compare the bytes of shards with the checksums of their manifest
 manifest_versions  detect remote datasets that are replaced while they are read
+class_weights    weights of samples by their class
 class_names      class names, from the ``classes.json`` in the folder of the shards
 """
 
@@ -24,15 +25,16 @@ from shardstream.catalog.class_names import (
     read_classes,
     warn_of_difference,
 )
+from shardstream.catalog.class_weights import class_weights
 from shardstream.catalog.concat_catalog import ConcatCatalog
 from shardstream.catalog.integrity import VerifiedReader, Verify
 from shardstream.catalog.join_catalog import JoinCatalog, JoinPart
-from shardstream.catalog.join_keys import match_keys, read_keys
+from shardstream.catalog.join_keys import match_keys, read_column
 from shardstream.catalog.manifest_versions import check_manifests
 from shardstream.catalog.object_catalog import LabelFunction, ObjectCatalog, folder_label
 from shardstream.catalog.sample_columns import Keys, Where, read_columns
 from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
-from shardstream.catalog.subset_catalog import Subset, SubsetCatalog, choose_samples
+from shardstream.catalog.subset_catalog import Subset, SubsetCatalog, choose_samples, read_array
 from shardstream.catalog.table_catalog import TableCatalog, open_table
 
 __all__ = [
@@ -58,6 +60,7 @@ __all__ = [
     "check_manifests",
     "check_numbers",
     "choose_samples",
+    "class_weights",
     "common_classes",
     "find_difference",
     "folder_label",
@@ -65,8 +68,9 @@ __all__ = [
     "match_keys",
     "open_table",
     "read_all_classes",
+    "read_array",
     "read_classes",
+    "read_column",
     "read_columns",
-    "read_keys",
     "warn_of_difference",
 ]

@@ -98,7 +98,7 @@ def common_classes(found: Mapping[str, Classes]) -> Classes | None:
     return max(found.values(), key=len)
 
 
-def warn_of_difference(found: Mapping[str, Classes]) -> None:
+def warn_of_difference(found: Mapping[str, Classes], *, stacklevel: int = 3) -> None:
     """Warn where datasets that are read together number their classes differently."""
     difference = find_difference(found)
     if difference is not None:
@@ -106,7 +106,7 @@ def warn_of_difference(found: Mapping[str, Classes]) -> None:
             f"class numbers differ: {shown(redact(difference))}. One value of 'cls' means several classes; "
             "pack again with one list of names (shardstream pack --classes), or silence this if your steps renumber them",
             ClassesWarning,
-            stacklevel=3,
+            stacklevel=stacklevel,
         )
 
 

@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 
-def read_keys(catalog: Catalog) -> pa.Array | None:
-    """Return the keys of all samples, in order; None if the shards have no columns.
+def read_column(catalog: Catalog, name: str) -> pa.Array | None:
+    """Return a column of all samples, in order; None if the shards have no columns.
 
     Raises:
-        OptionError: If some shards have no columns, or pyarrow is not installed.
+        OptionError: If some shards have no columns or lack this one, or pyarrow is not installed.
         IndexMismatchError: If columns were made of another shard.
         StorageError: If they cannot be read.
     """
-    if isinstance(catalog, TableCatalog):
+    if isinstance(catalog, TableCatalog) and name == KEY_COLUMN:
         return catalog.keys
     if isinstance(catalog, SubsetCatalog):
-        keys = read_keys(catalog.whole)
-        return None if keys is None else keys.take(catalog.numbers)
+        column = read_column(catalog.whole, name)
+        return None if column is None else column.take(catalog.numbers)
     if not isinstance(catalog, ShardCatalog) or not len(catalog):
         return None
     if not catalog.storage.exists(catalog.shards[0].columns_url):
         return None
     import_parquet()
-    return read_all_columns(catalog, [KEY_COLUMN])[KEY_COLUMN].combine_chunks()
+    return read_all_columns(catalog, [name])[name].combine_chunks()
 
 
 def match_keys(keys: pa.Array, theirs: pa.Array, url: str) -> Numbers:

@@ -213,7 +213,9 @@ def select_subset(catalog: Catalog, subset: Subset) -> SubsetCatalog:
     if isinstance(subset, slice):
         return _checked(catalog, np.arange(len(catalog))[subset])
     if isinstance(subset, str | os.PathLike):
-        found: npt.NDArray[Any] = _read_array(os.fspath(subset), catalog.storage)
+        found = read_array(
+            os.fspath(subset), catalog.storage, "subset= takes a .npy file of numbers or bools"
+        )
     else:
         try:
             found = np.asarray(subset)
@@ -254,14 +256,23 @@ def _checked(catalog: Catalog, numbers: npt.NDArray[Any]) -> SubsetCatalog:
     return SubsetCatalog(catalog, numbers.astype(np.int64))
 
 
-def _read_array(url: str, storage: Storage) -> npt.NDArray[Any]:
+def read_array(url: str, storage: Storage, expected: str) -> npt.NDArray[Any]:
+    """Return the array of a ``.npy`` file.
+
+    Args:
+        url: Path or URL.
+        storage: Reads it.
+        expected: Beginning of the message, such as "subset= takes a .npy file of numbers".
+
+    Raises:
+        OptionError: If it is no such file.
+        StorageError: If it cannot be read.
+    """
     data = storage.read(url)
     try:
         found = np.load(io.BytesIO(data), allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
-        raise OptionError(
-            f"subset= takes a .npy file of numbers or bools (numpy.save): {error}", shard=url
-        ) from error
+        raise OptionError(f"{expected} (numpy.save): {error}", shard=url) from error
     if not isinstance(found, np.ndarray):
-        raise OptionError("subset= takes a .npy file of one array, not a .npz file", shard=url)
+        raise OptionError(f"{expected}, one array, not a .npz file", shard=url)
     return found

@@ -169,6 +169,15 @@ class MappedSamples:
         self._catalog.check_unchanged(set(self._shards[taken].tolist()))
         return columns
 
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Fields that all samples have."""
+        return self._found.fields
+
+    def select(self, fields: Sequence[str]) -> MappedSamples:
+        """Return the samples with some of their fields only; the bytes of the others are not read."""
+        return MappedSamples(self._catalog, self._shards, self._found.select(fields))
+
     def sizes(self, fields: Sequence[str] | None = None) -> Numbers:
         """Return the bytes of each sample's fields, shape (n,); of all fields by default."""
         return self._found.sizes(fields)

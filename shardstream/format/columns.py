@@ -90,6 +90,17 @@ class LazyColumns:
         }
         return LazyColumns(frame, list(take(self._buffers)), reordered)
 
+    @property
+    def fields(self) -> tuple[str, ...]:
+        """Fields that all samples have."""
+        return tuple(self._places)
+
+    def select(self, fields: Iterable[str]) -> LazyColumns:
+        """Return the samples with some of their fields only."""
+        return LazyColumns(
+            self._frame, self._buffers, {name: self._places[name] for name in fields}
+        )
+
     def sizes(self, fields: Iterable[str] | None = None) -> Column:
         """Return the bytes of each sample's fields, shape (n,), int64; of all fields by default."""
         names = self._places if fields is None else self._places.keys() & {*fields}

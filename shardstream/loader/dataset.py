@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
+from collections.abc import Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Literal, Self
 
@@ -30,11 +31,11 @@ from shardstream.loader.steps import StreamSteps
 from shardstream.order import Remainder
 from shardstream.pipeline import (
     DEFAULT_PREFETCH_BYTES,
-    CatalogSource,
     IndexedSource,
     OnError,
     Pipeline,
     ReadOptions,
+    SampleWeights,
     SequentialSource,
     Shuffle,
     SkipTracker,
@@ -43,9 +44,11 @@ from shardstream.pipeline import (
     check_epoch,
     check_stage,
     default_partition,
+    keep_fields,
     open_sequential_source,
+    open_source,
 )
-from shardstream.storage import Storage, Urls, locate_shards, open_cache
+from shardstream.storage import LocatedShards, Storage, Urls, locate_shards, open_cache
 
 _SAY_MICROBATCH = (
     "each worker may end with a short batch, so there may be more batches than len(loader), and the Hugging Face Trainer "
@@ -165,7 +168,7 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
 
     @property
     def _num_stages(self) -> int:
-        return len(self.pipeline.stages)
+        return self.pipeline.num_steps
 
     def then(self, stage: Stage) -> Self:
         """Append a custom stage, see `ItemSteps.then`."""
@@ -189,6 +192,10 @@ class CatalogDataset(StreamDataset):
     Args:
         catalog: The samples by number.
         options: Order of the samples and prefetching; by default in the order of their numbers.
+        weights: As in `ShardDataset`, like the next three.
+        replacement: As in `ShardDataset`.
+        num_samples: As in `ShardDataset`.
+        fields: As in `ShardDataset`.
         on_error: As in `ShardDataset`.
         placement: As in `ShardDataset`.
 
@@ -196,18 +203,22 @@ class CatalogDataset(StreamDataset):
         OptionError: If an argument is invalid.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913  (the public door)
         self,
         catalog: Catalog,
         options: ReadOptions | None = None,
         *,
+        weights: SampleWeights | None = None,
+        replacement: bool = True,
+        num_samples: int | None = None,
+        fields: Sequence[str] | None = None,
         on_error: OnError = "raise",
         placement: Placement | None = None,
     ) -> None:
         SkipTracker(on_error)  # validates
-        source = CatalogSource(catalog=catalog, options=options or ReadOptions())
-        source.order(batch=source.options.microbatch or 1, lanes=1, epoch=0)  # validates
-        super().__init__(Pipeline(source=source, on_error=on_error), placement)
+        stages = () if fields is None else (keep_fields(fields, catalog.fields),)
+        source = open_source(catalog, options or ReadOptions(), weights, replacement, num_samples)
+        super().__init__(Pipeline(source=source, stages=stages, on_error=on_error), placement)
 
 
 class ShardDataset(StreamDataset):
@@ -238,6 +249,17 @@ class ShardDataset(StreamDataset):
             columns that ``index`` and ``pack`` write with ``columns=``, as does ``where``.
         where: Read the samples whose columns fulfil a condition in SQL only, such as ``"cls in (3, 9) and width >= 512"`` (evaluated by DuckDB:
             ``pip install 'shardstream[columns]'``), or a `pyarrow.compute.Expression`. It may be combined with ``subset`` or ``keys``.
+        weights: Draw the samples of each epoch by weight: one number of at least 0 for each sample (or for each of ``subset``), or a
+            ``.npy`` file (path or URL) of them; only their ratios count. Or by class, with the column ``cls`` (``shardstream index
+            URL --columns cls``): ``{0: 1.0, 1: 5.0}``, or "balanced" for equal shares of all classes. A sample is expected ``num_samples * weight / sum(weights)``
+            times and comes as often, rounded down or up, its exact share in the mean over epochs. The draw is a function of weights,
+            seed and epoch, so length, splits and states are as exact as without; copies get their own ``map(rng=True)``. With
+            ``shuffle`` copies are spread over the epoch; without, the samples come in the order of their numbers.
+        replacement: With weights: False draws each sample at most once an epoch, with a probability in proportion to its weight (up to 1).
+        num_samples: With weights: samples of an epoch, over all ranks; by default as many as there are. Needed for ``replacement=False``.
+        fields: Fields of the samples, e.g. ``("jpg", "cls")`` or ``("jpg;png", "cls")``, besides key and URL; others are neither decoded
+            nor, from local shards of large samples, read. A field that the manifest does not list is refused; a sample without one
+            of them is a bad sample (see ``on_error``). Order and ``map(rng=True)`` stay the same. None means all.
         storage_options: For fsspec, e.g. ``{"endpoint_url": "http://127.0.0.1:9000"}``.
         filesystem: An fsspec file system to use instead.
         cache_dir: A local folder that caches remote bytes, for later epochs and other processes.
@@ -278,6 +300,10 @@ class ShardDataset(StreamDataset):
         subset: Subset | None = None,
         keys: Keys | None = None,
         where: Where | None = None,
+        weights: SampleWeights | None = None,
+        replacement: bool = True,
+        num_samples: int | None = None,
+        fields: Sequence[str] | None = None,
         storage_options: dict[str, Any] | None = None,
         filesystem: Any = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -288,16 +314,12 @@ class ShardDataset(StreamDataset):
         verify: Verify | None = None,
         placement: Placement | None = None,
     ) -> None:
-        if index not in ("auto", "require", "ignore"):
-            raise OptionError(f"index must be 'auto', 'require' or 'ignore', not {index!r}")
-        SkipTracker(on_error)  # validates before any I/O
-        cache = None if cache_dir is cache_bytes is None else open_cache(cache_dir, cache_bytes)
-        storage = Storage(storage_options, filesystem, cache)
+        _check_options(index, on_error)
+        storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
         located = locate_shards(urls, storage)
-        self._class_names = ClassNames(located, storage)
         unindexed = located.shards[0].url if index == "ignore" else lacks_index(located, storage)
+        stages: list[Stage] = [] if fields is None else [keep_fields(fields, located.fields)]
         source: IndexedSource | SequentialSource
-        stages: tuple[Stage, ...] = ()
         if unindexed is None:
             options = ReadOptions(
                 shuffle=shuffle,
@@ -311,18 +333,19 @@ class ShardDataset(StreamDataset):
                 hedge=hedge,
             )
             catalog = choose_samples(ShardCatalog(located, storage, verify), subset, keys, where)
-            source = CatalogSource(catalog=catalog, options=options)
-            source.order(batch=microbatch or 1, lanes=1, epoch=0)  # validates
+            source = open_source(catalog, options, weights, replacement, num_samples)
         else:
-            if index == "require" or not (verify is subset is keys is where is None):
-                raise _lacking_index(unindexed, index)
-            if index == "auto":
-                _warn_no_index(unindexed)
+            drawn = weights is not None or num_samples is not None or not replacement
+            needs = {"verify=": verify, "subset=": subset, "keys=": keys, "where=": where}
+            needs |= {"weights=": drawn or None}
+            _check_whole_shards(
+                unindexed, index, [name for name in needs if needs[name] is not None]
+            )
             source = open_sequential_source(located, storage, shuffle=shuffle, seed=seed)
-            stages = (Shuffle(window=window or _WHOLE_SHARD_WINDOW),) if shuffle else ()
-        super().__init__(Pipeline(source=source, stages=stages, on_error=on_error), placement)
-        if len(self._class_names.folders) > 1:  # a single folder is read lazily, by `classes`
-            warn_of_difference(self._class_names.found)
+            stages += [Shuffle(window=window or _WHOLE_SHARD_WINDOW)] if shuffle else []
+        pipeline = Pipeline(source=source, stages=tuple(stages), on_error=on_error)
+        super().__init__(pipeline, placement)
+        self._class_names = open_class_names(located, storage)
 
     @property
     def classes(self) -> tuple[str, ...] | None:
@@ -356,6 +379,14 @@ def current_worker_info(placement: Placement) -> WorkerInfo:
     )
 
 
+def open_class_names(located: LocatedShards, storage: Storage) -> ClassNames:
+    """Return the class names of a dataset; warn if its folders number their classes differently."""
+    class_names = ClassNames(located, storage)
+    if len(class_names.folders) > 1:  # a single folder is read lazily
+        warn_of_difference(class_names.found, stacklevel=4)  # of the caller of a dataset
+    return class_names
+
+
 def refuse_device_decode(pipeline: Pipeline, reader: str) -> None:
     """Refuse a pipeline whose images are decoded by a `ShardLoader` only.
 
@@ -374,11 +405,36 @@ def refuse_device_decode(pipeline: Pipeline, reader: str) -> None:
         )
 
 
-def _lacking_index(url: str, index: str) -> OptionError:
-    text = "this shard has no index; run 'shardstream index' on its folder"
-    if index == "ignore":
-        text = "verify=, subset=, keys= and where= need shards that are read by number; remove index='ignore'"
-    return OptionError(text, shard=url)
+def _check_options(index: str, on_error: OnError) -> None:
+    """Check options before any I/O."""
+    if index not in ("auto", "require", "ignore"):
+        raise OptionError(f"index must be 'auto', 'require' or 'ignore', not {index!r}")
+    SkipTracker(on_error)
+
+
+def _check_whole_shards(url: str, index: str, given: Sequence[str]) -> None:
+    """Check that shards may be read from start to end; warn if the user did not ask for it.
+
+    Args:
+        url: A shard that has no index, or whose index is ignored.
+        index: The user's option.
+        given: Options of the user that need an index.
+
+    Raises:
+        OptionError: If one is given, or an index is required.
+    """
+    names = " and ".join(given)
+    if given and index == "ignore":
+        raise OptionError(
+            f"{names} need shards that are read by number; remove index='ignore'", shard=url
+        )
+    if given or index == "require":
+        needs = f", which {names} need" if given else ""
+        raise OptionError(
+            f"this shard has no index{needs}; run 'shardstream index' on its folder", shard=url
+        )
+    if index == "auto":
+        _warn_no_index(url)
 
 
 def _warn_no_index(url: str) -> None:
@@ -389,5 +445,5 @@ def _warn_no_index(url: str) -> None:
         f"Run once: shardstream index {folder or url}  (compressed shards cannot be indexed: pack them again without). "
         "index='ignore' silences this.",
         NoIndexWarning,
-        stacklevel=3,
+        stacklevel=4,
     )

@@ -18,11 +18,12 @@ from shardstream.catalog import (
     SubsetCatalog,
     match_keys,
     open_table,
-    read_keys,
+    read_column,
 )
 from shardstream.errors import OptionError, plural
+from shardstream.format import KEY_COLUMN
 from shardstream.loader.dataset import ShardDataset, StreamDataset
-from shardstream.pipeline import CatalogSource, Pipeline
+from shardstream.pipeline import CatalogSource, Pipeline, WeightedSource
 from shardstream.storage import Storage
 
 _log = logging.getLogger(__name__)
@@ -103,7 +104,11 @@ def _source_of(dataset: ShardDataset) -> CatalogSource:
     source = dataset.pipeline.source
     if dataset.pipeline.stages:
         raise OptionError(
-            f"a dataset with steps ({', '.join(dataset.pipeline.steps)}) cannot be joined; join first, then add the steps"
+            f"a dataset with steps ({', '.join(dataset.pipeline.steps)}) cannot be joined; join first, then add the steps, and give fields to join: {{url: [field, ...]}}"
+        )
+    if isinstance(source, WeightedSource):
+        raise OptionError(
+            "a dataset with weights= cannot be joined; ss.reshard(add=) writes a joined dataset that can be weighted"
         )
     if not isinstance(source, CatalogSource):
         raise OptionError(
@@ -158,7 +163,7 @@ def _join(
     catalogs = [first, *(part.catalog for part in parts)]
     keys: list[Any] | None = None
     if by != "position":
-        keys = [read_keys(catalog) for catalog in catalogs]
+        keys = [read_column(catalog, KEY_COLUMN) for catalog in catalogs]
     lacking = [] if keys is None else [n for n, found in enumerate(keys) if found is None]
     if by == "key" and lacking:
         raise OptionError(

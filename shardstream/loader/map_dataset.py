@@ -12,7 +12,6 @@ from torch.utils.data import Dataset
 
 from shardstream.catalog import (
     Catalog,
-    ClassNames,
     Keys,
     Numbers,
     ShardCatalog,
@@ -20,12 +19,11 @@ from shardstream.catalog import (
     Verify,
     Where,
     choose_samples,
-    warn_of_difference,
 )
 from shardstream.errors import OptionError
 from shardstream.fetch import Fetcher, open_batch_fetcher
 from shardstream.format import Sample
-from shardstream.loader.dataset import refuse_device_decode
+from shardstream.loader.dataset import open_class_names, refuse_device_decode
 from shardstream.loader.steps import ItemSteps
 from shardstream.pipeline import (
     CatalogSource,
@@ -37,6 +35,7 @@ from shardstream.pipeline import (
     Stage,
     check_epoch,
     check_stage,
+    keep_fields,
 )
 from shardstream.storage import Storage, Urls, locate_shards, new_lock, open_cache
 
@@ -58,13 +57,15 @@ class MapDataset(ItemSteps, Dataset[Any]):
     Args:
         catalog: The samples.
         seed: For ``map(rng=True)``.
+        fields: As in `ShardDataset`.
     """
 
-    def __init__(self, catalog: Catalog, *, seed: int) -> None:
+    def __init__(self, catalog: Catalog, *, seed: int, fields: Sequence[str] | None = None) -> None:
         self._catalog = catalog
         self._numbers: Numbers | range = range(len(catalog))
         self._pipeline = Pipeline(
-            source=CatalogSource(catalog=catalog, options=ReadOptions(seed=seed))
+            source=CatalogSource(catalog=catalog, options=ReadOptions(seed=seed)),
+            stages=() if fields is None else (keep_fields(fields, catalog.fields),),
         )
         self._opened: _Opened | None = None
         self.epoch = 0
@@ -145,7 +146,7 @@ class MapDataset(ItemSteps, Dataset[Any]):
 
     @property
     def _num_stages(self) -> int:
-        return len(self._pipeline.stages)
+        return self._pipeline.num_steps
 
     def then(self, stage: Stage) -> Self:
         """Append a custom stage that yields one item per item, see `ItemSteps.then`."""
@@ -179,6 +180,7 @@ class ShardMapDataset(MapDataset):
         keys: The samples with these keys only, as in `ShardDataset`, in this order.
         where: The samples whose columns fulfil a condition only, as in `ShardDataset`.
         seed: For ``map(rng=True)``.
+        fields: Some fields only, as in `ShardDataset`.
         storage_options: For fsspec.
         filesystem: An fsspec file system to use instead.
         cache_dir: A local folder that caches remote bytes, for later epochs and other processes.
@@ -199,6 +201,7 @@ class ShardMapDataset(MapDataset):
         keys: Keys | None = None,
         where: Where | None = None,
         seed: int = 0,
+        fields: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -207,11 +210,10 @@ class ShardMapDataset(MapDataset):
     ) -> None:
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
         located = locate_shards(urls, storage)
-        catalog = ShardCatalog(located, storage, verify)
-        super().__init__(choose_samples(catalog, subset, keys, where), seed=seed)
-        self._class_names = ClassNames(located, storage)
-        if len(self._class_names.folders) > 1:  # a single folder is read lazily, by `classes`
-            warn_of_difference(self._class_names.found)
+        whole = ShardCatalog(located, storage, verify)
+        chosen = choose_samples(whole, subset, keys, where)
+        super().__init__(chosen, seed=seed, fields=fields)
+        self._class_names = open_class_names(located, storage)
 
     @property
     def classes(self) -> tuple[str, ...] | None:

@@ -12,7 +12,13 @@ from shardstream.errors import NotFoundError, OptionError
 from shardstream.loader.dataset import CatalogDataset
 from shardstream.loader.map_dataset import MapDataset
 from shardstream.order import Remainder
-from shardstream.pipeline import DEFAULT_PREFETCH_BYTES, OnError, ReadOptions, SkipTracker
+from shardstream.pipeline import (
+    DEFAULT_PREFETCH_BYTES,
+    OnError,
+    ReadOptions,
+    SampleWeights,
+    SkipTracker,
+)
 from shardstream.storage import Storage, Urls, list_all, list_beginning, open_cache
 
 Label = Literal["folder"] | LabelFunction
@@ -65,6 +71,10 @@ class ObjectDataset(_ObjectDatasetMixin, CatalogDataset):
         lanes: As in `ShardDataset`.
         microbatch: As in `ShardDataset`.
         remainder: As in `ShardDataset`.
+        weights: As in `ShardDataset`.
+        replacement: As in `ShardDataset`.
+        num_samples: As in `ShardDataset`.
+        fields: As in `ShardDataset`; files of other fields are read, but not decoded.
         storage_options: As in `ShardDataset`.
         filesystem: As in `ShardDataset`.
         cache_dir: As in `ShardDataset`; the cache has one file for each.
@@ -93,6 +103,10 @@ class ObjectDataset(_ObjectDatasetMixin, CatalogDataset):
         lanes: int | None = None,
         microbatch: int | None = None,
         remainder: Remainder = "pad",
+        weights: SampleWeights | None = None,
+        replacement: bool = True,
+        num_samples: int | None = None,
+        fields: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -115,7 +129,16 @@ class ObjectDataset(_ObjectDatasetMixin, CatalogDataset):
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
         catalog = _open(urls, storage, suffixes)
         _set_labels(catalog, label, classes)
-        super().__init__(catalog, options, on_error=on_error, placement=placement)
+        super().__init__(
+            catalog,
+            options,
+            weights=weights,
+            replacement=replacement,
+            num_samples=num_samples,
+            fields=fields,
+            on_error=on_error,
+            placement=placement,
+        )
         self.classes = catalog.classes
 
 

@@ -57,11 +57,8 @@ def plan_state(order: EpochOrder, *, data: State, epoch: int, consumed: int) -> 
 
 def data_identity(source: IndexedSource) -> State:
     """Return the fields of the data that a state must match."""
-    mixed = source.describe(steps=False)
-    catalog = source.catalog
-    return {"fingerprint": catalog.fingerprint, "checksums": catalog.checksums} | (
-        {"mix": mixed} if mixed else {}
-    )
+    identity = {"fingerprint": source.fingerprint, "checksums": source.checksums}
+    return identity | source.describe(steps=False)
 
 
 def part_state(topology: State, position: LoaderPosition) -> State:
@@ -106,6 +103,10 @@ def check_state(state: Any, *, expected: Mapping[str, Any]) -> None:
             raise StateError(
                 f"{_WHAT.get(name, name)}: the state says {state.get(name)!r}, here it is {value!r}; {_remedy(name)}"
             )
+    if "weights" in state and "weights" not in expected:
+        raise StateError(
+            f"{_WHAT['weights']}: the state says {state['weights']!r}, here are none; {_remedy('weights')}"
+        )
     _check_steps(state.get("stages", []), expected.get("stages", []))
     _check_checksums(state.get("checksums"), expected.get("checksums"))
     _check_position(state)
@@ -176,6 +177,7 @@ _POSITIONS = {"parts": ("parts",), "reader": ("run",)}
 _WHAT = {
     "kind": "kind of pipeline",
     "fingerprint": "fingerprint of the dataset",
+    "weights": "weights= of the samples",
     "num_workers": "number of workers",
     "world_size": "number of ranks",
 }

@@ -264,7 +264,7 @@ class BatchDataset(IterableDataset[Any]):
                 error,
             )
 
-        run = IndexedRun(self.indexed_source, partition, worker_info, skips)
+        run = IndexedRun(self.indexed_source, partition, worker_info, skips, pipeline.kept_fields)
         transform = pipeline.open_transform(partition.plan.epoch, skips)
         try:
             started = perf_counter()

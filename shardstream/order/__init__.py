@@ -4,6 +4,7 @@ No file of this package does I/O or keeps state. The order of an epoch is comput
 
     permutation    permute 0 to n - 1 for any n, without memory
     epoch_plan     batch number -> sample numbers of one epoch
+    weighted_plan  weights -> how often each sample comes, and the plan of an epoch of them
     mix_schedule   place in a mix -> dataset that fills it
     partition      steps of an epoch -> steps of each rank and worker
 """
@@ -17,6 +18,7 @@ from shardstream.order.partition import (
     find_even_lane_counts,
 )
 from shardstream.order.permutation import Ints, derive_key, derive_keys, permute
+from shardstream.order.weighted_plan import WeightedDraw, WeightedEpochPlan, draw_by_weight
 
 __all__ = [
     "EpochOrder",
@@ -26,10 +28,13 @@ __all__ = [
     "PartitionConfig",
     "RankPartition",
     "Remainder",
+    "WeightedDraw",
+    "WeightedEpochPlan",
     "default_block",
     "default_window",
     "derive_key",
     "derive_keys",
+    "draw_by_weight",
     "find_even_lane_counts",
     "permute",
 ]

@@ -5,9 +5,11 @@ A stage describes a step and is picklable; a run executes that step in one proce
     stage                               the protocols of stages and runs
     source                              the protocol of sources
     indexed_source                      samples by number, in the order of an epoch plan
+    weighted_source                     samples drawn by weight, for such a source
     sequential_source                   whole shards, for data without an index
     mix, mix_streams                    weighted mixes of datasets
     pipeline                            source + stages: the only file that composes them
+    keep_fields                         fields= of a dataset
     decode, fast_decode, image_decode, raw_image_decode   field bytes -> values
     encoded_image                       images that are decoded later, on the loader's device
     installed_decoders                  decoders of installed packages, by entry point
@@ -56,6 +58,7 @@ from shardstream.pipeline.indexed_source import (
     worker_steps,
 )
 from shardstream.pipeline.installed_decoders import installed_decoders
+from shardstream.pipeline.keep_fields import KeepFields, check_fields, keep_fields
 from shardstream.pipeline.map import (
     Map,
     MapDict,
@@ -93,6 +96,12 @@ from shardstream.pipeline.stage import (
 )
 from shardstream.pipeline.step_signatures import describe, function_name
 from shardstream.pipeline.stream_ops import Compose, Repeat, Shuffle, Slice
+from shardstream.pipeline.weighted_source import (
+    DrawnCatalog,
+    SampleWeights,
+    WeightedSource,
+    open_source,
+)
 
 __all__ = [
     "BASIC",
@@ -110,6 +119,7 @@ __all__ = [
     "Decode",
     "Decoder",
     "DeferredImageDecoder",
+    "DrawnCatalog",
     "EncodedImage",
     "GroupBatched",
     "Handler",
@@ -118,6 +128,7 @@ __all__ = [
     "IndexedSource",
     "ItemFunction",
     "ItemStage",
+    "KeepFields",
     "Leftover",
     "LoaderPosition",
     "Map",
@@ -136,6 +147,7 @@ __all__ = [
     "Repeat",
     "Run",
     "SampleTransform",
+    "SampleWeights",
     "Select",
     "SequentialRun",
     "SequentialSource",
@@ -149,10 +161,12 @@ __all__ = [
     "Stop",
     "ToTuple",
     "Unbatched",
+    "WeightedSource",
     "Weights",
     "check_at_least",
     "check_decode_device",
     "check_epoch",
+    "check_fields",
     "check_stage",
     "decode_gzip",
     "decode_jpeg",
@@ -165,8 +179,10 @@ __all__ = [
     "group_by_window",
     "has_only_pixels",
     "installed_decoders",
+    "keep_fields",
     "like_tuple",
     "open_sequential_source",
+    "open_source",
     "parse_json",
     "plan_steps",
     "read_shard",

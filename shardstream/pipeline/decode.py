@@ -188,6 +188,7 @@ class Decode(ItemStage):
         threads: As in `ItemStage`.
         given: The user's options for both tables, which states compare: default tables may change between versions.
         device: Device that decodes the images of a batch in the main process; None if there are none.
+        left_out: Fields that the samples had before ``fields=`` left them out, which count when masks are selected by name.
     """
 
     table: Table = field(compare=False)
@@ -198,6 +199,7 @@ class Decode(ItemStage):
     threads: int = 0
     given: Mapping[str, Any] | None = None
     device: str | None = field(default=None, compare=False)
+    left_out: frozenset[str] = field(default=frozenset(), compare=False)
     _chosen: dict[tuple[str, ...], Mapping[str, Decoder | None]] = field(
         default_factory=dict, compare=False, repr=False
     )
@@ -255,7 +257,8 @@ class Decode(ItemStage):
     def _choose(self, names: tuple[str, ...]) -> Mapping[str, Decoder | None]:
         """Choose and cache the decoders for samples with these fields."""
         plain = {name: name.removesuffix(".gz") for name in names}
-        masks = mask_fields(plain.values()) if self.masks is None else self.masks
+        siblings = (name.removesuffix(".gz") for name in self.left_out)
+        masks = mask_fields([*plain.values(), *siblings]) if self.masks is None else self.masks
         chosen: dict[str, Decoder | None] = {}
         for name, field_name in plain.items():
             table = self.mask_table if field_name in masks and self.mask_table else self.table

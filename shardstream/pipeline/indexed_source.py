@@ -26,6 +26,7 @@ from shardstream.order import (
     default_window,
 )
 from shardstream.pipeline.bad_samples import SkipTracker
+from shardstream.pipeline.keep_fields import KeepFields
 from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import (
     Context,
@@ -109,6 +110,11 @@ class IndexedSource(Source):
     """All samples by number."""
 
     @property
+    def nsamples(self) -> int:
+        """Number of samples from which default sizes are computed: all, or those of an epoch where they are drawn."""
+        return len(self.catalog)
+
+    @property
     def seed(self) -> int:
         """Seed of the order."""
         return self.options.seed
@@ -190,7 +196,8 @@ class CatalogSource(IndexedSource):
 
     def order(self, *, batch: int, lanes: int, epoch: int) -> EpochOrder:  # noqa: ARG002  (the same every epoch)
         """Return the order for a microbatch; ``options.lanes`` takes precedence over ``lanes``."""
-        options, nsamples, total_bytes = self.options, len(self.catalog), self.catalog.total_bytes
+        options, nsamples = self.options, self.nsamples
+        total_bytes = self.catalog.total_bytes * nsamples // max(1, len(self.catalog))
         if self.catalog.can_coalesce:
             window = options.window or default_window(nsamples, total_bytes, batch)
             block = options.block or default_block(nsamples, total_bytes)
@@ -233,7 +240,7 @@ def default_microbatch(nsamples: int, readers: int) -> int:
 def default_partition(source: IndexedSource, worker_info: WorkerInfo, epoch: int) -> RankPartition:
     """Return the steps of a rank of a dataset that is iterated without a `ShardLoader`."""
     batch = source.options.microbatch or default_microbatch(
-        len(source.catalog), worker_info.num_global_workers
+        source.nsamples, worker_info.num_global_workers
     )
     if source.options.microbatch is None and source.options.window is not None:
         batch = math.gcd(batch, source.options.window)
@@ -313,11 +320,12 @@ def _array(steps: range) -> Ints:
 
 
 def _read(
-    fetcher: Fetcher, steps: list[Ints], max_samples: int
+    fetcher: Fetcher, steps: list[Ints], max_samples: int, keeps: KeepFields | None
 ) -> Iterator[tuple[list[int], Samples]]:
     """Yield numbers and samples of each step; copies at most ``max_samples`` samples, or one step, at a time."""
     found = fetcher.find(np.concatenate(steps))
     if found is not None:
+        found = found if keeps is None else keeps.mapped(found)
         yield from _split_by_step(steps, found)
         return
     for chunk_of_steps in _chunk_steps(steps, max_samples):
@@ -343,6 +351,7 @@ class IndexedRun:
         partition: Steps of the rank.
         worker_info: The worker that reads.
         skips: Skip policy for damaged samples.
+        keeps: First stage of the pipeline, if it keeps some fields: the bytes of others are not read where that is cheap.
     """
 
     def __init__(
@@ -351,11 +360,12 @@ class IndexedRun:
         partition: RankPartition,
         worker_info: WorkerInfo,
         skips: SkipTracker,
+        keeps: KeepFields | None = None,
     ) -> None:
         self.number = -1
         self._source, self._partition = source, partition
         self._worker_info = worker_info
-        self._skips = skips
+        self._skips, self._keeps = skips, keeps
         self._taken = 0
         self._fetcher: Fetcher | None = None
         self._samples: Generator[tuple[int, Sample], None, None] | None = None
@@ -433,7 +443,8 @@ class IndexedRun:
             for chunk in plan_steps(self._partition, steps):
                 chunk[0], samples_to_skip = chunk[0][samples_to_skip:], 0
                 for chunk_of_steps in _chunk_steps(chunk, max_samples):
-                    yield from _read(fetcher, chunk_of_steps, int(_COPIED_BYTES / mean_bytes))
+                    max_copied = int(_COPIED_BYTES / mean_bytes)
+                    yield from _read(fetcher, chunk_of_steps, max_copied, self._keeps)
                 max_samples = int(LOOK_AHEAD_BYTES / mean_bytes)
         catalog.check_manifests()
 

@@ -55,15 +55,18 @@ class MixRecipe:
         if self.samples is not None and (self.samples < 1 or self.weights is None):
             raise OptionError("samples must be at least 1, and needs weights")
         self.weights_of(0)
-        nested = [
-            name
-            for name, part in self.parts.items()
-            if part.source.describe(steps=False).get("weights")
-        ]
-        if self.weights is None and nested:
-            raise OptionError(
-                f"{nested[0]!r} is a mix with weights inside a mix without weights: give weights for both, or mix all datasets at once"
-            )
+        if self.weights is not None:
+            return
+        for name, part in self.parts.items():
+            described = part.source.describe(steps=False)
+            if described.get("mix", {}).get("weights"):
+                raise OptionError(
+                    f"{name!r} is a mix with weights inside a mix without weights: give weights for both, or mix all datasets at once"
+                )
+            if "weights" in described:
+                raise OptionError(
+                    f"{name!r} is drawn by weights=, but a mix without weights reads each sample once; give the mix weights"
+                )
 
     @property
     def decode_devices(self) -> frozenset[str]:
@@ -154,7 +157,7 @@ class MixIndexedSource(IndexedSource):
 
     def describe(self, *, steps: bool) -> State:
         """Return the values of the mix that must equal those of a state."""
-        return self.recipe.describe(steps=steps)
+        return {"mix": self.recipe.describe(steps=steps)}
 
     def counts(self, order: EpochOrder, epoch: int) -> dict[str, int]:
         """Return the number of samples of each part in an epoch."""

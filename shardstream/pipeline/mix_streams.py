@@ -52,7 +52,7 @@ class MixStreamSource(Source):
 
     def describe(self, *, steps: bool) -> State:
         """Return the values of the mix that must equal those of a state."""
-        return self.recipe.describe(steps=steps)
+        return {"mix": self.recipe.describe(steps=steps)}
 
     def place(self) -> tuple[Storage, str]:
         """Return the storage and the URL of the first shard of the first part."""

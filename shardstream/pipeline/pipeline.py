@@ -9,9 +9,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from shardstream.distributed import WorkerInfo
+from shardstream.format import Columns
 from shardstream.pipeline.bad_samples import OnError, SkipTracker
 from shardstream.pipeline.decode import Decode
 from shardstream.pipeline.indexed_source import IndexedSource, SampleTransform
+from shardstream.pipeline.keep_fields import KeepFields
 from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import (
     Context,
@@ -60,7 +62,20 @@ class Pipeline:
 
     def then(self, stage: Stage) -> Pipeline:
         """Return the pipeline with one more stage."""
+        if isinstance(stage, Decode) and self.kept_fields is not None:
+            stage = replace(stage, left_out=self.kept_fields.left_out)
         return replace(self, stages=(*self.stages, stage))
+
+    @property
+    def kept_fields(self) -> KeepFields | None:
+        """The fields that are kept of each sample, before all other stages; None if all are."""
+        first = self.stages[0] if self.stages else None
+        return first if isinstance(first, KeepFields) else None
+
+    @property
+    def num_steps(self) -> int:
+        """Number of stages that the user added; keys of random numbers, which ``fields=`` must not change."""
+        return len(self.stages) - (self.kept_fields is not None)
 
     def storage_for(self, url: str) -> Storage:
         """Return the storage for another file, with the dataset's options if the protocols match."""
@@ -79,9 +94,7 @@ class Pipeline:
             "world_size": worker_info.placement.world_size,
             "num_workers": worker_info.num_workers,
         }
-        described = self.source.describe(steps=True)
-        if described:
-            identity["mix"] = described
+        identity |= self.source.describe(steps=True)
         return identity | self.source.order_identity(worker_info, epoch)
 
     def describe(self, *, steps: bool) -> State:
@@ -94,8 +107,7 @@ class Pipeline:
         described |= {"stages": list(self.steps)} if steps else {}
         if (source := self.source.indexed) is not None:
             described |= {"window": source.options.window, "block": source.options.block}
-        mixed = self.source.describe(steps=steps)
-        return described | ({"mix": mixed} if mixed else {})
+        return described | self.source.describe(steps=steps)
 
     def context(self, worker_info: WorkerInfo, epoch: int) -> Context:
         """Return the context that the stages of one loader worker share."""
@@ -135,6 +147,7 @@ class PipelineTransform:
         self, first: SampleTransform | None, stages: tuple[Stage, ...], context: Context
     ) -> None:
         self._first = first
+        self._keeps = stages[0] if stages and isinstance(stages[0], KeepFields) else None
         self._skips = context.skips
         self._exit = ExitStack()
         self._functions: list[tuple[ItemFunction, ThreadPoolExecutor | None]] = []
@@ -149,12 +162,17 @@ class PipelineTransform:
 
     def __call__(self, items: Sequence[Any], numbers: list[int]) -> tuple[Sequence[Any], list[int]]:
         """Return the items after all stages, and their numbers, without bad samples."""
-        if self._first is None and not self._functions:
+        functions = self._functions
+        if self._keeps is not None and isinstance(items, Columns):
+            kept = self._keeps.columns(items)
+            if kept is not None:
+                items, functions = kept, functions[1:]
+        if self._first is None and not functions:
             return items, numbers  # columns stay columns
         items = list(items)
         if self._first is not None:
             items, numbers = self._first(items, numbers)
-        for function, pool in self._functions:
+        for function, pool in functions:
             if (pool is None or len(items) == 1) and self._skips.budget is None:
                 try:
                     items = [

@@ -51,7 +51,7 @@ class Source(ABC):
         return None
 
     def describe(self, *, steps: bool) -> State:  # noqa: ARG002
-        """Return the values that must equal those of a mix's state; empty for a single dataset.
+        """Return the values that must equal those of a state: of a mix under "mix", of weights of samples under "weights".
 
         Args:
             steps: Include the stages of the parts.

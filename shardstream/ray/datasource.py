@@ -11,7 +11,7 @@ from ray.data import Datasource, ReadTask
 from ray.data.block import BlockMetadata
 
 from shardstream.catalog import ShardCatalog
-from shardstream.pipeline import Decode, IndexedSource, Pipeline, SequentialSource
+from shardstream.pipeline import Decode, IndexedSource, KeepFields, Pipeline, SequentialSource
 from shardstream.ray.arrow_columns import KEY, raw_schema
 from shardstream.ray.read_plan import RowRange, count_tasks, cut_rows
 from shardstream.ray.read_task import (
@@ -183,13 +183,15 @@ class ShardDatasource(Datasource):  # type: ignore[misc]  # Ray is not typed her
 def select_columns(job: ReadJob, columns: Sequence[str]) -> ReadJob:
     """Return a job that reads some columns; fields that are not among them are not decoded."""
     stages = job.pipeline.stages
-    if stages and all(isinstance(stage, Decode) for stage in stages):
+    if all(isinstance(stage, Decode | KeepFields) for stage in stages):
         stages = tuple(_decode_only(stage, columns) for stage in stages)
     pipeline = replace(job.pipeline, stages=stages, steps=job.pipeline.steps)
     return replace(job, pipeline=pipeline, settings=replace(job.settings, columns=tuple(columns)))
 
 
 def _decode_only(stage: Any, columns: Iterable[str]) -> Any:
+    if isinstance(stage, KeepFields):
+        return stage
     wanted = frozenset(columns)
     return replace(stage, only=wanted if stage.only is None else stage.only & wanted)
 

@@ -22,6 +22,7 @@ from shardstream.pipeline import (
     Context,
     Decode,
     ItemStage,
+    KeepFields,
     MapTuple,
     Pipeline,
     SequentialSource,
@@ -29,6 +30,7 @@ from shardstream.pipeline import (
     ToTuple,
     check_at_least,
     check_epoch,
+    check_fields,
 )
 from shardstream.ray.arrow_columns import KEY, URL
 from shardstream.ray.datasource import ReadJob, ShardDatasource, select_columns
@@ -214,20 +216,15 @@ def _checked_columns(
     Raises:
         OptionError: If it is known that there is no such field; names those that there are.
     """
-    if isinstance(fields, str):
-        raise OptionError(f"fields must be a list of names, such as [{fields!r}]")
-    keeps_names = all(isinstance(stage, Decode) for stage in pipeline.stages)
-    if keeps_names:
-        there = known if known is not None else _fields_of_first(pipeline)
-        missing = [name for name in fields if name not in (*there, KEY, URL)]
-        if missing:
-            where = "the dataset" if known is not None else "the first sample"
-            raise OptionError(
-                f"{where} has no field {missing[0]!r}; its fields are {', '.join(there)}",
-                remedy=""
-                if known is not None
-                else "run 'shardstream index' to list those of all samples",
-            )
+    where, kept = "the dataset", pipeline.kept_fields
+    if not all(isinstance(stage, Decode | KeepFields) for stage in pipeline.stages):
+        known = None  # a step may rename fields
+    elif kept is not None:
+        known = kept.possible
+    elif known is None:
+        known = _fields_of_first(pipeline)
+        where = "the first sample (run 'shardstream index' to list the fields of all samples)"
+    check_fields(fields, known, where, alternatives=False)
     return tuple(dict.fromkeys((KEY, *fields)))
 
 

@@ -375,3 +375,43 @@ def test_columns_are_part_of_the_commands(folder: str, tmp_path: Path, capsys: A
     assert ss.read_columns(target).num_rows == COUNT
     assert main(["pack", f"{folder}/000000.tar", target + "2", "--columns", "cls"]) == 0
     assert ss.read_columns(target + "2").num_rows == 15
+
+
+def counts_of(folder: str, epochs: int = 1, **options: Any) -> np.ndarray[Any, Any]:
+    dataset = ss.ShardDataset(folder, **options).decode()
+    found = np.zeros(10, dtype=np.int64)
+    for epoch in range(epochs):
+        dataset.set_epoch(epoch)
+        found += np.bincount([sample["cls"] for sample in dataset], minlength=10)
+    return found
+
+
+def test_classes_are_weighted_by_their_column(folder: str, tmp_path: Path) -> None:
+    few = ss.read_columns(folder)["cls"].to_numpy()
+    numbers = np.flatnonzero((few != 3) | (np.arange(COUNT) < 20))  # class 3 has 2 samples
+    assert counts_of(folder, subset=numbers)[3] == 2
+    balanced = counts_of(folder, 5, subset=numbers, weights="balanced")
+    assert set(np.abs(balanced - 5 * len(numbers) / 10) <= 10) == {True}
+    assert balanced.sum() == 5 * len(numbers)
+    weights = {number: 9.0 if number == 3 else 1.0 for number in range(10)}
+    drawn = counts_of(folder, weights=weights, num_samples=180)
+    assert drawn.tolist() == [90 if number == 3 else 10 for number in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ({0: 1.0}, "no weight of the class 1"),
+        (dict.fromkeys(range(11), 1.0), "the class 10, which no sample has"),
+        (dict.fromkeys(range(10), -1.0), "weight"),
+    ],
+    ids=str,
+)
+def test_weights_that_do_not_fit_the_classes_are_errors(
+    folder: str, tmp_path: Path, weights: Any, message: str
+) -> None:
+    with pytest.raises(OptionError, match=message):
+        ss.ShardDataset(folder, weights=weights)
+    bare = write(tmp_path, columns=None)
+    with pytest.raises(OptionError, match="need the column cls"):
+        ss.ShardDataset(bare, weights="balanced")

@@ -308,6 +308,10 @@ def test_what_cannot_be_joined_is_an_error(parts: dict[str, str], tmp_path: Path
         ss.join(images.decode(), parts["captions"])
     with pytest.raises(OptionError, match="with an index"):
         ss.join(ss.ShardDataset(parts["images"], index="ignore"), parts["captions"])
+    with pytest.raises(OptionError, match="give fields to join"):
+        ss.join(images, ss.ShardDataset(parts["captions"], fields=["txt"]))
+    with pytest.raises(OptionError, match="with weights= cannot be joined"):
+        ss.join(ss.ShardDataset(parts["images"], weights=[1] * COUNT), parts["captions"])
     with pytest.raises(OptionError, match="cannot be part of a mix"):
         ss.mix([images, ss.join(images, parts["captions"])])
     with pytest.raises(OptionError, match="url: "):

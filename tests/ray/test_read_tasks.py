@@ -326,3 +326,25 @@ def test_rows_of_a_store_are_those_of_a_disk(folder: str, bucket: str, s3_env: N
     make_shards(f"{bucket}/data", samples=given[::-1], per_shard=16, overwrite=True)
     with pytest.raises(ss.ChangedError):
         [list(task.read()) for task in tasks]
+
+
+@pytest.mark.parametrize("num_tasks", [1, 5, 200])
+def test_rows_are_drawn_by_weight(folder: str, num_tasks: int) -> None:
+    weights = np.arange(107) % 5
+    raw = ss.ShardDataset(folder, weights=weights, num_samples=300, shuffle=True, fields=("cls",))
+    for dataset in (raw, raw.decode()):
+        found = rows(dataset, num_tasks=num_tasks)
+        assert found == samples(dataset)
+        assert len(found) == 300
+
+
+def test_rows_have_the_fields_that_the_dataset_keeps(folder: str) -> None:
+    for index in ("auto", "ignore"):
+        kept = ss.ShardDataset(folder, fields=("cls;jpg",), index=index)
+        for dataset in (kept, kept.decode()):
+            assert rows(dataset, num_tasks=3) == samples(dataset)
+            assert rows(dataset, fields=["cls"]) == samples(dataset)
+            with pytest.raises(ss.OptionError, match="has no field 'npy'; its fields are cls, jpg"):
+                rows(dataset, fields=["npy"])
+    with pytest.raises(ss.OptionError, match="has no field 'npy;jpg'; its fields are cls, npy"):
+        rows(ss.ShardDataset(folder), fields=["npy;jpg"])
