@@ -29,7 +29,7 @@ from tests.servers import S3Server, new_bucket
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-RUN = (README, *(ROOT / "docs" / f"{name}.md" for name in ("minio", "jobs", "order")))
+RUN = (README, *(ROOT / "docs" / f"{name}.md" for name in ("minio", "jobs", "order", "subsets")))
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
 _FILE = re.compile(r"# (\S+\.py)\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.context import get_spawning_popen
 from typing import Any, Literal, Self
 
@@ -338,9 +338,7 @@ class ShardDataset(StreamDataset):
             drawn = weights is not None or num_samples is not None or not replacement
             needs = {"verify=": verify, "subset=": subset, "keys=": keys, "where=": where}
             needs |= {"weights=": drawn or None}
-            _check_whole_shards(
-                unindexed, index, [name for name in needs if needs[name] is not None]
-            )
+            _check_whole_shards(unindexed, index, needs)
             source = open_sequential_source(located, storage, shuffle=shuffle, seed=seed)
             stages += [Shuffle(window=window or _WHOLE_SHARD_WINDOW)] if shuffle else []
         pipeline = Pipeline(source=source, stages=tuple(stages), on_error=on_error)
@@ -412,26 +410,27 @@ def _check_options(index: str, on_error: OnError) -> None:
     SkipTracker(on_error)
 
 
-def _check_whole_shards(url: str, index: str, given: Sequence[str]) -> None:
+def _check_whole_shards(url: str, index: str, needs: Mapping[str, object]) -> None:
     """Check that shards may be read from start to end; warn if the user did not ask for it.
 
     Args:
         url: A shard that has no index, or whose index is ignored.
         index: The user's option.
-        given: Options of the user that need an index.
+        needs: Options that need an index, by name; None where the user did not give them.
 
     Raises:
         OptionError: If one is given, or an index is required.
     """
+    given = [name for name, value in needs.items() if value is not None]
     names = " and ".join(given)
     if given and index == "ignore":
         raise OptionError(
             f"{names} need shards that are read by number; remove index='ignore'", shard=url
         )
     if given or index == "require":
-        needs = f", which {names} need" if given else ""
+        reason = f", which {names} need" if given else ""
         raise OptionError(
-            f"this shard has no index{needs}; run 'shardstream index' on its folder", shard=url
+            f"this shard has no index{reason}; run 'shardstream index' on its folder", shard=url
         )
     if index == "auto":
         _warn_no_index(url)

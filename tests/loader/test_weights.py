@@ -291,7 +291,7 @@ def test_drawn_catalog_keeps_the_contract(folder: str) -> None:
         ({"weights": WEIGHTS * 0}, "weights= are 0 for all 100 samples"),
         ({"weights": [[1, 2], [3]]}, "weights= takes one list of numbers"),
         ({"weights": ["a"] * 100}, "one number for each sample, in one dimension, not <U1"),
-        ({"weights": {"cat": 1.0}}, "one number for each sample, in one dimension, not object"),
+        ({"weights": {"cat": 1.0}}, "weights by class need the column cls"),
         ({"weights": WEIGHTS[None]}, r"not float64 of shape \(1, 100\)"),
         ({"weights": WEIGHTS, "num_samples": 0}, "num_samples must be from 1 to"),
         ({"weights": WEIGHTS, "num_samples": 1.5}, "num_samples"),
