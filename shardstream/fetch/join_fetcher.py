@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 import numpy as np
 
 from shardstream.catalog import Catalog, JoinCatalog, JoinPart, Numbers, TableCatalog
 from shardstream.errors import IndexMismatchError, SampleError
-from shardstream.format import Sample, Samples, as_rows, from_rows
+from shardstream.format import Columns, Sample, Samples
 
 if TYPE_CHECKING:
     from shardstream.fetch.fetcher import Fetcher
@@ -55,16 +55,13 @@ class JoinFetcher:
         """
         if not len(numbers):
             return []
-        joined = [_copied(row) for row in as_rows(self._first.samples(numbers))]
+        joined = self._first.samples(numbers)
         for part, fetcher in zip(self._parts, self._others, strict=True):
             theirs = part.numbers_of(numbers)
             places = np.flatnonzero(theirs >= 0)
-            rows = as_rows(fetcher.samples(theirs[places]))
-            for place, row in zip(places.tolist(), rows, strict=True):
-                joined[place] = _join(joined[place], row, part)
-            for place in np.flatnonzero(theirs < 0).tolist():
-                joined[place] = _join(joined[place], dict(part.defaults), part)
-        return from_rows(joined)
+            found = fetcher.samples(theirs[places])
+            joined = _join_columns(joined, found, part) or _join_rows(joined, found, places, part)
+        return joined
 
     def find(self, numbers: Numbers) -> None:
         """Return None: samples are joined at once."""
@@ -92,18 +89,36 @@ def _numbers_of(part: JoinPart, groups: Iterator[Numbers]) -> Iterator[Numbers]:
             yield numbers
 
 
-def _copied(row: object) -> object:
-    return dict(row) if isinstance(row, Mapping) else row
+def _join_columns(samples: Samples, others: Samples, part: JoinPart) -> Columns | None:
+    """Join whole columns; None where samples are missing, of several forms or wrong, or two datasets have a field."""
+    if not (isinstance(samples, Columns) and isinstance(others, Columns)):
+        return None
+    mine, theirs = samples.columns, others.columns
+    added = {field: theirs[field] for field in theirs if _is_added(field, part)}
+    if mine["__key__"] != theirs["__key__"] or not added.keys().isdisjoint(mine):
+        return None
+    return Columns({**mine, **added})
 
 
-def _join(row: object, other: object, part: JoinPart) -> object:
+def _join_rows(
+    samples: Samples, others: Samples, places: Numbers, part: JoinPart
+) -> list[Sample | Exception]:
+    """Join samples one by one; ``places`` are those of the samples that the other dataset has."""
+    rows = [row if isinstance(row, Exception) else dict(row) for row in samples]
+    found: dict[int, Sample | Exception] = dict(zip(places.tolist(), others, strict=True))
+    return [_join(row, found.get(place, part.defaults), part) for place, row in enumerate(rows)]
+
+
+def _join(
+    row: Sample | Exception, other: Mapping[str, object] | Exception, part: JoinPart
+) -> Sample | Exception:
     """Add the fields of another sample to a sample; an error takes the place of both.
 
     Raises:
         IndexMismatchError: If they have different keys.
     """
-    if not isinstance(row, dict) or not isinstance(other, Mapping):
-        return other if isinstance(row, dict) else row
+    if isinstance(row, Exception) or isinstance(other, Exception):
+        return row if isinstance(row, Exception) else cast("Exception", other)
     key = other.get("__key__", row["__key__"])
     if key != row["__key__"]:
         raise IndexMismatchError(
@@ -116,9 +131,13 @@ def _join(row: object, other: object, part: JoinPart) -> object:
     return _with_fields(row, other, part)
 
 
-def _with_fields(row: Sample, other: Mapping[str, object], part: JoinPart) -> object:
+def _is_added(field: str, part: JoinPart) -> bool:
+    return field not in _OWN and (part.fields is None or field in part.fields)
+
+
+def _with_fields(row: Sample, other: Mapping[str, object], part: JoinPart) -> Sample | Exception:
     for field, value in other.items():
-        if field in _OWN or (part.fields is not None and field not in part.fields):
+        if not _is_added(field, part):
             continue
         if field in row:
             return SampleError(

@@ -78,6 +78,40 @@ def test_samples_get_the_fields_of_the_same_key(parts: dict[str, str]) -> None:
     assert sorted(joined) == expected(range(COUNT), 2)
 
 
+@pytest.mark.parametrize("where", ["local", "store"])
+@pytest.mark.parametrize("order", ["same", "other"])
+@pytest.mark.parametrize("kept", [1, 2])
+def test_samples_that_are_read_as_columns_are_joined(
+    tmp_path: Path, request: pytest.FixtureRequest, where: str, order: str, kept: int
+) -> None:
+    root = str(tmp_path)
+    if where == "store":
+        request.getfixturevalue("s3_env")
+        root = request.getfixturevalue("bucket")
+    count, names = 2000, (f"{root}/first", f"{root}/second")
+    keys = [[*range(count)], [*range(0, count, kept)]]
+    if order == "other":
+        random.Random(1).shuffle(keys[1])
+    for name, field, mine in zip(names, ("cls", "txt"), keys, strict=True):
+        with ss.ShardWriter(name, max_samples=700, columns="__key__") as writer:
+            for key in mine:
+                writer.write({"__key__": f"k{key}", field: b"%d" % key})
+    for shuffle in (False, True):
+        first = ss.ShardDataset(names[0], shuffle=shuffle)
+        joined = ss.join(first, names[1], missing={"txt": b"none"}).decode()
+        found = {sample["cls"]: sample["txt"] for sample in joined}
+        assert found == {k: "none" if k % kept else str(k) for k in range(count)}
+        by_batch = ss.ShardLoader(joined.to_tuple("cls", "txt"), 64, num_workers=1)
+        pairs = [
+            pair for batch in by_batch for pair in zip(batch[0].tolist(), batch[1], strict=True)
+        ]
+        assert dict(pairs) == found
+        dropped = ss.join(first, names[1], missing="drop").decode()
+        assert {sample["cls"]: sample["txt"] for sample in dropped} == {
+            k: str(k) for k in range(0, count, kept)
+        }
+
+
 @pytest.mark.parametrize("by", ["auto", "position"])
 def test_datasets_of_one_order_are_joined_by_position(parts: dict[str, str], by: Any) -> None:
     assert rows(ss.join(parts["images"], parts["same"], by=by)) == expected(range(COUNT), 2)
