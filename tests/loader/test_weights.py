@@ -53,7 +53,8 @@ def test_samples_come_in_proportion_to_their_weights(
     )
     count = num_samples or COUNT
     assert len(reader) == -(-count // 8)
-    assert len(reader.dataset.source_dataset) == count
+    dataset = ss.ShardDataset(folder, weights=WEIGHTS, num_samples=num_samples, shuffle=shuffle)
+    assert len(dataset) == count
     batches = labels(reader)
     assert len(batches) == len(reader)
     found = flat(batches)
@@ -245,8 +246,8 @@ def test_loose_files_and_other_catalogs_have_weights(folder: str, tmp_path: Path
     assert Counter(flat(labels(ss.ShardLoader(dataset.decode(), 4)))) == {1: 1, 3: 2, 5: 3}
     storage = Storage()
     catalog = ShardCatalog(locate_shards(folder, storage), storage)
-    dataset = ss.CatalogDataset(catalog, weights=np.eye(COUNT)[4], num_samples=5)
-    assert flat(labels(ss.ShardLoader(dataset.decode(), 5))) == [4] * 5
+    other = ss.CatalogDataset(catalog, weights=np.eye(COUNT)[4], num_samples=5)
+    assert flat(labels(ss.ShardLoader(other.decode(), 5))) == [4] * 5
 
 
 def test_remote_samples_are_drawn_by_weight(s3_env: None, bucket: str) -> None:
