@@ -153,6 +153,7 @@ class ObjectMapDataset(_ObjectDatasetMixin, MapDataset):
         classes: As in `ObjectDataset`.
         suffixes: As in `ObjectDataset`.
         seed: For ``map(rng=True)``.
+        fields: As in `ObjectDataset`.
         storage_options: For fsspec.
         filesystem: An fsspec file system to use instead.
         cache_dir: A local folder that caches remote bytes, for later epochs and other processes.
@@ -172,6 +173,7 @@ class ObjectMapDataset(_ObjectDatasetMixin, MapDataset):
         classes: Sequence[str] | None = None,
         suffixes: str | Sequence[str] | None = None,
         seed: int = 0,
+        fields: Sequence[str] | None = None,
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -180,7 +182,7 @@ class ObjectMapDataset(_ObjectDatasetMixin, MapDataset):
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
         catalog = _open(urls, storage, suffixes)
         _set_labels(catalog, label, classes)
-        super().__init__(catalog, seed=seed)
+        super().__init__(catalog, seed=seed, fields=fields)
         self.classes = catalog.classes
 
 

@@ -13,7 +13,9 @@ from shardstream.loader.worker import BatchDataset
 from shardstream.order import find_even_lane_counts
 from shardstream.pipeline import ReadOptions, SkipTracker, check_at_least
 
-_READ_OPTIONS = frozenset(field.name for field in fields(ReadOptions))
+_DATASET_OPTIONS = {"fields", "num_samples", "replacement", "subset", "weights"}.union(
+    field.name for field in fields(ReadOptions)
+)
 WARN_WINDOWS_BYTES = 4_000_000_000  # of windows in one worker
 
 
@@ -42,15 +44,15 @@ def check_options(
         raise OptionError(
             f"shuffle={shuffle} differs from the dataset's; pass shuffle={shuffle} to ShardDataset(...), not to the loader"
         )
-    misplaced = sorted(_READ_OPTIONS.intersection(options))
+    misplaced = sorted(_DATASET_OPTIONS.intersection(options))
     if misplaced:
         raise OptionError(
             f"{', '.join(misplaced)}: options of the dataset; pass them to ShardDataset(...), not to the loader"
         )
     if options.get("sampler") is not None or options.get("batch_sampler") is not None:
         raise OptionError(
-            "a ShardLoader takes no sampler, the dataset splits and shuffles; for samplers use a ShardMapDataset "
-            "with torch's DataLoader"
+            "a ShardLoader takes no sampler, the dataset splits and shuffles; draw by weight with ShardDataset(weights=), and for "
+            "other samplers use a ShardMapDataset with torch's DataLoader"
         )
     if not options.get("in_order", True):
         raise OptionError(

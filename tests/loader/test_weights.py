@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import WeightedRandomSampler
 
 import shardstream as ss
 from shardstream.catalog import ShardCatalog
@@ -53,7 +55,8 @@ def test_samples_come_in_proportion_to_their_weights(
     )
     count = num_samples or COUNT
     assert len(reader) == -(-count // 8)
-    assert len(reader.dataset.source_dataset) == count
+    dataset = ss.ShardDataset(folder, weights=WEIGHTS, num_samples=num_samples, shuffle=shuffle)
+    assert len(dataset) == count
     batches = labels(reader)
     assert len(batches) == len(reader)
     found = flat(batches)
@@ -71,8 +74,6 @@ def test_without_replacement_each_sample_comes_at_most_once(folder: str) -> None
 
 
 def test_torch_tensors_lists_and_files_are_weights(folder: str, tmp_path: Path) -> None:
-    import torch  # noqa: PLC0415
-
     np.save(tmp_path / "weights.npy", WEIGHTS.astype(np.float32))
     expected = flat(labels(loader(folder, weights=WEIGHTS, shuffle=True)))
     for weights in (
@@ -245,8 +246,8 @@ def test_loose_files_and_other_catalogs_have_weights(folder: str, tmp_path: Path
     assert Counter(flat(labels(ss.ShardLoader(dataset.decode(), 4)))) == {1: 1, 3: 2, 5: 3}
     storage = Storage()
     catalog = ShardCatalog(locate_shards(folder, storage), storage)
-    dataset = ss.CatalogDataset(catalog, weights=np.eye(COUNT)[4], num_samples=5)
-    assert flat(labels(ss.ShardLoader(dataset.decode(), 5))) == [4] * 5
+    other = ss.CatalogDataset(catalog, weights=np.eye(COUNT)[4], num_samples=5)
+    assert flat(labels(ss.ShardLoader(other.decode(), 5))) == [4] * 5
 
 
 def test_remote_samples_are_drawn_by_weight(s3_env: None, bucket: str) -> None:
@@ -318,6 +319,34 @@ def test_a_file_that_is_no_array_is_refused(folder: str, tmp_path: Path) -> None
         ss.ShardDataset(folder, weights=file)
     with pytest.raises(NotFoundError, match="not found"):
         ss.ShardDataset(folder, weights="no-such-file.npy")
+
+
+def test_a_loader_takes_no_weights(folder: str) -> None:
+    dataset = ss.ShardDataset(folder, shuffle=True)
+    with pytest.raises(OptionError, match=r"num_samples, weights: options of the dataset; pass"):
+        ss.ShardLoader(dataset, 8, weights=WEIGHTS, num_samples=5)
+    sampler = WeightedRandomSampler(WEIGHTS.tolist(), 5)
+    with pytest.raises(OptionError, match=r"draw by weight with ShardDataset\(weights=\)"):
+        ss.ShardLoader(dataset, 8, sampler=sampler)
+
+
+def not_seven(sample: dict[str, Any]) -> dict[str, Any]:
+    if sample["cls"] == 7:
+        raise ss.SampleError("bad")
+    return sample
+
+
+@pytest.mark.parametrize("refill", [False, True])
+def test_each_copy_of_a_bad_sample_is_skipped_or_replaced(folder: str, refill: bool) -> None:
+    weights = np.where(np.arange(COUNT) == 7, 10, 1)
+    dataset = ss.ShardDataset(
+        folder, weights=weights, num_samples=109, on_error=ss.SkipBudget(samples=50, refill=refill)
+    )
+    reader = ss.ShardLoader(dataset.decode().map(not_seven), 8)
+    found = flat(labels(reader))
+    assert set(found) == set(range(COUNT)) - {7}
+    assert len(found) == (109 if refill else 99)
+    assert reader.skipped["SampleError"] >= 10
 
 
 def test_map_style_datasets_take_no_weights(folder: str) -> None:

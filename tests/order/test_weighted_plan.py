@@ -44,7 +44,9 @@ def order_of(nsamples: int, *, batch: int = 4, shuffle: bool = True, block: int 
 def test_copies_are_the_expected_ones_rounded_and_their_total_is_exact(
     weights: list[float], num_samples: int, key: int
 ) -> None:
-    copies = drawn(weights, num_samples).draw(key)
+    draw = drawn(weights, num_samples)
+    copies = draw.draw(key)
+    assert draw.copies.sum() == num_samples << 32
     expected = np.array(weights) / sum(weights) * num_samples
     assert copies.sum() == num_samples
     assert (copies >= np.floor(expected - PRECISION)).all()
@@ -56,7 +58,7 @@ def test_copies_are_the_expected_ones_rounded_and_their_total_is_exact(
 def test_without_replacement_each_sample_comes_at_most_once(
     weights: list[float], key: int, data: st.DataObject
 ) -> None:
-    num_samples = data.draw(st.integers(1, np.count_nonzero(weights)))
+    num_samples = data.draw(st.integers(1, sum(map(bool, weights))))
     draw = drawn(weights, num_samples, replacement=False)
     copies = draw.draw(key)
     assert copies.sum() == num_samples
@@ -118,7 +120,9 @@ def test_each_epoch_draws_anew() -> None:
 
 
 def test_order_of_a_draw_is_pinned() -> None:
-    plan = WeightedEpochPlan(order_of(12), 0, drawn([1, 2, 3, 0, 2], 12))
+    draw = drawn([1, 2, 3, 0, 2], 12)
+    assert draw.fingerprint == "1132f40c96c86e72"
+    plan = WeightedEpochPlan(order_of(12), 0, draw)
     assert plan.rest(0).tolist() == [7, 17, 0, 1, 11, 2, 4, 6, 12, 5, 9, 14]
 
 
