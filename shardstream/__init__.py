@@ -1,6 +1,6 @@
 """Pack samples into WebDataset tar shards on S3 or any fsspec file system, and stream them into PyTorch.
 
-The rooms, lowest first: `format` says what the bytes mean, `order` which sample comes when; `storage` reads bytes by URL,
+The rooms, lowest first: `format` says what the bytes mean, `codecs` the values of fields, `order` which sample comes when; `storage` reads bytes by URL,
 `catalog` knows the shard and byte range of each sample, `fetch` reads samples ahead of their use; `pipeline` turns them into
 batches, `loader` runs that in torch's workers. `tasks` runs work on shards in threads or processes, `packing` turns sources
 into shards; `ray` reads with Ray Data; `cli` is the command line.
@@ -41,6 +41,7 @@ from shardstream.errors import (
 if TYPE_CHECKING:
     from shardstream import ray
     from shardstream.catalog import Catalog
+    from shardstream.codecs import Audio, AudioDecoder
     from shardstream.loader import (
         CatalogDataset,
         ObjectDataset,
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AccessDeniedError",
+    "Audio",
+    "AudioDecoder",
     "BadSample",
     "CacheWarning",
     "Catalog",
@@ -115,6 +118,8 @@ __all__ = [
 
 # Imported on first use: torch takes over a second to import, and the command line does not need it.
 _LAZY = {
+    "Audio": "codecs",
+    "AudioDecoder": "codecs",
     "BadSample": "pipeline",
     "Catalog": "catalog",
     "CatalogDataset": "loader",

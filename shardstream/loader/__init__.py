@@ -6,6 +6,7 @@ A batch passes through these files:
     loader, option_checks           the loader in the main process; checks of its options
     rank_consistency                compare the order of samples between ranks
     worker, replacement_samples     make the batches of one rank in a worker process
+    decoder_tables                  names that ``decode`` gets -> decoders of fields
     collation                       samples -> tensors
     serialize, shared_memory, message_batching   send batches from a worker to the main process
     device_decode                   decode the images of a batch on a device

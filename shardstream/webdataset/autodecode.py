@@ -12,9 +12,10 @@ import numpy as np
 import PIL.Image
 import torch
 
+from shardstream.codecs import AudioDecoder, audio_decoders
 from shardstream.errors import DecodeError, OptionError
 from shardstream.format import PILLOW_FORMATS
-from shardstream.loader import load_tensors
+from shardstream.loader import load_tensors, to_tensor
 from shardstream.pipeline import BASIC, decode_gzip
 from shardstream.webdataset import tenbin, utils
 from shardstream.webdataset.handlers import UnsafeError
@@ -303,9 +304,17 @@ def torch_video(key: str, data: bytes) -> None:  # noqa: ARG001
     _refuse_media(key, "mp4 ogv mjpeg avi mov h264 mpg webm wmv", "video")
 
 
-def torch_audio(key: str, data: bytes) -> None:  # noqa: ARG001
-    """Refuse audio with a message; None for other names."""
-    _refuse_media(key, "flac mp3 sox wav m4a ogg wma", "audio")
+def torch_audio(key: str, data: bytes) -> Any:
+    """Decode sound to a tensor, shape (C, T), float32, and its rate, as ``torchaudio.load``; None for other names.
+
+    Raises:
+        OptionError: If the extra ``audio`` is not installed, or libsndfile does not read formats of this name.
+    """
+    decoder = _AUDIO.get(key.rpartition(".")[2].lower())
+    return None if decoder is None else decoder(data)
+
+
+_AUDIO = audio_decoders(AudioDecoder(to_tensor=to_tensor))
 
 
 def gzfilter(key: str, data: bytes) -> Continue | None:
