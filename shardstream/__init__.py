@@ -41,7 +41,7 @@ from shardstream.errors import (
 if TYPE_CHECKING:
     from shardstream import ray
     from shardstream.catalog import Catalog
-    from shardstream.codecs import Audio, AudioDecoder
+    from shardstream.codecs import Audio, AudioDecoder, Video, VideoDecoder
     from shardstream.loader import (
         CatalogDataset,
         ObjectDataset,
@@ -100,6 +100,8 @@ __all__ = [
     "StorageError",
     "Task",
     "UnfinishedError",
+    "Video",
+    "VideoDecoder",
     "WorkerError",
     "collate",
     "decode_sample",
@@ -135,6 +137,8 @@ _LAZY = {
     "ShardMapDataset": "loader",
     "SkipBudget": "pipeline",
     "ShardWriter": "packing",
+    "Video": "codecs",
+    "VideoDecoder": "codecs",
     "Task": "tasks",
     "collate": "loader",
     "decode_sample": "loader",

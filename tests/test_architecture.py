@@ -59,6 +59,8 @@ HOMES = {
     "obstore": ("storage/obstore_client.py",),
     "soundfile": ("codecs/",),
     "soxr": ("codecs/",),
+    "torchcodec": (),  # by name, in codecs/video_readers.py
+    "av": (),
     "accelerate": ("loader/accelerate.py",),
     "transformers": ("integrations/hf.py",),
     "torch": (

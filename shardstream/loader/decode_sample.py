@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self, cast
 
-from shardstream.codecs import AudioDecoder
+from shardstream.codecs import AudioDecoder, VideoDecoder
 from shardstream.format import Sample
 from shardstream.loader.steps import ItemSteps
 from shardstream.pipeline import Context, Handler, ItemStage, Stage
@@ -23,7 +23,7 @@ class _OneStep(ItemSteps):
 
 
 def decode_sample(
-    sample: Sample, *handlers: str | AudioDecoder | Handler, **options: Any
+    sample: Sample, *handlers: str | AudioDecoder | VideoDecoder | Handler, **options: Any
 ) -> Sample:
     """Decode the fields of one sample, as `ShardDataset.decode` does.
 

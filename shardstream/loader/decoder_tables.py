@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from shardstream.codecs import AudioDecoder, audio_decoders
+from shardstream.codecs import VIDEO_EXTENSIONS, AudioDecoder, VideoDecoder, audio_decoders
 from shardstream.errors import OptionError
 from shardstream.loader.collation import load_tensors, to_tensor
 from shardstream.pipeline import (
@@ -24,9 +24,14 @@ from shardstream.pipeline import (
 if TYPE_CHECKING:
     import torch
 
-_MEDIA = {
+Named = str | AudioDecoder | VideoDecoder
+"""What chooses the decoders of a kind of fields."""
+
+_MEDIA: dict[str, AudioDecoder | VideoDecoder] = {
     "audio": AudioDecoder(),
     "torch_audio": AudioDecoder(to_tensor=to_tensor),
+    "video": VideoDecoder(),
+    "torch_video": VideoDecoder(to_tensor=to_tensor),
 }
 
 
@@ -41,7 +46,7 @@ class DecoderTables(NamedTuple):
 
 
 def decoder_tables(
-    named: Sequence[str | AudioDecoder],
+    named: Sequence[Named],
     fields: Mapping[str, str | Decoder],
     *,
     max_side: int | None,
@@ -94,7 +99,7 @@ def check_decoder(given: object) -> None:
         )
 
 
-def _check_one_of_a_kind(named: Sequence[str | AudioDecoder]) -> None:
+def _check_one_of_a_kind(named: Sequence[Named]) -> None:
     kinds = [_kind(name) for name in named]
     for kind in kinds:
         if kinds.count(kind) > 1:
@@ -104,18 +109,20 @@ def _check_one_of_a_kind(named: Sequence[str | AudioDecoder]) -> None:
             )
 
 
-def _kind(name: str | AudioDecoder) -> str:
+def _kind(name: Named) -> str:
     if name in IMAGE_NAMES:
         return "image"
     decoder = _MEDIA.get(name) if isinstance(name, str) else name
     return str(name) if decoder is None else type(decoder).__name__.removesuffix("Decoder").lower()
 
 
-def _other_decoders(name: str | AudioDecoder) -> dict[str, Decoder]:
+def _other_decoders(name: Named) -> dict[str, Decoder]:
     """Return the decoders of sound and video by extension, or of an installed package by its name."""
     decoder = _other_decoder(name) if isinstance(name, str) else name
     if isinstance(decoder, AudioDecoder):
         return audio_decoders(decoder)
+    if isinstance(decoder, VideoDecoder):
+        return dict.fromkeys(VIDEO_EXTENSIONS, decoder)
     return {str(name): decoder}
 
 

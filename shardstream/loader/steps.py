@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
-from shardstream.codecs import AudioDecoder
+from shardstream.codecs import AudioDecoder, VideoDecoder
 from shardstream.errors import OptionError
 from shardstream.loader.collation import collate
 from shardstream.loader.decoder_tables import check_decoder, decoder_tables
@@ -62,7 +62,7 @@ class ItemSteps:
 
     def decode(  # noqa: PLR0913  (the public door)
         self,
-        *handlers: str | AudioDecoder | Handler,
+        *handlers: str | AudioDecoder | VideoDecoder | Handler,
         only: str | Sequence[str] | None = None,
         fields: dict[str, str | Decoder] | None = None,
         max_side: int | None = None,
@@ -79,11 +79,13 @@ class ItemSteps:
         fractions for "rgb8", a `DecodeError` is raised. Of an animation the first frame is decoded, with an `ImageWarning`.
 
         "audio" decodes sound (wav, flac, mp3, ogg, opus, ...) to an `Audio`: samples (float32, shape (C, T)) and rate;
-        "torch_audio" the same with a tensor; ``ss.AudioDecoder(rate=16000, mono=True)`` resamples. The name of a decoder of an
-        installed package (entry point ``shardstream.decoders``) decodes the fields of that extension.
+        "torch_audio" the same with a tensor; ``ss.AudioDecoder(rate=16000, mono=True)`` resamples. "video" (mp4, mkv,
+        webm, avi, ...) gives a `Video`, whose frames and sound are decoded when they are asked for; "torch_video" a `VideoClip`
+        of all frames and the sound, as tensors. The name of a decoder of an installed package (entry point
+        ``shardstream.decoders``) decodes the fields of that extension.
 
         Args:
-            handlers: Names, at most one for images and one for sound, and WebDataset's functions ``handler(".jpg", data)``.
+            handlers: Names, at most one each for images, sound and video, and WebDataset's functions ``handler(".jpg", data)``.
             only: Fields to decode; the others stay bytes.
             fields: Decoders of single fields, by name or extension: a name, or ``function(data)``.
             max_side: Limit of the longest side, in pixels; larger images are shrunk with their aspect ratio. A JPEG decodes at
@@ -106,8 +108,10 @@ class ItemSteps:
         """
         check_at_least(0, threads=threads)
         check_at_least(1, max_side=max_side)
-        named = [one for one in handlers if isinstance(one, str | AudioDecoder)]
-        functions = tuple(one for one in handlers if not isinstance(one, str | AudioDecoder))
+        named = [one for one in handlers if isinstance(one, str | AudioDecoder | VideoDecoder)]
+        functions = tuple(
+            one for one in handlers if not isinstance(one, str | AudioDecoder | VideoDecoder)
+        )
         for function in functions:
             check_decoder(function)
         tables = decoder_tables(

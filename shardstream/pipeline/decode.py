@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.lib import format as npy_format
 
+from shardstream.codecs import Video
 from shardstream.errors import DecodeError, OptionError, redact
 from shardstream.format import FIELDS_LIMIT, Sample, mask_fields
 from shardstream.pipeline.encoded_image import EncodedImage
@@ -38,6 +39,7 @@ _REMEDY = "repack this sample, or skip it with on_error"
 _CHOICES_KEPT = 1000
 _JSON_VALUES_LIMIT = 10_000_000  # about 1 GB: an empty list takes 3 bytes as JSON, 100 in memory
 _JSON_DEPTH_LIMIT = 200  # deeper values cannot be pickled when a worker sends them
+_LOCATED = (EncodedImage, Video)  # decoded later; errors then name the sample
 _PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the methods that numpy writes
 
 
@@ -239,7 +241,7 @@ class Decode(ItemStage):
                     key=sample.get("__key__"),
                     field=name,
                 ) from error
-            if type(result) is EncodedImage:
+            if type(result) in _LOCATED:
                 decoded[name] = result.located(sample, name)
         return decoded
 

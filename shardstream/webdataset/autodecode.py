@@ -12,7 +12,7 @@ import numpy as np
 import PIL.Image
 import torch
 
-from shardstream.codecs import AudioDecoder, audio_decoders
+from shardstream.codecs import VIDEO_EXTENSIONS, AudioDecoder, VideoDecoder, audio_decoders
 from shardstream.errors import DecodeError, OptionError
 from shardstream.format import PILLOW_FORMATS
 from shardstream.loader import load_tensors, to_tensor
@@ -292,16 +292,13 @@ def imagehandler(imagespec: str, extensions: Iterable[str] = IMAGE_EXTENSIONS) -
     return ImageHandler(imagespec, extensions)
 
 
-def _refuse_media(key: str, extensions: str, kind: str) -> None:
-    if key.rpartition(".")[2] in extensions.split():
-        raise OptionError(
-            f"{kind} is not decoded here; pass decode(wds.handle_extension({extensions!r}, function)) with a function of bytes"
-        )
+def torch_video(key: str, data: bytes) -> Any:
+    """Decode a video to (frames, sound, info) as ``torchvision.io.read_video``, all frames at once; None for other names.
 
-
-def torch_video(key: str, data: bytes) -> None:  # noqa: ARG001
-    """Refuse video with a message; None for other names."""
-    _refuse_media(key, "mp4 ogv mjpeg avi mov h264 mpg webm wmv", "video")
+    Raises:
+        OptionError: If the extra ``video`` is not installed.
+    """
+    return _VIDEO(data) if key.rpartition(".")[2].lower() in VIDEO_EXTENSIONS else None
 
 
 def torch_audio(key: str, data: bytes) -> Any:
@@ -315,6 +312,7 @@ def torch_audio(key: str, data: bytes) -> Any:
 
 
 _AUDIO = audio_decoders(AudioDecoder(to_tensor=to_tensor))
+_VIDEO = VideoDecoder(to_tensor=to_tensor)
 
 
 def gzfilter(key: str, data: bytes) -> Continue | None:
