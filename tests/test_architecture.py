@@ -57,10 +57,10 @@ HOMES = {
     "s3fs": ("storage/",),
     "botocore": ("storage/s3_config.py", "storage/read_small_files.py"),
     "obstore": ("storage/obstore_client.py",),
-    "soundfile": ("codecs/",),
-    "soxr": ("codecs/",),
-    "torchcodec": (),  # by name, in codecs/video_readers.py
-    "av": (),
+    # Imported by name in codecs/, when they are needed.
+    **dict.fromkeys(
+        ("soundfile", "soxr", "torchcodec", "av", "msgpack", "cbor2", "safetensors"), ()
+    ),
     "accelerate": ("loader/accelerate.py",),
     "transformers": ("integrations/hf.py",),
     "torch": (

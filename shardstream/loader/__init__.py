@@ -21,7 +21,13 @@ A batch passes through these files:
 from typing import TYPE_CHECKING, Any
 
 from shardstream.loader.checkpoint import load_checkpoint, save_checkpoint
-from shardstream.loader.collation import collate, load_tensors, shared_numbers, to_tensor
+from shardstream.loader.collation import (
+    collate,
+    load_safetensors,
+    load_tensors,
+    shared_numbers,
+    to_tensor,
+)
 from shardstream.loader.dataset import (
     CatalogDataset,
     ShardDataset,
@@ -89,6 +95,7 @@ __all__ = [
     "current_worker_info",
     "decode_sample",
     "load_checkpoint",
+    "load_safetensors",
     "load_tensors",
     "mix",
     "open_pinned_memory",

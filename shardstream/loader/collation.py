@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
-from shardstream.codecs import Audio
+from shardstream.codecs import Audio, import_extra
 from shardstream.errors import SampleError
 from shardstream.format import Columns
 from shardstream.loader.serialize import MAX_TENSOR_BYTES
@@ -46,6 +46,18 @@ def load_tensors(data: bytes) -> Any:
     loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     _check_extent(loaded)
     return loaded
+
+
+def load_safetensors(data: bytes) -> dict[str, torch.Tensor]:
+    """Decode a ``.safetensors`` file to its tensors by name, on the CPU.
+
+    Raises:
+        OptionError: If safetensors is not installed.
+        safetensors.SafetensorError: If its header does not fit its bytes.
+    """
+    library = import_extra("safetensors.torch", extra="formats", purpose="decoding safetensors")
+    tensors: dict[str, torch.Tensor] = library.load(data)
+    return tensors
 
 
 def _check_extent(loaded: Any) -> None:

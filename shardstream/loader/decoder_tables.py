@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardstream.codecs import VIDEO_EXTENSIONS, AudioDecoder, VideoDecoder, audio_decoders
 from shardstream.errors import OptionError
-from shardstream.loader.collation import load_tensors, to_tensor
+from shardstream.loader.collation import load_safetensors, load_tensors, to_tensor
 from shardstream.pipeline import (
     BASIC,
     DEVICE_SPECS,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 Named = str | AudioDecoder | VideoDecoder
 """What chooses the decoders of a kind of fields."""
 
+_TENSORS = {"pt": load_tensors, "pth": load_tensors, "safetensors": load_safetensors}
 _MEDIA: dict[str, AudioDecoder | VideoDecoder] = {
     "audio": AudioDecoder(),
     "torch_audio": AudioDecoder(to_tensor=to_tensor),
@@ -65,7 +66,7 @@ def decoder_tables(
     Raises:
         OptionError: If a name is unknown, or options exclude each other.
     """
-    table: dict[str, Decoder] = {**BASIC, "pt": load_tensors, "pth": load_tensors}
+    table: dict[str, Decoder] = {**BASIC, **_TENSORS}
     mask_table: dict[str, Decoder] = {}
     _check_one_of_a_kind(named)
     for name in named:

@@ -5,19 +5,26 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Callable, Iterable, Sequence
-from importlib import import_module
 from typing import Any, NoReturn
 
 import numpy as np
 import PIL.Image
 import torch
 
-from shardstream.codecs import VIDEO_EXTENSIONS, AudioDecoder, VideoDecoder, audio_decoders
+from shardstream.codecs import (
+    VIDEO_EXTENSIONS,
+    AudioDecoder,
+    VideoDecoder,
+    audio_decoders,
+    decode_buffer,
+    decode_cbor,
+    decode_msgpack,
+)
 from shardstream.errors import DecodeError, OptionError
 from shardstream.format import PILLOW_FORMATS
 from shardstream.loader import load_tensors, to_tensor
 from shardstream.pipeline import BASIC, decode_gzip
-from shardstream.webdataset import tenbin, utils
+from shardstream.webdataset import utils
 from shardstream.webdataset.handlers import UnsafeError
 
 pytorch_weights_only = True
@@ -174,26 +181,7 @@ def torch_loads(data: bytes) -> Any:
         ) from error
 
 
-def tenbin_loads(data: bytes) -> Any:
-    """Read arrays of WebDataset's tensor format."""
-    return tenbin.decode_buffer(data)
-
-
-def msgpack_loads(data: bytes) -> Any:
-    """Read MessagePack, with the package msgpack."""
-    return _optional("msgpack").unpackb(data)
-
-
-def cbor_loads(data: bytes) -> Any:
-    """Read CBOR, with the package cbor2."""
-    return _optional("cbor2").loads(data)
-
-
-def _optional(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise OptionError(f"these fields need one more package: pip install {name}") from error
+tenbin_loads, msgpack_loads, cbor_loads = decode_buffer, decode_msgpack, decode_cbor
 
 
 decoders: dict[str, Callable[[bytes], Any]] = {
