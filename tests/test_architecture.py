@@ -76,6 +76,7 @@ HOMES = {
         "loader/device_decode.py",
         "loader/device_transfer.py",
         "loader/pinned_memory.py",
+        "loader/seeded_function.py",
         "loader/worker_errors.py",
         "ray/collate.py",
         "webdataset/",

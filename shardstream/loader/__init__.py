@@ -7,6 +7,7 @@ A batch passes through these files:
     rank_consistency                compare the order of samples between ranks
     worker, replacement_samples     make the batches of one rank in a worker process
     decoder_tables                  names that ``decode`` gets -> decoders of fields
+    seeded_function                 global generators with the randomness of a sample
     collation                       samples -> tensors
     serialize, shared_memory, message_batching   send batches from a worker to the main process
     device_decode                   decode the images of a batch on a device

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from shardstream.codecs import AudioDecoder, VideoDecoder
 from shardstream.errors import OptionError
 from shardstream.loader.collation import collate
 from shardstream.loader.decoder_tables import check_decoder, decoder_tables
+from shardstream.loader.seeded_function import SeededFunction
 from shardstream.pipeline import (
     Batched,
     Compose,
@@ -134,25 +135,36 @@ class ItemSteps:
         self,
         function: Callable[..., Any],
         *,
-        rng: bool = False,
+        rng: bool | Literal["torch"] = False,
         threads: int = 0,
         name: str | None = None,
         version: int | str | None = None,
     ) -> Self:
-        """Apply ``function(item)`` to each item; with ``rng``, ``function(item, generator)``.
+        """Apply ``function(item)`` to each item; with ``rng=True``, ``function(item, generator)``.
 
         Args:
             function: Returns the new item.
-            rng: Pass a NumPy generator, seeded by sample and epoch.
+            rng: True passes a NumPy generator, seeded by sample and epoch. "torch" calls ``function(item)`` with the global generators
+                of torch, NumPy and Python seeded so, for functions that draw from these (torchvision's transforms), and restores
+                them afterwards.
             threads: Number of threads that call it, in order.
             name: Replaces the function's own name, for a function that was renamed or moved: if steps change counts, a state is
                 refused when a function's name differs from the saved one.
             version: Change it when the function changes, so that older states are refused.
+
+        Raises:
+            OptionError: If ``rng`` is "torch" with threads, which share the global generators, or an argument is invalid.
         """
         check_at_least(0, threads=threads)
+        if rng not in (True, False, "torch"):
+            raise OptionError(f"rng must be True, False or 'torch', not {rng!r}")
+        if rng == "torch" and threads:
+            raise OptionError(
+                "map(rng='torch') works without threads, because they share the global generators; use more workers"
+            )
         stage = Map(
-            function=function,
-            rng=rng,
+            function=SeededFunction(function) if rng == "torch" else function,
+            rng=bool(rng),
             purpose=self._num_stages,
             threads=threads,
             name=name,

@@ -58,7 +58,7 @@ def test_other_libraries_write_and_read_the_same_bytes() -> None:
 
 
 def test_ten_is_that_of_webdataset() -> None:
-    arrays = [np.arange(6, dtype=np.float32).reshape(2, 3), np.array([7], np.int64)]
+    arrays: list[Any] = [np.arange(6, dtype=np.float32).reshape(2, 3), np.array([7], np.int64)]
     data = encode_field("ten", arrays)
     theirs = webdataset.tenbin.decode_buffer(data)
     assert all(np.array_equal(a, b) for a, b in zip(theirs, arrays, strict=True))
