@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.random import mtrand
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +30,15 @@ class SeededFunction:
         torch_seed, python_seed, numpy_seed = generator.integers(1 << 63, size=3).tolist()
         python_state = random.getstate()
         # Exchanged, not saved: get_state and set_state take 0.15 ms each.
-        bit_generator = np.random.get_bit_generator()
+        bit_generator = mtrand.get_bit_generator()
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(
                 torch_seed
             )  # torch.manual_seed would seed GPUs, too
-            np.random.set_bit_generator(np.random.MT19937(numpy_seed))
+            mtrand.set_bit_generator(np.random.MT19937(numpy_seed))
             random.seed(python_seed)
             try:
                 return self.function(item)
             finally:
-                np.random.set_bit_generator(bit_generator)
+                mtrand.set_bit_generator(bit_generator)
                 random.setstate(python_state)
