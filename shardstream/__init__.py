@@ -1,6 +1,6 @@
 """Pack samples into WebDataset tar shards on S3 or any fsspec file system, and stream them into PyTorch.
 
-The rooms, lowest first: `format` says what the bytes mean, `order` which sample comes when; `storage` reads bytes by URL,
+The rooms, lowest first: `format` says what the bytes mean, `codecs` the values of fields, `order` which sample comes when; `storage` reads bytes by URL,
 `catalog` knows the shard and byte range of each sample, `fetch` reads samples ahead of their use; `pipeline` turns them into
 batches, `loader` runs that in torch's workers. `tasks` runs work on shards in threads or processes, `packing` turns sources
 into shards; `ray` reads with Ray Data; `cli` is the command line.
@@ -41,6 +41,7 @@ from shardstream.errors import (
 if TYPE_CHECKING:
     from shardstream import ray
     from shardstream.catalog import Catalog, read_columns
+    from shardstream.codecs import Audio, AudioDecoder, Video, VideoDecoder
     from shardstream.loader import (
         CatalogDataset,
         ObjectDataset,
@@ -61,6 +62,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AccessDeniedError",
+    "Audio",
+    "AudioDecoder",
     "BadSample",
     "CacheWarning",
     "Catalog",
@@ -98,6 +101,8 @@ __all__ = [
     "StorageError",
     "Task",
     "UnfinishedError",
+    "Video",
+    "VideoDecoder",
     "WorkerError",
     "collate",
     "decode_sample",
@@ -118,6 +123,8 @@ __all__ = [
 
 # Imported on first use: torch takes over a second to import, and the command line does not need it.
 _LAZY = {
+    "Audio": "codecs",
+    "AudioDecoder": "codecs",
     "BadSample": "pipeline",
     "Catalog": "catalog",
     "CatalogDataset": "loader",
@@ -133,6 +140,8 @@ _LAZY = {
     "ShardMapDataset": "loader",
     "SkipBudget": "pipeline",
     "ShardWriter": "packing",
+    "Video": "codecs",
+    "VideoDecoder": "codecs",
     "Task": "tasks",
     "collate": "loader",
     "decode_sample": "loader",

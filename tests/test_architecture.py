@@ -23,20 +23,21 @@ CLIENTS = sorted(path for folder in ("tools", "examples") for path in (ROOT / fo
 
 # Lowest first. A room imports its own modules, the base and the rooms named here; errors import nothing.
 BASE = ("errors", "process_memory", "distributed")
-READING = ("format", "order", "storage", "catalog", "fetch", "pipeline", "loader")
+READING = ("format", "codecs", "order", "storage", "catalog", "fetch", "pipeline", "loader")
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "process_memory": ("errors",),
     "distributed": ("errors",),
     "format": BASE,
+    "codecs": (*BASE, "format"),
     "order": BASE,
     "storage": (*BASE, "format"),
     "catalog": (*BASE, "format", "storage"),
     "fetch": (*BASE, "format", "storage", "catalog"),
-    "pipeline": (*BASE, "format", "order", "storage", "catalog", "fetch"),
-    "loader": (*BASE, "format", "order", "storage", "catalog", "fetch", "pipeline"),
+    "pipeline": (*BASE, "format", "codecs", "order", "storage", "catalog", "fetch"),
+    "loader": (*BASE, "format", "codecs", "order", "storage", "catalog", "fetch", "pipeline"),
     "tasks": BASE,
-    "packing": (*BASE, "format", "order", "storage", "catalog", "fetch", "tasks"),
+    "packing": (*BASE, "format", "codecs", "order", "storage", "catalog", "fetch", "tasks"),
     "integrations": (*BASE, *READING),
     "ray": (*BASE, *READING, "tasks", "packing"),
     "webdataset": (*BASE, *READING, "tasks", "packing"),
@@ -56,6 +57,10 @@ HOMES = {
     "s3fs": ("storage/",),
     "botocore": ("storage/s3_config.py", "storage/read_small_files.py"),
     "obstore": ("storage/obstore_client.py",),
+    # Imported by name in codecs/, when they are needed.
+    **dict.fromkeys(
+        ("soundfile", "soxr", "torchcodec", "av", "msgpack", "cbor2", "safetensors"), ()
+    ),
     "accelerate": ("loader/accelerate.py",),
     "transformers": ("integrations/hf.py",),
     "torch": (
@@ -71,6 +76,7 @@ HOMES = {
         "loader/device_decode.py",
         "loader/device_transfer.py",
         "loader/pinned_memory.py",
+        "loader/seeded_function.py",
         "loader/worker_errors.py",
         "ray/collate.py",
         "webdataset/",

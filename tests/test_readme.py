@@ -25,6 +25,7 @@ from PIL import Image
 import shardstream as ss
 from shardstream.format import Manifest, ShardInfo, encode_manifest_files
 from tests.servers import S3Server, new_bucket
+from tests.torchvision_transforms import install_torchvision
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -131,6 +132,28 @@ def test_every_block_of_the_extension_guide_runs(here: Path) -> None:
     done = subprocess.run(
         [sys.executable, "extending.py"], cwd=here, capture_output=True, text=True, check=False
     )
+    assert done.returncode == 0, done.stderr
+
+
+RECIPES = {
+    section.partition("\n")[0]: section
+    for section in (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8").split("\n## ")[1:]
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_runs_alone(name: str, tmp_path: Path) -> None:
+    code = "".join(match[2] for match in _BLOCK.finditer(RECIPES[name]) if match[1] == "python")
+    assert "assert " in code
+    if "torchvision" in code:  # installed apart: see tests/torchvision_transforms.py
+        place = install_torchvision(tmp_path / "torchvision")
+        code = f"from tests.torchvision_transforms import import_transforms\nimport_transforms({place!r})\n{code}"
+    (tmp_path / "recipe.py").write_text(code)
+    done = subprocess.run(
+        [sys.executable, "recipe.py"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
 

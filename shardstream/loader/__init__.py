@@ -6,6 +6,8 @@ A batch passes through these files:
     loader, option_checks           the loader in the main process; checks of its options
     rank_consistency                compare the order of samples between ranks
     worker, replacement_samples     make the batches of one rank in a worker process
+    decoder_tables                  names that ``decode`` gets -> decoders of fields
+    seeded_function                 global generators with the randomness of a sample
     collation                       samples -> tensors
     serialize, shared_memory, message_batching   send batches from a worker to the main process
     device_decode                   decode the images of a batch on a device
@@ -20,7 +22,13 @@ A batch passes through these files:
 from typing import TYPE_CHECKING, Any
 
 from shardstream.loader.checkpoint import load_checkpoint, save_checkpoint
-from shardstream.loader.collation import collate, load_tensors, shared_numbers, to_tensor
+from shardstream.loader.collation import (
+    collate,
+    load_safetensors,
+    load_tensors,
+    shared_numbers,
+    to_tensor,
+)
 from shardstream.loader.dataset import (
     CatalogDataset,
     ShardDataset,
@@ -90,6 +98,7 @@ __all__ = [
     "decode_sample",
     "join",
     "load_checkpoint",
+    "load_safetensors",
     "load_tensors",
     "mix",
     "open_pinned_memory",

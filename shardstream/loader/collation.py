@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from shardstream.codecs import Audio, import_extra
 from shardstream.errors import SampleError
 from shardstream.format import Columns
 from shardstream.loader.serialize import MAX_TENSOR_BYTES
@@ -47,6 +48,18 @@ def load_tensors(data: bytes) -> Any:
     return loaded
 
 
+def load_safetensors(data: bytes) -> dict[str, torch.Tensor]:
+    """Decode a ``.safetensors`` file to its tensors by name, on the CPU.
+
+    Raises:
+        OptionError: If safetensors is not installed.
+        safetensors.SafetensorError: If its header does not fit its bytes.
+    """
+    library = import_extra("safetensors.torch", extra="formats", purpose="decoding safetensors")
+    tensors: dict[str, torch.Tensor] = library.load(data)
+    return tensors
+
+
 def _check_extent(loaded: Any) -> None:
     """Refuse tensors that repeat their storage and would take far more memory once stacked."""
     waiting, seen = [loaded], set[int]()
@@ -68,7 +81,7 @@ def collate(items: Sequence[Any]) -> Any:
 
     Arrays and tensors of one shape are stacked, shape (B, …), same dtype; numbers become a tensor of shape (B,): int64 for
     int, float64 for float (as in torch's own collate), bool for bool. All else (text, bytes, PIL images, nested JSON, ``None``)
-    becomes a list.
+    becomes a list. `Audio` of one length and rate becomes an `Audio` with samples of shape (B, C, T) and rates of shape (B,).
 
     Raises:
         SampleError: If arrays of one field differ in shape or dtype, or samples in their fields.
@@ -118,11 +131,28 @@ def _column(values: list[Any], name: str, items: Sequence[Any]) -> Any:
     if issubclass(kind, np.generic):
         column = np.array(values)
         return torch.as_tensor(column) if column.dtype.kind in "biufc" else values
-    if kind is float:
-        return torch.tensor(values, dtype=torch.float64)
-    if kind is int or kind is bool:
-        return torch.tensor(values) if max(map(abs, values)) < 1 << 63 else values
+    if kind is Audio:
+        return _audio_column(values, name, items)
+    if kind is float or kind is int or kind is bool:
+        return _number_column(values)
     return values
+
+
+def _audio_column(values: list[Audio], name: str, items: Sequence[Any]) -> Audio:
+    samples, rates = zip(*values, strict=True)
+    if len(set(rates)) > 1:
+        raise SampleError(
+            f"{name}: sound of {min(rates)} Hz and {max(rates)} Hz cannot be one batch; resample it with "
+            "decode(ss.AudioDecoder(rate=16000)), or pass collate_fn",
+            field=name,
+        )
+    return Audio(_column(list(samples), name, items), _column(list(rates), name, items))
+
+
+def _number_column(values: list[Any]) -> torch.Tensor | list[Any]:
+    if type(values[0]) is float:
+        return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor(values) if max(map(abs, values)) < 1 << 63 else values
 
 
 def _stack(values: list[torch.Tensor], name: str, items: Sequence[Any]) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self, cast
 
+from shardstream.codecs import AudioDecoder, VideoDecoder
 from shardstream.format import Sample
 from shardstream.loader.steps import ItemSteps
 from shardstream.pipeline import Context, Handler, ItemStage, Stage
@@ -21,7 +22,9 @@ class _OneStep(ItemSteps):
         return self
 
 
-def decode_sample(sample: Sample, *handlers: str | Handler, **options: Any) -> Sample:
+def decode_sample(
+    sample: Sample, *handlers: str | AudioDecoder | VideoDecoder | Handler, **options: Any
+) -> Sample:
     """Decode the fields of one sample, as `ShardDataset.decode` does.
 
     >>> decode_sample({"__key__": "a", "cls": b"7", "txt": b"cat"})
@@ -29,7 +32,7 @@ def decode_sample(sample: Sample, *handlers: str | Handler, **options: Any) -> S
 
     Args:
         sample: Fields as bytes; other values stay as they are.
-        handlers: As in ``decode``: one image name, and functions ``handler(".jpg", data)``.
+        handlers: As in ``decode``: names, and functions ``handler(".jpg", data)``.
         options: As in ``decode``: ``only``, ``fields``, ``max_side``, ``upright``, ``masks``.
 
     Raises:

@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+from shardstream.codecs import AudioDecoder, VideoDecoder
 from shardstream.errors import OptionError
-from shardstream.loader.collation import collate, load_tensors, to_tensor
+from shardstream.loader.collation import collate
+from shardstream.loader.decoder_tables import check_decoder, decoder_tables
+from shardstream.loader.seeded_function import SeededFunction
 from shardstream.pipeline import (
-    BASIC,
-    DEVICE_SPECS,
-    EXTENSIONS,
-    IMAGE_NAMES,
     Batched,
     Compose,
     Decode,
     Decoder,
-    DeferredImageDecoder,
     GroupBatched,
     Handler,
-    ImageDecoder,
     Leftover,
     Map,
     MapDict,
@@ -35,9 +32,7 @@ from shardstream.pipeline import (
     ToTuple,
     Unbatched,
     check_at_least,
-    check_decode_device,
     find_field,
-    installed_decoders,
 )
 
 if TYPE_CHECKING:
@@ -68,7 +63,7 @@ class ItemSteps:
 
     def decode(  # noqa: PLR0913  (the public door)
         self,
-        *handlers: str | Handler,
+        *handlers: str | AudioDecoder | VideoDecoder | Handler,
         only: str | Sequence[str] | None = None,
         fields: dict[str, str | Decoder] | None = None,
         max_side: int | None = None,
@@ -77,17 +72,23 @@ class ItemSteps:
         threads: int = 0,
         device: str | torch.device | None = None,
     ) -> Self:
-        """Decode fields by extension: txt, cls, json, npy, npz, pt, …; images if an image name is given.
+        """Decode fields by extension: txt, cls, json, npy, npz, pt, …; images, sound and others if their name is given.
 
         Image names: "l8", "rgb8", "rgba8" are uint8 arrays, shape (H, W) or (H, W, C); without the 8 float32 from 0 to 1; with
         the prefix "torch" tensors, shape (H, W) or (C, H, W); "pil" PIL images. "raw" gives the stored numbers in their own
         depth; "mask" one integer per pixel, shape (H, W). If a name cannot hold the numbers of a file, such as 16 bits or
         fractions for "rgb8", a `DecodeError` is raised. Of an animation the first frame is decoded, with an `ImageWarning`.
 
+        "audio" decodes sound (wav, flac, mp3, ogg, opus, ...) to an `Audio`: samples (float32, shape (C, T)) and rate;
+        "torch_audio" the same with a tensor; ``ss.AudioDecoder(rate=16000, mono=True)`` resamples. "video" (mp4, mkv,
+        webm, avi, ...) gives a `Video`, whose frames and sound are decoded when they are asked for; "torch_video" a `VideoClip`
+        of all frames and the sound, as tensors. The name of a decoder of an installed package (entry point
+        ``shardstream.decoders``) decodes the fields of that extension.
+
         Args:
-            handlers: One image name, and WebDataset's functions ``handler(".jpg", data)``.
+            handlers: Names, at most one each for images, sound and video, and WebDataset's functions ``handler(".jpg", data)``.
             only: Fields to decode; the others stay bytes.
-            fields: Decoders of single fields, by name or extension: an image name, or ``function(data)``.
+            fields: Decoders of single fields, by name or extension: a name, or ``function(data)``.
             max_side: Limit of the longest side, in pixels; larger images are shrunk with their aspect ratio. A JPEG decodes at
                 least twice as fast if that halves it. Masks, palette images and fields decoded as "mask" or "raw" keep their
                 numbers: they are resized to the nearest pixel. Images with another name in ``fields`` keep their size.
@@ -104,50 +105,29 @@ class ItemSteps:
                 no pixels. A GPU makes slightly other pixels than libjpeg.
 
         Raises:
-            OptionError: If an image name is unknown, or an argument is invalid.
+            OptionError: If a name is unknown, or an argument is invalid.
         """
         check_at_least(0, threads=threads)
         check_at_least(1, max_side=max_side)
-        names = [handler for handler in handlers if isinstance(handler, str)]
-        functions = tuple(handler for handler in handlers if not isinstance(handler, str))
-        if len(names) > 1:
-            raise OptionError(
-                f"decode takes one image name, not {names}; pass the others by field: fields={{'seg.png': 'mask'}}"
-            )
-        table: dict[str, Decoder] = {**BASIC, "pt": load_tensors, "pth": load_tensors}
-        # Installed packages cannot override built-in extensions: a jpg stays bytes unless an image name is given.
-        known_fields = table.keys() | set(EXTENSIONS)
-        table |= {
-            name: one for name, one in installed_decoders().items() if name not in known_fields
-        }
-        mask_table = dict(table)
-        for spec in names:
-            decoder = ImageDecoder(
-                spec=spec, to_tensor=to_tensor, max_side=max_side, upright=upright
-            )
-            deferred = None if device is None else DeferredImageDecoder(spec=spec)
-            table |= dict.fromkeys(EXTENSIONS, deferred or decoder)
-            mask_table |= dict.fromkeys(EXTENSIONS, replace(decoder, is_mask=True))
-        single = {
-            name: _field_decoder(given, upright, max_side, defers=device is not None)
-            for name, given in (fields or {}).items()
-        }
-        decoders = [*table.values(), *single.values()]
-        checked_device = None
-        if device is not None:
-            checked_device = _check_device(device, decoders, max_side=max_side, upright=upright)
+        named = [one for one in handlers if isinstance(one, str | AudioDecoder | VideoDecoder)]
+        functions = tuple(
+            one for one in handlers if not isinstance(one, str | AudioDecoder | VideoDecoder)
+        )
         for function in functions:
-            _check_callable(function)
-        given = {"images": names, "max_side": max_side, "upright": upright, "fields": fields}
+            check_decoder(function)
+        tables = decoder_tables(
+            named, fields or {}, max_side=max_side, upright=upright, device=device
+        )
+        given = {"images": named, "max_side": max_side, "upright": upright, "fields": fields}
         stage = Decode(
-            table=table | single,
-            mask_table=mask_table | single,
+            table=tables.table,
+            mask_table=tables.mask_table,
             masks=None if masks is None else frozenset(_as_list(masks)),
             handlers=functions,
             only=None if only is None else frozenset(_as_list(only)),
             threads=threads,
             given={name: value for name, value in given.items() if value} or None,
-            device=checked_device,
+            device=tables.device,
         )
         return self.then(stage)
 
@@ -155,25 +135,36 @@ class ItemSteps:
         self,
         function: Callable[..., Any],
         *,
-        rng: bool = False,
+        rng: bool | Literal["torch"] = False,
         threads: int = 0,
         name: str | None = None,
         version: int | str | None = None,
     ) -> Self:
-        """Apply ``function(item)`` to each item; with ``rng``, ``function(item, generator)``.
+        """Apply ``function(item)`` to each item; with ``rng=True``, ``function(item, generator)``.
 
         Args:
             function: Returns the new item.
-            rng: Pass a NumPy generator, seeded by sample and epoch.
+            rng: True passes a NumPy generator, seeded by sample and epoch. "torch" calls ``function(item)`` with the global generators
+                of torch, NumPy and Python seeded so, for functions that draw from these (torchvision's transforms), and restores
+                them afterwards.
             threads: Number of threads that call it, in order.
             name: Replaces the function's own name, for a function that was renamed or moved: if steps change counts, a state is
                 refused when a function's name differs from the saved one.
             version: Change it when the function changes, so that older states are refused.
+
+        Raises:
+            OptionError: If ``rng`` is "torch" with threads, which share the global generators, or an argument is invalid.
         """
         check_at_least(0, threads=threads)
+        if rng not in (True, False, "torch"):
+            raise OptionError(f"rng must be True, False or 'torch', not {rng!r}")
+        if rng == "torch" and threads:
+            raise OptionError(
+                "map(rng='torch') works without threads, because they share the global generators; use more workers"
+            )
         stage = Map(
-            function=function,
-            rng=rng,
+            function=SeededFunction(function) if rng == "torch" else function,
+            rng=bool(rng),
             purpose=self._num_stages,
             threads=threads,
             name=name,
@@ -306,42 +297,6 @@ class StreamSteps(ItemSteps):
         for function in functions:
             changed = changed.then(Compose(function=function, name=name, version=version))
         return changed
-
-
-def _field_decoder(given: object, upright: bool, max_side: int | None, *, defers: bool) -> Decoder:
-    """Return the decoder of a single field; a grey image name must not average a mask's numbers."""
-    if isinstance(given, str):
-        decoder = ImageDecoder(spec=given, to_tensor=to_tensor, upright=upright)
-        if defers and given in DEVICE_SPECS:
-            return DeferredImageDecoder(spec=given)
-        mask_max_side = max_side if decoder.keeps_numbers else None
-        return replace(decoder, is_mask=decoder.makes_grey, max_side=mask_max_side)
-    _check_callable(given)
-    return given  # type: ignore[return-value]
-
-
-def _check_device(
-    device: object, decoders: Sequence[Decoder], *, max_side: int | None, upright: bool
-) -> str:
-    """Return the name of the device of `decode`.
-
-    Raises:
-        OptionError: If it cannot be used with the other options, or no image is decoded on it.
-    """
-    name = check_decode_device(device, max_side=max_side, upright=upright)
-    if not any(isinstance(one, DeferredImageDecoder) for one in decoders):
-        raise OptionError(
-            f"decode(device={name!r}) decodes nothing there; pass an image name: {', '.join(DEVICE_SPECS)}"
-        )
-    return name
-
-
-def _check_callable(given: object) -> None:
-    if not callable(given):
-        raise OptionError(
-            f"decode takes image names ({', '.join(IMAGE_NAMES)}) and functions, not {given!r}; "
-            "decode() alone decodes text, numbers, JSON and arrays"
-        )
 
 
 def _as_list(names: str | Sequence[str]) -> Sequence[str]:

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.errors import SampleError
+from shardstream.codecs import encode_buffer, encode_cbor, encode_msgpack, import_extra
+from shardstream.errors import OptionError, SampleError
 from shardstream.packing.image_encode import IMAGE_FORMATS, encode_image
 
 TEXT_FIELDS = frozenset(
@@ -33,7 +34,7 @@ def encode_field(field: str, value: object) -> bytes:
     """Return the bytes of one field; equal values give equal bytes.
 
     Bytes pass unchanged in any field. Other values are encoded by the last part of the name: text to UTF-8, ``cls`` etc. to
-    digits, ``json``, ``npy`` and ``npz`` (arrays or tensors; no objects), ``pt`` and ``pth`` (tensors, or plain lists and
+    digits, ``json``, ``jsonl`` (a list), ``msgpack``, ``cbor``, ``ten`` (arrays), ``safetensors`` (a dict of tensors), ``npy`` and ``npz`` (arrays or tensors; no objects), ``pt`` and ``pth`` (tensors, or plain lists and
     dicts of them), images (see `encode_image`). Only values that ``torch.load(weights_only=True)`` reads are pickled.
 
     >>> encode_field("cls", 7), encode_field("meta.json", {"a": [1, None]})
@@ -108,6 +109,55 @@ def _encode_json(field: str, value: object) -> bytes:
             f"JSON cannot hold this value: {error}; give numbers, text, lists and dicts, None for a missing number",
             field=field,
         ) from error
+
+
+def _encode_jsonl(field: str, value: object) -> bytes:
+    if isinstance(value, str):
+        return _encode_text(field, value)
+    if not isinstance(value, list | tuple):
+        raise _wrong_type_error(field, value, "a list of JSON values, text or bytes")
+    return b"".join(_encode_json(field, item) + b"\n" for item in value)
+
+
+def _encode_tenbin(field: str, value: object) -> bytes:
+    arrays = value if isinstance(value, list | tuple) else [value]
+    try:
+        return encode_buffer([_to_array(field, array) for array in arrays])
+    except ValueError as error:
+        raise SampleError(str(error), field=field) from error
+
+
+def _encode_safetensors(field: str, value: object) -> bytes:
+    if not isinstance(value, Mapping):
+        raise _wrong_type_error(field, value, "a dict of arrays or tensors, or bytes")
+    torch = sys.modules.get("torch")
+    if torch is not None and all(isinstance(tensor, torch.Tensor) for tensor in value.values()):
+        library = import_extra("safetensors.torch", extra="formats", purpose="encoding safetensors")
+        tensors = {name: tensor.detach().contiguous() for name, tensor in value.items()}
+    else:
+        library = import_extra("safetensors.numpy", extra="formats", purpose="encoding safetensors")
+        tensors = {
+            name: np.ascontiguousarray(_to_array(field, array)) for name, array in value.items()
+        }
+    encoded: bytes = _encode_by(library.save)(field, tensors)
+    return encoded
+
+
+def _encode_by(function: Callable[[Any], bytes]) -> Callable[[str, object], bytes]:
+    """Return an encoder that names the field in errors of a library."""
+
+    def encode(field: str, value: object) -> bytes:
+        try:
+            return function(value)
+        except OptionError:
+            raise
+        except Exception as error:
+            raise SampleError(
+                f"cannot be encoded: {type(error).__name__}: {error}; give plain values, or bytes",
+                field=field,
+            ) from error
+
+    return encode
 
 
 def _to_json(value: object) -> object:
@@ -203,4 +253,9 @@ _ENCODERS: dict[str, Callable[[str, object], bytes]] = {
     **dict.fromkeys(IMAGE_FORMATS, encode_image),
     "npy": _encode_npy,
     "npz": _encode_npz,
+    "jsonl": _encode_jsonl,
+    **dict.fromkeys(("ten", "tb"), _encode_tenbin),
+    **dict.fromkeys(("mp", "msg", "msgpack"), _encode_by(encode_msgpack)),
+    "cbor": _encode_by(encode_cbor),
+    "safetensors": _encode_safetensors,
 }

@@ -13,6 +13,17 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.lib import format as npy_format
 
+from shardstream.codecs import (
+    DEPTH_LIMIT,
+    VALUES_LIMIT,
+    Video,
+    check_depth,
+    decode_buffer,
+    decode_cbor,
+    decode_csv,
+    decode_msgpack,
+    decode_tsv,
+)
 from shardstream.errors import DecodeError, OptionError, redact
 from shardstream.format import FIELDS_LIMIT, Sample, mask_fields
 from shardstream.pipeline.encoded_image import EncodedImage
@@ -36,8 +47,7 @@ _PIECE_BYTES = 1 << 18
 _LAYOUTS_KEPT = 1000
 _REMEDY = "repack this sample, or skip it with on_error"
 _CHOICES_KEPT = 1000
-_JSON_VALUES_LIMIT = 10_000_000  # about 1 GB: an empty list takes 3 bytes as JSON, 100 in memory
-_JSON_DEPTH_LIMIT = 200  # deeper values cannot be pickled when a worker sends them
+_LOCATED = (EncodedImage, Video)  # decoded later; errors then name the sample
 _PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)  # the methods that numpy writes
 
 
@@ -135,30 +145,33 @@ def _check_inflated(size: int) -> None:
 
 def decode_json(data: bytes) -> Any:
     """Decode JSON; nesting over 200 levels is refused, and over 10 million values (commas and brackets in text count)."""
-    if len(data) > _JSON_VALUES_LIMIT:
+    _check_values(data)
+    return _parse_shallow(data)
+
+
+def decode_jsonl(data: bytes) -> list[Any]:
+    """Decode JSON lines to a list of their values, with the limits of `decode_json`; blank lines are left out."""
+    _check_values(data)
+    lines = data.split(b"\n")
+    if len(lines) > VALUES_LIMIT:
+        raise ValueError(f"{len(lines)} lines, the limit is {VALUES_LIMIT}")
+    return [_parse_shallow(line) for line in lines if line.strip()]
+
+
+def _check_values(data: bytes) -> None:
+    if len(data) > VALUES_LIMIT:
         values = sum(map(data.count, (b",", b"[", b"{")))
-        if values > _JSON_VALUES_LIMIT:
+        if values > VALUES_LIMIT:
             raise ValueError(
-                f"JSON of {values} values, the limit is {_JSON_VALUES_LIMIT}; store large lists as npy"
+                f"JSON of {values} values, the limit is {VALUES_LIMIT}; store large lists as npy"
             )
+
+
+def _parse_shallow(data: bytes) -> Any:
     value = parse_json(data)
-    if data.count(b"[") + data.count(b"{") > _JSON_DEPTH_LIMIT:
-        _check_depth(value)
+    if data.count(b"[") + data.count(b"{") > DEPTH_LIMIT:
+        check_depth(value)
     return value
-
-
-def _check_depth(value: Any) -> None:
-    level = [value]
-    for _ in range(_JSON_DEPTH_LIMIT + 1):
-        if not level:
-            return
-        level = [
-            inner
-            for outer in level
-            if isinstance(outer, dict | list)
-            for inner in (outer.values() if isinstance(outer, dict) else outer)
-        ]
-    raise ValueError(f"JSON nested over {_JSON_DEPTH_LIMIT} levels")
 
 
 def _decode_text(data: bytes) -> str:
@@ -169,10 +182,16 @@ BASIC: dict[str, Decoder] = {
     **dict.fromkeys(_TEXT, _decode_text),
     **dict.fromkeys(_WHOLE_NUMBERS, int),
     **dict.fromkeys(("json", "jsn"), decode_json),
+    "jsonl": decode_jsonl,
+    "csv": decode_csv,
+    "tsv": decode_tsv,
     "npy": decode_npy,
     "npz": decode_npz,
+    **dict.fromkeys(("ten", "tb"), decode_buffer),
+    **dict.fromkeys(("mp", "msg", "msgpack"), decode_msgpack),
+    "cbor": decode_cbor,
 }
-"""Decoders that need only numpy; ``collation.py`` adds ``pt`` and ``pth``, ``image_decode.py`` the image formats."""
+"""Decoders without torch; ``loader/decoder_tables.py`` adds those of tensors, images, sound and video."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,7 +260,7 @@ class Decode(ItemStage):
                     key=sample.get("__key__"),
                     field=name,
                 ) from error
-            if type(result) is EncodedImage:
+            if type(result) in _LOCATED:
                 decoded[name] = result.located(sample, name)
         return decoded
 

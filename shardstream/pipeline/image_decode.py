@@ -102,8 +102,7 @@ class ImageDecoder:
     def __post_init__(self) -> None:
         if self.spec not in IMAGE_NAMES:
             raise OptionError(
-                f"no image decoder is called {self.spec!r}; available: {', '.join(IMAGE_NAMES)}. "
-                "For audio, video and other formats pass a function: fields={'flac': function}"
+                f"no image decoder is called {self.spec!r}; available: {', '.join(IMAGE_NAMES)}"
             )
         if self.max_side is not None and self.max_side < 1:
             raise OptionError(f"max_side must be 1 pixel or more, not {self.max_side}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,8 @@ from shardstream.pipeline.stage import Context, ItemFunction, ItemStage, Run, So
 
 def name_of(function: object) -> str:
     """Return the name of a function for messages."""
-    return getattr(function, "__qualname__", None) or type(function).__qualname__
+    inner = inspect.unwrap(function) if callable(function) else function
+    return getattr(inner, "__qualname__", None) or type(inner).__qualname__
 
 
 def add_place(error: Exception, step: str, item: object) -> None:

@@ -5,18 +5,26 @@ from __future__ import annotations
 import functools
 import io
 from collections.abc import Callable, Iterable, Sequence
-from importlib import import_module
 from typing import Any, NoReturn
 
 import numpy as np
 import PIL.Image
 import torch
 
+from shardstream.codecs import (
+    VIDEO_EXTENSIONS,
+    AudioDecoder,
+    VideoDecoder,
+    audio_decoders,
+    decode_buffer,
+    decode_cbor,
+    decode_msgpack,
+)
 from shardstream.errors import DecodeError, OptionError
 from shardstream.format import PILLOW_FORMATS
-from shardstream.loader import load_tensors
+from shardstream.loader import load_tensors, to_tensor
 from shardstream.pipeline import BASIC, decode_gzip
-from shardstream.webdataset import tenbin, utils
+from shardstream.webdataset import utils
 from shardstream.webdataset.handlers import UnsafeError
 
 pytorch_weights_only = True
@@ -173,26 +181,7 @@ def torch_loads(data: bytes) -> Any:
         ) from error
 
 
-def tenbin_loads(data: bytes) -> Any:
-    """Read arrays of WebDataset's tensor format."""
-    return tenbin.decode_buffer(data)
-
-
-def msgpack_loads(data: bytes) -> Any:
-    """Read MessagePack, with the package msgpack."""
-    return _optional("msgpack").unpackb(data)
-
-
-def cbor_loads(data: bytes) -> Any:
-    """Read CBOR, with the package cbor2."""
-    return _optional("cbor2").loads(data)
-
-
-def _optional(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise OptionError(f"these fields need one more package: pip install {name}") from error
+tenbin_loads, msgpack_loads, cbor_loads = decode_buffer, decode_msgpack, decode_cbor
 
 
 decoders: dict[str, Callable[[bytes], Any]] = {
@@ -291,21 +280,27 @@ def imagehandler(imagespec: str, extensions: Iterable[str] = IMAGE_EXTENSIONS) -
     return ImageHandler(imagespec, extensions)
 
 
-def _refuse_media(key: str, extensions: str, kind: str) -> None:
-    if key.rpartition(".")[2] in extensions.split():
-        raise OptionError(
-            f"{kind} is not decoded here; pass decode(wds.handle_extension({extensions!r}, function)) with a function of bytes"
-        )
+def torch_video(key: str, data: bytes) -> Any:
+    """Decode a video to (frames, sound, info) as ``torchvision.io.read_video``, all frames at once; None for other names.
+
+    Raises:
+        OptionError: If the extra ``video`` is not installed.
+    """
+    return _VIDEO(data) if key.rpartition(".")[2].lower() in VIDEO_EXTENSIONS else None
 
 
-def torch_video(key: str, data: bytes) -> None:  # noqa: ARG001
-    """Refuse video with a message; None for other names."""
-    _refuse_media(key, "mp4 ogv mjpeg avi mov h264 mpg webm wmv", "video")
+def torch_audio(key: str, data: bytes) -> Any:
+    """Decode sound to a tensor, shape (C, T), float32, and its rate, as ``torchaudio.load``; None for other names.
+
+    Raises:
+        OptionError: If the extra ``audio`` is not installed, or libsndfile does not read formats of this name.
+    """
+    decoder = _AUDIO.get(key.rpartition(".")[2].lower())
+    return None if decoder is None else decoder(data)
 
 
-def torch_audio(key: str, data: bytes) -> None:  # noqa: ARG001
-    """Refuse audio with a message; None for other names."""
-    _refuse_media(key, "flac mp3 sox wav m4a ogg wma", "audio")
+_AUDIO = audio_decoders(AudioDecoder(to_tensor=to_tensor))
+_VIDEO = VideoDecoder(to_tensor=to_tensor)
 
 
 def gzfilter(key: str, data: bytes) -> Continue | None:

@@ -8,17 +8,16 @@ import json
 import logging
 import tarfile
 from collections.abc import Callable, Mapping
-from importlib import import_module
 from typing import Any, Self
 
 import numpy as np
 import PIL.Image
 import torch
 
+from shardstream.codecs import encode_buffer, encode_cbor, encode_msgpack
 from shardstream.errors import OptionError, SampleError
 from shardstream.format import BLOCK_BYTES, END_OF_ARCHIVE, is_meta_name, split_member_name
 from shardstream.packing import encode_field
-from shardstream.webdataset import tenbin
 from shardstream.webdataset.gopen import UrlWriter, gopen
 from shardstream.webdataset.handlers import UnsafeError
 
@@ -83,24 +82,10 @@ def torch_dumps(data: Any) -> bytes:
 
 def tenbin_dumps(x: Any) -> bytes:
     """Encode an array, or a list of arrays, in WebDataset's tensor format."""
-    return tenbin.encode_buffer(x if isinstance(x, list) else [x])
+    return encode_buffer(x if isinstance(x, list) else [x])
 
 
-def mp_dumps(x: Any) -> bytes:
-    """Encode as MessagePack, with the package msgpack."""
-    return bytes(_optional("msgpack").packb(x))
-
-
-def cbor_dumps(x: Any) -> bytes:
-    """Encode as CBOR, with the package cbor2."""
-    return bytes(_optional("cbor2").dumps(x))
-
-
-def _optional(name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise OptionError(f"these fields need one more package: pip install {name}") from error
+mp_dumps, cbor_dumps = encode_msgpack, encode_cbor
 
 
 def _refuse_pickle(value: Any) -> bytes:  # noqa: ARG001

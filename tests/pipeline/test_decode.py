@@ -139,7 +139,7 @@ def test_gzipped_fields_are_decompressed_first(field: str, data: bytes, value: A
 
 
 @pytest.mark.parametrize(
-    "field", ["bin", "mp4", "txt.orig", "pickle", "pkl", "pyd", "ten", "cbor", "msg", "jpg", "gz.x"]
+    "field", ["bin", "mp4", "txt.orig", "pickle", "pkl", "pyd", "flac", "jpg", "gz.x"]
 )
 def test_fields_without_a_decoder_stay_bytes(field: str) -> None:
     assert decode_field(field, b"\x80\x04N.") == b"\x80\x04N."
@@ -291,8 +291,9 @@ def test_arrays_of_every_shape_and_dtype_round_trip(
 
 def test_decoder_table_is_read_only() -> None:
     assert sorted(BASIC) == [
-        *("class", "cls", "cls2", "count", "id", "index", "inx", "jsn", "json"),
-        *("npy", "npz", "text", "transcript", "txt"),
+        *("cbor", "class", "cls", "cls2", "count", "csv", "id", "index", "inx", "jsn", "json"),
+        *("jsonl", "mp", "msg", "msgpack", "npy", "npz", "tb", "ten", "text", "transcript", "tsv"),
+        "txt",
     ]
 
 

@@ -21,7 +21,8 @@ import pytest
 import torch
 
 import shardstream as ss
-from shardstream.loader import load_tensors
+from shardstream.codecs import encode_buffer
+from shardstream.loader import load_safetensors, load_tensors
 from shardstream.pipeline import BASIC, EXTENSIONS, Context, Decode, ImageDecoder
 from shardstream.testing import make_shards
 from tests.attack import survived
@@ -35,6 +36,7 @@ TABLE: dict[str, Callable[[bytes], Any]] = {
     **BASIC,
     "pt": load_tensors,
     "pth": load_tensors,
+    "safetensors": load_safetensors,
     **dict.fromkeys(EXTENSIONS, ImageDecoder(spec="rgb8")),
 }
 
@@ -152,6 +154,29 @@ ATTACKS: dict[str, tuple[str, bytes, str]] = {
     "json that is too deep for a pickle": ("json", b"[" * 700 + b"]" * 700, "nested over 200 levels"),
     "json that is deep in dicts": ("json", b'{"a":' * 500 + b"1" + b"}" * 500, "nested over 200 levels"),
     "json of 11 million lists": ("json", b"[" + b"[]," * 5_500_000 + b"[]]", "JSON of 11000002 values"),
+    "jsonl that is deep": ("jsonl", b"1\n" + b"[" * 700 + b"]" * 700, "nested over 200 levels"),
+    "jsonl of 11 million lists": ("jsonl", b"[]\n" * 11_000_000, "JSON of 11000000 values"),
+    "jsonl of 11 million lines": ("jsonl", b"1\n" * 11_000_000, "11000001 lines"),
+    "csv of 11 million rows": ("csv", b"\n" * 11_000_000, "11000000 values, the limit is 10000000"),
+    "csv with an open quote": ("csv", b'a,"b\n1', "not CSV"),
+    "csv of a large cell": ("csv", b"a" * MiB, "not CSV: field larger than field limit"),
+    "msgpack that is deep": ("msgpack", b"\x91" * 100_000 + b"\0", "ValueError|StackError"),
+    "msgpack that is too deep for a pickle": ("mp", b"\x91" * 300 + b"\0", "nested over 200 levels"),
+    "msgpack of 4 billion values": ("msg", b"\xdd\xff\xff\xff\xff\0", "ValueError|exceeds"),
+    "msgpack of 33 million lists": ("msgpack", b"\xdd\x02\x00\x00\x01" + b"\x90" * 33_554_433, "the limit is 33554432"),
+    "msgpack and more": ("msgpack", b"\0\0", "ExtraData"),
+    "msgpack of colliding keys": ("msgpack", b"\x81\x01\x02", "map key"),
+    "cbor that is deep": ("cbor", b"\x81" * 100_000 + b"\0", "nesting depth"),
+    "cbor of 2^50 values": ("cbor", b"\x9b\0\x0f" + b"\xff" * 6, "CBORDecodeEOF"),
+    "cbor of 2^50 bytes": ("cbor", b"\x5b\0\x0f" + b"\xff" * 6, "CBORDecodeEOF"),
+    "cbor that contains itself": ("cbor", b"\xd8\x1c\x81\xd8\x1d\x00", "semantic tag 29"),
+    "cbor of a huge fraction": ("cbor", b"\xc5\x82\x1b\0\0\0" + b"\xff" * 5 + b"\1", "CBORDecodeError"),
+    "cbor of an expression": ("cbor", b"\xd8\x23\x61a", "semantic tag 35"),
+    "cbor of 33 MiB": ("cbor", b"\x5a\x02\x10\0\0" + bytes(33 * MiB), "the limit is 33554432"),
+    "ten without an array": ("ten", b"~TenBin~" + b"\xff" * 8, "does not fit"),
+    "ten of 2^60 numbers": ("ten", encode_buffer([np.zeros(7)]).replace(struct.pack("<qq", 1, 7), struct.pack("<qq", 1, 1 << 60)), "does not fit in"),
+    "safetensors of a huge header": ("safetensors", b"\xff" * 7 + b"\0{}", "SafetensorError"),
+    "safetensors past its bytes": ("safetensors", struct.pack("<Q", 61) + b'{"a":{"dtype":"F32","shape":[999999],"data_offsets":[0,9999]}}'[:61], "SafetensorError"),
     "json of a huge number": ("json", b"9" * MiB, "Exceeds the limit"),
     "cls of a huge number": ("cls", b"9" * MiB, "Exceeds the limit"),
     "cls of other digits": ("cls", "\uff13".encode("utf-16"), "invalid literal"),

@@ -1,4 +1,4 @@
-"""Test decoders of installed packages: found by entry point, imported late, never replacing a known name."""
+"""Test decoders of installed packages: found by entry point, used when they are named, imported late."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_installed_package_decodes_its_field(
     method: str | None, install: Install, folder: str
 ) -> None:
     install("revdec", "def reverse(data): return data[::-1].decode()", rev="revdec:reverse")
-    dataset = ss.ShardDataset(folder).decode()
+    dataset = ss.ShardDataset(folder).decode("rev")
     options: dict[str, Any] = {}
     if method is not None:
         options = {"num_workers": 2, "multiprocessing_context": method}
@@ -59,22 +59,40 @@ def test_installed_package_decodes_its_field(
     assert found == [f"{n}ba" for n in range(8)]
 
 
-def test_installed_decoders_do_not_override_known_names(install: Install, folder: str) -> None:
-    code = "def taken(data): raise AssertionError"
-    install("grabber", code, json="grabber:taken", jpg="grabber:taken", npy="grabber:taken")
-    sample = next(iter(ss.ShardDataset(folder).decode()))
-    assert (sample["json"], sample["jpg"]) == ({"n": 0}, b"\xff\xd8 no")
+def test_installed_decoders_are_inactive_until_they_are_named(
+    install: Install, folder: str
+) -> None:
+    code = "def read(data): return 'read'"
+    install(
+        "grabber", code, rev="grabber:read", jpg="grabber:read", json="grabber:read", l8="no:no"
+    )
+    fields = ("seg.rev", "jpg", "json")
+
+    def decoded(*names: str, **options: Any) -> list[Any]:
+        sample = next(iter(ss.ShardDataset(folder).decode(*names, **options)))
+        return [sample[field] for field in fields]
+
+    assert decoded() == [b"ab0", b"\xff\xd8 no", {"n": 0}]
+    assert decoded("rev") == ["read", b"\xff\xd8 no", {"n": 0}]
+    assert decoded("rev", "jpg") == ["read", "read", {"n": 0}]
+    assert decoded(fields={"seg.rev": "json"}) == ["read", b"\xff\xd8 no", {"n": 0}]
+    with pytest.raises(
+        OptionError, match="no decoder is called 'dcm'.*packages .jpg, json, l8, rev"
+    ):
+        decoded("dcm")
+    with pytest.raises(ss.DecodeError, match="UnidentifiedImage"):  # an image name stays one
+        decoded("l8")
 
 
 def test_decoder_is_imported_on_first_use(install: Install, folder: str) -> None:
     install("broken", "raise ImportError('needs libbroken')", rev="broken:read", other="gone:read")
-    dataset = ss.ShardDataset(folder).decode(only="json")
+    dataset = ss.ShardDataset(folder).decode("rev", only="json")
     assert len(list(dataset)) == 8
     with pytest.raises(
         OptionError,
         match=r"the installed decoder of 'rev', broken:read, cannot be imported: needs lib",
     ):
-        list(ss.ShardDataset(folder, on_error="skip").decode())
+        list(ss.ShardDataset(folder, on_error="skip").decode("rev"))
     own = ss.ShardDataset(folder).decode(fields={"rev": len})
     assert next(iter(own))["seg.rev"] == 3
 
@@ -87,7 +105,7 @@ def test_two_packages_for_one_name_are_an_error_that_names_both(
     with pytest.raises(
         OptionError, match=r"several installed packages decode 'rev': (one|two):read, .*fields="
     ):
-        list(ss.ShardDataset(folder, on_error="skip").decode())
+        list(ss.ShardDataset(folder, on_error="skip").decode("rev"))
 
 
 @pytest.mark.parametrize("target", ["revdec:gone", "revdec:number"])

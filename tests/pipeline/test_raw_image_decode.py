@@ -435,10 +435,15 @@ def test_bit_depth_error_names_sample_field_and_remedy(tmp_path: Path) -> None:
     [
         ((None,), {}, r"not None; decode\(\) alone decodes text"),
         ((3,), {}, "not 3"),
-        (("audio",), {}, "no image decoder is called 'audio'; available: .*mask.*rgb8.*fields="),
+        (
+            ("sound",),
+            {},
+            "no decoder is called 'sound'; available: .*mask.*rgb8.*torch_audio.*fields=",
+        ),
         (("rgb8", "l8"), {}, r"takes one image name, not \['rgb8', 'l8'\]"),
+        (("audio", ss.AudioDecoder(mono=True)), {}, r"takes one audio name, not \['audio', Audio"),
         ((), {"fields": {"png": None}}, "not None"),
-        ((), {"fields": {"wav": "audio"}}, "no image decoder is called 'audio'"),
+        ((), {"fields": {"wav": "sound"}}, "no decoder is called 'sound'"),
     ],
 )
 def test_unknown_decoder_is_refused_with_the_known_ones(

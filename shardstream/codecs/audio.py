@@ -1,0 +1,173 @@
+"""Decode sound to samples with libsndfile, and resample it with soxr."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
+
+from shardstream.codecs.optional import import_extra
+from shardstream.errors import OptionError
+
+_READ = (
+    "wav",
+    "flac",
+    "mp3",
+    "ogg",
+    "oga",
+    "opus",
+    "aif",
+    "aiff",
+    "aifc",
+    "au",
+    "caf",
+    "w64",
+    "rf64",
+)
+_NOT_READ = ("aac", "m4a", "sox", "wma")
+
+AUDIO_LIMIT_BYTES = 2 << 30
+"""Decoded size of a field, as float32; about 93 minutes of 48 kHz stereo."""
+
+_CUT = "the file is cut short: "
+# libsndfile reads what is there of a cut file, and writes to its log which length the header declares.
+_SHORT = re.compile(r"(?:data|SSND|riff|Data Size) *: (\d+) \(should be (\d+)\)")
+_UNKNOWN_LENGTH = 0x7FFF0000  # written by programs that could not seek back: this or more
+# The log of an Ogg file without its last page, or with a part of it.
+_NO_END = ("lacks an end-of-stream bit", "Junk after the last page")
+
+
+class Audio(NamedTuple):
+    """Decoded sound; unpacks as the result of ``torchaudio.load``.
+
+    Args:
+        samples: float32 from -1 to 1, shape (C, T): channels, samples. An array, or a tensor of "torch_audio".
+        rate: Samples a second, in Hz.
+    """
+
+    samples: Any
+    rate: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AudioDecoder:
+    """Decode sound files to `Audio`.
+
+    Args:
+        rate: Resample to this rate, in Hz; None keeps that of the file.
+        mono: Average the channels to one.
+        to_tensor: Array -> tensor, for "torch_audio"; None returns arrays.
+
+    Raises:
+        OptionError: If ``rate`` is below 1.
+    """
+
+    rate: int | None = None
+    mono: bool = False
+    to_tensor: Callable[[np.ndarray[Any, Any]], Any] | None = None
+
+    def __post_init__(self) -> None:
+        if self.rate is not None and self.rate < 1:
+            raise OptionError(f"rate must be 1 Hz or more, not {self.rate}")
+
+    def __call__(self, data: bytes) -> Audio:
+        """Decode the bytes of a sound file.
+
+        Raises:
+            OptionError: If soundfile, or soxr for another rate, is not installed.
+            ValueError: If the file is damaged, cut short, of a format that libsndfile does not read, or over `AUDIO_LIMIT_BYTES`
+                of samples.
+        """
+        audio = convert_audio(*_read(data), rate_to=self.rate, mono=self.mono)
+        return audio if self.to_tensor is None else audio._replace(samples=self.to_tensor(audio[0]))
+
+
+def audio_decoders(decoder: AudioDecoder) -> dict[str, Callable[[bytes], Any]]:
+    """Return the decoders of sound fields by the last part of their names.
+
+    Names of formats that libsndfile does not read get a function that raises an `OptionError`.
+    """
+    return {**dict.fromkeys(_READ, decoder), **dict.fromkeys(_NOT_READ, _refuse)}
+
+
+def _refuse(data: bytes) -> NoReturn:  # noqa: ARG001  (the signature of a decoder)
+    raise OptionError(
+        f"libsndfile does not read {', '.join(_NOT_READ)}: convert these fields to flac, mp3 or opus, leave them as bytes with "
+        "decode(only=[...]), or pass a function of bytes: decode(fields={'m4a': function})"
+    )
+
+
+def convert_audio(
+    samples: np.ndarray[Any, Any], rate: int, *, rate_to: int | None, mono: bool
+) -> Audio:
+    """Average the channels and resample.
+
+    Args:
+        samples: float32, shape (C, T).
+        rate: Rate of the samples, in Hz.
+        rate_to: Rate of the result; None keeps it.
+        mono: Average the channels to one.
+
+    Raises:
+        ValueError: If the result is over `AUDIO_LIMIT_BYTES`.
+    """
+    if mono and len(samples) > 1:
+        samples = samples.mean(axis=0, keepdims=True)
+    if rate_to is not None and rate_to != rate:
+        check_audio_size(samples.shape[1] * rate_to // rate, len(samples))
+        soxr = import_extra("soxr", extra="audio", purpose=f"resampling to {rate_to} Hz")
+        resampled = soxr.resample(np.ascontiguousarray(samples.T), rate, rate_to, quality="HQ")
+        samples, rate = resampled.T, rate_to
+    return Audio(np.ascontiguousarray(samples), rate)
+
+
+def check_audio_size(frames: int, channels: int) -> None:
+    """Check a decoded size before memory is taken for it.
+
+    Raises:
+        ValueError: If it is over `AUDIO_LIMIT_BYTES`.
+    """
+    size = 4 * frames * channels
+    if size > AUDIO_LIMIT_BYTES:
+        raise ValueError(
+            f"{frames} samples of {channels} channels are {size} bytes as float32, the limit is {AUDIO_LIMIT_BYTES}"
+        )
+
+
+def _read(data: bytes) -> tuple[np.ndarray[Any, Any], int]:
+    """Return the samples of a file, shape (C, T), float32, and its rate."""
+    soundfile = import_extra("soundfile", extra="audio", purpose="decoding sound")
+    try:
+        with soundfile.SoundFile(io.BytesIO(data)) as file:
+            _check_whole(file.extra_info)
+            check_audio_size(file.frames, file.channels)
+            samples = file.read(dtype="float32", always_2d=True)
+            missing = file.frames - len(samples)
+            if missing and (file.format != "MP3" or _declares_length(data)):
+                raise ValueError(f"{_CUT}{missing} of {file.frames} samples are missing")
+            return samples.T, file.samplerate
+    except soundfile.LibsndfileError as error:  # its text has the address of the BytesIO
+        raise ValueError(f"libsndfile: {error.error_string}") from error
+
+
+def _check_whole(log: str) -> None:
+    for declared, found in _SHORT.findall(log):
+        if int(found) < int(declared) < _UNKNOWN_LENGTH:
+            raise ValueError(f"{_CUT}{found} of {declared} bytes are there")
+    if any(words in log for words in _NO_END):
+        raise ValueError(f"{_CUT}the last page of an Ogg file is missing or incomplete")
+
+
+def _declares_length(data: bytes) -> bool:
+    """Return whether the first frame of an MP3 has the number of frames; else libsndfile estimates it."""
+    start = 0
+    if data[:3] == b"ID3":  # its length has 7 bits in each byte
+        start = 10 + sum(
+            byte << shift for byte, shift in zip(data[6:10], (21, 14, 7, 0), strict=True)
+        )
+    first = data[start : start + 256]
+    return b"Xing" in first or b"Info" in first

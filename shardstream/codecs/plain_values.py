@@ -1,0 +1,126 @@
+"""MessagePack, CBOR and CSV in bounded memory, and a limit on the depth of nested values."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+from shardstream.codecs.optional import import_extra
+
+DEPTH_LIMIT = 200
+"""Levels of nested values; deeper ones cannot be pickled when a worker sends them."""
+VALUES_LIMIT = 10_000_000
+"""Values of a JSON or CSV field: about 1 GB, since an empty list takes 3 bytes as JSON, 100 in memory."""
+BINARY_LIMIT_BYTES = 32 << 20
+"""Bytes of a MessagePack or CBOR field: an empty list takes 1 byte, 64 in memory."""
+
+_EXTRA = "formats"
+# Tags of CBOR that make values refer to each other, or that compile expressions and parse mails.
+_REFUSED_TAGS = (28, 29, 35, 36)
+
+
+def decode_msgpack(data: bytes) -> Any:
+    """Decode one MessagePack value; over 32 MiB, over 200 levels, and keys that are not text or bytes are refused.
+
+    Raises:
+        OptionError: If msgpack is not installed.
+        ValueError: If it is refused or damaged.
+    """
+    msgpack = import_extra("msgpack", extra=_EXTRA, purpose="decoding MessagePack")
+    _check_binary(data)
+    value = msgpack.unpackb(data)
+    check_depth(value)
+    return value
+
+
+def encode_msgpack(value: object) -> bytes:
+    """Encode a value as MessagePack; equal values with keys in one order give equal bytes.
+
+    Raises:
+        OptionError: If msgpack is not installed.
+        TypeError: If MessagePack cannot hold it.
+    """
+    msgpack = import_extra("msgpack", extra=_EXTRA, purpose="encoding MessagePack")
+    encoded: bytes = msgpack.packb(value)
+    return encoded
+
+
+def decode_cbor(data: bytes) -> Any:
+    """Decode one CBOR value; over 32 MiB, over 200 levels, shared values and regular expressions are refused.
+
+    Raises:
+        OptionError: If cbor2 is not installed.
+        cbor2.CBORDecodeError: If it is refused or damaged.
+        ValueError: If it is too long.
+    """
+    cbor2 = import_extra("cbor2", extra=_EXTRA, purpose="decoding CBOR")
+    _check_binary(data)
+    return cbor2.loads(
+        data, max_depth=DEPTH_LIMIT, semantic_decoders=dict.fromkeys(_REFUSED_TAGS, _refuse_tag)
+    )
+
+
+def encode_cbor(value: object) -> bytes:
+    """Encode a value as CBOR.
+
+    Raises:
+        OptionError: If cbor2 is not installed.
+        cbor2.CBOREncodeError: If CBOR cannot hold it.
+    """
+    cbor2 = import_extra("cbor2", extra=_EXTRA, purpose="encoding CBOR")
+    encoded: bytes = cbor2.dumps(value)
+    return encoded
+
+
+def decode_csv(data: bytes, delimiter: str = ",") -> list[list[str]]:
+    """Decode CSV, as UTF-8, to its rows of text; a first row with names is a row like others.
+
+    Raises:
+        ValueError: If a quote is not closed, or it has over 10 million values.
+    """
+    count = data.count(delimiter.encode()) + data.count(b"\n") + data.count(b"\r")
+    if count > VALUES_LIMIT:
+        raise ValueError(f"{count} values, the limit is {VALUES_LIMIT}; store large tables as npy")
+    text = io.StringIO(data.decode("utf-8-sig"), newline="")
+    try:
+        return list(csv.reader(text, delimiter=delimiter, strict=True))
+    except csv.Error as error:
+        raise ValueError(f"not CSV: {error}") from error
+
+
+def decode_tsv(data: bytes) -> list[list[str]]:
+    """Decode tab-separated values as `decode_csv`."""
+    return decode_csv(data, "\t")
+
+
+def check_depth(value: Any) -> None:
+    """Check that lists and dicts are nested in at most `DEPTH_LIMIT` levels.
+
+    Raises:
+        ValueError: If they are deeper.
+    """
+    level = [value]
+    for _ in range(DEPTH_LIMIT + 1):
+        if not level:
+            return
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, Mapping | list)
+            for inner in (outer.values() if isinstance(outer, Mapping) else outer)
+        ]
+    raise ValueError(f"nested over {DEPTH_LIMIT} levels")
+
+
+def _check_binary(data: bytes) -> None:
+    if len(data) > BINARY_LIMIT_BYTES:
+        raise ValueError(
+            f"{len(data)} bytes, the limit is {BINARY_LIMIT_BYTES}, because they may take 64 times as much memory; "
+            "store arrays as npy or safetensors"
+        )
+
+
+def _refuse_tag(*_: object) -> NoReturn:
+    raise ValueError("shared values, regular expressions and mails are refused")

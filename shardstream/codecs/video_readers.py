@@ -1,0 +1,282 @@
+"""Read frames and sound of a video file in memory, with torchcodec or PyAV; both use FFmpeg."""
+
+from __future__ import annotations
+
+import io
+import logging
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from importlib import import_module
+from typing import Any, Protocol
+
+import numpy as np
+
+from shardstream.codecs.audio import AUDIO_LIMIT_BYTES
+from shardstream.errors import OptionError
+
+_Sound = tuple[Iterator[np.ndarray[Any, Any]], int]
+"""Pieces of shape (C, T), and the rate."""
+
+logger = logging.getLogger(__name__)
+
+LIBRARIES = ("torchcodec", "pyav")
+"""Libraries that read video, in the order of preference."""
+_MODULES = {"torchcodec": "torchcodec.decoders", "pyav": "av"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VideoMetadata:
+    """Properties of the video stream of a file.
+
+    Args:
+        num_frames: Number of frames, counted in the file without decoding it.
+        fps: Mean number of frames a second; 0 if the file has no times.
+        duration_s: Time from the first frame to the end of the last, in seconds.
+        height: Height of a frame in pixels, after its rotation.
+        width: Width of a frame in pixels, after its rotation.
+        codec: FFmpeg's name of the codec, such as "h264".
+        pixel_format: FFmpeg's name of the stored pixels, such as "yuv420p".
+    """
+
+    num_frames: int
+    fps: float
+    duration_s: float
+    height: int
+    width: int
+    codec: str
+    pixel_format: str
+
+
+class VideoReader(Protocol):
+    """Reads one file; used by one thread at a time."""
+
+    @property
+    def metadata(self) -> VideoMetadata:
+        """Properties of the video stream."""
+
+    def read_frames(self, numbers: Sequence[int]) -> np.ndarray[Any, Any]:
+        """Return frames by number in the order of their times, shape (N, H, W, 3), uint8."""
+
+
+def open_reader(data: bytes, library: str | None) -> VideoReader:
+    """Open the frames of a file.
+
+    Args:
+        data: A video file.
+        library: One of `LIBRARIES`; None takes the first that can be imported.
+
+    Raises:
+        OptionError: If no library can be imported.
+        Exception: Any error of the library, for a file that is not a video.
+    """
+    chosen, module = _load_library(library)
+    return _TorchcodecReader(module, data) if chosen == "torchcodec" else _PyavReader(module, data)
+
+
+def read_sound(data: bytes, library: str | None) -> tuple[np.ndarray[Any, Any], int] | None:
+    """Return the first sound of a video file, shape (C, T), float32, and its rate in Hz; None if there is none.
+
+    Raises:
+        OptionError: If no library can be imported.
+        ValueError: If it is over `AUDIO_LIMIT_BYTES`.
+        Exception: Any other error of the library.
+    """
+    chosen, module = _load_library(library)
+    sound = (_torchcodec_sound if chosen == "torchcodec" else _pyav_sound)(module, data)
+    if sound is None:
+        return None
+    pieces, rate = sound
+    kept, size = [], 0
+    for piece in pieces:
+        size += piece.nbytes
+        if size > AUDIO_LIMIT_BYTES:
+            raise ValueError(f"its sound is over {AUDIO_LIMIT_BYTES} bytes as float32, the limit")
+        kept.append(piece)
+    if not kept:
+        raise ValueError("its sound has no samples")
+    return np.concatenate(kept, axis=1), rate
+
+
+@cache
+def _load_library(library: str | None) -> tuple[str, Any]:
+    """Import a library; return its name and module."""
+    if library not in (None, *LIBRARIES):
+        raise OptionError(f"library must be one of {', '.join(LIBRARIES)}, not {library!r}")
+    failed = []
+    for name in LIBRARIES if library is None else (library,):
+        try:
+            module = import_module(_MODULES[name])
+        except Exception as error:  # noqa: BLE001  (torchcodec raises RuntimeError if no FFmpeg fits)
+            first_line = str(error).strip().partition("\n")[0]
+            failed.append(f"{name}: {type(error).__name__}: {first_line}")
+            continue
+        logger.info("video is decoded by %s", name)
+        return name, module
+    raise OptionError(
+        f"no library that decodes video can be imported ({'; '.join(failed)}): pip install 'shardstream[video]'. torchcodec also "
+        "needs FFmpeg 4 to 8 of the system (apt-get install ffmpeg) and a torch that fits; PyAV has its own FFmpeg (pip install av)"
+    )
+
+
+class _TorchcodecReader:
+    """Reads with torchcodec, which scans the packets of the file when it is opened, without decoding them."""
+
+    def __init__(self, decoders: Any, data: bytes) -> None:
+        self._decoder = decoders.VideoDecoder(data, dimension_order="NHWC", seek_mode="exact")
+        found = self._decoder.metadata
+        self.metadata = VideoMetadata(
+            num_frames=found.num_frames or 0,
+            fps=found.average_fps or 0.0,
+            duration_s=found.duration_seconds or 0.0,
+            height=found.height,
+            width=found.width,
+            codec=found.codec or "",
+            pixel_format=found.pixel_format or "",
+        )
+
+    def read_frames(self, numbers: Sequence[int]) -> np.ndarray[Any, Any]:
+        frames: np.ndarray[Any, Any] = self._decoder.get_frames_at(list(numbers)).data.numpy()
+        return frames
+
+
+class _PyavReader:
+    """Reads with PyAV: numbers frames by the times of the packets, and decodes from the last key frame before each."""
+
+    def __init__(self, av: Any, data: bytes) -> None:
+        self._av = av
+        self._data = data
+        with self._open() as container:
+            if not container.streams.video:
+                raise ValueError("the file has no video stream")
+            stream = container.streams.video[0]
+            packets = [
+                (packet.pts, packet.is_keyframe, packet.duration or 0)
+                for packet in container.demux(stream)
+                if packet.size and not packet.is_discard
+            ]
+            times = [time for time, _, _ in packets]
+            # Old files (AVI) have no times of their own: frames are then counted by decoding from the start.
+            self._has_times = None not in times and len(set(times)) == len(times)
+            self._times: list[int] = sorted(times) if self._has_times else []
+            self._keys = sorted(time for time, is_key, _ in packets if is_key and self._has_times)
+            self._stream_facts = stream.time_base, stream.codec_context.pix_fmt, stream.codec.name
+            last = (
+                max((time + length for time, _, length in packets), default=0)
+                if times and self._has_times
+                else 0
+            )
+            self._length = float((last - self._times[0]) * stream.time_base) if last else 0.0
+            self._rate = float(stream.average_rate or 0)
+
+    @cached_property
+    def metadata(self) -> VideoMetadata:
+        """Properties of the video stream; the first frame is decoded for its size."""
+        first = next(self._decode(0, seeks=False), None)
+        if first is None:
+            raise ValueError("it has no frame")
+        num_frames = (
+            len(self._times) if self._has_times else sum(1 for _ in self._decode(0, seeks=False))
+        )
+        height, width = (first[1].height, first[1].width)[:: -1 if first[1].rotation % 180 else 1]
+        duration_s = self._length or (num_frames / self._rate if self._rate else 0.0)
+        return VideoMetadata(
+            num_frames=num_frames,
+            fps=num_frames / duration_s if duration_s else 0.0,
+            duration_s=duration_s,
+            height=height,
+            width=width,
+            codec=self._stream_facts[2],
+            pixel_format=self._stream_facts[1] or "",
+        )
+
+    def read_frames(self, numbers: Sequence[int]) -> np.ndarray[Any, Any]:
+        shape = self.metadata.height, self.metadata.width, 3
+        places: dict[int, list[int]] = {}
+        for place, number in enumerate(numbers):
+            places.setdefault(number, []).append(place)
+        frames = np.empty((len(numbers), *shape), np.uint8)
+        waiting, seeks = sorted(places), self._has_times
+        while waiting:
+            found = len(waiting)
+            for number, frame in self._decode(waiting[0], seeks=seeks):
+                if number == waiting[0]:
+                    frames[places[waiting.pop(0)]] = _pixels(frame, shape)
+                    if not waiting or (seeks and self._key_before(waiting[0]) > number):
+                        break
+                elif number > waiting[0]:
+                    break
+            if len(waiting) == found and not seeks:
+                raise ValueError(f"frame {waiting[0]} cannot be decoded")
+            if len(waiting) == found:  # in an MPEG program stream a seek may end after the frame
+                seeks = False
+        return frames
+
+    def _key_before(self, number: int) -> int:
+        """Return the number of the last key frame up to a frame."""
+        place = bisect_right(self._keys, self._times[number])
+        return self._number_of(self._keys[place - 1]) if place else 0
+
+    def _number_of(self, time: int) -> int:
+        return bisect_right(self._times, time) - 1
+
+    def _decode(self, number: int, *, seeks: bool) -> Iterator[tuple[int, Any]]:
+        """Yield frames with their numbers, in order, from the start or from the last key frame before a frame."""
+        with self._open() as container:
+            stream = container.streams.video[0]
+            key = self._key_before(number) if seeks else 0
+            if key:
+                container.seek(self._times[key], stream=stream)
+            for count, frame in enumerate(container.decode(stream)):
+                if not self._has_times:
+                    yield count, frame
+                elif frame.pts is not None and frame.pts >= self._times[key]:
+                    yield self._number_of(frame.pts), frame
+
+    def _open(self) -> Any:
+        return self._av.open(io.BytesIO(self._data), "r")
+
+
+def _pixels(frame: Any, shape: tuple[int, int, int]) -> np.ndarray[Any, Any]:
+    """Return the pixels of a frame of PyAV, rotated as the file says, shape (H, W, 3), uint8."""
+    size = (frame.height, frame.width)[:: -1 if frame.rotation % 180 else 1]
+    if size != shape[:2]:
+        raise ValueError(
+            f"a frame has {size[1]} x {size[0]} pixels, the first {shape[1]} x {shape[0]}"
+        )
+    return np.rot90(frame.to_ndarray(format="rgb24"), frame.rotation // 90)
+
+
+def _torchcodec_sound(decoders: Any, data: bytes) -> _Sound | None:
+    try:
+        decoder = decoders.AudioDecoder(data)
+    except ValueError as error:
+        if "audio stream is unknown" in str(error):  # its words for a file without sound
+            return None
+        raise
+    rate, channels = decoder.metadata.sample_rate, decoder.metadata.num_channels
+    start_s = decoder.metadata.begin_stream_seconds or 0.0
+    limit_s = (
+        AUDIO_LIMIT_BYTES / (4 * rate * channels) + 1
+    )  # the header may declare less than the file has
+    samples = decoder.get_samples_played_in_range(start_s, start_s + limit_s)
+    return iter([samples.data.numpy()]), samples.sample_rate
+
+
+def _pyav_sound(av: Any, data: bytes) -> _Sound | None:
+    with av.open(io.BytesIO(data), "r") as container:
+        if not container.streams.audio:
+            return None
+        rate = container.streams.audio[0].rate
+
+    def pieces() -> Iterator[np.ndarray[Any, Any]]:
+        resampler = av.AudioResampler(format="fltp", rate=rate)
+        with av.open(io.BytesIO(data), "r") as container:
+            for frame in container.decode(audio=0):
+                for part in resampler.resample(frame):
+                    yield part.to_ndarray()
+        for part in resampler.resample(None):
+            yield part.to_ndarray()
+
+    return pieces(), rate

@@ -1,0 +1,218 @@
+"""Test sound: the samples of FFmpeg, in workers and batches; cut and hostile files are errors."""
+
+from __future__ import annotations
+
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shardstream as ss
+import shardstream.webdataset as wds
+from shardstream.codecs import AudioDecoder
+from shardstream.testing import make_shards
+from tests.attack import survived
+from tests.codecs.sounds import RATE, ffmpeg_samples, sound_file, tone
+from tests.limits import set_limits
+from tests.small_datasets import FEW_CORES
+
+MiB = 1 << 20
+FILES = {
+    "wav": ("WAV", "PCM_16"),
+    "x.wav": ("WAV", "FLOAT"),
+    "y.wav": ("WAVEX", "PCM_24"),
+    "flac": ("FLAC", None),
+    "aiff": ("AIFF", None),
+    "au": ("AU", None),
+    "w64": ("W64", None),
+    "caf": ("CAF", None),
+    "ogg": ("OGG", "VORBIS"),
+    "opus": ("OGG", "OPUS"),
+    "mp3": ("MP3", None),
+}
+pytestmark = pytest.mark.filterwarnings(FEW_CORES)
+
+
+def file_of(name: str) -> bytes:
+    form, subtype = FILES[name]
+    return sound_file(form, subtype=subtype, rate=48_000 if name == "opus" else RATE)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_samples_are_those_of_ffmpeg(name: str) -> None:
+    data = file_of(name)
+    samples, rate = ss.decode_sample({name: data}, "audio")[name]
+    assert (samples.dtype, rate) == (np.float32, 48_000 if name == "opus" else RATE)
+    assert samples.shape == (2, rate)
+    expected = ffmpeg_samples(data)
+    assert expected.shape == samples.shape
+    np.testing.assert_allclose(samples, expected, atol=1e-5)
+
+
+def test_samples_are_resampled_and_averaged() -> None:
+    low = sound_file("FLAC", rate=48_000)
+    samples, rate = AudioDecoder(rate=16_000, mono=True)(low)
+    assert (samples.shape, rate) == ((1, 16_000), 16_000)
+    expected = tone(rate=16_000).mean(
+        axis=1
+    )  # tones below 8 kHz survive, half of the noise does not
+    assert np.corrcoef(samples[0], expected)[0, 1] > 0.95
+    assert AudioDecoder(rate=48_000)(low).samples.shape == (2, 48_000)
+    with pytest.raises(ss.OptionError, match="rate must be 1 Hz or more, not 0"):
+        AudioDecoder(rate=0)
+
+
+def test_names_decode_their_fields_only() -> None:
+    flac = sound_file()
+    sample = {"flac": flac, "left.wav": flac, "txt": b"a", "bin": flac}  # a FLAC in a wav field
+    plain = ss.decode_sample(sample)
+    assert (plain["flac"], plain["left.wav"]) == (flac, flac)
+    decoded = ss.decode_sample(sample, "audio", "rgb8", fields={"bin": ss.AudioDecoder(mono=True)})
+    assert isinstance(decoded["flac"], ss.Audio)
+    assert decoded["left.wav"].samples.shape == (2, RATE)
+    assert decoded["bin"].samples.shape == (1, RATE)
+    assert decoded["txt"] == "a"
+    tensors = ss.decode_sample(sample, fields={"flac": "torch_audio"})["flac"]
+    assert torch.equal(tensors.samples, torch.from_numpy(decoded["flac"].samples))
+    options = ss.decode_sample(sample, ss.AudioDecoder(rate=8000), only="flac")
+    assert options["flac"].rate == 8000
+
+
+def test_webdatasets_handler_returns_waveform_and_rate() -> None:
+    waveform, rate = wds.torch_audio(".flac", sound_file())
+    assert (waveform.shape, waveform.dtype, rate) == ((2, RATE), torch.float32, RATE)
+    assert wds.torch_audio(".jpg", b"") is None
+
+
+@pytest.mark.parametrize("name", ["aac", "m4a", "wma"])
+def test_formats_that_libsndfile_lacks_are_an_error_that_says_what_to_do(
+    name: str, tmp_path: Path
+) -> None:
+    folder = make_shards(tmp_path, samples=[{"__key__": "0", name: b"x"}])
+    dataset = ss.ShardDataset(folder, on_error="skip").decode("audio")
+    with pytest.raises(ss.OptionError, match=r"libsndfile does not read aac, m4a.*fields="):
+        list(dataset)
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name != "caf"])
+@pytest.mark.parametrize("part", [0.3, 0.7, 0.97])
+def test_cut_files_are_errors_and_never_fewer_samples(name: str, part: float) -> None:
+    data = file_of(name)
+    with pytest.raises(ss.DecodeError, match="cut short|libsndfile"):
+        ss.decode_sample({name: data[: int(part * len(data))]}, "audio")
+
+
+def test_lengths_that_a_program_could_not_write_are_accepted() -> None:
+    data = bytearray(file_of("wav"))
+    place = data.index(b"data") + 4
+    data[4:8] = data[place : place + 4] = b"\xff" * 4  # as ffmpeg writes to a pipe
+    assert AudioDecoder()(bytes(data)).samples.shape == (2, RATE)
+
+
+def wav_header(*, rate: int = RATE, channels: int = 1, size: int = 2000) -> bytes:
+    layout = struct.pack("<HHIIHH", 1, channels, rate, 0, 2 * channels, 16)
+    data = b"data" + struct.pack("<I", size) + bytes(2000)
+    return b"RIFF" + struct.pack("<I", 0xFFFFFFFF) + b"WAVEfmt \x10\0\0\0" + layout + data
+
+
+def flac_of(frames: int) -> bytes:
+    data = bytearray(sound_file())
+    data[21] = data[21] & 0xF0 | frames >> 32  # 36 bits of STREAMINFO
+    data[22:26] = (frames & 0xFFFFFFFF).to_bytes(4, "big")
+    return bytes(data)
+
+
+ATTACKS = {
+    "flac of 10 hours": (flac_of(10 * 3600 * RATE), None, "the limit is"),
+    "flac of more samples than are there": (flac_of(2 * RATE), None, "cut short|libsndfile"),
+    "wav of 1 Hz, resampled to 2 GHz": (wav_header(rate=1), 2_000_000_000, "the limit is"),
+    "wav without channels": (wav_header(channels=0), None, "libsndfile"),
+    "wav without rate": (wav_header(rate=0), None, "libsndfile"),
+    "wav of 1000 bytes that says 2 GB": (wav_header(size=0x7FFE0000), None, "cut short"),
+    "text": (b"no sound at all", None, "libsndfile: Format not recognised"),
+    "nothing": (b"", None, "libsndfile"),
+}
+
+
+@pytest.mark.parametrize("name", ATTACKS)
+def test_hostile_sound_is_a_bad_sample_in_bounded_memory(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limits(monkeypatch, AudioDecoder, AUDIO_LIMIT_BYTES=64 * MiB)
+    data, rate, message = ATTACKS[name]
+    decoder = AudioDecoder(rate=rate)
+    outcome = survived(
+        lambda: ss.decode_sample({"__key__": "7", "wav": data}, decoder), memory_bytes=300 * MiB
+    )
+    assert outcome.startswith("DecodeError: cannot be decoded: ValueError")
+    assert any(part in outcome for part in message.split("|")), outcome
+
+
+def test_sound_of_a_missing_package_is_one_error_that_names_the_extra(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    data = sound_file()
+    monkeypatch.setitem(sys.modules, "soxr", None)
+    with pytest.raises(
+        ss.OptionError, match=r"resampling to 8000 Hz needs .*'shardstream\[audio\]'"
+    ):
+        ss.decode_sample({"flac": data}, ss.AudioDecoder(rate=8000))
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    with pytest.raises(ss.OptionError, match=r"decoding sound needs .*'shardstream\[audio\]'"):
+        ss.decode_sample({"flac": data}, "audio")
+
+
+def folder_of(tmp_path: Path, *lengths: float) -> str:
+    samples = [
+        {"__key__": f"{n:03d}", "flac": sound_file(seconds=length, rate=8000), "cls": n}
+        for n, length in enumerate(lengths)
+    ]
+    return make_shards(tmp_path / "sounds", samples=samples, per_shard=4)
+
+
+@pytest.mark.parametrize("method", [None, "fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["audio", "torch_audio"])
+def test_sound_of_one_length_is_a_batch(method: str | None, name: str, tmp_path: Path) -> None:
+    dataset = ss.ShardDataset(folder_of(tmp_path, *[0.1] * 8)).decode(name)
+    options: dict[str, Any] = {}
+    if method is not None:
+        options = {"num_workers": 2, "multiprocessing_context": method}
+    batches = list(ss.ShardLoader(dataset, batch_size=4, **options))
+    expected, rate = AudioDecoder()(sound_file(seconds=0.1, rate=8000))
+    for batch in batches:
+        assert batch["flac"].samples.shape == (4, 2, 800)
+        assert batch["flac"].rate.tolist() == [rate] * 4
+        np.testing.assert_array_equal(batch["flac"].samples[3], expected)
+    assert [n for batch in batches for n in batch["cls"].tolist()] == list(range(8))
+
+
+def test_sounds_of_several_lengths_or_rates_are_an_error_that_names_the_field(
+    tmp_path: Path,
+) -> None:
+    dataset = ss.ShardDataset(folder_of(tmp_path, 0.1, 0.2)).decode("audio")
+    with pytest.raises(ss.SampleError, match=r"\(2, 800\).*\(2, 1600\).*'001'.*pad.*field 'flac'"):
+        list(ss.ShardLoader(dataset, batch_size=2))
+    samples = [{"flac": sound_file(rate=rate)} for rate in (8000, 16_000)]
+    folder = make_shards(tmp_path / "rates", samples=samples)
+    with pytest.raises(ss.SampleError, match=r"8000 Hz and 16000 Hz .*AudioDecoder\(rate="):
+        list(ss.ShardLoader(ss.ShardDataset(folder).decode("audio"), batch_size=2))
+
+
+def test_bad_sounds_are_skipped_within_the_budget(tmp_path: Path) -> None:
+    samples = [{"__key__": str(n), "wav": b"RIFF" if n == 2 else file_of("wav")} for n in range(4)]
+    folder = make_shards(tmp_path, samples=samples)
+    loader = ss.ShardLoader(ss.ShardDataset(folder, on_error="skip").decode("audio"), batch_size=2)
+    assert [key for batch in loader for key in batch["__key__"]] == ["0", "1", "3"]
+    assert [bad.key for bad in loader.bad_samples] == ["2"]
+
+
+def test_tags_before_the_first_frame_of_an_mp3_do_not_hide_its_length() -> None:
+    tag = b"ID3\x04\0\0" + bytes((0, 0, 39, 8)) + bytes(39 * 128 + 8)
+    data = tag + file_of("mp3")
+    assert AudioDecoder()(data).samples.shape == (2, RATE)
+    with pytest.raises(ValueError, match=r"cut short: \d+ of 44100 samples are missing"):
+        AudioDecoder()(data[:-3000])

@@ -1,0 +1,250 @@
+"""Test video: the frames and sound of FFmpeg, by both libraries, with seeks; lazy and picklable; cut and hostile files are errors."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import shardstream as ss
+import shardstream.webdataset as wds
+from shardstream.testing import make_shards
+from tests.attack import survived
+from tests.codecs.sounds import ffmpeg_samples, sound_file
+from tests.codecs.videos import HEIGHT, WIDTH, ffmpeg_frames, video_file
+from tests.limits import set_limits
+from tests.servers import in_ci
+from tests.small_datasets import FEW_CORES
+
+MiB = 1 << 20
+FILES: dict[str, bytes] = {
+    "mp4": video_file(sound="aac"),
+    "faststart.mp4": video_file(options=(("g", "250"), ("bf", "3"), ("movflags", "faststart"))),
+    "vfr.mp4": video_file(skipped=frozenset({1, 2, 9, 30, 31, 32})),
+    "mkv": video_file("matroska", sound="flac"),
+    "webm": video_file("webm", codec="libvpx-vp9", sound="libopus"),
+    "avi": video_file("avi", codec="mjpeg", pixels="yuvj420p", options=()),
+    "mov": video_file("mov", codec="mpeg4", options=(("g", "10"), ("bf", "2"))),
+}
+
+
+def loads_torchcodec() -> bool:
+    """Return whether torchcodec finds an FFmpeg of the system."""
+    try:
+        importlib.import_module("torchcodec.decoders")
+    except RuntimeError:
+        return in_ci()  # there it must
+    return True
+
+
+WITH_FFMPEG = pytest.mark.skipif(not loads_torchcodec(), reason="no FFmpeg for torchcodec")
+LIBRARIES = (pytest.param("torchcodec", marks=WITH_FFMPEG), "pyav")
+# The FFmpeg of the system and that of PyAV's wheel round the inverse transforms of these codecs differently.
+TOLERANCES = {("avi", "torchcodec"): 3, ("mov", "torchcodec"): 3}
+pytestmark = pytest.mark.filterwarnings(FEW_CORES)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", FILES)
+def test_frames_are_those_of_ffmpeg_in_any_order(name: str, library: str) -> None:
+    expected = ffmpeg_frames(FILES[name]).astype(np.int16)
+    video = ss.Video(FILES[name], library)
+    metadata = video.metadata
+    assert (len(video), metadata.height, metadata.width) == (len(expected), HEIGHT, WIDTH)
+    assert metadata.duration_s == pytest.approx(2.0, abs=0.1)
+    tolerance = TOLERANCES.get((name, library), 0)
+    everything = video.frames(range(len(video)))
+    assert everything.dtype == np.uint8
+    np.testing.assert_allclose(everything, expected, atol=tolerance)
+    rng = np.random.default_rng(0)
+    for count in (1, 3, 40):
+        numbers = rng.integers(-len(expected), len(expected), count)
+        np.testing.assert_array_equal(video.frames(numbers), everything[numbers])
+    assert video.frames([]).shape == (0, HEIGHT, WIDTH, 3)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", ["mp4", "mkv", "webm"])
+def test_sound_is_that_of_ffmpeg(name: str, library: str) -> None:
+    samples, rate = ss.Video(FILES[name], library).audio()
+    expected = ffmpeg_samples(FILES[name])
+    assert (samples.dtype, rate) == (np.float32, 48_000 if name == "webm" else 44_100)
+    assert samples.shape == expected.shape
+    np.testing.assert_allclose(samples, expected, atol=1e-5)
+    assert ss.Video(FILES[name], library).audio(rate=16_000, mono=True).rate == 16_000
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_uniform_frames_and_clips(library: str) -> None:
+    video = ss.Video(FILES["mp4"], library)
+    frames = video.frames(range(50))
+    np.testing.assert_array_equal(video.uniform(5), frames[[5, 15, 25, 35, 45]])
+    np.testing.assert_array_equal(video.uniform(50), frames)
+    np.testing.assert_array_equal(video.clip(8), frames[21:29])
+    np.testing.assert_array_equal(video.clip(4, stride=3), frames[20:30:3])
+    starts = set()
+    for seed in range(40):
+        clip = video.clip(16, stride=3, rng=np.random.default_rng(seed))
+        (start,) = (n for n in range(5) if (frames[n : n + 46 : 3] == clip).all())
+        starts.add(start)
+    assert starts == {0, 1, 2, 3, 4}
+    with pytest.raises(ss.DecodeError, match="it has 50 frames, 51 are needed"):
+        video.uniform(51)
+    with pytest.raises(ss.DecodeError, match="it has 50 frames, 51 are needed"):
+        video.clip(26, stride=2)
+    with pytest.raises(ss.DecodeError, match="no frame 50, it has 50"):
+        video.frames([50])
+    with pytest.raises(ss.OptionError, match="1 or more, not 0"):
+        video.clip(0)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_rotated_video_is_upright_and_deep_video_warns(library: str) -> None:
+    data = bytearray(video_file())
+    matrix = data.index(b"tkhd") + 44  # the display matrix of the track: 1 0 0, 0 1 0, 0 0 1
+    turned = [0, 1 << 16, 0, -(1 << 16), 0, 0, 0, 0, 1 << 30]
+    data[matrix : matrix + 36] = b"".join(n.to_bytes(4, "big", signed=True) for n in turned)
+    video = ss.Video(bytes(data), library)
+    assert (video.metadata.height, video.metadata.width) == (WIDTH, HEIGHT)
+    upright = np.rot90(ffmpeg_frames(video_file())[3], -1)
+    np.testing.assert_array_equal(video.frames([3])[0], upright)
+    with pytest.warns(ss.ImageWarning, match="yuv420p10le loses bits"):
+        assert len(ss.Video(video_file(pixels="yuv420p10le"), library)) == 50
+
+
+def test_field_is_lazy_picklable_and_located() -> None:
+    sample = {
+        "__key__": "7",
+        "__url__": "s3://b/0.tar",
+        "mp4": FILES["mp4"],
+        "webm": b"no video",
+        "txt": b"a",
+    }
+    decoded = ss.decode_sample(sample, "video", "rgb8", "audio")
+    video = decoded["mp4"]
+    assert isinstance(video, ss.Video)
+    first = video.frames([0])
+    again = pickle.loads(pickle.dumps(video))  # noqa: S301  (our own)
+    np.testing.assert_array_equal(again.frames([0]), first)
+    assert len(repr(video)) < 200
+    with pytest.raises(
+        ss.DecodeError, match=r"cannot be decoded.*s3://b/0.tar.*sample '7', field 'webm'"
+    ):
+        len(decoded["webm"])
+    assert ss.decode_sample(sample)["mp4"] == FILES["mp4"]
+    chosen = ss.decode_sample(sample, ss.VideoDecoder(library="pyav"))["mp4"]
+    assert chosen.library == "pyav"
+    with pytest.raises(ss.OptionError, match="library must be one of torchcodec, pyav, not 'cv2'"):
+        ss.VideoDecoder(library="cv2")
+
+
+def test_torch_video_is_that_of_torchvision() -> None:
+    frames, sound, info = ss.decode_sample({"mp4": FILES["mp4"]}, "torch_video")["mp4"]
+    assert (frames.dtype, tuple(frames.shape)) == (torch.uint8, (50, HEIGHT, WIDTH, 3))
+    assert (sound.dtype, len(sound), info) == (
+        torch.float32,
+        1,
+        {"video_fps": 25, "audio_fps": 44_100},
+    )
+    frames, sound, info = wds.torch_video(".mp4", FILES["vfr.mp4"])
+    assert (len(frames), tuple(sound.shape), set(info)) == (44, (0, 0), {"video_fps"})
+    assert wds.torch_video(".txt", b"") is None
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_video_without_sound_and_sound_without_video(library: str) -> None:
+    with pytest.raises(ss.DecodeError, match="no sound"):
+        ss.Video(FILES["mov"], library).audio()
+    sound = ss.Video(sound_file("WAV"), library)
+    assert sound.audio().samples.shape == (2, 44_100)
+    with pytest.raises(ss.DecodeError, match="video stream"):
+        len(sound)
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("part", [0.02, 0.5, 0.99])
+def test_cut_files_are_errors_and_never_fewer_frames(name: str, part: float, library: str) -> None:
+    data = FILES[name][: int(part * len(FILES[name]))]
+    with pytest.raises(ss.DecodeError, match="cannot be decoded"):
+        len(ss.Video(data, library))
+
+
+def test_live_recordings_declare_no_length_and_are_read() -> None:
+    data = bytearray(FILES["mkv"])
+    place = data.index(b"\x18\x53\x80\x67") + 4
+    assert data[place] == 1  # 8 bytes
+    data[place : place + 8] = b"\x01" + b"\xff" * 7
+    assert len(ss.Video(bytes(data))) == 50
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_hostile_video_is_a_bad_sample_in_bounded_memory(
+    library: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_limits(monkeypatch, ss.Video, FRAMES_LIMIT_BYTES=MiB, FRAME_LIMIT_PIXELS=100 * 100)
+    large = video_file(size=(128, 128), count=2)
+    attacks = {
+        "the limit is 1048576": lambda: ss.Video(FILES["mp4"], library).frames([0] * 1000),
+        "frames of 16384 pixels": lambda: len(ss.Video(large, library)),
+        "cut short": lambda: len(ss.Video(b"\xff\xff\xff\xffftyp", library)),
+        "cannot be decoded": lambda: len(ss.Video(b"\0\0\0\1mdat" + b"\0" * 8, library)),
+        "decoded: ": lambda: len(ss.Video(b"\x1a\x45\xdf\xa3\0", library)),
+    }
+    len(ss.Video(FILES["mp4"], library))  # import the library here, not within the limit
+    for message, attack in attacks.items():
+        outcome = survived(attack, memory_bytes=1024 * MiB)
+        assert outcome.startswith("DecodeError")
+        assert message in outcome
+
+
+def test_missing_libraries_are_one_error_that_names_the_remedies() -> None:
+    code = "import sys; sys.modules['torchcodec'] = None; import shardstream as ss; print(len(ss.Video(sys.stdin.buffer.read())))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=FILES["mp4"], capture_output=True, check=True
+    )
+    assert done.stdout.strip() == b"50"  # PyAV
+    code = code.replace("import shardstream", "sys.modules['av'] = None; import shardstream")
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=FILES["mp4"], capture_output=True, check=False
+    )
+    for words in (
+        b"OptionError",
+        b"torchcodec: ",
+        b"pyav: ",
+        b"shardstream[video]",
+        b"apt-get install ffmpeg",
+        b"pip install av",
+    ):
+        assert words in done.stderr
+
+
+def take_clip(sample: dict[str, Any], rng: np.random.Generator) -> dict[str, Any]:
+    return {"clip": sample["mp4"].clip(8, stride=2, rng=rng), "cls": sample["cls"]}
+
+
+@pytest.mark.parametrize("method", [None, "fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_clips_of_a_loader_are_the_same_with_any_workers(
+    method: str | None, tmp_path: Path
+) -> None:
+    samples = [{"mp4": FILES["mp4"], "cls": n} for n in range(8)]
+    dataset = ss.ShardDataset(make_shards(tmp_path, samples=samples, per_shard=3))
+    clips = dataset.decode("video").map(take_clip, rng=True)
+    expected = [batch["clip"] for batch in ss.ShardLoader(clips, batch_size=4)]
+    assert expected[0].shape == (4, 8, HEIGHT, WIDTH, 3)
+    assert not torch.equal(expected[0][0], expected[0][1])  # another start
+    options: dict[str, Any] = {}
+    if method is not None:
+        options = {"num_workers": 2, "multiprocessing_context": method}
+    found = list(ss.ShardLoader(clips, batch_size=4, **options))
+    assert [batch["cls"].tolist() for batch in found] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert all(torch.equal(a["clip"], b) for a, b in zip(found, expected, strict=True))
+    whole = next(iter(ss.ShardLoader(dataset.decode("video"), batch_size=2, **options)))
+    np.testing.assert_array_equal(whole["mp4"][1].frames([2]), ss.Video(FILES["mp4"]).frames([2]))
