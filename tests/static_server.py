@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import http.server
 import io
 import json
@@ -165,9 +166,7 @@ def _serve(base: type[_Files], folder: Path, **attributes: Any) -> Iterator[Serv
     served = Served("")
     handler = type("Handler", (base,), {"served": served, **attributes})
 
-    def handle(*arguments: Any) -> None:
-        handler(*arguments, directory=str(folder))  # type: ignore[call-arg]
-
+    handle: Any = functools.partial(handler, directory=str(folder))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handle) as server:
         served.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, args=(0.02,))

@@ -56,6 +56,7 @@ HOMES = {
     "s3fs": ("storage/",),
     "botocore": ("storage/s3_config.py", "storage/read_small_files.py"),
     "obstore": ("storage/obstore_client.py",),
+    "huggingface_hub": ("storage/fsspec_readers.py",),
     "accelerate": ("loader/accelerate.py",),
     "transformers": ("integrations/hf.py",),
     "torch": (

@@ -195,7 +195,10 @@ class HubReader(FilesystemReader):
     ) -> RangeResponse:
         """Request the bytes ``start`` to ``end`` once; return at most one response chunk more."""
         from huggingface_hub import get_session  # noqa: PLC0415  (only for hf://)
-        from huggingface_hub.utils import build_hf_headers, hf_raise_for_status  # noqa: PLC0415
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]  # noqa: PLC0415
+            build_hf_headers,
+            hf_raise_for_status,
+        )
 
         headers = build_hf_headers(token=self._filesystem.token)
         headers["Accept-Encoding"] = "identity"

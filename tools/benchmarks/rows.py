@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from benchmarks.case import Case
-from benchmarks.setting import Setting, Store
+from benchmarks.setting import Setting
 from benchmarks.sizes import Sizes
 from benchmarks.targets import (
     OURS,
@@ -18,6 +18,7 @@ from benchmarks.targets import (
     less_cpu,
     of_limit,
 )
+from benchmarks.work import Store
 
 _LOCAL = (OURS, "webdataset", "litdata", "mosaicml", "datasets", "files", "torchdata")
 _REMOTE = (OURS, "webdataset", "litdata", "mosaicml", "datasets", "s3torchconnector")
