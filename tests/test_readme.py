@@ -29,7 +29,7 @@ from tests.servers import S3Server, new_bucket
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-RUN = (README, ROOT / "docs" / "minio.md", ROOT / "docs" / "jobs.md")
+RUN = (README, ROOT / "docs" / "minio.md", ROOT / "docs" / "jobs.md", ROOT / "docs" / "trainers.md")
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
 _FILE = re.compile(r"# (\S+\.py)\n")

@@ -41,7 +41,7 @@ def make_loader(dataset: ss.ShardDataset) -> ss.ShardLoader:
 
 def main(url: str, out: str) -> None:
     dataset = ss.ShardDataset(url, shuffle=True).decode().to_tuple("cls")
-    mp.spawn(read, args=(dataset, Path(out)), nprocs=2)  # type: ignore[no-untyped-call]
+    mp.spawn(read, args=(dataset, Path(out)), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,7 +74,7 @@ def fit(folder: Path, way: str, *, checkpoint: int | str = "") -> Seen:
         path.unlink()
     out.mkdir(exist_ok=True)
     (folder / "program.py").write_text(PROGRAM)  # the launcher starts it again by its name
-    command = [sys.executable, "program.py", folder / "data", out, way, str(checkpoint)]
+    command: list[Any] = [sys.executable, "program.py", folder / "data", out, way, str(checkpoint)]
     ranks = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
     kept = {name: value for name, value in os.environ.items() if name not in ranks}
     done = subprocess.run(
