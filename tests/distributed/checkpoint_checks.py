@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import shardstream as ss
 from tests.distributed.trainers_job import document_block
@@ -38,7 +39,7 @@ def saved(folder: str, out: Path) -> dict[str, list[list[int]]]:
     for name, options in OPTIONS.items():
         loader = make_loader(folder, **options)
         seen[name] = [numbers(batch) for _, batch in zip(range(STEPS), loader, strict=False)]
-        dcp.save({"loader": loader}, checkpoint_id=out / name)
+        save({"loader": loader}, checkpoint_id=out / name)
     return seen
 
 
@@ -48,7 +49,7 @@ def loaded(folder: str, out: Path) -> dict[str, list[list[int]]]:
     rest = {}
     for name, options in OPTIONS.items():
         loader = make_loader(folder, **options)
-        dcp.load({"loader": loader}, checkpoint_id=other / name)
+        load({"loader": loader}, checkpoint_id=other / name)
         rest[name] = [numbers(batch) for batch in loader]
     return rest
 
@@ -57,7 +58,7 @@ def titan_saved(folder: str, out: Path) -> list[list[int]]:
     """Read an epoch and some steps of the next one by the adapter of docs/trainers.md for torchtitan, then save it."""
     loader = _make_titan(folder)
     seen = _read_titan(loader, len(loader.loader) + STEPS)
-    dcp.save({"dataloader": loader}, checkpoint_id=out)
+    save({"dataloader": loader}, checkpoint_id=out)
     return seen
 
 
@@ -65,7 +66,7 @@ def titan_loaded(folder: str, out: Path) -> list[list[int]]:
     """Read the rest of that epoch on another number of ranks."""
     loader = _make_titan(folder)
     other = out.with_name(f"titan_saved-{3 - dist.get_world_size()}")
-    dcp.load({"dataloader": loader}, checkpoint_id=other)
+    load({"dataloader": loader}, checkpoint_id=other)
     return _read_titan(loader, loader.loader.batches_left)
 
 
