@@ -40,8 +40,8 @@ class Placement:
     def detect(cls) -> Placement:
         """Detect the placement from the job's launcher.
 
-        Sources in order: an initialised ``torch.distributed``, Ray Train, ``RANK`` and ``WORLD_SIZE`` (torchrun); else rank 0
-        of 1. Also 0 of 1 inside a Hugging Face Accelerate loader that splits the samples over the ranks itself.
+        Sources in order: an initialised ``torch.distributed``, Ray Train, ``RANK`` and ``WORLD_SIZE`` (torchrun; on the first
+        node also ``LOCAL_RANK`` and ``WORLD_SIZE``, of Lightning); else rank 0 of 1. Also 0 of 1 inside a Hugging Face Accelerate loader that splits the samples over the ranks itself.
 
         Raises:
             OptionError: If only one of the two variables is set, or they are not numbers.
@@ -154,10 +154,14 @@ def _from_variables() -> Placement | None:
     rank, world_size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if rank is None and world_size is None:
         return None
+    if rank is None and os.environ.get("NODE_RANK") == "0":
+        # Lightning's own launcher sets no RANK; on other nodes it is known when torch.distributed is initialised
+        rank = os.environ.get("LOCAL_RANK")
     try:
         return Placement(int(rank or ""), int(world_size or ""))
     except ValueError as error:
         raise OptionError(
             f"RANK={rank!r} and WORLD_SIZE={world_size!r} must both be whole numbers; "
-            "set both, or neither, or pass placement=ss.Placement(rank, world_size)"
+            "set both, or neither, or make the dataset after torch.distributed is initialised (with Lightning: in "
+            "train_dataloader()), or pass placement=ss.Placement(rank, world_size)"
         ) from error

@@ -12,6 +12,7 @@ import base64
 import fcntl
 import getpass
 import hmac
+import importlib.util
 import os
 import random
 import shutil
@@ -355,6 +356,39 @@ def start_azurite(workdir: Path) -> Iterator[str]:
             f"DefaultEndpointsProtocol=http;AccountName={_AZURITE_ACCOUNT};"
             f"AccountKey={_AZURITE_KEY};BlobEndpoint={endpoint};"
         )
+    finally:
+        process.terminate()
+        process.wait()
+
+
+@contextmanager
+def start_gcs_emulator(workdir: Path) -> Iterator[str]:
+    """Run gcp-storage-emulator, which has Google's JSON API, with an empty bucket "test"; yields its URL.
+
+    Raises:
+        ServerMissingError: The emulator is not installed.
+    """
+    if importlib.util.find_spec("gcp_storage_emulator") is None:
+        raise ServerMissingError(
+            "gcp-storage-emulator is missing (pip install gcp-storage-emulator)"
+        )
+    workdir.mkdir(parents=True, exist_ok=True)
+    with _one_start_at_a_time():
+        port = _find_free_ports(1)
+        command = [sys.executable, "-m", "gcp_storage_emulator", "start", "--in-memory"]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--default-bucket", "test"]
+        with (workdir / "log").open("w") as log:
+            process = subprocess.Popen(
+                command, cwd=workdir, stdout=log, stderr=log, start_new_session=True
+            )
+        try:
+            _await_port(port, process)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+    try:
+        yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
         process.wait()

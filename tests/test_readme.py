@@ -30,7 +30,10 @@ from tests.torchvision_transforms import install_torchvision
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-RUN = (README, *(ROOT / "docs" / f"{name}.md" for name in ("minio", "jobs", "order", "subsets")))
+RUN = (
+    README,
+    *(ROOT / "docs" / f"{name}.md" for name in ("minio", "jobs", "order", "subsets", "trainers")),
+)
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
 _FILE = re.compile(r"# (\S+\.py)\n")

@@ -23,7 +23,12 @@ from shardstream.catalog import (
     lacks_index,
     warn_of_difference,
 )
-from shardstream.distributed import Placement, WorkerInfo, accelerate_loader
+from shardstream.distributed import (
+    Placement,
+    WorkerInfo,
+    accelerate_loader,
+    is_one_of_several,
+)
 from shardstream.errors import NoIndexWarning, NotFoundError, OptionError, redact, shown
 from shardstream.loader.collation import shared_numbers
 from shardstream.loader.iterator import WorkerIterator
@@ -68,6 +73,7 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
     def __init__(self, pipeline: Pipeline, placement: Placement | None) -> None:
         self.pipeline = pipeline
         self.given_placement = placement
+        self._is_placement_of_parent = False
         self._length: int | None = None
         # Epoch and number of `set_epoch` calls, in shared memory so that persistent workers see them.
         self._epoch = shared_numbers(0, 0)
@@ -79,13 +85,19 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
         Raises:
             OptionError: If one of several ranks was given, but an Accelerate loader reads, which splits over the ranks itself.
         """
-        given = self.given_placement
+        given = self.given_placement if self.has_given_placement else None
         if given is not None and given.world_size > 1 and accelerate_loader() is not None:
             raise OptionError(
                 f"the dataset has placement=Placement({given.rank}, {given.world_size}), but an Accelerate loader reads it "
                 "and would split that part again; remove placement=, or pass a ShardLoader to accelerator.prepare()"
             )
         return given or Placement.detect()
+
+    @property
+    def has_given_placement(self) -> bool:
+        """Whether the placement was given, or detected by the process that spawned this worker."""
+        is_spawned_rank = self._is_placement_of_parent and is_one_of_several()
+        return self.given_placement is not None and not is_spawned_rank
 
     @property
     def has_given_length(self) -> bool:
@@ -147,10 +159,13 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
-        if (
-            get_spawning_popen() is not None
-        ):  # pickled for a spawned worker, which has no process group to detect its rank
-            state["given_placement"] = self.placement
+        if get_spawning_popen() is not None:
+            # pickled for a spawned worker, which has no process group to detect its rank; a spawned rank has one
+            is_of_parent = self.given_placement is None or self._is_placement_of_parent
+            state |= {
+                "given_placement": self.placement,
+                "_is_placement_of_parent": is_of_parent,
+            }
         return state
 
     def with_length(self, length: int) -> Self:

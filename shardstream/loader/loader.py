@@ -130,13 +130,11 @@ class ShardLoader(DataLoader[Any]):
                 remainder=source.options.remainder,
                 drop_last=drop_last,
             )
-        lanes = partition_config.batches_per_step * max(1, num_workers)
         self._batches = BatchDataset(
             dataset,
             batch_size=batch_size,
             collate_fn=collate_fn or collate,
             partition_config=partition_config,
-            lanes=lanes,
             num_workers=num_workers,
         )
         self._bad_sample_report = (
@@ -251,7 +249,9 @@ class ShardLoader(DataLoader[Any]):
         self._iteration += 1  # an iteration that is still open no longer updates the position
 
     def _follow_dataset(self) -> None:
-        """Adopt the epoch of the dataset's `set_epoch`, if it was called since the last check."""
+        """Adopt the epoch of the dataset's `set_epoch`, if it was called since the last check, and the ranks."""
+        if self._partition is None and self._batches.follow_ranks():
+            self._iterator, self._is_compared = None, False
         dataset = self._batches.source_dataset
         calls, self._epoch_calls = self._epoch_calls, dataset.epoch_calls
         if calls != self._epoch_calls:
@@ -293,6 +293,7 @@ class ShardLoader(DataLoader[Any]):
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # a generator around torch's iterator
         self._refuse_second_split()
+        self._partition = None
         self._follow_dataset()
         begin = self._position = self._begin
         self._partition = self._batches.partition(begin)
@@ -404,7 +405,7 @@ class ShardLoader(DataLoader[Any]):
     def _compare_ranks(self) -> None:
         """Compare the order options with the other ranks, once, if the placement was detected."""
         batches = self._batches
-        is_given = batches.source_dataset.given_placement is not None
+        is_given = batches.source_dataset.has_given_placement
         if self._is_compared or is_given or batches.placement.world_size == 1:
             return
         if self._partition is None:

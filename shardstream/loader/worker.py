@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch.utils.data import IterableDataset, get_worker_info
 
-from shardstream.distributed import WorkerInfo
+from shardstream.distributed import WorkerInfo, is_one_of_several
 from shardstream.errors import OptionError, SkipBudgetError
 from shardstream.loader.collation import collate, shared_numbers
 from shardstream.loader.dataset import StreamDataset, current_worker_info
@@ -80,7 +80,6 @@ class BatchDataset(IterableDataset[Any]):
         batch_size: Items of a batch; None yields single items.
         collate_fn: Makes a batch of a list of items.
         partition_config: Partition of an epoch over ranks.
-        lanes: Number of readers of the job: the default number of lanes.
         num_workers: Worker processes.
     """
 
@@ -91,14 +90,13 @@ class BatchDataset(IterableDataset[Any]):
         batch_size: int | None,
         collate_fn: Callable[[Any], Any],
         partition_config: PartitionConfig,
-        lanes: int,
         num_workers: int,
     ) -> None:
         self.source_dataset = dataset
         self.batch_size = batch_size
         self.collate_fn = collate_fn
         self.partition_config = partition_config
-        self.lanes = lanes
+        self._readers = max(1, num_workers)
         self.placement = dataset.placement
         self._serves_loader = False
         self._position = LoaderPosition()
@@ -120,6 +118,28 @@ class BatchDataset(IterableDataset[Any]):
         if get_spawning_popen() is None:
             state["rings"] = []
         return state
+
+    @property
+    def lanes(self) -> int:
+        """Number of readers of the job: the default number of lanes."""
+        return self.partition_config.batches_per_step * self._readers
+
+    def follow_ranks(self) -> bool:
+        """Adopt the ranks of ``torch.distributed`` if it was initialised after the loader was made; return whether it was.
+
+        Lightning's launcher does so: else each rank would read all samples.
+        """
+        dataset = self.source_dataset
+        if dataset.has_given_placement or self.placement.world_size > 1:
+            return False
+        if not is_one_of_several() or dataset.placement == self.placement:
+            return False
+        self.placement = dataset.placement
+        if self.indexed_source is not None:
+            self.partition_config = replace(
+                self.partition_config, world_size=self.placement.world_size
+            )
+        return True
 
     def begin(self, position: LoaderPosition) -> None:
         """Set the start of the next iteration; called in the main process before workers start."""

@@ -55,6 +55,7 @@ from shardstream.storage import (
     publish_bytes,
     read_manifest,
     remove,
+    warn_of_links,
 )
 from shardstream.tasks import JSON, Executor, Parts, Task
 
@@ -424,14 +425,17 @@ def _tars_of(url: str, storage: Storage, listed: dict[str, dict[str, FileInfo]])
     """
     is_pattern = any(sign in url for sign in "*?[")
     if is_tar(url) and not is_pattern:
+        if url.startswith(("http://", "https://")):  # few web servers list a folder
+            return [storage.info(url)]
         folder = parent_url(url)
         if folder not in listed:
             listed[folder] = {_name(file.url): file for file in storage.list_folder(folder)[0]}
         return [listed[folder].get(_name(url)) or storage.info(url)]
     files, folders = (storage.glob(url), []) if is_pattern else storage.list_folder(url)
     tars = [file for file in files if is_tar(file.url)]
-    if tars:
-        return tars
+    warn_of_links(url, tars)
+    if tars:  # the page of a web server has no sizes
+        return [tar if tar.size_or_none is not None else storage.info(tar.url) for tar in tars]
     contents = [f"{folder}/" for folder in folders] + [_name(file.url) for file in files]
     raise StorageError(
         f"no .tar here (found: {', '.join(contents[:8]) or 'nothing'}); "

@@ -46,6 +46,7 @@ from shardstream.storage.discover import (
     is_tar,
     locate_shards,
     read_manifest,
+    warn_of_links,
 )
 from shardstream.storage.error_messages import classify_error, translate_errors
 from shardstream.storage.file_list import FileList, ListedFile
@@ -172,6 +173,7 @@ __all__ = [
     "sample_order",
     "translate_errors",
     "version_of",
+    "warn_of_links",
 ]
 
 

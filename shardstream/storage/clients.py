@@ -19,7 +19,12 @@ from fsspec.core import url_to_fs
 from shardstream.errors import OptionError
 from shardstream.storage import fork_safety
 from shardstream.storage.error_messages import remove_secrets, safe_cause, translate_errors
-from shardstream.storage.fsspec_readers import FilesystemReader, HttpReader, S3fsReader
+from shardstream.storage.fsspec_readers import (
+    FilesystemReader,
+    HttpReader,
+    HubReader,
+    S3fsReader,
+)
 from shardstream.storage.gcs_azure_config import (
     CloudSettings,
     parse_azure_options,
@@ -49,6 +54,7 @@ _INSTALL = {
     "s3": "pip install 'shardstream[s3]'",
     "gs": "pip install 'shardstream[gcs]'",
     "az": "pip install 'shardstream[azure]'",
+    "hf": "pip install 'shardstream[hf]'",
 }
 # Errors of obstore after which s3fs can read: another region (s3fs finds it), a chunked response, a self-signed certificate
 # (webpki refuses one that may sign others as the server's own; OpenSSL accepts it).
@@ -60,6 +66,7 @@ _S3FS_CAN_HELP = (
     "InvalidCertificate",
 )
 _FORKED = "this process was forked from one that had used obstore, and obstore's threads do not survive a fork"
+_EMULATOR = "an emulator of Google Cloud Storage may lack the XML API, which obstore uses"
 _SPAWN = "or start workers with multiprocessing_context='spawn'"
 _UNKNOWN_OPTION = "only {package} knows one of the storage options{profile}"
 _SECRET_NAMES = (
@@ -198,6 +205,9 @@ class Clients:
             return S3fsReader(filesystem, self.timeouts.read_timeout_s), path
         if _is_http(filesystem):
             return HttpReader(filesystem, self.timeouts.read_timeout_s), path
+        hub = sys.modules.get("huggingface_hub.hf_file_system")
+        if hub is not None and isinstance(filesystem, hub.HfFileSystem):
+            return HubReader(filesystem, self.timeouts.read_timeout_s), path
         return FilesystemReader(filesystem, self.timeouts.read_timeout_s), path
 
     def read(
@@ -278,6 +288,12 @@ class Clients:
                 found = _FORKED
             elif settings is None:
                 found = _unknown_option(kind)
+            elif (
+                isinstance(settings, CloudSettings)
+                and settings.is_gcs_emulator
+                and not is_only_client
+            ):
+                found = _EMULATOR
             else:
                 found = ObstoreReader(kind, settings)
             with _client_choice_lock:  # another thread may have decided, and switched to s3fs
@@ -344,7 +360,7 @@ class Clients:
                 options = self._http_options()
             filesystem, path = cast("tuple[Any, str]", url_to_fs(url, **options))
         except ImportError as error:
-            install = _INSTALL.get(_KINDS.get(protocol, ""), "install the package it names")
+            install = _INSTALL.get(_KINDS.get(protocol, protocol), "install the package it names")
             raise OptionError(
                 f"{protocol}:// needs one more package ({error}): {install}", shard=url
             ) from error

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 import re
-from collections.abc import Collection, Container, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
 from shardstream.errors import (
@@ -40,6 +41,7 @@ from shardstream.storage.store import (
 )
 from shardstream.storage.url_patterns import expand_braces
 
+_log = logging.getLogger(__name__)
 TAR_SUFFIXES = (".tar",)
 COMPRESSED_SUFFIXES = (".tar.gz", ".tgz", ".tar.zst")
 _HTTP = ("http://", "https://")
@@ -248,13 +250,42 @@ def _without_query(url: str) -> str:
 
 
 def _globbed(pattern: str, storage: Storage) -> list[str]:
-    tars = [file.url for file in storage.glob(pattern) if is_tar(file.url)]
-    if not tars:
+    with _explain_web_folder(pattern):
+        found = [file for file in storage.glob(pattern) if is_tar(file.url)]
+    warn_of_links(pattern, found)
+    if not found:
         raise NotFoundError(
             "no shard matches this pattern; check it, and that the names of the shards end in .tar",
             shard=pattern,
         )
-    return tars
+    return [file.url for file in found]
+
+
+def warn_of_links(url: str, tars: Sequence[FileInfo]) -> None:
+    """Warn that the tars of a web folder are those that a page links to, which is no exact list."""
+    if tars and url.startswith(_HTTP):
+        _log.warning(
+            "%s: the tars are the %d that this page links to, and a page may leave some out. Compare their number, "
+            "name them by a pattern such as {000000..000099}.tar, or put an index.json there",
+            url,
+            len(tars),
+        )
+
+
+@contextmanager
+def _explain_web_folder(url: str) -> Iterator[None]:
+    """Say how the shards of a web server that does not list them can be named."""
+    try:
+        yield
+    except (NotFoundError, AccessDeniedError) as error:
+        if not url.startswith(_HTTP):
+            raise
+        raise type(error)(
+            "this folder has no index.json, and the web server does not list it (or refuses access)",
+            remedy="name the shards by a pattern such as {000000..000099}.tar, "
+            "or put an index.json there with 'shardstream index'",
+            shard=url,
+        ) from error
 
 
 def _from_manifest(
@@ -371,12 +402,19 @@ def _from_folder(url: str, storage: Storage) -> LocatedShards:
     found = _read_first(url, storage)
     if found is not None and isinstance(found[0].shards, PagedShards):
         return _in_pages(found[0], found[0].shards, found[1])
-    files, folders = storage.list_folder(url)
+    if found is not None and url.startswith(_HTTP):  # the folder need not be listed
+        manifest_file = FileInfo(url=join_url(url, MANIFEST_NAME), size_or_none=None)
+        return _from_manifest(manifest_file, storage, found=found)
+    with _explain_web_folder(url):
+        files, folders = storage.list_folder(url)
     by_name = {file.url.rsplit("/", 1)[-1]: file for file in files}
     if MANIFEST_NAME in by_name:
         return _from_manifest(by_name[MANIFEST_NAME], storage, files, found)
     _check_finished(url, by_name, storage)
     tars = [file for file in files if is_tar(file.url)]
+    warn_of_links(url, tars)
+    if tars and url.startswith(_HTTP):  # the page has no sizes
+        return _from_tars([tar.url for tar in tars], storage, ())
     if tars:
         return _with_indexes(tars, by_name)
     path = storage.local_path(url)

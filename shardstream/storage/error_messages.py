@@ -112,7 +112,11 @@ _ERROR_PATTERNS = (
     _ErrorPattern(("Timeout", "TimedOut"), _TIMED_OUT, is_retryable=True),
     _ErrorPattern(("NoSuchBucket", "ContainerNotFound"),
           "the bucket {bucket!r} does not exist; create it, or check the URL", NotFoundError),
-    _ErrorPattern(("FileNotFoundError", "NoSuchKey"),
+    _ErrorPattern(("GatedRepoError", "DisabledRepoError"),
+          "access refused; accept the dataset's conditions on its page, and set HF_TOKEN", AccessDeniedError),
+    _ErrorPattern(("RepositoryNotFoundError", "RevisionNotFoundError"),
+          "the repository or its revision is not found; check the URL, and set HF_TOKEN if the repository is private", NotFoundError),
+    _ErrorPattern(("FileNotFoundError", "NoSuchKey", "EntryNotFoundError"),
           "not found; check the URL", NotFoundError),
     _ErrorPattern(("PermanentRedirect", "BareRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint"),
           "the bucket is in another region; set AWS_REGION"),
@@ -295,6 +299,7 @@ def _status(error: BaseException) -> int | None:
     response = getattr(error, "response", None)
     if isinstance(response, Mapping):  # botocore
         response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    response = getattr(response, "status_code", response)  # httpx, requests
     found = _STATUS.search(str(error))  # obstore has it in the message only
     statuses = (response, getattr(error, "status", None), getattr(error, "status_code", None))
     return next((one for one in statuses if isinstance(one, int)), int(found[1]) if found else None)

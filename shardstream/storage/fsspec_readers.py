@@ -1,6 +1,6 @@
-"""Read ranges through fsspec file systems: any of them, fsspec's own for HTTP, and s3fs.
+"""Read ranges through fsspec file systems: any of them, fsspec's own for HTTP, s3fs, and that of the Hugging Face Hub.
 
-`FilesystemReader` uses only what every file system has. The other two read through the session of the file system instead of its
+`FilesystemReader` uses only what every file system has. The others read through the session of the file system instead of its
 ``cat_file``, to keep the bytes before a cut, to bound the bytes and the time of a response, and to learn lengths and ETags.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import http
+import time
 from typing import Any
 
 from fsspec.asyn import sync
@@ -171,6 +172,86 @@ class S3fsReader(FilesystemReader):
                 if passed_s > self._read_timeout_s + size / _SLOWEST_S3:
                     raise _TooSlowError(f"{size} bytes came in {passed_s:.0f} s")
                 limit.reschedule(loop.time() + self._read_timeout_s)
+
+
+class HubReader(FilesystemReader):
+    """Reads files of the Hugging Face Hub, in ranges of any size, through the HTTP client of huggingface_hub.
+
+    ``cat_file`` of its `HfFileSystem` reads 5 MiB ahead at each call, retries by itself, and returns no ETag.
+
+    Args:
+        filesystem: Opened in this process.
+        read_timeout_s: Limit of the time without a byte; 10 kB per second are expected.
+    """
+
+    def read(
+        self,
+        path: str,
+        start: int,
+        end: int | None,
+        *,
+        keep_partial: bool = False,  # noqa: ARG002
+        max_bytes: int | None = None,
+    ) -> RangeResponse:
+        """Request the bytes ``start`` to ``end`` once; return at most one response chunk more."""
+        from huggingface_hub import get_session  # noqa: PLC0415  (only for hf://)
+        from huggingface_hub.utils import (  # type: ignore[attr-defined]  # noqa: PLC0415
+            build_hf_headers,
+            hf_raise_for_status,
+        )
+
+        headers = build_hf_headers(token=self._filesystem.token)
+        headers["Accept-Encoding"] = "identity"
+        if (start, end) != (0, None):  # a range of an empty file would be refused
+            headers["Range"] = f"bytes={start}-{'' if end is None else end - 1}"
+        parts: list[bytes] = []
+        error: Exception | None = None
+        with get_session().stream(
+            "GET", self._url(path), headers=headers, timeout=self._read_timeout_s
+        ) as response:
+            if response.is_error:
+                response.read()  # for the message
+                hf_raise_for_status(response)
+            if start and response.status_code == http.HTTPStatus.OK:  # the file from its first byte
+                raise ranges_ignored_error(path, start)
+            try:
+                self._collect(response, parts, max_response_bytes(start, end, max_bytes))
+            except _TooSlowError:
+                raise
+            except Exception as broken:  # noqa: BLE001  (the caller judges it and keeps the bytes before it)
+                error = broken
+            whole = response.headers.get("Content-Range", "").rpartition("/")[2]
+            if response.status_code == http.HTTPStatus.OK:
+                whole = response.headers.get("Content-Length", "")
+            version = plain_etag(response.headers.get("ETag"))
+        size = int(whole) if whole.isdigit() else None
+        return RangeResponse(data=b"".join(parts), size=size, version=version, error=error)
+
+    def _url(self, path: str) -> str:
+        """Return the URL of a file; `HfFileSystem.url` would list its folder."""
+        from huggingface_hub import hf_hub_url  # noqa: PLC0415
+
+        resolved = self._filesystem.resolve_path(path)  # asks for the repository once
+        if not hasattr(resolved, "repo_id"):  # a bucket
+            return str(self._filesystem.url(path))
+        return hf_hub_url(
+            resolved.repo_id,
+            resolved.path_in_repo,
+            repo_type=resolved.repo_type,
+            revision=resolved.revision,
+            endpoint=self._filesystem.endpoint,
+        )
+
+    def _collect(self, response: Any, parts: list[bytes], max_bytes: float) -> None:
+        size, begin = 0, time.monotonic()
+        for chunk in response.iter_raw(_BODY_READ_BYTES):
+            parts.append(chunk)
+            size += len(chunk)
+            passed_s = time.monotonic() - begin
+            if passed_s > self._read_timeout_s + size / _SLOWEST_HTTP:
+                raise _TooSlowError(f"{size} bytes came in {passed_s:.0f} s")
+            if size > max_bytes:
+                break
 
 
 class _TooSlowError(TimeoutError):

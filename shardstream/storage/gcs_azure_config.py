@@ -96,6 +96,13 @@ class CloudSettings:
         found: str | None = self.config.get("base_url") or self.config.get("endpoint")
         return found
 
+    @property
+    def is_gcs_emulator(self) -> bool:
+        """Whether the server stands in for Google's: most emulators have its JSON API only, and obstore uses the XML API."""
+        endpoint: str | None = self.config.get("base_url")
+        host = urlsplit(endpoint).hostname if endpoint else None
+        return endpoint is not None and not (host or "").endswith(".googleapis.com")
+
 
 def parse_gcs_options(
     options: Mapping[str, Any], variables: Mapping[str, str], read_timeout_s: float

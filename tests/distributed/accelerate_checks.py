@@ -12,7 +12,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from torch.utils.data import DataLoader, IterableDataset
 
 import shardstream as ss
-from tests.distributed.trainers_job import readme_block
+from tests.distributed.trainers_job import document_block
 
 
 def dataset(folder: str, **options: Any) -> ss.ShardDataset:
@@ -83,7 +83,7 @@ def readme(folder: str, out: Path) -> Any:
         model = torch.nn.Linear(1, 1)
         names: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
         names |= {"loader": ss.ShardLoader(samples, 8)}
-        exec(readme_block("accelerate_train.py"), names)  # noqa: S102  (our own README)
+        exec(document_block("README.md", "accelerate_train.py"), names)  # noqa: S102  (our own README)
         epochs.append(names["loader"].epoch)
     return epochs
 

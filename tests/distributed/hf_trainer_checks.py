@@ -11,7 +11,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import shardstream as ss
 from shardstream.integrations.hf import LoaderStateCallback, TrainerLoader
-from tests.distributed.trainers_job import readme_block
+from tests.distributed.trainers_job import document_block
 
 
 class Net(torch.nn.Module):
@@ -156,7 +156,7 @@ def readme(folder: str, out: Path) -> Any:
     _with_loader(loader, out, 1)
     names: dict[str, Any] = {"model": Net(), "args": _arguments(out, num_train_epochs=1)}
     names |= {"train_loader": loader, "eval_loader": ss.ShardLoader(dataset(folder), 8)}
-    exec(readme_block("hf_train.py"), names)  # noqa: S102  (our own README)
+    exec(document_block("README.md", "hf_train.py"), names)  # noqa: S102  (our own README)
     evaluated = names["trainer"].evaluate()
     return {"seen": names["model"].seen, "loss": evaluated["eval_loss"]}
 

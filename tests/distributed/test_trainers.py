@@ -1,4 +1,4 @@
-"""Accelerate and the Hugging Face Trainer on one rank and on two: each sample once an epoch, an exact resume."""
+"""Accelerate, the Hugging Face Trainer, torch.distributed.checkpoint, on one rank and on two: each sample once, an exact resume."""
 
 from __future__ import annotations
 
@@ -123,6 +123,24 @@ def test_trainer_gets_each_sample_once_per_epoch_and_resumes(tmp_path: Path) -> 
     assert "needs a TrainerLoader" in said["callback on a bare loader"]
     assert "the saved state of the loader after batch 2" in said["other batches"]
     assert "but the Trainer would copy them again to 'cpu" in said["other device"]
+
+
+@pytest.mark.slow
+def test_distributed_checkpoints_are_loaded_on_another_number_of_ranks(tmp_path: Path) -> None:
+    results = results_of("checkpoint_checks", tmp_path)
+    for ranks, others in (("1", "2"), ("2", "1")):
+        saved, loaded = results["saved"][ranks], results["loaded"][others]
+        for name in saved[0]:
+            seen = [number for one in (*saved, *loaded) for number in samples(one[name])]
+            assert sorted(seen) == list(range(SAMPLES)), (name, ranks)
+            assert all(len(one[name]) == 4 for one in saved)
+        saved, loaded = results["titan_saved"][ranks], results["titan_loaded"][others]
+        epoch = -(-SAMPLES // (8 * int(ranks)))
+        first = [number for one in saved for number in samples(one[:epoch])]
+        second = [number for one in saved for number in samples(one[epoch:])]
+        second += [number for one in loaded for number in samples(one)]
+        assert sorted(first) == sorted(second) == list(range(SAMPLES))
+        assert first != second
 
 
 def assert_each_twice(found: list[Any], kind: str, *, padded: int = 0) -> None:

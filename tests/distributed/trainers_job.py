@@ -23,9 +23,9 @@ import torch.distributed as dist
 Check = Callable[[str, Path], Any]
 
 
-def readme_block(name: str) -> Any:
-    """Return the compiled block of the README that begins with this file name."""
-    text = Path(__file__).parents[2].joinpath("README.md").read_text()
+def document_block(document: str, name: str) -> Any:
+    """Return the compiled block of a document that begins with this file name."""
+    text = Path(__file__).parents[2].joinpath(document).read_text()
     found = re.search(rf"^```python\n(# {name}\n.*?)^```$", text, re.MULTILINE | re.DOTALL)
     assert found is not None, name
     return compile(found[1], name, "exec")

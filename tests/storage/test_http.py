@@ -24,7 +24,9 @@ from shardstream.errors import (
     StorageError,
 )
 from shardstream.storage import Storage, locate_shards, open_cache
+from shardstream.testing import make_shards
 from tests.limits import set_limits
+from tests.static_server import serve_files
 
 SECRET = "hunter2"  # noqa: S105
 
@@ -196,3 +198,74 @@ def test_silent_server_is_not_a_missing_file() -> None:
 
 def test_signed_url_is_read(server: str) -> None:
     assert Storage().read(f"{server}/200/a.tar?X-Amz-Signature={SECRET}", 0, 10) == b"0123456789"
+
+
+# --- folders of a static server
+
+
+def read_labels(url: str) -> list[int]:
+    dataset = ss.ShardDataset(url, shuffle=True)
+    assert len(dataset) == 12
+    return sorted(int(sample["cls"]) for sample in dataset.decode())
+
+
+@pytest.fixture(params=[True, False])
+def served_folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A folder with shards and indexes, with or without a manifest."""
+    folder = Path(make_shards(tmp_path / "served" / "data", samples=12, per_shard=5))
+    if not request.param:
+        (folder / "index.json").unlink()
+    return folder
+
+
+@pytest.mark.parametrize("name", ["data", "data/", "data/index.json"])
+def test_folder_with_a_manifest_needs_no_listing(name: str, tmp_path: Path) -> None:
+    make_shards(tmp_path / "data", samples=12, per_shard=5)
+    with serve_files(tmp_path, lists_folders=False) as served:
+        assert read_labels(f"{served.url}/{name}") == list(range(12))
+        assert not [path for _, path, _ in served.requests if path in ("/data", "/data/")]
+
+
+@pytest.mark.parametrize("lists_folders", [True, False])
+def test_shards_named_by_a_pattern_need_no_listing(
+    lists_folders: bool, served_folder: Path
+) -> None:
+    with serve_files(served_folder.parent, lists_folders=lists_folders) as served:
+        assert read_labels(f"{served.url}/data/{{000000..000002}}.tar") == list(range(12))
+
+
+@pytest.mark.parametrize("name", ["data", "data/", "data/*.tar"])
+def test_shards_that_a_page_links_to_are_read_with_a_warning(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Path(make_shards(tmp_path / "data", samples=12, per_shard=5))
+    (folder / "index.json").unlink()
+    with serve_files(tmp_path) as served:
+        assert read_labels(f"{served.url}/{name}") == list(range(12))
+    assert "the tars are the 3 that this page links to" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["data/", "data/*.tar"])
+def test_folder_without_manifest_and_listing_says_what_to_do(name: str, tmp_path: Path) -> None:
+    folder = Path(make_shards(tmp_path / "data", samples=12, per_shard=5))
+    (folder / "index.json").unlink()
+    message = r"no index.json, and the web server does not list it.*\{000000..000099\}.tar"
+    with (
+        serve_files(tmp_path, lists_folders=False) as served,
+        pytest.raises(AccessDeniedError, match=message),
+    ):
+        ss.ShardDataset(f"{served.url}/{name}")
+
+
+@pytest.mark.parametrize("name", ["data/{000000..000002}.tar", "data/"])
+def test_shards_of_a_web_server_are_indexed_here(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Path(make_shards(tmp_path / "served" / "data", samples=12, per_shard=5))
+    for path in folder.iterdir():
+        if path.suffix != ".tar":
+            path.unlink()
+    with serve_files(folder.parent, lists_folders=name == "data/") as served:
+        ss.index(f"{served.url}/{name}", to=tmp_path / "mine")
+        assert ("that this page links to" in caplog.text) is (name == "data/")
+        assert read_labels(str(tmp_path / "mine")) == list(range(12))

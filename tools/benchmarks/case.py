@@ -38,6 +38,7 @@ class Case:
         task: "raw" returns bytes, "train" decoded, cropped images and labels.
         workers: Loader processes.
         only: Of the ray row: the field that is read; empty for all.
+        shuffle: Whether shardstream shuffles.
         threads: Decoding threads of each process, 0 for none.
         prefetch: Batches that each loader process prefetches; torch's default is 2.
         decoder: Decoder of images.
@@ -60,6 +61,7 @@ class Case:
     task: Literal["raw", "train"] = "raw"
     workers: int = 0
     only: str = ""
+    shuffle: bool = True
     threads: int = 0
     prefetch: int = 2
     decoder: Literal["pil", "fast"] = "pil"

@@ -26,6 +26,7 @@ Range = tuple[str, int, int]
 """A URL, the first byte, and the byte after the last."""
 
 _RANGE_BYTES = 4 << 20
+_BLOCKS = 128  # of a shuffled epoch of the photos; each is a range
 _TIMEOUT_S = 60
 
 
@@ -35,6 +36,7 @@ def measure(case: Case) -> Result:
         "limit-pages": read_pages,
         "limit-bytes": read_bytes,
         "limit-sockets": read_sockets,
+        "limit-obstore": read_with_obstore,
         "limit-decode": decode_all,
         "limit-hash": hash_all,
         "limit-write": write_all,
@@ -107,6 +109,42 @@ def read_sockets(case: Case) -> Callable[[], int]:
         for start in range(0, size, _RANGE_BYTES)
     ]
     return lambda: fetch(ranges, case.connections)
+
+
+def read_with_obstore(case: Case) -> Callable[[], int]:
+    """Fetch all tars of an Azure container with obstore, in ranges as shardstream asks for them.
+
+    They have 4 MiB, or the size of a block if it shuffles: each request costs Azurite some milliseconds, whatever its size.
+    """
+    import obstore  # noqa: PLC0415  (the other limits do without)
+    from obstore.store import AzureStore  # noqa: PLC0415
+
+    from shardstream.storage import parse_azure_options  # noqa: PLC0415
+
+    settings = parse_azure_options({}, os.environ, _TIMEOUT_S)
+    assert settings is not None
+    container, _, prefix = case.location.removeprefix("az://").partition("/")
+    store = AzureStore(container, config=settings.config, client_options={"allow_http": True})  # type: ignore[arg-type]
+    found = [meta for metas in obstore.list(store, prefix) for meta in metas]
+    tars = [(meta["path"], meta["size"]) for meta in found if meta["path"].endswith(".tar")]
+    step = sum(size for _, size in tars) // _BLOCKS if case.shuffle else _RANGE_BYTES
+    ranges = [
+        (path, start, min(start + step, size))
+        for path, size in tars
+        for start in range(0, size, step)
+    ]
+
+    def get(piece: Range) -> int:
+        path, start, end = piece
+        return len(obstore.get_range(store, path, start=start, end=end))
+
+    def work() -> int:
+        with ThreadPoolExecutor(case.connections) as pool:
+            got = sum(pool.map(get, ranges))
+        assert got == sum(end - start for _, start, end in ranges)
+        return got
+
+    return work
 
 
 def fetch(ranges: Sequence[Range], connections: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from benchmarks.case import Case
-from benchmarks.setting import Setting, Store
+from benchmarks.setting import Setting
 from benchmarks.sizes import Sizes
 from benchmarks.targets import (
     OURS,
@@ -18,6 +18,7 @@ from benchmarks.targets import (
     less_cpu,
     of_limit,
 )
+from benchmarks.work import Store
 
 _LOCAL = (OURS, "webdataset", "litdata", "mosaicml", "datasets", "files", "torchdata")
 _REMOTE = (OURS, "webdataset", "litdata", "mosaicml", "datasets", "s3torchconnector")
@@ -40,6 +41,7 @@ def settings(sizes: Sizes) -> Iterator[Setting]:
     yield from _local(sizes)
     yield from _train(sizes)
     yield from _s3(sizes)
+    yield from _azure(sizes)
     yield from _starts(sizes)
     yield from _writing(sizes)
     yield from _memory(sizes)
@@ -147,6 +149,24 @@ def _s3(sizes: Sizes) -> Iterator[Setting]:
     yield two
     yield replace(slow, row="s3-fast", store="s3-fast", targets=(best_peer(1.2), less_cpu()))
     yield replace(two, row="s3-fast", store="s3-fast")
+
+
+def _azure(sizes: Sizes) -> Iterator[Setting]:
+    for shuffle, workers in ((False, 0), (True, 0), (True, 1)):
+        yield Setting(
+            row="azure",
+            label=f"{'shuffled' if shuffle else 'in order'}, {workers} workers",
+            # Whole epochs after a warm-up epoch: Azurite compiles its code during the first requests.
+            case=_case(
+                sizes, max_s=0.0, warm=True, workers=workers, shuffle=shuffle, connections=16
+            ),
+            corpus=sizes.photos,
+            store="azure",
+            contestants=(OURS, "adlfs"),
+            limits=("limit-obstore",),
+            targets=(of_limit(0.8, "limit-obstore"), against("adlfs", 1)),
+            repetitions=5,
+        )
 
 
 def _starts(sizes: Sizes) -> Iterator[Setting]:

@@ -27,6 +27,7 @@ _PACKAGES = (
     "pillow",
     "fsspec",
     "s3fs",
+    "adlfs",
     "obstore",
     "simplejpeg",
     "webdataset",
@@ -118,9 +119,7 @@ def run_setting(setting: Setting, sizes: Sizes, work: Work, say: Say) -> Documen
             cases[name] = place(setting, name, work)
         except subprocess.CalledProcessError as error:
             results[name].append(Result(seconds=0.0, wrong=f"no data: {last_line(error.stderr)}"))
-    server = None
-    if setting.store != "local":
-        server = work.server(slow=setting.store == "s3-slow", rate=setting.rate)
+    environment = work.environment(setting.store, setting.rate)
     repetitions = setting.count_repetitions(sizes)
     for repetition in range(repetitions):
         chosen = (
@@ -131,7 +130,7 @@ def run_setting(setting: Setting, sizes: Sizes, work: Work, say: Say) -> Documen
             say(f"{setting.name} · {name} · {repetition + 1} of {repetitions}")
             if repetition == 0:  # a whole epoch, which is checked
                 case = replace(case, max_s=0.0)
-            results[name].append(work.measure(case, server=server))
+            results[name].append(work.measure(case, environment))
     return as_document(setting, results)
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from benchmarks.case import Case
 from benchmarks.data import Corpus
 from benchmarks.sizes import Sizes
 from benchmarks.targets import OURS, Metric, Target, is_limit
-from benchmarks.work import Work
+from benchmarks.work import Store, Work
 
-Store = Literal["local", "s3-slow", "s3-fast"]
 _FORMATS = {"litdata": "litdata", "mosaicml": "mds", "files": "files", "torchdata": "files"}
 _LOOSE = 30_000  # samples as loose files; writing more takes longer than the measurement
 
@@ -70,11 +68,13 @@ def place(setting: Setting, contestant: str, work: Work) -> Case:
     case = setting.case
     if variation:
         case = replace(case, decoder=variation)  # type: ignore[arg-type]
-    reads_s3 = setting.store != "local" and case.mode != "pack"
+    is_remote = setting.store != "local" and case.mode != "pack"
     return replace(
         case,
         contestant=contestant,
-        location=work.upload(corpus, form) if reads_s3 else str(work.prepare(corpus, form)),
+        location=work.upload(corpus, form, setting.store)
+        if is_remote
+        else str(work.prepare(corpus, form)),
         fields=corpus.fields,
         samples=case.samples or corpus.samples,
         payload_bytes=work.payload_bytes(corpus),

@@ -14,15 +14,21 @@ from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 from benchmarks.case import Case, Result
 from benchmarks.data import Corpus
-from tests.servers import S3Server, ShapedS3, start_nginx, start_s3
+from shardstream.storage import Storage, publish_bytes
+from tests.servers import S3Server, ShapedS3, start_azurite, start_nginx, start_s3
+
+Store = Literal["local", "s3-slow", "s3-fast", "azure"]
+"""Location of the data of a setting."""
 
 TOOLS = Path(__file__).parent.parent
 _CASE_TIMEOUT_S = 240
 _DATA_TIMEOUT_S = 900
 _BUCKET = "bench"
+_CONTAINER = "test"  # as start_azurite creates it
 _OFFLINE = {
     "HF_HUB_OFFLINE": "1",
     "HF_DATASETS_OFFLINE": "1",
@@ -51,6 +57,7 @@ class Work:
     _stack: ExitStack = field(default_factory=ExitStack)
     _s3: S3Server | None = None
     _shaped: ShapedS3 | None = None
+    _azurite: str | None = None
     _uploaded: set[str] = field(default_factory=set)
 
     def close(self) -> None:
@@ -76,6 +83,28 @@ class Work:
         brake = f"latency_ms={self.latency_ms}&rate={rate or self.rate}"
         self._shaped.control(f"/set?profile=shaped&{brake}")
         return self._shaped.shaped
+
+    def azurite(self) -> str:
+        """Return the connection string of the Azure server."""
+        if self._azurite is None:
+            place = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-az-")))
+            self._azurite = self._stack.enter_context(start_azurite(place))
+        return self._azurite
+
+    def environment(self, store: Store, rate: int | None = None) -> dict[str, str]:
+        """Return the variables by which clients find a store; its server is started.
+
+        Args:
+            store: Location of the data.
+            rate: Bytes per second and connection of `s3-slow`, if not the default.
+        """
+        if store == "local":
+            return {}
+        if store == "azure":
+            return {"AZURE_STORAGE_CONNECTION_STRING": self.azurite()}
+        server = self.server(slow=store == "s3-slow", rate=rate)
+        # for litdata, mosaicml and the AWS command line
+        return server.environment | {"S3_ENDPOINT_URL": server.endpoint}
 
     def prepare(self, corpus: Corpus, form: str) -> Path:
         """Return the folder of a corpus in a format; make it if it is missing."""
@@ -103,36 +132,39 @@ class Work:
         self.prepare(corpus, "tar")
         return int(json.loads((self.folder / corpus.name / "payload.json").read_text()))
 
-    def upload(self, corpus: Corpus, form: str) -> str:
-        """Return the URL of a corpus in a format on the server; upload it if it is missing."""
+    def upload(self, corpus: Corpus, form: str, store: Store) -> str:
+        """Return the URL of a corpus in a format on the server of a store; upload it if it is missing."""
         key = f"{corpus.name}/{form}"
-        if key not in self._uploaded:
+        url = f"az://{_CONTAINER}/{key}/" if store == "azure" else f"s3://{_BUCKET}/{key}/"
+        if url not in self._uploaded:
             place = self.prepare(corpus, form)
-            client = self.server(slow=False).client()
             for path in sorted(place.rglob("*")):
                 if path.is_file():
-                    name = path.relative_to(place).as_posix()
-                    client.upload_file(str(path), _BUCKET, f"{key}/{name}")
-            self._uploaded.add(key)
-        return f"s3://{_BUCKET}/{key}/"
+                    self._send(path, f"{key}/{path.relative_to(place).as_posix()}", store)
+            self._uploaded.add(url)
+        return url
 
-    def measure(self, case: Case, *, server: S3Server | None = None) -> Result:
+    def _send(self, path: Path, key: str, store: Store) -> None:
+        if store == "azure":
+            options = {"connection_string": self.azurite()}
+            publish_bytes(Storage(options), f"az://{_CONTAINER}/{key}", path.read_bytes())
+        else:
+            self.server(slow=False).client().upload_file(str(path), _BUCKET, key)
+
+    def measure(self, case: Case, environment: Mapping[str, str]) -> Result:
         """Run a case in its own process.
 
         A failure is a result as well, with its message in `wrong`.
         """
-        environment = server.environment if server else {}
-        if server:  # for litdata, mosaicml and the AWS command line
-            environment = environment | {"S3_ENDPOINT_URL": server.endpoint}
         target = case.target and f"{case.target}-{time.time_ns()}"
         with tempfile.TemporaryDirectory(prefix="bench-cache-", dir=self.folder) as cache:
             case = replace(case, cache=cache, target=target, began=time.time())
-            environment = environment | {"HF_HOME": cache, "TMPDIR": cache}
+            variables = {**environment, "HF_HOME": cache, "TMPDIR": cache}
             try:
                 out = self._run(
                     "benchmarks.child",
                     [case.to_json()],
-                    environment,
+                    variables,
                     self._python(case.contestant),
                     _CASE_TIMEOUT_S,
                 )

@@ -13,7 +13,7 @@ FORMAT = "tar"
 
 def make_loader(case: Case) -> Any:
     """Return the loader of a case."""
-    dataset = ss.ShardDataset(case.location, shuffle=True, seed=0)
+    dataset = ss.ShardDataset(case.location, shuffle=case.shuffle, seed=0)
     if case.task == "train":
         dataset = _decoded(dataset, case.decoder, case.threads).to_tuple("jpg", "cls")
     return ss.ShardLoader(dataset, batch_size=case.batch_size, **worker_options(case))
