@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import orjson
 
-from shardstream.errors import IndexMismatchError, ManifestError, OptionError, plural
+from shardstream.errors import IndexMismatchError, ManifestError, OptionError, SampleError, plural
 from shardstream.format.shard_info import ShardInfo
 
 if TYPE_CHECKING:
@@ -87,10 +87,18 @@ def encode_column_file(
         shard: The shard.
 
     Raises:
-        OptionError: If pyarrow is not installed, or a whole number exceeds 64 bits.
+        OptionError: If pyarrow is not installed, or values are of several types.
+        SampleError: If a key is not UTF-8.
     """
     pa, parquet = import_parquet()
-    arrays = {KEY_COLUMN: pa.array(keys, pa.string())}
+    try:
+        arrays = {KEY_COLUMN: pa.array(keys, pa.string())}
+    except UnicodeEncodeError as error:
+        raise SampleError(
+            "a key that is not UTF-8 cannot be in a column; write the shards again with other keys",
+            shard=shard.url,
+            key=str(error.object),
+        ) from error
     for column, listed in values.items():
         try:
             arrays[column.name] = pa.array(listed)

@@ -253,6 +253,13 @@ def test_values_that_do_not_fit_are_errors_that_name_the_sample(
     assert caught.value.key == "k001"
 
 
+def test_keys_that_are_not_utf8_are_errors(tmp_path: Path) -> None:
+    with ss.ShardWriter(tmp_path / "{shard}.tar") as writer:
+        writer.write({"__key__": "k\udcff", "cls": 1})
+    with pytest.raises(SampleError, match=r"not UTF-8.*k.udcff"):
+        ss.index(tmp_path, columns="cls")
+
+
 @pytest.mark.parametrize(
     ("columns", "message"),
     [
