@@ -9,6 +9,7 @@ table_catalog    rows of a Parquet table, to be joined
 join_catalog     samples of several catalogs as one sample
 sample_columns   values of all samples in Parquet next to the shards; samples by key and by condition
 subset_catalog   some samples of a catalog
+member_indexes   ranges of some members of samples, by ``NAME.idx``
 integrity        compare the bytes of shards with the checksums of their manifest
 manifest_versions  detect remote datasets that are replaced while they are read
 class_weights    weights of samples by their class
@@ -31,6 +32,7 @@ from shardstream.catalog.integrity import VerifiedReader, Verify
 from shardstream.catalog.join_catalog import JoinCatalog, JoinPart
 from shardstream.catalog.join_keys import match_keys, read_column
 from shardstream.catalog.manifest_versions import check_manifests
+from shardstream.catalog.member_indexes import MemberIndexes
 from shardstream.catalog.object_catalog import LabelFunction, ObjectCatalog, folder_label
 from shardstream.catalog.sample_columns import Keys, Where, read_columns
 from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
@@ -48,6 +50,7 @@ __all__ = [
     "JoinPart",
     "Keys",
     "LabelFunction",
+    "MemberIndexes",
     "Numbers",
     "ObjectCatalog",
     "ShardCatalog",

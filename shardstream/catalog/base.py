@@ -15,6 +15,8 @@ from shardstream.format import Buffer
 from shardstream.storage import AdaptiveLimit, Storage
 
 Numbers = npt.NDArray[np.int64]
+FAR_READ_RATIO = 3.0
+"""`Catalog.max_read_ratio` of samples with gaps between them."""
 
 
 class Extents(NamedTuple):

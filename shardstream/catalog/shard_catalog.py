@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
@@ -13,9 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog.base import Catalog, Extents, IndexChunk, Numbers, check_numbers
+from shardstream.catalog.base import (
+    FAR_READ_RATIO,
+    Catalog,
+    Extents,
+    IndexChunk,
+    Numbers,
+    check_numbers,
+)
 from shardstream.catalog.integrity import Verify, open_verified_reader
 from shardstream.catalog.manifest_versions import check_manifests
+from shardstream.catalog.member_indexes import MIN_MEAN_BYTES, MemberIndexes
 from shardstream.errors import IndexMismatchError, OptionError, plural
 from shardstream.format import (
     BLOCK_BYTES,
@@ -67,6 +75,7 @@ class ShardCatalog(Catalog):
         located: Shards with their counts and sizes; a local tar without an index is scanned now.
         storage: Storage of the shards.
         verify: "sha256" compares all bytes read with the manifest's checksums (see `VerifiedReader`).
+        fields: Fetch these fields only, where that is known to save time (see `MemberIndexes`); others may be fetched, too.
 
     Raises:
         OptionError: If a shard cannot be read by number (see `lacks_index`), or ``verify`` finds no checksum for it.
@@ -74,7 +83,11 @@ class ShardCatalog(Catalog):
     """
 
     def __init__(
-        self, located: LocatedShards, storage: Storage, verify: Verify | None = None
+        self,
+        located: LocatedShards,
+        storage: Storage,
+        verify: Verify | None = None,
+        fields: Collection[str] = (),
     ) -> None:
         self._storage = storage
         self.timeout_s = storage.timeouts.total_s
@@ -107,6 +120,10 @@ class ShardCatalog(Catalog):
         self._mmap_pool = MmapPool()
         if located.indexes:
             self._keep_read(located.indexes)
+        self._members: MemberIndexes | None = None
+        if fields and verify is None and self._has_large_members():
+            self._members = MemberIndexes(fields, storage)
+            self.max_read_ratio = FAR_READ_RATIO
 
     def __getstate__(self) -> dict[str, Any]:
         with _lock:  # another thread may be reading
@@ -269,7 +286,8 @@ class ShardCatalog(Catalog):
             offsets, mine = self._offsets_of(IndexChunk(*chunk)), within[first:last]
             places = by_chunk[first:last]
             starts[places], ends[places] = offsets[mine], offsets[mine + 1]
-        return Extents(shards, starts, ends)
+        extents = Extents(shards, starts, ends)
+        return extents if self._members is None else self._members.narrow(extents, self.shards)
 
     def find_shards(self, numbers: Numbers) -> Numbers:
         """Return the shard of each sample, shape (n,)."""
@@ -284,6 +302,14 @@ class ShardCatalog(Catalog):
     def load_index(self, chunk: IndexChunk) -> None:
         """Read a part of an index."""
         self._offsets_of(chunk)
+        if self._members is not None:
+            self._members.load(self.shards[chunk.shard])
+
+    def _has_large_members(self) -> bool:
+        """Return whether samples are remote and large, and the first shard has an index of members."""
+        if self.is_local or self.total_bytes < MIN_MEAN_BYTES * max(1, len(self)):
+            return False
+        return self._storage.exists(self.shards[0].members_url)
 
     def offsets(self, shard: int) -> Offsets:
         """Return the whole index of a shard, shape (n + 1,).

@@ -13,7 +13,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.catalog.base import Catalog, Extents, IndexChunk, Numbers, check_numbers
+from shardstream.catalog.base import (
+    FAR_READ_RATIO,
+    Catalog,
+    Extents,
+    IndexChunk,
+    Numbers,
+    check_numbers,
+)
 from shardstream.catalog.sample_columns import Keys, Where, find_keys, find_where
 from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.errors import OptionError, plural
@@ -24,8 +31,6 @@ Subset = Sequence[int] | Sequence[bool] | npt.NDArray[Any] | slice | str | os.Pa
 """Numbers of samples, a mask of as many bools as there are samples, a slice, or the path or URL of a ``.npy`` file of numbers or bools, or of
 a ``.txt`` file with a key on each line."""
 
-_READ_RATIO = 3.0  # bytes read for each byte that is used
-
 
 class SubsetCatalog(Catalog):
     """Some samples of a catalog: sample i is the sample ``numbers[i]`` of the catalog. Shards keep their numbers.
@@ -35,7 +40,7 @@ class SubsetCatalog(Catalog):
         numbers: Numbers of samples, each at most once, shape (n,).
     """
 
-    max_read_ratio = _READ_RATIO
+    max_read_ratio = FAR_READ_RATIO
 
     def __init__(self, catalog: Catalog, numbers: Numbers) -> None:
         self._catalog = catalog

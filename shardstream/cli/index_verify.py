@@ -44,8 +44,12 @@ def index(  # noqa: PLR0913  (the options of a command)
             help="Hash the tars; without, only headers of large samples are read.",
         ),
     ] = True,
-    wds2idx: Annotated[
-        bool, typer.Option("--wds2idx", help="Also write NAME.idx, the index of NVIDIA DALI.")
+    members: Annotated[
+        bool,
+        typer.Option(
+            "--members",
+            help="Also write NAME.idx with the place of each field, so that fields= fetches large samples in part; NVIDIA DALI reads it, too.",
+        ),
     ] = False,
     columns: Columns = None,
     threads: Threads = 4,
@@ -76,7 +80,7 @@ def index(  # noqa: PLR0913  (the options of a command)
             storage_options=parse_options(option),
             threads=threads,
             name=name,
-            wds2idx=wds2idx,
+            members=members,
             columns=columns,
             progress=progress,
             executor=executor_of(processes, part, ray=ray, ray_address=ray_address),

@@ -47,7 +47,7 @@ from shardstream.format.columns import (
     from_rows,
     restore_order,
 )
-from shardstream.format.dali_index import WDS2IDX_SUFFIX, encode_wds2idx
+from shardstream.format.dali_index import decode_member_index, encode_member_index
 from shardstream.format.forward_reader import (
     ForwardReader,
     Readable,
@@ -135,7 +135,6 @@ __all__ = [
     "OFFSET_BYTES",
     "PAGED_KIND",
     "PILLOW_FORMATS",
-    "WDS2IDX_SUFFIX",
     "BitDepth",
     "Buffer",
     "Column",
@@ -165,6 +164,7 @@ __all__ = [
     "decode_column_file",
     "decode_index",
     "decode_manifest",
+    "decode_member_index",
     "decode_page",
     "decode_pages",
     "empty_tar",
@@ -174,8 +174,8 @@ __all__ = [
     "encode_manifest",
     "encode_manifest_files",
     "encode_member",
+    "encode_member_index",
     "encode_page",
-    "encode_wds2idx",
     "find_samples",
     "fingerprint",
     "from_rows",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from shardstream.errors import redact
 
 INDEX_SUFFIX = ".idx"
+TAR_SUFFIX = ".tar"
 COLUMNS_SUFFIX = ".cols.parquet"
 COUNT_LIMIT = 1 << 60  # of samples and bytes of a dataset: sums stay below 2**63
 
@@ -35,6 +36,11 @@ class ShardInfo:
     def index_url(self) -> str:
         """URL of the index; relative if the shard's is."""
         return self.url + INDEX_SUFFIX if self.index is None else self.index
+
+    @property
+    def members_url(self) -> str:
+        """URL of its index of members, next to the index; relative if the shard's is."""
+        return self.index_url.removesuffix(TAR_SUFFIX + INDEX_SUFFIX) + INDEX_SUFFIX
 
     @property
     def columns_url(self) -> str:

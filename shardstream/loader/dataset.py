@@ -49,6 +49,7 @@ from shardstream.pipeline import (
     check_epoch,
     check_stage,
     default_partition,
+    field_names,
     keep_fields,
     open_sequential_source,
     open_source,
@@ -347,7 +348,8 @@ class ShardDataset(StreamDataset):
                 prefetch_bytes=prefetch_bytes,
                 hedge=hedge,
             )
-            catalog = choose_samples(ShardCatalog(located, storage, verify), subset, keys, where)
+            whole = ShardCatalog(located, storage, verify, field_names(fields))
+            catalog = choose_samples(whole, subset, keys, where)
             source = open_source(catalog, options, weights, replacement, num_samples)
         else:
             drawn = weights is not None or num_samples is not None or not replacement

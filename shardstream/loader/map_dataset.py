@@ -35,6 +35,7 @@ from shardstream.pipeline import (
     Stage,
     check_epoch,
     check_stage,
+    field_names,
     keep_fields,
 )
 from shardstream.storage import Storage, Urls, locate_shards, new_lock, open_cache
@@ -210,7 +211,7 @@ class ShardMapDataset(MapDataset):
     ) -> None:
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
         located = locate_shards(urls, storage)
-        whole = ShardCatalog(located, storage, verify)
+        whole = ShardCatalog(located, storage, verify, field_names(fields))
         chosen = choose_samples(whole, subset, keys, where)
         super().__init__(chosen, seed=seed, fields=fields)
         self._class_names = open_class_names(located, storage)

@@ -14,13 +14,12 @@ from shardstream.format import (
     COLUMNS_SUFFIX,
     INDEX_SUFFIX,
     MANIFEST_NAME,
-    WDS2IDX_SUFFIX,
     Column,
     Manifest,
     ShardInfo,
     encode_index,
     encode_manifest_files,
-    encode_wds2idx,
+    encode_member_index,
     is_pages_name,
 )
 from shardstream.packing.column_builder import (
@@ -84,7 +83,7 @@ class IndexShard:
     Args:
         tar: The tar to scan.
         storage: The storage of the files.
-        wds2idx: Also write ``NAME.idx``.
+        members: Also write ``NAME.idx``.
         columns: Columns of its samples to write to ``NAME.tar.cols.parquet``; None writes no such file.
         folder: Where these files go; by default next to the tar.
         sha256: Hash the tar.
@@ -93,7 +92,7 @@ class IndexShard:
 
     tar: FileInfo
     storage: Storage
-    wds2idx: bool
+    members: bool
     columns: tuple[Column, ...] | None = None
     folder: str | None = None
     sha256: bool = True
@@ -111,17 +110,17 @@ class IndexShard:
         scanner = ShardScanner(storage, tar.url, tar.size, self.meter, hashes=self.sha256)
         builder = None if self.columns is None else ColumnBuilder(self.columns, tar.url)
         with scanner as shard:
-            scan = shard.scan(keep_members=self.wds2idx, columns=builder)
+            scan = shard.scan(keep_members=self.members, columns=builder)
             sha256, nbytes = shard.finish()
         text = None
-        if self.wds2idx and scan.keys:
-            text = encode_wds2idx(shard.members, shard=tar.url)
+        if self.members and scan.keys:
+            text = encode_member_index(shard.members, shard=tar.url)
         publish_bytes(storage, target + INDEX_SUFFIX, encode_index(scan.offsets))
         if builder is not None:
             info = ShardInfo(url=tar.url, filesize=nbytes, sha256=sha256)
             publish_bytes(storage, target + COLUMNS_SUFFIX, builder.encode(scan.keys, info))
         if text is not None:
-            publish_bytes(storage, target[: -len(TAR_SUFFIXES[0])] + WDS2IDX_SUFFIX, text)
+            publish_bytes(storage, target[: -len(TAR_SUFFIXES[0])] + INDEX_SUFFIX, text)
         warnings = [f"{tar.url}: {finding}" for finding in shard.diagnostics.findings()]
         if not scan.keys:
             warnings.append(f"{tar.url}: no samples in it (members need a name like KEY.FIELD)")
@@ -145,7 +144,7 @@ def index(  # noqa: PLR0913  (the public door)
     filesystem: Any = None,
     threads: int = 4,
     name: str = "",
-    wds2idx: bool = False,
+    members: bool = False,
     progress: ProgressFunction | None = None,
     executor: Executor | None = None,
 ) -> IndexReport:
@@ -167,7 +166,8 @@ def index(  # noqa: PLR0913  (the public door)
         filesystem: An fsspec file system to use instead of looking one up by protocol.
         threads: Tars to read at a time; each takes about 32 MiB of memory.
         name: Name of the dataset; by default the one in a manifest that is there already.
-        wds2idx: Also write ``NAME.idx``, the text index of NVIDIA DALI.
+        members: Also write ``NAME.idx``, the text index of NVIDIA DALI with the place of each field: readers of remote shards then fetch the fields
+            of ``fields=`` only, where samples are larger than 512 KiB.
         progress: Called with a `Progress` after each piece, from the threads that read, one at a time; with an executor after each tar,
             from this thread.
         executor: Executor that scans the tars, instead of ``threads`` threads of this process: e.g. ``LocalExecutor(processes=8)``.
@@ -177,7 +177,7 @@ def index(  # noqa: PLR0913  (the public door)
         OptionError: If the tars are compressed, in several folders or named twice, or parts of another job are there; if no sample has
             a value for a column.
         ShardError: If a tar is damaged, cut or not a tar.
-        SampleError: If a key or field is repeated, a name does not fit ``wds2idx``, or a value its column.
+        SampleError: If a key or field is repeated, a name does not fit the index of members, or a value its column.
         UnfinishedError: If a pack or `ShardWriter` writes to that folder, or was stopped there.
         StorageError: If a place cannot be listed, read or written.
     """
@@ -198,10 +198,10 @@ def index(  # noqa: PLR0913  (the public door)
         if to is not None or not sha256:
             raise OptionError("to= and sha256=False cannot be used in parts; use another executor")
         title = name or _name_before(url, storage)
-        options: dict[str, JSON] = {"wds2idx": wds2idx, "columns": columns_identity(wanted)}
+        options: dict[str, JSON] = {"members": members, "columns": columns_identity(wanted)}
         job = _job_of(folder, tars, options, title, storage_options)
         works = [
-            IndexWork(tar=tar, storage=storage, wds2idx=wds2idx, columns=wanted) for tar in tars
+            IndexWork(tar=tar, storage=storage, members=members, columns=wanted) for tar in tars
         ]
         return _index_part(job, works, executor, progress, others)
     # Also if tars are named one by one: a manifest would publish them.
@@ -211,7 +211,7 @@ def index(  # noqa: PLR0913  (the public door)
         IndexShard(
             tar=tar,
             storage=storage,
-            wds2idx=wds2idx,
+            members=members,
             columns=wanted,
             folder=None if to is None else folder,
             sha256=sha256,
@@ -270,19 +270,19 @@ class IndexWork:
     Args:
         tar: The tar to scan.
         storage: The storage of the files.
-        wds2idx: Also write ``NAME.idx``.
+        members: Also write ``NAME.idx``.
         columns: Columns to write.
     """
 
     tar: FileInfo
     storage: Storage
-    wds2idx: bool
+    members: bool
     columns: tuple[Column, ...] | None
 
     def write(self, folder: OutputFolder, check_owner: Callable[[], None]) -> PartResult:  # noqa: ARG002
         """Write the index (see `PartWork.write`)."""
         task = IndexShard(
-            tar=self.tar, storage=self.storage, wds2idx=self.wds2idx, columns=self.columns
+            tar=self.tar, storage=self.storage, members=self.members, columns=self.columns
         )
         result = task.run()
         manifest = _manifest_of({task: result}, name="")

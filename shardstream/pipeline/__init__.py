@@ -58,7 +58,7 @@ from shardstream.pipeline.indexed_source import (
     worker_steps,
 )
 from shardstream.pipeline.installed_decoders import installed_decoders
-from shardstream.pipeline.keep_fields import KeepFields, check_fields, keep_fields
+from shardstream.pipeline.keep_fields import KeepFields, check_fields, field_names, keep_fields
 from shardstream.pipeline.map import (
     Map,
     MapDict,
@@ -174,6 +174,7 @@ __all__ = [
     "decode_npz",
     "default_partition",
     "describe",
+    "field_names",
     "find_field",
     "function_name",
     "group_by_window",

@@ -80,6 +80,11 @@ def keep_fields(fields: Sequence[str], known: Sequence[str] | None) -> KeepField
     return replace(keeps, left_out=frozenset(known or ()).difference(keeps.possible))
 
 
+def field_names(fields: Sequence[str] | None) -> tuple[str, ...]:
+    """Return all names of ``fields=``, alternatives one by one; none for all fields."""
+    return () if fields is None else KeepFields(names=tuple(fields)).possible
+
+
 def check_fields(
     fields: Sequence[str], known: Sequence[str] | None, where: str, *, alternatives: bool = True
 ) -> None:

@@ -10,7 +10,7 @@ from tests.small_tars import flip, make_dataset, samples, tar_bytes
 
 def test_index_then_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     make_dataset(tmp_path)
-    assert main(["index", str(tmp_path), "--name", "tiny", "--wds2idx", "--threads", "2"]) == 0
+    assert main(["index", str(tmp_path), "--name", "tiny", "--members", "--threads", "2"]) == 0
     assert capsys.readouterr().out == (
         f"indexed 3 shards, 12 samples, 33.8 kB: wrote {tmp_path}/index.json\n"
     )

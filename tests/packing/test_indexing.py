@@ -52,19 +52,19 @@ def test_progress_reports_bytes_as_they_are_read(tmp_path: Path) -> None:
     assert reports[0].shards == 0
 
 
-def test_wds2idx_file_matches_dali(tmp_path: Path) -> None:
+def test_index_of_members_is_that_of_dali(tmp_path: Path) -> None:
     foreign_tar(tmp_path / "t.tar", [("0.JPG", b"123"), ("0.cls", b"1"), ("1.JPG", b"45")])
-    index(str(tmp_path), wds2idx=True)
+    index(str(tmp_path), members=True)
     # a folder entry comes first, in the bytes 0 to 512
     assert (tmp_path / "t.idx").read_text() == (
         "v1.2 2\nJPG 1024 3 0.JPG cls 2048 1 0.cls\nJPG 3072 2 1.JPG\n"
     )
 
 
-def test_wds2idx_refuses_names_with_blanks(tmp_path: Path) -> None:
+def test_index_of_members_refuses_names_with_blanks(tmp_path: Path) -> None:
     foreign_tar(tmp_path / "t.tar", [("a b.jpg", b"1")])
     with pytest.raises(SampleError, match=r"spaces.*sample 'a b'"):
-        index(str(tmp_path), wds2idx=True)
+        index(str(tmp_path), members=True)
     assert not (tmp_path / "index.json").exists()
 
 
@@ -101,7 +101,7 @@ def test_tar_without_end_blocks_causes_a_warning(tmp_path: Path) -> None:
 
 def test_tar_without_samples_causes_a_warning(tmp_path: Path) -> None:
     foreign_tar(tmp_path / "a.tar", [("README", b"")])
-    (warning,) = index(str(tmp_path), wds2idx=True).warnings
+    (warning,) = index(str(tmp_path), members=True).warnings
     assert "no samples" in warning
 
 

@@ -189,7 +189,7 @@ def test_processes_end_when_their_parent_is_killed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("open_executor", ALL, ids=name_of)
 def test_index_and_verify_are_equal_with_all_executors(open_executor: Open, tmp_path: Path) -> None:
     paths = make_dataset(tmp_path)
-    expected = ss.index(str(tmp_path), wds2idx=True)
+    expected = ss.index(str(tmp_path), members=True)
     files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     damaged = bytearray(paths[0].read_bytes())
     damaged[600] ^= 1
@@ -200,7 +200,7 @@ def test_index_and_verify_are_equal_with_all_executors(open_executor: Open, tmp_
     with open_executor() as executor:
         report = ss.index(
             str(tmp_path),
-            wds2idx=True,
+            members=True,
             executor=executor,
             progress=progress.append,
         )
