@@ -41,11 +41,11 @@ import shardstream as ss
 PACKAGE = f"{Path(ss.__file__).parent}{os.sep}"
 # With --plain, on Python 3.11: paths may become longer only with a reason.
 LIMITS = {
-    "open to first batch": (30, 181),
+    "open to first batch": (34, 194),
     "next batch": (15, 51),
-    "first state_dict": (8, 15),
+    "first state_dict": (9, 17),
     "next state_dict": (3, 6),
-    "ShardWriter, 40 samples": (19, 92),
+    "ShardWriter, 40 samples": (20, 95),
 }
 SAMPLES, BATCH_SIZE = 40, 4
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
