@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
@@ -147,6 +148,13 @@ class ShardLoader(DataLoader[Any]):
         super().__init__(
             self._batches, batch_size=None, num_workers=num_workers, collate_fn=_as_is, **options
         )
+
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None:  # torch's error would be about the size of a file
+            raise OptionError(
+                "a ShardLoader cannot be sent to another process; pass its dataset, and make the loader there"
+            )
+        return self.__dict__
 
     @property
     def epoch(self) -> int:
@@ -542,9 +550,8 @@ class ShardLoader(DataLoader[Any]):
         self._iteration += 1  # an iteration that is still open no longer updates the position
         self._iterator = None  # ends persistent workers, which cannot receive the new position
         self._is_compared = False
-        self._epoch_calls = (
-            self._batches.source_dataset.epoch_calls
-        )  # the state overrides earlier calls of `set_epoch`
+        # The state overrides earlier calls of `set_epoch`.
+        self._epoch_calls = self._batches.source_dataset.epoch_calls
 
     def _load_order(self, state: Mapping[str, Any]) -> None:
         """Adopt the order of samples from a state."""
@@ -564,16 +571,8 @@ class ShardLoader(DataLoader[Any]):
                 f"microbatch: the state says {microbatch}, which does not divide batch_size={batch_size} here; "
                 "use a multiple of it, or start without the state"
             )
-        batches.set_order_options(
-            {
-                name: state[name]
-                for name in (
-                    "microbatch",
-                    "lanes",
-                    *(("window", "block") if options.shuffle else ()),
-                )
-            }
-        )
+        names = ("microbatch", "lanes", *(("window", "block") if options.shuffle else ()))
+        batches.set_order_options({name: state[name] for name in names})
         batches.partition_config = replace(
             batches.partition_config, microbatches=batch_size // microbatch
         )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import random
 import time
 from collections import Counter
@@ -669,3 +670,15 @@ def test_refused_iteration_changes_nothing(folder: str, monkeypatch: pytest.Monk
                 iter(resumed)
     assert resumed.state_dict() == left.state_dict()
     assert labels(resumed) == whole[3:]
+
+
+def _batches_of(loader: ss.ShardLoader) -> int:
+    return len(list(loader))
+
+
+def test_loader_that_is_passed_to_a_spawned_process_is_one_clear_error(tmp_path: Path) -> None:
+    loader = ss.ShardLoader(ss.ShardDataset(numbered(tmp_path, 10)).decode(), 2)
+    process = multiprocessing.get_context("spawn").Process(target=_batches_of, args=(loader,))
+    with pytest.raises(OptionError, match="pass its dataset, and make the loader there"):
+        process.start()
+    assert _batches_of(loader) == 5
