@@ -55,4 +55,8 @@ def class_weights(catalog: Catalog, weights: Mapping[int, float] | None) -> npt.
             if missing
             else f"weights= has the class {unknown[0]!r}, which no sample has; classes are the numbers of the field cls"
         )
-    return np.array([float(weights[one]) for one in classes.tolist()])[inverse]
+    try:
+        by_class = np.array([float(weights[one]) for one in classes.tolist()])
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"weights= takes a number for each class: {error}") from error
+    return by_class[inverse]

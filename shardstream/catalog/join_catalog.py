@@ -95,7 +95,10 @@ class JoinCatalog(Catalog):
     @property
     def fields(self) -> tuple[str, ...] | None:
         """Fields of all catalogs; None if those of one are unknown."""
-        found = [self.first.fields, *(part.fields or part.catalog.fields for part in self.parts)]
+        found = [self.first.fields]
+        found += [
+            part.catalog.fields if part.fields is None else part.fields for part in self.parts
+        ]
         if None in found:
             return None
         return tuple(sorted({name for names in found for name in names or ()}))

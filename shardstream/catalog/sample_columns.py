@@ -123,7 +123,10 @@ def find_keys(catalog: ShardCatalog, keys: Keys) -> Numbers:
     import pyarrow.compute as pc  # noqa: PLC0415  (an extra)
 
     found = read_all_columns(catalog, [KEY_COLUMN])[KEY_COLUMN].combine_chunks()
-    asked = pa.array(wanted, pa.string())
+    try:
+        asked = pa.array(wanted, pa.string())
+    except UnicodeEncodeError as error:
+        raise OptionError(f"no sample has the key {error.object!r}, which is not UTF-8") from error
     # Position of each sample's key among the keys: the samples that are wanted, in the order of the dataset.
     places = pc.index_in(found, value_set=asked)
     numbers = np.flatnonzero(np.asarray(places.is_valid()))
@@ -184,7 +187,15 @@ def find_where(catalog: ShardCatalog, where: Where) -> Numbers:
         )
     table = read_all_columns(catalog, names)
     table = table.append_column(_NUMBER, pa.array(np.arange(table.num_rows)))
-    found = _query(table, where, names) if isinstance(where, str) else _filter(table, where, names)
+    choose = _query if isinstance(where, str) else _filter
+    found = choose(table, where, names)
+    if isinstance(where, str) and not np.array_equal(
+        np.sort(found), np.sort(_query(table, where, names))
+    ):
+        raise OptionError(
+            f"where={where!r} chooses other samples each time, so ranks would read different ones; "
+            "use a condition on columns alone, or subset="
+        )
     return cast("Numbers", np.sort(found.astype(np.int64)))
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import io
+import json
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
-import orjson
 
 from shardstream.catalog.base import Catalog, Extents, Numbers, check_numbers
 from shardstream.errors import OptionError, SampleError, plural
@@ -160,6 +160,8 @@ def _array(scalar: Any) -> bytes | None:
     if not scalar.is_valid:
         return None
     array = scalar.values.to_numpy(zero_copy_only=False)
+    if scalar.values.null_count and scalar.values.type != _type_of(array):
+        raise ValueError(f"a list of {scalar.values.type} with null")
     if array.dtype == object:
         raise ValueError(f"a list of {scalar.values.type}, not of numbers")
     stream = io.BytesIO()
@@ -167,11 +169,16 @@ def _array(scalar: Any) -> bytes | None:
     return stream.getvalue()
 
 
+def _type_of(array: Any) -> Any:
+    pa, _ = import_parquet()
+    return None if array.dtype == object else pa.from_numpy_dtype(array.dtype)
+
+
 def _encode(field: str, value: Any) -> bytes | None:
     if value is None or isinstance(value, bytes):
         return value
     if field.rpartition(".")[2] in _JSON:
-        return orjson.dumps(value)
+        return json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
     if isinstance(value, str):
         return value.encode()
     if isinstance(value, int) and not isinstance(value, bool):

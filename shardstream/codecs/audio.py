@@ -36,6 +36,19 @@ AUDIO_LIMIT_BYTES = 2 << 30
 _CUT = "the file is cut short: "
 # libsndfile reads what is there of a cut file, and writes to its log which length the header declares.
 _SHORT = re.compile(r"(?:data|SSND|riff|Data Size) *: (\d+) \(should be (\d+)\)")
+_SHORT_RF64 = re.compile(
+    r"Calculated frame count (\d+) does not match value from 'ds64' chunk of (\d+)"
+)
+_UNKNOWN_FRAMES = 1 << 62  # of FLAC without a length
+_WRITE_AGAIN = "; write it again, e.g. with ffmpeg -i IN -c copy OUT"
+_LARGE_HEADER_BYTES = 1 << 14
+_MP3_KBITS = (
+    (0, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 144, 160),
+    (0, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320),
+)
+_MP3_RATES = (44_100, 48_000, 32_000)
+_MP3_HALVINGS = (2, 0, 1, 0)  # of the rate, by the bits of the version: 2.5, none, 2, 1
+_MP3_DELAY = 3 * 1152  # samples that encoder and decoder add, and a last frame that is cut
 _UNKNOWN_LENGTH = 0x7FFF0000  # written by programs that could not seek back: this or more
 # The log of an Ogg file without its last page, or with a part of it.
 _NO_END = ("lacks an end-of-stream bit", "Junk after the last page")
@@ -144,17 +157,67 @@ def _read(data: bytes) -> tuple[np.ndarray[Any, Any], int]:
     try:
         with soundfile.SoundFile(io.BytesIO(data)) as file:
             _check_whole(file.extra_info)
+            if data[:4] == b"OggS":
+                _check_one_stream(data)
+            if file.frames >= _UNKNOWN_FRAMES:  # libsndfile cannot read it
+                raise ValueError(
+                    f"a FLAC file without its length, as programs write it to a pipe{_WRITE_AGAIN}"
+                )
             check_audio_size(file.frames, file.channels)
             samples = file.read(dtype="float32", always_2d=True)
             missing = file.frames - len(samples)
-            if missing and (file.format != "MP3" or _declares_length(data)):
-                raise ValueError(f"{_CUT}{missing} of {file.frames} samples are missing")
+            if file.format == "MP3" and not _declares_length(data):  # the length was estimated
+                whole = _count_mp3_samples(data)
+                if whole > len(samples) + _MP3_DELAY:
+                    raise ValueError(
+                        f"libsndfile reads {len(samples)} of {whole} samples, as the bit rate changes and the header has no length{_WRITE_AGAIN}"
+                    )
+            elif missing:
+                raise ValueError(f"{_CUT}{missing} of {missing + len(samples)} samples are missing")
+            if not len(samples) and len(data) > _LARGE_HEADER_BYTES:
+                raise ValueError(f"libsndfile finds no samples in {len(data)} bytes")
             return samples.T, file.samplerate
     except soundfile.LibsndfileError as error:  # its text has the address of the BytesIO
         raise ValueError(f"libsndfile: {error.error_string}") from error
 
 
+def _check_one_stream(data: bytes) -> None:
+    """Refuse an Ogg file with another stream after its end, of which libsndfile reads the first only.
+
+    Pages: RFC 3533, section 6.
+    """
+    at, has_ended = 0, False
+    while data[at : at + 4] == b"OggS" and at + 27 <= len(data):
+        flags, segments = data[at + 5], data[at + 26]
+        if flags & 2 and has_ended:
+            raise ValueError(
+                "an Ogg file of several streams one after the other, of which only the first would be read"
+            )
+        has_ended = has_ended or bool(flags & 4)
+        at += 27 + segments + sum(data[at + 27 : at + 27 + segments])
+
+
+def _count_mp3_samples(data: bytes) -> int:
+    """Return the samples of each channel in the frames of an MP3, from their headers (ISO/IEC 11172-3, 2.4.2.3)."""
+    at, total = _mp3_start(data), 0
+    while at + 4 <= len(data):
+        header = int.from_bytes(data[at : at + 4], "big")
+        version, rate, place = header >> 19 & 3, header >> 10 & 3, header >> 12 & 15
+        is_layer_3 = header >> 21 == 0x7FF and version != 1 and header >> 17 & 3 == 1
+        if not is_layer_3 or rate == 3 or place in (0, 15):
+            break  # a tag, or another format
+        frame_samples = 1152 if version == 3 else 576
+        bits = _MP3_KBITS[version == 3][place] * 1000
+        at += frame_samples // 8 * bits // (_MP3_RATES[rate] >> _MP3_HALVINGS[version])
+        at += header >> 9 & 1
+        total += frame_samples
+    return total
+
+
 def _check_whole(log: str) -> None:
+    for found, declared in _SHORT_RF64.findall(log):
+        if int(found) < int(declared):
+            raise ValueError(f"{_CUT}{found} of {declared} samples are there")
     for declared, found in _SHORT.findall(log):
         if int(found) < int(declared) < _UNKNOWN_LENGTH:
             raise ValueError(f"{_CUT}{found} of {declared} bytes are there")
@@ -162,12 +225,16 @@ def _check_whole(log: str) -> None:
         raise ValueError(f"{_CUT}the last page of an Ogg file is missing or incomplete")
 
 
+def _mp3_start(data: bytes) -> int:
+    """Return the offset of the first frame, after an ID3 tag."""
+    if data[:3] != b"ID3":
+        return 0
+    # Its length has 7 bits in each byte.
+    return 10 + sum(byte << shift for byte, shift in zip(data[6:10], (21, 14, 7, 0), strict=True))
+
+
 def _declares_length(data: bytes) -> bool:
     """Return whether the first frame of an MP3 has the number of frames; else libsndfile estimates it."""
-    start = 0
-    if data[:3] == b"ID3":  # its length has 7 bits in each byte
-        start = 10 + sum(
-            byte << shift for byte, shift in zip(data[6:10], (21, 14, 7, 0), strict=True)
-        )
+    start = _mp3_start(data)
     first = data[start : start + 256]
     return b"Xing" in first or b"Info" in first

@@ -57,9 +57,13 @@ def decode_cbor(data: bytes) -> Any:
     """
     cbor2 = import_extra("cbor2", extra=_EXTRA, purpose="decoding CBOR")
     _check_binary(data)
-    return cbor2.loads(
-        data, max_depth=DEPTH_LIMIT, semantic_decoders=dict.fromkeys(_REFUSED_TAGS, _refuse_tag)
-    )
+    stream = io.BytesIO(data)
+    value = cbor2.CBORDecoder(
+        stream, max_depth=DEPTH_LIMIT, semantic_decoders=dict.fromkeys(_REFUSED_TAGS, _refuse_tag)
+    ).decode()
+    if stream.tell() != len(data):
+        raise ValueError(f"{len(data) - stream.tell()} bytes after the value")
+    return value
 
 
 def encode_cbor(value: object) -> bytes:

@@ -183,6 +183,12 @@ def _check_shard(made_of: tuple[Any, Any, Any], nrows: int, shard: ShardInfo) ->
         IndexMismatchError: If it was not.
     """
     known = (shard.nsamples, shard.filesize, shard.sha256)
+    if made_of[2] is not None and shard.sha256 is None:
+        raise IndexMismatchError(
+            "no checksum of the shard is known, to compare with that of the shard that the columns were made of",
+            remedy="run 'shardstream index --columns' on the folder",
+            shard=shard.columns_url,
+        )
     is_other = any(
         None not in (one, other) and one != other for one, other in zip(made_of, known, strict=True)
     )

@@ -22,6 +22,7 @@ from shardstream.catalog import (
 )
 from shardstream.errors import OptionError, plural
 from shardstream.format import KEY_COLUMN
+from shardstream.loader.collation import shared_numbers
 from shardstream.loader.dataset import ShardDataset, StreamDataset
 from shardstream.pipeline import CatalogSource, Pipeline, WeightedSource
 from shardstream.storage import Storage
@@ -74,17 +75,16 @@ def join(
         raise OptionError(f"by must be 'auto', 'key' or 'position', not {by!r}")
     if not isinstance(missing, Mapping) and missing not in _POLICIES:
         raise OptionError(f"missing must be 'error', 'drop', 'keep' or fields, not {missing!r}")
-    leading = (
-        first
-        if isinstance(first, ShardDataset)
-        else ShardDataset(first, storage_options=storage_options)
-    )
-    source = _source_of(leading)
+    if not isinstance(first, ShardDataset):
+        _check_url(first)
+        first = ShardDataset(first, storage_options=storage_options)
+    source = _source_of(first)
     opened = [_open(other, storage_options) for other in others]
     _check_fields(source.catalog, opened)
+    _check_defaults(missing, opened)
     catalog = _join(source.catalog, opened, by, missing)
-    joined = Pipeline(source=replace(source, catalog=catalog), on_error=leading.pipeline.on_error)
-    return JoinDataset(joined, leading)
+    joined = Pipeline(source=replace(source, catalog=catalog), on_error=first.pipeline.on_error)
+    return JoinDataset(joined, first)
 
 
 class JoinDataset(StreamDataset):
@@ -93,6 +93,7 @@ class JoinDataset(StreamDataset):
     def __init__(self, pipeline: Pipeline, first: ShardDataset) -> None:
         super().__init__(pipeline, first.given_placement)
         self._first = first
+        self._epoch = shared_numbers(first.epoch, 0)
 
     @property
     def classes(self) -> tuple[str, ...] | None:
@@ -118,6 +119,13 @@ def _source_of(dataset: ShardDataset) -> CatalogSource:
     return source
 
 
+def _check_url(value: object) -> None:
+    if not isinstance(value, str | os.PathLike):
+        raise OptionError(
+            f"join takes ShardDatasets and URLs, not a {type(value).__name__}; ss.join(a, b, c) joins several at once"
+        )
+
+
 def _open(other: OtherDataset, storage_options: dict[str, Any] | None) -> JoinPart:
     fields: Sequence[str] | Mapping[str, str] | None = None
     if isinstance(other, Mapping):
@@ -127,6 +135,7 @@ def _open(other: OtherDataset, storage_options: dict[str, Any] | None) -> JoinPa
             )
         [(other, fields)] = other.items()
     if not isinstance(other, ShardDataset):
+        _check_url(other)
         url = os.fspath(other)
         if url.lower().endswith(".parquet"):
             columns = fields if isinstance(fields, Mapping) else {one: one for one in fields or ()}
@@ -147,7 +156,7 @@ def _check_fields(first: Catalog, parts: Sequence[JoinPart]) -> None:
     """Refuse fields that two datasets have, where the manifests list them."""
     found: dict[str, str] = {}
     for catalog, chosen in ((first, None), *((part.catalog, part.fields) for part in parts)):
-        for field in chosen or catalog.fields or ():
+        for field in (catalog.fields if chosen is None else chosen) or ():
             url = catalog.url_of(0)
             if field in found:
                 raise OptionError(
@@ -155,6 +164,17 @@ def _check_fields(first: Catalog, parts: Sequence[JoinPart]) -> None:
                     "ss.join(first, {url: [field, ...]})"
                 )
             found[field] = url
+
+
+def _check_defaults(missing: JoinMissing, parts: Sequence[JoinPart]) -> None:
+    """Refuse defaults of fields that no joined dataset has."""
+    found = [part.catalog.fields if part.fields is None else part.fields for part in parts]
+    known = {field for fields in found for field in fields or ()}
+    unknown = sorted(set(missing) - known) if isinstance(missing, Mapping) else []
+    if unknown and None not in found:
+        raise OptionError(
+            f"missing= has the field {unknown[0]!r}, which no joined dataset has; they have {', '.join(sorted(known))}"
+        )
 
 
 def _join(
@@ -206,7 +226,7 @@ def _compact(numbers: Numbers) -> Numbers | None:
 
 def _defaults_of(part: JoinPart, defaults: Mapping[str, bytes]) -> dict[str, bytes]:
     """Return those of the fields that a part has."""
-    fields = part.fields or part.catalog.fields
+    fields = part.catalog.fields if part.fields is None else part.fields
     return {name: value for name, value in defaults.items() if fields is None or name in fields}
 
 

@@ -138,9 +138,7 @@ class ShardLoader(DataLoader[Any]):
             partition_config=partition_config,
             num_workers=num_workers,
         )
-        self._bad_sample_report = (
-            None if dataset.pipeline.on_error == "raise" else _open_report(dataset)
-        )
+        self._bad_sample_report = _open_report(dataset)
         warn_of_lanes(self._batches, max(1, num_workers))
         # Without a generator torch would draw the workers' seeds from the global one.
         self._seeds_workers = options.get("generator") is None
@@ -258,8 +256,9 @@ class ShardLoader(DataLoader[Any]):
 
     def _follow_dataset(self) -> None:
         """Adopt the epoch of the dataset's `set_epoch`, if it was called since the last check, and the ranks."""
-        if self._partition is None and self._batches.follow_ranks():
+        if self._partition is None and self._batches.follow_ranks(self._begin):
             self._iterator, self._is_compared = None, False
+            self._bad_sample_report = _open_report(self._batches.source_dataset)
         dataset = self._batches.source_dataset
         calls, self._epoch_calls = self._epoch_calls, dataset.epoch_calls
         if calls != self._epoch_calls:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch.utils.data import IterableDataset, get_worker_info
 
 from shardstream.distributed import WorkerInfo, is_one_of_several
-from shardstream.errors import OptionError, SkipBudgetError
+from shardstream.errors import OptionError, SkipBudgetError, StateError
 from shardstream.loader.collation import collate, shared_numbers
 from shardstream.loader.dataset import StreamDataset, current_worker_info
 from shardstream.loader.message_batching import MessageSizes, receive_items, send_messages
@@ -124,16 +124,24 @@ class BatchDataset(IterableDataset[Any]):
         """Number of readers of the job: the default number of lanes."""
         return self.partition_config.batches_per_step * self._readers
 
-    def follow_ranks(self) -> bool:
+    def follow_ranks(self, position: LoaderPosition) -> bool:
         """Adopt the ranks of ``torch.distributed`` if it was initialised after the loader was made; return whether it was.
 
         Lightning's launcher does so: else each rank would read all samples.
+
+        Raises:
+            StateError: If the position is that of a state with parts of workers, which other ranks cannot continue.
         """
         dataset = self.source_dataset
         if dataset.has_given_placement or self.placement.world_size > 1:
             return False
         if not is_one_of_several() or dataset.placement == self.placement:
             return False
+        if position.parts:
+            raise StateError(
+                "the steps of this pipeline change counts, and its state was loaded before torch.distributed was initialised, so "
+                "each rank would skip what one rank has read; load the state after init_process_group"
+            )
         self.placement = dataset.placement
         if self.indexed_source is not None:
             self.partition_config = replace(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
-
-import orjson
 
 from shardstream.errors import OptionError, SampleError, plural
 from shardstream.format import (
@@ -21,6 +20,10 @@ from shardstream.tasks import JSON
 VALUE_LIMIT_BYTES = 16 << 20
 """Maximum size of a field that holds values of columns."""
 _KINDS = {bool: "true or false", int: "numbers", float: "numbers", str: "text"}
+
+
+ColumnSummary = Mapping[str, tuple[int, str]]
+"""Name of a column -> number of its values, and their type in words."""
 
 
 class ColumnBuilder:
@@ -39,9 +42,12 @@ class ColumnBuilder:
         self._by_field: dict[str, list[Column]] = {}
 
     @property
-    def counts(self) -> dict[str, int]:
-        """Number of samples that have a value, by the name of the column."""
-        return {column.name: len(values) for column, values in self._values.items()}
+    def summary(self) -> ColumnSummary:
+        """Number and type of the values, by the name of the column."""
+        return {
+            column.name: (len(values), self._kinds.get(column, ("", ""))[0])
+            for column, values in self._values.items()
+        }
 
     def columns_of(self, field: str) -> list[Column]:
         """Return the columns whose values are in a field."""
@@ -50,19 +56,25 @@ class ColumnBuilder:
             found = self._by_field[field] = [
                 column
                 for column in self._columns
-                if f"{column.source}.".startswith(f"{field.lower()}.")
+                if column.source == field.lower()
+                or (_is_json(field) and column.source.startswith(f"{field.lower()}."))
             ]
         return found
 
     def add(self, key: str, fields: Mapping[str, bytes | memoryview]) -> None:
-        """Take the values of a sample.
+        """Take the values of a sample, or of some of its fields.
 
         Raises:
-            SampleError: If a value is not a bool, a number or text, or not of the type of the values before.
+            SampleError: If a value is not a bool, a number or text, or not of the type of the values before; then none is taken.
         """
+        found: list[tuple[Column, Any]] = []
         for field, data in fields.items():
             for column in self.columns_of(field):
-                self._add(key, field, bytes(data), column)
+                value = self._value(key, field, bytes(data), column)
+                found += [] if value is None else [(column, value)]
+        for column, value in found:
+            self._kinds.setdefault(column, (_KINDS[type(value)], key))
+            self._values[column][key] = value
 
     def encode(self, keys: Sequence[str], info: ShardInfo) -> bytes:
         """Return the file of columns of the finished shard; its samples have these keys, in order."""
@@ -71,7 +83,7 @@ class ColumnBuilder:
         }
         return encode_column_file(keys, values, info)
 
-    def _add(self, key: str, field: str, data: bytes, column: Column) -> None:
+    def _value(self, key: str, field: str, data: bytes, column: Column) -> Any:
         def failed(problem: str) -> SampleError:
             return SampleError(
                 f"the column {column.name} ({column.source}): {problem}",
@@ -87,7 +99,7 @@ class ColumnBuilder:
         except (ValueError, RecursionError) as error:
             raise failed(f"the value cannot be read: {error}") from error
         if value is None:
-            return
+            return None
         if type(value) not in _KINDS:
             raise failed(
                 f"the value is a {type(value).__name__}; a column holds bools, numbers or text"
@@ -95,22 +107,24 @@ class ColumnBuilder:
         if type(value) is int and not -(1 << 63) <= value < 1 << 63:
             raise failed(f"{value} needs more than 64 bits")
         kind = _KINDS[type(value)]
-        known, first = self._kinds.setdefault(column, (kind, key))
+        known, first = self._kinds.get(column, (kind, key))
         if known != kind:
             raise failed(f"the value is {kind}, but that of {first} is {known}; make it one type")
-        self._values[column][key] = value
+        return value
+
+
+def _is_json(field: str) -> bool:
+    return field.rpartition(".")[2].lower() in JSON_FIELDS
 
 
 def _value_of(field: str, data: bytes, path: str) -> Any:
     """Return the value of a field, or one in its JSON; None if it is missing."""
-    kind = field.rpartition(".")[2]
+    kind = field.rpartition(".")[2].lower()
     if kind in JSON_FIELDS:
-        value = orjson.loads(data)
+        value = json.loads(data)  # orjson makes numbers over 64 bits to floats
         for part in path.split(".") if path else ():
             value = value.get(part) if isinstance(value, dict) else None
         return value
-    if path:
-        raise ValueError(f"only fields of JSON have values in them, not {field!r}")
     if kind in INT_FIELDS:
         return int(data)
     if kind in TEXT_FIELDS:
@@ -140,23 +154,28 @@ def columns_identity(columns: Iterable[Column] | None) -> list[JSON] | None:
     return None if columns is None else [f"{name}={source}" for name, source in columns]
 
 
-def check_column_counts(
-    columns: Sequence[Column], counts: Iterable[Mapping[str, int]], nsamples: int
+def check_summaries(
+    columns: Sequence[Column], summaries: Iterable[ColumnSummary], nsamples: int
 ) -> list[str]:
     """Return a warning for each column that some samples lack.
 
     Args:
         columns: The columns.
-        counts: For each shard, the number of samples that have a value.
+        summaries: Those of all shards.
         nsamples: Number of all samples.
 
     Raises:
-        OptionError: If no sample has a value.
+        OptionError: If no sample has a value, or values of two shards have different types.
     """
     totals = dict.fromkeys((column.name for column in columns), 0)
-    for one in counts:
-        for name, count in one.items():
+    kinds: dict[str, str] = {}
+    for summary in summaries:
+        for name, (count, kind) in summary.items():
             totals[name] += count
+            if count and kinds.setdefault(name, kind) != kind:
+                raise OptionError(
+                    f"the column {name} has {kinds[name]} in some shards and {kind} in others; make it one type"
+                )
     warnings = []
     for name, source in columns:
         if not totals[name]:

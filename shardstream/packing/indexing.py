@@ -24,7 +24,8 @@ from shardstream.format import (
 )
 from shardstream.packing.column_builder import (
     ColumnBuilder,
-    check_column_counts,
+    ColumnSummary,
+    check_summaries,
     checked_columns,
     columns_identity,
 )
@@ -129,7 +130,9 @@ class IndexShard:
             "bytes": nbytes,
             "sha256": sha256,
             "fields": dict(scan.fields),
-            "columns": None if builder is None else {**builder.counts},
+            "columns": None
+            if builder is None
+            else {name: [*one] for name, one in builder.summary.items()},
             "warnings": [*warnings],
         }
 
@@ -245,10 +248,15 @@ def _scan_all(
 
 
 def _check_columns(columns: Sequence[Column], results: Iterable[Mapping[str, JSON]]) -> list[str]:
-    """Return warnings of columns that some samples lack (see `check_column_counts`)."""
+    """Return warnings of columns that some samples lack (see `check_summaries`)."""
     listed = [*results]
-    counts = [cast("dict[str, int]", one["columns"] or {}) for one in listed]
-    return check_column_counts(columns, counts, sum(cast("int", one["samples"]) for one in listed))
+    nsamples = sum(cast("int", one["samples"]) for one in listed)
+    return check_summaries(columns, map(_summary, listed), nsamples)
+
+
+def _summary(result: Mapping[str, JSON]) -> ColumnSummary:
+    found = cast("Mapping[str, tuple[int, str]]", result["columns"] or {})
+    return {name: (count, kind) for name, (count, kind) in found.items()}
 
 
 def _publish_manifest(
@@ -290,6 +298,7 @@ class IndexWork:
             shards=tuple(manifest.shards),
             fields=manifest.fields,
             warnings=tuple(cast("list[str]", result["warnings"])),
+            columns=(_summary(result),),
         )
 
 

@@ -30,8 +30,10 @@ from shardstream.format import (
     ShardInfo,
     decode_classes,
     encode_manifest_files,
+    parse_columns,
 )
 from shardstream.packing.class_numbering import warn_of_siblings
+from shardstream.packing.column_builder import check_summaries
 from shardstream.packing.destination import ShardNames, is_deletable, remove_shard, shard_of
 from shardstream.packing.journal import Journal, read_journal
 from shardstream.packing.key_index import is_key_index
@@ -240,7 +242,7 @@ def _merge_one(url: str, storage_options: Mapping[str, Any] | None) -> PackRepor
                 f"no sample has the field {', '.join(missing)}, which was to be kept; nothing is published, correct fields= (--fields)",
                 shard=url,
             )
-        warnings = _check_added(results, url)
+        warnings = (*_check_added(results, url), *_check_columns(options, results))
         _publish(folder, files, journal, Manifest(
             shards=shards, name=str(options["name"]), fields=dict(fields)
         ))  # fmt: skip
@@ -275,6 +277,10 @@ def _publish(
     stale = journal.stale - {shard.url for shard in manifest.shards}
     for name in sorted(filter(is_deletable, stale)):
         remove_shard(folder, name, files)
+    if journal.task.options["job"] != "index" and journal.task.options.get("columns") is None:
+        for shard in manifest.shards:
+            if shard.columns_url in files:  # those of an earlier dataset
+                folder.remove(shard.columns_url)
     journal.check_owner()
     manifest_files = encode_manifest_files(manifest)
     write_manifest_files(folder, manifest_files)
@@ -402,6 +408,17 @@ def _check_added(results: Sequence[PartResult], url: str) -> tuple[str, ...]:
             unused = plural(keys - matched, "key")
             warnings.append(f"{source}: {unused} of {keys:,} without a sample in the source")
     return tuple(warnings)
+
+
+def _check_columns(options: Mapping[str, Any], results: Sequence[PartResult]) -> list[str]:
+    """Return warnings of columns that some samples lack (see `check_summaries`)."""
+    if options.get("columns") is None:
+        return []
+    summaries = [summary for result in results for summary in result.columns]
+    nsamples = sum(result.nsamples for result in results)
+    return check_summaries(
+        parse_columns(options["columns"]) if options["columns"] else (), summaries, nsamples
+    )
 
 
 def _check_in_place(

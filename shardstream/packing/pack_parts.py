@@ -209,6 +209,7 @@ class PackWork:
         return PartResult(
             shards=tuple(writer.shards),
             fields=writer.fields,
+            columns=tuple(writer.columns),
             skipped=tuple(skipped),
             key_hashes=b64encode(hash_keys(keys).tobytes()).decode() if may_repeat else "",
         )

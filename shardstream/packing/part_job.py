@@ -22,6 +22,7 @@ from shardstream.format import (
     OFFSET_BYTES,
     ShardInfo,
 )
+from shardstream.packing.column_builder import ColumnSummary
 from shardstream.packing.destination import ShardNames, claim_destination
 from shardstream.packing.journal import Journal, Task, read_journal
 from shardstream.packing.report import Skip
@@ -70,6 +71,7 @@ class PartResult:
         skipped: Records that were skipped, in order.
         key_hashes: Base64 of 8 bytes for each key, if another part may have the same keys.
         matched: URL of each source of added fields -> samples of this part whose key it has, and keys that it has in all.
+        columns: Number and type of the values of columns, for each shard; none without columns.
     """
 
     shards: tuple[ShardInfo, ...]
@@ -79,6 +81,7 @@ class PartResult:
     skipped: tuple[Skip, ...] = ()
     key_hashes: str = ""
     matched: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    columns: tuple[ColumnSummary, ...] = ()
 
     @property
     def nsamples(self) -> int:
@@ -98,7 +101,11 @@ class PartResult:
         document: dict[str, JSON] = {"shards": shards, "fields": {**self.fields}}
         document |= {"left_out": self.left_out, "warnings": [*self.warnings]}
         document |= {"skipped": [[*one] for one in self.skipped], "keys": self.key_hashes}
-        return document | {"matched": {url: [*counts] for url, counts in self.matched.items()}}
+        document |= {"matched": {url: [*counts] for url, counts in self.matched.items()}}
+        columns: list[JSON] = [
+            {name: [*one] for name, one in some.items()} for some in self.columns
+        ]
+        return document | {"columns": columns}
 
     @classmethod
     def decode(cls, document: Mapping[str, Any]) -> PartResult:
@@ -118,6 +125,10 @@ class PartResult:
             matched={
                 str(url): (int(count), int(of)) for url, (count, of) in document["matched"].items()
             },
+            columns=tuple(
+                {str(name): (int(count), str(kind)) for name, (count, kind) in some.items()}
+                for some in document["columns"]
+            ),
         )
 
 

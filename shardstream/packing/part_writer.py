@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 from shardstream.format import END_OF_ARCHIVE, INDEX_SUFFIX, ShardInfo, encode_index
+from shardstream.packing.column_builder import ColumnSummary
 from shardstream.packing.destination import ShardNames
 from shardstream.packing.shard_writer import WriterOptions
 from shardstream.packing.tar_shard import Pieces, TarShard, sample_pieces
@@ -36,6 +37,8 @@ class PartWriter:
         """Published shards, in order."""
         self.fields: dict[str, int] = {}
         """Number of samples that have each field, in the published shards."""
+        self.columns: list[ColumnSummary] = []
+        """Number and type of the values of columns, for each published shard."""
         self._folder, self._names, self._number = folder, names, number
         self._limits, self._check_owner = limits, check_owner
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="shardstream-hash")
@@ -82,6 +85,7 @@ class PartWriter:
         self._folder.write(info.url + INDEX_SUFFIX, encode_index(shard.offsets))
         if columns is not None:
             self._folder.write(info.columns_url, columns)
+            self.columns.append(shard.column_summary)
         for field, count in shard.fields.items():
             self.fields[field] = self.fields.get(field, 0) + count
         self.shards.append(info)

@@ -415,6 +415,7 @@ class ReshardWork:
         return PartResult(
             shards=tuple(writer.shards),
             fields=writer.fields,
+            columns=tuple(writer.columns),
             left_out=self.last - self.first - written,
             matched={
                 source.url: (count, len(source))

@@ -24,7 +24,7 @@ from shardstream.format import (
     encode_index,
     encode_manifest_files,
 )
-from shardstream.packing.column_builder import check_column_counts, checked_columns
+from shardstream.packing.column_builder import ColumnSummary, check_summaries, checked_columns
 from shardstream.packing.destination import ShardNames, claim_destination, remove_shard
 from shardstream.packing.encode import encode_sample
 from shardstream.packing.journal import WRITER_TASK, FinishedShard, Journal, NumberedSkip, Task
@@ -228,7 +228,7 @@ class DatasetWriter:
         self._folder, self._names, self._options = folder, names, options
         self._is_resumable = task != WRITER_TASK
         self._skipped: list[NumberedSkip] = []
-        self._fields, self._column_counts = Counter[str](), Counter[str]()
+        self._fields, self._summaries = Counter[str](), list[ColumnSummary]()
         self._shard: TarShard | None = None
         self._pending: PendingFile | None = None
         self._error: BaseException | None = None
@@ -328,7 +328,7 @@ class DatasetWriter:
             )
         self._upload_shard()
         if self._options.columns is not None and not self.kept:  # kept shards may have the values
-            check_column_counts(self._options.columns, [self._column_counts], self.nsamples)
+            check_summaries(self._options.columns, self._summaries, self.nsamples)
         self._uploader.drain()
         self._prepare_first_change()
         self._uploader.check_in_place()
@@ -402,7 +402,7 @@ class DatasetWriter:
         info = shard.finish()
         columns = shard.column_file(info)
         pending.end()
-        self._column_counts.update(shard.column_counts)
+        self._summaries.append(shard.column_summary)
         self._fields.update(shard.fields)
         self._shard = self._pending = None
         on_uploaded = None

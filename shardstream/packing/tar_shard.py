@@ -19,7 +19,7 @@ from shardstream.format import (
     encode_member,
     member_name,
 )
-from shardstream.packing.column_builder import ColumnBuilder
+from shardstream.packing.column_builder import ColumnBuilder, ColumnSummary
 
 _BUFFER_BYTES = 1 << 20
 _MAX_UNHASHED_BUFFERS = 4
@@ -155,9 +155,9 @@ class TarShard:
         )
 
     @property
-    def column_counts(self) -> dict[str, int]:
-        """Number of samples that have a value, by the name of the column."""
-        return {} if self._columns is None else self._columns.counts
+    def column_summary(self) -> ColumnSummary:
+        """Number and type of the values, by the name of the column."""
+        return {} if self._columns is None else self._columns.summary
 
     def column_file(self, info: ShardInfo) -> bytes | None:
         """Return the file of columns of the finished shard; None without columns."""

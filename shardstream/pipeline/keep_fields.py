@@ -82,7 +82,10 @@ def keep_fields(fields: Sequence[str], known: Sequence[str] | None) -> KeepField
 
 def field_names(fields: Sequence[str] | None) -> tuple[str, ...]:
     """Return all names of ``fields=``, alternatives one by one; none for all fields."""
-    return () if fields is None else KeepFields(names=tuple(fields)).possible
+    if fields is None:
+        return ()
+    check_fields(fields, None, "the dataset")
+    return KeepFields(names=tuple(fields)).possible
 
 
 def check_fields(

@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import posixpath
 import re
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from urllib.parse import urlsplit
 
 from shardstream.errors import (
     AccessDeniedError,
@@ -251,7 +254,15 @@ def _without_query(url: str) -> str:
 
 def _globbed(pattern: str, storage: Storage) -> list[str]:
     with _explain_web_folder(pattern):
-        found = [file for file in storage.glob(pattern) if is_tar(file.url)]
+        folder = parent_url(pattern)
+        if pattern.startswith(_HTTP) and not _GLOB.search(
+            folder
+        ):  # the same links as of the folder
+            linked = _tars_of_folder(folder, storage.list_folder(folder)[0])
+            name = pattern.rsplit("/", 1)[-1]
+            found = [file for file in linked if fnmatchcase(file.url.rsplit("/", 1)[-1], name)]
+        else:
+            found = [file for file in storage.glob(pattern) if is_tar(file.url)]
     warn_of_links(pattern, found)
     if not found:
         raise NotFoundError(
@@ -259,6 +270,23 @@ def _globbed(pattern: str, storage: Storage) -> list[str]:
             shard=pattern,
         )
     return [file.url for file in found]
+
+
+def _tars_of_folder(folder: str, files: Sequence[FileInfo]) -> list[FileInfo]:
+    """Return the tars right in a folder; those that a web page links to, each once, whatever the links look like."""
+    tars = [file for file in files if is_tar(file.url)]
+    if not folder.startswith(_HTTP):
+        return tars
+    host, path = urlsplit(folder)[1:3]
+    by_path: dict[str, FileInfo] = {}
+    for file in sorted(
+        tars, key=lambda file: "?" in file.url
+    ):  # a link without a query is preferred
+        parts = urlsplit(file.url)
+        clean = posixpath.normpath(parts.path)
+        if parts.netloc == host and posixpath.dirname(clean) == posixpath.normpath(path or "/"):
+            by_path.setdefault(clean, replace(file, url=parts._replace(path=clean).geturl()))
+    return [by_path[one] for one in sorted(by_path)]
 
 
 def warn_of_links(url: str, tars: Sequence[FileInfo]) -> None:
@@ -411,7 +439,7 @@ def _from_folder(url: str, storage: Storage) -> LocatedShards:
     if MANIFEST_NAME in by_name:
         return _from_manifest(by_name[MANIFEST_NAME], storage, files, found)
     _check_finished(url, by_name, storage)
-    tars = [file for file in files if is_tar(file.url)]
+    tars = _tars_of_folder(url, files)
     warn_of_links(url, tars)
     if tars and url.startswith(_HTTP):  # the page has no sizes
         return _from_tars([tar.url for tar in tars], storage, ())

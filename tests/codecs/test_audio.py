@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import struct
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -216,3 +218,54 @@ def test_tags_before_the_first_frame_of_an_mp3_do_not_hide_its_length() -> None:
     assert AudioDecoder()(data).samples.shape == (2, RATE)
     with pytest.raises(ValueError, match=r"cut short: \d+ of 44100 samples are missing"):
         AudioDecoder()(data[:-3000])
+
+
+def by_ffmpeg(*options: str) -> bytes:
+    """Return what ffmpeg writes to a pipe, where it cannot add the length to the header; 1 s of noise, 9 s of silence."""
+    if shutil.which("ffmpeg") is None:
+        pytest.skip("needs ffmpeg")
+    noise = np.random.default_rng(0).normal(0, 0.3, RATE)
+    samples = np.concatenate([noise, np.zeros(9 * RATE)]).astype("<f4").tobytes()
+    command = ["ffmpeg", "-v", "error", "-f", "f32le", "-ar", str(RATE), "-ac", "1", "-i", "-"]
+    return subprocess.run(
+        [*command, *options, "-"], input=samples, capture_output=True, check=True
+    ).stdout
+
+
+@pytest.mark.parametrize("rate", [44_100, 48_000, 22_050, 11_025])
+@pytest.mark.parametrize("length", ["0", "1"])
+def test_streamed_mp3_is_read_whole_or_refused(rate: int, length: str) -> None:
+    options = ("-ar", str(rate), "-write_xing", length, "-f", "mp3")
+    constant = AudioDecoder()(by_ffmpeg("-b:a", "32k", *options))
+    assert 10 * rate <= constant.samples.shape[1] <= 10 * rate + 4 * 1152
+    with pytest.raises(ValueError, match="the bit rate changes and the header has no length"):
+        AudioDecoder()(by_ffmpeg("-q:a", "2", *options))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("-f", "flac"), "FLAC file without its length"),
+        (("-rf64", "always", "-f", "wav"), "finds no samples"),
+    ],
+)
+def test_other_streamed_files_are_refused(options: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AudioDecoder()(by_ffmpeg(*options))
+
+
+@pytest.mark.parametrize("codec", [("-c:a", "libvorbis"), ("-c:a", "libopus")])
+def test_ogg_files_one_after_the_other_are_refused(codec: tuple[str, ...]) -> None:
+    one = by_ffmpeg(*codec, "-f", "ogg")
+    assert AudioDecoder()(one).samples.shape[1] >= 10 * RATE
+    with pytest.raises(ValueError, match="several streams"):
+        AudioDecoder()(one + one)
+
+
+def test_cut_rf64_is_refused(tmp_path: Path) -> None:
+    path = str(tmp_path / "a.wav")
+    by_ffmpeg("-rf64", "always", "-y", path, "-f", "null")
+    data = Path(path).read_bytes()
+    assert AudioDecoder()(data).samples.shape == (1, 10 * RATE)
+    with pytest.raises(ValueError, match="of 441000 samples are there"):
+        AudioDecoder()(data[: len(data) // 2])

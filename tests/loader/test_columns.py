@@ -119,6 +119,8 @@ def test_keys_choose_samples_in_their_order(folder: str, tmp_path: Path) -> None
         ({"where": "cls = "}, "invalid"),
         ({"where": pc.field("klass") == 7}, "Columns: cls, width, high, name"),
         ({"where": 7}, "not int"),
+        ({"where": "random() < 0.5"}, "other samples each time"),
+        ({"keys": ["k\udcff"]}, "not UTF-8"),
         ({"where": "cls in (select 1 from read_text('/etc/hostname'))"}, "disabled"),
         ({"where": "cls = 7", "index": "ignore"}, "where= need shards"),
     ],
@@ -230,6 +232,7 @@ def test_stopped_pack_is_resumed_with_the_same_columns_only(
         ({"json": {"width": [1, 2]}}, "is a list"),
         ({"json": {"width": "wide"}}, "is text, but that of k000 is numbers"),
         ({"json": {"width": 1 << 63}}, "64 bits"),
+        ({"json": b'{"width": 18446744073709551617}'}, "64 bits"),
         ({"json": b"{"}, "cannot be read"),
         ({"cls": b"one"}, "cannot be read"),
     ],
@@ -280,6 +283,90 @@ def test_columns_that_cannot_be_made_are_errors(tmp_path: Path, columns: str, me
         ss.index(tmp_path / "data", columns=columns)
 
 
+def test_a_refused_sample_leaves_no_value(tmp_path: Path) -> None:
+    with ss.ShardWriter(tmp_path / "{shard}.tar", columns="cls,json.q") as writer:
+        with pytest.raises(SampleError):
+            writer.write({"__key__": "x", "cls": 7, "json": {"q": [1]}})
+        writer.write({"__key__": "x", "json": {"q": 5}})
+        writer.write({"__key__": "y", "cls": 1, "json": {"q": 6}})
+    assert ss.read_columns(tmp_path).to_pylist() == [
+        {"__key__": "x", "cls": None, "q": 5},
+        {"__key__": "y", "cls": 1, "q": 6},
+    ]
+    with pytest.raises(OptionError, match="chooses no sample"):
+        ss.ShardDataset(tmp_path, where="cls = 7")
+
+
+def test_the_type_of_a_refused_sample_is_not_that_of_the_column(tmp_path: Path) -> None:
+    rows = [{"__key__": "a", "json": {"w": "12", "h": [1]}}]
+    rows += [{"__key__": f"b{n}", "json": {"w": n, "h": n}} for n in range(6)]
+    with ss.ShardWriter(tmp_path / "{shard}.tar", columns="json.w,json.h") as writer:
+        for row in rows:
+            if row["__key__"] == "a":
+                with pytest.raises(SampleError):
+                    writer.write(row)
+            else:
+                writer.write(row)
+    assert ss.read_columns(tmp_path)["w"].to_pylist() == [*range(6)]
+
+
+@pytest.mark.parametrize("way", ["parts", "executor", "reshard", "index"])
+def test_columns_without_values_are_errors_in_parts_too(
+    folder: str, tmp_path: Path, way: str
+) -> None:
+    options: dict[str, Any] = {"max_samples": 15, "columns": "klass"}
+
+    def write_and_publish() -> None:
+        if way == "parts":
+            ss.pack(f"{folder}/*.tar", tmp_path / "new", executor=ss.Parts(1, 1), **options)
+            ss.merge(tmp_path / "new")
+        elif way == "executor":
+            ss.pack(f"{folder}/*.tar", tmp_path / "new", executor=ss.LocalExecutor(), **options)
+        elif way == "reshard":
+            ss.reshard(folder, tmp_path / "new", **options)
+        else:
+            shutil.copytree(folder, tmp_path / "new")
+            (tmp_path / "new" / "index.json").unlink()
+            ss.index(tmp_path / "new", columns="klass", executor=ss.Parts(1, 1))
+            ss.merge(tmp_path / "new")
+
+    with pytest.raises(OptionError, match="no sample has a value for the column klass"):
+        write_and_publish()
+    assert not (tmp_path / "new" / "index.json").exists()
+
+
+def test_types_that_differ_between_shards_are_refused_when_they_are_written(tmp_path: Path) -> None:
+    writer = ss.ShardWriter(tmp_path, max_samples=1, columns="json.w")
+    writer.write({"json": {"w": 1}})
+    writer.write({"json": {"w": "n/a"}})
+    with pytest.raises(OptionError, match="numbers in some shards and text in others"):
+        writer.close()
+    assert not (tmp_path / "index.json").exists()
+
+
+def test_resharded_over_another_dataset_has_no_old_columns(folder: str, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    ss.reshard(folder, copy, max_samples=15, overwrite=True)
+    assert not [*Path(copy).glob("*.parquet")]
+
+
+def test_fields_that_begin_alike_have_columns(tmp_path: Path) -> None:
+    with ss.ShardWriter(
+        tmp_path / "{shard}.tar", columns="txt.json.w,txt,n=txt.json.m.n"
+    ) as writer:
+        writer.write({"txt": "a", "txt.json": {"w": 3, "m": {"n": 4}}})
+    assert ss.read_columns(tmp_path).to_pylist() == [
+        {"__key__": "00000000", "w": 3, "txt": "a", "n": 4}
+    ]
+
+
+def test_columns_need_the_checksums_of_a_manifest(folder: str, tmp_path: Path) -> None:
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (Path(copy) / "index.json").unlink()
+    with pytest.raises(IndexMismatchError, match="no checksum of the shard is known"):
+        ss.ShardDataset(copy, where="cls = 3")
+
+
 def test_text_and_keys_alone_are_columns(tmp_path: Path) -> None:
     folder = write(tmp_path, "txt,__key__")
     assert ss.read_columns(folder).column_names == ["__key__", "txt"]
@@ -300,8 +387,11 @@ def test_types_of_two_shards_are_united_or_refused(tmp_path: Path) -> None:
 
     assert ss.read_columns(dataset("float", 0.5))["size"].to_pylist() == [1.0, 0.5]
     assert ss.read_columns(dataset("none", None))["size"].to_pylist() == [1, None]
+    for part in ("float", "text"):
+        with ss.ShardWriter(tmp_path / "two" / part, columns="json.size") as writer:
+            writer.write({"json": {"size": 1 if part == "float" else "wide"}})
     with pytest.raises(OptionError, match="do not fit together"):
-        ss.ShardDataset(dataset("text", "wide"), where="size = 1")
+        ss.ShardDataset([tmp_path / "two" / "float", tmp_path / "two" / "text"], where="size = 1")
 
 
 def test_repeated_keys_of_a_dataset_cannot_be_chosen(tmp_path: Path) -> None:
@@ -411,6 +501,7 @@ def test_classes_are_weighted_by_their_column(folder: str, tmp_path: Path) -> No
         ({0: 1.0}, "no weight of the class 1"),
         (dict.fromkeys(range(11), 1.0), "the class 10, which no sample has"),
         (dict.fromkeys(range(10), -1.0), "weight"),
+        (dict.fromkeys(range(10)), "takes a number for each class"),
     ],
     ids=str,
 )

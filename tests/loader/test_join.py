@@ -210,8 +210,12 @@ def test_fields_are_chosen_by_dataset(parts: dict[str, str], tmp_path: Path) -> 
     with pytest.raises(OptionError, match="no sample has the field 'jpg', but cls, id, txt"):
         ss.join(parts["images"], {folder: ["jpg"]})
     (tmp_path / "index.json").unlink()  # fields are not known before samples are read
+    with pytest.raises(IndexMismatchError, match="no checksum of the shard is known"):
+        ss.join(parts["images"], folder)
+    (tmp_path / "0.tar.cols.parquet").unlink()
+    ordered = ss.ShardDataset(parts["images"], subset=shuffled(7))
     with pytest.raises(SampleError, match="two of the joined datasets have the field 'cls'"):
-        rows(ss.join(parts["images"], folder))
+        rows(ss.join(ordered, folder))
 
 
 def table(path: Path, keys: list[int], **columns: Any) -> str:
@@ -253,6 +257,23 @@ def test_missing_values_of_a_table_are_missing_fields(
         ss.join(parts["images"], {some: ["txt"]})
     kept = [*ss.join(parts["images"], {some: ["txt"]}, missing={"txt": b"none"})]
     assert [sample.get("txt") for sample in kept[:5]] == [None, b"none", b"", b"none", None]
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "message"),
+    [
+        ("npy", pa.array([[3, None]], pa.list_(pa.int64())), "with null"),
+        ("x.json", pa.array([{"a": float("nan")}]), "JSON compliant"),
+    ],
+)
+def test_values_that_would_change_are_errors(
+    parts: dict[str, str], tmp_path: Path, field: str, values: Any, message: str
+) -> None:
+    path = str(tmp_path / "t.parquet")
+    pq.write_table(pa.table({"key": ["k000"], "value": values}), path)
+    one = ss.ShardDataset(parts["images"], subset=[0])
+    with pytest.raises(SampleError, match=message):
+        rows(ss.join(one, {path: {field: "value"}}))
 
 
 @pytest.mark.parametrize(
@@ -312,6 +333,14 @@ def test_replaced_dataset_is_noticed(parts: dict[str, str], tmp_path: Path) -> N
         rows(dataset)
 
 
+def test_join_begins_with_the_epoch_of_the_first_dataset(parts: dict[str, str]) -> None:
+    first = ss.ShardDataset(parts["images"], shuffle=True)
+    first.set_epoch(4)
+    joined = ss.join(first, parts["captions"])
+    assert joined.epoch == 4
+    assert [row[0] for row in rows(joined)] == [sample["__key__"] for sample in first]
+
+
 def test_pickled_join_reads_the_same(parts: dict[str, str]) -> None:
     dataset = ss.join(parts["images"], parts["captions"])
     copy = pickle.loads(pickle.dumps(dataset))  # noqa: S301
@@ -326,6 +355,7 @@ def test_pickled_join_reads_the_same(parts: dict[str, str]) -> None:
         (["captions"], {"by": "name"}, "by must be"),
         (["captions"], {"missing": "ignore"}, "missing must be"),
         (["bare"], {"by": "key"}, "no columns to join by"),
+        (["some"], {"missing": {"text": b""}}, "the field 'text', which no joined dataset has"),
         (["some"], {"by": "position"}, "60 samples cannot be joined by position with 48 samples"),
     ],
 )
@@ -348,6 +378,8 @@ def test_what_cannot_be_joined_is_an_error(parts: dict[str, str], tmp_path: Path
         ss.join(ss.ShardDataset(parts["images"], weights=[1] * COUNT), parts["captions"])
     with pytest.raises(OptionError, match="cannot be part of a mix"):
         ss.mix([images, ss.join(images, parts["captions"])])
+    with pytest.raises(OptionError, match=r"not a JoinDataset; ss.join\(a, b, c\)"):
+        ss.join(images, ss.join(images, parts["captions"]))  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="url: "):
         ss.join(images, {parts["captions"]: "txt"})
     twice = write(tmp_path / "twice", "txt", [0])

@@ -246,6 +246,23 @@ def test_shards_that_a_page_links_to_are_read_with_a_warning(
 
 
 @pytest.mark.parametrize("name", ["data/", "data/*.tar"])
+def test_links_of_a_page_are_taken_once_and_only_those_of_the_folder(
+    name: str, tmp_path: Path
+) -> None:
+    folder = Path(make_shards(tmp_path / "data", samples=12, per_shard=5))
+    (folder / "index.json").unlink()
+    make_shards(tmp_path / "data" / "sub", samples=3)
+    make_shards(tmp_path, samples=3)
+    tars = sorted(path.name for path in folder.glob("*.tar"))
+    links = [tars[0], f"/data/{tars[0]}", f"{tars[0]}?dl=1", f"./{tars[1]}", tars[2]]
+    links += ["sub/000000.tar", "../000000.tar"]
+    page = "".join(f'<a href="{link}">x</a>\n' for link in links)
+    (folder / "index.html").write_text(f"<html>{page}</html>")
+    with serve_files(tmp_path) as served:
+        assert read_labels(f"{served.url}/{name}") == list(range(12))
+
+
+@pytest.mark.parametrize("name", ["data/", "data/*.tar"])
 def test_folder_without_manifest_and_listing_says_what_to_do(name: str, tmp_path: Path) -> None:
     folder = Path(make_shards(tmp_path / "data", samples=12, per_shard=5))
     (folder / "index.json").unlink()
