@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     )
     from shardstream.packing import ShardWriter, index, merge, pack, reshard, verify, write_shard
     from shardstream.pipeline import BadSample, ReadOptions, SkipBudget, read_shard
+    from shardstream.storage import FieldFile
     from shardstream.tasks import Executor, FuturesExecutor, LocalExecutor, Parts, Task
 
 __all__ = [
@@ -72,6 +73,7 @@ __all__ = [
     "ClassesWarning",
     "DecodeError",
     "Executor",
+    "FieldFile",
     "FuturesExecutor",
     "ImageWarning",
     "IndexMismatchError",
@@ -128,6 +130,7 @@ _LAZY = {
     "BadSample": "pipeline",
     "Catalog": "catalog",
     "CatalogDataset": "loader",
+    "FieldFile": "storage",
     "Executor": "tasks",
     "FuturesExecutor": "tasks",
     "LocalExecutor": "tasks",

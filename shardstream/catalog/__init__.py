@@ -32,7 +32,6 @@ from shardstream.catalog.integrity import VerifiedReader, Verify
 from shardstream.catalog.join_catalog import JoinCatalog, JoinPart
 from shardstream.catalog.join_keys import match_keys, read_column
 from shardstream.catalog.manifest_versions import check_manifests
-from shardstream.catalog.member_indexes import MemberIndexes
 from shardstream.catalog.object_catalog import LabelFunction, ObjectCatalog, folder_label
 from shardstream.catalog.sample_columns import Keys, Where, read_columns
 from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
@@ -50,7 +49,6 @@ __all__ = [
     "JoinPart",
     "Keys",
     "LabelFunction",
-    "MemberIndexes",
     "Numbers",
     "ObjectCatalog",
     "ShardCatalog",

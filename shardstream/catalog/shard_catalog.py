@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from shardstream.catalog.base import (
 )
 from shardstream.catalog.integrity import Verify, open_verified_reader
 from shardstream.catalog.manifest_versions import check_manifests
-from shardstream.catalog.member_indexes import MIN_MEAN_BYTES, MemberIndexes
+from shardstream.catalog.member_indexes import MIN_MEAN_BYTES, Layout, MemberIndexes
 from shardstream.errors import IndexMismatchError, OptionError, plural
 from shardstream.format import (
     BLOCK_BYTES,
@@ -41,6 +41,7 @@ from shardstream.format import (
 )
 from shardstream.storage import (
     AdaptiveLimit,
+    FieldPlaces,
     FileVersions,
     LocalPaths,
     LocatedShards,
@@ -76,9 +77,11 @@ class ShardCatalog(Catalog):
         storage: Storage of the shards.
         verify: "sha256" compares all bytes read with the manifest's checksums (see `VerifiedReader`).
         fields: Fetch these fields only, where that is known to save time (see `MemberIndexes`); others may be fetched, too.
+        places: Fetch only the places of large members of some fields, which `OpenFields` opens.
 
     Raises:
-        OptionError: If a shard cannot be read by number (see `lacks_index`), or ``verify`` finds no checksum for it.
+        OptionError: If a shard cannot be read by number (see `lacks_index`), ``verify`` finds no checksum for it, or ``places`` no
+            index of members.
         ShardError: If a local tar that is scanned is damaged.
     """
 
@@ -88,6 +91,7 @@ class ShardCatalog(Catalog):
         storage: Storage,
         verify: Verify | None = None,
         fields: Collection[str] = (),
+        places: FieldPlaces | None = None,
     ) -> None:
         self._storage = storage
         self.timeout_s = storage.timeouts.total_s
@@ -120,10 +124,8 @@ class ShardCatalog(Catalog):
         self._mmap_pool = MmapPool()
         if located.indexes:
             self._keep_read(located.indexes)
-        self._members: MemberIndexes | None = None
-        if fields and verify is None and self._has_large_members():
-            self._members = MemberIndexes(fields, storage)
-            self.max_read_ratio = FAR_READ_RATIO
+        can_leave_out = places is not None or bool(fields)
+        self._members = self._open_members(fields, places) if can_leave_out else None
 
     def __getstate__(self) -> dict[str, Any]:
         with _lock:  # another thread may be reading
@@ -258,11 +260,14 @@ class ShardCatalog(Catalog):
         """
         if self._verified_reader is not None:
             return self._verified_reader.read(shard, start, end, concurrency)
-        if self.is_local:
-            self._files.record(shard)
         info = self.shards[shard]
         hints = hints_of(concurrency) | {"size": info.filesize}
-        data = self._storage.read_view(info.url, start, end, **hints)
+        self._files.record(shard)
+        if self._members is None:
+            data = self._storage.read_view(info.url, start, end, **hints)
+        else:
+            layout = self._layout(shard, self._members)
+            data = layout.read(start, end, partial(self._storage.read_view, info.url, **hints))
         self._files.check([shard])
         return data
 
@@ -286,8 +291,11 @@ class ShardCatalog(Catalog):
             offsets, mine = self._offsets_of(IndexChunk(*chunk)), within[first:last]
             places = by_chunk[first:last]
             starts[places], ends[places] = offsets[mine], offsets[mine + 1]
-        extents = Extents(shards, starts, ends)
-        return extents if self._members is None else self._members.narrow(extents, self.shards)
+        if self._members is not None:
+            for shard in np.unique(shards).tolist():
+                mine = np.flatnonzero(shards == shard)
+                ends[mine] = self._layout(shard, self._members).ends_of(starts[mine])
+        return Extents(shards, starts, ends)
 
     def find_shards(self, numbers: Numbers) -> Numbers:
         """Return the shard of each sample, shape (n,)."""
@@ -303,13 +311,34 @@ class ShardCatalog(Catalog):
         """Read a part of an index."""
         self._offsets_of(chunk)
         if self._members is not None:
-            self._members.load(self.shards[chunk.shard])
+            self._layout(chunk.shard, self._members)
 
-    def _has_large_members(self) -> bool:
-        """Return whether samples are remote and large, and the first shard has an index of members."""
-        if self.is_local or self.total_bytes < MIN_MEAN_BYTES * max(1, len(self)):
-            return False
-        return self._storage.exists(self.shards[0].members_url)
+    def _layout(self, shard: int, members: MemberIndexes) -> Layout:
+        """Return what is fetched of the samples of a shard."""
+        return members.load(
+            self.shards[shard],
+            lambda: self.offsets(shard),
+            lambda: self._files.mtime_ns(shard),
+        )
+
+    def _open_members(
+        self, fields: Collection[str], places: FieldPlaces | None
+    ) -> MemberIndexes | None:
+        """Return the indexes of members if large ones are left out; that is known of the first shard."""
+        is_large = self.total_bytes >= MIN_MEAN_BYTES * max(1, len(self))
+        can_save = is_large and not self.is_local and self._verified_reader is None
+        if places is None and not can_save:
+            return None
+        if not self.shards or not self._storage.exists(self.shards[0].members_url):
+            if places is None:
+                return None
+            raise OptionError(
+                "lazy= needs the index of members: run 'shardstream index --members' on the dataset",
+                shard=self.shards[0].url if self.shards else None,
+            )
+        self.is_local = False  # members are left out of bytes that are copied
+        self.max_read_ratio = FAR_READ_RATIO
+        return MemberIndexes(self._storage, fields, places)
 
     def offsets(self, shard: int) -> Offsets:
         """Return the whole index of a shard, shape (n + 1,).

@@ -5,6 +5,7 @@ audio               sound -> samples and rate
 video               videos that are decoded where they are used
 video_length        cut files, by the lengths that containers declare
 video_readers       frames and sound of a video file, by torchcodec or PyAV
+mp4_frames          times of the frames of a long MP4 file, without reading them
 plain_values        MessagePack, CBOR, CSV; the depth of nested values
 tenbin              arrays in WebDataset's tensor format
 """

@@ -15,6 +15,7 @@ from shardstream.codecs.audio import Audio, convert_audio
 from shardstream.codecs.video_length import check_whole
 from shardstream.codecs.video_readers import (
     LIBRARIES,
+    RangedFile,
     VideoMetadata,
     VideoReader,
     open_reader,
@@ -57,19 +58,19 @@ class VideoClip(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Video:
-    """A video file that is decoded when its frames are asked for; picklable, by its bytes.
+    """A video file that is decoded when its frames are asked for; picklable, by its bytes or by their place.
 
     Frames are numbered from 0 in the order of their times, and rotated as the file says. An error names the sample.
 
     Args:
-        data: The file.
+        data: The file, or a `FieldFile` of it: then of an MP4 or QuickTime file only the tables and the parts with the frames are fetched.
         library: "torchcodec" or "pyav"; None takes the first that can be imported.
         key: Key of the sample, for errors.
         shard: URL of the shard, for errors.
         field: Field of the video, for errors.
     """
 
-    data: bytes = dataclasses.field(repr=False)
+    data: bytes | RangedFile = dataclasses.field(repr=False)
     library: str | None = None
     key: str | None = None
     shard: str | None = None
@@ -87,10 +88,11 @@ class Video:
 
     @property
     def metadata(self) -> VideoMetadata:
-        """Number of frames, size, mean rate, codec. Reads the whole file once, without decoding it.
+        """Number of frames, size, mean rate, codec. Reads a file in memory once, without decoding it.
 
         Raises:
             DecodeError: If it is no video.
+            StorageError: If parts of it cannot be fetched; also by the other methods.
         """
         return self._reader.metadata
 
@@ -208,6 +210,8 @@ class Video:
         except (OptionError, DecodeError, MemoryError):
             raise
         except Exception as error:
+            if not isinstance(self.data, bytes) and self.data.failure is not None:
+                raise self.data.failure from error
             text = str(error).strip().partition("\n")[0]
             is_of_library = isinstance(error, RuntimeError) and self.library != "pyav"
             raise self._error(
@@ -240,7 +244,7 @@ class VideoDecoder:
                 f"library must be one of {', '.join(LIBRARIES)}, not {self.library!r}"
             )
 
-    def __call__(self, data: bytes) -> Video | VideoClip:
+    def __call__(self, data: bytes | RangedFile) -> Video | VideoClip:
         """Return the video; nothing is decoded before it is used, unless there is ``to_tensor``."""
         video = Video(data=data, library=self.library)
         if self.to_tensor is None:

@@ -6,6 +6,8 @@ Matroska and WebM), RIFF (AVI). MPEG streams and Ogg declare no length.
 
 from __future__ import annotations
 
+from shardstream.codecs.mp4_frames import Sliceable
+
 _EBML = b"\x1a\x45\xdf\xa3"
 _SEGMENT = b"\x18\x53\x80\x67"
 _BOXES = (
@@ -14,7 +16,7 @@ _BOXES = (
 )
 
 
-def check_whole(data: bytes) -> None:
+def check_whole(data: Sliceable) -> None:
     """Check that the parts of a container are there.
 
     Raises:
@@ -30,7 +32,7 @@ def check_whole(data: bytes) -> None:
         raise ValueError(f"the file is cut short: {len(data)} of {end} bytes are there")
 
 
-def _boxes_end(data: bytes) -> int:
+def _boxes_end(data: Sliceable) -> int:
     """Return the end of the last box of the top level that begins in the file; 0 for other formats."""
     start = 0
     while data[start + 4 : start + 8] in _BOXES:
@@ -43,7 +45,7 @@ def _boxes_end(data: bytes) -> int:
     return start
 
 
-def _matroska_end(data: bytes) -> int:
+def _matroska_end(data: Sliceable) -> int:
     """Return the end of the segment; 0 if its length is unknown, as in a live recording."""
     size, length = _element_size(data, len(_EBML))
     start = len(_EBML) + length + size
@@ -54,7 +56,7 @@ def _matroska_end(data: bytes) -> int:
     return 0 if is_unknown else start + len(_SEGMENT) + length + size
 
 
-def _element_size(data: bytes, start: int) -> tuple[int, int]:
+def _element_size(data: Sliceable, start: int) -> tuple[int, int]:
     """Return the size of an element and the length of that number, which has one zero bit less in front."""
     length = 9 - int.from_bytes(data[start : start + 1], "big").bit_length()
     number = int.from_bytes(data[start : start + length], "big")

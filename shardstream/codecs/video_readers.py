@@ -1,12 +1,14 @@
-"""Read frames and sound of a video file in memory, with torchcodec or PyAV; both use FFmpeg."""
+"""Read frames and sound of a video file, in memory or by ranges, with torchcodec or PyAV; both use FFmpeg."""
 
 from __future__ import annotations
 
 import io
+import json
 import logging
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache, cached_property
 from importlib import import_module
 from typing import Any, Protocol
@@ -14,6 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardstream.codecs.audio import AUDIO_LIMIT_BYTES
+from shardstream.codecs.mp4_frames import FrameTable, Sliceable, read_frame_table
 from shardstream.errors import OptionError
 
 _Sound = tuple[Iterator[np.ndarray[Any, Any]], int]
@@ -49,6 +52,19 @@ class VideoMetadata:
     pixel_format: str
 
 
+class RangedFile(Sliceable, Protocol):
+    """A file that is read by ranges, such as a `FieldFile`."""
+
+    failure: Exception | None
+    """The error of the last read."""
+
+    def read(self) -> bytes:
+        """Return all bytes."""
+
+    def open(self) -> io.BufferedReader:
+        """Return a file that reads and seeks."""
+
+
 class VideoReader(Protocol):
     """Reads one file; used by one thread at a time."""
 
@@ -60,11 +76,11 @@ class VideoReader(Protocol):
         """Return frames by number in the order of their times, shape (N, H, W, 3), uint8."""
 
 
-def open_reader(data: bytes, library: str | None) -> VideoReader:
+def open_reader(data: bytes | RangedFile, library: str | None) -> VideoReader:
     """Open the frames of a file.
 
     Args:
-        data: A video file.
+        data: A video file; one that is not in memory is read whole if only that tells the times of its frames.
         library: One of `LIBRARIES`; None takes the first that can be imported.
 
     Raises:
@@ -72,10 +88,19 @@ def open_reader(data: bytes, library: str | None) -> VideoReader:
         Exception: Any error of the library, for a file that is not a video.
     """
     chosen, module = _load_library(library)
-    return _TorchcodecReader(module, data) if chosen == "torchcodec" else _PyavReader(module, data)
+    table = None
+    if not isinstance(data, bytes):
+        table = read_frame_table(data)
+        if table is None:
+            logger.info("a video is fetched whole: its frames have no table that can be used")
+            data = data.read()
+    reader = _TorchcodecReader if chosen == "torchcodec" else _PyavReader
+    return reader(module, data, table)
 
 
-def read_sound(data: bytes, library: str | None) -> tuple[np.ndarray[Any, Any], int] | None:
+def read_sound(
+    data: bytes | RangedFile, library: str | None
+) -> tuple[np.ndarray[Any, Any], int] | None:
     """Return the first sound of a video file, shape (C, T), float32, and its rate in Hz; None if there is none.
 
     Raises:
@@ -84,7 +109,8 @@ def read_sound(data: bytes, library: str | None) -> tuple[np.ndarray[Any, Any], 
         Exception: Any other error of the library.
     """
     chosen, module = _load_library(library)
-    sound = (_torchcodec_sound if chosen == "torchcodec" else _pyav_sound)(module, data)
+    whole = data if isinstance(data, bytes) else data.read()
+    sound = (_torchcodec_sound if chosen == "torchcodec" else _pyav_sound)(module, whole)
     if sound is None:
         return None
     pieces, rate = sound
@@ -121,15 +147,21 @@ def _load_library(library: str | None) -> tuple[str, Any]:
 
 
 class _TorchcodecReader:
-    """Reads with torchcodec, which scans the packets of the file when it is opened, without decoding them."""
+    """Reads with torchcodec, which without a table scans the packets of the file when it is opened, without decoding them."""
 
-    def __init__(self, decoders: Any, data: bytes) -> None:
-        self._decoder = decoders.VideoDecoder(data, dimension_order="NHWC", seek_mode="exact")
+    def __init__(self, decoders: Any, data: bytes | RangedFile, table: FrameTable | None) -> None:
+        self._table = table
+        self._decoder = decoders.VideoDecoder(
+            data if isinstance(data, bytes) else data.open(),
+            dimension_order="NHWC",
+            custom_frame_mappings=None if table is None else _frame_mappings(table),
+        )
         found = self._decoder.metadata
         self.metadata = VideoMetadata(
             num_frames=found.num_frames or 0,
-            fps=found.average_fps or 0.0,
-            duration_s=found.duration_seconds or 0.0,
+            # With a table torchcodec takes the rate that the header declares.
+            fps=float(found.average_fps or 0.0) if table is None else table.fps,
+            duration_s=float(found.duration_seconds or 0.0),
             height=found.height,
             width=found.width,
             codec=found.codec or "",
@@ -137,25 +169,44 @@ class _TorchcodecReader:
         )
 
     def read_frames(self, numbers: Sequence[int]) -> np.ndarray[Any, Any]:
-        frames: np.ndarray[Any, Any] = self._decoder.get_frames_at(list(numbers)).data.numpy()
+        found = self._decoder.get_frames_at(list(numbers))
+        if self._table is not None:
+            times = self._table.times[list(numbers)] / self._table.timescale
+            if np.abs(found.pts_seconds.numpy() - times).max(initial=0) * self._table.timescale > 1:
+                raise ValueError("frames have other times than the tables of the file")
+        frames: np.ndarray[Any, Any] = found.data.numpy()
         return frames
+
+
+def _frame_mappings(table: FrameTable) -> str:
+    """Return the table as torchcodec takes it: as ffprobe prints it."""
+    columns = (table.times.tolist(), table.durations.tolist(), table.is_key.tolist())
+    frames = [
+        {"pts": time, "duration": duration, "key_frame": int(is_key)}
+        for time, duration, is_key in zip(*columns, strict=True)
+    ]
+    return json.dumps({"frames": frames})
 
 
 class _PyavReader:
     """Reads with PyAV: numbers frames by the times of the packets, and decodes from the last key frame before each."""
 
-    def __init__(self, av: Any, data: bytes) -> None:
+    def __init__(self, av: Any, data: bytes | RangedFile, table: FrameTable | None) -> None:
         self._av = av
         self._data = data
         with self._open() as container:
             if not container.streams.video:
                 raise ValueError("the file has no video stream")
             stream = container.streams.video[0]
-            packets = [
-                (packet.pts, packet.is_keyframe, packet.duration or 0)
-                for packet in container.demux(stream)
-                if packet.size and not packet.is_discard
-            ]
+            packets = (
+                [
+                    (packet.pts, packet.is_keyframe, packet.duration or 0)
+                    for packet in container.demux(stream)
+                    if packet.size and not packet.is_discard
+                ]
+                if table is None
+                else _packets(table, stream.time_base)
+            )
             times = [time for time, _, _ in packets]
             # Old files (AVI) have no times of their own: frames are then counted by decoding from the start.
             self._has_times = None not in times and len(set(times)) == len(times)
@@ -232,10 +283,22 @@ class _PyavReader:
                 if not self._has_times:
                     yield count, frame
                 elif frame.pts is not None and frame.pts >= self._times[key]:
-                    yield self._number_of(frame.pts), frame
+                    found = self._number_of(frame.pts)
+                    if self._times[found] != frame.pts:
+                        raise ValueError(f"a frame has the time {frame.pts}, which no packet has")
+                    yield found, frame
 
     def _open(self) -> Any:
-        return self._av.open(io.BytesIO(self._data), "r")
+        data = self._data
+        return self._av.open(io.BytesIO(data) if isinstance(data, bytes) else data.open(), "r")
+
+
+def _packets(table: FrameTable, time_base: Fraction) -> list[tuple[int, bool, int]]:
+    """Return times, key frames and durations as PyAV gives them."""
+    if time_base != Fraction(1, table.timescale):
+        raise ValueError(f"the stream counts {time_base} s, its table 1/{table.timescale} s")
+    columns = table.times.tolist(), table.is_key.tolist(), table.durations.tolist()
+    return list(zip(*columns, strict=True))
 
 
 def _pixels(frame: Any, shape: tuple[int, int, int]) -> np.ndarray[Any, Any]:

@@ -49,11 +49,11 @@ def encode_member_index(members: Sequence[Member], *, shard: str = "") -> bytes:
     return f"v1.2 {len(lines)}\n{text}".encode()
 
 
-def decode_member_index(data: bytes, *, url: str = "") -> list[list[tuple[str, int, int]]]:
-    r"""Return the members of each sample as field, offset and size of its bytes, in order.
+def decode_member_index(data: bytes, *, url: str = "") -> list[list[tuple[str, int, int, str]]]:
+    r"""Return the members of each sample as field, offset and size of its bytes, and name, in order.
 
     >>> decode_member_index(b"v1.2 1\njpg 512 9 a.jpg cls 1536 1 a.cls\n")
-    [[('jpg', 512, 9), ('cls', 1536, 1)]]
+    [[('jpg', 512, 9, 'a.jpg'), ('cls', 1536, 1, 'a.cls')]]
 
     Raises:
         IndexMismatchError: If it is not such an index.
@@ -68,7 +68,7 @@ def decode_member_index(data: bytes, *, url: str = "") -> list[list[tuple[str, i
         ) from error
 
 
-def _parse(text: str) -> list[list[tuple[str, int, int]]]:
+def _parse(text: str) -> list[list[tuple[str, int, int, str]]]:
     title, *lines = text.removesuffix("\n").split("\n")
     samples = []
     end = 0
@@ -77,8 +77,8 @@ def _parse(text: str) -> list[list[tuple[str, int, int]]]:
         fields, offsets, sizes, names = (words[first::4] for first in range(4))
         if len(names) != len(fields):
             raise ValueError(f"{len(words)} words in a line, not 4 for each member")
-        samples.append([*zip(fields, map(int, offsets), map(int, sizes), strict=True)])
-        for _, offset, size in samples[-1]:
+        samples.append([*zip(fields, map(int, offsets), map(int, sizes), names, strict=True)])
+        for _, offset, size, _ in samples[-1]:
             if offset < end or size < 0:
                 raise ValueError("members that overlap")
             end = offset + size

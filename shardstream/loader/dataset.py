@@ -50,6 +50,7 @@ from shardstream.pipeline import (
     check_stage,
     default_partition,
     field_names,
+    first_stages,
     keep_fields,
     open_sequential_source,
     open_source,
@@ -276,6 +277,9 @@ class ShardDataset(StreamDataset):
         fields: Fields of the samples, e.g. ``("jpg", "cls")`` or ``("jpg;png", "cls")``, besides key and URL; others are neither decoded
             nor, from local shards of large samples, read. A field that the manifest does not list is refused; a sample without one
             of them is a bad sample (see ``on_error``). Order and ``map(rng=True)`` stay the same. None means all.
+        lazy: Fields whose bytes are not read, e.g. ``("mp4",)``: their value is a `FieldFile`, which reads parts of them where they are
+            used. ``decode("video")`` makes a `Video` of it that fetches only what its frames need (of MP4 and QuickTime files);
+            other decoders read it whole. Needs ``shardstream index URL --members``, and not ``verify``. Fields of under 256 KiB are read at once.
         storage_options: For fsspec, e.g. ``{"endpoint_url": "http://127.0.0.1:9000"}``.
         filesystem: An fsspec file system to use instead.
         cache_dir: A local folder that caches remote bytes, for later epochs and other processes.
@@ -320,6 +324,7 @@ class ShardDataset(StreamDataset):
         replacement: bool = True,
         num_samples: int | None = None,
         fields: Sequence[str] | None = None,
+        lazy: Sequence[str] = (),
         storage_options: dict[str, Any] | None = None,
         filesystem: Any = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -334,7 +339,7 @@ class ShardDataset(StreamDataset):
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
         located = locate_shards(urls, storage)
         unindexed = located.shards[0].url if index == "ignore" else lacks_index(located, storage)
-        stages: list[Stage] = [] if fields is None else [keep_fields(fields, located.fields)]
+        stages, places = first_stages(fields, lazy, located.fields, storage, verify)
         source: IndexedSource | SequentialSource
         if unindexed is None:
             options = ReadOptions(
@@ -348,13 +353,13 @@ class ShardDataset(StreamDataset):
                 prefetch_bytes=prefetch_bytes,
                 hedge=hedge,
             )
-            whole = ShardCatalog(located, storage, verify, field_names(fields))
+            whole = ShardCatalog(located, storage, verify, field_names(fields), places)
             catalog = choose_samples(whole, subset, keys, where)
             source = open_source(catalog, options, weights, replacement, num_samples)
         else:
             drawn = weights is not None or num_samples is not None or not replacement
             needs = {"verify=": verify, "subset=": subset, "keys=": keys, "where=": where}
-            needs |= {"weights=": drawn or None}
+            needs |= {"weights=": drawn or None, "lazy=": places}
             _check_whole_shards(unindexed, index, needs)
             source = open_sequential_source(located, storage, shuffle=shuffle, seed=seed)
             stages += [Shuffle(window=window or _WHOLE_SHARD_WINDOW)] if shuffle else []

@@ -36,7 +36,7 @@ from shardstream.pipeline import (
     check_epoch,
     check_stage,
     field_names,
-    keep_fields,
+    first_stages,
 )
 from shardstream.storage import Storage, Urls, locate_shards, new_lock, open_cache
 
@@ -58,15 +58,15 @@ class MapDataset(ItemSteps, Dataset[Any]):
     Args:
         catalog: The samples.
         seed: For ``map(rng=True)``.
-        fields: As in `ShardDataset`.
+        stages: Steps that come first.
     """
 
-    def __init__(self, catalog: Catalog, *, seed: int, fields: Sequence[str] | None = None) -> None:
+    def __init__(self, catalog: Catalog, *, seed: int, stages: tuple[Stage, ...] = ()) -> None:
         self._catalog = catalog
         self._numbers: Numbers | range = range(len(catalog))
         self._pipeline = Pipeline(
             source=CatalogSource(catalog=catalog, options=ReadOptions(seed=seed)),
-            stages=() if fields is None else (keep_fields(fields, catalog.fields),),
+            stages=stages,
         )
         self._opened: _Opened | None = None
         self.epoch = 0
@@ -182,6 +182,7 @@ class ShardMapDataset(MapDataset):
         where: The samples whose columns fulfil a condition only, as in `ShardDataset`.
         seed: For ``map(rng=True)``.
         fields: Some fields only, as in `ShardDataset`.
+        lazy: Fields that are read where they are used, as in `ShardDataset`.
         storage_options: For fsspec.
         filesystem: An fsspec file system to use instead.
         cache_dir: A local folder that caches remote bytes, for later epochs and other processes.
@@ -203,6 +204,7 @@ class ShardMapDataset(MapDataset):
         where: Where | None = None,
         seed: int = 0,
         fields: Sequence[str] | None = None,
+        lazy: Sequence[str] = (),
         storage_options: Mapping[str, Any] | None = None,
         filesystem: Any = None,
         cache_dir: str | os.PathLike[str] | None = None,
@@ -211,9 +213,10 @@ class ShardMapDataset(MapDataset):
     ) -> None:
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
         located = locate_shards(urls, storage)
-        whole = ShardCatalog(located, storage, verify, field_names(fields))
+        stages, places = first_stages(fields, lazy, located.fields, storage, verify)
+        whole = ShardCatalog(located, storage, verify, field_names(fields), places)
         chosen = choose_samples(whole, subset, keys, where)
-        super().__init__(chosen, seed=seed, fields=fields)
+        super().__init__(chosen, seed=seed, stages=tuple(stages))
         self._class_names = open_class_names(located, storage)
 
     @property

@@ -18,6 +18,7 @@ from shardstream.pipeline import (
     ReadOptions,
     SampleWeights,
     SkipTracker,
+    keep_fields,
 )
 from shardstream.storage import Storage, Urls, list_all, list_beginning, open_cache
 
@@ -182,7 +183,8 @@ class ObjectMapDataset(_ObjectDatasetMixin, MapDataset):
         storage = Storage(storage_options, filesystem, open_cache(cache_dir, cache_bytes))
         catalog = _open(urls, storage, suffixes)
         _set_labels(catalog, label, classes)
-        super().__init__(catalog, seed=seed, fields=fields)
+        stages = () if fields is None else (keep_fields(fields, catalog.fields),)
+        super().__init__(catalog, seed=seed, stages=stages)
         self.classes = catalog.classes
 
 

@@ -9,7 +9,7 @@ A stage describes a step and is picklable; a run executes that step in one proce
     sequential_source                   whole shards, for data without an index
     mix, mix_streams                    weighted mixes of datasets
     pipeline                            source + stages: the only file that composes them
-    keep_fields                         fields= of a dataset
+    keep_fields, open_fields            fields= and lazy= of a dataset
     decode, fast_decode, image_decode, raw_image_decode   field bytes -> values
     encoded_image                       images that are decoded later, on the loader's device
     installed_decoders                  decoders of installed packages, by entry point
@@ -71,6 +71,7 @@ from shardstream.pipeline.map import (
 )
 from shardstream.pipeline.mix import MixIndexedSource, MixRecipe, Stop, Weights
 from shardstream.pipeline.mix_streams import MixStreamSource
+from shardstream.pipeline.open_fields import first_stages
 from shardstream.pipeline.pipeline import Pipeline, PipelineTransform
 from shardstream.pipeline.read_shard import read_shard
 from shardstream.pipeline.sequence_packing import Packing, PackSequences
@@ -176,6 +177,7 @@ __all__ = [
     "describe",
     "field_names",
     "find_field",
+    "first_stages",
     "function_name",
     "group_by_window",
     "has_only_pixels",

@@ -17,6 +17,7 @@ from shardstream.codecs import (
     DEPTH_LIMIT,
     VALUES_LIMIT,
     Video,
+    VideoDecoder,
     check_depth,
     decode_buffer,
     decode_cbor,
@@ -24,12 +25,13 @@ from shardstream.codecs import (
     decode_msgpack,
     decode_tsv,
 )
-from shardstream.errors import DecodeError, OptionError, redact
+from shardstream.errors import DecodeError, OptionError, StorageError, redact
 from shardstream.format import FIELDS_LIMIT, Sample, mask_fields
 from shardstream.pipeline.encoded_image import EncodedImage
 from shardstream.pipeline.fast_decode import parse_json
 from shardstream.pipeline.raw_image_decode import LossyDecodeError
 from shardstream.pipeline.stage import Context, ItemFunction, ItemStage
+from shardstream.storage import FieldFile
 
 Decoder = Callable[[bytes], Any]
 """Bytes of a field -> its value."""
@@ -238,7 +240,7 @@ class Decode(ItemStage):
         for name, value in sample.items():
             if (
                 name.startswith("__")
-                or not isinstance(value, bytes)
+                or not isinstance(value, bytes | FieldFile)
                 or (self.only is not None and name not in self.only)
             ):
                 decoded[name] = value
@@ -250,7 +252,7 @@ class Decode(ItemStage):
                     f"while decoding field {name!r} of sample {sample.get('__key__')!r} in {redact(str(sample.get('__url__')))}"
                 )
                 raise
-            except OptionError:  # an error of the program or the installation, not of the sample
+            except (OptionError, StorageError):  # not of the sample
                 raise
             except Exception as error:
                 raise DecodeError(
@@ -264,7 +266,15 @@ class Decode(ItemStage):
                 decoded[name] = result.located(sample, name)
         return decoded
 
-    def _decode_field(self, name: str, data: bytes, decoder: Decoder | None) -> Any:
+    def _decode_field(self, name: str, value: bytes | FieldFile, decoder: Decoder | None) -> Any:
+        if isinstance(value, FieldFile):
+            if not self.handlers and not name.endswith(".gz"):
+                if decoder is None:
+                    return value
+                if isinstance(decoder, VideoDecoder):
+                    return decoder(value)
+            value = value.read()
+        data = value
         if name.endswith(".gz"):
             name, data = name[:-3], decode_gzip(data)
         for handler in self.handlers:

@@ -89,7 +89,12 @@ def field_names(fields: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def check_fields(
-    fields: Sequence[str], known: Sequence[str] | None, where: str, *, alternatives: bool = True
+    fields: Sequence[str],
+    known: Sequence[str] | None,
+    where: str,
+    *,
+    alternatives: bool = True,
+    option: str = "fields",
 ) -> None:
     """Check the names of fields that a user asks for; key and URL are always there.
 
@@ -98,13 +103,16 @@ def check_fields(
         known: The fields that there are; None if they are unknown.
         where: Where they are from, for the message.
         alternatives: Whether ``"jpg;png"`` stands for several names, of which one must be known.
+        option: The user's option, for the message.
 
     Raises:
         OptionError: If they are no list of names, or it is known that there is no such field; names those that there are.
     """
     if isinstance(fields, str) or not all(isinstance(name, str) for name in fields):
         example = fields if isinstance(fields, str) else "jpg"
-        raise OptionError(f"fields= must be a list of names, such as [{example!r}], not {fields!r}")
+        raise OptionError(
+            f"{option}= must be a list of names, such as [{example!r}], not {fields!r}"
+        )
     if known is None:
         return
     for name in fields:

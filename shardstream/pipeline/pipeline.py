@@ -14,6 +14,7 @@ from shardstream.pipeline.bad_samples import OnError, SkipTracker
 from shardstream.pipeline.decode import Decode
 from shardstream.pipeline.indexed_source import IndexedSource, SampleTransform
 from shardstream.pipeline.keep_fields import KeepFields
+from shardstream.pipeline.open_fields import OpenFields
 from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import (
     Context,
@@ -74,8 +75,8 @@ class Pipeline:
 
     @property
     def num_steps(self) -> int:
-        """Number of stages that the user added; keys of random numbers, which ``fields=`` must not change."""
-        return len(self.stages) - (self.kept_fields is not None)
+        """Number of stages that the user added; keys of random numbers, which ``fields=`` and ``lazy=`` must not change."""
+        return sum(not isinstance(stage, KeepFields | OpenFields) for stage in self.stages)
 
     def storage_for(self, url: str) -> Storage:
         """Return the storage for another file, with the dataset's options if the protocols match."""

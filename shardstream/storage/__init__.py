@@ -11,6 +11,7 @@ A URL becomes bytes in these steps:
     read_small_files             read a manifest before an S3 client is imported
     retry, concurrency, error_messages     retry and resume, limit requests in flight, explain errors
     range_file                   a remote file as a stream
+    field_file                   a field of a sample as a file, read by ranges
     cache, cache_space           a bounded cache on the local disk
 
 Written files pass through ``atomic_write`` and, on S3, ``multipart_upload``; ``output_folder`` is the folder of a dataset
@@ -49,6 +50,7 @@ from shardstream.storage.discover import (
     warn_of_links,
 )
 from shardstream.storage.error_messages import classify_error, translate_errors
+from shardstream.storage.field_file import FieldFile, FieldPlace, FieldPlaces
 from shardstream.storage.file_list import FileList, ListedFile
 from shardstream.storage.fork_safety import has_lost_obstore_threads, new_lock
 from shardstream.storage.gcs_azure_config import parse_azure_options, parse_gcs_options
@@ -100,6 +102,9 @@ __all__ = [
     "Cache",
     "CacheSpace",
     "Clients",
+    "FieldFile",
+    "FieldPlace",
+    "FieldPlaces",
     "FileInfo",
     "FileList",
     "FileVersion",

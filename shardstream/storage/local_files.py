@@ -190,6 +190,11 @@ class FileVersions:
         """Record the version of a file before it is read, if that was not done when the dataset was opened."""
         self._known.__getitem__(shard)
 
+    def mtime_ns(self, shard: int) -> int:
+        """Return the recorded modification time of a file; 0 for a remote one."""
+        version = self._known[shard]
+        return 0 if version is None else version.mtime_ns
+
     def check(self, shards: Iterable[int]) -> None:
         """Compare shards with their recorded versions; called after their bytes were read.
 

@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 import shardstream as ss
-from shardstream.catalog import MemberIndexes, ShardCatalog
 from shardstream.errors import IndexMismatchError
-from shardstream.storage import Storage, locate_shards, publish_bytes
+from shardstream.storage import Storage, publish_bytes
 from tests.small_datasets import FEW_CORES, take
 
 COUNT, LARGE = 12, 700_000
@@ -50,8 +49,7 @@ def test_only_wanted_members_of_large_samples_are_fetched(
         assert samples == [
             {name: one[name] for name in ("__key__", "__url__", *names)} for one in whole
         ]
-        is_split = len(names) == 2 and order[1] == "mp4"  # the large one is between them
-        assert (nbytes > COUNT * LARGE) == is_split
+        assert nbytes < COUNT * 10_000
     by_number = ss.ShardMapDataset(folder, fields=["txt"])
     assert [sample["txt"] for sample in by_number] == [b"text %d" % n for n in range(COUNT)]
     assert len(read(folder, "mp4")[0][0]["mp4"]) == LARGE
@@ -108,18 +106,3 @@ def test_wrong_indexes_of_members_are_errors(
     publish_bytes(storage, url, change(storage.read(url)))
     with pytest.raises(IndexMismatchError, match=message):
         read(folder, "txt", on_error="skip")
-
-
-def test_members_are_found_by_the_catalog(tmp_path: Path) -> None:
-    folder = write(str(tmp_path / "data"))
-    ss.index(folder, members=True)
-    storage = Storage()
-    catalog = ShardCatalog(locate_shards(folder, storage), storage)
-    numbers = np.array([7, 0, 11])
-    extents = catalog.extents(numbers)
-    narrowed = MemberIndexes(["txt"], storage).narrow(extents, catalog.shards)
-    sizes = (narrowed.ends - narrowed.starts).tolist()
-    assert sizes == [1024, 2048, 1024]
-    same = MemberIndexes(["png"], storage).narrow(extents, catalog.shards)
-    assert (same.starts == extents.starts).all()
-    assert (same.ends == extents.ends).all()

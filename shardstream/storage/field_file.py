@@ -1,0 +1,232 @@
+"""A field of a sample whose bytes are read where they are used: parts of a long video, of a point cloud."""
+
+from __future__ import annotations
+
+import io
+import os
+import secrets
+import struct
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+from shardstream.errors import ChangedError, ShardError, redact, shown
+from shardstream.format import iter_members
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+    from shardstream.storage.store import Storage
+
+_BLOCK_BYTES, _BLOCKS_KEPT = 1 << 20, 32  # of each file
+_MARKER_BYTES = 16
+_PLACE = struct.Struct("<5Q")
+
+
+class FieldPlace(NamedTuple):
+    """Where the bytes of a field are in a shard."""
+
+    header: int
+    """Offset of its first header, or of bytes that are skipped before it."""
+    start: int
+    """Offset of its first byte."""
+    size: int
+    filesize: int
+    """Length of the shard; 0 if unknown."""
+    mtime_ns: int
+    """Modification time of a local shard when the dataset was opened; 0 for a remote one."""
+
+
+class FieldPlaces:
+    """Encodes places as bytes that take the place of fields; no field of a shard can be mistaken for them.
+
+    Args:
+        fields: Names of the fields.
+    """
+
+    def __init__(self, fields: Iterable[str]) -> None:
+        self._fields = frozenset(fields)
+        # Drawn anew for each dataset, so that no shard can contain it.
+        self._marker = secrets.token_bytes(_MARKER_BYTES)
+
+    def __contains__(self, field: str) -> bool:
+        return field in self._fields
+
+    def encode(self, place: FieldPlace) -> bytes:
+        """Return the bytes for a place."""
+        return self._marker + _PLACE.pack(*place)
+
+    def decode(self, data: bytes) -> FieldPlace | None:
+        """Return the place that bytes stand for; None if they are those of the field."""
+        if len(data) != _MARKER_BYTES + _PLACE.size or not data.startswith(self._marker):
+            return None
+        return FieldPlace(*_PLACE.unpack_from(data, _MARKER_BYTES))
+
+
+class FieldFile:
+    """The bytes of a field, as a file: ``len(file)``, ``file[:100]``, ``file.read()``, ``file.open()``.
+
+    ``lazy=`` of a dataset puts it in the place of the bytes. It reads ranges of the shard when they are used, in the process that uses
+    them, in blocks of 1 MiB of which it keeps up to 32. Picklable, without these blocks; for one thread at a time. Errors are those of the storage: not those of
+    a bad sample.
+
+    Args:
+        data: The bytes, if they are known.
+    """
+
+    def __init__(self, data: bytes = b"") -> None:
+        self._data: bytes | None = data
+        self._size = len(data)
+        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+        self.failure: Exception | None = None
+        """The error of the last read: libraries that read an open file may raise another in its place."""
+
+    @classmethod
+    def in_shard(cls, storage: Storage, url: str, name: str, place: FieldPlace) -> Self:
+        """Return the file of a field in a shard.
+
+        Args:
+            storage: Storage of the shard.
+            url: URL of the shard.
+            name: Name of the member, to detect that the shard was replaced.
+            place: Where it is.
+        """
+        file = cls()
+        file._data, file._size = None, place.size
+        file._storage, file._url, file._name, file._place = storage, url, name, place
+        return file
+
+    _storage: Storage
+    _url: str
+    _name: str
+    _place: FieldPlace
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __getitem__(self, part: slice) -> bytes:
+        """Return a part of the bytes; of steps only 1 is possible.
+
+        Raises:
+            StorageError: If it cannot be read.
+            ChangedError: If the shard was replaced since the dataset was opened.
+            ValueError: If the slice has another step.
+        """
+        start, end, step = part.indices(self._size)
+        if step != 1:
+            raise ValueError("bytes of a FieldFile are read with step 1")
+        if self._data is not None:
+            return self._data[start:end]
+        blocks = range(start // _BLOCK_BYTES, -(-end // _BLOCK_BYTES)) if end > start else range(0)
+        if len(blocks) > _BLOCKS_KEPT:
+            self._block(0)  # checks the shard
+            return self._fetch(self._place.start + start, self._place.start + end)
+        data = b"".join(map(self._block, blocks))
+        first = blocks.start * _BLOCK_BYTES
+        return data[start - first : end - first]
+
+    def __repr__(self) -> str:
+        where = "memory" if self._data is not None else shown(redact(self._url))
+        return f"FieldFile({self._size} bytes in {where})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_blocks": OrderedDict(), "failure": None}
+
+    def read(self) -> bytes:
+        """Return all bytes.
+
+        Raises:
+            StorageError: If they cannot be read.
+            ChangedError: If the shard was replaced since the dataset was opened.
+        """
+        return self[:]
+
+    def open(self) -> io.BufferedReader:
+        """Return a binary file that reads and seeks, for libraries that take one."""
+        return io.BufferedReader(_RawFieldFile(self), 1 << 16)
+
+    def _block(self, number: int) -> bytes:
+        if number in self._blocks:
+            self._blocks.move_to_end(number)
+            return self._blocks[number]
+        place = self._place
+        start = place.start + number * _BLOCK_BYTES
+        end = min(start + _BLOCK_BYTES, place.start + place.size)
+        if number == 0:
+            headers = self._fetch(place.header, end)
+            self._check_name(headers)
+            block = headers[place.start - place.header :]
+        else:
+            if not self._blocks:
+                self._block(0)
+            block = self._fetch(start, end)
+        self._blocks[number] = block
+        if len(self._blocks) > _BLOCKS_KEPT:
+            self._blocks.popitem(last=False)
+        return block
+
+    def _fetch(self, start: int, end: int) -> bytes:
+        try:
+            data = self._storage.read(self._url, start, end, size=self._place.filesize or None)
+            self._check_local()
+        except Exception as error:
+            self.failure = error
+            raise
+        self.failure = None
+        return data
+
+    def _check_local(self) -> None:
+        path = self._storage.local_path(self._url) if self._place.mtime_ns else None
+        if path is not None and os.stat(path).st_mtime_ns != self._place.mtime_ns:
+            raise self._changed()
+
+    def _check_name(self, headers: bytes) -> None:
+        """Check that the member is there that the index names."""
+        place = self._place
+        try:
+            for name, _, body, size in iter_members(
+                lambda at, length: headers[at - place.header : at - place.header + length],
+                start=place.header,
+                shard=self._url,
+            ):
+                if body >= place.start:
+                    if (name, body, size) != (self._name, place.start, place.size):
+                        break
+                    return
+        except ShardError:
+            pass
+        self.failure = self._changed()
+        raise self.failure
+
+    def _changed(self) -> ChangedError:
+        return ChangedError(
+            f"the shard was replaced since the dataset was opened or indexed: {self._name} is no longer at this place",
+            remedy="run 'shardstream index --members' again, and open the dataset again",
+            shard=self._url,
+            offset=self._place.start,
+        )
+
+
+class _RawFieldFile(io.RawIOBase):
+    """Reads a `FieldFile`, each read within one block."""
+
+    def __init__(self, file: FieldFile) -> None:
+        self._file, self._position = file, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._file)}[whence]
+        self._position = base + offset
+        return self._position
+
+    def readinto(self, buffer: WriteableBuffer, /) -> int:
+        view = memoryview(buffer)
+        data = self._file[self._position : self._position + len(view)]
+        view[: len(data)] = data
+        self._position += len(data)
+        return len(data)

@@ -1,0 +1,327 @@
+"""Test lazy=: fields that are read by ranges where they are used, and videos of which a clip fetches its parts only."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+
+import shardstream as ss
+from tests.codecs.test_video import FILES, LIBRARIES, WITH_FFMPEG
+from tests.codecs.videos import video_file
+from tests.small_datasets import FEW_CORES
+
+pytestmark = pytest.mark.filterwarnings(FEW_CORES)
+COUNT, LARGE = 6, 3 << 20
+FILE = {
+    number: np.random.default_rng(number).bytes(LARGE + 700 * number) for number in range(COUNT)
+}
+ORDERS = [("bin", "json", "txt"), ("json", "bin", "txt"), ("json", "txt", "bin")]
+
+
+class CountingFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A remote store that counts the bytes that are read of tars; may fail."""
+
+    protocol = "counting"
+    cachable = False
+    read_bytes = 0
+    fails = False
+
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **options: Any
+    ) -> bytes:
+        if self.fails:
+            raise PermissionError("no longer")
+        data = bytes(super().cat_file(path, start, end, **options))
+        if path.endswith(".tar"):
+            self.read_bytes += len(data)
+        return data
+
+
+@pytest.fixture
+def remote() -> Iterator[CountingFileSystem]:
+    filesystem = CountingFileSystem()
+    yield filesystem
+    filesystem.store.clear()
+
+
+def write(folder: str, order: tuple[str, ...] = ORDERS[0], filesystem: Any = None) -> str:
+    """Write two shards; every second sample has a small file, every third one a long key."""
+    with ss.ShardWriter(folder, max_samples=4, filesystem=filesystem) as writer:
+        for number in range(COUNT):
+            file = FILE[number] if number % 2 == 0 else FILE[number][:1000]
+            fields = {"bin": file, "json": {"number": number}, "txt": f"text {number}"}
+            key = f"{number:03d}" + "x" * 150 * (number % 3 == 0)
+            writer.write({"__key__": key, **{field: fields[field] for field in order}})
+    ss.index(folder, members=True, filesystem=filesystem)
+    if filesystem is not None:
+        filesystem.read_bytes = 0
+    return folder
+
+
+def copied(value: Any) -> Any:
+    """Return what another process gets."""
+    return pickle.loads(pickle.dumps(value))  # noqa: S301  (made in the same line)
+
+
+def expected(number: int) -> bytes:
+    return FILE[number] if number % 2 == 0 else FILE[number][:1000]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_only_the_parts_in_use_are_fetched(
+    remote: CountingFileSystem, order: tuple[str, ...]
+) -> None:
+    folder = write("/data", order, remote)
+    dataset = ss.ShardDataset(folder, filesystem=remote, lazy=["bin"], shuffle=True).decode()
+    samples = sorted(dataset, key=lambda sample: sample["json"]["number"])
+    assert remote.read_bytes < 50_000
+    for number, sample in enumerate(samples):
+        assert [*sample] == ["__key__", "__url__", *order]
+        assert (sample["json"], sample["txt"]) == ({"number": number}, f"text {number}")
+        file, whole = sample["bin"], expected(number)
+        assert len(file) == len(whole)
+        assert file[-3:] == whole[-3:]
+        assert file[100:200] == whole[100:200]
+        assert remote.read_bytes < (number // 2 + 1) * 3_000_000
+    for number, sample in enumerate(samples):
+        assert sample["bin"].read() == expected(number)
+        assert sample["bin"][:0] == b""
+    before = remote.read_bytes
+    with samples[2]["bin"].open() as stream:
+        stream.seek(-10, os.SEEK_END)
+        assert stream.read() == expected(2)[-10:]
+        stream.seek(5)
+        assert stream.read(7) == expected(2)[5:12]
+    assert remote.read_bytes == before  # blocks are kept
+
+
+@pytest.mark.parametrize("method", [None, "fork", "spawn"])
+def test_workers_hand_files_out_and_orders_and_states_are_the_same(
+    tmp_path: Path, method: str | None
+) -> None:
+    folder = write(str(tmp_path / "data"))
+
+    def loader(**options: Any) -> ss.ShardLoader:
+        dataset = ss.ShardDataset(folder, shuffle=True, seed=3, **options)
+        return ss.ShardLoader(
+            dataset,
+            1,
+            num_workers=0 if method is None else 2,
+            multiprocessing_context=method,
+            collate_fn=list,
+        )
+
+    whole = [sample for batch in loader() for sample in batch]
+    first = loader(lazy=("bin",))
+    iterator = iter(first)
+    found = [*next(iterator), *next(iterator)]
+    rest = loader(lazy=("bin",))
+    rest.load_state_dict(first.state_dict())
+    found += [sample for batch in rest for sample in batch]
+    assert [sample["__key__"] for sample in found] == [sample["__key__"] for sample in whole]
+    for one, other in zip(found, whole, strict=True):
+        assert isinstance(one["bin"], ss.FieldFile)
+        assert one["bin"].read() == other["bin"]
+        assert copied(one["bin"])[1:9] == other["bin"][1:9]
+
+
+def test_other_readers_and_decoders(tmp_path: Path) -> None:
+    folder = write(str(tmp_path / "data"))
+    by_number = ss.ShardMapDataset(folder, lazy=["bin"])
+    assert by_number[4]["bin"].read() == FILE[4]
+    assert "bytes in" in repr(by_number[4]["bin"])
+    decoded = by_number.decode(fields={"bin": len})  # a decoder of one's own gets the bytes
+    assert [sample["bin"] for sample in decoded] == [len(expected(n)) for n in range(COUNT)]
+    some = ss.ShardMapDataset(folder, lazy=["bin"], fields=["bin", "txt"])
+    assert [*some[0]] == ["__key__", "__url__", "bin", "txt"]
+    part = ss.ShardDataset(folder, lazy=["bin"], subset=[4, 2])
+    assert [sample["bin"][:5] for sample in part] == [FILE[4][:5], FILE[2][:5]]
+    mixed = ss.mix({"a": part, "b": ss.ShardDataset(folder, lazy=["bin"])})
+    assert all(isinstance(s["bin"], ss.FieldFile) for s in mixed.slice(8))
+
+
+def test_augmentations_stay_the_same(tmp_path: Path) -> None:
+    folder = write(str(tmp_path / "data"))
+
+    def drawn(**options: Any) -> list[Any]:
+        dataset = ss.ShardDataset(folder, shuffle=True, seed=1, **options)
+        draws = dataset.map(lambda sample, rng: int(rng.integers(1 << 60)), rng=True)
+        return list(draws.map(lambda number, rng: (number, rng.random()), rng=True))
+
+    assert drawn(lazy=["bin"]) == drawn(lazy=["bin"], fields=["bin"]) == drawn()
+
+
+def test_a_store_that_fails_is_not_a_bad_sample(remote: CountingFileSystem) -> None:
+    folder = write("/data", filesystem=remote)
+    dataset = ss.ShardDataset(folder, filesystem=remote, lazy=["bin"], on_error="skip")
+
+    def read_bytes(sample: dict[str, Any]) -> bytes:
+        remote.fails = True
+        return bytes(sample["bin"][:9])
+
+    with pytest.raises(ss.AccessDeniedError, match="no longer"):
+        list(dataset.map(read_bytes))
+
+
+def overwrite(tar: Path, change: Callable[[bytes], bytes]) -> None:
+    status = tar.stat()
+    tar.write_bytes(change(tar.read_bytes()))
+    os.utime(tar, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def test_a_replaced_shard_is_noticed(tmp_path: Path) -> None:
+    folder = write(str(tmp_path / "data"))
+    tar = Path(folder) / "000000.tar"
+    dataset = ss.ShardMapDataset(folder, lazy=["bin"])
+    first, third = dataset[0]["bin"], dataset[2]["bin"]
+    assert third[:4] == FILE[2][:4]
+    overwrite(tar, lambda data: data.replace(b"002.bin", b"009.bin"))
+    with pytest.raises(ss.ChangedError, match=r"replaced.*002\.bin is no longer"):
+        copied(third).read()
+    tar.touch()
+    with pytest.raises(ss.ChangedError, match="replaced"):
+        first.read()
+    with pytest.raises(ss.ChangedError):
+        third[-4:]
+
+
+def test_options_that_exclude_it(tmp_path: Path) -> None:
+    folder = write(str(tmp_path / "data"))
+    for options, message in (
+        ({"lazy": "bin"}, "lazy= must be a list"),
+        ({"lazy": ["mp4"]}, "no field 'mp4'; its fields are"),
+        ({"lazy": ["bin"], "fields": ["txt"]}, "'bin', which fields= leaves out"),
+        ({"lazy": ["bin"], "verify": "sha256"}, "verify="),
+        ({"lazy": ["bin"], "index": "ignore"}, "lazy= need shards that are read by number"),
+    ):
+        with pytest.raises(ss.OptionError, match=message):
+            ss.ShardDataset(folder, **options)
+    with pytest.raises(ss.OptionError, match="cannot be joined"):
+        ss.join(ss.ShardDataset(folder, lazy=["bin"]), folder)
+    for index in Path(folder).glob("*.idx"):
+        if not index.name.endswith(".tar.idx"):
+            index.unlink()
+    with pytest.raises(ss.OptionError, match="shardstream index --members"):
+        ss.ShardDataset(folder, lazy=["bin"])
+
+
+def test_a_field_cannot_pretend_to_be_a_place(tmp_path: Path) -> None:
+    folder = str(tmp_path / "data")
+    with ss.ShardWriter(folder) as writer:
+        writer.write({"__key__": "a", "bin": bytes(16) + struct.pack("<5Q", 0, 0, 1 << 40, 0, 0)})
+    ss.index(folder, members=True)
+    assert len(ss.ShardMapDataset(folder, lazy=["bin"])[0]["bin"]) == 56
+
+
+@pytest.fixture(scope="module")
+def long_video() -> bytes:
+    """A video of 9 MB with a key frame every 5 frames and its tables at the end."""
+    options = (("g", "5"), ("bf", "2"), ("qp", "1"), ("preset", "ultrafast"))
+    return video_file(count=60, options=options, size=(720, 960), sound="aac")
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_a_clip_fetches_its_part_of_a_video(
+    remote: CountingFileSystem, long_video: bytes, library: str
+) -> None:
+    assert len(long_video) > 6 << 20
+    with ss.ShardWriter("/videos", filesystem=remote) as writer:
+        for number in range(2):
+            writer.write({"__key__": str(number), "mp4": long_video, "cls": number})
+    ss.index("/videos", members=True, filesystem=remote)
+    remote.read_bytes = 0
+    dataset = ss.ShardDataset("/videos", filesystem=remote, lazy=["mp4"])
+    for sample in dataset.decode(ss.VideoDecoder(library=library)):
+        video = sample["mp4"]
+        assert video.metadata == ss.Video(long_video, library).metadata
+        clip = video.clip(4)
+        np.testing.assert_array_equal(clip, ss.Video(long_video, library).clip(4))
+        assert remote.read_bytes < (sample["cls"] + 1) * 0.6 * len(long_video)
+        sound = copied(video).audio()
+        np.testing.assert_array_equal(sound.samples, ss.Video(long_video, library).audio().samples)
+        remote.read_bytes = 0
+
+
+@WITH_FFMPEG
+def test_an_outage_during_decoding_is_an_error_of_the_store(
+    remote: CountingFileSystem, long_video: bytes
+) -> None:
+    with ss.ShardWriter("/videos", filesystem=remote) as writer:
+        writer.write({"__key__": "a", "mp4": long_video})
+    ss.index("/videos", members=True, filesystem=remote)
+    for library in ("torchcodec", "pyav"):
+        dataset = ss.ShardDataset("/videos", filesystem=remote, lazy=["mp4"])
+        [sample] = dataset.decode(ss.VideoDecoder(library=library))
+        assert sample["mp4"].metadata.num_frames == 60
+        remote.fails = True
+        with pytest.raises(ss.AccessDeniedError):
+            sample["mp4"].uniform(10)
+        remote.fails = False
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.parametrize("name", FILES)
+def test_frames_of_a_file_are_those_of_its_bytes(name: str, library: str) -> None:
+    whole, ranged = (
+        ss.Video(FILES[name], library),
+        ss.Video(ss.FieldFile(FILES[name]), library),
+    )
+    assert ranged.metadata == whole.metadata
+    numbers = [-1, 0, 17, 17, 3, *range(len(whole))]
+    np.testing.assert_array_equal(ranged.frames(numbers), whole.frames(numbers))
+
+
+def boxes_with(path: tuple[bytes, ...], change: Callable[[bytes], bytes]) -> bytes:
+    """Return the test file with one box changed, by its place in the boxes."""
+    data = FILES["faststart.mp4"]
+    start, end = 0, len(data)
+    for name in path:
+        start = data.index(name, start, end) + 4
+        end = start - 8 + int.from_bytes(data[start - 8 : start - 4], "big")
+    changed = change(data[start:end])
+    assert len(changed) == end - start
+    return data[:start] + changed + data[end:]
+
+
+STBL = (b"moov", b"mdia", b"minf", b"stbl")
+
+
+@pytest.mark.parametrize(
+    ("path", "change"),
+    [
+        ((*STBL, b"stts"), lambda data: data[:8] + b"\xff" * 4 + data[12:]),
+        ((*STBL, b"stsz"), lambda data: data[:8] + b"\0\0\0\x07" + data[12:]),
+        ((*STBL, b"stss"), lambda data: data[:8] + b"\0\0\xff\xff" + data[12:]),
+        ((*STBL, b"ctts"), lambda data: data[:8] + b"\0\0\0\x09" + data[12:]),
+        ((b"moov", b"mdia", b"mdhd"), lambda data: data[:12] + bytes(4) + data[16:]),
+        ((b"moov", b"elst"), lambda data: data[:7] + b"\x02" + data[8:]),
+        ((b"moov", b"elst"), lambda data: data[:8] + b"\0\0\0\x05" + data[12:]),
+    ],
+)
+def test_tables_that_do_not_tell_the_times_are_not_used(
+    path: tuple[bytes, ...],
+    change: Callable[[bytes], bytes],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", "shardstream")
+    data = boxes_with(path, change)
+
+    def frames(video: ss.Video) -> Any:
+        try:
+            return video.frames(range(len(video))).tobytes()
+        except ss.DecodeError:
+            return "refused"
+
+    assert frames(ss.Video(ss.FieldFile(data), "pyav")) == frames(ss.Video(data, "pyav"))
+    assert "fetched whole" in caplog.text
+    caplog.clear()
+    assert len(ss.Video(ss.FieldFile(FILES["faststart.mp4"]), "pyav")) == 50
+    assert "fetched whole" not in caplog.text
