@@ -153,7 +153,7 @@ def test_augmentations_stay_the_same(tmp_path: Path) -> None:
 
     def drawn(**options: Any) -> list[Any]:
         dataset = ss.ShardDataset(folder, shuffle=True, seed=1, **options)
-        draws = dataset.map(lambda sample, rng: int(rng.integers(1 << 60)), rng=True)
+        draws = dataset.map(lambda _, rng: int(rng.integers(1 << 60)), rng=True)
         return list(draws.map(lambda number, rng: (number, rng.random()), rng=True))
 
     assert drawn(lazy=["bin"]) == drawn(lazy=["bin"], fields=["bin"]) == drawn()
