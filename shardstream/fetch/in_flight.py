@@ -75,12 +75,14 @@ class RequestPool:
 
     def wait_for_index(self, chunk: IndexChunk, index: Future[object], sent_at: float) -> None:
         """Wait for an index, or for a second request for it."""
-        requests = {index}
+        begin, requests = time.monotonic(), {index}
         look_s = _HEDGE_POLL_S if self._hedges else None
         while not (done := wait(requests, timeout=look_s, return_when=FIRST_COMPLETED).done):
             self._hedge_late()  # ranges, too: they are needed as soon as the index has arrived
             if len(requests) == 1 and time.monotonic() - sent_at > self.concurrency.hedge_after_s:
                 requests.add(self.submit_index(chunk))
+        with self._lock:
+            self._wait_s += time.monotonic() - begin
         for answered in done:
             answered.result()
 

@@ -14,6 +14,8 @@ A batch passes through these files:
     pinned_memory, device_transfer  pin batches, and copy them to a device ahead of their use; ``nested_batches`` finds their tensors
     worker_errors                   report a worker that died
     iterator, state, stats          position, saved state and timing of an epoch
+    stats_advice                    what limits an epoch, by its timings, and what to change
+    trial                           measure a dataset with different numbers of workers
     checkpoint                      save and load training checkpoints
 
 ``accelerate`` adapts a loader to Hugging Face Accelerate's ``prepare``.
@@ -62,6 +64,7 @@ from shardstream.loader.rank_consistency import compare_in_store
 from shardstream.loader.serialize import MAX_TENSOR_BYTES, MIN_LARGE_BYTES
 from shardstream.loader.shared_memory import RingBuffer, RingMessage, open_rings
 from shardstream.loader.state import VERSION, check_state, part_state, plan_state, seal_state
+from shardstream.loader.trial import Trial, fewest_workers, run_trials
 from shardstream.loader.worker import BatchDataset
 from shardstream.loader.worker_errors import WorkerWatch
 
@@ -86,6 +89,7 @@ __all__ = [
     "ShardLoader",
     "ShardMapDataset",
     "StreamDataset",
+    "Trial",
     "WorkerIterator",
     "WorkerMessage",
     "WorkerWatch",
@@ -96,6 +100,7 @@ __all__ = [
     "compare_in_store",
     "current_worker_info",
     "decode_sample",
+    "fewest_workers",
     "join",
     "load_checkpoint",
     "load_safetensors",
@@ -109,6 +114,7 @@ __all__ = [
     "prefetch",
     "receive_items",
     "refuse_device_decode",
+    "run_trials",
     "save_checkpoint",
     "seal_state",
     "send_messages",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 
 from shardstream.errors import plural
+from shardstream.loader.stats_advice import Verdict, judge
 
 
 @dataclass(slots=True, kw_only=True)
@@ -18,6 +20,7 @@ class WorkerTimings:
         read_s: Seconds of planning, parsing and waiting for bytes.
         wait_s: Of these, seconds of waiting for bytes.
         steps_s: Seconds of the pipeline's steps: decode, map, …
+        decode_s: Of these, seconds of ``decode``.
         collate_s: Seconds of making batches.
         read_bytes: Bytes of shards that were read.
         requests: Range requests for them; 0 for local shards, which are memory-mapped.
@@ -28,6 +31,7 @@ class WorkerTimings:
     read_s: float = 0.0
     wait_s: float = 0.0
     steps_s: float = 0.0
+    decode_s: float = 0.0
     collate_s: float = 0.0
     read_bytes: float = 0
     requests: float = 0
@@ -46,6 +50,7 @@ class WorkerTimings:
             samples=self.samples,
             read_s=self.read_s,
             steps_s=self.steps_s,
+            decode_s=self.decode_s,
             collate_s=self.collate_s,
             **read_stats,
         )
@@ -60,14 +65,16 @@ class WorkerTimings:
 class LoaderStats:
     """Timings of an epoch so far, from `ShardLoader.stats`; ``print`` shows a summary.
 
-    If steps change counts, ``steps_s`` is included in ``read_s``, and bytes and requests are unknown.
+    If steps change counts, ``steps_s`` is included in ``read_s``, and bytes and requests are unknown. `verdict` says what limits the epoch.
 
     Args:
         epoch: From 0.
         batches: Batches yielded.
         seconds: Since the epoch started in this process.
         loop_wait_s: Of these, seconds that the training loop waited for batches.
+        first_wait_s: Of these, seconds until the first batch, with the start of the workers.
         workers: Worker processes; 0 reads in the main process.
+        cores: CPU cores that this process may use.
         timings: Sum over the workers; they prefetch, so it may count more samples than were yielded.
     """
 
@@ -75,7 +82,9 @@ class LoaderStats:
     batches: int
     seconds: float
     loop_wait_s: float
+    first_wait_s: float
     workers: int
+    cores: int
     timings: WorkerTimings
 
     def as_dict(self) -> dict[str, float]:
@@ -88,6 +97,11 @@ class LoaderStats:
         numbers |= numbers.pop("timings")
         return numbers
 
+    @property
+    def verdict(self) -> Verdict | None:
+        """What limits the epoch, and what to change; None if too few batches were timed."""
+        return judge(self)
+
     def __str__(self) -> str:
         timings, seconds = self.timings, max(self.seconds, 1e-9)
         rate = f"{timings.samples / seconds:,.0f} samples/s, {timings.read_bytes / seconds / 1e6:,.1f} MB/s"
@@ -95,7 +109,8 @@ class LoaderStats:
         parts = {
             "waiting for bytes": timings.wait_s,
             "reading": timings.read_s - timings.wait_s,
-            "steps": timings.steps_s,
+            "decode": timings.decode_s,
+            "other steps": timings.steps_s - timings.decode_s,
             "collate": timings.collate_s,
         }
         shares = ", ".join(
@@ -104,13 +119,21 @@ class LoaderStats:
         lines = [
             f"epoch {self.epoch}: {plural(self.batches, 'batch')}, {plural(timings.samples, 'sample')} in {seconds:.1f} s ({rate})",
             f"the loop waited {100 * self.loop_wait_s / seconds:.0f} % of the time for batches",
-            f"{plural(self.workers, 'worker') if self.workers else 'no workers'} {'was' if self.workers == 1 else 'were'} busy for {busy_s:.1f} s: {shares}",
+            f"{_named(self.workers)} busy for {busy_s:.1f} s: {shares}",
         ]
         if timings.requests:
             size = timings.read_bytes / timings.requests / 1e6
             throttled = f", {timings.throttled:,.0f} times throttled" if timings.throttled else ""
             lines.append(f"{timings.requests:,.0f} requests of {size:.1f} MB{throttled}")
+        if (verdict := self.verdict) is not None:
+            lines.append(str(verdict))
         return "\n".join(lines)
+
+
+def _named(workers: int) -> str:
+    if not workers:
+        return "the main process was"
+    return f"{plural(workers, 'worker')} {'was' if workers == 1 else 'were'}"
 
 
 @dataclass(slots=True)
@@ -126,12 +149,15 @@ class Stopwatch:
     workers: int
     batches: int = 0
     wait_s: float = 0.0
+    first_wait_s: float = 0.0
     _begun: float = field(default_factory=time.perf_counter)
     _ended: float | None = None
     _timings: dict[int, WorkerTimings] = field(default_factory=dict)
 
     def add_batch(self, part: int, timings: WorkerTimings, *, waited_s: float) -> None:
         """Count a received batch."""
+        if not self.batches:
+            self.first_wait_s = waited_s
         self.batches += 1
         self.wait_s += waited_s
         self._timings[part] = timings
@@ -150,6 +176,8 @@ class Stopwatch:
             batches=self.batches,
             seconds=(self._ended or time.perf_counter()) - self._begun,
             loop_wait_s=self.wait_s,
+            first_wait_s=self.first_wait_s,
             workers=self.workers,
+            cores=len(os.sched_getaffinity(0)),
             timings=total,
         )

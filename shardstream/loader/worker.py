@@ -306,6 +306,7 @@ class BatchDataset(IterableDataset[Any]):
                 ready = perf_counter()
                 batch = self._collate(items)
                 timings.add_batch(len(items), read - started, ready - read, perf_counter() - ready)
+                timings.decode_s = transform.decode_s
                 made = [worker_batch(batch, empty=not items)]
                 # Freed here, so that this frame does not keep many MB of photos alive while the next are read.
                 del samples, items, batch

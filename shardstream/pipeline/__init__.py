@@ -71,7 +71,7 @@ from shardstream.pipeline.map import (
 )
 from shardstream.pipeline.mix import MixIndexedSource, MixRecipe, Stop, Weights
 from shardstream.pipeline.mix_streams import MixStreamSource
-from shardstream.pipeline.open_fields import first_stages
+from shardstream.pipeline.open_fields import OpenFields, first_stages
 from shardstream.pipeline.pipeline import Pipeline, PipelineTransform
 from shardstream.pipeline.read_shard import read_shard
 from shardstream.pipeline.sequence_packing import Packing, PackSequences
@@ -139,6 +139,7 @@ __all__ = [
     "MixRecipe",
     "MixStreamSource",
     "OnError",
+    "OpenFields",
     "PackSequences",
     "Packing",
     "Pipeline",

@@ -50,6 +50,10 @@ _CHUNK_STEPS = 1024
 class SampleTransform(Protocol):
     """Steps that are applied to samples before the stages of the pipeline."""
 
+    @property
+    def decode_s(self) -> float:
+        """Seconds of the steps that decode, so far."""
+
     def __call__(self, items: list[Any], numbers: list[int], /) -> tuple[Sequence[Any], list[int]]:
         """Return the items that were kept and their numbers, in order."""
 

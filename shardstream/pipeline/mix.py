@@ -191,6 +191,11 @@ class _MixTransform:
         self._names, self._transforms = list(transforms), list(transforms.values())
         self._skips = skips
 
+    @property
+    def decode_s(self) -> float:
+        """Seconds of the steps that decode, so far."""
+        return sum(transform.decode_s for transform in self._transforms)
+
     def __call__(self, items: list[Any], numbers: list[int], /) -> tuple[list[Any], list[int]]:
         catalog = self._catalog
         mix_numbers = np.array(numbers, dtype=np.int64)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from time import perf_counter
 from typing import Any
 
 from shardstream.distributed import WorkerInfo
@@ -151,7 +152,8 @@ class PipelineTransform:
         self._keeps = stages[0] if stages and isinstance(stages[0], KeepFields) else None
         self._skips = context.skips
         self._exit = ExitStack()
-        self._functions: list[tuple[ItemFunction, ThreadPoolExecutor | None]] = []
+        self._functions: list[tuple[ItemFunction, ThreadPoolExecutor | None, bool]] = []
+        self._own_decode_s = self.decode_s = 0.0  # without and with those of the first transform
         for stage in stages:
             assert isinstance(stage, ItemStage)  # noqa: S101  (checked by `Pipeline.indexed_source`)
             pool = None
@@ -159,7 +161,7 @@ class PipelineTransform:
                 pool = self._exit.enter_context(
                     ThreadPoolExecutor(stage.threads, thread_name_prefix="shardstream-map")
                 )
-            self._functions.append((stage.bind(context), pool))
+            self._functions.append((stage.bind(context), pool, isinstance(stage, Decode)))
 
     def __call__(self, items: Sequence[Any], numbers: list[int]) -> tuple[Sequence[Any], list[int]]:
         """Return the items after all stages, and their numbers, without bad samples."""
@@ -173,7 +175,8 @@ class PipelineTransform:
         items = list(items)
         if self._first is not None:
             items, numbers = self._first(items, numbers)
-        for function, pool in functions:
+        for function, pool, decodes in functions:
+            begin = perf_counter() if decodes else 0.0
             if (pool is None or len(items) == 1) and self._skips.budget is None:
                 try:
                     items = [
@@ -183,6 +186,8 @@ class PipelineTransform:
                     self._skips.skip_or_raise(error)
             else:
                 items, numbers = self._guarded(function, pool, items, numbers)
+            self._own_decode_s += perf_counter() - begin if decodes else 0.0
+        self.decode_s = self._own_decode_s + (0.0 if self._first is None else self._first.decode_s)
         return items, numbers
 
     def close(self) -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 
 import shardstream as ss
 from shardstream.loader import warn_of_lanes
 from tests.limits import set_limits
-from tests.small_datasets import FEW_CORES, loader, numbered
+from tests.small_datasets import FEW_CORES, loader, numbered, take
 
 pytestmark = pytest.mark.filterwarnings(FEW_CORES)
 
@@ -63,7 +64,7 @@ def test_stats_are_available_as_text_and_as_dict(tmp_path: Path) -> None:
     text = str(one.stats())
     assert text.startswith("epoch 0: 3 batches, 30 samples in ")
     assert "the loop waited " in text
-    assert "no workers were busy for " in text
+    assert "the main process was busy for " in text
     assert all(isinstance(value, int | float) for value in one.stats().as_dict().values())
 
 
@@ -73,6 +74,84 @@ def test_stats_cover_steps_that_change_counts(tmp_path: Path) -> None:
     list(one)
     assert one.stats().timings.samples == 60
     assert one.stats().timings.read_s > 0
+
+
+class SlowStore(MemoryFileSystem):  # type: ignore[misc]  # fsspec has no types
+    """A store that takes 50 ms for each request."""
+
+    protocol = "slow"
+    cachable = False
+
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **options: Any
+    ) -> bytes:
+        time.sleep(0.05)
+        return bytes(super().cat_file(path, start, end, **options))
+
+
+def very_slow(value: Any) -> Any:
+    time.sleep(0.02)
+    return value
+
+
+def collate_slowly(samples: list[Any]) -> list[Any]:
+    time.sleep(0.2)
+    return samples
+
+
+@pytest.mark.parametrize(
+    ("bottleneck", "workers", "advice"),
+    [
+        ("decoding", 0, "num_workers="),
+        ("decoding", 1, "max_side="),
+        ("transforms", 1, "map()"),
+        ("collate", 0, "collate_fn"),
+        ("store", 0, "cache_dir="),
+        ("training step", 1, None),
+    ],
+)
+def test_verdict_names_the_bottleneck(
+    tmp_path: Path, bottleneck: str, workers: int, advice: str | None
+) -> None:
+    folder, filesystem = numbered(tmp_path, 60, 2), None
+    if bottleneck == "store":
+        filesystem = SlowStore()
+        filesystem.put(f"{folder}/", "/slow-store/", recursive=True)
+        folder = "/slow-store"
+    dataset = ss.ShardDataset(folder, filesystem=filesystem, prefetch_bytes=1, window=5, block=1)
+    if bottleneck == "decoding":
+        dataset = dataset.decode(fields={"npy": very_slow})
+    elif bottleneck == "transforms":
+        dataset = dataset.map(very_slow)
+    one = ss.ShardLoader(
+        dataset,
+        batch_size=5,
+        num_workers=workers,
+        collate_fn=collate_slowly if bottleneck == "collate" else list,
+    )
+    for _ in one:
+        time.sleep(0.2 if bottleneck == "training step" else 0)
+    verdict = one.stats().verdict
+    assert verdict is not None
+    assert verdict.bottleneck == bottleneck, str(one.stats())
+    assert (verdict.speedup > 1.1) == (bottleneck != "training step")
+    assert str(verdict) in str(one.stats())
+    if advice is not None:
+        assert advice in str(verdict)
+
+
+def test_verdict_on_a_mix_counts_its_decoders(tmp_path: Path) -> None:
+    part = ss.ShardDataset(numbered(tmp_path, 60, 20)).decode(fields={"npy": very_slow})
+    one = ss.ShardLoader(ss.mix({"a": part, "b": part}), batch_size=5, collate_fn=list)
+    take(one, 6)
+    timings = one.stats().timings
+    assert timings.decode_s >= 0.9 * timings.steps_s > 0
+
+
+def test_few_batches_have_no_verdict(tmp_path: Path) -> None:
+    one = loader(numbered(tmp_path, 30, 10), batch_size=10)
+    list(one)
+    assert one.stats().verdict is None
 
 
 def keep_all(sample: dict[str, Any]) -> bool:

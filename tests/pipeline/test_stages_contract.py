@@ -28,6 +28,7 @@ from shardstream.pipeline import (
     Map,
     MapDict,
     MapTuple,
+    OpenFields,
     PackSequences,
     Rename,
     Repeat,
@@ -42,6 +43,7 @@ from shardstream.pipeline import (
     Unbatched,
     describe,
 )
+from shardstream.storage import FieldPlaces, Storage
 from shardstream.testing import ListRun, assert_resumes_exactly
 from tests.small_datasets import FEW_CORES, labels, numbered, take
 
@@ -96,6 +98,7 @@ CASES: dict[str, tuple[Stage, Iterable[Any]]] = {
     "map_tuple": (MapTuple(functions=(None, double)), TUPLES),
     "rename": (Rename(names={"label": "cls;id"}, keep=False), SAMPLES),
     "fields=": (KeepFields(names=("txt;text", "cls")), SAMPLES),
+    "lazy=": (OpenFields(names=("pdf",), places=FieldPlaces(["pdf"]), storage=Storage()), SAMPLES),
     "to_tuple": (ToTuple(names=("cls", "__key__")), SAMPLES),
     "decode": (Decode(table=BASIC), SAMPLES),
     "decode, threads": (Decode(table=BASIC, threads=3), SAMPLES),
