@@ -55,6 +55,7 @@ if TYPE_CHECKING:
         load_checkpoint,
         mix,
         save_checkpoint,
+        show,
     )
     from shardstream.packing import ShardWriter, index, merge, pack, reshard, verify, write_shard
     from shardstream.pipeline import BadSample, ReadOptions, SkipBudget, read_shard
@@ -119,6 +120,7 @@ __all__ = [
     "read_shard",
     "reshard",
     "save_checkpoint",
+    "show",
     "verify",
     "write_shard",
 ]
@@ -158,6 +160,7 @@ _LAZY = {
     "read_shard": "pipeline",
     "reshard": "packing",
     "save_checkpoint": "loader",
+    "show": "loader",
     "verify": "packing",
     "write_shard": "packing",
 }

@@ -23,7 +23,17 @@ CLIENTS = sorted(path for folder in ("tools", "examples") for path in (ROOT / fo
 
 # Lowest first. A room imports its own modules, the base and the rooms named here; errors import nothing.
 BASE = ("errors", "process_memory", "distributed")
-READING = ("format", "codecs", "order", "storage", "catalog", "fetch", "pipeline", "loader")
+READING = (
+    "format",
+    "codecs",
+    "order",
+    "storage",
+    "catalog",
+    "fetch",
+    "pipeline",
+    "display",
+    "loader",
+)
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "process_memory": ("errors",),
@@ -35,7 +45,18 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "catalog": (*BASE, "format", "storage"),
     "fetch": (*BASE, "format", "storage", "catalog"),
     "pipeline": (*BASE, "format", "codecs", "order", "storage", "catalog", "fetch"),
-    "loader": (*BASE, "format", "codecs", "order", "storage", "catalog", "fetch", "pipeline"),
+    "display": (*BASE, "format", "codecs", "pipeline"),
+    "loader": (
+        *BASE,
+        "format",
+        "codecs",
+        "order",
+        "storage",
+        "catalog",
+        "fetch",
+        "pipeline",
+        "display",
+    ),
     "tasks": BASE,
     "packing": (*BASE, "format", "codecs", "order", "storage", "catalog", "fetch", "tasks"),
     "integrations": (*BASE, *READING),

@@ -140,3 +140,26 @@ def test_examples_are_numbered_without_gaps_and_state_their_topic() -> None:
 def test_examples_use_only_public_names() -> None:
     for path in EXAMPLES.glob("*.py"):
         assert not re.search(r"(from|import) shardstream\.", path.read_text("utf-8")), path.name
+
+
+@pytest.mark.slow
+def test_notebook_runs_and_shows_pictures(tmp_path: Path) -> None:
+    command = ["-W", "ignore", "-c", _RUN_NOTEBOOK, str(EXAMPLES / "12_notebook.ipynb")]
+    done = subprocess.run(
+        [sys.executable, *command], cwd=tmp_path, env=environment(tmp_path), capture_output=True,
+        text=True, check=False, timeout=_TIMEOUT_S,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    pages = done.stdout.split("\f")
+    assert [page.count("<img") for page in pages] == [0, 24, 1, 8, 0]
+    assert all(len(page) < 100_000 for page in pages)
+    assert "waiting for batches" in pages[-1]
+
+
+_RUN_NOTEBOOK = """
+import sys, nbformat, nbclient
+notebook = nbformat.read(sys.argv[1], as_version=4)
+nbclient.NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
+outputs = [cell.outputs for cell in notebook.cells if cell.cell_type == "code"]
+print("\\f".join("".join(one.data.get("text/html", "") for one in cell if "data" in one) for cell in outputs))
+"""

@@ -24,27 +24,31 @@ _BAR_CHARACTERS = 30
 _HEADINGS = ("workers", "samples/s", "MB/s", "first batch", "")
 
 
+_Workers = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        max=256,
+        metavar="N",
+        help="Most workers to try: 0, 1, 2, 4, ... N; by default the CPU cores.",
+        show_default=False,
+    ),
+]
+_Decode = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="NAME",
+        help="What decode() gets: rgb8, torchrgb, audio, video, ...; may be repeated. By default fields stay bytes.",
+        show_default=False,
+    ),
+]
+
+
 def bench(  # noqa: PLR0913  (a command's options)
     urls: Urls,
     *,
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            min=0,
-            max=256,
-            metavar="N",
-            help="Most workers to try: 0, 1, 2, 4, ... N; by default the CPU cores.",
-            show_default=False,
-        ),
-    ] = None,
-    decode: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="What decode() gets: rgb8, torchrgb, audio, video, ...; may be repeated. By default fields stay bytes.",
-            show_default=False,
-        ),
-    ] = None,
+    workers: _Workers = None,
+    decode: _Decode = None,
     batch_size: Annotated[int, typer.Option(min=1, metavar="N", help="Samples of a batch.")] = 64,
     seconds: Annotated[
         float, typer.Option(min=0.1, metavar="S", help="Time for each number of workers.")

@@ -32,18 +32,18 @@ from shardstream.distributed import (
 from shardstream.errors import NoIndexWarning, NotFoundError, OptionError, redact, shown
 from shardstream.loader.collation import shared_numbers
 from shardstream.loader.iterator import WorkerIterator
+from shardstream.loader.show import catalog_html, stream_html
 from shardstream.loader.steps import StreamSteps
 from shardstream.order import Remainder
 from shardstream.pipeline import (
     DEFAULT_PREFETCH_BYTES,
-    IndexedSource,
     OnError,
     Pipeline,
     ReadOptions,
     SampleWeights,
-    SequentialSource,
     Shuffle,
     SkipTracker,
+    Source,
     Stage,
     check_at_least,
     check_epoch,
@@ -158,6 +158,13 @@ class StreamDataset(StreamSteps, IterableDataset[Any]):
         held = "streams" if catalog is None else catalog.summary
         steps = "".join(f" > {step.partition('(')[0]}" for step in self.pipeline.steps)
         return f"{type(self).__name__}({held}){steps}"
+
+    def _repr_html_(self) -> str:
+        source = self.pipeline.indexed_source
+        if source is None:
+            return stream_html(type(self).__name__, self.pipeline)
+        numbers = range(len(source.catalog))
+        return catalog_html(type(self).__name__, source.catalog, numbers, self.pipeline)
 
     def __getstate__(self) -> dict[str, Any]:
         state = self.__dict__.copy()
@@ -340,7 +347,6 @@ class ShardDataset(StreamDataset):
         located = locate_shards(urls, storage)
         unindexed = located.shards[0].url if index == "ignore" else lacks_index(located, storage)
         stages, places = first_stages(fields, lazy, located.fields, storage, verify)
-        source: IndexedSource | SequentialSource
         if unindexed is None:
             options = ReadOptions(
                 shuffle=shuffle,
@@ -354,12 +360,12 @@ class ShardDataset(StreamDataset):
                 hedge=hedge,
             )
             whole = ShardCatalog(located, storage, verify, field_names(fields), places)
-            catalog = choose_samples(whole, subset, keys, where)
-            source = open_source(catalog, options, weights, replacement, num_samples)
+            chosen = choose_samples(whole, subset, keys, where)
+            source: Source = open_source(chosen, options, weights, replacement, num_samples)
         else:
-            drawn = weights is not None or num_samples is not None or not replacement
+            draws = weights is not None or num_samples is not None or not replacement
             needs = {"verify=": verify, "subset=": subset, "keys=": keys, "where=": where}
-            needs |= {"weights=": drawn or None, "lazy=": places}
+            needs |= {"weights=": draws or None, "lazy=": places}
             _check_whole_shards(unindexed, index, needs)
             source = open_sequential_source(located, storage, shuffle=shuffle, seed=seed)
             stages += [Shuffle(window=window or _WHOLE_SHARD_WINDOW)] if shuffle else []

@@ -24,6 +24,7 @@ from shardstream.errors import OptionError
 from shardstream.fetch import Fetcher, open_batch_fetcher
 from shardstream.format import Sample
 from shardstream.loader.dataset import open_class_names, refuse_device_decode
+from shardstream.loader.show import SampleView, catalog_html
 from shardstream.loader.steps import ItemSteps
 from shardstream.pipeline import (
     CatalogSource,
@@ -79,6 +80,9 @@ class MapDataset(ItemSteps, Dataset[Any]):
         steps = "".join(f" > {step.partition('(')[0]}" for step in self._pipeline.steps)
         return f"{type(self).__name__}({self._catalog.summary}{chosen}){steps}"
 
+    def _repr_html_(self) -> str:
+        return catalog_html(type(self).__name__, self._catalog, self._numbers, self._pipeline)
+
     @overload
     def __getitem__(self, index: int) -> Any: ...
 
@@ -86,7 +90,7 @@ class MapDataset(ItemSteps, Dataset[Any]):
     def __getitem__(self, index: slice) -> Self: ...
 
     def __getitem__(self, index: int | slice) -> Any:
-        """Return a sample; for a slice, a lazy dataset of its samples.
+        """Return a sample, which shows itself in a notebook; for a slice, a lazy dataset of its samples.
 
         Raises:
             IndexError: If there is no such sample.
@@ -95,7 +99,8 @@ class MapDataset(ItemSteps, Dataset[Any]):
             part = self._copy()
             part._numbers = self._numbers[index]
             return part
-        return self.__getitems__([operator.index(index)])[0]
+        item = self.__getitems__([operator.index(index)])[0]
+        return SampleView(item) if type(item) is dict else item
 
     def __getitems__(self, indices: Sequence[int]) -> list[Any]:
         """Return samples in the order of ``indices``; torch's ``DataLoader`` calls it once per batch."""

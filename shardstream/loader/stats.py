@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 
+from shardstream.display import Bars, bars_html
 from shardstream.errors import plural
 from shardstream.loader.stats_advice import Verdict, judge
 
@@ -102,19 +103,33 @@ class LoaderStats:
         """What limits the epoch, and what to change; None if too few batches were timed."""
         return judge(self)
 
-    def __str__(self) -> str:
-        timings, seconds = self.timings, max(self.seconds, 1e-9)
-        rate = f"{timings.samples / seconds:,.0f} samples/s, {timings.read_bytes / seconds / 1e6:,.1f} MB/s"
-        busy_s = timings.read_s + timings.steps_s + timings.collate_s
-        parts = {
+    def _repr_html_(self) -> str:
+        waited = {"training step": max(0.0, self.seconds - self.loop_wait_s)}
+        bars = [
+            Bars(title="the loop", shares={"waiting for batches": self.loop_wait_s} | waited),
+            Bars(title=f"{_named(self.workers)} busy with", shares=self._phases),
+        ]
+        return bars_html(f"epoch {self.epoch}", bars, str(self).splitlines())
+
+    @property
+    def _phases(self) -> dict[str, float]:
+        """Seconds of the work on samples."""
+        timings = self.timings
+        return {
             "waiting for bytes": timings.wait_s,
             "reading": timings.read_s - timings.wait_s,
             "decode": timings.decode_s,
             "other steps": timings.steps_s - timings.decode_s,
             "collate": timings.collate_s,
         }
+
+    def __str__(self) -> str:
+        timings, seconds = self.timings, max(self.seconds, 1e-9)
+        rate = f"{timings.samples / seconds:,.0f} samples/s, {timings.read_bytes / seconds / 1e6:,.1f} MB/s"
+        busy_s = timings.read_s + timings.steps_s + timings.collate_s
         shares = ", ".join(
-            f"{name} {100 * value / max(busy_s, 1e-9):.0f} %" for name, value in parts.items()
+            f"{name} {100 * value / max(busy_s, 1e-9):.0f} %"
+            for name, value in self._phases.items()
         )
         lines = [
             f"epoch {self.epoch}: {plural(self.batches, 'batch')}, {plural(timings.samples, 'sample')} in {seconds:.1f} s ({rate})",

@@ -80,6 +80,7 @@ from shardstream.pipeline.sequential_source import (
     SequentialSource,
     open_sequential_source,
 )
+from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import (
     EPOCHS,
     Context,
@@ -157,6 +158,7 @@ __all__ = [
     "SkipBudget",
     "SkipTracker",
     "Slice",
+    "Source",
     "SourceRun",
     "Stage",
     "State",

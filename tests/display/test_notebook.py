@@ -1,0 +1,130 @@
+"""Test what a notebook shows: complete, escaped, without scripts, under 100 kB."""
+
+from __future__ import annotations
+
+import base64
+import io
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from torch.utils.data import DataLoader, Subset, default_collate
+
+import shardstream as ss
+from tests.small_datasets import FEW_CORES, numbered, picture
+
+pytestmark = pytest.mark.filterwarnings(FEW_CORES)
+EVIL = '<script>alert(1)</script><img src=x onerror="alert(2)">'
+TAGS = {"div", "b", "i", "table", "tr", "td", "img", "span", "br"}
+
+
+class Page(HTMLParser):
+    """Text and pictures of a page; checks its tags and attributes."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.text, self.pictures = "", list[PIL.Image.Image]()
+        assert len(page.encode()) < 100_000
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        assert tag in TAGS
+        for name, value in attrs:
+            assert name in {"style", "src", "title"}
+            if name == "src":
+                head, _, data = str(value).partition(";base64,")
+                assert head in {"data:image/png", "data:image/jpeg"}
+                self.pictures.append(PIL.Image.open(io.BytesIO(base64.b64decode(data))))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def write(folder: Path, count: int = 100) -> str:
+    with ss.ShardWriter(folder, max_samples=40) as writer:
+        for number in range(count):
+            png = picture() if number else b"no picture"
+            fields = {"png": png, "txt": EVIL, "cls": number, "npy": np.eye(3) * number}
+            writer.write({"__key__": f"{number:03d}{EVIL.replace('/', '')}", **fields})
+    return str(folder)
+
+
+def page_of(value: Any) -> Page:
+    return Page(value._repr_html_())
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_dataset_shows_counts_and_samples_from_everywhere(tmp_path: Path, steps: bool) -> None:
+    folder = write(tmp_path)
+    dataset: Any = ss.ShardDataset(folder, shuffle=True)
+    by_number: Any = ss.ShardMapDataset(folder)
+    for one in (dataset, by_number):
+        page = page_of(one.decode("rgb8") if steps else one)
+        assert "samples100shards3" in page.text
+        assert "cls, npy, png, txt" in page.text
+        assert len(page.pictures) == 23  # and a broken one
+        assert "UnidentifiedImageError" in page.text
+        assert EVIL[:8] in page.text  # as text
+        assert ("Decode" in page.text) == steps
+        assert "\n" not in repr(one)
+    assert "samples10" in page_of(by_number[90:]).text
+    part = page_of(ss.ShardDataset(folder, subset=[50, 7]))
+    assert "samples2" in part.text
+    assert len(part.pictures) == 2
+
+
+def test_datasets_without_numbers_samples_or_store(tmp_path: Path) -> None:
+    folder = Path(numbered(tmp_path / "data", 20, 10))
+    streamed = ss.ShardDataset(str(folder), index="ignore")
+    assert "shardstream index" in page_of(streamed).text
+    assert "samples0" in page_of(ss.ShardMapDataset(str(folder))[:0]).text
+    dataset = ss.ShardDataset(str(folder))
+    for tar in folder.glob("*.tar"):
+        tar.unlink()
+    assert "NotFoundError" in page_of(dataset).text
+
+
+def test_sample_shows_its_fields_and_stays_a_dict(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    raw, decoded = ss.ShardMapDataset(folder), ss.ShardMapDataset(folder).decode("rgb8")
+    for sample in (raw[5], decoded[5]):
+        page = page_of(sample)
+        assert len(page.pictures) == 2
+        assert EVIL in page.text
+    assert "no picture" not in page_of(raw[0]).text
+    assert raw[5] == dict(raw[5])
+    assert repr(raw[5]) == repr(dict(raw[5]))
+    numbers = decoded.to_tuple("cls")
+    assert default_collate([numbers[1], numbers[2]])[0].tolist() == [1, 2]
+    batch = next(iter(DataLoader(Subset(decoded, [3, 4]), batch_size=2)))
+    assert batch["cls"].tolist() == [3, 4]
+    assert ss.collate([decoded[3], decoded[4]])["cls"].tolist() == [3, 4]
+
+
+def test_batches_and_timings_are_shown(tmp_path: Path) -> None:
+    dataset = ss.ShardDataset(write(tmp_path), subset=range(1, 100)).decode("torchrgb")
+    loader = ss.ShardLoader(dataset, 11, num_workers=1)
+    batch = next(iter(loader))
+    page = page_of(ss.show(batch))
+    assert "batch of 11" in page.text
+    assert "torch" not in page.text
+    assert "float32 11x3x9x13" in page.text
+    assert len(page.pictures) == 11
+    for other in (tuple(batch.values()), [1, 2, 3], {"number": torch.zeros(2)}, {}, [], "text"):
+        page_of(ss.show(other))
+    assert "waiting for batches" in page_of(loader.stats()).text
+    assert len(page_of(ss.show(ss.ShardMapDataset(str(tmp_path))[3])).pictures) == 2
+    assert repr(ss.show(batch)) == "<batch>"
+
+
+def test_large_pictures_and_long_texts_stay_small(tmp_path: Path) -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (200, 200, 3), dtype=np.uint8)
+    sample = {f"{number}.npy": noise for number in range(100)} | {"txt": "x" * 10**6}
+    page = page_of(ss.show({"__key__": "a", **sample}))
+    assert "too many pictures" in page.text
+    assert "more fields" in page.text
