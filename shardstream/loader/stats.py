@@ -184,7 +184,7 @@ class Stopwatch:
     def stats(self) -> LoaderStats:
         """Return the timings so far."""
         total = WorkerTimings()
-        for timings in self._timings.values():
+        for timings in list(self._timings.values()):  # a thread of an exporter may ask
             total.add(timings)
         return LoaderStats(
             epoch=self.epoch,
