@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
 from pathlib import Path
@@ -197,13 +198,23 @@ def exports(room: str) -> set[str]:
     return set()
 
 
-def imported_from_rooms(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield ``shardstream.room`` or ``shardstream.room.module`` with each name that a file imports from it."""
+@cache
+def imported_from_rooms(path: Path) -> list[tuple[str, str]]:
+    """Return ``shardstream.room`` or ``shardstream.room.module`` with each name that a file imports from it."""
+    found = []
     for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
-            yield from ((one.name, "") for one in node.names if one.name.startswith("shardstream."))
+            found += [(one.name, "") for one in node.names if one.name.startswith("shardstream.")]
         elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("shardstream."):
-            yield from ((node.module or "", alias.name) for alias in node.names)
+            found += [(node.module or "", alias.name) for alias in node.names]
+    return found
+
+
+@cache
+def texts_with_programs() -> str:
+    """Return the pages and tests: tests contain programs as strings."""
+    pages = [*(ROOT / "docs").glob("*.md"), *TESTS]
+    return "".join(page.read_text(encoding="utf-8") for page in pages)
 
 
 @pytest.mark.parametrize(
@@ -231,8 +242,7 @@ def test_rooms_export_only_names_used_elsewhere(room: str) -> None:
         if module == f"shardstream.{room}"
     }
     used |= {name for name, home in vars(shardstream)["_LAZY"].items() if home == room}
-    pages = [*(ROOT / "docs").glob("*.md"), *TESTS]  # tests contain programs as strings
-    text = "".join(page.read_text(encoding="utf-8") for page in pages)
+    text = texts_with_programs()
     for names in re.findall(rf"from shardstream\.{room} import ([\w, ]+)", text):
         used.update(names.split(", "))
     used.update(re.findall(rf"\bss\.{room}\.(\w+)", text))
