@@ -73,7 +73,9 @@ def cli_page() -> str:
         *_parameters(root, "shardstream"),
     ]
     for name, command in root.commands.items():
-        arguments = [param.metavar for param in command.params if isinstance(param, TyperArgument)]
+        arguments = [
+            str(param.metavar) for param in command.params if isinstance(param, TyperArgument)
+        ]
         usage = " ".join(["shardstream", name, "[OPTIONS]", *arguments])
         lines += [f"## {name}", "", f"`{usage}`", ""]
         lines += [*_help(command.help), *_parameters(command, name)]
