@@ -5,17 +5,20 @@
 docs/index.md                  the README, with links as the site needs them
 docs/reference/cli.md          the options and arguments of the command line
 docs/reference/webdataset.md   the names of shardstream.webdataset
+docs/images/speed.svg          the README's figure, from docs/benchmarks.json
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from speed_chart import speed_chart
 from typer.core import TyperArgument
 
 import shardstream.webdataset as wds
@@ -36,6 +39,9 @@ def pages() -> dict[Path, str]:
         docs / "index.md": index_page((ROOT / "README.md").read_text(encoding="utf-8")),
         docs / "reference" / "cli.md": cli_page(),
         docs / "reference" / "webdataset.md": webdataset_page(),
+        docs / "images" / "speed.svg": speed_chart(
+            json.loads((docs / "benchmarks.json").read_text(encoding="utf-8"))
+        ),
     }
 
 
