@@ -11,11 +11,12 @@ field_preview          short description of a field
 terminal_text          sizes and tables as text; escape control characters
 """
 
-from shardstream.cli.app import main
+from shardstream.cli.app import command_tree, main
 from shardstream.cli.field_preview import describe
 from shardstream.cli.pack import parse_split
 
 __all__ = [
+    "command_tree",
     "describe",
     "main",
     "parse_split",

@@ -11,9 +11,10 @@ import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.main import get_command
 
 from shardstream.cli import bench, index_verify, ls_cat, pack, reshard_merge
 from shardstream.cli.options import help_of
@@ -26,7 +27,6 @@ _DEBUG = "--debug"
 
 app = typer.Typer(
     name="shardstream",
-    add_completion=False,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     # Markup off: brackets in URLs and keys would be parsed as markup.
@@ -42,7 +42,8 @@ for command in (
     ls_cat.cat,
     bench.bench,
 ):
-    app.command(help=help_of(command.__doc__))(command)
+    text = help_of(command.__doc__)
+    app.command(help=text, short_help=text.partition("\n")[0])(command)
 
 
 def _show_version(value: bool) -> None:
@@ -68,6 +69,11 @@ def _common(
     patterns, or the shell expands them. Credentials and server come from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and
     AWS_ENDPOINT_URL.
     """
+
+
+def command_tree() -> Any:
+    """Return all commands as typer's group, for tools that list them."""
+    return get_command(app)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

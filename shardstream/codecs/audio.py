@@ -57,7 +57,7 @@ _NO_END = ("lacks an end-of-stream bit", "Junk after the last page")
 class Audio(NamedTuple):
     """Decoded sound; unpacks as the result of ``torchaudio.load``.
 
-    Args:
+    Attributes:
         samples: float32 from -1 to 1, shape (C, T): channels, samples. An array, or a tensor of "torch_audio".
         rate: Samples a second, in Hz.
     """

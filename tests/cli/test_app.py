@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from shardstream.cli import main
 from shardstream.errors import ShardError
 from tests.small_tars import make_dataset
 
-COMMANDS = ("pack", "index", "verify", "ls", "cat")
+COMMANDS = ("pack", "reshard", "merge", "index", "verify", "ls", "cat")
 
 
 def test_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,6 +26,24 @@ def test_each_command_explains_itself_with_an_example(
 ) -> None:
     assert main([command, "--help"]) == 0
     assert f"\n    shardstream {command} " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_proposes_commands(shell: str) -> None:
+    line = "shardstream ve"
+    asked = {
+        "_SHARDSTREAM_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": line,  # bash
+        "COMP_CWORD": "1",
+        "_TYPER_COMPLETE_ARGS": line,  # zsh and fish
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "shardstream"],
+        env=os.environ | asked, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "verify" in done.stdout
+    assert "pack" not in done.stdout
 
 
 def test_version_option_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:

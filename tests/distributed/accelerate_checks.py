@@ -75,7 +75,7 @@ def _resumed(make: Callable[[], tuple[Accelerator, Any]], checkpoint: Path) -> A
 
 
 def readme(folder: str, out: Path) -> Any:
-    """The epoch after the README's lines, run twice."""
+    """The epoch after the lines of docs/trainers.md, run twice."""
     os.chdir(out)
     epochs = []
     for _ in range(2):
@@ -83,7 +83,7 @@ def readme(folder: str, out: Path) -> Any:
         model = torch.nn.Linear(1, 1)
         names: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
         names |= {"loader": ss.ShardLoader(samples, 8)}
-        exec(document_block("README.md", "accelerate_train.py"), names)  # noqa: S102  (our own README)
+        exec(document_block("docs/trainers.md", "accelerate_train.py"), names)  # noqa: S102  (our own docs)
         epochs.append(names["loader"].epoch)
     return epochs
 

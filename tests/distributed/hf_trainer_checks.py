@@ -40,7 +40,7 @@ class StopAfter(TrainerCallback):  # type: ignore[misc]  # of no known type
 
 
 class LoaderTrainer(Trainer):  # type: ignore[misc]  # of no known type
-    """The Trainer of the README."""
+    """The Trainer of docs/trainers.md."""
 
     def __init__(self, *args: Any, loader: Any, **kwargs: Any) -> None:
         self.loader = loader
@@ -151,12 +151,12 @@ def trained_where_counts_change(folder: str, out: Path) -> Any:
 
 
 def readme(folder: str, out: Path) -> Any:
-    """Samples that the README's code trains on, resumed after the first step."""
+    """Samples that the code of docs/trainers.md trains on, resumed after the first step."""
     loader = ss.ShardLoader(dataset(folder, shuffle=True), 8)
     _with_loader(loader, out, 1)
     names: dict[str, Any] = {"model": Net(), "args": _arguments(out, num_train_epochs=1)}
     names |= {"train_loader": loader, "eval_loader": ss.ShardLoader(dataset(folder), 8)}
-    exec(document_block("README.md", "hf_train.py"), names)  # noqa: S102  (our own README)
+    exec(document_block("docs/trainers.md", "hf_train.py"), names)  # noqa: S102  (our own docs)
     evaluated = names["trainer"].evaluate()
     return {"seen": names["model"].seen, "loss": evaluated["eval_loss"]}
 

@@ -1,0 +1,106 @@
+"""Test the pages that the site adds: each public name, error and page is there once, and generated pages are up to date."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from make_docs import pages
+
+import shardstream as ss
+from shardstream import testing
+from shardstream import webdataset as wds
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+REFERENCE = sorted((DOCS / "reference").glob("*.md"))
+ERRORS = DOCS / "reference" / "errors.md"
+_DIRECTIVE = re.compile(r"^::: shardstream\.([\w.]+)$", re.MULTILINE)
+
+
+def documented() -> Counter[str]:
+    """Return how often each name has an entry in the reference."""
+    return Counter(
+        name for path in REFERENCE for name in _DIRECTIVE.findall(path.read_text(encoding="utf-8"))
+    )
+
+
+def public_functions(module: object) -> list[str]:
+    """Return the public names that a module without ``__all__`` defines itself."""
+    own = getattr(module, "__name__", "")
+    return [
+        name
+        for name, value in vars(module).items()
+        if not name.startswith("_") and getattr(value, "__module__", "") == own
+    ]
+
+
+def integrations() -> list[str]:
+    """Return the public classes and functions of the integrations, whose import takes seconds."""
+    return [
+        f"integrations.{path.stem}.{node.name}"
+        for path in (ROOT / "shardstream" / "integrations").glob("[a-z]*.py")
+        for node in ast.parse(path.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_")
+    ]
+
+
+def test_each_public_name_is_once_in_the_reference() -> None:
+    names = [*ss.__all__, *(f"ray.{name}" for name in ss.ray.__all__), *integrations()]
+    names += [f"testing.{name}" for name in public_functions(testing)]
+    found = documented()
+    assert {name: found[name] for name in names if found[name] != 1} == {}
+    assert [name for name, count in found.items() if count > 1] == []
+
+
+def test_each_name_of_webdataset_is_once_in_its_table() -> None:
+    text = (DOCS / "reference" / "webdataset.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (\S.*) \|$", text, re.MULTILINE)
+    assert sorted(name for name, _ in rows) == sorted(wds.__all__)
+
+
+@pytest.mark.parametrize("path", pages(), ids=lambda path: path.name)
+def test_generated_page_is_up_to_date(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == pages()[path], "run python tools/make_docs.py"
+
+
+def test_each_page_is_once_in_the_navigation() -> None:
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    named = re.findall(r"([\w/-]+\.md)$", text, re.MULTILINE)
+    assert sorted(named) == sorted(p.relative_to(DOCS).as_posix() for p in DOCS.rglob("*.md"))
+
+
+def literals() -> str:
+    """Return all texts of the package; parts of a text that are computed become a line break."""
+    texts: list[str] = []
+    for path in (ROOT / "shardstream").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                texts.append(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                parts = [
+                    part.value if isinstance(part, ast.Constant) else "\n" for part in node.values
+                ]
+                texts.append("".join(map(str, parts)))
+    return "\n".join(texts)
+
+
+def test_messages_on_the_page_of_errors_exist() -> None:
+    """Word for word; ``...`` stands for what is computed."""
+    found = literals()
+    messages = re.findall(
+        r"^\| `(.+?)`(?: \(|,? \|)", ERRORS.read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert len(messages) >= 80
+    parts = [(part.strip(), message) for message in messages for part in message.split("...")]
+    assert [message for part, message in parts if part and part not in found] == []
+
+
+def test_each_error_has_messages() -> None:
+    sections = ERRORS.read_text(encoding="utf-8").split("::: shardstream.")[1:]
+    rows = {section.partition("\n")[0]: section.count("\n| `") for section in sections}
+    assert set(rows) == {name for name in ss.__all__ if name.endswith(("Error", "Warning"))}
+    assert [name for name, count in rows.items() if not count] == ["ShardStreamError"]

@@ -1,0 +1,145 @@
+"""Write the pages of the documentation that are made from other files; a test compares them.
+
+    python tools/make_docs.py
+
+docs/index.md                  the README, with links as the site needs them
+docs/reference/cli.md          the options and arguments of the command line
+docs/reference/webdataset.md   the names of shardstream.webdataset
+docs/images/speed.svg          the README's figure, from docs/benchmarks.json
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from speed_chart import speed_chart
+from typer.core import TyperArgument
+
+import shardstream.webdataset as wds
+from shardstream.cli import command_tree
+
+ROOT = Path(__file__).parent.parent
+_CONSTANTS = {  # of shardstream.webdataset: values have no docstring
+    "gopen_schemes": "Functions that open URLs, by protocol; add your own.",
+    "pytorch_weights_only": "Whether `torch.load` reads weights only: always.",
+}
+_LINK = re.compile(r"\[([^\]]+)\]\(([^)#:]+)((?:#[^)]*)?)\)")
+
+
+def pages() -> dict[Path, str]:
+    """Return the text of each page that this tool writes."""
+    docs = ROOT / "docs"
+    return {
+        docs / "index.md": index_page((ROOT / "README.md").read_text(encoding="utf-8")),
+        docs / "reference" / "cli.md": cli_page(),
+        docs / "reference" / "webdataset.md": webdataset_page(),
+        docs / "images" / "speed.svg": speed_chart(
+            json.loads((docs / "benchmarks.json").read_text(encoding="utf-8"))
+        ),
+    }
+
+
+def index_page(readme: str) -> str:
+    """Return the README with links into docs/ made relative; links to other files become text."""
+
+    def link(found: re.Match[str]) -> str:
+        text, target, anchor = found.groups()
+        if target == "CHANGELOG.md":
+            return f"[{text}](changelog.md{anchor})"
+        if not target.startswith("docs/"):
+            return text
+        return f"[{text.removeprefix('docs/')}]({target.removeprefix('docs/')}{anchor})"
+
+    return _LINK.sub(link, readme)
+
+
+def cli_page() -> str:
+    """Return the reference of the command line, from the functions and types that define it."""
+    root = command_tree()
+    lines = [
+        "# Command line",
+        "",
+        "`shardstream COMMAND --help` shows the same in a terminal.",
+        "[Shell completion](../install.md#shell-completion) completes commands and options.",
+        "",
+        *_help(root.help),
+        "| exit code | |",
+        "| --- | --- |",
+        "| 0 | success |",
+        "| 1 | an error, or problems that `verify` found |",
+        "| 2 | wrong usage |",
+        "| 130, 143 | interrupted by Ctrl-C, ended by SIGTERM |",
+        "",
+        *_parameters(root, "shardstream"),
+    ]
+    for name, command in root.commands.items():
+        arguments = [
+            str(param.metavar) for param in command.params if isinstance(param, TyperArgument)
+        ]
+        usage = " ".join(["shardstream", name, "[OPTIONS]", *arguments])
+        lines += [f"## {name}", "", f"`{usage}`", ""]
+        lines += [*_help(command.help), *_parameters(command, name)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _help(text: str) -> Iterator[str]:
+    """Yield the help as Markdown: examples, which are indented, become a block."""
+    for paragraph in text.replace("\b\n", "").strip().split("\n\n"):
+        lines = paragraph.splitlines()
+        code = [line.strip() for line in lines if line.startswith("  ")]
+        yield from (_escape(line) for line in lines if not line.startswith("  "))
+        if code:
+            yield from ("", "```console", *(f"$ {line}" for line in code), "```")
+        yield ""
+
+
+def _parameters(command: Any, name: str) -> Iterator[str]:
+    context = command.make_context(name, [], resilient_parsing=True)
+    yield from ("| argument or option | |", "| --- | --- |")
+    for param in command.params:
+        if isinstance(param, TyperArgument):
+            yield f"| `{param.metavar}` | {_escape(param.help or '')} |"
+        elif not param.hidden:
+            names, text = param.get_help_record(context)
+            yield f"| `{names}` | {_escape(text)} |"
+    yield ""
+
+
+def _escape(text: str) -> str:
+    for one in "|<*_":  # single backticks, as in docstrings, mark code here, too
+        text = text.replace(one, f"\\{one}")
+    return re.sub(r"\s+", " ", text).strip()
+
+
+def webdataset_page() -> str:
+    """Return the list of the names of shardstream.webdataset, with the first line of each docstring."""
+    lines = [
+        "# WebDataset's names",
+        "",
+        "The names of `shardstream.webdataset`, with webdataset's arguments. [From WebDataset](../webdataset.md) shows how they are used, and the differences.",
+        "",
+        "| name | |",
+        "| --- | --- |",
+    ]
+    for name in sorted(wds.__all__, key=str.lower):
+        found = getattr(wds, name)
+        text = _CONSTANTS.get(name) or inspect.getdoc(found) or ""
+        lines.append(f"| `{name}` | {_escape(text.partition(chr(10))[0].replace('``', '`'))} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Write the pages."""
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
+        sys.stdout.write(f"{path.relative_to(ROOT)}\n")
+
+
+if __name__ == "__main__":
+    main()
