@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -18,7 +19,7 @@ from shardstream.packing import index
 from tests.codecs.videos import video_file
 from tests.servers import S3Server, ShapedS3, signal_server
 from tests.small_datasets import FEW_CORES, loader, numbered
-from tests.small_tars import flip, make_dataset
+from tests.small_tars import flip, make_dataset, tar_bytes
 from tests.viewer import datasets
 from tests.viewer.viewers import RunningViewer, chromium_or_skip, running_viewer
 
@@ -62,11 +63,17 @@ def shown_numbers(page: Page) -> list[int]:
     return [int(one.get_attribute("data-number") or "") for one in page.query_selector_all(".card")]
 
 
+def until(page: Page, expression: str) -> None:
+    """Wait until an expression is true; the page's policy refuses Playwright's own ``wait_for_function``."""
+    end_s = time.monotonic() + TIMEOUT_MS / 1000
+    while not page.evaluate(expression):
+        assert time.monotonic() < end_s, f"never true: {expression}"
+        page.wait_for_timeout(50)
+
+
 def wait_for_pictures(page: Page, count: int) -> None:
-    page.wait_for_function(
-        "count => [...document.querySelectorAll('.card img')].filter(one => one.complete && one.naturalWidth).length >= count",
-        arg=count,
-    )
+    shown = "[...document.querySelectorAll('.card img')].filter(one => one.complete && one.naturalWidth)"
+    until(page, f"{shown}.length >= {count}")
 
 
 def test_a_person_looks_through_pictures(browser: Browser, tmp_path: Path) -> None:
@@ -87,9 +94,7 @@ def test_a_person_looks_through_pictures(browser: Browser, tmp_path: Path) -> No
         assert page.locator("svg rect").count() >= 1
         assert page.inner_text(".box-label") == "square"
         page.keyboard.press("ArrowRight")
-        page.wait_for_function(
-            "document.querySelector('#details h2').textContent.startsWith('78 ')"
-        )
+        until(page, "document.querySelector('#details h2').textContent.startsWith('78 ')")
         page.keyboard.press("Escape")
         page.wait_for_selector("#details", state="hidden")
 
@@ -111,7 +116,7 @@ def test_filters_choose_samples_and_name_their_mistakes(browser: Browser, tmp_pa
         page.click("#clear")
         page.fill("#key", "000042")
         page.press("#key", "Enter")
-        page.wait_for_function("document.querySelectorAll('.card').length === 1")
+        until(page, "document.querySelectorAll('.card').length === 1")
         assert shown_numbers(page) == [42]
 
 
@@ -140,7 +145,7 @@ def test_the_epoch_view_is_what_loaders_yield(
         for name, value in {"ranks": 2, "workers": workers, "seed": 5, "batch_size": 8, "lanes": 8, "microbatch": 8}.items():  # fmt: skip
             page.fill(f"[data-training='0'] input[name={name}]", str(value))
         page.click("[data-training='0'] button[type=submit]")
-        page.wait_for_function("document.querySelectorAll('[data-rank]').length === 2")
+        until(page, "document.querySelectorAll('[data-rank]').length === 2")
         page.fill("[aria-label=step] >> nth=0", "2")
         page.press("[aria-label=step] >> nth=0", "Enter")
         page.wait_for_selector("dd:has-text('2 of 13')")
@@ -186,8 +191,8 @@ def test_no_script_of_the_data_runs(browser: Browser, tmp_path: Path) -> None:
         assert page.inner_text(".tag") == datasets.MARKUP
         for number in range(6):
             page.click(f"[data-number='{number}']")
-            page.wait_for_function(
-                f"document.querySelector('#details h2')?.textContent.startsWith('{number} ')"
+            until(
+                page, f"document.querySelector('#details h2')?.textContent.startsWith('{number} ')"
             )
             page.wait_for_load_state("networkidle")
         for view in ("histograms", "epoch", "bad"):
@@ -217,6 +222,7 @@ def test_a_page_elsewhere_cannot_read_the_data(browser: Browser, tmp_path: Path)
             f"<title>evil</title><img id=a src='{address}/thumb/0/0'><iframe src='{address}/'></iframe>"
         )
         with serve_files(tmp_path / "web") as web:
+            page = page.context.new_page()  # its console says that frames are refused
             page.goto(f"{web.url}/evil.html")
             page.wait_for_load_state("networkidle")
             assert page.evaluate("document.getElementById('a').naturalWidth") == 0
@@ -239,7 +245,7 @@ def test_sound_video_arrays_and_text_are_shown(browser: Browser, tmp_path: Path)
         page.click("[data-number='0']")
         page.wait_for_selector("audio")
         page.evaluate("document.querySelector('audio').play()")
-        page.wait_for_function("document.querySelector('audio').currentTime > 0.1")
+        until(page, "document.querySelector('audio').currentTime > 0.1")
         page.click("[data-number='1']")
         page.wait_for_selector("dd:has-text('float32')")
         page.click("[data-number='5']")
@@ -249,7 +255,7 @@ def test_sound_video_arrays_and_text_are_shown(browser: Browser, tmp_path: Path)
         page.click("[data-number='0']")
         page.wait_for_selector("video")
         page.evaluate("document.querySelectorAll('video')[1].play()")
-        page.wait_for_function("document.querySelectorAll('video')[1].currentTime > 0.1")
+        until(page, "document.querySelectorAll('video')[1].currentTime > 0.1")
 
 
 def test_a_broken_sample_is_red_with_its_message(browser: Browser, tmp_path: Path) -> None:
@@ -280,8 +286,7 @@ def test_none_or_one_sample(browser: Browser, tmp_path: Path, count: int) -> Non
     if count:
         datasets.pictures(tmp_path, 1)
     else:
-        manifest = {"__kind__": "wids-v1", "wids_version": 1, "shardlist": [], "name": "none"}
-        (tmp_path / "index.json").write_text(json.dumps(manifest))
+        (tmp_path / "a.tar").write_bytes(tar_bytes([]))
     with running_viewer(str(tmp_path)) as viewer, opened(browser, viewer) as page:
         assert len(shown_numbers(page)) == count
         if count:

@@ -131,6 +131,7 @@ export function openSamples() {
     event.preventDefault();
     const text = byId("number").value.replaceAll(/[\s,_]/g, "");
     if (!/^\d+$/.test(text)) return emit("error", new Error("Give the number of a sample, from 0."));
+    byId("number").blur();  // the arrow keys then go from sample to sample
     jump(Number(text));
   });
   const go = (first) => () => { state.first = Math.max(0, first()); showPage(); };
