@@ -222,15 +222,15 @@ def test_a_page_elsewhere_cannot_read_the_data(browser: Browser, tmp_path: Path)
             f"<title>evil</title><img id=a src='{address}/thumb/0/0'><iframe src='{address}/'></iframe>"
         )
         with serve_files(tmp_path / "web") as web:
-            page = page.context.new_page()  # its console says that frames are refused
-            page.goto(f"{web.url}/evil.html")
-            page.wait_for_load_state("networkidle")
-            assert page.evaluate("document.getElementById('a').naturalWidth") == 0
-            said = page.evaluate(
+            elsewhere = page.context.new_page()  # its console says that frames are refused
+            elsewhere.goto(f"{web.url}/evil.html")
+            elsewhere.wait_for_load_state("networkidle")
+            assert elsewhere.evaluate("document.getElementById('a').naturalWidth") == 0
+            said = elsewhere.evaluate(
                 f"fetch('{address}/api/dataset', {{credentials: 'include'}}).then(a => a.text(), String)"
             )
             assert "samples" not in said
-            frames = [frame for frame in page.frames if frame is not page.main_frame]
+            frames = [frame for frame in elsewhere.frames if frame is not elsewhere.main_frame]
             assert all("shardstream" not in frame.content() for frame in frames)
 
 
