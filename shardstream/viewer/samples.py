@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -13,13 +14,21 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.catalog import ClassNames, Numbers, ShardCatalog, lacks_index
-from shardstream.errors import OptionError, ShardStreamError
+from shardstream.catalog import Classes, Numbers, ShardCatalog, common_classes, lacks_index
+from shardstream.errors import (
+    AccessDeniedError,
+    ManifestError,
+    NotFoundError,
+    OptionError,
+    ShardStreamError,
+)
 from shardstream.fetch import coalesce
 from shardstream.format import (
+    CLASSES_NAME,
     Buffer,
     ForwardReader,
     Group,
+    decode_classes,
     iter_groups,
     iter_members,
     iter_samples,
@@ -32,8 +41,12 @@ from shardstream.storage import (
     Storage,
     Urls,
     is_compressed,
+    join_url,
     locate_shards,
+    parent_url,
 )
+
+_log = logging.getLogger(__name__)
 
 FIELD_LIMIT_BYTES = 256 << 20
 """Largest field that is read to be shown."""
@@ -43,6 +56,7 @@ _HEAD_BYTES = 4096  # read at once from a header on, so that a small body comes 
 _KEPT_BYTES = 256 << 20
 _KEPT_SAMPLES = 20_000
 _STREAMED, _STREAMED_BYTES = 200, 64 << 20
+_CLASSES_BYTES, _CLASS_FOLDERS = 64 << 20, 100
 # A person waits: a store that does not answer is reported after seconds, not after a minute.
 _TIMEOUTS = {"read_timeout_s": 10, "retry_timeout_s": 10}
 
@@ -117,7 +131,6 @@ class ViewedSamples(ABC):
 
     def __init__(self, located: LocatedShards, storage: Storage) -> None:
         self.located, self.storage = located, storage
-        self.class_names = ClassNames(located, storage)
 
     @abstractmethod
     def __len__(self) -> int:
@@ -340,6 +353,41 @@ def open_samples(urls: Urls, storage_options: Mapping[str, Any] | None = None) -
     if unindexed is None:
         return IndexedSamples(located, storage)
     return StreamedSamples(located, storage, unindexed)
+
+
+def read_class_names(located: LocatedShards, storage: Storage) -> Classes | None:
+    """Return the names of the classes, as `ClassNames` does; None if there are none, or folders differ.
+
+    On S3 it neither looks up nor reads whole files: the client that does so takes half a second to import.
+
+    Raises:
+        StorageError: If a folder cannot be read.
+    """
+    manifest = located.manifest_url
+    found = {} if manifest is None else _read_classes([parent_url(manifest)], storage)
+    return common_classes(found or _read_classes(located.folders[:_CLASS_FOLDERS], storage))
+
+
+def _read_classes(folders: Sequence[str], storage: Storage) -> dict[str, Classes]:
+    found: dict[str, Classes] = {}
+    for folder in folders:
+        url = join_url(folder, CLASSES_NAME)
+        try:
+            found[folder] = decode_classes(_read_small(url, storage), url=url)
+        except (NotFoundError, AccessDeniedError):  # S3 denies a missing file to who may not list
+            continue
+        except ManifestError as error:
+            _log.warning("the class names are unknown: %s", error)
+    return found
+
+
+def _read_small(url: str, storage: Storage) -> bytes:
+    if storage.is_s3(url):
+        storage.read(url, 0, 1)  # raises if there is none
+        data = storage.read_small_files([url], max_bytes=_CLASSES_BYTES)[0]
+        if data is not None:
+            return data
+    return storage.read(url, max_bytes=_CLASSES_BYTES)
 
 
 def _parse(data: memoryview, place: Place) -> Shown:

@@ -40,6 +40,7 @@ class Selections:
         self._storage_options = dict(storage_options or {})
         self._kept: OrderedDict[str, Numbers] = OrderedDict()
         self._table: Any = None
+        self._missing: str | None = None  # why there are no columns
         self._lock = threading.Lock()
 
     def columns(self) -> Any:
@@ -50,8 +51,14 @@ class Selections:
             ShardStreamError: If they cannot be read.
         """
         with self._lock:
+            if self._missing is not None:
+                raise OptionError(self._missing)
             if self._table is None:
-                table = read_columns(self._urls, storage_options=self._storage_options)
+                try:
+                    table = read_columns(self._urls, storage_options=self._storage_options)
+                except OptionError as error:
+                    self._missing = str(error)
+                    raise
                 if table.num_rows != len(self._catalog):
                     raise OptionError(
                         f"the columns have {table.num_rows} rows for {len(self._catalog)} samples: the dataset was replaced; reload it"

@@ -37,6 +37,8 @@ def serve(options: ViewOptions, address: Address, say: Callable[[str], None]) ->
     warming.start()
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     with socket.create_server((address.host, address.port), family=family) as listening:
+        # Else each response waits 40 ms for an acknowledgement: asyncio sets this for sockets of its own only.
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         port = listening.getsockname()[1]
         guard = Guard(
             token=secrets.token_urlsafe(_TOKEN_BYTES),

@@ -27,6 +27,7 @@ from shardstream.viewer.samples import (
     Shown,
     ViewedSamples,
     open_samples,
+    read_class_names,
 )
 from shardstream.viewer.selection import NO_COLUMNS, Selections
 from shardstream.viewer.user_decode import UserDecode, call
@@ -90,7 +91,7 @@ class Session:
     def classes(self) -> Classes | None:
         """Names of the classes; None if there are none, or datasets differ."""
         try:
-            return self.samples.class_names.names
+            return read_class_names(self.samples.located, self.samples.storage)
         except ShardStreamError as error:
             _log.warning("the class names are unknown: %s", error)
             return None
@@ -196,7 +197,7 @@ class Session:
             try:
                 return self._exact_histograms
             except OptionError as error:
-                reason = error.what
+                reason = str(error)
         numbers = np.unique(np.linspace(0, max(0, total - 1), min(total, _COUNTED)).astype(int))
         found = self.samples.find(numbers.tolist()) if total else []
         return {

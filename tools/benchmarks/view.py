@@ -100,7 +100,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _time_pictures(page: str, case: Case) -> list[float]:
-    """Return the seconds from a jump to all pictures of its page, in Chromium; none if it is not installed."""
+    """Return the seconds from a click on "next" to all pictures of its page, in Chromium; none if it is not installed."""
     path = shutil.which("chromium")
     try:
         from playwright.sync_api import sync_playwright  # noqa: PLC0415  (no part of the package)
@@ -118,17 +118,21 @@ def _time_pictures(page: str, case: Case) -> list[float]:
             range(1, case.samples // PAGE_SAMPLES), k=min(_SHOWN, case.samples // PAGE_SAMPLES - 1)
         )
         for number in pages:
+            first = number * PAGE_SAMPLES
+            opened.fill("#number", str(first - 1))
+            opened.press("#number", "Enter")
+            opened.wait_for_selector(f"[data-number='{first - 1}']")
             opened.wait_for_load_state("networkidle")
-            found.append(opened.evaluate(_JUMP, [number * PAGE_SAMPLES, PAGE_SAMPLES, _SHOWS_S]))
+            opened.keyboard.press("Escape")
+            found.append(opened.evaluate(_NEXT, [first, PAGE_SAMPLES, _SHOWS_S]))
         browser.close()
     return found
 
 
-_JUMP = """async ([number, count, limit]) => {
+_NEXT = """async ([number, count, limit]) => {
     const began = performance.now();
     const isShown = () => document.querySelector(`[data-number='${number}']`) !== null && COMPLETE.length >= count;
-    document.getElementById('number').value = String(number);
-    document.getElementById('jump').requestSubmit();
+    document.getElementById('next').click();
     while (!isShown()) {
         if (performance.now() - began > 1000 * limit) throw new Error('the pictures are not shown');
         await new Promise(requestAnimationFrame);
