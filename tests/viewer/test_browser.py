@@ -148,7 +148,7 @@ def test_the_epoch_view_is_what_loaders_yield(
         until(page, "document.querySelectorAll('[data-rank]').length === 2")
         page.fill("[aria-label=step] >> nth=0", "2")
         page.press("[aria-label=step] >> nth=0", "Enter")
-        page.wait_for_selector("dd:has-text('2 of 13')")
+        page.wait_for_selector("dd:has-text('2 (0 to 12)')")
         assert numbers_of(page, 1) == taken[2]["cls"].tolist()
         page.click("summary:has-text('saved state')")
         page.fill("textarea", json.dumps(made.state_dict()))

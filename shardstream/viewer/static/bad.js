@@ -21,5 +21,5 @@ function row(one) {
     : element("span", { class: "numbers" }, element("button", { onclick: () => emit("jump", one.number) }, count(one.number)));
   const finder = [one.epoch === null ? null : `epoch ${one.epoch}`, one.rank === null ? null : `rank ${one.rank}`, one.worker === null ? null : `worker ${one.worker}`];
   const cells = [number, one.key ?? "", one.field ?? "", one.error, element("span", { class: "problem" }, one.message), one.shard ?? "", one.offset === null ? "" : count(one.offset), finder.filter(Boolean).join(", ")];
-  return element("tr", {}, cells.map((cell) => element("td", {}, cell)));
+  return element("tr", {}, cells.map((cell, at) => element("td", { class: [4, 5].includes(at) ? "" : "short" }, cell)));
 }

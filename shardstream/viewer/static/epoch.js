@@ -38,7 +38,7 @@ function training(number) {
   const form = element("form", {}, FIELDS.map(([name, value]) => input(name, value)), check("shuffle", true), check("drop_last", false),
     element("label", {}, "remainder", inputs.remainder),
     element("details", { class: "span" }, element("summary", {}, "microbatch, lanes, window, block, consumed, where"),
-      element("div", { class: "training" }, element("div", { class: "panels" }, MORE.map(([name, value]) => input(name, value)), element("label", {}, "where", inputs.where)))),
+      element("div", { class: "fields" }, MORE.map(([name, value]) => input(name, value)), element("label", {}, "where", inputs.where))),
     element("details", { class: "span" }, element("summary", {}, "continue from a saved state: paste json.dumps(loader.state_dict())"), state, resume),
     element("button", { type: "submit" }, "Show"));
   const step = element("input", { type: "text", inputmode: "numeric", size: 7, value: 0, "aria-label": "step" });
@@ -66,7 +66,7 @@ function training(number) {
     byId("banner").hidden = true;
     slider.max = found.steps - 1;
     slider.value = step.value = found.step;
-    steps.children[5].textContent = `of ${count(found.steps)}`;
+    steps.children[5].textContent = `of 0 to ${count(found.steps - 1)}`;
     if (pasted) for (const name of ["epoch", "seed", "batch_size", "microbatch", "lanes", "window", "block", "consumed"]) inputs[name].value = found.training[name] ?? "";
     if (pasted) inputs.shuffle.checked = found.training.shuffle;
     draw(result, found, Boolean(pasted));
@@ -97,7 +97,7 @@ function draw(result, found, isResumed) {
   const order = Object.entries(found.order).map(([name, value]) => `${name} ${count(value)}`).join(" · ");
   const total = found.ranks.reduce((sum, rank) => sum + rank.numbers.length, 0);
   const facts = [
-    ["step", `${count(found.step)} of ${count(found.steps)}${isResumed || found.training.consumed ? ", counted from the state" : ""}`],
+    ["step", `${count(found.step)} (0 to ${count(found.steps - 1)})${isResumed || found.training.consumed ? ", counted from the state" : ""}`],
     ["samples", `${count(total)} at this step; after it all ranks together have received ${count(found.consumed_after)} of ${count(found.samples)}`],
     ["order", order],
     ["shards", `${count(found.shards.count)} of ${count(found.shards.of)} are read at this step`],
@@ -111,8 +111,8 @@ function draw(result, found, isResumed) {
 function ranksPanel(found) {
   const head = element("tr", {}, ["rank", "worker", "shards", "samples"].map((name) => element("th", {}, name)));
   const rows = found.ranks.slice(0, RANKS_SHOWN).map((one) => element("tr", { "data-rank": one.rank },
-    element("td", {}, `${one.rank}`), element("td", {}, one.worker === null ? "main" : `${one.worker}`),
-    element("td", { title: Object.entries(one.shards).map(([shard, samples]) => `shard ${shard}: ${plural(samples, "sample")}`).join("\n") }, plural(Object.keys(one.shards).length, "shard")),
+    element("td", { class: "short" }, `${one.rank}`), element("td", { class: "short" }, one.worker === null ? "main" : `${one.worker}`),
+    element("td", { class: "short", title: Object.entries(one.shards).map(([shard, samples]) => `shard ${shard}: ${plural(samples, "sample")}`).join("\n") }, plural(Object.keys(one.shards).length, "shard")),
     element("td", { class: "numbers" }, one.numbers.slice(0, NUMBERS_SHOWN).map((number) => element("button", { onclick: () => emit("jump", number) }, `${number}`)), one.numbers.length > NUMBERS_SHOWN ? "…" : one.numbers.length ? "" : "none")));
   const more = found.ranks.length > RANKS_SHOWN ? `The first ${RANKS_SHOWN} of ${count(found.ranks.length)} ranks.` : "";
   return element("div", { class: "panel" }, element("h3", {}, "What each rank reads at this step"), element("div", { class: "scroll" }, element("table", {}, element("thead", {}, head), element("tbody", {}, rows))), element("div", { class: "quiet" }, more));
