@@ -65,7 +65,8 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "webdataset": (*BASE, *READING, "tasks", "packing"),
     "testing": (*BASE, *READING, "tasks", "packing"),
     "__init__": (*BASE, *READING, "tasks", "packing", "ray"),
-    "cli": ("__init__", *BASE, *READING, "tasks", "packing", "ray"),
+    "viewer": (*BASE, "format", "codecs", "order", "storage", "catalog", "fetch", "pipeline"),
+    "cli": ("__init__", *BASE, *READING, "tasks", "packing", "ray", "viewer"),
     "__main__": ("cli",),
 }
 ROOMS = sorted(  # integrations are separate modules: each imports another framework
@@ -106,6 +107,8 @@ HOMES = {
     ),
     "ray": ("ray/",),
     "webdataset": (),
+    "starlette": ("viewer/app.py",),
+    "uvicorn": ("viewer/server.py",),
 }
 NEVER_IMPORTED = ("subprocess", "pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve")
 # `serialize` unpickles messages of its own workers, `testing` its own pickles.

@@ -21,6 +21,7 @@ Mode = Literal[
     "many-shards",
     "ray",
     "ray-write",
+    "view",
 ]
 
 

@@ -23,6 +23,7 @@ _WHOLE = {
     "ray": "benchmarks.ray_read",
     "ray-write": "benchmarks.ray_write",
     "scale": "benchmarks.scale",
+    "view": "benchmarks.view",
 }
 _LIMITS = {"first": "benchmarks.start", "resume": "benchmarks.start"}
 

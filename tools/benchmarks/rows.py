@@ -10,6 +10,7 @@ from benchmarks.setting import Setting
 from benchmarks.sizes import Sizes
 from benchmarks.targets import (
     OURS,
+    Target,
     against,
     as_fresh,
     best_peer,
@@ -47,6 +48,7 @@ def settings(sizes: Sizes) -> Iterator[Setting]:
     yield from _memory(sizes)
     yield from _scale(sizes)
     yield from _ray(sizes)
+    yield from _view(sizes)
 
 
 def shortened(chosen: Sequence[Setting]) -> Iterator[Setting]:
@@ -314,3 +316,29 @@ def _ray(sizes: Sizes) -> Iterator[Setting]:
             targets=(against("webdataset", multiple),),
             form=form,
         )
+
+
+def _view(sizes: Sizes) -> Iterator[Setting]:
+    """Yield the settings of the viewer: many small samples, and photos here and on a slow store."""
+    start = figure("s from the start to the first page", "start_s", 2.0)
+    page = figure("ms for the JSON of a page of 50", "page_ms", 100)
+    epoch = figure("ms for an epoch view of 64 ranks", "epoch_ms", 150)
+    for label, corpus, store, targets in (
+        ("many samples", sizes.viewed, "local", (start, page, epoch)),
+        ("photos", sizes.photos, "local", (start, _shown(500))),
+        ("photos", sizes.photos, "s3-slow", (start, _shown(800))),
+    ):
+        yield Setting(
+            row="view",
+            label=f"{label}, {store}",
+            case=_case(sizes, mode="view"),
+            corpus=corpus,
+            store=store,  # type: ignore[arg-type]  # a literal
+            metric="seconds",
+            targets=targets,
+            repetitions=1,  # of medians
+        )
+
+
+def _shown(most: float) -> Target:
+    return figure("ms until 50 pictures are shown in Chromium", "shown_ms", most)

@@ -15,6 +15,7 @@ class Sizes:
         small: The small corpus.
         photos: The photo corpus.
         many: A small corpus for many shards.
+        viewed: A small corpus for the viewer.
         blocks: A corpus of 100 kB samples for few shards.
         shards: Number of its shards.
         exponents: Shards of the datasets whose first batch is timed, as powers of ten.
@@ -26,6 +27,7 @@ class Sizes:
     small: Corpus
     photos: Corpus
     many: Corpus
+    viewed: Corpus
     blocks: Corpus
     shards: tuple[int, ...]
     exponents: tuple[int, ...]
@@ -38,6 +40,7 @@ FULL = Sizes(
     small=Corpus(kind="small", samples=150_000),
     photos=Corpus(kind="photo", samples=2_048),
     many=Corpus(kind="small", samples=20_000),
+    viewed=Corpus(kind="small", samples=1_000_000),
     blocks=Corpus(kind="block", samples=10_000),
     shards=(10, 200, 2_000),
     exponents=(4, 5, 6),
@@ -48,6 +51,7 @@ QUICK = Sizes(
     small=Corpus(kind="small", samples=5_000),
     photos=Corpus(kind="photo", samples=300),
     many=Corpus(kind="small", samples=2_000),
+    viewed=Corpus(kind="small", samples=2_000),
     blocks=Corpus(kind="block", samples=500),
     shards=(10, 200),
     exponents=(4, 5, 6),

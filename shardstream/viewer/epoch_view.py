@@ -1,0 +1,387 @@
+"""Compute what each rank of a training reads at a step of an epoch, from the plan alone: nothing of the data is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from shardstream.catalog import Catalog, Numbers
+from shardstream.errors import OptionError, StateError, redact
+from shardstream.order import (
+    PartitionConfig,
+    RankPartition,
+    Remainder,
+    find_even_lane_counts,
+)
+from shardstream.pipeline import CatalogSource, ReadOptions
+
+_STATE_VERSION = 2  # of `loader/state.py`, which imports torch
+_ORDER = ("microbatch", "lanes", "window", "block")
+_MAX_RANKS, _MAX_SAMPLES = 65_536, 1 << 20
+_PATH_STEPS, _PATH_SAMPLES = 240, 16
+_CLASSES = 24
+_NAMED_SHARDS = 40
+_WHOLE_NUMBERS = ("epoch", "seed", "ranks", "workers", "batch_size", "step", "rank", "consumed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Training:
+    """A training: the order of its samples, its topology, and a step of it.
+
+    Args:
+        epoch: Epoch, from 0.
+        seed: Seed of the order.
+        shuffle: Whether each epoch has an order of its own.
+        ranks: Number of ranks.
+        workers: Loader processes of each rank; 0 reads in the main process.
+        batch_size: Samples of a batch of one rank.
+        remainder: As in ``ShardDataset``.
+        drop_last: As in ``ShardLoader``.
+        microbatch: As in ``ShardDataset``; None is the batch size.
+        lanes: As in ``ShardDataset``; None is the default.
+        window: As in ``ShardDataset``; None is the default.
+        block: As in ``ShardDataset``; None is the default.
+        consumed: Samples of the epoch that all ranks have received before step 0: those of a state.
+        step: Step to show, from 0.
+        rank: Rank whose path through the data is shown.
+
+    Raises:
+        OptionError: If a number is out of range, or they do not fit together.
+    """
+
+    epoch: int = 0
+    seed: int = 0
+    shuffle: bool = True
+    ranks: int = 1
+    workers: int = 0
+    batch_size: int = 32
+    remainder: Remainder = "pad"
+    drop_last: bool = False
+    microbatch: int | None = None
+    lanes: int | None = None
+    window: int | None = None
+    block: int | None = None
+    consumed: int = 0
+    step: int = 0
+    rank: int = 0
+
+    def __post_init__(self) -> None:
+        for name, least in (("epoch", 0), ("ranks", 1), ("workers", 0), ("batch_size", 1)):
+            if getattr(self, name) < least:
+                raise OptionError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if self.step < 0 or self.consumed < 0 or not 0 <= self.rank < self.ranks:
+            raise OptionError(
+                f"step={self.step} and consumed={self.consumed} must be at least 0, and rank={self.rank} below ranks={self.ranks}"
+            )
+        if self.ranks > _MAX_RANKS or self.ranks * self.batch_size > _MAX_SAMPLES:
+            raise OptionError(
+                f"{self.ranks} ranks with batch_size={self.batch_size} are too many to show; the limit is {_MAX_RANKS:,} ranks "
+                f"and {_MAX_SAMPLES:,} samples in a step"
+            )
+        if self.microbatch is not None and self.batch_size % self.microbatch:
+            raise OptionError(
+                f"batch_size={self.batch_size} must be a multiple of microbatch={self.microbatch}"
+            )
+
+    @classmethod
+    def parse(cls, values: Mapping[str, str]) -> Training:
+        """Return the training that the form of the page describes.
+
+        Raises:
+            OptionError: If a value is not a number, or a name is unknown.
+        """
+        found: dict[str, Any] = {}
+        for name, text in values.items():
+            if name in ("shuffle", "drop_last"):
+                found[name] = text in ("true", "on", "1")
+            elif name == "remainder":
+                found[name] = text
+            elif name in _WHOLE_NUMBERS or name in _ORDER:
+                if text.strip():
+                    found[name] = _whole(name, text)
+            else:
+                raise OptionError(f"the form of a training has no field {name!r}")
+        return cls(**found)
+
+    def config(self) -> PartitionConfig:
+        """Return the partition of an epoch over the ranks, as a ``ShardLoader`` makes it."""
+        return PartitionConfig(
+            world_size=self.ranks,
+            microbatches=self.batch_size // (self.microbatch or self.batch_size),
+            remainder=self.remainder,
+            drop_last=self.drop_last,
+        )
+
+    def partitions(self, catalog: Catalog) -> list[RankPartition]:
+        """Return the steps of each rank, as a ``ShardLoader`` of this training computes them."""
+        config = self.config()
+        options = {name: getattr(self, name) for name in _ORDER}
+        source = CatalogSource(
+            catalog=catalog,
+            options=ReadOptions(
+                shuffle=self.shuffle, seed=self.seed, remainder=self.remainder, **options
+            ),
+        )
+        order = source.order(
+            batch=self.microbatch or self.batch_size,
+            lanes=config.batches_per_step * max(1, self.workers),
+            epoch=self.epoch,
+        )
+        plan = source.plan(order, self.epoch)
+        return [
+            RankPartition(plan, config, rank=rank, consumed=self.consumed)
+            for rank in range(self.ranks)
+        ]
+
+
+def _whole(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as error:
+        raise OptionError(f"{name} must be a whole number, not {text[:40]!r}") from error
+
+
+def view_epoch(
+    training: Training,
+    catalog: Catalog,
+    whole_numbers: Numbers | None,
+    classes: Numbers | None,
+    names: Sequence[str] | None,
+) -> dict[str, Any]:
+    """Return what each rank reads at a step, and the path of one rank through the data, as JSON values.
+
+    Args:
+        training: Order, topology and step.
+        catalog: The samples that the training reads.
+        whole_numbers: Number in the whole dataset of each of these samples; None if they are all.
+        classes: Class number of each of these samples, -1 where it is unknown; None if there are no columns.
+        names: Names of the classes.
+
+    Raises:
+        OptionError: If the training has no such step.
+    """
+    partitions = training.partitions(catalog)
+    first = partitions[0]
+    if not first.max_steps:
+        raise OptionError(
+            "the rest of this epoch has no step; choose a smaller batch or fewer ranks"
+        )
+    if training.step >= first.max_steps:
+        raise OptionError(
+            f"there is no step {training.step}: they are numbered from 0 to {first.max_steps - 1}"
+        )
+    steps = np.array([training.step], dtype=np.int64)
+    batches = [
+        one.samples(steps)[0] if training.step < one.num_steps else np.empty(0, np.int64)
+        for one in partitions
+    ]
+    order = first.plan.order
+    found: dict[str, Any] = {
+        "step": training.step,
+        "steps": first.max_steps,
+        "samples": len(catalog),
+        "order": {
+            name: getattr(order, name if name != "microbatch" else "batch") for name in _ORDER
+        },
+        "consumed_before": first.consumed_after(training.step)
+        if training.step
+        else training.consumed,
+        "consumed_after": first.consumed_after(training.step + 1),
+        "ranks": _describe_ranks(batches, training, catalog, whole_numbers),
+        "path": _path(partitions[training.rank], whole_numbers),
+        "notes": _notes(training, order.lanes),
+    }
+    joined = np.concatenate(batches)
+    urls = [redact(catalog.url_of(n)) for n in _shards(catalog, joined)[:_NAMED_SHARDS]]
+    found["shards"] = {
+        "count": len(_shards(catalog, joined)),
+        "of": catalog.num_shards,
+        "first": urls,
+    }
+    if classes is not None:
+        found["classes"] = _class_shares(batches, classes, names)
+    return found
+
+
+def read_state(text: str, catalog: Catalog) -> tuple[Training, dict[str, Any]]:
+    """Return the training that a saved state of a ``ShardLoader`` continues, and the state.
+
+    Topology and batch size are not in a state: those of the result are defaults.
+
+    Args:
+        text: The state as JSON, as ``json.dumps(loader.state_dict())`` writes it, or an object that contains it.
+        catalog: The samples that the training reads.
+
+    Raises:
+        StateError: If it is no state, was edited, or is one of other data or of another kind of loader.
+    """
+    state = _find_state(text)
+    if state.get("version") != _STATE_VERSION:
+        raise StateError(
+            f"the state has version {state.get('version')!r}, this viewer reads version {_STATE_VERSION}"
+        )
+    if state["kind"] != "plan":
+        raise StateError(
+            f"this state is of kind {state['kind']!r}: the steps of its pipeline change counts, so its positions are those of "
+            "workers, and no plan says what comes next"
+        )
+    extra = sorted({"weights", "mix", "parts", "recipe", "datasets"} & set(state))
+    if extra:
+        raise StateError(
+            f"this state is of a dataset with {', '.join(extra)}, whose order needs more than this folder; the viewer shows one dataset"
+        )
+    content = json.dumps({**state, "state_checksum": None}, sort_keys=True, default=str)
+    if hashlib.sha256(content.encode()).hexdigest()[:16] != state.get("state_checksum"):
+        raise StateError(
+            "this state is damaged or was edited: its checksum is wrong; use the state as it was saved"
+        )
+    if state.get("fingerprint") != catalog.fingerprint:
+        raise StateError(
+            f"fingerprint of the dataset: the state says {state.get('fingerprint')!r}, here it is {catalog.fingerprint!r}; it was "
+            "saved with other data (with where= or subset=, choose the same samples here)"
+        )
+    saved, here = state.get("checksums"), catalog.checksums
+    if saved != here and isinstance(saved, list) and None not in [*saved, *here]:
+        raise StateError(
+            f"checksums of the dataset: the state says {saved}, here they are {here}; it was saved with other data"
+        )
+    if state["consumed"] > len(catalog):
+        raise StateError(f"{state['consumed']} of {len(catalog)} samples are consumed")
+    # Without shuffle, window and block do not affect the order.
+    names = ("epoch", "seed", "shuffle", "consumed", *(_ORDER if state["shuffle"] else _ORDER[:2]))
+    training = Training(batch_size=state["microbatch"], **{name: state[name] for name in names})
+    return training, state
+
+
+def continued(training: Training, shown: Training) -> Training:
+    """Return the training of a state with the topology that the page shows.
+
+    Raises:
+        OptionError: If the batch size is not a multiple of the state's microbatch.
+    """
+    microbatch = training.microbatch or training.batch_size
+    size = max(microbatch, shown.batch_size // microbatch * microbatch)
+    return replace(
+        training,
+        ranks=shown.ranks,
+        workers=shown.workers,
+        batch_size=size,
+        remainder=shown.remainder,
+        drop_last=shown.drop_last,
+        step=shown.step,
+        rank=shown.rank,
+    )
+
+
+def _find_state(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise StateError(
+            f"not JSON: {error}; paste what json.dumps(loader.state_dict()) prints"
+        ) from error
+    waiting = [value]
+    while waiting:
+        one = waiting.pop(0)
+        if isinstance(one, dict):
+            if "state_checksum" in one and "kind" in one:
+                return one
+            waiting += one.values()
+    raise StateError(
+        "not a state of a ShardLoader: no state_checksum; paste json.dumps(loader.state_dict())"
+    )
+
+
+def _describe_ranks(
+    batches: Sequence[Numbers], training: Training, catalog: Catalog, whole: Numbers | None
+) -> list[dict[str, Any]]:
+    worker = training.step % training.workers if training.workers else None
+    found = []
+    for rank, numbers in enumerate(batches):
+        shards, counts = np.unique(catalog.find_shards(numbers), return_counts=True)
+        found.append(
+            {
+                "rank": rank,
+                "worker": worker,
+                "numbers": (numbers if whole is None else whole[numbers]).tolist(),
+                "shards": dict(zip(map(str, shards.tolist()), counts.tolist(), strict=True)),
+            }
+        )
+    return found
+
+
+def _path(partition: RankPartition, whole: Numbers | None) -> dict[str, Any]:
+    """Return the samples of some steps, spread over the epoch: the path of a rank through the stored data."""
+    count = partition.num_steps
+    steps = np.unique(np.linspace(0, max(0, count - 1), min(count, _PATH_STEPS)).astype(np.int64))
+    points = []
+    for numbers in partition.samples(steps):
+        spread = np.linspace(0, max(0, len(numbers) - 1), min(len(numbers), _PATH_SAMPLES))
+        chosen = numbers[spread.astype(np.int64)]
+        points.append((chosen if whole is None else whole[chosen]).tolist())
+    return {"steps": steps.tolist(), "numbers": points, "of_steps": count}
+
+
+def _shards(catalog: Catalog, numbers: Numbers) -> list[int]:
+    return catalog.shards_of(numbers)
+
+
+def _notes(training: Training, lanes: int) -> list[str]:
+    config, workers = training.config(), max(1, training.workers)
+    if not training.shuffle or lanes % (config.batches_per_step * workers) == 0:
+        return []
+    fitting = sorted(set(find_even_lane_counts(config, workers, lanes)))
+    note = (
+        f"lanes={lanes} is not a multiple of {training.ranks} ranks x {workers} workers x {config.microbatches} microbatches: "
+        f"the order stays exact, but several workers read parts of the same windows. Lanes that fit: {str(fitting)[1:-1]}."
+    )
+    return [note]
+
+
+def _class_shares(
+    batches: Sequence[Numbers], classes: Numbers, names: Sequence[str] | None
+) -> dict[str, Any]:
+    """Return the classes of the batches against their shares of the data.
+
+    The distance of a batch is half of the summed differences of the shares: 0 for equal shares, 1 for none in common. Beside it stands
+    the distance that independent draws have in the mean, the ideal of a shuffle.
+    """
+    known = classes[classes >= 0]
+    numbers, counts = np.unique(known, return_counts=True)
+    if not len(numbers):
+        return {"rows": [], "distances": [], "ideal": 0.0, "classes": 0, "unknown": len(classes)}
+    shares = counts / counts.sum()
+    got = []
+    for batch in batches:
+        mine = classes[batch]
+        mine = mine[mine >= 0]
+        got.append(np.bincount(np.searchsorted(numbers, mine), minlength=len(numbers)))
+    total = np.sum(got, axis=0)
+    size = max(1, int(total.sum()))
+    top = np.argsort(-shares, kind="stable")[:_CLASSES].tolist()
+    rows = [
+        {
+            "number": int(numbers[n]),
+            "name": None if names is None or numbers[n] >= len(names) else names[int(numbers[n])],
+            "share": float(shares[n]),
+            "expected": float(shares[n] * size),
+            "count": int(total[n]),
+        }
+        for n in top
+    ]
+    per_rank = max(1, size // max(1, len(batches)))
+    ideal = float(np.sqrt(2 * shares * (1 - shares) / (math.pi * per_rank)).sum() / 2)
+    distances = [float(np.abs(one / max(1, one.sum()) - shares).sum() / 2) for one in got]
+    return {
+        "rows": rows,
+        "distances": distances,
+        "ideal": min(1.0, ideal),
+        "classes": len(numbers),
+        "unknown": int(len(classes) - len(known)),
+    }

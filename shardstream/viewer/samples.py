@@ -1,0 +1,447 @@
+"""Read the samples that the page shows: by number and range reads, or the first ones of data without an index."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shardstream.catalog import Classes, Numbers, ShardCatalog, common_classes, lacks_index
+from shardstream.errors import (
+    AccessDeniedError,
+    ManifestError,
+    NotFoundError,
+    OptionError,
+    ShardStreamError,
+)
+from shardstream.fetch import coalesce
+from shardstream.format import (
+    CLASSES_NAME,
+    Buffer,
+    ForwardReader,
+    Group,
+    decode_classes,
+    iter_groups,
+    iter_members,
+    iter_samples,
+    open_decompressed,
+    read_sample,
+)
+from shardstream.storage import (
+    LocatedShards,
+    PagedShards,
+    Storage,
+    Urls,
+    is_compressed,
+    join_url,
+    locate_shards,
+    parent_url,
+)
+
+_log = logging.getLogger(__name__)
+
+FIELD_LIMIT_BYTES = 256 << 20
+"""Largest field that is read to be shown."""
+_THREADS = 24
+_WHOLE_BYTES = 16 << 20  # of a page that is read whole; of larger samples only the headers are
+_HEAD_BYTES = 4096  # read at once from a header on, so that a small body comes with it
+_KEPT_BYTES = 256 << 20
+_KEPT_SAMPLES = 20_000
+_STREAMED, _STREAMED_BYTES = 200, 64 << 20
+_CLASSES_BYTES, _CLASS_FOLDERS = 64 << 20, 100
+# A person waits: a store that does not answer is reported after seconds, not after a minute.
+_TIMEOUTS = {"read_timeout_s": 10, "retry_timeout_s": 10}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a sample is stored.
+
+    Args:
+        number: Number of the sample in the dataset.
+        url: URL of its shard.
+        start: Offset of its first header; None in a compressed shard.
+        end: Offset after its last member.
+    """
+
+    number: int
+    url: str
+    start: int | None = None
+    end: int | None = None
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of the sample in its shard, with headers."""
+        return None if self.start is None or self.end is None else self.end - self.start
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundSample:
+    """A sample whose headers were read.
+
+    Args:
+        place: Where it is stored.
+        key: Its ``__key__``.
+        fields: Field -> offset and size of its bytes in the shard.
+        bodies: Field -> bytes, of the fields that were read along.
+    """
+
+    place: Place
+    key: str
+    fields: Mapping[str, tuple[int, int]]
+    bodies: Mapping[str, Buffer] = field(repr=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokenSample:
+    """A sample that cannot be read.
+
+    Args:
+        place: Where it should be.
+        message: What is wrong with it.
+    """
+
+    place: Place
+    message: str
+
+
+Shown = FoundSample | BrokenSample
+
+
+class ViewedSamples(ABC):
+    """The samples of a dataset, as the page asks for them; thread-safe.
+
+    Args:
+        located: The shards.
+        storage: Their storage.
+    """
+
+    catalog: ShardCatalog | None = None
+    """The samples by number; None if they can only be read in order."""
+    hint = ""
+    """What the user should know about this dataset."""
+
+    def __init__(self, located: LocatedShards, storage: Storage) -> None:
+        self.located, self.storage = located, storage
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the number of samples that can be shown."""
+
+    @abstractmethod
+    def find(self, numbers: Sequence[int]) -> list[Shown]:
+        """Return samples by number.
+
+        Raises:
+            ShardStreamError: If the store cannot be read, or the dataset was replaced.
+        """
+
+    @abstractmethod
+    def read_part(self, sample: FoundSample, name: str, start: int, end: int) -> bytes:
+        """Return the bytes ``start`` to ``end`` of a field."""
+
+    def read_field(self, sample: FoundSample, name: str) -> bytes:
+        """Return the bytes of a field.
+
+        Raises:
+            OptionError: If there is no such field, or it is over `FIELD_LIMIT_BYTES`.
+            ShardStreamError: If it cannot be read.
+        """
+        if name not in sample.fields:
+            raise OptionError(
+                f"the sample has no field {name!r}; it has {', '.join(sample.fields)}"
+            )
+        size = sample.fields[name][1]
+        if size > FIELD_LIMIT_BYTES:
+            raise OptionError(
+                f"the field has {size:,} bytes, the viewer reads up to {FIELD_LIMIT_BYTES:,}; "
+                "extract it with 'shardstream cat --field'"
+            )
+        return self.read_part(sample, name, 0, size)
+
+    def number_at(self, url: str, offset: int) -> int | None:  # noqa: ARG002
+        """Return the number of the sample at an offset of a shard; None if unknown."""
+        return None
+
+
+class IndexedSamples(ViewedSamples):
+    """Samples of shards with an index, or of local tars, by range reads.
+
+    Args:
+        located: The shards.
+        storage: Their storage.
+    """
+
+    def __init__(self, located: LocatedShards, storage: Storage) -> None:
+        super().__init__(located, storage)
+        self.catalog: ShardCatalog = ShardCatalog(located, storage)
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-view")
+        self._kept: OrderedDict[int, FoundSample] = OrderedDict()
+        self._kept_bytes = 0
+        self._lock = threading.Lock()
+        self._shard_of: dict[str, int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.catalog)
+
+    def find(self, numbers: Sequence[int]) -> list[Shown]:
+        """Return samples by number: neighbours with one request, of large samples the headers only."""
+        with self._lock:
+            found: dict[int, Shown] = {n: self._kept[n] for n in numbers if n in self._kept}
+        if self.catalog.is_local:  # what is kept may be of a shard that was overwritten
+            self.catalog.check_unchanged(self.catalog.shards_of(np.array(numbers, dtype=np.int64)))
+        missing = np.array([n for n in dict.fromkeys(numbers) if n not in found], dtype=np.int64)
+        if len(missing):
+            extents = self.catalog.extents(missing)
+            total = int((extents.ends - extents.starts).sum())
+            read = self._read_whole if total <= _WHOLE_BYTES else self._read_headers
+            for one in read(missing):
+                found[one.place.number] = one
+                if isinstance(one, FoundSample):
+                    self._keep(one)
+        return [found[number] for number in numbers]
+
+    def read_part(self, sample: FoundSample, name: str, start: int, end: int) -> bytes:
+        """Return the bytes ``start`` to ``end`` of a field, by one range read if they were not read along."""
+        kept = sample.bodies.get(name)
+        if kept is not None:
+            return bytes(kept[start:end])
+        offset = sample.fields[name][0]
+        shard = int(self.catalog.find_shards(np.array([sample.place.number]))[0])
+        return bytes(self.catalog.fetch(shard, offset + start, offset + end))
+
+    def number_at(self, url: str, offset: int) -> int | None:
+        """Return the number of the sample at an offset of a shard; None if there is no such shard."""
+        if self._shard_of is None:
+            names = [shard.url for shard in self.catalog.shards]
+            self._shard_of = {name: number for number, name in enumerate(names)}
+        shard = self._shard_of.get(url)
+        if shard is None:
+            return None
+        offsets = self.catalog.offsets(shard)
+        within = int(np.searchsorted(offsets, offset, "right")) - 1
+        if not 0 <= within < len(offsets) - 1:
+            return None
+        return self._first_of(shard) + within
+
+    def _first_of(self, shard: int) -> int:
+        shards = self.catalog.shards
+        if isinstance(shards, PagedShards):
+            return int(shards.first_samples([shard])[0])
+        return sum(one.nsamples or 0 for one in shards[:shard])
+
+    def _read_whole(self, numbers: Numbers) -> Iterator[Shown]:
+        """Read all bytes of samples; neighbours together."""
+        extents = self.catalog.extents(numbers)
+        spans = coalesce(extents, self.catalog.max_read_ratio)
+        data = self._pool.map(
+            lambda span: self.catalog.fetch(span.shard, span.start, span.end), spans
+        )
+        for span, buffer in zip(spans, data, strict=True):
+            url = self.catalog.url_of(span.shard)
+            view = memoryview(buffer)
+            for at in span.places.tolist():
+                start, end = int(extents.starts[at]), int(extents.ends[at])
+                part = view[start - span.start : end - span.start]
+                place = Place(number=int(numbers[at]), url=url, start=start, end=end)
+                yield _parse(part, place)
+
+    def _read_headers(self, numbers: Numbers) -> Iterator[Shown]:
+        """Read the headers of large samples, and small bodies with them; several samples at a time."""
+        extents = self.catalog.extents(numbers)
+        rows = zip(numbers.tolist(), *(column.tolist() for column in extents), strict=True)
+        return self._pool.map(lambda row: self._walk(*row), rows)
+
+    def _walk(self, number: int, shard: int, start: int, end: int) -> Shown:
+        place = Place(number=number, url=self.catalog.url_of(shard), start=start, end=end)
+        pieces: dict[int, Buffer] = {}
+
+        def read(at: int, size: int) -> bytes:
+            for begin, piece in pieces.items():
+                if begin <= at and at + size <= begin + len(piece):
+                    return bytes(piece[at - begin : at - begin + size])
+            stop = min(end, at + max(size, _HEAD_BYTES))
+            pieces[at] = self.catalog.fetch(shard, at, stop)
+            return bytes(pieces[at][:size])
+
+        try:
+            groups = list(iter_groups(iter_members(read, start=start, end=end), shard=place.url))
+        except ShardStreamError as error:
+            if error.offset is None:  # not about these bytes, but about the store
+                raise
+            return BrokenSample(place=place, message=str(error))
+        if len(groups) != 1:
+            message = f"the index places one sample here, but {len(groups)} are in these bytes; run 'shardstream index' again"
+            return BrokenSample(place=place, message=message)
+        bodies = {
+            name: piece[at - begin : at - begin + size]
+            for name, (at, size) in groups[0].fields.items()
+            for begin, piece in pieces.items()
+            if begin <= at and at + size <= begin + len(piece)
+        }
+        return FoundSample(place=place, key=groups[0].key, fields=groups[0].fields, bodies=bodies)
+
+    def _keep(self, one: FoundSample) -> None:
+        with self._lock:
+            if one.place.number in self._kept:
+                return
+            self._kept[one.place.number] = one
+            self._kept_bytes += _size(one)
+            while self._kept_bytes > _KEPT_BYTES or len(self._kept) > _KEPT_SAMPLES:
+                self._kept_bytes -= _size(self._kept.popitem(last=False)[1])
+
+
+class StreamedSamples(ViewedSamples):
+    """The first samples of data without an index, read from start to end when they are opened.
+
+    Args:
+        located: The shards.
+        storage: Their storage.
+        unindexed: The shard that lacks an index.
+    """
+
+    def __init__(self, located: LocatedShards, storage: Storage, unindexed: str) -> None:
+        super().__init__(located, storage)
+        self._samples = list(_first_samples(located, storage))
+        reason = "compressed tars" if is_compressed(unindexed) else "remote tars without an index"
+        remedy = (
+            "repack them with 'shardstream reshard'"
+            if is_compressed(unindexed)
+            else "run 'shardstream index' on the folder"
+        )
+        self.hint = (
+            f"These are {reason}, which can only be read from start to end: the first {len(self._samples)} samples are shown. "
+            f"To see all, {remedy}."
+        )
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def find(self, numbers: Sequence[int]) -> list[Shown]:
+        """Return samples by number."""
+        return [self._samples[number] for number in numbers]
+
+    def read_part(self, sample: FoundSample, name: str, start: int, end: int) -> bytes:
+        """Return the bytes ``start`` to ``end`` of a field."""
+        return bytes(sample.bodies[name][start:end])
+
+
+def open_samples(urls: Urls, storage_options: Mapping[str, Any] | None = None) -> ViewedSamples:
+    """Open a dataset to look at it.
+
+    Args:
+        urls: A folder, a tar, a pattern, an ``index.json`` or a list.
+        storage_options: ``storage_options`` of fsspec.
+
+    Raises:
+        UnfinishedError: If the dataset is being written, or its writer was stopped.
+        StorageError: If nothing is found, or the store cannot be reached.
+        ManifestError: If a manifest is invalid.
+        ShardError: If a local tar without an index is damaged.
+    """
+    storage = Storage(_TIMEOUTS | dict(storage_options or {}))
+    located = locate_shards(urls, storage)
+    unindexed = lacks_index(located, storage)
+    if unindexed is None:
+        return IndexedSamples(located, storage)
+    return StreamedSamples(located, storage, unindexed)
+
+
+def read_class_names(located: LocatedShards, storage: Storage) -> Classes | None:
+    """Return the names of the classes, as `ClassNames` does; None if there are none, or folders differ.
+
+    On S3 it neither looks up nor reads whole files: the client that does so takes half a second to import.
+
+    Raises:
+        StorageError: If a folder cannot be read.
+    """
+    manifest = located.manifest_url
+    found = {} if manifest is None else _read_classes([parent_url(manifest)], storage)
+    return common_classes(found or _read_classes(located.folders[:_CLASS_FOLDERS], storage))
+
+
+def _read_classes(folders: Sequence[str], storage: Storage) -> dict[str, Classes]:
+    found: dict[str, Classes] = {}
+    for folder in folders:
+        url = join_url(folder, CLASSES_NAME)
+        try:
+            found[folder] = decode_classes(_read_small(url, storage), url=url)
+        except (NotFoundError, AccessDeniedError):  # S3 denies a missing file to who may not list
+            continue
+        except ManifestError as error:
+            _log.warning("the class names are unknown: %s", error)
+    return found
+
+
+def _read_small(url: str, storage: Storage) -> bytes:
+    if storage.is_s3(url):
+        storage.read(url, 0, 1)  # raises if there is none
+        data = storage.read_small_files([url], max_bytes=_CLASSES_BYTES)[0]
+        if data is not None:
+            return data
+    return storage.read(url, max_bytes=_CLASSES_BYTES)
+
+
+def _parse(data: memoryview, place: Place) -> Shown:
+    """Parse the bytes of one sample."""
+    start, end = place.start or 0, place.end or 0
+    try:
+        members = iter_members(
+            lambda at, size: bytes(data[at - start : at - start + size]), start=start, end=end
+        )
+        groups: list[Group] = list(iter_groups(members, shard=place.url))
+        if len(groups) != 1:  # raises the error that a dataset would raise
+            read_sample(data, start, start, end, place.url)
+    except ShardStreamError as error:
+        return BrokenSample(place=place, message=str(error))
+    bodies = {
+        name: data[at - start : at - start + size] for name, (at, size) in groups[0].fields.items()
+    }
+    return FoundSample(place=place, key=groups[0].key, fields=groups[0].fields, bodies=bodies)
+
+
+def _first_samples(located: LocatedShards, storage: Storage) -> Iterator[Shown]:
+    """Yield the first samples of shards in their order; at a damaged place the last one is broken."""
+    number = size = 0
+    for shard in located.shards:
+        try:
+            with (
+                storage.open(shard.url) as raw,
+                open_decompressed(raw, shard=shard.url) as stream,
+            ):
+                end = None if is_compressed(shard.url) else storage.info(shard.url).size
+                samples = iter_samples(ForwardReader(stream), end=end, shard=shard.url)
+                with closing(samples):  # type: ignore[type-var]  # a generator
+                    for group, sample in samples:
+                        found = _streamed(number, group, sample, shard.url)
+                        yield found
+                        number, size = number + 1, size + _size(found)
+                        if number == _STREAMED or size > _STREAMED_BYTES:
+                            return
+        except ShardStreamError as error:
+            if number == 0 and error.offset is None:
+                raise
+            yield BrokenSample(place=Place(number=number, url=shard.url), message=str(error))
+            number += 1
+
+
+def _streamed(number: int, group: Group, sample: Mapping[str, Any], url: str) -> FoundSample:
+    offsets = {} if is_compressed(url) else {"start": group.start, "end": group.end}
+    return FoundSample(
+        place=Place(number=number, url=url, **offsets),
+        key=group.key,
+        fields=group.fields,
+        bodies={name: sample[name] for name in group.fields},
+    )
+
+
+def _size(one: FoundSample) -> int:
+    return sum(map(len, one.bodies.values()))

@@ -1,0 +1,169 @@
+"""Choose samples: by a condition on columns, by class, by key; and count values of columns for histograms."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardstream.catalog import Numbers, ShardCatalog, SubsetCatalog, choose_samples, read_columns
+from shardstream.errors import OptionError, ShardStreamError
+from shardstream.format import KEY_COLUMN, scan_shard
+from shardstream.storage import Urls
+
+_KEPT = 16  # selections, of 8 bytes for each chosen sample
+_FOUND = 1000  # samples that a search by key returns
+_SEARCH_S = 20.0
+NO_COLUMNS = (
+    "the shards have no columns: run 'shardstream index --columns cls,json.width' with the values that you need "
+    "('--columns __key__' for the keys alone)"
+)
+
+
+class Selections:
+    """Samples that fulfil conditions; thread-safe. The results of the last conditions are kept.
+
+    Args:
+        urls: The dataset.
+        catalog: Its samples.
+        storage_options: ``storage_options`` of fsspec.
+    """
+
+    def __init__(
+        self, urls: Urls, catalog: ShardCatalog, storage_options: Mapping[str, Any] | None
+    ) -> None:
+        self._urls, self._catalog = urls, catalog
+        self._storage_options = dict(storage_options or {})
+        self._kept: OrderedDict[str, Numbers] = OrderedDict()
+        self._table: Any = None
+        self._missing: str | None = None  # why there are no columns
+        self._lock = threading.Lock()
+
+    def columns(self) -> Any:
+        """Return the columns of all samples as a table; row i is sample i. They are read once.
+
+        Raises:
+            OptionError: If the shards have no columns, or pyarrow is not installed.
+            ShardStreamError: If they cannot be read.
+        """
+        with self._lock:
+            if self._missing is not None:
+                raise OptionError(self._missing)
+            if self._table is None:
+                try:
+                    table = read_columns(self._urls, storage_options=self._storage_options)
+                except OptionError as error:
+                    self._missing = str(error)
+                    raise
+                if table.num_rows != len(self._catalog):
+                    raise OptionError(
+                        f"the columns have {table.num_rows} rows for {len(self._catalog)} samples: the dataset was replaced; reload it"
+                    )
+                self._table = table
+            return self._table
+
+    def choose(self, where: str) -> Numbers:
+        """Return the numbers of the samples that fulfil a condition in SQL, ascending; all for "".
+
+        Raises:
+            OptionError: If it is invalid, or there are no columns.
+            ShardStreamError: If columns cannot be read.
+        """
+        if where in self._kept:
+            return self._kept[where]
+        try:
+            chosen = choose_samples(self._catalog, where=where)
+        except OptionError as error:
+            if "chooses no sample" not in str(error):
+                raise
+            numbers = np.empty(0, dtype=np.int64)
+        else:
+            assert isinstance(chosen, SubsetCatalog)  # noqa: S101  (it has a condition)
+            numbers = chosen.numbers
+        with self._lock:
+            self._kept[where] = numbers
+            while len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        return numbers
+
+    def catalog(self, where: str) -> ShardCatalog | SubsetCatalog:
+        """Return the samples that fulfil a condition as a catalog, as ``ShardDataset(where=)`` reads them."""
+        return SubsetCatalog(self._catalog, self.choose(where)) if where else self._catalog
+
+    def classes_of(self) -> Numbers | None:
+        """Return the class number of each sample, -1 where it is unknown; None without the column ``cls``."""
+        try:
+            table = self.columns()
+        except OptionError:
+            return None
+        if "cls" not in table.column_names:
+            return None
+        try:
+            column = table["cls"].fill_null(-1).to_numpy()
+            return np.asarray(column, dtype=np.int64)
+        except (ValueError, TypeError):
+            return None
+
+    def search(self, text: str) -> tuple[list[int], str]:
+        """Return the numbers of samples whose key contains a text, and what the user should know about them.
+
+        A key that is equal comes first. At most 1,000 are returned.
+
+        Raises:
+            OptionError: If the shards are remote and have no column of keys.
+        """
+        try:
+            table = self.columns()
+        except OptionError:
+            table = None
+        if table is not None and KEY_COLUMN in table.column_names:
+            import pyarrow.compute as pc  # noqa: PLC0415  (an extra)
+
+            found = np.flatnonzero(pc.match_substring(table[KEY_COLUMN], text).to_numpy())
+            equal = np.flatnonzero(pc.equal(table[KEY_COLUMN], text).to_numpy(zero_copy_only=False))
+            return _equal_first(equal.tolist(), found.tolist())
+        if not self._catalog.is_local:
+            raise OptionError(
+                f"a search by key would read the headers of all samples; {NO_COLUMNS}, or use 'shardstream cat --key'"
+            )
+        return search_headers(self._catalog, text, time.monotonic)
+
+
+def search_headers(
+    catalog: ShardCatalog, text: str, clock: Callable[[], float]
+) -> tuple[list[int], str]:
+    """Search keys in the headers of local shards, for up to 20 s; returns as `Selections.search`."""
+    equal: list[int] = []
+    found: list[int] = []
+    first, end_s = 0, clock() + _SEARCH_S
+    for number in range(catalog.num_shards):
+        if clock() > end_s:
+            note = f"searched the first {first:,} of {len(catalog):,} samples in {_SEARCH_S:.0f} s; {NO_COLUMNS} to search all"
+            return _equal_first(equal, found)[0], note
+        tar = memoryview(catalog.map_shard(number))
+        try:
+            keys = scan_shard(
+                lambda at, size, tar=tar: bytes(tar[at : at + size]),  # type: ignore[misc]
+                end=len(tar),
+                shard=catalog.url_of(number),
+            ).keys
+        except ShardStreamError:  # the grid shows what is wrong with it
+            keys = []
+        for place, key in enumerate(keys):
+            if text in key:
+                (equal if key == text else found).append(first + place)
+        first += catalog.shards[number].nsamples or 0
+        if len(found) + len(equal) >= _FOUND:
+            break
+    return _equal_first(equal, found)
+
+
+def _equal_first(equal: Sequence[int], found: Sequence[int]) -> tuple[list[int], str]:
+    known = set(equal)
+    numbers = [*equal, *(number for number in found if number not in known)]
+    note = f"the first {_FOUND:,} of {len(numbers):,}" if len(numbers) > _FOUND else ""
+    return numbers[:_FOUND], note

@@ -1,0 +1,348 @@
+"""Answer the questions of the page about one dataset: the room's functions, with the dataset that is open."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from shardstream.catalog import Classes, Numbers
+from shardstream.errors import OptionError, ShardStreamError, redact
+from shardstream.pipeline import BadSample
+from shardstream.storage import PagedShards
+from shardstream.viewer.bad_list import BadList, locate, read_reports
+from shardstream.viewer.epoch_view import Training, continued, read_state, view_epoch
+from shardstream.viewer.field_kinds import kinds_of
+from shardstream.viewer.histograms import histograms_of_samples, histograms_of_table
+from shardstream.viewer.page import broken_details, card_of, cat_line, describe_value, details_of
+from shardstream.viewer.pictures import Picture, render, render_value
+from shardstream.viewer.samples import (
+    BrokenSample,
+    FoundSample,
+    Shown,
+    ViewedSamples,
+    open_samples,
+    read_class_names,
+)
+from shardstream.viewer.selection import NO_COLUMNS, Selections
+from shardstream.viewer.user_decode import UserDecode, call
+
+_log = logging.getLogger(__name__)
+
+PAGE_SAMPLES = 50
+"""Samples of a page, unless the page asks for another number."""
+_MAX_PAGE = 200
+_COUNTED = 200  # samples that are read for histograms without columns
+_CLASSES_SENT = 2000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViewOptions:
+    """What is shown.
+
+    Args:
+        urls: The dataset.
+        storage_options: ``storage_options`` of fsspec.
+        bad: Reports of bad samples.
+        decode: The user's function; None for none.
+    """
+
+    urls: tuple[str, ...]
+    storage_options: Mapping[str, Any]
+    bad: tuple[str, ...] = ()
+    decode: UserDecode | None = None
+
+
+class Session:
+    """One dataset that is open; thread-safe.
+
+    Args:
+        options: What is shown.
+        generation: How often the dataset has been opened: part of the addresses of pictures, which browsers keep.
+
+    Raises:
+        ShardStreamError: If the dataset or a report cannot be read.
+    """
+
+    def __init__(self, options: ViewOptions, generation: int = 0) -> None:
+        self.options, self.generation = options, generation
+        self.samples: ViewedSamples = open_samples(options.urls, options.storage_options)
+        self._reported = read_reports(options.bad, options.storage_options)
+        self._selections = (
+            Selections(options.urls, self.samples.catalog, options.storage_options)
+            if self.samples.catalog is not None
+            else None
+        )
+        self._lock = threading.Lock()
+
+    def warm_up(self) -> None:
+        """Read the first page, so that clients are open and indexes known when the browser asks."""
+        try:
+            self.page(0, PAGE_SAMPLES)
+        except Exception as error:  # noqa: BLE001  (the page will show it)
+            _log.debug("the first page cannot be read yet: %s", error)
+
+    @cached_property
+    def classes(self) -> Classes | None:
+        """Names of the classes; None if there are none, or datasets differ."""
+        try:
+            return read_class_names(self.samples.located, self.samples.storage)
+        except ShardStreamError as error:
+            _log.warning("the class names are unknown: %s", error)
+            return None
+
+    @cached_property
+    def bad(self) -> BadList:
+        """The report of bad samples, with the number of each sample."""
+        return locate(self._reported, self.samples.number_at)
+
+    @cached_property
+    def _bad_of(self) -> dict[int, list[BadSample]]:
+        return self.bad.by_number()
+
+    def dataset(self) -> dict[str, Any]:
+        """Return what the page shows of the dataset."""
+        located, catalog = self.samples.located, self.samples.catalog
+        return {
+            "urls": [redact(url) for url in self.options.urls],
+            "samples": len(self.samples),
+            "shards": len(located.shards),
+            "bytes": None if catalog is None else catalog.total_bytes,
+            "fields": list(located.fields or ()),
+            "is_indexed": catalog is not None,
+            "hint": self.samples.hint or self._scan_hint(),
+            "classes": list(self.classes or ())[:_CLASSES_SENT],
+            "num_classes": len(self.classes or ()),
+            "generation": self.generation,
+            "has_decode": self.options.decode is not None,
+            "bad": len(self.bad.entries),
+        }
+
+    def _scan_hint(self) -> str:
+        located = self.samples.located
+        if isinstance(located.shards, PagedShards) or located.manifest_url is not None:
+            return ""
+        if all(shard.url in located.indexed for shard in located.shards):
+            return ""
+        return "The tars have no index and were scanned: run 'shardstream index' on the folder, so that this starts at once."
+
+    def page(
+        self, first: int, count: int, *, where: str = "", key: str = "", at: int | None = None
+    ) -> dict[str, Any]:
+        """Return the cards of a page.
+
+        Args:
+            first: Place of the first sample among the chosen ones.
+            count: Number of samples.
+            where: A condition on columns; "" chooses all.
+            key: Part of a key; "" chooses all.
+            at: Show the page with the sample of this number instead, or the first one after it.
+
+        Raises:
+            ShardStreamError: If the samples cannot be read, or a choice is invalid.
+        """
+        chosen, note = self._choose(where, key)
+        total = len(self.samples) if chosen is None else len(chosen)
+        count = max(1, min(count, _MAX_PAGE))
+        if at is not None:
+            if not 0 <= at < len(self.samples):
+                raise OptionError(
+                    f"there is no sample {at}: they are numbered from 0 to {len(self.samples) - 1}"
+                )
+            place = at if chosen is None else int(np.searchsorted(chosen, at))
+            first = place // count * count
+        first = max(0, min(first, (max(total, 1) - 1) // count * count))
+        places = range(first, min(first + count, total))
+        numbers = list(places) if chosen is None else chosen[first : places.stop].tolist()
+        cards = [
+            card_of(one, self.classes, self._bad_of.get(one.place.number, ()))
+            for one in self.samples.find(numbers)
+        ]
+        return {
+            "total": total,
+            "first": first,
+            "count": count,
+            "note": note,
+            "generation": self.generation,
+            "samples": cards,
+        }
+
+    def details(self, number: int) -> dict[str, Any]:
+        """Return the details of a sample."""
+        sample = self._find(number)
+        cat = cat_line(self.options.urls, number, self.options.storage_options)
+        if isinstance(sample, BrokenSample):
+            return broken_details(sample, cat)
+        found = details_of(
+            sample,
+            lambda name: self.samples.read_field(sample, name),
+            self.classes,
+            cat,
+            self._bad_of.get(number, ()),
+        )
+        if self.options.decode is not None:
+            found["decoded"] = self._decoded_details(sample)
+        return found
+
+    def histograms(self) -> dict[str, Any]:
+        """Return the histograms of the columns of all samples, or of samples that are spread over the data."""
+        total = len(self.samples)
+        reason = ""
+        if self._selections is not None:
+            try:
+                return self._exact_histograms
+            except OptionError as error:
+                reason = str(error)
+        numbers = np.unique(np.linspace(0, max(0, total - 1), min(total, _COUNTED)).astype(int))
+        found = self.samples.find(numbers.tolist()) if total else []
+        return {
+            "exact": len(numbers) == total and self._selections is not None,
+            "of": len(numbers),
+            "total": total,
+            "reason": reason,
+            "histograms": histograms_of_samples(found, self.classes),
+        }
+
+    @cached_property
+    def _exact_histograms(self) -> dict[str, Any]:
+        assert self._selections is not None  # noqa: S101  (asked by the caller)
+        table = self._selections.columns()
+        return {
+            "exact": True,
+            "of": table.num_rows,
+            "total": table.num_rows,
+            "reason": "",
+            "histograms": histograms_of_table(table, self.classes),
+        }
+
+    def epoch(self, values: Mapping[str, str], where: str = "") -> dict[str, Any]:
+        """Return what each rank of a training reads at a step.
+
+        Args:
+            values: Fields of the form, see `Training`.
+            where: The condition of ``ShardDataset(where=)``.
+        """
+        return self._view(Training.parse(values), where)
+
+    def resume(self, state: str, values: Mapping[str, str], where: str = "") -> dict[str, Any]:
+        """Return what comes after a saved state, on the topology that the page shows.
+
+        Args:
+            state: The state as JSON.
+            values: Fields of the form; those of the order are replaced by the state's.
+            where: The condition of ``ShardDataset(where=)``.
+        """
+        shown = Training.parse(values)
+        training, _ = read_state(state, self._plannable().catalog(where))
+        return self._view(continued(training, shown), where)
+
+    def _view(self, training: Training, where: str) -> dict[str, Any]:
+        selections = self._plannable()
+        catalog = selections.catalog(where)
+        whole = selections.choose(where) if where else None
+        classes = selections.classes_of()
+        if classes is not None and whole is not None:
+            classes = classes[whole]
+        found = view_epoch(training, catalog, whole, classes, self.classes)
+        shown = {field.name: getattr(training, field.name) for field in fields(training)}
+        hint = "" if classes is not None else f"Classes are unknown: {NO_COLUMNS}."
+        return found | {"training": shown, "hint": hint, "of_samples": len(self.samples)}
+
+    def _plannable(self) -> Selections:
+        if self._selections is None:
+            raise OptionError(
+                "without an index shards are dealt out to workers, and no plan says which sample comes when; run 'shardstream index'"
+            )
+        if not len(self.samples):
+            raise OptionError("the dataset has no samples")
+        return self._selections
+
+    def picture(self, number: int, place: int, side: int, *, overlay: bool = False) -> Picture:
+        """Return the picture of a field.
+
+        Args:
+            number: Number of the sample.
+            place: Place of the field in the sample.
+            side: Maximum of both sides, in pixels.
+            overlay: As in `render`.
+        """
+        sample, name = self._field(number, place)
+        kind = kinds_of(tuple(sample.fields))[name]
+        return render(kind, name, self.samples.read_field(sample, name), side, overlay=overlay)
+
+    def decoded_picture(self, number: int, name: str | None, side: int) -> Picture | str:
+        """Return the picture of a value of the user's function, or the values as text if there is none.
+
+        Args:
+            number: Number of the sample.
+            name: Name of the value; None takes the first that has a picture.
+            side: Maximum of both sides, in pixels.
+        """
+        values = self._decoded(self._good(number))
+        for one, value in values.items():
+            if name in (None, str(one)):
+                picture = render_value(value, side)
+                if picture is not None:
+                    return picture
+        return "\n".join(f"{one}: {describe_value(v).get('text', v)}" for one, v in values.items())
+
+    def part(self, number: int, place: int) -> tuple[FoundSample, str, int]:
+        """Return a sample, the name of one of its fields, and the size of that."""
+        sample, name = self._field(number, place)
+        return sample, name, sample.fields[name][1]
+
+    def _decoded(self, sample: FoundSample) -> Mapping[str, Any]:
+        assert self.options.decode is not None  # noqa: S101  (asked by the callers)
+        content = {name: self.samples.read_field(sample, name) for name in sample.fields}
+        return call(
+            self.options.decode, {"__key__": sample.key, "__url__": sample.place.url, **content}
+        )
+
+    def _decoded_details(self, sample: FoundSample) -> list[dict[str, Any]]:
+        try:
+            values = self._decoded(sample)
+        except Exception as error:  # noqa: BLE001  (the user's code raises any error)
+            return [{"name": "", "error": f"{type(error).__name__}: {error}"}]
+        return [
+            {"name": str(name), "is_picture": render_value(value, 16) is not None}
+            | ({} if isinstance(value, bytes) else describe_value(value))
+            for name, value in values.items()
+            if not str(name).startswith("__")
+        ]
+
+    def _choose(self, where: str, key: str) -> tuple[Numbers | None, str]:
+        if not where and not key:
+            return None, ""
+        if self._selections is None:
+            raise OptionError(f"samples are chosen by their columns; {NO_COLUMNS}")
+        numbers = self._selections.choose(where) if where else None
+        if not key:
+            return numbers, ""
+        found, note = self._selections.search(key)
+        chosen = np.array(found, dtype=np.int64)
+        return (chosen if numbers is None else chosen[np.isin(chosen, numbers)]), note
+
+    def _find(self, number: int) -> Shown:
+        if not 0 <= number < len(self.samples):
+            raise OptionError(
+                f"there is no sample {number}: they are numbered from 0 to {len(self.samples) - 1}"
+            )
+        return self.samples.find([number])[0]
+
+    def _good(self, number: int) -> FoundSample:
+        sample = self._find(number)
+        if isinstance(sample, BrokenSample):
+            raise OptionError(sample.message)
+        return sample
+
+    def _field(self, number: int, place: int) -> tuple[FoundSample, str]:
+        sample = self._good(number)
+        names = list(sample.fields)
+        if not 0 <= place < len(names):
+            raise OptionError(f"the sample has {len(names)} fields, not {place + 1}")
+        return sample, names[place]

@@ -1,0 +1,60 @@
+// Requests, elements and messages. Text of the data becomes text nodes only: nothing here parses markup.
+
+export function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name === "class") made.className = value;
+    else if (name.startsWith("on")) made.addEventListener(name.slice(2), value);
+    else if (value === true) made.setAttribute(name, "");
+    else if (value !== false && value !== null && value !== undefined) made.setAttribute(name, value);
+  }
+  for (const child of children.flat()) {
+    if (child !== null && child !== undefined) made.append(child);  // text is escaped by the browser
+  }
+  return made;
+}
+
+export class RequestError extends Error {
+  constructor(message, kind) { super(message); this.kind = kind; }
+}
+
+export async function ask(path, values = {}, body = null) {
+  const query = new URLSearchParams(Object.entries(values).filter(([, value]) => value !== "" && value !== null));
+  const options = body === null ? {} : { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) };
+  let response;
+  try {
+    response = await fetch(query.size ? `${path}?${query}` : path, options);
+  } catch {
+    throw new RequestError("The server does not answer: 'shardstream view' was stopped, or the connection is lost. Start it again and open the address that it prints.", "Gone");
+  }
+  const text = await response.text();
+  let value;
+  try { value = JSON.parse(text); } catch { throw new RequestError(text || `status ${response.status}`, "Refused"); }
+  if (!response.ok) throw new RequestError(value.error ?? `status ${response.status}`, value.kind);
+  return value;
+}
+
+export const byId = (id) => document.getElementById(id);
+export const count = (number) => number.toLocaleString("en-US");
+export const plural = (number, noun) => `${count(number)} ${noun}${number === 1 ? "" : noun.endsWith("s") || noun.endsWith("ch") ? "es" : "s"}`;
+
+export function bytes(size) {
+  if (size === null || size === undefined) return "unknown size";
+  for (const unit of ["B", "kB", "MB", "GB", "TB"]) {
+    if (size < 999.95 || unit === "TB") return unit === "B" ? `${size} B` : `${size.toFixed(1)} ${unit}`;
+    size /= 1000;
+  }
+}
+
+export function tell(error, action = null) {
+  byId("banner-text").textContent = error.message ?? String(error);
+  const button = byId("banner-action");
+  button.hidden = action === null;
+  if (action) { button.textContent = action.name; button.onclick = action.run; }
+  byId("banner").hidden = false;
+}
+
+export function hush() { byId("banner").hidden = true; }
+
+export const events = new EventTarget();
+export const emit = (name, detail) => events.dispatchEvent(new CustomEvent(name, { detail }));

@@ -1,0 +1,200 @@
+"""The server of the page: who is answered, with which headers, and its command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shardstream as ss
+from shardstream.cli import main
+from shardstream.viewer import Guard, load_function
+from tests.viewer import datasets
+from tests.viewer.viewers import ROOT, RunningViewer, running_viewer
+
+GUARD = Guard(token="secret", port=80, names=frozenset({"localhost"}))  # noqa: S106
+
+
+@pytest.fixture(scope="module")
+def viewer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningViewer]:
+    folder = tmp_path_factory.mktemp("hostile")
+    datasets.hostile(folder)
+    with running_viewer(str(folder)) as running:
+        yield running
+
+
+@pytest.mark.parametrize(
+    ("headers", "reason"),
+    [
+        ({"host": "127.0.0.1:80"}, None),
+        ({"host": "localhost:80", "sec-fetch-site": "same-origin"}, None),
+        ({"host": "[::1]:80", "sec-fetch-site": "none"}, None),
+        ({"host": "127.0.0.1:80", "origin": "http://127.0.0.1:80"}, None),
+        ({"host": "evil.example:80"}, "not called"),
+        ({"host": "127.0.0.1.evil.example:80"}, "not called"),
+        ({"host": "localhost:81"}, "not called"),
+        ({"host": "localhost"}, "not called"),
+        ({"host": "user@localhost:80"}, "not called"),
+        ({"host": "localhost:x"}, "not called"),
+        ({}, "not called"),
+        ({"host": "localhost:80", "sec-fetch-site": "cross-site"}, "another page"),
+        ({"host": "localhost:80", "sec-fetch-site": "same-site"}, "another page"),
+        ({"host": "localhost:80", "origin": "null"}, "another page"),
+        ({"host": "localhost:80", "origin": "http://localhost:81"}, "another page"),
+        ({"host": "localhost:80", "origin": "https://evil.example"}, "another page"),
+    ],
+)
+def test_only_requests_of_the_own_page_are_answered(
+    headers: dict[str, str], reason: str | None
+) -> None:
+    found = GUARD.refusal("GET", headers)
+    assert (found is None) if reason is None else (reason in (found or ""))
+
+
+def test_changes_need_json() -> None:
+    headers = {"host": "localhost:80"}
+    assert GUARD.refusal("POST", headers | {"content-type": "application/json"}) is None
+    assert GUARD.refusal("POST", headers | {"content-type": "text/plain"}) is not None
+    assert GUARD.refusal("DELETE", headers) is not None
+
+
+def test_without_the_token_nothing_is_shown(viewer: RunningViewer) -> None:
+    wrong = {"cookie": f"shardstream-{viewer.port}=wrong"}
+    for path in ("/", "/?token=wrong", "/api/dataset", "/static/viewer.js", "/thumb/0/0", "/none"):
+        for headers in ({}, wrong):
+            answer = viewer.ask(path, headers=headers)
+            assert answer.status == 403
+            assert viewer.token.encode() not in answer.body
+    foreign = viewer.cookie | {"sec-fetch-site": "cross-site"}
+    assert viewer.ask("/api/dataset", headers=foreign).status == 403
+    assert viewer.ask(f"/?token={viewer.token}", headers={"host": "evil.example"}).status == 403
+
+
+def test_the_token_becomes_a_cookie_that_scripts_cannot_read(viewer: RunningViewer) -> None:
+    answer = viewer.log_in()
+    assert (answer.status, answer.headers["location"]) == (303, "/")
+    cookie = answer.headers["set-cookie"].lower()
+    assert "httponly" in cookie and "samesite=strict" in cookie and "path=/" in cookie  # noqa: PT018
+
+
+@pytest.mark.parametrize(
+    "path", ["/", "/api/dataset", "/static/viewer.css", "/nothing", "/raw/0/0"]
+)
+def test_every_response_has_the_headers(viewer: RunningViewer, path: str) -> None:
+    headers = viewer.ask(path).headers
+    assert headers["x-content-type-options"] == "nosniff"
+    assert headers["referrer-policy"] == "no-referrer"
+    assert headers["cross-origin-resource-policy"] == "same-origin"
+    assert "default-src 'none'" in headers["content-security-policy"]
+    assert "frame-ancestors 'none'" in headers["content-security-policy"]
+    assert "unsafe" not in headers["content-security-policy"]
+    assert "server" not in headers
+
+
+def test_fields_are_sent_as_downloads_only(viewer: RunningViewer) -> None:
+    samples = viewer.get("/api/page")["samples"]
+    for sample in samples:
+        for place, name in enumerate(sample["fields"]):
+            raw = viewer.ask(f"/raw/{sample['number']}/{place}")
+            assert raw.headers["content-type"] == "application/octet-stream"
+            assert raw.headers["content-disposition"].startswith("attachment; filename=")
+            assert raw.headers["content-security-policy"].startswith("sandbox")
+            media = viewer.ask(f"/media/{sample['number']}/{place}")
+            is_played = name in ("mp3", "mp4")
+            assert media.status == (200 if is_played else 400)
+            if is_played:
+                assert media.headers["content-type"] in ("audio/mpeg", "video/mp4")
+            thumbnail = viewer.ask(f"/thumb/{sample['number']}/{place}")
+            assert thumbnail.headers["content-type"] == "application/json"  # none is a picture
+            assert thumbnail.status in (400, 422)
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/api/page?first=x", 400),
+        ("/api/page?first=-5&count=-1", 200),
+        ("/api/page?count=999999999", 200),
+        ("/api/page?at=99", 400),
+        ("/api/sample/99", 400),
+        ("/thumb/0/99", 400),
+        ("/media/99/0", 400),
+        ("/api/page?where=1", 400),
+        ("/api/epoch?ranks=999999999", 400),
+        ("/decoded/0", 400),
+        ("/static/../viewer.py", 404),
+        ("/static/%2e%2e/app.py", 404),
+        ("/api/state", 405),
+    ],
+)
+def test_strange_requests_are_answered_clearly(
+    viewer: RunningViewer, path: str, status: int
+) -> None:
+    assert viewer.ask(path).status == status
+
+
+def test_players_get_the_parts_that_they_ask_for(tmp_path: Path) -> None:
+    datasets.kinds(tmp_path)
+    sound = ss.ShardMapDataset(str(tmp_path))[0]["flac"]
+    with running_viewer(str(tmp_path)) as running:
+        whole = running.ask("/media/0/0")
+        assert (whole.status, whole.body) == (200, sound)
+        part = running.ask("/media/0/0", headers=running.cookie | {"range": "bytes=100-299"})
+        assert (part.status, part.body) == (206, sound[100:300])
+        assert part.headers["content-range"] == f"bytes 100-299/{len(sound)}"
+        past = running.ask("/media/0/0", headers=running.cookie | {"range": "bytes=99999999-"})
+        assert past.status == 416
+
+
+def test_a_missing_dataset_ends_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["view", "/nowhere/at/all", "--no-browser"]) == 1
+    assert "error: not found" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("json", "module:function"), ("json:no", "no attribute"), ("no_such:f", "No module")],
+)
+def test_a_wrong_function_is_an_error(name: str, message: str) -> None:
+    with pytest.raises(ss.OptionError, match=message):
+        load_function(name)
+
+
+def test_the_process_does_not_import_torch(tmp_path: Path) -> None:
+    datasets.kinds(tmp_path)
+    code = f"""
+import sys
+from shardstream.viewer import Session, ViewOptions, serve
+session = Session(ViewOptions(urls=({str(tmp_path)!r},), storage_options={{}}))
+session.page(0, 50), session.histograms(), session.epoch({{}})
+for number in range(8):
+    session.details(number)
+session.picture(0, 0, 64)
+sys.exit("torch" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, timeout=60)
+
+
+def test_a_missing_extra_is_one_clear_error(tmp_path: Path) -> None:
+    code = """
+import sys
+sys.modules["uvicorn"] = None
+import importlib.util
+from shardstream.cli import main
+real = importlib.util.find_spec
+sys.exit(main(["view", ".", "--no-browser"]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        check=False,
+        cwd=ROOT,
+        timeout=60,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert 'pip install "shardstream[view]"' in done.stderr
+    assert "Traceback" not in done.stderr
