@@ -65,7 +65,17 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "webdataset": (*BASE, *READING, "tasks", "packing"),
     "testing": (*BASE, *READING, "tasks", "packing"),
     "__init__": (*BASE, *READING, "tasks", "packing", "ray"),
-    "viewer": (*BASE, "format", "codecs", "order", "storage", "catalog", "fetch", "pipeline"),
+    "viewer": (
+        *BASE,
+        "format",
+        "codecs",
+        "order",
+        "storage",
+        "catalog",
+        "fetch",
+        "pipeline",
+        "display",
+    ),
     "cli": ("__init__", *BASE, *READING, "tasks", "packing", "ray", "viewer"),
     "__main__": ("cli",),
 }

@@ -5,6 +5,14 @@ pictures        field bytes and arrays -> small pictures, always encoded again
 notebook        datasets, samples, batches and timings as HTML without scripts
 """
 
+from shardstream.display.field_kinds import (
+    Kind,
+    choose_thumbnail,
+    extension,
+    is_mask_array,
+    kinds_of,
+    played_type,
+)
 from shardstream.display.notebook import (
     Bars,
     Shown,
@@ -13,12 +21,30 @@ from shardstream.display.notebook import (
     dataset_html,
     sample_html,
 )
+from shardstream.display.pictures import (
+    Picture,
+    image_size,
+    render,
+    render_value,
+    statistics,
+)
 
 __all__ = [
     "Bars",
+    "Kind",
+    "Picture",
     "Shown",
     "bars_html",
     "batch_html",
+    "choose_thumbnail",
     "dataset_html",
+    "extension",
+    "image_size",
+    "is_mask_array",
+    "kinds_of",
+    "played_type",
+    "render",
+    "render_value",
     "sample_html",
+    "statistics",
 ]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import PIL.Image
 import PIL.ImageDraw
-import PIL.ImageOps
+import simplejpeg
 
 from shardstream.codecs import AudioDecoder, Video
 from shardstream.display.field_kinds import Kind, extension, is_mask_array
@@ -25,6 +25,7 @@ _QUALITY = 82
 _PNG_MODES = ("1", "P", "LA", "RGBA", "PA")
 _WAVE_COLOUR = (64, 132, 214)
 _LINE_COLOUR = (214, 120, 40)
+_SMALL_PICTURE = 256
 _SMALL_SIDE = 64  # pixel by pixel up to this side
 _DECODES = threading.Semaphore(
     4
@@ -181,27 +182,24 @@ def statistics(array: Array) -> dict[str, Any]:
 
 
 def _photo(data: bytes, side: int) -> Picture:
-    pixels = decode_jpeg(data, "RGB", min_longer_side=side)
+    """Decode a picture, with its pixels in the stored order, as a dataset does by default."""
+    # Small ones are scaled while they are decoded, to between 3/4 and twice the side: 3 ms for a photo of 640 x 480, where a resize takes 5.
+    pixels = decode_jpeg(data, "RGB", min_longer_side=side * 3 // 4)
+    if pixels is not None and side <= _SMALL_PICTURE and max(pixels.shape) <= 2 * side:
+        encoded = simplejpeg.encode_jpeg(pixels, quality=_QUALITY, colorspace="RGB")
+        return Picture(data=encoded, media_type="image/jpeg")
     if pixels is not None:
-        return _encoded(_fitted(PIL.Image.fromarray(pixels), side), turn=_orientation(data))
+        return _encoded(_fitted(PIL.Image.fromarray(pixels), side))
     with PIL.Image.open(io.BytesIO(data), formats=PILLOW_FORMATS) as opened:
         if opened.format == "JPEG":
             opened.draft("RGB", (side, side))
         opened.load()
-        turn = opened.getexif().get(0x0112, 1)
         image: PIL.Image.Image = opened
         if image.mode.startswith(("I", "F")):
             return _png(picture_of_array(np.asarray(image), side))
         if image.mode in ("P", "PA"):
             image = image.convert("RGBA" if "transparency" in image.info else "RGB")
-        return _encoded(_fitted(image, side), turn=turn)
-
-
-def _orientation(data: bytes) -> int:
-    if b"Exif\x00" not in data[: 64 << 10]:
-        return 1
-    with PIL.Image.open(io.BytesIO(data), formats=["JPEG"]) as image:
-        return int(image.getexif().get(0x0112, 1))
+        return _encoded(_fitted(image, side))
 
 
 def _still(data: bytes) -> Array:
@@ -266,10 +264,7 @@ def _fitted(image: PIL.Image.Image, side: int) -> PIL.Image.Image:
     return image.resize(size, PIL.Image.Resampling.BILINEAR, reducing_gap=2.0)
 
 
-def _encoded(image: PIL.Image.Image, *, turn: int = 1) -> Picture:
-    if turn != 1:
-        image.getexif()[0x0112] = turn
-        image = PIL.ImageOps.exif_transpose(image)
+def _encoded(image: PIL.Image.Image) -> Picture:
     if image.mode in _PNG_MODES:
         return _png(image.convert("RGBA") if image.mode != "1" else image)
     if image.mode not in ("RGB", "L"):

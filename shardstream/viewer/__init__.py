@@ -8,8 +8,8 @@ A request passes through these files:
     session         the dataset that is open; answers the questions of the page
     samples         samples by number and range reads, or the first ones of data without an index
     selection       samples by condition, class and key; histograms counts the values of columns
-    page            samples -> cards and details; ``field_kinds`` decides by the names of fields how they are shown
-    pictures        field bytes -> pictures, always encoded again; ``user_decode`` calls the user's function
+    page            samples -> cards and details; their pictures are made in the room ``display``
+    user_decode     call the user's function
     epoch_view      order, topology and step -> what each rank reads; a saved state -> what comes next
     bad_list        reports of bad samples -> numbers of samples
     static/         the page: HTML, CSS and JavaScript, as they are sent

@@ -17,8 +17,8 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from shardstream.display import Picture, played_type
 from shardstream.errors import ChangedError, OptionError, ShardStreamError, StorageError
-from shardstream.viewer.field_kinds import played_type
 from shardstream.viewer.guard import (
     DOWNLOAD_POLICY,
     HEADERS,
@@ -28,7 +28,6 @@ from shardstream.viewer.guard import (
     download_name,
     parse_range,
 )
-from shardstream.viewer.pictures import Picture
 from shardstream.viewer.session import PAGE_SAMPLES, Session, ViewOptions
 
 _log = logging.getLogger(__name__)

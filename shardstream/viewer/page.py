@@ -10,17 +10,18 @@ from typing import Any
 
 import numpy as np
 
-from shardstream.errors import DecodeError, redact
-from shardstream.pipeline import BASIC, BadSample, parse_json
-from shardstream.viewer.field_kinds import (
+from shardstream.display import (
     Kind,
     choose_thumbnail,
     extension,
+    image_size,
     is_mask_array,
     kinds_of,
     played_type,
+    statistics,
 )
-from shardstream.viewer.pictures import image_size, statistics
+from shardstream.errors import DecodeError, redact
+from shardstream.pipeline import BASIC, BadSample, parse_json
 from shardstream.viewer.samples import BrokenSample, FoundSample, Place, Shown
 
 _EXCERPT = 240  # characters of a card

@@ -12,15 +12,14 @@ from typing import Any
 import numpy as np
 
 from shardstream.catalog import Classes, Numbers
+from shardstream.display import Picture, kinds_of, render, render_value
 from shardstream.errors import OptionError, ShardStreamError, redact
 from shardstream.pipeline import BadSample
 from shardstream.storage import PagedShards
 from shardstream.viewer.bad_list import BadList, locate, read_reports
 from shardstream.viewer.epoch_view import Training, continued, read_state, view_epoch
-from shardstream.viewer.field_kinds import kinds_of
 from shardstream.viewer.histograms import histograms_of_samples, histograms_of_table
 from shardstream.viewer.page import broken_details, card_of, cat_line, describe_value, details_of
-from shardstream.viewer.pictures import Picture, render, render_value
 from shardstream.viewer.samples import (
     BrokenSample,
     FoundSample,
