@@ -28,6 +28,7 @@ from shardstream.viewer.guard import (
     download_name,
     parse_range,
 )
+from shardstream.viewer.page import message_of
 from shardstream.viewer.session import PAGE_SAMPLES, Session, ViewOptions
 
 _log = logging.getLogger(__name__)
@@ -271,7 +272,7 @@ def _answered(answer: Callable[[], Response]) -> Response:
         status = 409 if isinstance(error, ChangedError) else status
         return _json({"error": str(error), "kind": type(error).__name__}, status)
     except (ValueError, OSError, ImportError, MemoryError) as error:  # of decoders
-        return _json({"error": f"{type(error).__name__}: {error}", "kind": "DecodeError"}, 422)
+        return _json({"error": message_of(error), "kind": "DecodeError"}, 422)
     except Exception as error:  # noqa: BLE001  (the server goes on, and the page shows it)
         _log.exception("a request failed")
         return _json({"error": f"{type(error).__name__}: {error}", "kind": "Error"}, 500)

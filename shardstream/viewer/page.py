@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import PIL
 
 from shardstream.display import (
     Kind,
@@ -221,7 +222,7 @@ def _field_details(
             return found | image_size(data)
         return found | _value_details(name, kind, data)
     except Exception as error:  # noqa: BLE001  (decoders raise any error; the page shows it)
-        return found | {"error": _message(error)}
+        return found | {"error": message_of(error)}
 
 
 def _value_details(name: str, kind: Kind, data: bytes) -> dict[str, Any]:
@@ -241,9 +242,12 @@ def _value_details(name: str, kind: Kind, data: bytes) -> dict[str, Any]:
     return found
 
 
-def _message(error: Exception) -> str:
+def message_of(error: Exception) -> str:
+    """Return the message of a decoder's error."""
     if isinstance(error, DecodeError):
         return str(error)
+    if isinstance(error, PIL.UnidentifiedImageError):  # whose message has an address in memory
+        return "the bytes are no picture of a format that is decoded"
     return f"{type(error).__name__}: {error}"
 
 

@@ -134,7 +134,7 @@ def test_the_epoch_view_is_what_loaders_yield(
     browser: Browser, tmp_path: Path, workers: int
 ) -> None:
     folder = numbered(tmp_path, 203, columns="cls")
-    options = {"shuffle": True, "seed": 5, "lanes": 8, "microbatch": 8}
+    options: dict[str, Any] = {"shuffle": True, "seed": 5, "lanes": 8, "microbatch": 8}
     made = loader(folder, 8, num_workers=workers, placement=ss.Placement(1, 2), **options)
     batches = iter(made)
     taken = list(islice(batches, 3))
@@ -198,6 +198,7 @@ def test_no_script_of_the_data_runs(browser: Browser, tmp_path: Path) -> None:
         for view in ("histograms", "epoch", "bad"):
             page.click(f"[data-view={view}]")
             page.wait_for_load_state("networkidle")
+        page.wait_for_selector("#bad td")
         assert page.locator("td", has_text="<script>").count() == 2
         for path in ("/raw/0/0", "/media/4/0", "/thumb/1/0", "/raw/5/0"):
             link = page.context.new_page()

@@ -75,7 +75,7 @@ def test_each_step_is_that_of_a_loader_of_each_rank(folder: str, ranks: int, **v
 
 @pytest.mark.parametrize("taken", [0, 1, 5])
 def test_a_state_continues_as_loaders_with_workers_do(folder: str, taken: int) -> None:
-    options = {"shuffle": True, "seed": 7, "lanes": 8, "microbatch": 4}
+    options: dict[str, Any] = {"shuffle": True, "seed": 7, "lanes": 8, "microbatch": 4}
     first = loader(folder, 8, num_workers=0, placement=ss.Placement(0, 2), **options)
     iterator = iter(first)
     list(islice(iterator, taken))
