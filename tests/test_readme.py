@@ -41,7 +41,7 @@ RUN = (
         ROOT / "docs" / f"{name}.md"
         for name in (
             "install", "packing", "training", "decoding", "gpu", "resume", "loose-files", "subsets", "tuning", "faults",
-            "minio", "cache", "ranks", "trainers", "jobs", "order", "viewer",
+            "minio", "cache", "ranks", "trainers", "jobs", "order", "viewer", "from-torch", "from-s3-connector",
         )
     ),
     *sorted((ROOT / "docs" / "tutorials").glob("*.md")),
@@ -162,7 +162,7 @@ def test_every_block_about_another_format_runs(name: str, here: Path) -> None:
 
 
 def test_every_page_with_blocks_is_run() -> None:
-    elsewhere = {"clouds", "extending", "ray", "recipes", "webdataset", "index", *FOREIGN}
+    elsewhere = {"clouds", "extending", "index", "ray", "recipes", "viewer", "webdataset", *FOREIGN}
     for path in DOCS:
         languages = {block.language for block in blocks(path)}
         if languages & {"bash", "python"}:

@@ -15,7 +15,7 @@ from shardstream.loader import ShardLoader
 _PREFIX = "shardstream_loader_"
 
 
-def metrics_of(loader: ShardLoader) -> dict[str, float]:
+def _metrics_of(loader: ShardLoader) -> dict[str, float]:
     """Return the timings of the current or last epoch by the name of their metric; times are in seconds."""
     return {
         f"{_PREFIX}{name.removesuffix('_s')}_seconds"
@@ -46,7 +46,7 @@ class PrometheusCollector:
 
     def collect(self) -> Iterator[Any]:
         """Yield the metrics."""
-        for name, value in metrics_of(self._loader).items():
+        for name, value in _metrics_of(self._loader).items():
             text = f"{name.removeprefix(_PREFIX)} of the epoch so far, see LoaderStats"
             metric = self._new_metric(name, text, labels=[*self._labels])
             metric.add_metric([*self._labels.values()], value)
@@ -74,9 +74,9 @@ def observe_loader(
 
     def observe(name: str) -> Any:
         return lambda _options: [
-            metrics.Observation(metrics_of(loader)[name], dict(attributes or {}))
+            metrics.Observation(_metrics_of(loader)[name], dict(attributes or {}))
         ]
 
-    for name in metrics_of(loader):
+    for name in _metrics_of(loader):
         unit = "s" if name.endswith("_seconds") else "By" if name.endswith("_bytes") else "1"
         meter.create_observable_gauge(name, callbacks=[observe(name)], unit=unit)

@@ -14,7 +14,7 @@ A batch passes through these files:
     pinned_memory, device_transfer  pin batches, and copy them to a device ahead of their use; ``nested_batches`` finds their tensors
     worker_errors                   report a worker that died
     iterator, state, stats          position, saved state and timing of an epoch
-    show                            datasets, samples and batches in notebooks
+    notebook_view                   datasets, samples and batches in notebooks
     stats_advice                    what limits an epoch, by its timings, and what to change
     trial                           measure a dataset with different numbers of workers
     checkpoint                      save and load training checkpoints
@@ -58,13 +58,13 @@ from shardstream.loader.message_batching import (
     send_messages,
 )
 from shardstream.loader.mix_dataset import mix
+from shardstream.loader.notebook_view import show
 from shardstream.loader.object_dataset import ObjectDataset, ObjectMapDataset
 from shardstream.loader.option_checks import warn_of_lanes
 from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
 from shardstream.loader.rank_consistency import compare_in_store
 from shardstream.loader.serialize import MAX_TENSOR_BYTES, MIN_LARGE_BYTES
 from shardstream.loader.shared_memory import RingBuffer, RingMessage, open_rings
-from shardstream.loader.show import show
 from shardstream.loader.state import VERSION, check_state, part_state, plan_state, seal_state
 from shardstream.loader.trial import Trial, fewest_workers, run_trials
 from shardstream.loader.worker import BatchDataset

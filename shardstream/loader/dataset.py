@@ -32,7 +32,7 @@ from shardstream.distributed import (
 from shardstream.errors import NoIndexWarning, NotFoundError, OptionError, redact, shown
 from shardstream.loader.collation import shared_numbers
 from shardstream.loader.iterator import WorkerIterator
-from shardstream.loader.show import catalog_html, stream_html
+from shardstream.loader.notebook_view import catalog_html, stream_html
 from shardstream.loader.steps import StreamSteps
 from shardstream.order import Remainder
 from shardstream.pipeline import (

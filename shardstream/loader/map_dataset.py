@@ -24,7 +24,7 @@ from shardstream.errors import OptionError
 from shardstream.fetch import Fetcher, open_batch_fetcher
 from shardstream.format import Sample
 from shardstream.loader.dataset import open_class_names, refuse_device_decode
-from shardstream.loader.show import SampleView, catalog_html
+from shardstream.loader.notebook_view import SampleView, catalog_html
 from shardstream.loader.steps import ItemSteps
 from shardstream.pipeline import (
     CatalogSource,
