@@ -32,7 +32,10 @@ README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 RUN = (
     README,
-    *(ROOT / "docs" / f"{name}.md" for name in ("minio", "jobs", "order", "subsets", "trainers")),
+    *(
+        ROOT / "docs" / f"{name}.md"
+        for name in ("minio", "jobs", "order", "subsets", "trainers", "viewer")
+    ),
 )
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)#:]+)\)")
