@@ -3,7 +3,7 @@
 The rooms, lowest first: `format` says what the bytes mean, `codecs` the values of fields, `order` which sample comes when; `storage` reads bytes by URL,
 `catalog` knows the shard and byte range of each sample, `fetch` reads samples ahead of their use; `pipeline` turns them into
 batches, `loader` runs that in torch's workers. `tasks` runs work on shards in threads or processes, `packing` turns sources
-into shards; `ray` reads with Ray Data; `cli` is the command line.
+into shards; `ray` reads with Ray Data; `viewer` shows a dataset in a browser; `cli` is the command line.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -10,6 +11,7 @@ from benchmarks.setting import Setting
 from benchmarks.sizes import Sizes
 from benchmarks.targets import (
     OURS,
+    Results,
     Target,
     against,
     as_fresh,
@@ -341,4 +343,12 @@ def _view(sizes: Sizes) -> Iterator[Setting]:
 
 
 def _shown(most: float) -> Target:
-    return figure("ms until 50 pictures are shown in Chromium", "shown_ms", most)
+    """Return a target: a maximum for the median time of the pictures of a page, where Chromium is installed."""
+
+    def reached(results: Results) -> float | None:
+        found = [result.extra.get("shown_ms") for result in results.get(OURS, ())]
+        known = [one for one in found if one is not None]
+        return statistics.median(known) if known else None
+
+    text = "ms until 50 pictures are shown in Chromium"
+    return Target(text=text, wanted=most, reached=reached, at_most=True, alone=True)
