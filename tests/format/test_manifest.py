@@ -25,7 +25,11 @@ URL = "s3://b/train/index.json"
 texts = st.text(st.characters(codec="utf-8"), max_size=20)
 counts = st.none() | st.integers(0, 1 << 50)
 shard_infos = st.builds(
-    ShardInfo, url=texts.filter(is_name), nsamples=counts, filesize=counts, sha256=st.none() | texts
+    ShardInfo,
+    url=texts.filter(is_name),
+    nsamples=counts,
+    filesize=counts,
+    sha256=st.none() | texts.filter(is_name),
 )
 manifests = st.builds(
     Manifest,
