@@ -10,21 +10,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardstream.catalog.base import Numbers
-from shardstream.errors import IndexMismatchError
+from shardstream.errors import IndexMismatchError, NotFoundError
 from shardstream.format import BLOCK_BYTES, Offsets, ShardInfo, decode_member_index, encode_member
-from shardstream.storage import FieldPlace, FieldPlaces, Storage, new_lock
+from shardstream.storage import FieldPlace, FieldPlaces, FileVersion, Storage, new_lock
 
 MIN_MEAN_BYTES = 512 << 10
 """Mean size of samples from which leaving out fields saves requests or time."""
 _MIN_CUT_BYTES = 256 << 10  # smaller members are read along: a second request costs as much
+_NAME_BYTES, _OCTAL_LIMIT = 100, 8**11  # of a ustar header
 _KEPT = 256  # shards, of few samples each
 _lock = new_lock()
 
 ReadRange = Callable[[int, int], bytes | memoryview]
 """Start, end -> bytes of a tar."""
 
-Members = Sequence[tuple[str, int, int, str]]
-"""Field, offset and size of its bytes, and name of each member of a sample."""
+Member = tuple[str, int, int, str]
+"""Field, offset and size of its bytes, and name of a member."""
 
 _Piece = tuple[int, int] | bytes
 """Start and end of bytes of a tar, or other bytes in their place."""
@@ -33,11 +34,14 @@ _Piece = tuple[int, int] | bytes
 class Layout(NamedTuple):
     """What is fetched of the samples of a shard: each begins at its offset in the tar, and may be shorter."""
 
+    url: str
+    """URL of the index of members."""
     starts: Numbers
     """Offset of each sample, shape (n,)."""
     lengths: Numbers
     """Bytes of each sample, shape (n,)."""
     pieces: list[list[_Piece]]
+    members: list[list[Member]]
 
     def ends_of(self, starts: Numbers) -> Numbers:
         """Return the ends of the samples at some offsets, shape (n,)."""
@@ -51,9 +55,13 @@ class Layout(NamedTuple):
             start: Offset of the first sample.
             end: Offset after the last, by `ends_of`.
             read_range: Reads bytes of the tar, by one request.
+
+        Raises:
+            IndexMismatchError: If the tar has other members than the index.
         """
         data, runs = bytearray(end - start), list[_Run]()
-        for sample in range(*np.searchsorted(self.starts, [start, end]).tolist()):
+        samples = range(*np.searchsorted(self.starts, [start, end]).tolist())
+        for sample in samples:
             at = int(self.starts[sample]) - start
             for piece in self.pieces[sample]:
                 if isinstance(piece, bytes):
@@ -66,8 +74,21 @@ class Layout(NamedTuple):
         if runs == [(start, end, -start)]:
             return read_range(start, end)
         for run in runs:
-            data[run.start + run.shift : run.end + run.shift] = read_range(run.start, run.end)
+            found = read_range(run.start, run.end)
+            self._check(run, found, samples)
+            data[run.start + run.shift : run.end + run.shift] = found
         return memoryview(data)
+
+    def _check(self, run: _Run, data: bytes | memoryview, samples: range) -> None:
+        """Compare the headers of members with the index: bytes that are put together of an old index could be those of other members."""
+        for sample in samples:
+            for field, body, size, name in self.members[sample]:
+                header = body - BLOCK_BYTES - run.start
+                if header < 0 or body > run.end:
+                    continue
+                block = bytes(data[header : header + BLOCK_BYTES])
+                if not _is_header_of(block, field, size, name):
+                    raise _mismatch(self.url)
 
 
 class _Run(NamedTuple):
@@ -99,14 +120,17 @@ class MemberIndexes:
         return self.__dict__ | {"_kept": OrderedDict()}
 
     def load(
-        self, shard: ShardInfo, offsets: Callable[[], Offsets], mtime_ns: Callable[[], int]
+        self,
+        shard: ShardInfo,
+        offsets: Callable[[], Offsets],
+        version: Callable[[], FileVersion | None],
     ) -> Layout:
         """Return what is fetched of the samples of a shard.
 
         Args:
             shard: The shard.
             offsets: Returns its index.
-            mtime_ns: Returns the modification time of a local shard, as `FieldPlace` needs it.
+            version: Returns the version of a local shard, as `FieldPlace` needs it.
 
         Raises:
             IndexMismatchError: If the index of members is invalid, or does not match the other one.
@@ -117,27 +141,39 @@ class MemberIndexes:
             if url in self._kept:
                 self._kept.move_to_end(url)
                 return self._kept[url]
-        layout = self._read_layout(shard, offsets().tolist(), mtime_ns())
+        layout = self._read_layout(shard, offsets().tolist(), version())
         with _lock:
             self._kept[url] = layout
             while len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         return layout
 
-    def _read_layout(self, shard: ShardInfo, offsets: list[int], mtime_ns: int) -> Layout:
+    def _read_layout(
+        self, shard: ShardInfo, offsets: list[int], version: FileVersion | None
+    ) -> Layout:
         url = shard.members_url
-        samples = decode_member_index(self._storage.read(url), url=url)
+        try:
+            samples = decode_member_index(self._storage.read(url), url=url)
+        except NotFoundError:
+            if self._places is not None:
+                raise
+            samples = [[] for _ in offsets[1:]]  # of this shard all is fetched
         if len(samples) != len(offsets) - 1:
             raise _mismatch(url)
         pieces = [
-            self._pieces(members, start, end, shard, mtime_ns)
+            self._pieces(members, start, end, shard, version)
             for members, (start, end) in zip(samples, pairwise(offsets), strict=True)
         ]
         lengths = np.array([sum(map(_length, one)) for one in pieces], dtype=np.int64)
-        return Layout(np.array(offsets[:-1], dtype=np.int64), lengths, pieces)
+        return Layout(url, np.array(offsets[:-1], dtype=np.int64), lengths, pieces, samples)
 
     def _pieces(
-        self, members: Members, start: int, end: int, shard: ShardInfo, mtime_ns: int
+        self,
+        members: Sequence[Member],
+        start: int,
+        end: int,
+        shard: ShardInfo,
+        version: FileVersion | None,
     ) -> list[_Piece]:
         """Return what is fetched of a sample at ``start`` to ``end`` of a tar; all of it if no member would be left."""
         pieces: list[_Piece] = []
@@ -151,13 +187,29 @@ class MemberIndexes:
             if size >= _MIN_CUT_BYTES and (has_place or not is_wanted):
                 pieces += [(kept, before)] if before > kept else []
                 if has_place and self._places is not None:
-                    place = FieldPlace(before, body, size, shard.filesize or 0, mtime_ns)
+                    place = FieldPlace(before, body, size, shard.filesize or 0, version)
                     data = self._places.encode(place)
                     pieces.append(b"".join(encode_member(name, data)))
                 kept = after
             before = after
         pieces += [(kept, end)] if end > kept else []
         return pieces or [(start, end)]
+
+
+def _is_header_of(block: bytes, field: str, size: int, name: str) -> bool:
+    """Return whether a ustar header may be that of a member: a long name, or a size over 8 GiB, is in a header before it."""
+    stored = block[124:136]
+    if stored[:1] == b"\x80":  # base 256
+        found = int.from_bytes(stored[1:], "big")
+    else:
+        digits = stored.strip(b" \0")
+        found = int(digits, 8) if digits and not digits.strip(b"01234567") else -1
+    if size < _OCTAL_LIMIT and found != size:
+        return False
+    raw = name.encode("utf-8", "surrogateescape")
+    if len(raw) >= _NAME_BYTES or not raw.isascii():
+        return True
+    return block[:_NAME_BYTES].rstrip(b"\0").lower().endswith(f".{field}".lower().encode())
 
 
 def _length(piece: _Piece) -> int:

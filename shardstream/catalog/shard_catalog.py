@@ -318,7 +318,7 @@ class ShardCatalog(Catalog):
         return members.load(
             self.shards[shard],
             lambda: self.offsets(shard),
-            lambda: self._files.mtime_ns(shard),
+            lambda: self._files.version(shard),
         )
 
     def _open_members(

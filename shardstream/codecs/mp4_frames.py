@@ -36,10 +36,14 @@ class FrameTable(NamedTuple):
     """Units of time in a second."""
 
     @property
+    def duration_s(self) -> float:
+        """Time from the first frame to the end of the last, in seconds."""
+        return int(self.times[-1] + self.durations[-1] - self.times[0]) / self.timescale
+
+    @property
     def fps(self) -> float:
         """Mean number of frames a second; 0 if they take no time."""
-        length = int(self.times[-1] + self.durations[-1] - self.times[0])
-        return len(self.times) * self.timescale / length if length else 0.0
+        return len(self.times) / self.duration_s if self.duration_s else 0.0
 
 
 def read_frame_table(data: Sliceable) -> FrameTable | None:
@@ -68,7 +72,7 @@ def _track_table(track: bytes, *, movie_timescale: int) -> FrameTable | None:
         return None
     count = int.from_bytes(tables[b"stsz"][8:12], "big")
     durations = _runs(tables[b"stts"], signed=False)
-    if not 0 < count <= _FRAMES_LIMIT or len(durations) != count:
+    if not 0 < count <= _FRAMES_LIMIT or len(durations) != count or _has_empty(tables[b"stsz"]):
         return None
     times = np.cumsum(durations) - durations
     if b"ctts" in tables:
@@ -86,11 +90,20 @@ def _track_table(track: bytes, *, movie_timescale: int) -> FrameTable | None:
     order = np.argsort(times, kind="stable")
     times, durations, is_key = times[order], durations[order], is_key[order]
     timescale = _timescale(header)
-    length_s = float(times[-1] + durations[-1] - times[0]) / timescale if timescale else 0.0
-    start = _edit_start(track, int(times[0]), length_s, movie_timescale)
-    if start is None or len(np.unique(times)) != count or not timescale:
+    if not timescale or len(np.unique(times)) != count:
         return None
-    return FrameTable(times - start, durations, is_key, timescale)
+    table = FrameTable(times, durations, is_key, timescale)
+    start = _edit_start(track, int(times[0]), table.duration_s, movie_timescale)
+    return None if start is None else table._replace(times=times - start)
+
+
+def _has_empty(sizes: bytes) -> bool:
+    """Return whether a sample has no bytes: decoders count no frame for it."""
+    uniform, count = sizes[4:8], int.from_bytes(sizes[8:12], "big")
+    if any(uniform):
+        return False
+    found = np.frombuffer(sizes[12 : 12 + 4 * count], ">u4", len(sizes[12 : 12 + 4 * count]) // 4)
+    return len(found) != count or not found.all()
 
 
 def _edit_start(track: bytes, first: int, length_s: float, movie_timescale: int) -> int | None:
@@ -104,8 +117,7 @@ def _edit_start(track: bytes, first: int, length_s: float, movie_timescale: int)
     size = 8 if is_long else 4
     duration = int.from_bytes(edits[8 : 8 + size], "big")
     start = int.from_bytes(edits[8 + size : 8 + 2 * size], "big", signed=True)
-    # The duration is rounded to the unit of the movie; one of 0 is the whole stream.
-    is_whole = duration == 0 or (duration + 1) / movie_timescale >= length_s
+    is_whole = (duration + 1) / movie_timescale >= length_s  # it is rounded to the movie's unit
     rate = edits[8 + 2 * size : 12 + 2 * size]
     return start if start == first and is_whole and rate == b"\0\1\0\0" else None
 

@@ -204,20 +204,26 @@ class Video:
             )
 
     def _run(self, function: Callable[[], _T]) -> _T:
-        """Call a function of a library; its errors name the sample."""
+        """Call a function of a library; its errors name the sample, those of the store are raised as they are."""
+        ranged = None if isinstance(self.data, bytes) else self.data
+        if ranged is not None:
+            ranged.failure = None
         try:
-            return function()
+            result = function()
         except (OptionError, DecodeError, MemoryError):
             raise
         except Exception as error:
-            if not isinstance(self.data, bytes) and self.data.failure is not None:
-                raise self.data.failure from error
+            if ranged is not None and ranged.failure is not None:
+                raise ranged.failure from error
             text = str(error).strip().partition("\n")[0]
             is_of_library = isinstance(error, RuntimeError) and self.library != "pyav"
             raise self._error(
                 f"cannot be decoded: {type(error).__name__}: {text}",
                 _OTHER_LIBRARY if is_of_library else "",
             ) from error
+        if ranged is not None and ranged.failure is not None:  # which FFmpeg hides
+            raise ranged.failure
+        return result
 
     def _error(self, message: str, remedy: str = "") -> DecodeError:
         return DecodeError(message, remedy=remedy, shard=self.shard, key=self.key, field=self.field)

@@ -56,7 +56,7 @@ class RangedFile(Sliceable, Protocol):
     """A file that is read by ranges, such as a `FieldFile`."""
 
     failure: Exception | None
-    """The error of the last read."""
+    """The last error of a read, until it is set to None."""
 
     def read(self) -> bytes:
         """Return all bytes."""
@@ -150,7 +150,7 @@ class _TorchcodecReader:
     """Reads with torchcodec, which without a table scans the packets of the file when it is opened, without decoding them."""
 
     def __init__(self, decoders: Any, data: bytes | RangedFile, table: FrameTable | None) -> None:
-        self._table = table
+        self._data, self._table = data, table
         self._decoder = decoders.VideoDecoder(
             data if isinstance(data, bytes) else data.open(),
             dimension_order="NHWC",
@@ -161,7 +161,7 @@ class _TorchcodecReader:
             num_frames=found.num_frames or 0,
             # With a table torchcodec takes the rate that the header declares.
             fps=float(found.average_fps or 0.0) if table is None else table.fps,
-            duration_s=float(found.duration_seconds or 0.0),
+            duration_s=float(found.duration_seconds or 0.0) if table is None else table.duration_s,
             height=found.height,
             width=found.width,
             codec=found.codec or "",
@@ -170,12 +170,38 @@ class _TorchcodecReader:
 
     def read_frames(self, numbers: Sequence[int]) -> np.ndarray[Any, Any]:
         found = self._decoder.get_frames_at(list(numbers))
-        if self._table is not None:
-            times = self._table.times[list(numbers)] / self._table.timescale
-            if np.abs(found.pts_seconds.numpy() - times).max(initial=0) * self._table.timescale > 1:
-                raise ValueError("frames have other times than the tables of the file")
+        if not self._are_right(numbers, found.pts_seconds.numpy()):
+            logger.info("torchcodec seeks to other frames of a video: PyAV decodes it")
+            return self._other.read_frames(numbers)
         frames: np.ndarray[Any, Any] = found.data.numpy()
         return frames
+
+    def _are_right(self, numbers: Sequence[int], times_s: np.ndarray[Any, Any]) -> bool:
+        """Return whether frames have the times of their numbers: torchcodec's seeks end after some frames (no edit list, intra refresh)."""
+        if len(self._times_s) != self.metadata.num_frames:
+            return bool((np.diff(times_s[np.argsort(numbers)]) >= 0).all())
+        expected = self._times_s[list(numbers)]
+        tolerance = np.diff(self._times_s).min(initial=np.inf) / 2
+        return bool((np.abs(times_s - expected) < tolerance).all())
+
+    @cached_property
+    def _times_s(self) -> np.ndarray[Any, Any]:
+        """Times of all frames in seconds, by the tables of the file or its packets; none if they are unknown."""
+        table = self._table
+        if table is None and isinstance(self._data, bytes):
+            table = read_frame_table(self._data)
+        if table is not None:
+            return table.times / table.timescale
+        try:
+            return self._other.times_s
+        except OptionError:  # PyAV is not installed
+            return np.empty(0)
+
+    @cached_property
+    def _other(self) -> _PyavReader:
+        """The reader of PyAV for the same file."""
+        _, av = _load_library("pyav")
+        return _PyavReader(av, self._data, self._table)
 
 
 def _frame_mappings(table: FrameTable) -> str:
@@ -241,6 +267,11 @@ class _PyavReader:
             codec=self._stream_facts[2],
             pixel_format=self._stream_facts[1] or "",
         )
+
+    @property
+    def times_s(self) -> np.ndarray[Any, Any]:
+        """Times of all frames in seconds; none if the file has no times."""
+        return np.array(self._times) * float(self._stream_facts[0])
 
     def read_frames(self, numbers: Sequence[int]) -> np.ndarray[Any, Any]:
         shape = self.metadata.height, self.metadata.width, 3

@@ -41,9 +41,7 @@ class OpenFields(ItemStage):
         place = self.places.decode(sample[name])
         if place is None:
             return FieldFile(sample[name])
-        return FieldFile.in_shard(
-            self.storage, sample["__url__"], f"{sample['__key__']}.{name}", place
-        )
+        return FieldFile.in_shard(self.storage, sample["__url__"], sample["__key__"], name, place)
 
 
 def first_stages(

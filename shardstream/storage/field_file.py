@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import secrets
@@ -11,7 +12,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from shardstream.errors import ChangedError, ShardError, redact, shown
-from shardstream.format import iter_members
+from shardstream.format import iter_members, split_member_name
+from shardstream.storage.local_files import FileVersion, stat_version
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -20,7 +22,10 @@ if TYPE_CHECKING:
 
 _BLOCK_BYTES, _BLOCKS_KEPT = 1 << 20, 32  # of each file
 _MARKER_BYTES = 16
-_PLACE = struct.Struct("<5Q")
+_PLACE = struct.Struct("<8Q")
+
+
+_NO_VERSION = FileVersion(0, 0, 0, 0)
 
 
 class FieldPlace(NamedTuple):
@@ -33,8 +38,8 @@ class FieldPlace(NamedTuple):
     size: int
     filesize: int
     """Length of the shard; 0 if unknown."""
-    mtime_ns: int
-    """Modification time of a local shard when the dataset was opened; 0 for a remote one."""
+    version: FileVersion | None
+    """Version of a local shard when the dataset was opened; None for a remote one."""
 
 
 class FieldPlaces:
@@ -54,13 +59,17 @@ class FieldPlaces:
 
     def encode(self, place: FieldPlace) -> bytes:
         """Return the bytes for a place."""
-        return self._marker + _PLACE.pack(*place)
+        return self._marker + _PLACE.pack(*place[:-1], *(place.version or _NO_VERSION))
 
     def decode(self, data: bytes) -> FieldPlace | None:
         """Return the place that bytes stand for; None if they are those of the field."""
         if len(data) != _MARKER_BYTES + _PLACE.size or not data.startswith(self._marker):
             return None
-        return FieldPlace(*_PLACE.unpack_from(data, _MARKER_BYTES))
+        header, start, size, filesize, *numbers = _PLACE.unpack_from(data, _MARKER_BYTES)
+        version = FileVersion(*numbers)
+        return FieldPlace(
+            header, start, size, filesize, None if version == _NO_VERSION else version
+        )
 
 
 class FieldFile:
@@ -79,26 +88,29 @@ class FieldFile:
         self._size = len(data)
         self._blocks: OrderedDict[int, bytes] = OrderedDict()
         self.failure: Exception | None = None
-        """The error of the last read: libraries that read an open file may raise another in its place."""
+        """The last error of a read, until it is set to None: libraries that read an open file may hide it."""
 
     @classmethod
-    def in_shard(cls, storage: Storage, url: str, name: str, place: FieldPlace) -> Self:
+    def in_shard(cls, storage: Storage, url: str, key: str, field: str, place: FieldPlace) -> Self:
         """Return the file of a field in a shard.
 
         Args:
             storage: Storage of the shard.
             url: URL of the shard.
-            name: Name of the member, to detect that the shard was replaced.
+            key: Key of the sample, to detect that the shard was replaced.
+            field: Name of the field, for the same.
             place: Where it is.
         """
         file = cls()
         file._data, file._size = None, place.size
-        file._storage, file._url, file._name, file._place = storage, url, name, place
+        file._storage, file._url, file._place = storage, url, place
+        file._key, file._field = key, field
         return file
 
     _storage: Storage
     _url: str
-    _name: str
+    _key: str
+    _field: str
     _place: FieldPlace
 
     def __len__(self) -> int:
@@ -110,8 +122,11 @@ class FieldFile:
         Raises:
             StorageError: If it cannot be read.
             ChangedError: If the shard was replaced since the dataset was opened.
+            TypeError: If it is no slice.
             ValueError: If the slice has another step.
         """
+        if not isinstance(part, slice):
+            raise TypeError("a FieldFile is read by slices: file[:100], or whole: file.read()")
         start, end, step = part.indices(self._size)
         if step != 1:
             raise ValueError("bytes of a FieldFile are read with step 1")
@@ -140,6 +155,9 @@ class FieldFile:
             ChangedError: If the shard was replaced since the dataset was opened.
         """
         return self[:]
+
+    def __bytes__(self) -> bytes:
+        return self.read()
 
     def open(self) -> io.BufferedReader:
         """Return a binary file that reads and seeks, for libraries that take one."""
@@ -172,12 +190,14 @@ class FieldFile:
         except Exception as error:
             self.failure = error
             raise
-        self.failure = None
         return data
 
     def _check_local(self) -> None:
-        path = self._storage.local_path(self._url) if self._place.mtime_ns else None
-        if path is not None and os.stat(path).st_mtime_ns != self._place.mtime_ns:
+        before, path = self._place.version, self._storage.local_path(self._url)
+        if before is None or path is None:
+            return
+        now = stat_version(path)
+        if now is not None and now.differs_from(before):  # one that was deleted was read before
             raise self._changed()
 
     def _check_name(self, headers: bytes) -> None:
@@ -190,7 +210,9 @@ class FieldFile:
                 shard=self._url,
             ):
                 if body >= place.start:
-                    if (name, body, size) != (self._name, place.start, place.size):
+                    if (body, size) != (place.start, place.size):
+                        break
+                    if split_member_name(name) != (self._key, self._field):
                         break
                     return
         except ShardError:
@@ -200,7 +222,7 @@ class FieldFile:
 
     def _changed(self) -> ChangedError:
         return ChangedError(
-            f"the shard was replaced since the dataset was opened or indexed: {self._name} is no longer at this place",
+            f"the shard was replaced since the dataset was opened or indexed: {self._key}.{self._field} is no longer at this place",
             remedy="run 'shardstream index --members' again, and open the dataset again",
             shard=self._url,
             offset=self._place.start,
@@ -221,6 +243,8 @@ class _RawFieldFile(io.RawIOBase):
 
     def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: len(self._file)}[whence]
+        if base + offset < 0:
+            raise OSError(errno.EINVAL, "a seek before the start of a FieldFile")
         self._position = base + offset
         return self._position
 

@@ -170,7 +170,7 @@ class FileVersions:
         self._paths = paths
         # None for a file that is missing or cannot be reached: opening it raises the error.
         self._known: _VersionsAtFirstUse | list[FileVersion | None] = (
-            [None if path is None else _stat_version(path) for path in paths]
+            [None if path is None else stat_version(path) for path in paths]
             if isinstance(paths, Sequence)
             else _VersionsAtFirstUse(paths)
         )
@@ -190,10 +190,9 @@ class FileVersions:
         """Record the version of a file before it is read, if that was not done when the dataset was opened."""
         self._known.__getitem__(shard)
 
-    def mtime_ns(self, shard: int) -> int:
-        """Return the recorded modification time of a file; 0 for a remote one."""
-        version = self._known[shard]
-        return 0 if version is None else version.mtime_ns
+    def version(self, shard: int) -> FileVersion | None:
+        """Return the recorded version of a file; None for a remote one."""
+        return self._known[shard]
 
     def check(self, shards: Iterable[int]) -> None:
         """Compare shards with their recorded versions; called after their bytes were read.
@@ -230,7 +229,7 @@ class _VersionsAtFirstUse(dict[int, FileVersion | None]):
 
     def __missing__(self, shard: int) -> FileVersion | None:
         path = self._paths[shard]
-        self[shard] = version = None if path is None else _stat_version(path)
+        self[shard] = version = None if path is None else stat_version(path)
         if len(self) > _MAX_VERSIONS:
             with suppress(KeyError, RuntimeError):  # another thread was faster
                 del self[next(iter(self))]
@@ -240,7 +239,8 @@ class _VersionsAtFirstUse(dict[int, FileVersion | None]):
         return _VersionsAtFirstUse, (self._paths,)
 
 
-def _stat_version(path: str) -> FileVersion | None:
+def stat_version(path: str) -> FileVersion | None:
+    """Return the version of a file; None if it is missing or cannot be reached."""
     try:
         return _version_of(os.stat(path))
     except OSError:

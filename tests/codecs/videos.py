@@ -26,11 +26,12 @@ def video_file(  # noqa: PLR0913  (the kinds of files)
     skipped: frozenset[int] = frozenset(),
     sound: str | None = None,
     size: tuple[int, int] = (HEIGHT, WIDTH),
+    container_options: tuple[tuple[str, str], ...] = (),
 ) -> bytes:
     """Return a video with a different picture in each frame; ``skipped`` leaves times without a frame."""
     stream, sound_rate = io.BytesIO(), 48_000 if sound == "libopus" else 44_100
     container: Any
-    with av.open(stream, "w", format=form) as container:
+    with av.open(stream, "w", format=form, options=dict(container_options)) as container:
         video = container.add_stream(codec, rate=RATE, options=dict(options))
         video.height, video.width, video.pix_fmt = *size, pixels
         video.codec_context.time_base = Fraction(1, RATE)

@@ -8,7 +8,7 @@ import pytest
 
 import shardstream as ss
 from shardstream.errors import IndexMismatchError
-from shardstream.storage import Storage, publish_bytes
+from shardstream.storage import Storage, publish_bytes, remove
 from tests.small_datasets import FEW_CORES, take
 
 COUNT, LARGE = 12, 700_000
@@ -75,6 +75,15 @@ def test_workers_and_states_do_not_depend_on_the_index(
     rest = loader()
     rest.load_state_dict(first.state_dict())
     assert begun + [texts for (texts,) in rest] == expected
+
+
+def test_a_shard_without_the_index_is_read_whole(s3_env: None, bucket: str) -> None:
+    folder = write(f"{bucket}/data")
+    ss.index(folder, members=True)
+    remove(Storage(), f"{folder}/000001.idx")
+    samples, nbytes = read(folder, "txt")
+    assert [sample["txt"] for sample in samples] == [f"text {n}" for n in range(COUNT)]
+    assert 5 * LARGE < nbytes < 6 * LARGE
 
 
 def test_index_elsewhere_has_the_members(s3_env: None, bucket: str, tmp_path: Path) -> None:
