@@ -77,7 +77,7 @@ class FieldFile:
 
     ``lazy=`` of a dataset puts it in the place of the bytes. It reads ranges of the shard when they are used, in the process that uses
     them, in blocks of 1 MiB of which it keeps up to 32. Picklable, without these blocks; for one thread at a time. Errors are those of the storage: not those of
-    a bad sample.
+    a bad sample. A replaced shard is noticed, but for one of equal layout on a store that sends no versions.
 
     Args:
         data: The bytes, if they are known.
