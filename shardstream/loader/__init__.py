@@ -13,7 +13,7 @@ A batch passes through these files:
     device_decode                   decode the images of a batch on a device
     pinned_memory, device_transfer  pin batches, and copy them to a device ahead of their use; ``nested_batches`` finds their tensors
     worker_errors                   report a worker that died
-    iterator, state, stats          position, saved state and timing of an epoch
+    iterator, stats                 position and timing of an epoch
     notebook_view                   datasets, samples and batches in notebooks
     stats_advice                    what limits an epoch, by its timings, and what to change
     trial                           measure a dataset with different numbers of workers
@@ -65,7 +65,6 @@ from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
 from shardstream.loader.rank_consistency import compare_in_store
 from shardstream.loader.serialize import MAX_TENSOR_BYTES, MIN_LARGE_BYTES
 from shardstream.loader.shared_memory import RingBuffer, RingMessage, open_rings
-from shardstream.loader.state import VERSION, check_state, part_state, plan_state, seal_state
 from shardstream.loader.trial import Trial, fewest_workers, run_trials
 from shardstream.loader.worker import BatchDataset
 from shardstream.loader.worker_errors import WorkerWatch
@@ -76,7 +75,6 @@ if TYPE_CHECKING:
 __all__ = [
     "MAX_TENSOR_BYTES",
     "MIN_LARGE_BYTES",
-    "VERSION",
     "BatchDataset",
     "CatalogDataset",
     "DeviceCopies",
@@ -97,7 +95,6 @@ __all__ = [
     "WorkerWatch",
     "check_data_parallel",
     "check_same_device",
-    "check_state",
     "collate",
     "compare_in_store",
     "current_worker_info",
@@ -110,15 +107,12 @@ __all__ = [
     "mix",
     "open_pinned_memory",
     "open_rings",
-    "part_state",
-    "plan_state",
     "preferred_size",
     "prefetch",
     "receive_items",
     "refuse_device_decode",
     "run_trials",
     "save_checkpoint",
-    "seal_state",
     "send_messages",
     "shared_numbers",
     "show",

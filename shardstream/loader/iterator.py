@@ -8,8 +8,7 @@ from typing import Any
 
 from shardstream.distributed import WorkerInfo, accelerate_loader, is_one_of_several
 from shardstream.errors import StateError
-from shardstream.loader.state import check_state, seal_state
-from shardstream.pipeline import BadSample, Pipeline, Run, State
+from shardstream.pipeline import BadSample, Pipeline, Run, State, check_state, seal_state
 
 
 class WorkerIterator:

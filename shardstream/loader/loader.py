@@ -37,15 +37,9 @@ from shardstream.loader.option_checks import check_options, warn_of_lanes
 from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
 from shardstream.loader.rank_consistency import compare_ranks
 from shardstream.loader.serialize import new_tensor
-from shardstream.loader.state import check_state, data_identity, part_state, plan_state
 from shardstream.loader.stats import LoaderStats, Stopwatch
 from shardstream.loader.worker import BatchDataset, WorkerBatch, change_batch
-from shardstream.loader.worker_errors import (
-    WorkerWatch,
-    end_workers,
-    is_batch_made,
-    live_workers,
-)
+from shardstream.loader.worker_errors import WorkerWatch, end_workers, is_batch_made, live_workers
 from shardstream.order import PartitionConfig, RankPartition, derive_key
 from shardstream.pipeline import (
     BadSample,
@@ -56,7 +50,11 @@ from shardstream.pipeline import (
     State,
     check_at_least,
     check_epoch,
+    check_state,
+    data_identity,
     default_partition,
+    part_state,
+    plan_state,
     warn_or_raise,
     whole_number,
 )

@@ -14,6 +14,7 @@ A stage describes a step and is picklable; a run executes that step in one proce
     encoded_image                       images that are decoded later, on the loader's device
     installed_decoders                  decoders of installed packages, by entry point
     map, stream_ops                     steps on single samples; shuffle, slice, repeat, compose
+    loader_state                        position of a loader -> saved state; what a state must match
     batch, binning, group_batch, sequence_packing         samples -> batches
 
 ``bad_samples`` counts skipped samples, ``bad_sample_report`` lists them, ``step_signatures`` names steps in states.
@@ -59,6 +60,14 @@ from shardstream.pipeline.indexed_source import (
 )
 from shardstream.pipeline.installed_decoders import installed_decoders
 from shardstream.pipeline.keep_fields import KeepFields, check_fields, field_names, keep_fields
+from shardstream.pipeline.loader_state import (
+    VERSION,
+    check_state,
+    data_identity,
+    part_state,
+    plan_state,
+    seal_state,
+)
 from shardstream.pipeline.map import (
     Map,
     MapDict,
@@ -82,7 +91,6 @@ from shardstream.pipeline.sequential_source import (
 )
 from shardstream.pipeline.source import Source
 from shardstream.pipeline.stage import (
-    EPOCHS,
     Context,
     ItemFunction,
     ItemStage,
@@ -109,9 +117,9 @@ __all__ = [
     "BASIC",
     "DEFAULT_PREFETCH_BYTES",
     "DEVICE_SPECS",
-    "EPOCHS",
     "EXTENSIONS",
     "IMAGE_NAMES",
+    "VERSION",
     "BadSample",
     "BadSampleReport",
     "Batched",
@@ -172,6 +180,8 @@ __all__ = [
     "check_epoch",
     "check_fields",
     "check_stage",
+    "check_state",
+    "data_identity",
     "decode_gzip",
     "decode_jpeg",
     "decode_npy",
@@ -190,8 +200,11 @@ __all__ = [
     "open_sequential_source",
     "open_source",
     "parse_json",
+    "part_state",
+    "plan_state",
     "plan_steps",
     "read_shard",
+    "seal_state",
     "split_batch",
     "warn_or_raise",
     "whole_number",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -19,9 +18,8 @@ from shardstream.order import (
     Remainder,
     find_even_lane_counts,
 )
-from shardstream.pipeline import CatalogSource, ReadOptions
+from shardstream.pipeline import CatalogSource, ReadOptions, check_state
 
-_STATE_VERSION = 2  # of `loader/state.py`, which imports torch
 _ORDER = ("microbatch", "lanes", "window", "block")
 _MAX_RANKS, _MAX_SAMPLES = 65_536, 1 << 20
 _PATH_STEPS, _PATH_SAMPLES = 240, 16
@@ -222,10 +220,6 @@ def read_state(text: str, catalog: Catalog) -> tuple[Training, dict[str, Any]]:
         StateError: If it is no state, was edited, or is one of other data or of another kind of loader.
     """
     state = _find_state(text)
-    if state.get("version") != _STATE_VERSION:
-        raise StateError(
-            f"the state has version {state.get('version')!r}, this viewer reads version {_STATE_VERSION}"
-        )
     if state["kind"] != "plan":
         raise StateError(
             f"this state is of kind {state['kind']!r}: the steps of its pipeline change counts, so its positions are those of "
@@ -236,21 +230,9 @@ def read_state(text: str, catalog: Catalog) -> tuple[Training, dict[str, Any]]:
         raise StateError(
             f"this state is of a dataset with {', '.join(extra)}, whose order needs more than this folder; the viewer shows one dataset"
         )
-    content = json.dumps({**state, "state_checksum": None}, sort_keys=True, default=str)
-    if hashlib.sha256(content.encode()).hexdigest()[:16] != state.get("state_checksum"):
-        raise StateError(
-            "this state is damaged or was edited: its checksum is wrong; use the state as it was saved"
-        )
-    if state.get("fingerprint") != catalog.fingerprint:
-        raise StateError(
-            f"fingerprint of the dataset: the state says {state.get('fingerprint')!r}, here it is {catalog.fingerprint!r}; it was "
-            "saved with other data (with where= or subset=, choose the same samples here)"
-        )
-    saved, here = state.get("checksums"), catalog.checksums
-    if saved != here and isinstance(saved, list) and None not in [*saved, *here]:
-        raise StateError(
-            f"checksums of the dataset: the state says {saved}, here they are {here}; it was saved with other data"
-        )
+    check_state(
+        state, expected={"fingerprint": catalog.fingerprint, "checksums": catalog.checksums}
+    )
     if state["consumed"] > len(catalog):
         raise StateError(f"{state['consumed']} of {len(catalog)} samples are consumed")
     # Without shuffle, window and block do not affect the order.

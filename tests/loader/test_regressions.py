@@ -15,8 +15,7 @@ import pytest
 import shardstream as ss
 from shardstream.errors import OptionError, StateError, StorageError
 from shardstream.format import ShardInfo, fingerprint
-from shardstream.loader import seal_state
-from shardstream.pipeline import SequentialRun
+from shardstream.pipeline import SequentialRun, seal_state
 from shardstream.storage import RangeResponse, Storage
 from tests.limits import set_limits
 from tests.small_datasets import FEW_CORES, flat, labels, loader, numbered, take

@@ -10,9 +10,15 @@ import pytest
 
 import shardstream as ss
 from shardstream.errors import OptionError, StateError
-from shardstream.loader import VERSION, check_state, part_state, plan_state, seal_state
 from shardstream.order import EpochOrder
-from shardstream.pipeline import LoaderPosition
+from shardstream.pipeline import (
+    VERSION,
+    LoaderPosition,
+    check_state,
+    part_state,
+    plan_state,
+    seal_state,
+)
 from shardstream.testing import make_shards
 from tests.small_datasets import labels, loader, numbered, take
 

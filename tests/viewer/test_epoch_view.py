@@ -114,7 +114,7 @@ def test_only_the_numbers_of_a_plan_without_shuffle(folder: str) -> None:
         ({"version": 1}, "version 1"),
         ({"kind": "parts"}, "kind 'parts'"),
         ({"weights": {}}, "weights"),
-        ({"fingerprint": "0" * 16}, "damaged or was edited"),
+        ({"fingerprint": "0" * 16}, "fingerprint of the dataset: the state says"),
     ],
 )
 def test_a_state_that_no_plan_continues_is_refused(

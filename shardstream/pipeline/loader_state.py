@@ -12,7 +12,8 @@ from typing import Any
 
 from shardstream.errors import StateError
 from shardstream.order import EpochOrder
-from shardstream.pipeline import EPOCHS, IndexedSource, LoaderPosition, State
+from shardstream.pipeline.indexed_source import IndexedSource
+from shardstream.pipeline.stage import EPOCHS, LoaderPosition, State
 
 VERSION = 2
 
