@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from shardstream.pipeline import Pipeline
 
 _SAMPLES_SHOWN = 24
+_NAMES_SHOWN, _NAME_CHARACTERS = 40, 80
 
 
 class SampleView(dict[str, Any]):
@@ -33,12 +34,27 @@ def show(value: Any) -> Shown:
     Args:
         value: A dataset, a sample (a dict with ``__key__``), or a batch as a loader returns it.
     """
-    shows_itself = getattr(value, "_repr_html_", None)
-    if shows_itself is not None:
-        return Shown(shows_itself(), repr(value))
-    is_sample = isinstance(value, Mapping) and isinstance(value.get("__key__"), str)
-    kind = "sample" if is_sample else "batch"
-    return Shown(sample_html(value) if is_sample else batch_html(value), f"<{kind}>")
+    if _is_sample(value):
+        return Shown(sample_html(value), "<sample>")
+    return _shown_by_itself(value) or Shown(batch_html(value), "<batch>")
+
+
+def _is_sample(value: Any) -> bool:
+    try:
+        return isinstance(value, Mapping) and isinstance(value.get("__key__"), str)
+    except Exception:  # noqa: BLE001  (any error of the user's types)
+        return False
+
+
+def _shown_by_itself(value: Any) -> Shown | None:
+    """Return what a value shows of itself; None if it does not, or cannot."""
+    if isinstance(value, type):  # its method would need an object
+        return None
+    try:
+        page, text = value._repr_html_(), repr(value)
+    except Exception:  # noqa: BLE001  (most values have no such method)
+        return None
+    return Shown(page, text) if isinstance(page, str) else None
 
 
 def catalog_html(title: str, catalog: Catalog, numbers: Numbers | range, pipeline: Pipeline) -> str:
@@ -54,7 +70,7 @@ def catalog_html(title: str, catalog: Catalog, numbers: Numbers | range, pipelin
         "samples": f"{len(numbers):,}",
         "shards": f"{catalog.num_shards:,}",
         "size": f"{catalog.total_bytes / 1e6:,.1f} MB",
-        "fields": ", ".join(catalog.fields or ()) or "unknown before a sample is read",
+        "fields": _listed(catalog.fields or ()) or "unknown before a sample is read",
         "steps": " > ".join(pipeline.steps) or "none",
     }
     return dataset_html(title, facts, _spread(catalog, numbers))
@@ -64,6 +80,12 @@ def stream_html(title: str, pipeline: Pipeline) -> str:
     """Return the page of a dataset whose samples have no numbers."""
     hint = "unknown: run 'shardstream index' once to count and show samples"
     return dataset_html(title, {"samples": hint, "steps": " > ".join(pipeline.steps) or "none"}, ())
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = [name[:_NAME_CHARACTERS] for name in names[:_NAMES_SHOWN]]
+    more = f", and {len(names) - len(shown)} more" if len(names) > len(shown) else ""
+    return ", ".join(shown) + more
 
 
 def _spread(catalog: Catalog, numbers: Numbers | range) -> Iterator[tuple[int, object]]:

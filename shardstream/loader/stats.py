@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any
 
 from shardstream.display import Bars, bars_html
 from shardstream.errors import plural
@@ -23,6 +24,7 @@ class WorkerTimings:
         steps_s: Seconds of the pipeline's steps: decode, map, …
         decode_s: Of these, seconds of ``decode``.
         collate_s: Seconds of making batches.
+        mixed_s: Of ``read_s``, seconds of reading and of steps that were not timed apart, as steps change counts.
         read_bytes: Bytes of shards that were read.
         requests: Range requests for them; 0 for local shards, which are memory-mapped.
         throttled: Number of throttling responses of servers.
@@ -34,6 +36,7 @@ class WorkerTimings:
     steps_s: float = 0.0
     decode_s: float = 0.0
     collate_s: float = 0.0
+    mixed_s: float = 0.0
     read_bytes: float = 0
     requests: float = 0
     throttled: float = 0
@@ -45,28 +48,63 @@ class WorkerTimings:
         self.steps_s += steps_s
         self.collate_s += collate_s
 
-    def with_read_stats(self, read_stats: Mapping[str, float]) -> WorkerTimings:
+    def add_mixed_batch(self, samples: int, mixed_s: float, collate_s: float) -> None:
+        """Add the timings of a batch whose reading and steps were not timed apart."""
+        self.add_batch(samples, mixed_s, 0.0, collate_s)
+        self.mixed_s += mixed_s
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of all work."""
+        return self.read_s + self.steps_s + self.collate_s
+
+    def with_read_stats(self, read_stats: Mapping[str, Any]) -> WorkerTimings:
         """Return a copy with the bytes, requests and waits of a fetcher."""
-        return WorkerTimings(
-            samples=self.samples,
-            read_s=self.read_s,
-            steps_s=self.steps_s,
-            decode_s=self.decode_s,
-            collate_s=self.collate_s,
-            **read_stats,
-        )
+        return replace(self, **read_stats)
 
     def add(self, other: WorkerTimings) -> None:
         """Add the timings of another worker."""
         for one in fields(WorkerTimings):
             setattr(self, one.name, getattr(self, one.name) + getattr(other, one.name))
 
+    def since(self, earlier: WorkerTimings) -> WorkerTimings:
+        """Return the timings after those of ``earlier``."""
+        names = [one.name for one in fields(WorkerTimings)]
+        return WorkerTimings(
+            **{name: max(0, getattr(self, name) - getattr(earlier, name)) for name in names}
+        )
+
+
+def _sum(timings: Iterable[WorkerTimings]) -> WorkerTimings:
+    total = WorkerTimings()
+    for one in timings:
+        total.add(one)
+    return total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WarmUp:
+    """The begin of an epoch, until each worker has sent its first batch.
+
+    Args:
+        batches: Batches yielded.
+        seconds: Since the epoch started in this process.
+        loop_wait_s: Of these, seconds that the training loop waited for batches.
+        timings: Those of the first batch of each worker, summed.
+    """
+
+    batches: int = 0
+    seconds: float = 0.0
+    loop_wait_s: float = 0.0
+    timings: WorkerTimings = field(default_factory=WorkerTimings)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoaderStats:
     """Timings of an epoch so far, from `ShardLoader.stats`; ``print`` shows a summary.
 
-    If steps change counts, ``steps_s`` is included in ``read_s``, and bytes and requests are unknown. `verdict` says what limits the epoch.
+    If steps change counts, their time is in ``read_s``, all of which is in ``mixed_s``; bytes and requests are unknown. `verdict` says
+    what limits the epoch.
 
     Args:
         epoch: From 0.
@@ -77,6 +115,7 @@ class LoaderStats:
         workers: Worker processes; 0 reads in the main process.
         cores: CPU cores that this process may use.
         timings: Sum over the workers; they prefetch, so it may count more samples than were yielded.
+        warm_up: The begin of the epoch, which `verdict` leaves out.
     """
 
     epoch: int
@@ -87,6 +126,7 @@ class LoaderStats:
     workers: int
     cores: int
     timings: WorkerTimings
+    warm_up: WarmUp = field(default_factory=WarmUp)
 
     def as_dict(self) -> dict[str, float]:
         """Return plain numbers by name, for a logger.
@@ -95,6 +135,7 @@ class LoaderStats:
         3
         """
         numbers = asdict(self)
+        del numbers["warm_up"]
         numbers |= numbers.pop("timings")
         return numbers
 
@@ -115,6 +156,8 @@ class LoaderStats:
     def _phases(self) -> dict[str, float]:
         """Seconds of the work on samples."""
         timings = self.timings
+        if timings.mixed_s:
+            return {"reading and steps": timings.read_s, "collate": timings.collate_s}
         return {
             "waiting for bytes": timings.wait_s,
             "reading": timings.read_s - timings.wait_s,
@@ -126,7 +169,7 @@ class LoaderStats:
     def __str__(self) -> str:
         timings, seconds = self.timings, max(self.seconds, 1e-9)
         rate = f"{timings.samples / seconds:,.0f} samples/s, {timings.read_bytes / seconds / 1e6:,.1f} MB/s"
-        busy_s = timings.read_s + timings.steps_s + timings.collate_s
+        busy_s = timings.busy_s
         shares = ", ".join(
             f"{name} {100 * value / max(busy_s, 1e-9):.0f} %"
             for name, value in self._phases.items()
@@ -168,6 +211,7 @@ class Stopwatch:
     _begun: float = field(default_factory=time.perf_counter)
     _ended: float | None = None
     _timings: dict[int, WorkerTimings] = field(default_factory=dict)
+    _warm_up: WarmUp = field(default_factory=WarmUp)
 
     def add_batch(self, part: int, timings: WorkerTimings, *, waited_s: float) -> None:
         """Count a received batch."""
@@ -175,7 +219,15 @@ class Stopwatch:
             self.first_wait_s = waited_s
         self.batches += 1
         self.wait_s += waited_s
+        is_first = part not in self._timings
         self._timings[part] = timings
+        if is_first:
+            self._warm_up = WarmUp(
+                batches=self.batches,
+                seconds=time.perf_counter() - self._begun,
+                loop_wait_s=self.wait_s,
+                timings=_sum([self._warm_up.timings, timings]),
+            )
 
     def stop(self) -> None:
         """End the epoch."""
@@ -183,9 +235,6 @@ class Stopwatch:
 
     def stats(self) -> LoaderStats:
         """Return the timings so far."""
-        total = WorkerTimings()
-        for timings in list(self._timings.values()):  # a thread of an exporter may ask
-            total.add(timings)
         return LoaderStats(
             epoch=self.epoch,
             batches=self.batches,
@@ -194,5 +243,6 @@ class Stopwatch:
             first_wait_s=self.first_wait_s,
             workers=self.workers,
             cores=len(os.sched_getaffinity(0)),
-            timings=total,
+            timings=_sum(list(self._timings.values())),  # a thread of an exporter may ask
+            warm_up=self._warm_up,
         )

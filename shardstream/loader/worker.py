@@ -378,6 +378,6 @@ class BatchDataset(IterableDataset[Any]):
                 return
             done = perf_counter()
             batch = items[0] if size is None else self._collate(items)
-            timings.add_batch(len(items), done - started, 0.0, perf_counter() - done)
+            timings.add_mixed_batch(len(items), done - started, perf_counter() - done)
             yield batch
             started = perf_counter()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import io
+import time
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -128,3 +130,136 @@ def test_large_pictures_and_long_texts_stay_small(tmp_path: Path) -> None:
     page = page_of(ss.show({"__key__": "a", **sample}))
     assert "too many pictures" in page.text
     assert "more fields" in page.text
+
+
+class Hostile:
+    """A value whose methods all raise."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError("no attributes")
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text")
+
+
+class HostileMapping(dict[Any, Any]):
+    """A batch that cannot be read."""
+
+    def __len__(self) -> int:
+        raise RuntimeError("no length")
+
+    def items(self) -> Any:
+        raise RuntimeError("no items")
+
+
+class HostileError(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+def objects() -> Any:
+    array = np.empty(2, object)
+    array[0] = array[1] = Hostile()
+    return array
+
+
+def failing_column() -> Any:
+    class Column:
+        shape = (3,)
+
+        def __getitem__(self, number: int) -> Any:
+            raise HostileError
+
+    return Column()
+
+
+LONG_NAMES = {f"{number}-" + "'" * 20_000: np.zeros(2) for number in range(40)}
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (LONG_NAMES, "batch of 2"),
+        ({"__key__": "a"} | LONG_NAMES, "and 1 more field"),
+        ({f"column {n}": torch.zeros(30) for n in range(20_000)}, "and 19,960 more columns"),
+        (tuple(torch.zeros(3) for _ in range(20_000)), "and 19,960 more columns"),
+        ({"__key__": "a", "x": "'" * 10**7} | {f"{n}.txt": "'" * 10**6 for n in range(60)}, "more"),
+        ({"list": [{"x": '"' * 100} for _ in range(99)]}, "batch of 99"),
+    ],
+    ids=["names", "sample", "columns", "tuple", "texts", "items"],
+)
+def test_pages_of_large_values_are_small_and_fast(value: Any, text: str) -> None:
+    started = time.process_time()
+    page = page_of(ss.show(value))
+    assert time.process_time() - started < 1.5
+    assert text in page.text
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: [7] * 10**7,
+        lambda: {"nested": [dict.fromkeys(range(3 * 10**6), 0)]},
+        lambda: set(range(10**6)),
+        lambda: np.zeros(10**8, np.uint8),
+    ],
+    ids=["list", "dict", "set", "line"],
+)
+def test_huge_values_are_written_only_as_far_as_shown(make: Callable[[], Any]) -> None:
+    value = make()
+    started = time.process_time()
+    page = page_of(ss.show({"__key__": "a", "x": value}))
+    assert time.process_time() - started < 0.7
+    assert len(page.text) < 1000
+
+
+@pytest.mark.parametrize(
+    ("value", "size", "pictures"),
+    [
+        (torch.rand(3, 4, requires_grad=True), "float32 3x4", 1),
+        (torch.rand(3, 4).to(torch.bfloat16), "bfloat16 3x4", 1),
+        (torch.eye(3).to_sparse(), "float32 3x3", 0),
+        (torch.empty(3, 4, device="meta"), "float32 3x4", 0),
+        (objects(), "object 2", 0),
+        (Hostile(), "Hostile", 0),
+        ([1, Hostile()], "list of 2", 0),
+        (np.ndarray, "class ndarray", 0),
+        (10**5000, "int", 0),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_any_value_is_shown(value: Any, size: str, pictures: int) -> None:
+    page = page_of(ss.show({"__key__": "a", "x": value, 7: value}))
+    assert page.text.count(size) >= 2
+    assert "RuntimeError" not in page.text
+    assert len(page.pictures) == 2 * pictures
+    for batch in ({"x": value, 1: value}, (value,), [value, value], value):
+        page = page_of(ss.show(batch))
+        assert "Error" not in page.text
+    if isinstance(value, torch.Tensor) and pictures:
+        assert len(page_of(ss.show({"x": value})).pictures) == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ({1: 2}, "batch of 0"),
+        ([{1: 2}], "1: 2"),
+        (ss.ShardDataset, "class ShardDataset"),
+        (HostileMapping(a=1), "RuntimeError: no items"),
+        (HostileMapping(__key__="a"), "RuntimeError: no items"),
+        ({"x": failing_column()}, "HostileError"),
+        ([HostileError()], "HostileError"),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else type(value).__name__,
+)
+def test_show_never_raises(value: Any, text: str) -> None:
+    page = page_of(ss.show(value))
+    assert text in page.text
+
+
+def test_dataset_with_many_long_fields_stays_small(tmp_path: Path) -> None:
+    with ss.ShardWriter(tmp_path) as writer:
+        writer.write({"__key__": "a"} | {f"{n:03d}{'x' * 5000}.txt": "a" for n in range(50)})
+    for dataset in (ss.ShardDataset(str(tmp_path)), ss.ShardMapDataset(str(tmp_path))):
+        assert "samples1shards1" in page_of(dataset).text

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import random
+import re
 import time
 import warnings
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
+from hypothesis import example, given
+from hypothesis.strategies import floats, integers, lists, tuples
 
 import shardstream as ss
 from shardstream.loader import warn_of_lanes
@@ -146,6 +150,119 @@ def test_verdict_on_a_mix_counts_its_decoders(tmp_path: Path) -> None:
     take(one, 6)
     timings = one.stats().timings
     assert timings.decode_s >= 0.9 * timings.steps_s > 0
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("change", ["shuffle", "batched"])
+def test_steps_that_change_counts_are_one_phase_with_reading(
+    tmp_path: Path, change: str, workers: int
+) -> None:
+    dataset = ss.ShardDataset(numbered(tmp_path, 60, 20)).map(very_slow)
+    dataset = dataset.shuffle(10) if change == "shuffle" else dataset.batched(2).unbatched()
+    one = ss.ShardLoader(dataset, batch_size=5, num_workers=workers, collate_fn=list)
+    list(one)
+    stats = one.stats()
+    verdict = stats.verdict
+    assert verdict is not None
+    assert verdict.bottleneck == "reading and steps"
+    assert verdict.speedup > 5
+    assert "fields=" not in str(verdict)
+    assert "steps cheaper" in str(verdict)
+    for shown in (str(stats).split("busy", 1)[1], stats._repr_html_()):
+        assert re.search(r"reading and steps (100|9\d) %", shown)
+        assert "decode 0 %" not in shown
+    assert stats.as_dict()["mixed_s"] == stats.timings.read_s
+
+
+class SlowAtFirst:
+    """A step that takes long for the first samples of its process."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def __call__(self, sample: dict[str, Any]) -> dict[str, Any]:
+        self._seen += 1
+        time.sleep(0.3 if self._seen <= 5 else 0.001)
+        return sample
+
+
+@pytest.mark.parametrize("workers", [0, 1, 2])
+def test_verdict_leaves_out_the_first_batches(tmp_path: Path, workers: int) -> None:
+    dataset = ss.ShardDataset(numbered(tmp_path, 60, 20)).map(SlowAtFirst())
+    one = ss.ShardLoader(dataset, batch_size=5, num_workers=workers, collate_fn=list)
+    for _ in one:
+        time.sleep(0.1)
+    verdict = one.stats().verdict
+    assert verdict is not None
+    assert verdict.bottleneck == "training step"
+    feeds = re.search(r"come ([\d.]+) times as fast", verdict.sentence)
+    assert feeds is not None
+    assert float(feeds[1]) > 3
+
+
+@pytest.fixture(scope="module")
+def some_stats(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    one = loader(numbered(tmp_path_factory.mktemp("stats"), 30, 10), batch_size=10)
+    list(one)
+    return one.stats()
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+@given(
+    seconds=floats(0, 100),
+    shares=tuples(floats(0, 1), floats(0, 1)),
+    phases=lists(floats(0, 200), min_size=5, max_size=5),
+    workers=integers(0, 8),
+)
+@example(seconds=100.0, shares=(1.0, 0.0), phases=[0.0, 100.0, 0.0, 0.0, 0.01], workers=1)
+@example(seconds=100.0, shares=(0.0, 0.0), phases=[0.0, 0.01, 0.0, 0.0, 0.0], workers=1)
+def test_verdicts_promise_only_what_helps(
+    some_stats: Any,
+    seconds: float,
+    shares: tuple[float, float],
+    phases: list[float],
+    workers: int,
+    mixes: bool,
+) -> None:
+    wait, first = shares
+    store, read, decode, steps, collate = phases
+    timings = replace(
+        some_stats.timings,
+        samples=int(sum(phases)),
+        wait_s=0.0 if mixes else store,
+        read_s=store + read,
+        decode_s=0.0 if mixes else decode,
+        steps_s=0.0 if mixes else decode + steps,
+        collate_s=collate,
+        mixed_s=store + read if mixes else 0.0,
+    )
+    warm_up = replace(
+        some_stats.warm_up,
+        batches=max(1, workers),
+        seconds=first * seconds,
+        loop_wait_s=first * wait * seconds,
+        timings=replace(
+            timings, **{name: first * value for name, value in asdict(timings).items()}
+        ),
+    )
+    times = {"seconds": seconds, "loop_wait_s": wait * seconds}
+    counts = {"batches": 100, "workers": workers, "cores": 4}
+    stats = replace(some_stats, timings=timings, warm_up=warm_up, **times, **counts)
+    verdict = stats.verdict
+    if verdict is None:
+        return
+    assert (
+        verdict.speedup == 1.0 if verdict.bottleneck == "training step" else verdict.speedup >= 1.05
+    )
+    for factor in re.findall(r"([\d.]+) times as fast", str(verdict)):
+        assert 1.0 <= float(factor) <= 100
+    if verdict.speedup > 100:
+        assert "over 100 times as fast" in verdict.sentence
+    if rates := re.search(r"up to ([\d.,e-]+) samples/s instead of ([\d.,e-]+)", str(verdict)):
+        then, now = (float(rate.replace(",", "")) for rate in rates.groups())
+        assert then > now > 0
+    if number := re.search(r"num_workers=(\d+)", str(verdict)):
+        assert (int(number[1]) < workers) == (verdict.bottleneck == "training step")
 
 
 def test_few_batches_have_no_verdict(tmp_path: Path) -> None:
