@@ -211,7 +211,8 @@ class Stopwatch:
     _begun: float = field(default_factory=time.perf_counter)
     _ended: float | None = None
     _timings: dict[int, WorkerTimings] = field(default_factory=dict)
-    _warm_up: WarmUp = field(default_factory=WarmUp)
+    _warm_up: tuple[int, float, float] = (0, 0.0, 0.0)  # batches, seconds, loop_wait_s
+    _first_timings: list[WorkerTimings] = field(default_factory=list)
 
     def add_batch(self, part: int, timings: WorkerTimings, *, waited_s: float) -> None:
         """Count a received batch."""
@@ -222,12 +223,8 @@ class Stopwatch:
         is_first = part not in self._timings
         self._timings[part] = timings
         if is_first:
-            self._warm_up = WarmUp(
-                batches=self.batches,
-                seconds=time.perf_counter() - self._begun,
-                loop_wait_s=self.wait_s,
-                timings=_sum([self._warm_up.timings, timings]),
-            )
+            self._first_timings.append(timings)
+            self._warm_up = self.batches, time.perf_counter() - self._begun, self.wait_s
 
     def stop(self) -> None:
         """End the epoch."""
@@ -235,6 +232,13 @@ class Stopwatch:
 
     def stats(self) -> LoaderStats:
         """Return the timings so far."""
+        batches, seconds, loop_wait_s = self._warm_up
+        warm_up = WarmUp(
+            batches=batches,
+            seconds=seconds,
+            loop_wait_s=loop_wait_s,
+            timings=_sum(list(self._first_timings)),
+        )
         return LoaderStats(
             epoch=self.epoch,
             batches=self.batches,
@@ -244,5 +248,5 @@ class Stopwatch:
             workers=self.workers,
             cores=len(os.sched_getaffinity(0)),
             timings=_sum(list(self._timings.values())),  # a thread of an exporter may ask
-            warm_up=self._warm_up,
+            warm_up=warm_up,
         )

@@ -191,7 +191,7 @@ def test_verdict_leaves_out_the_first_batches(tmp_path: Path, workers: int) -> N
     dataset = ss.ShardDataset(numbered(tmp_path, 60, 20)).map(SlowAtFirst())
     one = ss.ShardLoader(dataset, batch_size=5, num_workers=workers, collate_fn=list)
     for _ in one:
-        time.sleep(0.1)
+        time.sleep(0.25)
     verdict = one.stats().verdict
     assert verdict is not None
     assert verdict.bottleneck == "training step"
