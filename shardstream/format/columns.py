@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, overload
 
@@ -16,8 +16,12 @@ Column = np.ndarray[Any, np.dtype[Any]]
 _VIEW_BYTES = 16 << 10  # mean size of bodies from which views save more than they cost
 
 
+Values = list[Any] | Column
+"""Values of one field of several samples; numbers of one shape may be an array, shape (n, ...)."""
+
+
 class Columns(Sequence[Sample]):
-    """Samples with the same fields, as one list per field, so that batching needs no dict per sample.
+    """Samples with the same fields, as one list or array per field, so that batching needs no dict per sample.
 
     Args:
         columns: ``__key__``, ``__url__`` and the fields, equally long.
@@ -25,7 +29,7 @@ class Columns(Sequence[Sample]):
 
     __slots__ = ("columns",)
 
-    def __init__(self, columns: dict[str, list[Any]]) -> None:
+    def __init__(self, columns: Mapping[str, Values]) -> None:
         self.columns = columns
 
     def __len__(self) -> int:
@@ -50,6 +54,35 @@ class Columns(Sequence[Sample]):
             for sample, value in zip(samples, column, strict=True):
                 sample[name] = value
         return iter(samples)
+
+
+class TupleColumns(Sequence[tuple[Any, ...]]):
+    """Tuples of one length, as one list or array per element.
+
+    Args:
+        columns: The elements, equally long; at least one.
+    """
+
+    __slots__ = ("columns",)
+
+    def __init__(self, columns: Sequence[Values]) -> None:
+        self.columns = columns
+
+    def __len__(self) -> int:
+        return len(self.columns[0])
+
+    @overload
+    def __getitem__(self, place: int) -> tuple[Any, ...]: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> TupleColumns: ...
+
+    def __getitem__(self, place: int | slice) -> tuple[Any, ...] | TupleColumns:
+        taken = [column[place] for column in self.columns]
+        return TupleColumns(taken) if isinstance(place, slice) else tuple(taken)
+
+    def __iter__(self) -> Iterator[tuple[Any, ...]]:
+        return zip(*self.columns, strict=True)
 
 
 class JoinedFields(NamedTuple):

@@ -13,7 +13,7 @@ from torch.utils.data import get_worker_info
 
 from shardstream.codecs import Audio, import_extra
 from shardstream.errors import SampleError
-from shardstream.format import Columns
+from shardstream.format import Columns, TupleColumns, Values
 from shardstream.loader.serialize import MAX_TENSOR_BYTES
 from shardstream.pipeline import like_tuple
 
@@ -86,9 +86,15 @@ def collate(items: Sequence[Any]) -> Any:
     Raises:
         SampleError: If arrays of one field differ in shape or dtype, or samples in their fields.
     """
+    if isinstance(items, Columns):
+        return {name: _column(values, name, items) for name, values in items.columns.items()}
+    if isinstance(items, TupleColumns):
+        return tuple(
+            _column(values, f"element {place}", items) for place, values in enumerate(items.columns)
+        )
     first = items[0]
     if isinstance(first, Mapping):
-        columns = items.columns if isinstance(items, Columns) else _columns(first, items)
+        columns = _columns(first, items)
         return {name: _column(values, name, items) for name, values in columns.items()}
     if isinstance(first, tuple):
         sizes = {len(item) for item in items}
@@ -118,7 +124,9 @@ def _columns(first: Mapping[str, Any], items: Sequence[Mapping[str, Any]]) -> di
     )
 
 
-def _column(values: list[Any], name: str, items: Sequence[Any]) -> Any:
+def _column(values: Values, name: str, items: Sequence[Any]) -> Any:
+    if isinstance(values, np.ndarray):
+        return to_tensor(values.astype(values.dtype.newbyteorder("="), copy=False))
     kind = type(values[0])
     if kind is str or kind is bytes or not all(type(value) is kind for value in values):
         return values
@@ -133,9 +141,7 @@ def _column(values: list[Any], name: str, items: Sequence[Any]) -> Any:
         return torch.as_tensor(column) if column.dtype.kind in "biufc" else values
     if kind is Audio:
         return _audio_column(values, name, items)
-    if kind is float or kind is int or kind is bool:
-        return _number_column(values)
-    return values
+    return _number_column(values) if kind is float or kind is int or kind is bool else values
 
 
 def _audio_column(values: list[Audio], name: str, items: Sequence[Any]) -> Audio:

@@ -25,6 +25,7 @@ MIN_LARGE_BYTES = 4096  # smaller bytes are pickled as fast
 _TORCH_TYPES = torch.Tensor, torch.UntypedStorage, torch.TypedStorage
 # A sequence that starts with one of these is a column of keys or numbers, and is not searched for bytes.
 _PLAIN = frozenset({str, int, float})
+_SEARCHED = frozenset({bytes, dict, list, tuple, EncodedImage})
 
 
 class TensorLayout(NamedTuple):
@@ -145,18 +146,20 @@ def _mark_large_bytes(value: Any) -> Any:
     if kind is bytes:
         return _Large(value) if len(value) >= MIN_LARGE_BYTES else value
     if kind is dict:
+        # Asked of all values at once: most dicts hold numbers and text only.
+        if _SEARCHED.isdisjoint(map(type, value.values())):
+            return value
         return {name: _mark_large_bytes(one) for name, one in value.items()}
     if kind is EncodedImage:
         return replace(value, content=_mark_large_bytes(value.content))
     if (kind is list or kind is tuple) and value and type(value[0]) not in _PLAIN:
-        if kind is list and type(value[0]) is bytes and _are_large(value):
-            return _Large(value)
+        if set(map(type, value)) == {bytes}:
+            if max(map(len, value)) < MIN_LARGE_BYTES:
+                return value
+            if kind is list and min(map(len, value)) >= MIN_LARGE_BYTES:
+                return _Large(value)
         return kind(map(_mark_large_bytes, value))
     return value
-
-
-def _are_large(values: list[Any]) -> bool:
-    return all(type(value) is bytes and len(value) >= MIN_LARGE_BYTES for value in values)
 
 
 class _Packer(reduction.ForkingPickler):

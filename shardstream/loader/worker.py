@@ -293,7 +293,9 @@ class BatchDataset(IterableDataset[Any]):
             )
 
         run = IndexedRun(self.indexed_source, partition, worker_info, skips, pipeline.kept_fields)
-        transform = pipeline.open_transform(partition.plan.epoch, skips)
+        transform = pipeline.open_transform(
+            partition.plan.epoch, skips, by_column=self.collate_fn is collate
+        )
         try:
             started = perf_counter()
             steps = iter(worker_steps(partition, worker_info.worker, worker_info.num_workers))

@@ -26,7 +26,7 @@ from shardstream.codecs import (
     decode_tsv,
 )
 from shardstream.errors import DecodeError, OptionError, StorageError, redact
-from shardstream.format import FIELDS_LIMIT, Sample, mask_fields
+from shardstream.format import FIELDS_LIMIT, Columns, Sample, mask_fields
 from shardstream.pipeline.encoded_image import EncodedImage
 from shardstream.pipeline.fast_decode import parse_json
 from shardstream.pipeline.raw_image_decode import LossyDecodeError
@@ -47,6 +47,8 @@ _WHOLE_NUMBERS = ("cls", "cls2", "class", "count", "index", "inx", "id")
 INFLATED_LIMIT_BYTES = 1 << 30
 _PIECE_BYTES = 1 << 18
 _LAYOUTS_KEPT = 1000
+_NUMBERS, _MAX_NUMBER_BYTES = "biuf", 8  # the types of numbers that torch has, too
+_SMALL_BYTES = 1 << 14  # arrays that cost less to copy than to make
 _REMEDY = "repack this sample, or skip it with on_error"
 _CHOICES_KEPT = 1000
 _LOCATED = (EncodedImage, Video)  # decoded later; errors then name the sample
@@ -105,6 +107,31 @@ def _read_layout(data: bytes) -> tuple[_Layout, int]:
     if is_first and len(_layouts) < _LAYOUTS_KEPT:
         _layouts[data[:end]] = layout
     return layout, end
+
+
+def decode_npy_column(files: list[bytes]) -> list[np.ndarray[Any, Any]] | np.ndarray[Any, Any]:
+    """Decode ``.npy`` files as `decode_npy`; small ones of one shape and type of numbers to one array, shape (n, ...).
+
+    That takes a tenth of the time: no array, and no copy, for each file. Large arrays would be copied once more.
+    """
+    first = files[0]
+    end = 10 + int.from_bytes(first[8:10], "little")
+    layout = _layouts.get(first[:end])
+    if layout is None:
+        layout, end = _read_layout(first)
+    used = layout.size * layout.dtype.itemsize
+    if (
+        layout.order != "C"
+        or layout.dtype.kind not in _NUMBERS
+        or layout.dtype.itemsize > _MAX_NUMBER_BYTES
+        or not 0 < used <= min(_SMALL_BYTES, len(first) - end)
+        or any(len(file) != len(first) for file in files)
+    ):
+        return list(map(decode_npy, files))
+    rows = np.frombuffer(b"".join(files), np.uint8).reshape(len(files), len(first))
+    if (rows[:, :end] != rows[0, :end]).any():
+        return list(map(decode_npy, files))
+    return rows[:, end : end + used].copy().view(layout.dtype).reshape(len(files), *layout.shape)
 
 
 def decode_npz(data: bytes) -> dict[str, np.ndarray[Any, Any]]:
@@ -195,6 +222,9 @@ BASIC: dict[str, Decoder] = {
 }
 """Decoders without torch; ``loader/decoder_tables.py`` adds those of tensors, images, sound and video."""
 
+_BY_COLUMN = frozenset((*BASIC.values(), None))
+"""Decoders that may be called in another order, and again; None keeps the bytes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decode(ItemStage):
@@ -229,6 +259,31 @@ class Decode(ItemStage):
         """Return the function that decodes a sample."""
         return self._decode
 
+    def columns(self, columns: Columns) -> Columns | None:
+        """Decode text, numbers, JSON and arrays field by field; None if there are other decoders, or a sample is bad."""
+        names = tuple(columns.columns)
+        decoders = self._chosen.get(names) or self._choose(names)
+        fields = [name for name in names if self._decodes(name)]
+        if self.handlers or not _BY_COLUMN.issuperset(map(decoders.__getitem__, fields)):
+            return None
+        decoded = dict(columns.columns)
+        for name in fields:
+            files, decoder = columns.columns[name], decoders[name]
+            if name.endswith(".gz") or set(map(type, files)) != {bytes}:
+                return None
+            assert isinstance(files, list)  # noqa: S101  (of bytes)
+            try:
+                if decoder is decode_npy:
+                    decoded[name] = decode_npy_column(files)
+                elif decoder is not None:
+                    decoded[name] = list(map(decoder, files))
+            except Exception:  # noqa: BLE001  (raised again, with its sample, when they are decoded one by one)
+                return None
+        return Columns(decoded)
+
+    def _decodes(self, name: str) -> bool:
+        return not name.startswith("__") and (self.only is None or name in self.only)
+
     def _decode(self, sample: Sample, number: int) -> Sample:  # noqa: ARG002
         if not isinstance(sample, dict):
             raise OptionError(
@@ -238,11 +293,7 @@ class Decode(ItemStage):
         decoders = self._chosen.get(names) or self._choose(names)
         decoded: Sample = {}
         for name, value in sample.items():
-            if (
-                name.startswith("__")
-                or not isinstance(value, bytes | FieldFile)
-                or (self.only is not None and name not in self.only)
-            ):
+            if not self._decodes(name) or not isinstance(value, bytes | FieldFile):
                 decoded[name] = value
                 continue
             try:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from shardstream.errors import OptionError, SampleError, plural, redact
-from shardstream.format import Sample
+from shardstream.format import Columns, Sample, TupleColumns
 from shardstream.order import derive_key
 from shardstream.pipeline.stage import Context, ItemFunction, ItemStage, Run, SourceRun
 
@@ -133,14 +133,24 @@ class Rename(ItemStage):
     def _apply(self, sample: Sample, number: int) -> Sample:  # noqa: ARG002
         if not isinstance(sample, dict):
             raise _no_field("", sample, "rename")
-        taken = {new: find_field(old, sample, "rename") for new, old in self.names.items()}
+        return self._renamed(sample, sample)
+
+    def columns(self, columns: Columns) -> Columns | None:
+        """Rename the columns; None if one is missing."""
+        fields = columns.columns
+        if not all(fields.keys() & old.split(";") for old in self.names.values()):
+            return None
+        return Columns(self._renamed(fields, dict.fromkeys(fields)))
+
+    def _renamed(self, fields: Mapping[str, Any], names: dict[str, Any]) -> dict[str, Any]:
+        taken = {new: find_field(old, names, "rename") for new, old in self.names.items()}
         used = set(taken.values())
         kept = {
             name: value
-            for name, value in sample.items()
+            for name, value in fields.items()
             if name.startswith("__") or (self.keep and name not in used)
         }
-        return kept | {new: sample[old] for new, old in taken.items()}
+        return kept | {new: fields[old] for new, old in taken.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,6 +162,16 @@ class ToTuple(ItemStage):
     def bind(self, context: Context) -> ItemFunction:  # noqa: ARG002
         """Return the function for one epoch."""
         return self._apply
+
+    def columns(self, columns: Columns) -> TupleColumns | None:
+        """Return the columns of these fields; None if one is missing."""
+        fields = columns.columns
+        chosen = [
+            next((one for one in (names, *names.split(";")) if one in fields), None)
+            for names in self.names
+        ]
+        known = [fields[name] for name in chosen if name is not None]
+        return TupleColumns(known) if known and len(known) == len(chosen) else None
 
     def _apply(self, sample: Sample, number: int) -> tuple[Any, ...]:  # noqa: ARG002
         if not isinstance(sample, dict):

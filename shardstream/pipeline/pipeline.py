@@ -127,12 +127,23 @@ class Pipeline:
             run = stage.open(run, context)
         return run
 
-    def open_transform(self, epoch: int, skips: SkipTracker) -> PipelineTransform:
-        """Return all stages as one function on the samples of a step; needs `indexed_source`."""
+    def open_transform(
+        self, epoch: int, skips: SkipTracker, *, by_column: bool = False
+    ) -> PipelineTransform:
+        """Return all stages as one function on the samples of a step; needs `indexed_source`.
+
+        Args:
+            epoch: Number of the epoch.
+            skips: Skip policy and counts of bad samples.
+            by_column: As in `PipelineTransform`.
+        """
         assert self.indexed_source is not None  # noqa: S101  (checked by the callers)
         context = Context(seed=self.source.seed, epoch=epoch, skips=skips)
         return PipelineTransform(
-            self.indexed_source.open_transform(epoch, skips), self.stages, context
+            self.indexed_source.open_transform(epoch, skips),
+            self.stages,
+            context,
+            by_column=by_column,
         )
 
 
@@ -143,13 +154,19 @@ class PipelineTransform:
         first: Transform to apply before the stages, or None; the parts of a mix have their own steps.
         stages: Stages that return one item per item.
         context: Context that the stages share.
+        by_column: Apply the stages to whole columns as far as they can: for results that only the default `collate` reads.
     """
 
     def __init__(
-        self, first: SampleTransform | None, stages: tuple[Stage, ...], context: Context
+        self,
+        first: SampleTransform | None,
+        stages: tuple[Stage, ...],
+        context: Context,
+        *,
+        by_column: bool,
     ) -> None:
         self._first = first
-        self._keeps = stages[0] if stages and isinstance(stages[0], KeepFields) else None
+        self._leading = _stages_by_column(stages, all_stages=by_column) if first is None else []
         self._skips = context.skips
         self._exit = ExitStack()
         self._functions: list[tuple[ItemFunction, ThreadPoolExecutor | None, bool]] = []
@@ -165,11 +182,8 @@ class PipelineTransform:
 
     def __call__(self, items: Sequence[Any], numbers: list[int]) -> tuple[Sequence[Any], list[int]]:
         """Return the items after all stages, and their numbers, without bad samples."""
-        functions = self._functions
-        if self._keeps is not None and isinstance(items, Columns):
-            kept = self._keeps.columns(items)
-            if kept is not None:
-                items, functions = kept, functions[1:]
+        items, done = self._by_column(items)
+        functions = self._functions[done:]
         if self._first is None and not functions:
             return items, numbers  # columns stay columns
         items = list(items)
@@ -189,6 +203,19 @@ class PipelineTransform:
             self._own_decode_s += perf_counter() - begin if decodes else 0.0
         self.decode_s = self._own_decode_s + (0.0 if self._first is None else self._first.decode_s)
         return items, numbers
+
+    def _by_column(self, items: Sequence[Any]) -> tuple[Sequence[Any], int]:
+        """Apply the leading stages that can be applied to columns; return their number, too."""
+        done = 0
+        for stage in self._leading:
+            begin = perf_counter()
+            changed = stage.columns(items) if isinstance(items, Columns) else None
+            if changed is None:
+                break
+            items, done = changed, done + 1
+            self._own_decode_s += perf_counter() - begin if isinstance(stage, Decode) else 0.0
+        self.decode_s = self._own_decode_s
+        return items, done
 
     def close(self) -> None:
         """Join the threads."""
@@ -220,6 +247,17 @@ class PipelineTransform:
             except Exception as error:  # noqa: BLE001  (the skip policy decides)
                 self._skips.skip_or_raise(error, item, number)
         return [item for item, _ in kept], [number for _, number in kept]
+
+
+def _stages_by_column(stages: Sequence[Stage], *, all_stages: bool) -> list[ItemStage]:
+    """Return the stages to apply to columns; without ``all_stages`` only those after which single samples are the same.
+
+    All or none of the stages: rows of an array keep all of it in memory.
+    """
+    items = [stage for stage in stages if isinstance(stage, ItemStage)]
+    if all_stages and all(type(stage).columns is not ItemStage.columns for stage in items):
+        return items
+    return items[:1] if isinstance(items[0] if items else None, KeepFields) else []
 
 
 def _call(function: ItemFunction, item: Any, number: int) -> Callable[[], Any]:

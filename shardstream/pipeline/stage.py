@@ -12,6 +12,7 @@ from typing import Any, Protocol, SupportsIndex
 import numpy as np
 
 from shardstream.errors import OptionError
+from shardstream.format import Columns, TupleColumns
 from shardstream.order import derive_key
 from shardstream.pipeline.bad_samples import SkipTracker
 
@@ -155,6 +156,14 @@ class ItemStage:
     def bind(self, context: Context) -> ItemFunction:
         """Return the function for one epoch."""
         raise NotImplementedError
+
+    def columns(self, columns: Columns) -> Columns | TupleColumns | None:  # noqa: ARG002
+        """Return what the function of `bind` returns for these samples; None where it must be called for each of them.
+
+        For stages that depend on nothing but the samples. A default batch of the result must equal that of single samples; arrays
+        of one shape may be one array, shape (n, ...).
+        """
+        return None
 
     def open(self, source: Run, context: Context) -> Run:
         """Open the stage on a stream."""

@@ -15,6 +15,7 @@ import pytest
 import shardstream as ss
 from shardstream import pipeline
 from shardstream.errors import SampleError, StateError
+from shardstream.format import Columns
 from shardstream.loader import collate
 from shardstream.order import derive_key
 from shardstream.pipeline import (
@@ -24,6 +25,7 @@ from shardstream.pipeline import (
     Context,
     Decode,
     GroupBatched,
+    ItemStage,
     KeepFields,
     Map,
     MapDict,
@@ -150,6 +152,20 @@ def test_close_closes_the_run_before_and_is_idempotent(stage: Stage, items: Iter
     run.close()
     run.close()
     assert source.closed
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [one for one, items in CASES.values() if isinstance(one, ItemStage) and items is SAMPLES],
+    ids=lambda stage: type(stage).__name__,
+)
+def test_columns_are_those_of_single_samples(stage: ItemStage) -> None:
+    names = ("__key__", "__url__", "cls", "txt")
+    samples = [{"__key__": one["__key__"], "__url__": "a.tar"} | one for one in SAMPLES]
+    columns = stage.columns(Columns({name: [one[name] for one in samples] for name in names}))
+    function = stage.bind(Context())
+    if columns is not None:
+        assert [*columns] == [function(sample, 0) for sample in samples]
 
 
 def chained(*stages: Stage) -> Callable[[], Run]:
