@@ -36,7 +36,7 @@ class Case:
         fields: Fields of a sample.
         samples: Samples of an epoch; another number is an error.
         payload_bytes: Bytes of all fields in an epoch; another number is an error.
-        task: "raw" returns bytes, "train" decoded, cropped images and labels.
+        task: "raw" returns bytes, "decoded" each field's value, "train" decoded, cropped images and labels.
         workers: Loader processes.
         only: Of the ray row: the field that is read; empty for all.
         shuffle: Whether shardstream shuffles.
@@ -47,6 +47,7 @@ class Case:
         min_s: Minimum duration; short epochs are repeated after one warm-up epoch.
         max_s: Maximum duration of an epoch; 0 for none.
         warm: Whether the first epoch is a warm-up, however long it takes.
+        cold: Whether the pages of the data are dropped before the first epoch.
         cache: Empty folder for files that the contestant caches.
         target: Destination of the pack row, if not the cache.
         connections: Connections of the socket limit.
@@ -59,7 +60,7 @@ class Case:
     fields: tuple[str, ...] = ()
     samples: int = 0
     payload_bytes: int = 0
-    task: Literal["raw", "train"] = "raw"
+    task: Literal["raw", "decoded", "train"] = "raw"
     workers: int = 0
     only: str = ""
     shuffle: bool = True
@@ -70,6 +71,7 @@ class Case:
     min_s: float = 0.0
     max_s: float = 0.0
     warm: bool = False
+    cold: bool = False
     cache: str = ""
     target: str = ""
     connections: int = 8

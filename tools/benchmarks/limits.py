@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.case import Case, Result
-from benchmarks.objects import list_files, presign
+from benchmarks.objects import drop_pages, list_files, presign
 from benchmarks.processes import cpu_s
 
 Range = tuple[str, int, int]
@@ -35,6 +35,7 @@ def measure(case: Case) -> Result:
     works: dict[str, Callable[[Case], Callable[[], int]]] = {
         "limit-pages": read_pages,
         "limit-bytes": read_bytes,
+        "limit-disk": read_disk,
         "limit-sockets": read_sockets,
         "limit-obstore": read_with_obstore,
         "limit-decode": decode_all,
@@ -96,6 +97,26 @@ def read_bytes(case: Case) -> Callable[[], int]:
                 batch = [tar[start:end] for start, end in places[first : first + fields]]
                 size += sum(map(len, batch))
         return size
+
+    return work
+
+
+def read_disk(case: Case) -> Callable[[], int]:
+    """Read all tars from the disk, not from the page cache, in as many ranges as a shuffled epoch, in random order in 16 threads."""
+    tars = [(name, size) for name, size in list_files(case.location) if name.endswith(".tar")]
+    step = sum(size for _, size in tars) // _BLOCKS
+    ranges = [
+        (name, start, min(step, size - start))
+        for name, size in tars
+        for start in range(0, size, step)
+    ]
+    random.Random(0).shuffle(ranges)
+    opened = {name: os.open(name, os.O_RDONLY) for name, _ in tars}
+
+    def work() -> int:
+        drop_pages(case.location)
+        with ThreadPoolExecutor(16) as pool:
+            return sum(pool.map(lambda one: len(os.pread(opened[one[0]], one[2], one[1])), ranges))
 
     return work
 

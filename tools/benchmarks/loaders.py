@@ -10,7 +10,7 @@ from benchmarks.case import Case, Epochs
 def loader_options(case: Case) -> dict[str, Any]:
     """Return the arguments of a loader; raw samples stay a list."""
     options = {"batch_size": case.batch_size} | worker_options(case)
-    return options if case.task == "train" else options | {"collate_fn": list}
+    return options | {"collate_fn": list} if case.task == "raw" else options
 
 
 def worker_options(case: Case) -> dict[str, Any]:
@@ -26,4 +26,4 @@ def worker_options(case: Case) -> dict[str, Any]:
 
 def epochs_of(case: Case, loader: Any) -> Epochs:
     """Return the function that makes the batches of an epoch, for a loader without epoch numbers."""
-    return (lambda _: map(tuple, loader)) if case.task == "train" else (lambda _: loader)
+    return (lambda _: loader) if case.task == "raw" else (lambda _: map(tuple, loader))

@@ -12,6 +12,7 @@ from itertools import islice
 from typing import Any
 
 from benchmarks.case import Case, Epochs, Result
+from benchmarks.objects import drop_pages
 from benchmarks.processes import cpu_s, memory_bytes, peak_rss_bytes
 from benchmarks.watch import Watch
 
@@ -67,6 +68,8 @@ def throughput(case: Case, epochs: Epochs) -> Result:
 
     With ``min_s``, a shorter epoch (with ``warm``, any) is a warm-up, and whole epochs are repeated until ``min_s`` is reached.
     """
+    if case.cold:
+        drop_pages(case.location)
     number, took = 0, _run_epoch(case, epochs, 0)
     if case.warm or took.seconds < case.min_s:
         began_cpu, began = cpu_s(), time.perf_counter()

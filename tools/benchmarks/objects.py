@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,14 @@ def list_files(location: str) -> list[tuple[str, int]]:
 def list_tars(location: str) -> list[str]:
     """Return paths or URLs of the tars under a folder or prefix, sorted."""
     return [name for name, _ in list_files(location) if name.endswith(".tar")]
+
+
+def drop_pages(folder: str) -> None:
+    """Drop the pages of all files under a folder from the page cache."""
+    for name, _ in list_files(folder):
+        with open(name, "rb") as stream:
+            os.fsync(stream.fileno())  # pages that are not written yet stay
+            os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def presign(url: str, operation: str = "get_object") -> str:

@@ -42,6 +42,8 @@ _HELD_BYTES = 64 * 2**20 + 1.5 * 64 * 2**20  # prefetch budget, and one and a ha
 def settings(sizes: Sizes) -> Iterator[Setting]:
     """Yield all settings, row by row."""
     yield from _local(sizes)
+    yield from _decoded(sizes)
+    yield from _cold(sizes)
     yield from _train(sizes)
     yield from _s3(sizes)
     yield from _azure(sizes)
@@ -91,6 +93,32 @@ def _local(sizes: Sizes) -> Iterator[Setting]:
                 if workers == 0
                 else (),
             )
+
+
+def _decoded(sizes: Sizes) -> Iterator[Setting]:
+    for workers in (0, 2):
+        yield Setting(
+            row="small-decoded",
+            label=f"{workers} workers",
+            case=_case(sizes, workers=workers, task="decoded"),
+            corpus=sizes.small,
+            contestants=(OURS, "webdataset"),
+            repetitions=5,
+            targets=(against("webdataset", 12),),
+        )
+
+
+def _cold(sizes: Sizes) -> Iterator[Setting]:
+    for label, corpus in (("small", sizes.small), ("photos", sizes.photos)):
+        yield Setting(
+            row="cold",
+            label=f"{label}, shuffled, 0 workers",
+            case=_case(sizes, cold=True, min_s=0.0, max_s=0.0),
+            corpus=corpus,
+            contestants=(OURS, "webdataset", "litdata"),
+            limits=("limit-disk",),
+            targets=(of_limit(0.9, "limit-disk"),),
+        )
 
 
 def _train(sizes: Sizes) -> Iterator[Setting]:

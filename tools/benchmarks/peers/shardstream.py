@@ -16,6 +16,8 @@ def make_loader(case: Case) -> Any:
     dataset = ss.ShardDataset(case.location, shuffle=case.shuffle, seed=0)
     if case.task == "train":
         dataset = _decoded(dataset, case.decoder, case.threads).to_tuple("jpg", "cls")
+    elif case.task == "decoded":
+        dataset = dataset.decode().to_tuple(*case.fields)
     return ss.ShardLoader(dataset, batch_size=case.batch_size, **worker_options(case))
 
 

@@ -33,6 +33,8 @@ def epochs(case: Case) -> Epochs:
     dataset: Any = wds.WebDataset(urls, shardshuffle=len(urls)).shuffle(_BUFFER_SAMPLES)
     if case.task == "train":
         dataset = dataset.map(images.example).batched(case.batch_size)
+    elif case.task == "decoded":
+        dataset = dataset.decode().to_tuple(*case.fields).batched(case.batch_size)
     else:
         dataset = dataset.batched(case.batch_size, collation_fn=list)
     loader = wds.WebLoader(dataset, batch_size=None, **worker_options(case))
