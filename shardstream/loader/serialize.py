@@ -10,6 +10,7 @@ import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from multiprocessing import reduction
 from typing import Any, NamedTuple
 
@@ -146,20 +147,27 @@ def _mark_large_bytes(value: Any) -> Any:
     if kind is bytes:
         return _Large(value) if len(value) >= MIN_LARGE_BYTES else value
     if kind is dict:
-        # Asked of all values at once: most dicts hold numbers and text only.
-        if _SEARCHED.isdisjoint(map(type, value.values())):
-            return value
         return {name: _mark_large_bytes(one) for name, one in value.items()}
     if kind is EncodedImage:
         return replace(value, content=_mark_large_bytes(value.content))
     if (kind is list or kind is tuple) and value and type(value[0]) not in _PLAIN:
-        if set(map(type, value)) == {bytes}:
-            if max(map(len, value)) < MIN_LARGE_BYTES:
-                return value
-            if kind is list and min(map(len, value)) >= MIN_LARGE_BYTES:
-                return _Large(value)
-        return kind(map(_mark_large_bytes, value))
+        return _mark_sequence(value)
     return value
+
+
+def _mark_sequence(values: list[Any] | tuple[Any, ...]) -> Any:
+    """Wrap the large bytes in a column; small bytes, and dicts of numbers and text, are recognised all at once."""
+    kinds = set(map(type, values))
+    if kinds == {bytes}:
+        if max(map(len, values)) < MIN_LARGE_BYTES:
+            return values
+        if type(values) is list and min(map(len, values)) >= MIN_LARGE_BYTES:
+            return _Large(values)
+    if kinds == {dict}:
+        inner = chain.from_iterable(map(dict.values, values))
+        if _SEARCHED.isdisjoint(map(type, inner)):
+            return values
+    return type(values)(map(_mark_large_bytes, values))
 
 
 class _Packer(reduction.ForkingPickler):
