@@ -222,8 +222,8 @@ BASIC: dict[str, Decoder] = {
 }
 """Decoders without torch; ``loader/decoder_tables.py`` adds those of tensors, images, sound and video."""
 
-_BY_COLUMN = frozenset((*BASIC.values(), None))
-"""Decoders that may be called in another order, and again; None keeps the bytes."""
+_BY_COLUMN = frozenset(map(id, (*BASIC.values(), None)))
+"""Decoders that may be called in another order, and again, by id, because decoders of users may have no hash; None keeps the bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -264,7 +264,7 @@ class Decode(ItemStage):
         names = tuple(columns.columns)
         decoders = self._chosen.get(names) or self._choose(names)
         fields = [name for name in names if self._decodes(name)]
-        if self.handlers or not _BY_COLUMN.issuperset(map(decoders.__getitem__, fields)):
+        if self.handlers or not _BY_COLUMN.issuperset(id(decoders[name]) for name in fields):
             return None
         decoded = dict(columns.columns)
         for name in fields:

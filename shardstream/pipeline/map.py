@@ -136,11 +136,12 @@ class Rename(ItemStage):
         return self._renamed(sample, sample)
 
     def columns(self, columns: Columns) -> Columns | None:
-        """Rename the columns; None if one is missing."""
+        """Rename the columns; None if one is missing, or used twice: batches would share its memory."""
         fields = columns.columns
         if not all(fields.keys() & old.split(";") for old in self.names.values()):
             return None
-        return Columns(self._renamed(fields, dict.fromkeys(fields)))
+        renamed = self._renamed(fields, dict.fromkeys(fields))
+        return Columns(renamed) if len(set(map(id, renamed.values()))) == len(renamed) else None
 
     def _renamed(self, fields: Mapping[str, Any], names: dict[str, Any]) -> dict[str, Any]:
         taken = {new: find_field(old, names, "rename") for new, old in self.names.items()}
@@ -164,14 +165,15 @@ class ToTuple(ItemStage):
         return self._apply
 
     def columns(self, columns: Columns) -> TupleColumns | None:
-        """Return the columns of these fields; None if one is missing."""
+        """Return the columns of these fields; None if one is missing, or used twice: batches would share its memory."""
         fields = columns.columns
         chosen = [
             next((one for one in (names, *names.split(";")) if one in fields), None)
             for names in self.names
         ]
-        known = [fields[name] for name in chosen if name is not None]
-        return TupleColumns(known) if known and len(known) == len(chosen) else None
+        if not chosen or None in chosen or len(set(chosen)) < len(chosen):
+            return None
+        return TupleColumns([fields[name] for name in chosen if name is not None])
 
     def _apply(self, sample: Sample, number: int) -> tuple[Any, ...]:  # noqa: ARG002
         if not isinstance(sample, dict):

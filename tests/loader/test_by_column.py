@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,14 @@ STEPS: dict[str, Steps] = {
     "handler": lambda data: data.decode(lambda name, raw: len(raw) if name == ".bin" else None),
     "map_tuple after": lambda data: data.decode().to_tuple("npy", "cls").map_tuple(None, abs),
     "threads": lambda data: data.decode(threads=2),
+    "decoder without a hash": lambda data: data.decode(fields={"bin": Unhashable()}),
 }  # fmt: skip
+
+
+@dataclass
+class Unhashable:
+    def __call__(self, data: bytes) -> int:
+        return len(data)
 
 
 def same(item: Any) -> Any:
@@ -164,6 +172,15 @@ def test_a_missing_field_is_the_error_of_single_samples(vectors: str) -> None:
     ):
         assert "jpg" in batches(vectors, steps, by_column=True)[2]
         assert_same_as_single_samples(vectors, steps)
+
+
+def test_a_field_that_is_used_twice_is_two_tensors(vectors: str) -> None:
+    dataset = ss.ShardDataset(vectors).decode()
+    (one, other), *_ = ss.ShardLoader(dataset.to_tuple("npy", "npy"), 16)
+    batch, *_ = ss.ShardLoader(dataset.rename(a="npy", b="npy"), 16)
+    for first, second in ((one, other), (batch["a"], batch["b"])):
+        assert torch.equal(first, second)
+        assert first.data_ptr() != second.data_ptr()
 
 
 def test_batches_share_no_memory(vectors: str) -> None:
