@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable
 
 import numpy as np
 import numpy.typing as npt
 
+from shardstream.packing.key_hashes import KeyHashes, batches, hash_keys
+
 Levels = npt.NDArray[np.uint8]
 
 _PATH, _NUMBERED = 1, 2
-_HASH_BYTES = 8
 
 
 def file_key(path: str, number: int, level: int) -> str:
@@ -34,42 +34,42 @@ def file_key(path: str, number: int, level: int) -> str:
     return folder + slash + stem + (f"_{number:08d}" if level >= _NUMBERED else "")
 
 
-def key_levels(paths: Sequence[str]) -> Levels:
+def key_levels(paths: Collection[str]) -> Levels:
     """Return for each file of a dataset the lowest level of `file_key` at which no other file has its key; shape (n,).
 
     A pure function of the sorted paths: equal folders give equal keys. No two keys are equal: those of the highest level end in
-    numbers that differ, and a file with a repeated key goes up a level. It holds 8 bytes a file, a hash of its key, and twice that
-    while it sorts them: two hashes that are equal by chance (1 in 10^5 for 10^7 files) make two keys longer than necessary.
+    numbers that differ, and a file with a repeated key goes up a level. It holds one byte a file, and sorts hashes of the keys in a
+    temporary file: two hashes that are equal by chance (1 in 10^5 for 10^7 files) make two keys longer than necessary.
 
     >>> key_levels(["cat/a.jpg", "cat/b.jpg", "dog/a.jpg", "dog/c.1.jpg", "dog/c_1.jpg"]).tolist()
     [1, 0, 1, 2, 2]
+
+    Args:
+        paths: The paths, each in a folder; they are read up to four times.
+
+    Raises:
+        StorageError: If the temporary folder is full.
     """
     levels = np.zeros(len(paths), dtype=np.uint8)
-    hashes = np.empty(len(paths), dtype=np.uint64)
-    changed: Iterable[int] = range(len(paths))
-    while True:
-        for number in map(int, changed):
-            hashes[number] = _hash(file_key(paths[number], number, int(levels[number])))
-        repeated = _repeated(hashes)
-        rising = repeated[levels[repeated] < _NUMBERED]
-        if not len(rising):
-            return levels
-        levels[rising] += 1
-        changed = rising
+    lowest = 0  # keys of higher levels have a folder: they differ from all stems
+    while (rising := _repeated(paths, levels, lowest)).any():
+        levels += rising
+        lowest = _PATH
+    return levels
 
 
-def _hash(key: str) -> int:
-    # Not Python's hash(): it differs between processes.
-    digest = hashlib.blake2b(key.encode("utf-8", "surrogateescape"), digest_size=_HASH_BYTES)
-    return int.from_bytes(digest.digest(), "little")
-
-
-def _repeated(hashes: npt.NDArray[np.uint64]) -> npt.NDArray[np.int64]:
-    """Return the sorted positions of hashes that occur more than once."""
-    order = np.argsort(hashes, kind="stable")
-    in_order = hashes[order]
-    equal = in_order[1:] == in_order[:-1]
-    is_repeated = np.zeros(len(hashes), dtype=bool)
-    is_repeated[1:] |= equal
-    is_repeated[:-1] |= equal
-    return np.sort(order[is_repeated])
+def _repeated(paths: Iterable[str], levels: Levels, lowest: int) -> npt.NDArray[np.bool_]:
+    """Return which files, of those from a level on, have the key of another and can go up a level."""
+    found = np.zeros(len(levels), dtype=bool)
+    with KeyHashes() as hashes:
+        first = 0
+        for some in batches(paths):
+            numbers = first + np.flatnonzero(levels[first : first + len(some)] >= lowest)
+            keys = [file_key(some[n - first], n, int(levels[n])) for n in numbers.tolist()]
+            hashes.add(hash_keys(keys), numbers)
+            first += len(some)
+        for block, places in hashes.sorted_blocks():
+            equal = block[1:] == block[:-1]
+            found[places[1:][equal]] = True
+            found[places[:-1][equal]] = True
+    return found & (levels < _NUMBERED)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
-from typing import overload
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -22,16 +25,28 @@ from shardstream.format import (
     split_member_name,
 )
 from shardstream.packing.class_numbering import is_split
-from shardstream.packing.file_keys import file_key, key_levels
+from shardstream.packing.file_keys import Levels, file_key, key_levels
+from shardstream.packing.key_hashes import find_repeat
 from shardstream.packing.source import (
     FileRef,
     KeyMaker,
     Record,
     fingerprint_of_many,
     is_image_name,
+    repeated_key,
 )
-from shardstream.packing.split import Numbers
-from shardstream.storage import FileList, ListedFile, Storage, list_files, sample_order
+from shardstream.packing.split import SplitNumbers
+from shardstream.storage import (
+    FileList,
+    FileRows,
+    ListedFile,
+    RowFile,
+    Storage,
+    iter_members,
+    list_files,
+    sort_rows,
+    warn_of_rare_fields,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -60,26 +75,29 @@ class ClassFolderSource:
 
     def __init__(self, root: str, files: Sequence[ListedFile], *, key: str | None = None) -> None:
         self._root = root
-        self._key = key
+        self._make_key = None if key is None else KeyMaker(key, source=root)
         listed = files if isinstance(files, FileList) else FileList(files)
-        is_image = np.fromiter(map(is_image_name, listed.paths()), dtype=bool, count=len(listed))
-        self._images = listed.take(np.flatnonzero(is_image))
-        if not self._images:
+        count = sum(map(is_image_name, listed.paths()))
+        if not count:
             raise SourceError(
                 f"no images in folders of classes (CLASS/image.jpg) among {plural(len(files), 'file')}",
                 shard=root,
             )
+        self._images = listed
+        if count < len(listed):
+            self._images = FileList(
+                (file for file in listed if is_image_name(file.path)), is_sorted=True
+            )
         self.splits = _splits(root, self._images)
         """Names of the splits, sorted; empty if the folders are classes."""
         _check_depth(root, self._images, 1 if self.splits else 0)
-        if len(files) > len(self._images):
-            _log.warning(
-                "%s: files that are not images are skipped: %d",
-                root,
-                len(files) - len(self._images),
-            )
+        if len(files) > count:
+            _log.warning("%s: files that are not images are skipped: %d", root, len(files) - count)
         self.classes: Classes = tuple(sorted(set(map(self._class, self._images.paths()))))
         """Names of the classes; a label is the position here."""
+        self._datasets = _datasets(self._images, has_splits=bool(self.splits))
+        if self._make_key is not None and not self._make_key.is_unique:
+            self._compare_keys()
 
     @property
     def name(self) -> str:
@@ -102,12 +120,11 @@ class ClassFolderSource:
         """``classes.json``: the class names in the order of their labels."""
         return {CLASSES_NAME: encode_classes(self.classes)}
 
-    def assigned(self) -> Numbers:
+    def assigned(self) -> SplitNumbers:
         """Return the split of each image, as its number in `splits`; shape (n,)."""
         places = {name: place for place, name in enumerate(self.splits)}
-        return np.array(
-            [places[_top_folder(path)] for path in self._images.paths()], dtype=np.int64
-        )
+        numbers = (places[_top_folder(path)] for path in self._images.paths())
+        return np.fromiter(numbers, dtype=np.uint16, count=len(self._images))
 
     def refuse_masks(self) -> None:
         """Refuse a folder of photos next to a folder of their masks (``images/0001.jpg``, ``masks/0001.png``): these are not classes.
@@ -115,19 +132,23 @@ class ClassFolderSource:
         Raises:
             SourceError: If half of the images in a folder named like masks have the stem of one in a folder named otherwise.
         """
-        masked = [name for name in self.classes if has_mask_word(name)]
-        stems: dict[str, set[str]] = {name: set() for name in self.classes}
-        for path in self._images.paths() if masked else ():
-            stems[self._class(path)].add(_photo_stem(path))
-        for name in masked:
-            for other in sorted(stems.keys() - masked):
-                if 2 * len(stems[name] & stems[other]) >= len(stems[name]):
-                    raise SourceError(
-                        f"the folder {name} seems to hold the masks of the images in {other}, and each folder would become a class; "
-                        "give both the same name in one folder (0001.jpg, 0001.seg.png), pack them with kind='files' (--kind files), or, "
-                        "if the folders are classes, pass kind='images' (--kind images)",
-                        shard=self._root,
-                    )
+        masked = frozenset(name for name in self.classes if has_mask_word(name))
+        if not masked:
+            return
+        stems = sort_rows((_photo_stem(path), self._class(path)) for path in self._images.paths())
+        counts, shared = Counter[str](), Counter[tuple[str, str]]()
+        for _, rows in itertools.groupby(stems, itemgetter(0)):
+            folders = {folder for _, folder in rows}
+            counts.update(folders & masked)
+            shared.update(itertools.product(folders & masked, folders - masked))
+        for name, other in sorted(shared):
+            if 2 * shared[name, other] >= counts[name]:
+                raise SourceError(
+                    f"the folder {name} seems to hold the masks of the images in {other}, and each folder would become a class; "
+                    "give both the same name in one folder (0001.jpg, 0001.seg.png), pack them with kind='files' (--kind files), or, "
+                    "if the folders are classes, pass kind='images' (--kind images)",
+                    shard=self._root,
+                )
 
     def with_class_numbers(self, classes: Classes, where: str) -> ClassFolderSource:
         """Return the same images with the class numbers of a list of names.
@@ -135,13 +156,11 @@ class ClassFolderSource:
         Raises:
             SourceError: If a folder is not among the classes.
         """
-        known = frozenset(classes)
-        unknown = next(
-            (path for path in self._images.paths() if self._class(path) not in known), None
-        )
-        if unknown is not None:
+        unknown = frozenset(self.classes).difference(classes)
+        if unknown:
+            path = next(path for path in self._images.paths() if self._class(path) in unknown)
             raise SourceError(
-                f"the class {self._class(unknown)!r} ({unknown}) is not among the {plural(len(classes), 'class')} of {where}; "
+                f"the class {self._class(path)!r} ({path}) is not among the {plural(len(classes), 'class')} of {where}; "
                 "pack all splits in one run (a folder with train/ and val/ in it), or give the names of all classes "
                 "with classes= (--classes)",
                 shard=self._root,
@@ -151,66 +170,102 @@ class ClassFolderSource:
         return changed
 
     def __iter__(self) -> Iterator[Record]:
-        """Yield the records, sorted by path.
+        """Yield the records, sorted by path."""
+        return self.iter_from(0)
 
-        Raises:
-            SourceError: If two images of a split have the same key.
-        """
-        # Files are sorted by path, so those of a split follow each other.
-        first = 0
-        for _, split in itertools.groupby(
-            self._images.paths(), _top_folder if self.splits else _no_folder
-        ):
-            last = first + sum(1 for _ in split)
-            yield from self._records(self._images[first:last])
-            first = last
+    def iter_from(self, first: int) -> Iterator[Record]:
+        """Yield the records from a number on."""
+        return map(self._maker(), itertools.count(first), self._images.iter_from(first))
 
-    def _records(self, files: FileList) -> Iterator[Record]:
-        """Yield the records of one dataset."""
+    def records_at(self, numbers: Iterable[int]) -> Iterator[Record]:
+        """Yield the records with these numbers."""
+        make = self._maker()
+        return (make(number, self._images[number]) for number in numbers)
+
+    def _maker(self) -> Callable[[int, ListedFile], Record]:
+        """Return a function that makes the record of an image from its number."""
         labels = {name: label for label, name in enumerate(self.classes)}
-        paths = _Paths(files, has_splits=bool(self.splits))
-        make_key = KeyMaker(self._key or "", source=self._root)
-        levels = key_levels(paths) if self._key is None else ()
-        for index, file in enumerate(files):
-            name = paths[index]
-            path, _, extension = name.rpartition(".")
-            folder = self._class(file.path)
-            if self._key is None:
-                key = file_key(name, index, int(levels[index]))
-            else:
-                names = {"index": index, "stem": path.rpartition("/")[2], "path": path}
-                key = make_key(file.url, **names, **{"class": folder})
+
+        def make(number: int, file: ListedFile) -> Record:
+            extension = file.path.rpartition(".")[2]
             fields = {
                 canonical_field(extension): FileRef(file.url, file.size),
-                "cls": labels[folder],
+                "cls": labels[self._class(file.path)],
             }
-            yield Record(key, fields, file.url)
+            return Record(self._key_of(number, file.path), fields, file.url)
+
+        return make
+
+    def _key_of(self, number: int, path: str) -> str:
+        """Return the key of an image; its index is the number in its dataset."""
+        index = number - self._datasets[bisect_right(self._datasets, number) - 1]
+        name = path.partition("/")[2] if self.splits else path
+        if self._make_key is None:
+            return file_key(name, index, int(self._levels[number]))
+        name = name.rpartition(".")[0]
+        names = {"index": index, "stem": name.rpartition("/")[2], "path": name}
+        return self._make_key.make(**names, **{"class": self._class(path)})
+
+    @cached_property
+    def _levels(self) -> Levels:
+        """Levels of the default keys (see `file_key`)."""
+        datasets = itertools.pairwise(self._datasets)
+        return np.concatenate([key_levels(self._paths(*one)) for one in datasets])
+
+    def _paths(self, first: int, last: int) -> _Paths:
+        return _Paths(self._images, first, last, has_splits=bool(self.splits))
+
+    def _compare_keys(self) -> None:
+        """Compare all keys of each dataset.
+
+        Raises:
+            SourceError: If two are equal.
+        """
+        images = self._images
+        for first, last in itertools.pairwise(self._datasets):
+            files = enumerate(itertools.islice(images.iter_from(first), last - first), first)
+            keys = (self._key_of(number, file.path) for number, file in files)
+
+            def key_at(index: int, first: int = first) -> str:
+                return self._key_of(first + index, images[first + index].path)
+
+            if (found := find_repeat(keys, key_at)) is not None:
+                one, other = (images[first + index].url for index in found)
+                raise repeated_key(key_at(found[0]), one, other, source=self._root)
 
     def _class(self, path: str) -> str:
         path = path.partition("/")[2] if self.splits else path
         return path.partition("/")[0]
 
 
-class _Paths(Sequence[str]):
+@dataclass(frozen=True, slots=True)
+class _Paths(Collection[str]):
     """The paths of images in their dataset."""
 
-    def __init__(self, files: FileList, *, has_splits: bool) -> None:
-        self._files, self._has_splits = files, has_splits
+    files: FileList
+    first: int
+    last: int
+    has_splits: bool
 
     def __len__(self) -> int:
-        return len(self._files)
+        return self.last - self.first
 
-    @overload
-    def __getitem__(self, at: int) -> str: ...
+    def __iter__(self) -> Iterator[str]:
+        paths = itertools.islice(self.files.paths(self.first), len(self))
+        return (path.partition("/")[2] for path in paths) if self.has_splits else paths
 
-    @overload
-    def __getitem__(self, at: slice) -> _Paths: ...
+    def __contains__(self, path: object) -> bool:
+        return any(path == one for one in self)
 
-    def __getitem__(self, at: int | slice) -> str | _Paths:
-        if isinstance(at, slice):
-            return _Paths(self._files[at], has_splits=self._has_splits)
-        path = self._files.path(at)
-        return path.partition("/")[2] if self._has_splits else path
+
+def _datasets(images: FileList, *, has_splits: bool) -> list[int]:
+    """Return the number of the first image of each split, in the order of the paths, and the number of images."""
+    firsts = [0]
+    if has_splits:  # files are sorted by path, so those of a split follow each other
+        for _, split in itertools.groupby(images.paths(), _top_folder):
+            firsts.append(firsts[-1] + sum(1 for _ in split))
+        return firsts
+    return [0, len(images)]
 
 
 def _top_folder(path: str) -> str:
@@ -222,10 +277,6 @@ def _photo_stem(path: str) -> str:
     stem = path.rpartition("/")[2].partition(".")[0]
     photo, _, last = stem.rpartition("_")
     return photo if photo and has_mask_word(last) else stem
-
-
-def _no_folder(_: str) -> str:
-    return ""
 
 
 def _splits(root: str, images: FileList) -> tuple[str, ...]:
@@ -280,9 +331,10 @@ class GroupedFilesSource:
 
     def __init__(self, root: str, files: Sequence[ListedFile], *, key: str | None = None) -> None:
         self._root = root
-        self._files = files
-        self._key = key or "{path}"
-        splits = sorted({top for file in files if is_split(top := _top_folder(file.path))})
+        self._files = files if isinstance(files, FileList) else FileList(files)
+        self._make_key = KeyMaker(key or "{path}", source=root)
+        tops = map(_top_folder, self._files.paths())
+        splits = sorted({top for top in tops if is_split(top)})
         if len(splits) > 1:
             _log.warning(
                 "%s: the folders %s look like splits, but all files go into one dataset; pack each folder by itself if this is not "
@@ -290,6 +342,25 @@ class GroupedFilesSource:
                 root,
                 ", ".join(splits),
             )
+        self.num_files = 0
+        """Number of files in the samples."""
+        convert = FileRows()
+        self._file = convert.file
+        # Of each sample its key, and for each of its files the field and the row of the file.
+        self._samples = RowFile(self._groups(convert))
+        warn_of_rare_fields(root, self._members)
+        if key is not None and not self._make_key.is_unique:  # paths differ
+            self._compare_keys()
+
+    def _groups(self, convert: FileRows) -> Iterator[Sequence[Any]]:
+        members = iter_members(self._root, self._files)
+        for key, group in itertools.groupby(members, itemgetter(0)):
+            rows = [(field, *convert.row(file._replace(version=None))) for _, field, file in group]
+            self.num_files += len(rows)
+            yield key, tuple(rows)
+
+    def _members(self) -> Iterator[tuple[str, str, str]]:
+        return ((key, row[0], row[1]) for key, rows in self._samples for row in rows)
 
     @property
     def name(self) -> str:
@@ -297,14 +368,9 @@ class GroupedFilesSource:
         return f"files grouped by name in {self._root}"
 
     @property
-    def num_files(self) -> int:
-        """Number of files in the samples."""
-        return len(self._order)
-
-    @property
     def length(self) -> int:
         """Number of samples."""
-        return len(self._firsts) - 1
+        return len(self._samples)
 
     @property
     def fingerprint(self) -> str:
@@ -313,37 +379,36 @@ class GroupedFilesSource:
 
     def __iter__(self) -> Iterator[Record]:
         """Yield the records, sorted by path."""
-        make_key = KeyMaker(self._key, source=self._root)
-        for index, (first, last) in enumerate(itertools.pairwise(self._firsts)):
-            group = [self._files[number] for number in self._order[first:last].tolist()]
-            where, (path, _) = group[0].url, _key_and_field(group[0].path)
-            names = {"index": index, "stem": path.rpartition("/")[2], "path": path}
-            fields = {_key_and_field(file.path)[1]: FileRef(file.url, file.size) for file in group}
-            yield Record(make_key(where, **names), fields, where)
+        return self.iter_from(0)
 
-    @cached_property
-    def _order(self) -> Numbers:
-        """Numbers of the files in samples, sorted by key and field."""
-        return sample_order(self._root, self._files)
+    def iter_from(self, first: int) -> Iterator[Record]:
+        """Yield the records from a number on."""
+        return map(self._record, itertools.count(first), self._samples.iter_from(first))
 
-    @cached_property
-    def _firsts(self) -> array[int]:
-        """Place of the first file of each sample in the order, and the number of files."""
-        firsts, before = array("q"), None
-        for place, number in enumerate(self._order.tolist()):
-            key, _ = _key_and_field(self._files[number].path)
-            if key != before:
-                firsts.append(place)
-            before = key
-        firsts.append(len(self._order))
-        return firsts
+    def records_at(self, numbers: Iterable[int]) -> Iterator[Record]:
+        """Yield the records with these numbers."""
+        return (self._record(number, self._samples[number]) for number in numbers)
 
+    def _record(self, number: int, sample: Sequence[Any]) -> Record:
+        path, rows = sample
+        files = [(row[0], self._file(row[1:])) for row in rows]
+        fields = {field: FileRef(file.url, file.size) for field, file in files}
+        return Record(self._key_of(number, path), fields, files[0][1].url)
 
-def _key_and_field(path: str) -> tuple[str, str]:
-    parts = split_member_name(path)
-    if parts is None:
-        raise AssertionError(path)  # `sample_order` leaves such files out
-    return parts[0], canonical_field(parts[1])
+    def _key_of(self, number: int, path: str) -> str:
+        return self._make_key.make(index=number, stem=path.rpartition("/")[2], path=path)
+
+    def _compare_keys(self) -> None:
+        """Compare all keys.
+
+        Raises:
+            SourceError: If two are equal.
+        """
+        keys = (self._key_of(number, sample[0]) for number, sample in enumerate(self._samples))
+        found = find_repeat(keys, lambda number: self._key_of(number, self._samples[number][0]))
+        if found is not None:
+            one, other = self.records_at(found)
+            raise repeated_key(one.key, one.where, other.where, source=self._root)
 
 
 def guess_folder(
@@ -356,38 +421,38 @@ def guess_folder(
     Raises:
         SourceError: As the sources do; or if a folder seems to hold the masks of another.
     """
+    listed = files if isinstance(files, FileList) else FileList(files)
     images = nested = 0
-    for file in files:
-        is_image = is_image_name(file.path)
+    for path in listed.paths():
+        is_image = is_image_name(path)
         images += is_image
-        nested += is_image and "/" in file.path
-    if not nested or nested * 2 < images or _has_companions(files):
-        return GroupedFilesSource(root, files, key=key)
-    source = ClassFolderSource(root, files, key=key)
+        nested += is_image and "/" in path
+    if not nested or nested * 2 < images or (images < len(listed) and _has_companions(listed)):
+        return GroupedFilesSource(root, listed, key=key)
+    source = ClassFolderSource(root, listed, key=key)
     source.refuse_masks()
     return source
 
 
-def _has_companions(files: Sequence[ListedFile]) -> bool:
+def _has_companions(files: FileList) -> bool:
     """Return whether an image has the stem of another file."""
-    before: tuple[str | None, bool] = (None, False)
-    for file in files:  # mostly they are next to each other: no set is needed
-        now = (_stem(file.path), is_image_name(file.path))
-        if now[0] is not None and now[0] == before[0] and now[1] != before[1]:
-            return True
-        before = now
-    others = {_stem(file.path) for file in files if not is_image_name(file.path)}
-    return any(_stem(file.path) in others for file in files if others and is_image_name(file.path))
+
+    def read() -> Iterator[tuple[str, bool]]:
+        for path in files.paths():
+            if (parts := split_member_name(path)) is not None:
+                yield parts[0], is_image_name(path)
+
+    # Mostly they are next to each other: then nothing need be sorted.
+    return any(_has_companion(rows()) for rows in (read, lambda: sort_rows(read())))
+
+
+def _has_companion(rows: Iterator[tuple[str, bool]]) -> bool:
+    return any(one[0] == other[0] and one[1] != other[1] for one, other in itertools.pairwise(rows))
 
 
 def _fingerprint(kind: str, files: Sequence[ListedFile]) -> str:
     parts = (part for file in files for part in (file.path, *file[2:]))
     return fingerprint_of_many(kind, parts)
-
-
-def _stem(path: str) -> str | None:
-    parts = split_member_name(path)
-    return None if parts is None else parts[0]
 
 
 def folder_source(

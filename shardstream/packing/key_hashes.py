@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
-from shardstream.errors import StorageError
+from shardstream.storage import TemporaryFile
 
 Hashes = npt.NDArray[np.uint64]
 """Shape (n,): 64 bits of each key."""
@@ -21,6 +20,7 @@ Places = npt.NDArray[np.int64]
 _KEPT_KEYS = 1 << 19  # in memory: 8 MiB, and 40 MiB while they are sorted
 _PARTITION_BITS = 8  # 10^9 keys make partitions of 63 MB
 _PAIR_BYTES = 16
+_BATCH_KEYS = 4096
 
 
 def hash_keys(keys: Sequence[str]) -> Hashes:
@@ -51,16 +51,15 @@ class KeyHashes:
         self._kept = kept
         self._waiting: list[tuple[Hashes, Places]] = []
         self._num_waiting = 0
-        self._file = -1
+        self._file: TemporaryFile | None = None
         self._runs: list[npt.NDArray[np.int64]] = []  # of each run: pairs before each partition
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+        if self._file is not None:
+            self._file.close()
 
     def add(self, hashes: Hashes, places: Places) -> None:
         """Add keys, in any order.
@@ -105,28 +104,47 @@ class KeyHashes:
         order = np.argsort(partitions, kind="stable")
         pairs = np.stack((hashes[order], places[order].view(np.uint64)), axis=1)
         counts = np.bincount(partitions, minlength=1 << _PARTITION_BITS)
-        try:
-            if self._file < 0:
-                with tempfile.TemporaryFile(buffering=0) as file:
-                    self._file = os.dup(file.fileno())
-            view = memoryview(pairs.tobytes())
-            while view:
-                view = view[os.write(self._file, view) :]
-        except OSError as error:
-            raise StorageError(
-                f"{_PAIR_BYTES} bytes for each key do not fit in the temporary folder: {error.strerror}",
-                remedy="set TMPDIR to a folder with more space",
-                shard=tempfile.gettempdir(),
-            ) from error
+        if self._file is None:
+            self._file = TemporaryFile(f"{_PAIR_BYTES} bytes for each key")
+        self._file.append(pairs.tobytes())
         self._runs.append(np.concatenate(([0], np.cumsum(counts))).astype(np.int64))
 
     def _read(self, first: int, count: int) -> npt.NDArray[np.uint64]:
-        data = os.pread(self._file, count * _PAIR_BYTES, first * _PAIR_BYTES)
-        if len(data) != count * _PAIR_BYTES:
-            raise StorageError(
-                "a temporary file was cut while it was used", shard=tempfile.gettempdir()
-            )
+        if self._file is None:
+            raise AssertionError("runs are in the file")
+        data = self._file.read(first * _PAIR_BYTES, (first + count) * _PAIR_BYTES)
         return np.frombuffer(data, dtype=np.uint64).reshape(-1, 2)
+
+
+def find_repeat(keys: Iterable[str], key_at: Callable[[int], str]) -> tuple[int, int] | None:
+    """Return the numbers of the first key that comes again, and of its first repetition; None if all keys differ.
+
+    Args:
+        keys: All keys.
+        key_at: Returns a key by its number.
+    """
+    found: tuple[int, int] | None = None
+    with KeyHashes() as hashes:
+        for some in batches(keys):
+            numbers = np.arange(hashes.count, hashes.count + len(some), dtype=np.int64)
+            hashes.add(hash_keys(some), numbers)
+        for block, places in hashes.sorted_blocks():
+            equal = np.flatnonzero(block[1:] == block[:-1])
+            for at in equal[np.argsort(places[equal + 1])].tolist():
+                first, second = int(places[at]), int(places[at + 1])
+                if found is not None and second > found[1]:
+                    break
+                if key_at(first) == key_at(second):  # else the hashes are equal by chance
+                    found = (first, second)
+                    break
+    return found
+
+
+def batches(keys: Iterable[str]) -> Iterator[list[str]]:
+    """Yield keys in lists of a few thousand."""
+    iterator = iter(keys)
+    while some := list(itertools.islice(iterator, _BATCH_KEYS)):
+        yield some
 
 
 def _sort(hashes: Hashes, places: Places) -> tuple[Hashes, Places]:

@@ -23,10 +23,19 @@ from shardstream.packing.part_job import PartJob, PartResult
 from shardstream.packing.part_writer import PartWriter
 from shardstream.packing.report import PackReport, ProgressFunction, Skip
 from shardstream.packing.reshard import cut_by_size
-from shardstream.packing.source import FileRef, Record, SeekableSource, records_from
-from shardstream.packing.split import Numbers
+from shardstream.packing.source import (
+    FileRef,
+    IndexedSource,
+    Record,
+    SeekableSource,
+    records_from,
+)
+from shardstream.packing.split import Numbers, SplitNumbers
 from shardstream.storage import OutputFolder
 from shardstream.tasks import Executor
+
+_SIZES = 4096
+_COUNTED = 1 << 20
 
 
 def pack_in_parts(
@@ -90,19 +99,17 @@ def _cut(opened: OpenedPack, request: PackRequest, split: int) -> Numbers:
         SourceError: If the source has no records.
     """
     plan, limits = opened.plan, request.limits
-    sizes = []
-    for _, record in numbered_records(plan, split, 0):
-        size = _tar_bytes(record, request)
-        if size is None:
-            break
-        sizes.append(size)
+    room = limits.max_bytes - len(END_OF_ARCHIVE)
+    try:
+        firsts = cut_by_size(_known_sizes(plan, request, split), limits.max_samples, room)
+    except _UnknownSizeError:
+        pass
     else:
-        if not sizes:
+        if not firsts[-1]:
             raise SourceError(
                 "there is nothing to pack: the source is empty", shard=plan.source.name
             )
-        room = limits.max_bytes - len(END_OF_ARCHIVE)
-        return cut_by_size([np.array(sizes, dtype=np.int64)], limits.max_samples, room)
+        return firsts
     if plan.assigned is not None:
         count = int((plan.assigned == split).sum())
     elif plan.total is not None:
@@ -110,6 +117,29 @@ def _cut(opened: OpenedPack, request: PackRequest, split: int) -> Numbers:
     else:  # a table that does not store the number of its rows
         count = sum(1 for _ in numbered_records(plan, split, 0))
     return np.append(np.arange(0, count, limits.max_samples, dtype=np.int64), count)
+
+
+class _UnknownSizeError(Exception):
+    """The size of a record in a tar is not known before it is read."""
+
+
+def _known_sizes(plan: PackPlan, request: PackRequest, split: int) -> Iterator[Numbers]:
+    """Yield the sizes of the records of a split, many at a time.
+
+    Raises:
+        _UnknownSizeError: If one is not known.
+    """
+
+    def sizes() -> Iterator[int]:
+        for _, record in numbered_records(plan, split, 0):
+            size = _tar_bytes(record, request)
+            if size is None:
+                raise _UnknownSizeError
+            yield size
+
+    found = sizes()
+    while some := list(itertools.islice(found, _SIZES)):
+        yield np.array(some, dtype=np.int64)
 
 
 def _tar_bytes(record: Record, request: PackRequest) -> int | None:
@@ -139,13 +169,20 @@ def numbered_records(plan: PackPlan, split: int, first: int) -> Iterator[tuple[i
     if plan.assigned is None:
         yield from enumerate(records_from(plan.records, first), start=first)
         return
-    numbers = np.flatnonzero(plan.assigned == split)
-    if first >= len(numbers):
-        return
-    begin = int(numbers[first])
+    begin = _nth(plan.assigned, split, first)
     for number, record in enumerate(records_from(plan.records, begin), start=begin):
         if plan.assigned[number] == split:
             yield number, record
+
+
+def _nth(assigned: SplitNumbers, split: int, count: int) -> int:
+    """Return the number of the record of a split that has ``count`` others before it; that of all records if there is none."""
+    for start in range(0, len(assigned), _COUNTED):
+        found = np.flatnonzero(assigned[start : start + _COUNTED] == split)
+        if count < len(found):
+            return start + int(found[count])
+        count -= len(found)
+    return len(assigned)
 
 
 # Of this process: the source that was opened last.
@@ -205,7 +242,9 @@ class PackWork:
                     skipped.append(Skip(sample.where, str(error)))
             writer.finish()
         # Only a source that begins in the middle has not compared its keys with those before.
-        may_repeat = isinstance(opened.plan.records, SeekableSource)
+        may_repeat = isinstance(opened.plan.records, SeekableSource) and not isinstance(
+            opened.plan.source, IndexedSource
+        )
         return PartResult(
             shards=tuple(writer.shards),
             fields=writer.fields,

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+
+import numpy as np
 
 from shardstream.errors import OptionError
 from shardstream.format import CLASSES_NAME
@@ -17,10 +19,10 @@ from shardstream.packing.image_encode import ImageOptions
 from shardstream.packing.journal import Task
 from shardstream.packing.parallel_encode import RecordEncoder
 from shardstream.packing.shard_writer import WriterOptions
-from shardstream.packing.source import Record, Source, SplitSource
+from shardstream.packing.source import IndexedSource, Record, Source, SplitSource
 from shardstream.packing.source_detection import AnySource, SourceOptions, open_source
-from shardstream.packing.split import Numbers, assign_splits, shuffled_order
-from shardstream.storage import Storage, absolute_url, join_url
+from shardstream.packing.split import Numbers, SplitNumbers, assign_splits, shuffled_order
+from shardstream.storage import RowFile, Storage, absolute_url, join_url
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,7 +127,22 @@ class PackPlan:
     records: Iterable[Record]
     total: int | None
     splits: tuple[str, ...]
-    assigned: Numbers | None
+    assigned: SplitNumbers | None
+
+
+class _Reordered:
+    """The records of a source in another order, which is kept in a temporary file."""
+
+    def __init__(self, source: IndexedSource, order: Iterable[Numbers]) -> None:
+        self._source = source
+        self._order = RowFile(number for some in order for number in some.tolist())
+
+    def __iter__(self) -> Iterator[Record]:
+        return self.iter_from(0)
+
+    def iter_from(self, first: int) -> Iterator[Record]:
+        """Yield the records from a place in the order on."""
+        return self._source.records_at(self._order.iter_from(first))
 
 
 def _split_names(source: Source, split: Mapping[str, float]) -> tuple[str, ...]:
@@ -161,11 +178,16 @@ def _plan(
                 "tars cannot be shuffled when they are packed (all samples would have to be in memory); "
                 "leave shuffle out: training shuffles when it reads"
             )
-        found = list(source)
-        order = shuffled_order(len(found), seed=seed, purpose="order")
-        records = [found[i] for i in order]
-        assigned = None if assigned is None else assigned[order]
-        total = len(found)
+        found = source if isinstance(source, IndexedSource) else list(source)
+        total = found.length if isinstance(found, IndexedSource) else len(found)
+        if isinstance(found, IndexedSource):
+            records = _Reordered(found, shuffled_order(total, seed=seed, purpose="order"))
+        else:
+            order = shuffled_order(total, seed=seed, purpose="order")
+            records = [found[number] for some in order for number in some.tolist()]
+        if assigned is not None:
+            order = shuffled_order(total, seed=seed, purpose="order")
+            assigned = np.concatenate([assigned[some] for some in order])
     if split:
         if total is None:  # may be a generator, which counting consumes
             found = list(records)

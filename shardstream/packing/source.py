@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from shardstream.errors import OptionError, SampleError, SourceError
 from shardstream.packing.image_encode import is_image_field
-from shardstream.packing.split import Numbers
+from shardstream.packing.split import SplitNumbers
 
 _RUNNING = re.compile(r"\{index[:}]")
 PLACES_KEPT = 5_000_000
@@ -71,10 +71,20 @@ class Source(Protocol):
 
 @runtime_checkable
 class SeekableSource(Protocol):
-    """A source that can start at any record."""
+    """Records that can start at any one."""
 
     def iter_from(self, first: int) -> Iterator[Record]:
         """Yield the records from a number on."""
+
+
+@runtime_checkable
+class IndexedSource(Protocol):
+    """A source whose records can be made in any order; it compares all keys when it is opened."""
+
+    length: int
+
+    def records_at(self, numbers: Iterable[int]) -> Iterator[Record]:
+        """Yield the records with these numbers."""
 
 
 @runtime_checkable
@@ -84,7 +94,7 @@ class SplitSource(Protocol):
     splits: tuple[str, ...]
     """Names of the datasets; empty if all records belong to one."""
 
-    def assigned(self) -> Numbers:
+    def assigned(self) -> SplitNumbers:
         """Return the dataset of each record, as its number in `splits`; shape (n,)."""
 
 
@@ -129,12 +139,16 @@ class KeyMaker:
         # Running numbers cannot repeat: they need no memory.
         self._is_unique = _RUNNING.search(template) is not None
 
-    def __call__(self, where: str, /, **names: Any) -> str:
-        """Return the key of the record that comes from ``where``.
+    @property
+    def is_unique(self) -> bool:
+        """Whether keys have running numbers, so that they all differ."""
+        return self._is_unique
+
+    def make(self, **names: Any) -> str:
+        """Return the key of a record, without comparing it with others.
 
         Raises:
             OptionError: If the template names something unknown.
-            SourceError: If another record has this key.
         """
         try:
             key = self._template.format_map(names)
@@ -145,18 +159,32 @@ class KeyMaker:
                 shard=self._source,
             ) from error
         folder, slash, last = key.rpartition("/")
-        key = folder + slash + last.replace(".", "_")
+        return folder + slash + last.replace(".", "_")
+
+    def __call__(self, where: str, /, **names: Any) -> str:
+        """Return the key of the record that comes from ``where``.
+
+        Raises:
+            OptionError: If the template names something unknown.
+            SourceError: If another record has this key.
+        """
+        key = self.make(**names)
         if not self._is_unique:
             earlier = self._places.get(key)
             if earlier is not None:
-                raise SourceError(
-                    f"the key {key!r} comes twice: from {earlier} and from {where}; "
-                    "choose another, e.g. key='{index:08d}' (--key)",
-                    shard=self._source,
-                )
+                raise repeated_key(key, earlier, where, source=self._source)
             if len(self._places) < PLACES_KEPT:
                 self._places[key] = where
         return key
+
+
+def repeated_key(key: str, earlier: str, where: str, *, source: str) -> SourceError:
+    """Return the error of a key that two records have."""
+    return SourceError(
+        f"the key {key!r} comes twice: from {earlier} and from {where}; "
+        "choose another, e.g. key='{index:08d}' (--key)",
+        shard=source,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,13 +100,18 @@ def guess_kind(url: str, storage: Storage) -> str:
         return "tars"
     if not storage.exists(url):
         raise SourceError("not found; check the path", shard=url)
-    files, folders = storage.list_folder(url)
-    names = [file.url.rsplit("/", 1)[-1] for file in files]
-    if MANIFEST_NAME in names or any(is_tar(name) for name in names):
-        return "tars"
-    if names and all(is_table(name) for name in names):
+    is_empty = are_tables = True
+    has_files = False
+    for files, folders in storage.folder_pages(url):
+        names = [file.url.rsplit("/", 1)[-1] for file in files]
+        if MANIFEST_NAME in names or any(map(is_tar, names)):
+            return "tars"
+        is_empty = is_empty and not names and not folders
+        has_files = has_files or bool(names)
+        are_tables = are_tables and all(map(is_table, names))
+    if has_files and are_tables:
         return "table"
-    if not names and not folders and _is_file(url, storage):
+    if is_empty and _is_file(url, storage):
         raise SourceError(
             f"neither a table ({', '.join(TABLE_SUFFIXES)}) nor a tar; name its folder",
             shard=url,

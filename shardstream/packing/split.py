@@ -4,26 +4,42 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import OptionError, plural
+from shardstream.packing.key_hashes import KeyHashes
 
 Numbers = npt.NDArray[np.int64]
+SplitNumbers = npt.NDArray[np.uint16]
+"""Shape (n,): number of the split of each record."""
+
+_DRAWS = 1 << 16
 
 
-def shuffled_order(count: int, *, seed: int, purpose: str) -> Numbers:
-    """Return the numbers 0 to ``count`` - 1 in an order that the seed and the purpose decide.
+def shuffled_order(count: int, *, seed: int, purpose: str) -> Iterator[Numbers]:
+    """Yield the numbers 0 to ``count`` - 1, many at a time, in an order that the seed and the purpose decide.
 
-    >>> shuffled_order(5, seed=0, purpose="order").tolist()
+    Memory holds a few million numbers, a temporary file the others.
+
+    >>> np.concatenate([*shuffled_order(5, seed=0, purpose="order")]).tolist()
     [3, 1, 4, 2, 0]
+
+    Raises:
+        StorageError: If the temporary folder is full.
     """
     # Python guarantees equal random() for equal seeds, but not equal shuffle().
     source = random.Random(f"{purpose}/{seed}")
-    draws = np.array([source.random() for _ in range(count)])
-    return np.argsort(draws, kind="stable").astype(np.int64)
+    with KeyHashes() as draws:
+        for first in range(0, count, _DRAWS):
+            numbers = np.arange(first, min(first + _DRAWS, count), dtype=np.int64)
+            some = np.fromiter((source.random() for _ in numbers), dtype=np.float64)
+            # random() is a multiple of 2**-53: 53 bits, as the first of 64, have the same order.
+            draws.add((some * 2.0**53).astype(np.uint64) << np.uint64(11), numbers)
+        for _, numbers in draws.sorted_blocks():
+            yield numbers
 
 
 def split_counts(count: int, fractions: Mapping[str, float]) -> dict[str, int]:
@@ -61,14 +77,17 @@ def split_counts(count: int, fractions: Mapping[str, float]) -> dict[str, int]:
     return counts
 
 
-def assign_splits(count: int, fractions: Mapping[str, float], *, seed: int) -> Numbers:
+def assign_splits(count: int, fractions: Mapping[str, float], *, seed: int) -> SplitNumbers:
     """Return for each record the number of its split, in the order of the fractions; shape (count,).
 
     Raises:
         OptionError: As `split_counts`.
     """
     counts = list(split_counts(count, fractions).values())
-    labels = np.repeat(np.arange(len(counts)), counts)
-    assigned = np.empty(count, dtype=np.int64)
-    assigned[shuffled_order(count, seed=seed, purpose="split")] = labels
+    labels = np.repeat(np.arange(len(counts), dtype=np.uint16), counts)
+    assigned = np.empty(count, dtype=np.uint16)
+    first = 0
+    for numbers in shuffled_order(count, seed=seed, purpose="split"):
+        assigned[numbers] = labels[first : first + len(numbers)]
+        first += len(numbers)
     return assigned

@@ -3,7 +3,8 @@
 A URL becomes bytes in these steps:
 
     discover, url_patterns, check_manifest_urls   URL, pattern, list or manifest -> shards
-    listing, file_list, journal_marker      files below a folder; refuse a dataset that is not finished
+    listing, listing_pages, journal_marker   files below a folder, page by page; refuse a dataset that is not finished
+    file_list, row_file, temporary_file      many files sorted by path, in bounded memory
     store, clients               one door for all stores; clients are opened once in each process
     local_files                  list, read and map files of this machine; notice that one is overwritten
     s3_config, gcs_azure_config  storage options and variables -> settings of the clients of S3, Google and Azure
@@ -51,7 +52,7 @@ from shardstream.storage.discover import (
 )
 from shardstream.storage.error_messages import classify_error, translate_errors
 from shardstream.storage.field_file import FieldFile, FieldPlace, FieldPlaces
-from shardstream.storage.file_list import FileList, ListedFile
+from shardstream.storage.file_list import FileList, FileRows, ListedFile
 from shardstream.storage.fork_safety import has_lost_obstore_threads, new_lock
 from shardstream.storage.gcs_azure_config import parse_azure_options, parse_gcs_options
 from shardstream.storage.journal_marker import (
@@ -62,11 +63,12 @@ from shardstream.storage.journal_marker import (
     part_record_name,
 )
 from shardstream.storage.listing import (
+    iter_members,
     list_all,
     list_beginning,
     list_files,
     sample_members,
-    sample_order,
+    warn_of_rare_fields,
 )
 from shardstream.storage.local_files import FileVersion, FileVersions, MmapPool, map_file, num_maps
 from shardstream.storage.multipart_upload import PART_BYTES, S3Object, S3Upload, may_be_md5
@@ -86,8 +88,10 @@ from shardstream.storage.range_file import RangeStream
 from shardstream.storage.read_small_files import read_small_files
 from shardstream.storage.response import RangeResponse
 from shardstream.storage.retry import TruncatedResponseError, retry_call
+from shardstream.storage.row_file import RowFile, sort_rows
 from shardstream.storage.s3_config import S3Settings, complete_s3fs_options, parse_s3_options
 from shardstream.storage.store import FileInfo, Storage, absolute_url, join_url, parent_url
+from shardstream.storage.temporary_file import TemporaryFile
 from shardstream.storage.url_patterns import expand_braces
 
 if TYPE_CHECKING:
@@ -107,6 +111,7 @@ __all__ = [
     "FieldPlaces",
     "FileInfo",
     "FileList",
+    "FileRows",
     "FileVersion",
     "FileVersions",
     "ListedFile",
@@ -121,11 +126,13 @@ __all__ = [
     "RangeResponse",
     "RangeStream",
     "RemoteFolder",
+    "RowFile",
     "S3Object",
     "S3Settings",
     "S3Upload",
     "Slot",
     "Storage",
+    "TemporaryFile",
     "TruncatedResponseError",
     "Urls",
     "absolute_url",
@@ -146,6 +153,7 @@ __all__ = [
     "is_part",
     "is_part_record",
     "is_tar",
+    "iter_members",
     "join_url",
     "journal_name",
     "list_all",
@@ -175,10 +183,11 @@ __all__ = [
     "remove",
     "retry_call",
     "sample_members",
-    "sample_order",
+    "sort_rows",
     "translate_errors",
     "version_of",
     "warn_of_links",
+    "warn_of_rare_fields",
 ]
 
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import pairwise
-
-import numpy as np
-import numpy.typing as npt
+from typing import Any, TypeAlias
 
 from shardstream.errors import NotFoundError, OptionError, SourceError, plural
 from shardstream.format import (
@@ -25,8 +21,9 @@ from shardstream.format import (
 )
 from shardstream.storage.atomic_write import is_part
 from shardstream.storage.discover import is_tar
-from shardstream.storage.file_list import FileList, ListedFile
+from shardstream.storage.file_list import FileList, FileRows, ListedFile
 from shardstream.storage.journal_marker import check_finished, is_journal
+from shardstream.storage.row_file import sort_rows
 from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
 
 _log = logging.getLogger(__name__)
@@ -34,6 +31,8 @@ _log = logging.getLogger(__name__)
 _THREADS = 16
 _RARE, _MANY_RARE_FIELDS = 20, 10  # a field is rare if at most one of 20 samples has it
 _MANY_FIELDS = 30  # more are suspicious if there are fewer samples
+Member: TypeAlias = tuple[str, str, ListedFile]
+"""Key, field and file of a member of a sample."""
 MAX_FOLDERS = 4096  # with more, one recursive listing takes fewer requests
 
 
@@ -46,19 +45,24 @@ def list_files(root: str, storage: Storage, *, max_folders: int = MAX_FOLDERS) -
     Raises:
         StorageError: If the folder is missing or cannot be listed.
     """
-    files = itertools.chain.from_iterable(_find(root, storage, max_folders))
-    return FileList(_shown(root, files, storage))
+    return FileList(_shown(root, _find(root, storage, max_folders), storage))
 
 
 def _shown(root: str, files: Iterable[FileInfo], storage: Storage) -> Iterator[ListedFile]:
-    base = storage.resolve(root)[1].rstrip("/")
+    path_of = _relative_paths(root, storage)
     for file in files:
-        path = (storage.local_path(file.url) or storage.resolve(file.url)[1])[len(base) + 1 :]
+        path = path_of(file)
         hidden = path.startswith(".") or "/." in path or is_part(path)
         if (
             path and not hidden and not file.url.endswith("/")
         ):  # web consoles create "a/" to mark a folder
             yield ListedFile(path, file.url, file.size, file.version)
+
+
+def _relative_paths(root: str, storage: Storage) -> Callable[[FileInfo], str]:
+    """Return a function that returns the path of a file under a folder."""
+    start = len(storage.resolve(root)[1].rstrip("/")) + 1
+    return lambda file: (storage.local_path(file.url) or storage.resolve(file.url)[1])[start:]
 
 
 def list_all(urls: Sequence[str], storage: Storage) -> tuple[str, list[ListedFile]]:
@@ -99,53 +103,53 @@ def list_beginning(prefix: str, storage: Storage) -> list[str]:
     return urls
 
 
-def sample_members(root: str, files: Sequence[ListedFile]) -> list[tuple[str, str, ListedFile]]:
-    """Return key, field and file of each member of a sample, sorted (see `sample_order`)."""
-    members = []
-    for number in sample_order(root, files).tolist():
-        file = files[number]
-        key, field = _key_and_field(file.path) or ("", "")
-        members.append((key, field, file))
+def sample_members(root: str, files: Sequence[ListedFile]) -> list[Member]:
+    """Return key, field and file of each member of a sample, sorted (see `iter_members`)."""
+    members = list(iter_members(root, files))
+    warn_of_rare_fields(root, lambda: ((key, field, file.path) for key, field, file in members))
     return members
 
 
-def sample_order(root: str, files: Sequence[ListedFile]) -> npt.NDArray[np.int64]:
-    """Return the numbers of the files that are members of samples, sorted by key and field.
+def iter_members(root: str, files: Sequence[ListedFile]) -> Iterator[Member]:
+    """Return an iterator over the files that are members of samples, sorted by key and field.
 
     Files without an extension, and those in folders named like ``__this__``, are left out, with a warning that counts them.
-    Names with dots that make many rare fields, or more fields than samples, cause a warning, too.
 
     Raises:
         OptionError: If the files are tar shards.
-        SourceError: If no file is left, or two files would be the same field of a sample.
+        SourceError: If no file is left; while it is read, if two files would be the same field of a sample.
+        StorageError: If the temporary folder is full.
     """
     _check_loose(root, files)
-    numbers = array("q")
-    texts: list[bytes] = []  # of key and field, in their order: less memory than a tuple of both
-    for number, file in enumerate(files):
-        if (parts := _key_and_field(file.path)) is not None:
-            numbers.append(number)
-            texts.append("\0".join(parts).encode("utf-8", "surrogatepass"))
-    if len(numbers) < len(files):
-        _log.warning(
-            "%s: files without an extension are left out: %d", root, len(files) - len(numbers)
-        )
-    if not numbers:
+    convert, count = FileRows(), 0
+
+    def rows() -> Iterator[Sequence[Any]]:
+        nonlocal count
+        for file in files:
+            if (parts := _key_and_field(file.path)) is not None:
+                count += 1
+                yield *parts, *convert.row(file)
+
+    found = sort_rows(rows())
+    if count < len(files):
+        _log.warning("%s: files without an extension are left out: %d", root, len(files) - count)
+    if not count:
         raise SourceError("no file here has an extension, so none can be a field", shard=root)
-    # The path decides which of two equal ones an error names first.
-    order = np.array(sorted(range(len(texts)), key=texts.__getitem__), dtype=np.int64)
-    for one, other in pairwise(order.tolist()):
-        if texts[one] == texts[other]:
-            paths = [files[numbers[at]].path for at in (one, other)]
-            key, field = _key_and_field(paths[0]) or ("", "")
+    return _members(root, found, convert)
+
+
+def _members(root: str, rows: Iterator[Sequence[Any]], convert: FileRows) -> Iterator[Member]:
+    before: Sequence[Any] = ()
+    for row in rows:
+        key, field, path = row[:3]
+        if row[:2] == before[:2]:
+            # The path decides which of two equal ones is named first.
             raise SourceError(
-                f"{paths[0]} and {paths[1]} would both be the field {field!r} of {key!r}; rename one",
+                f"{before[2]} and {path} would both be the field {field!r} of {key!r}; rename one",
                 shard=root,
             )
-    del texts
-    found = np.array(numbers, dtype=np.int64)[order]
-    _warn_of_rare_fields(root, files, found)
-    return found
+        before = row
+        yield key, field, convert.file(row[2:])
 
 
 def _key_and_field(path: str) -> tuple[str, str] | None:
@@ -175,13 +179,15 @@ def _check_loose(root: str, files: Sequence[ListedFile]) -> None:
         )
 
 
-def _warn_of_rare_fields(
-    root: str, files: Sequence[ListedFile], numbers: npt.NDArray[np.int64]
-) -> None:
-    """Warn if dots in names, instead of extensions, made the fields."""
+def warn_of_rare_fields(root: str, read: Callable[[], Iterator[tuple[str, str, str]]]) -> None:
+    """Warn if dots in names, instead of extensions, made the fields.
+
+    Args:
+        root: The folder, for messages.
+        read: Returns key, field and path of each member, sorted; called a second time for a warning.
+    """
     fields, samples, before = Counter[str](), 0, None
-    for number in numbers.tolist():
-        key, field = _key_and_field(files[number].path) or ("", "")
+    for key, field, _ in read():
         fields[field] += 1
         samples += key != before
         before = key
@@ -189,12 +195,7 @@ def _warn_of_rare_fields(
     many_rare = len(rare) >= _MANY_RARE_FIELDS
     if many_rare or len(fields) > max(samples, _MANY_FIELDS):
         suspicious_fields = rare if many_rare else fields
-        suspicious = (
-            (*parts, path)
-            for path in (files[number].path for number in numbers.tolist())
-            if (parts := _key_and_field(path)) is not None and parts[1] in suspicious_fields
-        )
-        key, field, path = next(suspicious)
+        key, field, path = next(one for one in read() if one[1] in suspicious_fields)
         rare_share = (
             f", and {len(rare):,} of the fields are in at most {100 // _RARE} % of the samples"
         )
@@ -202,7 +203,7 @@ def _warn_of_rare_fields(
             "%s: %s make %s with %s%s. A key ends at the first dot of a name: %s is the field %r of the sample %r. "
             "Rename such files if this is not intended",
             root,
-            plural(len(numbers), "file"),
+            plural(fields.total(), "file"),
             plural(samples, "sample"),
             plural(len(fields), "field"),
             rare_share if many_rare else "",
@@ -217,7 +218,7 @@ def _folder(path: str) -> str:
 
 
 def _list_one(url: str, storage: Storage) -> tuple[str, list[ListedFile]]:
-    found = list(itertools.chain.from_iterable(_find(url, storage)))
+    found = list(_find(url, storage))
     _check_all_finished(found)
     files = sorted(_shown(url, found, storage))
     if files:
@@ -242,19 +243,33 @@ def _name(file: FileInfo) -> str:
     return file.url.rpartition("/")[2]
 
 
-def _find(root: str, storage: Storage, max_folders: int = MAX_FOLDERS) -> Iterator[list[FileInfo]]:
-    """Yield all files, those of a few folders at a time: `FileInfo` takes five times the memory of a `FileList`."""
-    files, folders = storage.list_folder(root)
+def _find(root: str, storage: Storage, max_folders: int = MAX_FOLDERS) -> Iterator[FileInfo]:
+    """Yield all files, in any order, as the pages of the listings arrive."""
+    folders: list[str] = []
+    for files, names in storage.folder_pages(root):
+        yield from files
+        if len(folders) <= max_folders:
+            folders += names
     if len(folders) > max_folders or "" in folders:
-        yield storage.find(root)
+        path_of = _relative_paths(root, storage)
+        below = storage.find_pages(root)
+        yield from (file for page in below for file in page if "/" in path_of(file))
         return
-    yield files
     urls = [join_url(root, folder) for folder in folders if not folder.startswith(".")]
+    yield from itertools.chain.from_iterable(_concurrently(map(storage.find_pages, sorted(urls))))
+
+
+def _concurrently(listings: Iterator[Iterator[list[FileInfo]]]) -> Iterator[list[FileInfo]]:
+    """Yield the pages of several listings; one page of each is requested ahead."""
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-list") as pool:
-        waiting = deque[Future[list[FileInfo]]]()
-        for url in urls:
-            waiting.append(pool.submit(storage.find, url))
-            if len(waiting) > 2 * _THREADS:
-                yield waiting.popleft().result()
-        while waiting:
-            yield waiting.popleft().result()
+        waiting = deque[tuple[Iterator[list[FileInfo]], Future[list[FileInfo] | None]]]()
+        while True:
+            for listing in itertools.islice(listings, 2 * _THREADS - len(waiting)):
+                waiting.append((listing, pool.submit(next, listing, None)))
+            if not waiting:
+                return
+            listing, future = waiting.popleft()
+            page = future.result()
+            if page is not None:
+                waiting.append((listing, pool.submit(next, listing, None)))
+                yield page

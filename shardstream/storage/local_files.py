@@ -7,11 +7,12 @@ the error.
 from __future__ import annotations
 
 import copy
+import itertools
 import mmap
 import os
 import resource
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import NamedTuple, Protocol
 from weakref import WeakSet
@@ -23,6 +24,7 @@ from shardstream.storage.fork_safety import new_lock
 
 MAX_MAPS = 4096
 """Shards that a process keeps mapped to memory: each map holds a file descriptor."""
+_PAGE_ENTRIES = 1024
 _MAX_VERSIONS = 50_000  # about 15 MB
 _pools: WeakSet[MmapPool] = WeakSet()
 _lock = new_lock()
@@ -36,17 +38,64 @@ def scan_folder(path: str) -> tuple[list[tuple[str, os.stat_result]], list[str]]
     """
     files: list[tuple[str, os.stat_result]] = []
     folders: list[str] = []
-    with os.scandir(path) as entries:
-        for entry in entries:
-            if entry.is_dir():
-                folders.append(entry.name)
-                continue
-            # A link without a target is listed, too: reading it is an error, leaving it out would be fewer samples.
-            is_dangling = entry.is_symlink() and not os.path.exists(entry.path)
-            if is_dangling or entry.is_file():
-                with suppress(FileNotFoundError):  # deleted meanwhile
-                    files.append((entry.path, entry.stat(follow_symlinks=not is_dangling)))
+    for some_files, some_folders in folder_pages(path):
+        files += some_files
+        folders += some_folders
     return sorted(files), sorted(folders)
+
+
+def folder_pages(path: str) -> Iterator[tuple[list[tuple[str, os.stat_result]], list[str]]]:
+    """Yield what `scan_folder` returns, some at a time, in any order."""
+    with os.scandir(path) as entries:
+        while page := list(itertools.islice(entries, _PAGE_ENTRIES)):
+            files: list[tuple[str, os.stat_result]] = []
+            folders: list[str] = []
+            for entry in page:
+                if entry.is_dir():
+                    folders.append(entry.name)
+                    continue
+                # A link without a target is listed, too: reading it is an error, leaving it out would be fewer samples.
+                is_dangling = entry.is_symlink() and not os.path.exists(entry.path)
+                if is_dangling or entry.is_file():
+                    with suppress(FileNotFoundError):  # deleted meanwhile
+                        files.append((entry.path, entry.stat(follow_symlinks=not is_dangling)))
+            yield files, folders
+
+
+def tree_pages(path: str) -> Iterator[list[tuple[str, int, os.stat_result]]]:
+    """Yield all files under a folder, some at a time, in any order: path, size, and status.
+
+    A link to a folder is a file, as for fsspec: links could form a circle. The status is that of a link, the size that of its target.
+
+    Raises:
+        OSError: If it is not a folder, or one of the folders cannot be read.
+    """
+    folders = [path]
+    while folders:
+        try:
+            entries = os.scandir(folders.pop())
+        except FileNotFoundError:  # deleted meanwhile
+            continue
+        with entries:
+            while page := list(itertools.islice(entries, _PAGE_ENTRIES)):
+                files: list[tuple[str, int, os.stat_result]] = []
+                for entry in page:
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(entry.path)
+                        continue
+                    with suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        files.append((entry.path, _size_of(entry, status), status))
+                yield files
+
+
+def _size_of(entry: os.DirEntry[str], status: os.stat_result) -> int:
+    if not entry.is_symlink():
+        return status.st_size
+    try:
+        return entry.stat().st_size
+    except OSError:  # the link has no target
+        return 0
 
 
 def read_range(path: str, start: int, end: int | None, max_bytes: int | None) -> bytes | None:

@@ -6,7 +6,7 @@ One reader and one file system serve all three; `open_bucket` builds the store o
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from shardstream.storage.s3_config import S3Settings
 
 _AT_ONCE_BYTES = 8 << 20
 _STREAM_CHUNK_BYTES = 256 << 10
+_PAGE_FILES = 1000
 
 
 class ObstoreReader:
@@ -100,6 +101,19 @@ class ObstoreFilesystem(FsspecStore):
     def __init__(self, kind: str, open_store: Callable[[str], Any]) -> None:
         self._open_store = open_store
         super().__init__(kind)  # type: ignore[call-overload]
+
+    def list_from(self, path: str, after: str | None) -> Iterator[Sequence[Any]]:
+        """Return a stream of pages of all files under a path, in the order of their names.
+
+        Args:
+            path: Bucket and prefix.
+            after: Bucket and key of the file after which the listing begins; None: at the first.
+        """
+        bucket, prefix = self._split_path(path)
+        offset = None if after is None else self._split_path(after)[1]
+        return iter(
+            obstore.list(self._open_store(bucket), prefix, offset=offset, chunk_size=_PAGE_FILES)
+        )
 
     def _construct_store(self, bucket: str) -> Any:
         return self._open_store(bucket)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 import os
 from collections import OrderedDict
@@ -19,12 +20,14 @@ from shardstream.storage.cache import Cache, version_of
 from shardstream.storage.clients import Clients
 from shardstream.storage.error_messages import translate_errors
 from shardstream.storage.fork_safety import new_lock
-from shardstream.storage.local_files import read_range, scan_folder
+from shardstream.storage.listing_pages import Page, open_listing
+from shardstream.storage.local_files import folder_pages, read_range, tree_pages
 from shardstream.storage.range_file import open_ranges
 from shardstream.storage.response import RangeResponse
 from shardstream.storage.retry import ReadHints, read_remote, retry_call
 from shardstream.storage.url_patterns import simplify_glob
 
+_log = logging.getLogger(__name__)
 _VERSIONS_KEPT = 1 << 16
 _NO_PATH = (
     "~",
@@ -203,12 +206,41 @@ class Storage:
         Raises:
             StorageError: If it is missing or empty, or cannot be reached.
         """
+        files: list[FileInfo] = []
+        folders: list[str] = []
+        for some_files, some_folders in self.folder_pages(url):
+            files += some_files
+            folders += some_folders
+        return sorted(files, key=lambda file: file.url), sorted(folders)
+
+    def folder_pages(self, url: str) -> Iterator[tuple[list[FileInfo], list[str]]]:
+        """Yield what `list_folder` returns, some at a time, in any order; all at once where the client cannot do so.
+
+        Raises:
+            StorageError: As `list_folder`; after other pages, if the connection is lost.
+        """
         local = None if "://" in url else self.local_path(url)
+        is_empty = True
         if local is not None:
-            with suppress(OSError, ValueError):  # the error is raised, and explained, below
-                found, names = scan_folder(local)
-                return [_local_info(path, status) for path, status in found], names
+            try:
+                for found, names in folder_pages(local):
+                    is_empty = False
+                    yield [_local_info(path, one.st_size, one) for path, one in found], names
+            except (OSError, ValueError) as error:
+                if not is_empty:
+                    with self.translate_errors(url):
+                        raise
+                _log.debug("%s: %s", url, error)  # the error is raised, and explained, below
+            else:
+                return
         _, path = self._clients.filesystem(url, reading=True)
+        for page in self._remote_pages(url, recursive=False):
+            is_empty = is_empty and not (page.entries or page.folders)
+            yield self._files(url, page.entries), page.folders
+        if is_empty:  # a file, or nothing
+            yield self._list_at_once(url, path)
+
+    def _list_at_once(self, url: str, path: str) -> tuple[list[FileInfo], list[str]]:
         entries = self._call_uncached(url, "ls", detail=True)
         has_nameless_folder = any(
             e["type"] == "directory" and e["name"] == f"{path}/" for e in entries
@@ -220,11 +252,38 @@ class Storage:
             for entry in entries
             if entry["type"] == "directory"
         ]
-        return files, sorted(folders + [""] * has_nameless_folder)
+        return files, folders + [""] * has_nameless_folder
 
     def find(self, url: str) -> list[FileInfo]:
         """Return all files under a folder or prefix, however deep, sorted by name."""
-        return self._files(url, self._call_uncached(url, "find", detail=True).values())
+        found = [file for page in self.find_pages(url) for file in page]
+        return sorted(found, key=lambda file: file.url)
+
+    def find_pages(self, url: str) -> Iterator[list[FileInfo]]:
+        """Yield what `find` returns, some at a time, in any order; all at once where the client cannot do so.
+
+        Raises:
+            StorageError: If a folder cannot be read or reached.
+        """
+        local = None if "://" in url else self.local_path(url)
+        if local is not None:
+            with self.translate_errors(url):
+                for found in tree_pages(local):
+                    yield [_local_info(path, size, one) for path, size, one in found]
+            return
+        is_empty = True
+        for page in self._remote_pages(url, recursive=True):
+            is_empty = is_empty and not page.entries
+            yield self._files(url, page.entries)
+        if is_empty:  # a file, or nothing
+            yield self._files(url, self._call_uncached(url, "find", detail=True).values())
+
+    def _remote_pages(self, url: str, *, recursive: bool) -> Iterator[Page]:
+        """Yield the pages of a listing; none if the client only lists all at once."""
+        filesystem, path = self._clients.filesystem(url, reading=True)
+        listing = open_listing(filesystem, path, recursive=recursive)
+        while listing is not None and not listing.is_complete:
+            yield retry_call(self, url, listing.next_page)
 
     def glob(self, pattern: str) -> list[FileInfo]:
         """Return the files that match a pattern, sorted by name.
@@ -363,9 +422,9 @@ def _is_file(entry: Mapping[str, Any]) -> bool:
     return entry["type"] == "file" or bool(entry.get("islink") and entry["type"] == "other")
 
 
-def _local_info(path: str, status: os.stat_result) -> FileInfo:
+def _local_info(path: str, size: int, status: os.stat_result) -> FileInfo:
     version = f"mtime {status.st_mtime}" if status.st_mtime else f"created {status.st_ctime}"
-    return FileInfo(url=path, size_or_none=status.st_size, version=version)  # as `version_of`
+    return FileInfo(url=path, size_or_none=size, version=version)  # as `version_of`
 
 
 def join_url(folder: str, name: str) -> str:

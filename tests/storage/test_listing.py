@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import pytest
+import s3fs
+from fsspec.implementations.local import LocalFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstream.errors import NotFoundError
+from shardstream.errors import AccessDeniedError, NotFoundError
+from shardstream.packing import pack
 from shardstream.storage import (
     ListedFile,
     Storage,
@@ -20,6 +27,7 @@ from shardstream.storage import (
     publish_bytes,
     sample_members,
 )
+from tests.servers import S3Server
 
 NAMES = ("a/b/c.jpg", "a/d.txt", "b.c/e", "top.json")
 HIDDEN = (".git/x.txt", "a/.DS_Store", "a/d.txt.part-0123456789ab")
@@ -73,6 +81,98 @@ def test_unusual_s3_keys_are_listed_without_folder_markers(bucket: str, s3_env: 
     found = list_files(f"{bucket}/set", Storage())
     assert {file.path for file in found} == {*keys} - {"marked/"}
     assert all(Storage().read(file.url) == file.path.encode() for file in found)
+
+
+class SmallPages(s3fs.S3FileSystem):  # type: ignore[misc]
+    """Lists two names with each request; the first attempt of each request fails."""
+
+    cachable = False
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.pages: list[str] = []
+        """Prefix of each page."""
+        self._failed: set[tuple[str, str]] = set()
+
+    def call_s3(self, method: str, *arguments: Any, **options: Any) -> Any:
+        assert method == "list_objects_v2"
+        page = (options["Prefix"], options.get("ContinuationToken", ""))
+        if page not in self._failed:
+            self._failed.add(page)
+            raise ConnectionResetError("lost")
+        self.pages.append(options["Prefix"])
+        return super().call_s3(method, *arguments, **options, MaxKeys=2)
+
+
+@pytest.mark.parametrize("most_folders", [0, 4096])
+def test_s3_is_listed_in_pages_that_are_retried(
+    most_folders: int, bucket: str, s3: S3Server
+) -> None:
+    names = [*NAMES, *(f"a/b/{number}.x" for number in range(5)), "marker/", "marker/m.txt", "z.y"]
+    for name in names:
+        s3_object = {"Bucket": bucket.removeprefix("s3://"), "Key": f"set/{name}"}
+        s3fs.S3FileSystem(**s3.storage_options).call_s3("put_object", **s3_object, Body=b"12")
+    filesystem = SmallPages(**s3.storage_options)
+    found = list_files(f"{bucket}/set", Storage(filesystem=filesystem), max_folders=most_folders)
+    assert [file.path for file in found] == sorted({*names} - {"marker/"})
+    assert all(file.version == 'ETag "c20ad4d76fe97759aa27a0c99bff6710"' for file in found)
+    assert filesystem.pages.count("set/") > 2
+    assert filesystem.pages.count("set/a/") == (0 if most_folders == 0 else 4)  # 7 names
+
+
+def test_pages_of_s3_have_what_s3fs_lists_at_once(bucket: str, s3: S3Server) -> None:
+    storage = Storage(s3.storage_options)
+    for name in NAMES:
+        s3_object = {"Bucket": bucket.removeprefix("s3://"), "Key": f"set/{name}"}
+        s3fs.S3FileSystem(**s3.storage_options).call_s3("put_object", **s3_object, Body=b"12")
+    at_once = {
+        f"s3://{name}": (entry["size"], f"ETag {entry['ETag']}")
+        for name, entry in s3fs.S3FileSystem(**s3.storage_options)
+        .find(f"{bucket}/set", detail=True)
+        .items()
+    }
+    found = storage.find(f"{bucket}/set")
+    assert {file.url: (file.size, file.version) for file in found} == at_once
+    assert storage.find(f"{bucket}/none") == []
+    one = f"{bucket}/set/{NAMES[0]}"
+    assert [file.url for file in storage.find(one)] == [one]
+    with pytest.raises(NotFoundError):
+        storage.list_folder(f"{bucket}/none")
+
+
+@pytest.mark.slow
+def test_many_files_of_one_prefix_are_packed(bucket: str, s3: S3Server, tmp_path: Path) -> None:
+    count = 2_300  # three pages
+    with closing(s3.client()) as client, ThreadPoolExecutor(8) as pool:
+        put = partial(client.put_object, Bucket=bucket.removeprefix("s3://"), Body=b"x")
+        list(pool.map(lambda number: put(Key=f"many/{number:05d}.txt"), range(count)))
+    pages = list(Storage(s3.storage_options).find_pages(f"{bucket}/many"))
+    assert [len(page) for page in pages] == [1000, 1000, 300]
+    report = pack(f"{bucket}/many", tmp_path / "out", source_options=s3.storage_options)
+    assert report.samples == count
+
+
+def test_folder_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
+    write(str(tmp_path), *NAMES)
+    (tmp_path / "a" / "b").chmod(0)
+    try:
+        if os.access(tmp_path / "a" / "b", os.R_OK):
+            pytest.skip("this user may read everything")
+        with pytest.raises(AccessDeniedError):
+            list_files(str(tmp_path), Storage())
+    finally:
+        (tmp_path / "a" / "b").chmod(0o755)
+
+
+def test_links_are_listed_as_by_fsspec(tmp_path: Path) -> None:
+    write(f"{tmp_path}/set", "a/x.txt", "b.txt")
+    for name, target in (("a/file.txt", "x.txt"), ("a/folder.d", "."), ("a/gone.txt", "none")):
+        (tmp_path / "set" / name).symlink_to(target)
+    found = {f.url: (f.size, f.version) for f in Storage().find(f"{tmp_path}/set")}
+    expected = LocalFileSystem().find(f"{tmp_path}/set", detail=True)
+    assert found == {
+        name: (entry["size"], f"mtime {entry['mtime']}") for name, entry in expected.items()
+    }
 
 
 @pytest.mark.parametrize(("count", "warns"), [(43, True), (30, False)])

@@ -1,0 +1,110 @@
+"""List a remote folder page by page, one request each, where the client can do so."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Some files of a listing, as entries of fsspec, and the names of some folders."""
+
+    entries: Sequence[Mapping[str, Any]]
+    folders: list[str] = field(default_factory=list)
+
+
+class Listing(Protocol):
+    """A listing that goes on after its last page; a failed request can be repeated."""
+
+    is_complete: bool
+
+    def next_page(self) -> Page:
+        """Send one request."""
+
+
+def open_listing(filesystem: Any, path: str, *, recursive: bool) -> Listing | None:
+    """Return the listing of a folder in pages; None if this client lists all at once.
+
+    Args:
+        filesystem: An fsspec file system.
+        path: The folder or prefix on it, with its bucket.
+        recursive: Whether to list files in folders below it, and no folders.
+    """
+    if not path.strip("/"):  # all buckets
+        return None
+    s3fs = sys.modules.get("s3fs")
+    if s3fs is not None and isinstance(filesystem, s3fs.S3FileSystem):
+        return None if filesystem.version_aware else _S3Listing(filesystem, path, recursive)
+    # obstore returns the folders directly under a prefix all at once.
+    return (
+        _ObstoreListing(filesystem, path)
+        if recursive and hasattr(filesystem, "list_from")
+        else None
+    )
+
+
+class _S3Listing:
+    """Pages of s3fs, without the dict of over 1 kB that its `find` makes for each file and keeps."""
+
+    def __init__(self, filesystem: Any, path: str, recursive: bool) -> None:
+        bucket, key, _ = filesystem.split_path(path)
+        self._filesystem, self._bucket = filesystem, bucket
+        self._request = {"Bucket": bucket, "Delimiter": "" if recursive else "/"}
+        self._request["Prefix"] = self._prefix = f"{key.lstrip('/')}/" if key else ""
+        self.is_complete = False
+
+    def next_page(self) -> Page:
+        """Send one request."""
+        response = self._filesystem.call_s3(
+            "list_objects_v2", self._filesystem.req_kw, **self._request
+        )
+        entries = [
+            one | {"name": f"{self._bucket}/{one['Key']}", "size": one["Size"]}
+            for one in response.get("Contents", ())
+            if one["Key"] != self._prefix or not self._request["Delimiter"]
+        ]
+        folders = [
+            one["Prefix"][len(self._prefix) : -1] for one in response.get("CommonPrefixes", ())
+        ]
+        self.is_complete = not response.get("IsTruncated")
+        if not self.is_complete:
+            self._request["ContinuationToken"] = response["NextContinuationToken"]
+        return Page(entries, folders)
+
+
+class _ObstoreListing:
+    """Pages of obstore's stream; after an error another stream begins after the last file."""
+
+    def __init__(self, filesystem: Any, path: str) -> None:
+        self._filesystem, self._path = filesystem, path
+        self._bucket = path.partition("/")[0]
+        self._stream: Iterator[Sequence[Any]] | None = None
+        self._after: str | None = None
+        self.is_complete = False
+
+    def next_page(self) -> Page:
+        """Take one page of the stream."""
+        if self._stream is None:
+            self._stream = self._filesystem.list_from(self._path, self._after)
+        try:
+            found = next(self._stream, None)
+        except Exception:
+            self._stream = None
+            raise
+        if not found:
+            self.is_complete = True
+            return Page(())
+        self._after = f"{self._bucket}/{found[-1]['path']}"
+        return Page(
+            [
+                {
+                    "name": f"{self._bucket}/{one['path']}",
+                    "size": one["size"],
+                    "e_tag": one["e_tag"],
+                }
+                for one in found
+            ]
+        )
