@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -180,14 +181,13 @@ def _plan(
             )
         found = source if isinstance(source, IndexedSource) else list(source)
         total = found.length if isinstance(found, IndexedSource) else len(found)
+        order = partial(shuffled_order, total, seed=seed, purpose="order")
         if isinstance(found, IndexedSource):
-            records = _Reordered(found, shuffled_order(total, seed=seed, purpose="order"))
+            records = _Reordered(found, order())
         else:
-            order = shuffled_order(total, seed=seed, purpose="order")
-            records = [found[number] for some in order for number in some.tolist()]
+            records = [found[number] for some in order() for number in some.tolist()]
         if assigned is not None:
-            order = shuffled_order(total, seed=seed, purpose="order")
-            assigned = np.concatenate([assigned[some] for some in order])
+            assigned = np.concatenate([assigned[some] for some in order()])
     if split:
         if total is None:  # may be a generator, which counting consumes
             found = list(records)
