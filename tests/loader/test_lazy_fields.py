@@ -108,23 +108,24 @@ def test_only_the_parts_in_use_are_fetched(
     assert remote.read_bytes == before  # blocks are kept
 
 
-@pytest.mark.parametrize("method", [None, "fork", "spawn"])
+@pytest.mark.parametrize("method", [None, "fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_hand_files_out_and_orders_and_states_are_the_same(
     tmp_path: Path, method: str | None
 ) -> None:
     folder = write(str(tmp_path / "data"))
 
+    dataset = ss.ShardDataset(folder, shuffle=True, seed=3)
+    whole = [sample for batch in ss.ShardLoader(dataset, 1, collate_fn=list) for sample in batch]
+
     def loader(**options: Any) -> ss.ShardLoader:
-        dataset = ss.ShardDataset(folder, shuffle=True, seed=3, **options)
         return ss.ShardLoader(
-            dataset,
+            ss.ShardDataset(folder, shuffle=True, seed=3, **options),
             1,
             num_workers=0 if method is None else 2,
             multiprocessing_context=method,
             collate_fn=list,
         )
 
-    whole = [sample for batch in loader() for sample in batch]
     first = loader(lazy=("bin",))
     iterator = iter(first)
     found = [*next(iterator), *next(iterator)]

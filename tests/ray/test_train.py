@@ -183,16 +183,6 @@ def out_folder(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_two_workers_see_every_sample_once_an_epoch(folder: str, tmp_path: Path) -> None:
-    config = {"url": folder, "out": str(out_folder(tmp_path)), "epochs": 2, "num_workers": 1}
-    result = fit(train, config, workers(2), storage=tmp_path)
-    assert result.error is None
-    steps = read_steps(tmp_path / "out")
-    assert {len(attempts) for attempts in steps.values()} == {1}
-    assert {len(ranks) for attempts in steps.values() for ranks in attempts.values()} == {2}
-    check_epochs(steps, 2)
-
-
 @pytest.mark.slow
 def test_killed_worker_and_other_numbers_of_workers_continue_exactly(
     folder: str, tmp_path: Path
