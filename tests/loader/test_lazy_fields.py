@@ -114,22 +114,21 @@ def test_workers_hand_files_out_and_orders_and_states_are_the_same(
 ) -> None:
     folder = write(str(tmp_path / "data"))
 
-    dataset = ss.ShardDataset(folder, shuffle=True, seed=3)
-    whole = [sample for batch in ss.ShardLoader(dataset, 1, collate_fn=list) for sample in batch]
-
-    def loader(**options: Any) -> ss.ShardLoader:
+    def loader(method: str | None, **options: Any) -> ss.ShardLoader:
+        dataset = ss.ShardDataset(folder, shuffle=True, seed=3, **options)
         return ss.ShardLoader(
-            ss.ShardDataset(folder, shuffle=True, seed=3, **options),
+            dataset,
             1,
             num_workers=0 if method is None else 2,
             multiprocessing_context=method,
             collate_fn=list,
         )
 
-    first = loader(lazy=("bin",))
+    whole = [sample for batch in loader(method and "fork") for sample in batch]
+    first = loader(method, lazy=("bin",))
     iterator = iter(first)
     found = [*next(iterator), *next(iterator)]
-    rest = loader(lazy=("bin",))
+    rest = loader(method, lazy=("bin",))
     rest.load_state_dict(first.state_dict())
     found += [sample for batch in rest for sample in batch]
     assert [sample["__key__"] for sample in found] == [sample["__key__"] for sample in whole]

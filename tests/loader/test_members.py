@@ -62,20 +62,17 @@ def test_workers_and_states_do_not_depend_on_the_index(
 ) -> None:
     folder = write(f"{bucket}/data")
 
-    def loader(num_workers: int = 2) -> ss.ShardLoader:
+    def loader(method: str) -> ss.ShardLoader:
         dataset = ss.ShardDataset(folder, fields=["txt"], shuffle=True, subset=range(1, COUNT))
         return ss.ShardLoader(
-            dataset.decode().to_tuple("txt"),
-            2,
-            num_workers=num_workers,
-            multiprocessing_context=method if num_workers else None,
+            dataset.decode().to_tuple("txt"), 2, num_workers=2, multiprocessing_context=method
         )
 
-    expected = [texts for (texts,) in loader(num_workers=0)]
-    first = loader()
+    expected = [texts for (texts,) in loader("fork")]
+    first = loader(method)
     begun = [texts for (texts,) in take(first, 2)]
     ss.index(folder, members=True)
-    rest = loader()
+    rest = loader(method)
     rest.load_state_dict(first.state_dict())
     assert begun + [texts for (texts,) in rest] == expected
 
