@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import ctypes
 import gc
-from collections.abc import Callable
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 
 # The largest block that raises glibc's threshold (mallopt(3), M_MMAP_THRESHOLD): under 32 MiB with its header.
@@ -12,6 +15,33 @@ MMAP_THRESHOLD_PROBE_BYTES = 31 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
 _WORKERS_MALLOC = {_M_TRIM_THRESHOLD: 8 << 20, _M_MMAP_THRESHOLD: 4 << 20, _M_ARENA_MAX: 1}
 _trim: list[Callable[[int], int]] = []  # malloc_trim(3), in a tuned worker
+
+
+@contextmanager
+def forked_workers_keep_objects() -> Iterator[None]:
+    """Exclude the objects that a worker inherits from its garbage collections, from its first instruction on.
+
+    A worker collects before `tune_worker_process` is called, and what it frees then may need the threads of its parent: a codec
+    of PyAV that the user's process has left as garbage waits for ever for its own.
+    """
+    state = _watch_forks()
+    state.forks_workers = True
+    try:
+        yield
+    finally:
+        state.forks_workers = False
+
+
+@cache
+def _watch_forks() -> threading.local:
+    state = threading.local()
+
+    def freeze_in_worker() -> None:
+        if getattr(state, "forks_workers", False):
+            gc.freeze()
+
+    os.register_at_fork(after_in_child=freeze_in_worker)
+    return state
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 from collections.abc import Iterator
 
@@ -16,6 +17,10 @@ from tests.servers import S3Server, ShapedS3, new_bucket, nginx_or_skip, start_s
 # No deadline: the machine may be busy.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("patient")
+
+# Modules and collected tests are a million objects, and each client of botocore reads megabytes of JSON: the full collections that
+# this leads to took half of the CPU time of the tests of S3.
+gc.set_threshold(10_000)
 
 # Background jobs of a shell ignore SIGINT, and programs that tests start and interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -43,6 +48,13 @@ class OneProcessForRay(LoadScopeScheduling):  # type: ignore[misc]  # xdist is n
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadScopeScheduling:
     """Choose how tests are distributed over processes."""
     return OneProcessForRay(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Leave modules and tests out of later garbage collections."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

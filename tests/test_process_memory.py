@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -78,3 +80,35 @@ def test_workers_exclude_inherited_objects_from_garbage_collection(tmp_path: Any
     (in_worker,) = ss.ShardLoader(dataset, batch_size=4, num_workers=1)
     assert min(in_worker) > before
     assert gc.get_freeze_count() == before
+
+
+class Garbage(Cycle):
+    """Writes a file where it is collected in another process than its own, as PyAV's codecs wait for ever there."""
+
+    def __init__(self, found: Path) -> None:
+        super().__init__()
+        self.found, self.process = found, os.getpid()
+
+    def __del__(self) -> None:
+        if os.getpid() != self.process:
+            self.found.touch()
+
+
+def test_workers_never_collect_garbage_of_their_parent(tmp_path: Path) -> None:
+    with ss.ShardWriter(tmp_path / "data") as writer:
+        writer.write({"__key__": "0", "json": 0})
+    dataset = ss.ShardDataset(str(tmp_path / "data")).decode()
+    loader = ss.ShardLoader(
+        dataset, 1, num_workers=1, worker_init_fn=collect, multiprocessing_context="fork"
+    )
+    gc.disable()
+    try:
+        Garbage(tmp_path / "found")
+        assert len(list(loader)) == 1
+    finally:
+        gc.enable()
+    assert not (tmp_path / "found").exists()
+
+
+def collect(_: int) -> None:
+    gc.collect()

@@ -58,7 +58,7 @@ from shardstream.pipeline import (
     warn_or_raise,
     whole_number,
 )
-from shardstream.process_memory import keep_freed_memory
+from shardstream.process_memory import forked_workers_keep_objects, keep_freed_memory
 
 
 class ShardLoader(DataLoader[Any]):
@@ -356,7 +356,8 @@ class ShardLoader(DataLoader[Any]):
         pins, pin_memory = self._open_pinned_memory() is not None, self.pin_memory
         self.pin_memory = pin_memory and not pins
         try:
-            return super()._get_iterator()
+            with forked_workers_keep_objects():
+                return super()._get_iterator()
         finally:
             self.pin_memory = pin_memory  # trainers read it
 

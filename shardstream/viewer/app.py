@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import orjson
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -29,7 +31,7 @@ from shardstream.viewer.guard import (
     parse_range,
 )
 from shardstream.viewer.page import message_of
-from shardstream.viewer.session import PAGE_SAMPLES, Session, ViewOptions
+from shardstream.viewer.session import MAX_PAGE, PAGE_SAMPLES, Session, ViewOptions
 
 _log = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ _MAX_BODY_BYTES = 4 << 20
 _MEDIA_BYTES = 4 << 20  # of one response to a player
 _PIECE_BYTES = 8 << 20
 _THUMBNAIL, _PICTURE = 256, 2048  # maximum of both sides, in pixels
-_KEPT = "private, max-age=3600, immutable"  # the address has the generation of the dataset
+_RENDERERS = 8  # threads of a page of thumbnails: they wait for the store, too
 
 Answer = Callable[[Session, Request], Any]
 
@@ -68,7 +70,7 @@ class Viewer:
             ShardStreamError: If that fails; the dataset stays as it was.
         """
         with self._lock:
-            self.session = Session(self.options, self.session.generation + 1)
+            self.session = Session(self.options)
             return self.session
 
 
@@ -104,6 +106,7 @@ class GuardedApp:
             if message["type"] == "http.response.start":
                 present = {name for name, _ in message["headers"]}
                 added = HEADERS | {"content-security-policy": PAGE_POLICY}
+                # A picture that a browser kept could be of a dataset that was replaced, or that had this port before.
                 added |= {"cache-control": "no-store"}
                 message["headers"] = [
                     *message["headers"],
@@ -146,6 +149,7 @@ def build_app(viewer: Viewer, guard: Guard, once: set[str]) -> ASGIApp:
         "/api/epoch": _epoch,
     }
     byte_routes: dict[str, Callable[[Session, Request], Response]] = {
+        "/api/thumbnails": _thumbnails,
         "/thumb/{number:int}/{place:int}": _thumbnail,
         "/picture/{number:int}/{place:int}": _picture,
         "/decoded/{number:int}": _decoded,
@@ -205,6 +209,41 @@ def _resume(session: Session, body: Mapping[str, Any]) -> Any:
     return session.resume(str(body.get("state", "")), values, str(body.get("where", "")).strip())
 
 
+def _thumbnails(session: Session, request: Request) -> Response:
+    """Send the pictures of cards, a line for each as soon as it is made: ``[number, {"type", "data"}]``, or its text or error.
+
+    One response, because fifty take a browser twice the CPU time.
+    """
+    numbers = _numbers(request)
+
+    def line(number: int) -> bytes:
+        return b"[%d,%s]\n" % (
+            number,
+            _answered(lambda: _json(_card_picture(session, number))).body,
+        )
+
+    return StreamingResponse(_in_threads(line, numbers), media_type="application/x-ndjson")
+
+
+def _card_picture(session: Session, number: int) -> dict[str, Any]:
+    found = session.card_picture(number, _THUMBNAIL)
+    if isinstance(found, str):
+        return {"text": found}
+    return {"type": found.media_type, "data": base64.b64encode(found.data).decode()}
+
+
+def _in_threads(function: Callable[[int], bytes], numbers: Sequence[int]) -> Iterator[bytes]:
+    """Yield the results of a function in the order in which they are done; several at a time."""
+    pool = ThreadPoolExecutor(_RENDERERS, thread_name_prefix="shardstream-view-card")
+    waiting = {pool.submit(function, number) for number in numbers}
+    try:
+        while waiting:
+            done, waiting = wait(waiting, return_when=FIRST_COMPLETED)
+            yield b"".join(one.result() for one in done)
+    finally:  # the page was left
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
 def _thumbnail(session: Session, request: Request) -> Response:
     return _shown(session.picture(_number(request), request.path_params["place"], _THUMBNAIL))
 
@@ -216,11 +255,9 @@ def _picture(session: Session, request: Request) -> Response:
 
 
 def _decoded(session: Session, request: Request) -> Response:
-    side = _PICTURE if request.query_params.get("large") == "1" else _THUMBNAIL
-    name = request.query_params.get("name")
     if session.options.decode is None:
         raise OptionError("the viewer was started without --decode")
-    found = session.decoded_picture(_number(request), name, side)
+    found = session.decoded_picture(_number(request), request.query_params.get("name"), _PICTURE)
     return _json({"text": found}, 415) if isinstance(found, str) else _shown(found)
 
 
@@ -231,7 +268,7 @@ def _media(session: Session, request: Request) -> Response:
     if media_type is None:
         raise OptionError(f"{name}: browsers play no field of this type; download it")
     wanted = parse_range(request.headers.get("range"), size, _MEDIA_BYTES)
-    headers = {"accept-ranges": "bytes", "cache-control": _KEPT}
+    headers = {"accept-ranges": "bytes"}
     if wanted is None:
         data = session.samples.read_field(sample, name)
         return Response(data, media_type=media_type, headers=headers)
@@ -259,7 +296,7 @@ def _raw(session: Session, request: Request) -> Response:
 
 
 def _shown(picture: Picture) -> Response:
-    return Response(picture.data, media_type=picture.media_type, headers={"cache-control": _KEPT})
+    return Response(picture.data, media_type=picture.media_type)
 
 
 def _answered(answer: Callable[[], Response]) -> Response:
@@ -302,6 +339,17 @@ async def _body(request: Request) -> Mapping[str, Any]:
 def _number(request: Request) -> int:
     number: int = request.path_params["number"]
     return number
+
+
+def _numbers(request: Request) -> list[int]:
+    text = request.query_params.get("numbers", "")
+    try:
+        numbers = [int(one) for one in text.split(",")]
+    except ValueError as error:
+        raise OptionError(f"numbers must be whole numbers, not {text[:40]!r}") from error
+    if len(numbers) > MAX_PAGE:
+        raise OptionError(f"{len(numbers)} numbers; a page has up to {MAX_PAGE}")
+    return numbers
 
 
 def _whole(values: Mapping[str, str], name: str, default: int) -> int:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 TOKEN = "token"  # noqa: S105  (the name of the parameter)
 PAGE_POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; media-src 'self'; connect-src 'self'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; media-src 'self'; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
 """Content Security Policy of everything but downloads: scripts and styles of this package only, and no text becomes markup."""

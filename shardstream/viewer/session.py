@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardstream.catalog import Classes, Numbers
-from shardstream.display import Picture, kinds_of, render, render_value
+from shardstream.display import Picture, choose_thumbnail, kinds_of, render, render_value
 from shardstream.errors import OptionError, ShardStreamError, redact
 from shardstream.pipeline import BadSample
 from shardstream.storage import PagedShards
@@ -35,7 +35,8 @@ _log = logging.getLogger(__name__)
 
 PAGE_SAMPLES = 50
 """Samples of a page, unless the page asks for another number."""
-_MAX_PAGE = 200
+MAX_PAGE = 200
+"""Most samples of a page."""
 _COUNTED = 200  # samples that are read for histograms without columns
 _CLASSES_SENT = 2000
 
@@ -62,14 +63,13 @@ class Session:
 
     Args:
         options: What is shown.
-        generation: How often the dataset has been opened: part of the addresses of pictures, which browsers keep.
 
     Raises:
         ShardStreamError: If the dataset or a report cannot be read.
     """
 
-    def __init__(self, options: ViewOptions, generation: int = 0) -> None:
-        self.options, self.generation = options, generation
+    def __init__(self, options: ViewOptions) -> None:
+        self.options = options
         self.samples: ViewedSamples = open_samples(options.urls, options.storage_options)
         self._reported = read_reports(options.bad, options.storage_options)
         self._selections = (
@@ -117,8 +117,6 @@ class Session:
             "hint": self.samples.hint or self._scan_hint(),
             "classes": list(self.classes or ())[:_CLASSES_SENT],
             "num_classes": len(self.classes or ()),
-            "generation": self.generation,
-            "has_decode": self.options.decode is not None,
             "bad": len(self.bad.entries),
         }
 
@@ -147,7 +145,7 @@ class Session:
         """
         chosen, note = self._choose(where, key)
         total = len(self.samples) if chosen is None else len(chosen)
-        count = max(1, min(count, _MAX_PAGE))
+        count = max(1, min(count, MAX_PAGE))
         if at is not None:
             if not 0 <= at < len(self.samples):
                 raise OptionError(
@@ -167,7 +165,7 @@ class Session:
             "first": first,
             "count": count,
             "note": note,
-            "generation": self.generation,
+            "has_decode": self.options.decode is not None,
             "samples": cards,
         }
 
@@ -273,6 +271,19 @@ class Session:
         sample, name = self._field(number, place)
         kind = kinds_of(tuple(sample.fields))[name]
         return render(kind, name, self.samples.read_field(sample, name), side, overlay=overlay)
+
+    def card_picture(self, number: int, side: int) -> Picture | str:
+        """Return the picture of a card: of the user's function, or of the field that `choose_thumbnail` chooses; text if it has none.
+
+        Args:
+            number: Number of the sample.
+            side: Maximum of both sides, in pixels.
+        """
+        if self.options.decode is not None:
+            return self.decoded_picture(number, None, side)
+        names = tuple(self._good(number).fields)
+        chosen = choose_thumbnail(names).field
+        return "" if chosen is None else self.picture(number, names.index(chosen), side)
 
     def decoded_picture(self, number: int, name: str | None, side: int) -> Picture | str:
         """Return the picture of a value of the user's function, or the values as text if there is none.

@@ -40,6 +40,7 @@ def samples(batches: list[list[int]]) -> list[int]:
     return list(chain.from_iterable(batches))
 
 
+@pytest.mark.slow
 def test_accelerate_gets_each_sample_once_per_epoch_and_resumes(tmp_path: Path) -> None:
     results = results_of("accelerate_checks", tmp_path)
     for ranks, found in results["prepared_loader"].items():

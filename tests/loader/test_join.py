@@ -182,7 +182,7 @@ def test_state_is_resumed_on_other_ranks(parts: dict[str, str]) -> None:
 
 
 @pytest.mark.filterwarnings(FEW_CORES)
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_on_a_store_read_ranges_of_each_dataset(
     s3_env: None, bucket: str, method: str
 ) -> None:

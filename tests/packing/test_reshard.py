@@ -135,10 +135,8 @@ def test_wds_shards_without_index_can_be_resharded_from_disk(source: str, tmp_pa
 
 OPTIONS: list[dict[str, Any]] = [
     {},
-    {"seed": 3},
-    {"fields": ["cls"]},
-    {"select": is_even},
-    {"map": double_bytes},
+    {"seed": 3, "fields": ["cls"]},
+    {"select": is_even, "map": double_bytes},
     {"map": BatchModel, "batch_size": 7},
 ]
 

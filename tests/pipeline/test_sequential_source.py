@@ -93,7 +93,9 @@ def test_sequential_dataset_resumes_on_the_same_topology(
     local: str,
 ) -> None:
     full = labels(make(local, num_workers=num_workers, shuffle=shuffle))
-    for cut in (0, 1, 6, len(full) - 1, len(full)):
+    every = (0, 1, 6, len(full) - 1, len(full))
+    # Each cut forks four workers: all of them for one kind of tar.
+    for cut in every if num_workers == 0 or local.endswith(".tar") else (6,):
         one = make(local, num_workers=num_workers, shuffle=shuffle)
         seen = labels(take(one, cut))
         other = make(local, num_workers=num_workers, shuffle=shuffle)

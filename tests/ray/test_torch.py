@@ -175,11 +175,10 @@ class Predictor:
         return {"__key__": batch["__key__"], "scores": scores.numpy()}
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_predictions_of_an_actor_pool_are_written(folder: str, tmp_path: Path, size: int) -> None:
+def test_predictions_of_an_actor_pool_are_written(folder: str, tmp_path: Path) -> None:
     rows = ss.ray.read(ss.ShardDataset(folder).decode(), fields=["npy"], num_cpus=0.25)
     scores = rows.map_batches(
-        Predictor, batch_size=16, num_cpus=0.5, compute=ray.data.ActorPoolStrategy(size=size)
+        Predictor, batch_size=16, num_cpus=0.5, compute=ray.data.ActorPoolStrategy(size=2)
     ).materialize()
     scores.write_parquet(str(tmp_path / "parquet"))
     table = pq.read_table(tmp_path / "parquet", columns=["__key__"])

@@ -197,20 +197,18 @@ class Scores:
 
 
 def test_predictions_of_a_pool_are_joined_with_their_samples(source: str, tmp_path: Path) -> None:
-    folder = tmp_path / "2"
-    for size in (1, 2):
-        rows = ss.ray.read(ss.ShardDataset(source).decode(), fields=["cls"], num_cpus=0.25)
-        predictions = rows.map_batches(
-            Scores,
-            batch_size=16,
-            num_cpus=0.75,
-            compute=ray.data.ActorPoolStrategy(size=size),
-        )
-        report = ss.ray.write(predictions, tmp_path / str(size), join=source, max_bytes=60_000)
+    folder = tmp_path / "actors"
+    rows = ss.ray.read(ss.ShardDataset(source).decode(), fields=["cls"], num_cpus=0.25)
+    pool = ray.data.ActorPoolStrategy(size=2)
+    for name, predictions in (
+        ("actors", rows.map_batches(Scores, batch_size=16, num_cpus=0.75, compute=pool)),
+        ("tasks", rows.map_batches(Scores(), batch_size=16)),
+    ):
+        report = ss.ray.write(predictions, tmp_path / name, join=source, max_bytes=60_000)
         assert report.fields == dict.fromkeys(
             ["bin", "cls", "json", "npy", "score.npy", "txt"], 120
         )
-    assert files_of(tmp_path / "1") == files_of(tmp_path / "2")
+    assert files_of(tmp_path / "actors") == files_of(tmp_path / "tasks")
     assert ss.verify(str(folder)).problems == ()
     before = list(ss.ShardDataset(source).decode())
     after = list(ss.ShardDataset(str(folder)).decode())

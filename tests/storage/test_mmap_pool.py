@@ -132,7 +132,7 @@ def test_children_forked_during_a_read_do_not_hang(
     user = threading.Thread(target=keep_using)
     user.start()
     try:
-        for _ in range(30):
+        for _ in range(10):
             child = os.fork()
             if child == 0:
                 signal.alarm(20)  # ends a child that waits for a lock that is never released

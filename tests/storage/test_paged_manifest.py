@@ -101,7 +101,7 @@ def test_order_and_state_are_those_of_a_manifest_that_lists_all_shards(tmp_path:
     assert seen + flat(labels(resumed)) == orders[0]
 
 
-@pytest.mark.parametrize("method", ["fork", "spawn"])
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
 def test_workers_read_the_pages_that_they_need(folder: str, method: str) -> None:
     if folder.startswith("memory:"):
         pytest.skip("only this process has the files")

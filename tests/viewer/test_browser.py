@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import signal
 import time
@@ -15,7 +16,9 @@ import numpy as np
 import pytest
 
 import shardstream as ss
+from shardstream.display import Picture
 from shardstream.packing import index
+from shardstream.viewer import Session, ViewOptions
 from tests.codecs.videos import video_file
 from tests.servers import S3Server, ShapedS3, signal_server
 from tests.small_datasets import FEW_CORES, loader, numbered
@@ -82,9 +85,18 @@ def test_a_person_looks_through_pictures(browser: Browser, tmp_path: Path) -> No
         wait_for_pictures(page, 50)
         assert "token" not in page.url
         assert shown_numbers(page) == [*range(50)]
-        page.click("#last")
+        page.click("#next")
+        page.click("#last")  # while the pictures before are on their way
         page.wait_for_selector("[data-number='119']")
         assert shown_numbers(page) == [*range(100, 120)]
+        wait_for_pictures(page, 20)
+        session = Session(ViewOptions(urls=(folder,), storage_options={}))
+        for number in range(100, 120):
+            picture = session.card_picture(number, 256)
+            assert isinstance(picture, Picture)
+            source = page.get_attribute(f"[data-number='{number}'] img", "src")
+            data = base64.b64encode(picture.data).decode()
+            assert source == f"data:image/jpeg;base64,{data}"
         page.fill("#number", "77")
         page.press("#number", "Enter")
         page.wait_for_selector("#details h2")

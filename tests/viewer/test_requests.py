@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,7 +13,8 @@ import pytest
 
 import shardstream as ss
 from shardstream.cli import main
-from shardstream.viewer import Guard, load_function
+from shardstream.display import Picture
+from shardstream.viewer import Guard, Session, ViewOptions, load_function
 from tests.viewer import datasets
 from tests.viewer.viewers import ROOT, RunningViewer, running_viewer
 
@@ -81,7 +84,16 @@ def test_the_token_becomes_a_cookie_that_scripts_cannot_read(viewer: RunningView
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/api/dataset", "/static/viewer.css", "/nothing", "/raw/0/0"]
+    "path",
+    [
+        "/",
+        "/api/dataset",
+        "/api/thumbnails?numbers=0",
+        "/static/viewer.css",
+        "/nothing",
+        "/raw/0/0",
+        "/media/4/0",
+    ],
 )
 def test_every_response_has_the_headers(viewer: RunningViewer, path: str) -> None:
     headers = viewer.ask(path).headers
@@ -92,6 +104,7 @@ def test_every_response_has_the_headers(viewer: RunningViewer, path: str) -> Non
     assert "frame-ancestors 'none'" in headers["content-security-policy"]
     assert "unsafe" not in headers["content-security-policy"]
     assert "server" not in headers
+    assert headers["cache-control"] == "no-store"  # another dataset may have this address later
 
 
 def test_fields_are_sent_as_downloads_only(viewer: RunningViewer) -> None:
@@ -110,6 +123,29 @@ def test_fields_are_sent_as_downloads_only(viewer: RunningViewer) -> None:
             thumbnail = viewer.ask(f"/thumb/{sample['number']}/{place}")
             assert thumbnail.headers["content-type"] == "application/json"  # none is a picture
             assert thumbnail.status in (400, 422)
+    cards = thumbnails(viewer, "/api/thumbnails?numbers=0,1,2,3,4,5")
+    assert {number: [*found] for number, found in cards.items()} == {
+        0: ["text"], 1: ["text"], 2: ["text"], 3: ["error", "kind"], 4: ["error", "kind"], 5: ["error", "kind"],
+    }  # fmt: skip
+
+
+def thumbnails(viewer: RunningViewer, path: str) -> dict[int, dict[str, str]]:
+    return dict(json.loads(line) for line in viewer.ask(path).body.splitlines())
+
+
+def test_pictures_of_cards_come_in_one_response(tmp_path: Path) -> None:
+    folder = datasets.kinds(tmp_path)
+    session = Session(ViewOptions(urls=(folder,), storage_options={}))
+    with running_viewer(folder) as running:
+        found = thumbnails(running, "/api/thumbnails?numbers=7,2,5")
+        assert sorted(found) == [2, 5, 7]
+        assert found[5] == {"text": ""}
+        for number in (2, 7):
+            picture = session.card_picture(number, 256)
+            assert isinstance(picture, Picture)
+            data = base64.b64encode(picture.data).decode()
+            assert found[number] == {"type": "image/png", "data": data}
+        assert thumbnails(running, "/api/thumbnails?numbers=8")[8]["kind"] == "OptionError"
 
 
 @pytest.mark.parametrize(
@@ -121,6 +157,9 @@ def test_fields_are_sent_as_downloads_only(viewer: RunningViewer) -> None:
         ("/api/page?at=99", 400),
         ("/api/sample/99", 400),
         ("/thumb/0/99", 400),
+        ("/api/thumbnails", 400),
+        ("/api/thumbnails?numbers=0,x", 400),
+        (f"/api/thumbnails?numbers={'0,' * 200}0", 400),
         ("/media/99/0", 400),
         ("/api/page?where=1", 400),
         ("/api/epoch?ranks=999999999", 400),

@@ -198,6 +198,10 @@ def test_values_of_the_users_function_are_shown(shapes: str) -> None:
     decoded = viewed.details(3)["decoded"]
     assert [(one["name"], one["is_picture"]) for one in decoded] == [("tiny", True), ("key", False)]
     assert decoded[1]["text"] == "shape-000003"
+    card = viewed.card_picture(3, 64)
+    assert not isinstance(card, str)
+    assert card.media_type == "image/png"
+    assert session(shapes, decode=lambda _: {"size": 5}).card_picture(3, 64) == "size: 5"
 
 
 @pytest.mark.parametrize("number", range(8))
@@ -210,8 +214,8 @@ def test_each_kind_of_field_has_details_and_a_picture_or_text(tmp_path: Path, nu
     if card["thumbnail"]["field"] is None:
         assert card["text"]
         return
-    place = card["fields"].index(card["thumbnail"]["field"])
-    picture = viewed.picture(number, place, 128)
+    picture = viewed.card_picture(number, 128)
+    assert not isinstance(picture, str)
     assert picture.media_type in ("image/png", "image/jpeg")
     assert picture.data[:4] in (b"\x89PNG", b"\xff\xd8\xff\xe0")
 

@@ -18,20 +18,39 @@ export class RequestError extends Error {
   constructor(message, kind) { super(message); this.kind = kind; }
 }
 
-export async function ask(path, values = {}, body = null) {
+async function send(path, values, options) {
   const query = new URLSearchParams(Object.entries(values).filter(([, value]) => value !== "" && value !== null));
-  const options = body === null ? {} : { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) };
   let response;
   try {
     response = await fetch(query.size ? `${path}?${query}` : path, options);
-  } catch {
-    throw new RequestError("The server does not answer: 'shardstream view' was stopped, or the connection is lost. Start it again and open the address that it prints.", "Gone");
-  }
+  } catch (error) { throw options.signal?.aborted ? error : gone(); }
+  if (response.ok) return response;
   const text = await response.text();
   let value;
   try { value = JSON.parse(text); } catch { throw new RequestError(text || `status ${response.status}`, "Refused"); }
-  if (!response.ok) throw new RequestError(value.error ?? `status ${response.status}`, value.kind);
-  return value;
+  throw new RequestError(value.error ?? `status ${response.status}`, value.kind);
+}
+
+function gone() {
+  return new RequestError("The server does not answer: 'shardstream view' was stopped, or the connection is lost. Start it again and open the address that it prints.", "Gone");
+}
+
+export async function ask(path, values = {}, body = null) {
+  const options = body === null ? {} : { method: "POST", headers: { "content-type": "application/json" }, body: JSON.stringify(body) };
+  return (await send(path, values, options)).json();
+}
+
+// Yields the JSON values of a response, a line each, as they come.
+export async function* askLines(path, values, signal) {
+  const reader = (await send(path, values, { signal })).body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ;) {
+    let part;
+    try { part = await reader.read(); } catch (error) { throw signal.aborted ? error : gone(); }
+    if (part.done) return;
+    const lines = (rest + part.value).split("\n");
+    rest = lines.pop();
+    for (const line of lines) yield JSON.parse(line);
+  }
 }
 
 export const byId = (id) => document.getElementById(id);

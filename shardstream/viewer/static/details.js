@@ -180,7 +180,7 @@ function sparks(counts) {
 function decoded(number, one) {
   const made = element("div", { class: "field" }, element("div", { class: "name" }, element("b", {}, one.name), element("span", { class: "quiet" }, "by --decode")));
   if (one.error) made.append(element("div", { class: "problem" }, one.error));
-  if (one.is_picture) made.append(inline(`/decoded/${number}?large=1&name=${encodeURIComponent(one.name)}`, one.name));
+  if (one.is_picture) made.append(inline(`/decoded/${number}?name=${encodeURIComponent(one.name)}`, one.name));
   if (one.array) made.append(statistics(one.array));
   if (one.text !== undefined && !one.is_picture) made.append(element("pre", {}, one.text));
   return made;

@@ -1,6 +1,6 @@
 // The page as a whole: the dataset, the tabs, and the messages that concern all of it.
 import { ask, byId, bytes, count, element, emit, events, hush, plural, tell } from "./common.js";
-import { openSamples, setDecode, showPage } from "./samples.js";
+import { openSamples, showPage } from "./samples.js";
 import { showHistograms } from "./histograms.js";
 import { openEpoch } from "./epoch.js";
 import { showBad } from "./bad.js";
@@ -15,7 +15,6 @@ export function show(view) {
 }
 
 function showDataset(dataset) {
-  setDecode(dataset.has_decode);
   byId("name").textContent = dataset.urls.join(", ");
   document.title = `${dataset.urls[0]} - shardstream view`;
   const parts = [plural(dataset.samples, "sample") + (dataset.is_indexed ? "" : " read"), plural(dataset.shards, "shard")];
@@ -54,8 +53,9 @@ for (const tab of document.querySelectorAll("[data-view]")) tab.addEventListener
 
 async function start() {
   openSamples();
+  const page = showPage();
   try { showDataset(await ask("/api/dataset")); } catch (error) { complain(error); }
-  await showPage();
+  await page;
 }
 
 start();
