@@ -263,7 +263,11 @@ class Decode(ItemStage):
         """Decode text, numbers, JSON and arrays field by field; None if there are other decoders, or a sample is bad."""
         names = tuple(columns.columns)
         decoders = self._chosen.get(names) or self._choose(names)
-        fields = [name for name in names if self._decodes(name)]
+        fields = [
+            name
+            for name in names
+            if not name.startswith("__") and (self.only is None or name in self.only)
+        ]
         if self.handlers or not _BY_COLUMN.issuperset(id(decoders[name]) for name in fields):
             return None
         decoded = dict(columns.columns)
@@ -281,9 +285,6 @@ class Decode(ItemStage):
                 return None
         return Columns(decoded)
 
-    def _decodes(self, name: str) -> bool:
-        return not name.startswith("__") and (self.only is None or name in self.only)
-
     def _decode(self, sample: Sample, number: int) -> Sample:  # noqa: ARG002
         if not isinstance(sample, dict):
             raise OptionError(
@@ -293,7 +294,11 @@ class Decode(ItemStage):
         decoders = self._chosen.get(names) or self._choose(names)
         decoded: Sample = {}
         for name, value in sample.items():
-            if not self._decodes(name) or not isinstance(value, bytes | FieldFile):
+            if (
+                name.startswith("__")
+                or not isinstance(value, bytes | FieldFile)
+                or (self.only is not None and name not in self.only)
+            ):
                 decoded[name] = value
                 continue
             try:
