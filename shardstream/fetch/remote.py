@@ -10,7 +10,7 @@ from itertools import repeat
 
 import numpy as np
 
-from shardstream.catalog import Catalog, IndexChunk, Numbers
+from shardstream.catalog import Catalog, Extents, IndexChunk, Numbers
 from shardstream.errors import IndexMismatchError, StorageError
 from shardstream.fetch.coalesce import ByteRange, coalesce
 from shardstream.fetch.in_flight import InFlightRange, RequestPool
@@ -32,12 +32,13 @@ class _Group:
 class _Part:
     """The samples of a group that one request reads."""
 
-    __slots__ = ("bytes_each", "group", "in_flight", "is_read", "numbers", "span")
+    __slots__ = ("bytes_each", "ends", "group", "in_flight", "is_read", "numbers", "span", "starts")
 
-    def __init__(self, group: _Group, span: ByteRange, numbers: Numbers) -> None:
+    def __init__(self, group: _Group, span: ByteRange, numbers: Numbers, extents: Extents) -> None:
         self.group, self.span = group, span
-        self.numbers = numbers  # sample numbers, in the order of the tar
-        self.bytes_each = span.size / len(numbers)
+        self.numbers = numbers[span.places]  # sample numbers, in the order of the tar
+        self.starts, self.ends = extents.starts[span.places], extents.ends[span.places]
+        self.bytes_each = span.size / len(self.numbers)
         self.in_flight: InFlightRange | None = None
         self.is_read = False
 
@@ -172,8 +173,9 @@ class RangeFetcher:
 
     def _plan_group(self, numbers: Numbers) -> None:
         group = _Group()
-        for span in coalesce(self._catalog.extents(numbers), self._catalog.max_read_ratio):
-            part = _Part(group, span, numbers[span.places])
+        extents = self._catalog.extents(numbers)
+        for span in coalesce(extents, self._catalog.max_read_ratio):
+            part = _Part(group, span, numbers, extents)
             group.left_bytes += span.size
             self._queue.append(part)
             self._parts.update(zip(part.numbers.tolist(), repeat(part)))
@@ -200,9 +202,10 @@ class RangeFetcher:
 
     def _read_part(self, part: _Part, in_flight: InFlightRange) -> None:
         data = self._requests.wait_for_range(in_flight)
-        _, starts, ends = self._catalog.extents(part.numbers)
         url = self._catalog.url_of(part.span.shard)
-        shard_slice = ShardSlice(part.span.shard, url, data, part.span.start, starts, ends)
+        shard_slice = ShardSlice(
+            part.span.shard, url, data, part.span.start, part.starts, part.ends
+        )
         rows = as_rows(read_samples([shard_slice]))
         self._rows.update(zip(part.numbers.tolist(), rows, strict=True))
         part.is_read = True
