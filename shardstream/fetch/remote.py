@@ -55,6 +55,7 @@ class RangeFetcher:
         prefetch_bytes: Maximum of bytes in flight or prefetched. The unused rest of all started groups plus a fifth of the last one
             may exceed it.
         hedges: Send a second request when the first takes three times as long as usual, and use the first response.
+        num_workers: Processes that read at the same time on this machine.
     """
 
     def __init__(
@@ -64,10 +65,11 @@ class RangeFetcher:
         *,
         prefetch_bytes: int,
         hedges: bool = False,
+        num_workers: int = 1,
     ) -> None:
         self._catalog = catalog
         self._upcoming = upcoming
-        self._requests = RequestPool(catalog, hedges=hedges)
+        self._requests = RequestPool(catalog, hedges=hedges, num_workers=num_workers)
         self._budget = self._limit = float(prefetch_bytes)
         self._bytes = 0.0  # requested and not used yet
         self._parts: dict[int, _Part] = {}  # by sample number, until the sample is used
