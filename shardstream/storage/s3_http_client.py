@@ -58,10 +58,10 @@ class S3HttpReader:
     """
 
     def __init__(self, settings: S3Settings, server: SplitResult) -> None:
+        self._idle: list[socket.socket] = []
         self._server, self._settings = server, settings
         self._host = server.netloc.removesuffix(":80")  # as it is signed
         self._sign = request_signer(settings)
-        self._idle: list[socket.socket] = []
 
     def __del__(self) -> None:
         for connection in self._idle:
@@ -87,7 +87,8 @@ class S3HttpReader:
             wanted = int(min(length, max_response_bytes(start, end, max_bytes)))
             body = np.empty(wanted, np.uint8).data  # not filled with zeros first
             got, error = _receive_body(connection, head.rest, body)
-            is_reusable = got == length and head.headers.get("connection", "").lower() != "close"
+            is_at_end = got == length >= len(head.rest)
+            is_reusable = is_at_end and head.headers.get("connection", "").lower() != "close"
         finally:
             if is_reusable:
                 self._idle.append(connection)
