@@ -13,7 +13,7 @@ from functools import cache
 # The largest block that raises glibc's threshold (mallopt(3), M_MMAP_THRESHOLD): under 32 MiB with its header.
 MMAP_THRESHOLD_PROBE_BYTES = 31 << 20
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # malloc.h
-_WORKERS_MALLOC = {_M_TRIM_THRESHOLD: 8 << 20, _M_MMAP_THRESHOLD: 4 << 20, _M_ARENA_MAX: 1}
+_WORKERS_MALLOC = {_M_TRIM_THRESHOLD: 16 << 20, _M_MMAP_THRESHOLD: 4 << 20, _M_ARENA_MAX: 1}
 _trim: list[Callable[[int], int]] = []  # malloc_trim(3), in a tuned worker
 
 

@@ -88,7 +88,7 @@ FUNCTION_LINES = 60
 HOMES = {
     "fsspec": ("storage/",),
     "s3fs": ("storage/",),
-    "botocore": ("storage/s3_config.py", "storage/read_small_files.py"),
+    "botocore": ("storage/s3_config.py", "storage/s3_request.py"),
     "obstore": ("storage/obstore_client.py",),
     # Imported by name in codecs/, when they are needed.
     **dict.fromkeys(

@@ -16,6 +16,7 @@ from shardstream.fetch.fetcher import (
     open_batch_fetcher,
     open_fetcher,
 )
+from shardstream.fetch.in_flight import share_requests
 from shardstream.fetch.readahead import Readahead
 from shardstream.fetch.remote import RangeFetcher
 
@@ -28,4 +29,5 @@ __all__ = [
     "coalesce",
     "open_batch_fetcher",
     "open_fetcher",
+    "share_requests",
 ]

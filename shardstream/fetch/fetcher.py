@@ -59,6 +59,7 @@ def open_fetcher(
     *,
     prefetch_bytes: int,
     hedge: bool = False,
+    num_workers: int = 1,
 ) -> Fetcher:
     """Open a fetcher: memory maps if all shards are local, else prefetching range reads.
 
@@ -67,6 +68,7 @@ def open_fetcher(
         upcoming: Sample numbers that will be requested, in groups that are read together, in order of first use.
         prefetch_bytes: Maximum of bytes in flight or prefetched.
         hedge: Send a second request when a response is slow.
+        num_workers: Processes that read at the same time on this machine.
     """
     if isinstance(catalog, JoinCatalog):
         return JoinFetcher(
@@ -77,13 +79,20 @@ def open_fetcher(
                 groups,
                 prefetch_bytes=max(_MIN_PREFETCH_BYTES, int(prefetch_bytes * share)),
                 hedge=hedge,
+                num_workers=num_workers,
             ),
         )
     if isinstance(catalog, TableCatalog):
         return TableFetcher(catalog)
     if catalog.is_local:
         return LocalFetcher(catalog, Readahead(catalog, iter(upcoming), prefetch_bytes))
-    return RangeFetcher(catalog, iter(upcoming), prefetch_bytes=prefetch_bytes, hedges=hedge)
+    return RangeFetcher(
+        catalog,
+        iter(upcoming),
+        prefetch_bytes=prefetch_bytes,
+        hedges=hedge,
+        num_workers=num_workers,
+    )
 
 
 def open_batch_fetcher(catalog: Catalog) -> Fetcher:

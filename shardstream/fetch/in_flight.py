@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -12,11 +13,23 @@ from shardstream.errors import StorageError
 from shardstream.fetch.coalesce import ByteRange
 from shardstream.storage import AdaptiveLimit, Slot
 
-_THREADS = 32  # `AdaptiveLimit` limits how many of them send requests
+_MAX_REQUESTS = 32  # of a process
 _SIDE_THREADS = 16  # for indexes and second requests, which do not wait for a slot
+# Requests of all workers of a machine at the start, unless each would have fewer than two.
+_MACHINE_REQUESTS, _CORE_REQUESTS, _MIN_REQUESTS = 48, 16, 2
 _HEDGE_POLL_S = 0.05  # interval of the check for slow requests
 
 Data = bytes | memoryview
+
+
+def share_requests(wanted: int, num_workers: int, cores: int) -> tuple[int, int]:
+    """Return the number of requests in flight of each worker at the start, and its maximum.
+
+    >>> share_requests(24, 2, cores=2), share_requests(24, 24, cores=2), share_requests(24, 24, cores=64)
+    ((24, 32), (2, 3), (24, 32))
+    """
+    share = max(_MIN_REQUESTS, max(_MACHINE_REQUESTS, _CORE_REQUESTS * cores) // num_workers)
+    return min(wanted, share), min(_MAX_REQUESTS, -(-share * 4 // 3))
 
 
 class InFlightRange:
@@ -48,17 +61,21 @@ class RequestPool:
     Args:
         catalog: The dataset.
         hedges: Send a second request when the first takes three times as long as usual, and use the first response.
+        num_workers: Processes that read at the same time on this machine, which share its requests.
     """
 
-    def __init__(self, catalog: Catalog, *, hedges: bool) -> None:
-        self.concurrency = AdaptiveLimit(catalog.threads, _THREADS)
+    def __init__(self, catalog: Catalog, *, hedges: bool, num_workers: int = 1) -> None:
+        initial, most = share_requests(catalog.threads, num_workers, os.cpu_count() or 1)
+        self.concurrency = AdaptiveLimit(initial, most)
         self._catalog, self._hedges = catalog, hedges
         self._pending: list[InFlightRange] = []
         self._read_bytes = self._requests = 0
         self._wait_s = 0.0
         self._lock = threading.Lock()  # guards the three counts and the list above
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-fetch")
-        self._side_pool = ThreadPoolExecutor(_SIDE_THREADS, thread_name_prefix="shardstream-aside")
+        self._pool = ThreadPoolExecutor(most, thread_name_prefix="shardstream-fetch")
+        self._side_pool = ThreadPoolExecutor(
+            min(most, _SIDE_THREADS), thread_name_prefix="shardstream-aside"
+        )
 
     def submit(self, span: ByteRange) -> InFlightRange:
         """Request a range."""

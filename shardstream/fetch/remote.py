@@ -10,7 +10,7 @@ from itertools import repeat
 
 import numpy as np
 
-from shardstream.catalog import Catalog, IndexChunk, Numbers
+from shardstream.catalog import Catalog, Extents, IndexChunk, Numbers
 from shardstream.errors import IndexMismatchError, StorageError
 from shardstream.fetch.coalesce import ByteRange, coalesce
 from shardstream.fetch.in_flight import InFlightRange, RequestPool
@@ -32,12 +32,13 @@ class _Group:
 class _Part:
     """The samples of a group that one request reads."""
 
-    __slots__ = ("bytes_each", "group", "in_flight", "is_read", "numbers", "span")
+    __slots__ = ("bytes_each", "ends", "group", "in_flight", "is_read", "numbers", "span", "starts")
 
-    def __init__(self, group: _Group, span: ByteRange, numbers: Numbers) -> None:
+    def __init__(self, group: _Group, span: ByteRange, numbers: Numbers, extents: Extents) -> None:
         self.group, self.span = group, span
-        self.numbers = numbers  # sample numbers, in the order of the tar
-        self.bytes_each = span.size / len(numbers)
+        self.numbers = numbers[span.places]  # sample numbers, in the order of the tar
+        self.starts, self.ends = extents.starts[span.places], extents.ends[span.places]
+        self.bytes_each = span.size / len(self.numbers)
         self.in_flight: InFlightRange | None = None
         self.is_read = False
 
@@ -54,6 +55,7 @@ class RangeFetcher:
         prefetch_bytes: Maximum of bytes in flight or prefetched. The unused rest of all started groups plus a fifth of the last one
             may exceed it.
         hedges: Send a second request when the first takes three times as long as usual, and use the first response.
+        num_workers: Processes that read at the same time on this machine.
     """
 
     def __init__(
@@ -63,10 +65,11 @@ class RangeFetcher:
         *,
         prefetch_bytes: int,
         hedges: bool = False,
+        num_workers: int = 1,
     ) -> None:
         self._catalog = catalog
         self._upcoming = upcoming
-        self._requests = RequestPool(catalog, hedges=hedges)
+        self._requests = RequestPool(catalog, hedges=hedges, num_workers=num_workers)
         self._budget = self._limit = float(prefetch_bytes)
         self._bytes = 0.0  # requested and not used yet
         self._parts: dict[int, _Part] = {}  # by sample number, until the sample is used
@@ -172,8 +175,9 @@ class RangeFetcher:
 
     def _plan_group(self, numbers: Numbers) -> None:
         group = _Group()
-        for span in coalesce(self._catalog.extents(numbers), self._catalog.max_read_ratio):
-            part = _Part(group, span, numbers[span.places])
+        extents = self._catalog.extents(numbers)
+        for span in coalesce(extents, self._catalog.max_read_ratio):
+            part = _Part(group, span, numbers, extents)
             group.left_bytes += span.size
             self._queue.append(part)
             self._parts.update(zip(part.numbers.tolist(), repeat(part)))
@@ -200,9 +204,10 @@ class RangeFetcher:
 
     def _read_part(self, part: _Part, in_flight: InFlightRange) -> None:
         data = self._requests.wait_for_range(in_flight)
-        _, starts, ends = self._catalog.extents(part.numbers)
         url = self._catalog.url_of(part.span.shard)
-        shard_slice = ShardSlice(part.span.shard, url, data, part.span.start, starts, ends)
+        shard_slice = ShardSlice(
+            part.span.shard, url, data, part.span.start, part.starts, part.ends
+        )
         rows = as_rows(read_samples([shard_slice]))
         self._rows.update(zip(part.numbers.tolist(), rows, strict=True))
         part.is_read = True

@@ -440,7 +440,11 @@ class IndexedRun:
         catalog, options = self._source.catalog, self._source.options
         mean_bytes = max(1, catalog.total_bytes) / max(1, len(catalog))
         self._fetcher = open_fetcher(
-            catalog, upcoming, prefetch_bytes=options.prefetch_bytes, hedge=options.hedge
+            catalog,
+            upcoming,
+            prefetch_bytes=options.prefetch_bytes,
+            hedge=options.hedge,
+            num_workers=self._worker_info.num_workers,
         )
         with closing(self._fetcher) as fetcher:
             max_samples = 1  # read the first few steps one by one, so that the first batch waits for its own samples only

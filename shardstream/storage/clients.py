@@ -39,6 +39,8 @@ from shardstream.storage.s3_config import (
     complete_s3fs_options,
     parse_s3_options,
 )
+from shardstream.storage.s3_http_client import S3HttpReader
+from shardstream.storage.s3_request import are_plain, server_url
 
 if TYPE_CHECKING:
     from shardstream.storage.obstore_client import ObstoreReader
@@ -56,16 +58,18 @@ _INSTALL = {
     "az": "pip install 'shardstream[azure]'",
     "hf": "pip install 'shardstream[hf]'",
 }
-# Errors of obstore after which s3fs can read: another region (s3fs finds it), a chunked response, a self-signed certificate
+# Errors after which s3fs can read: another region (s3fs finds it), a redirect, a chunked response, a self-signed certificate
 # (webpki refuses one that may sign others as the server's own; OpenSSL accepts it).
 _S3FS_CAN_HELP = (
     "PermanentRedirect",
     "redirect without LOCATION",
+    "status code: 30",
     "AuthorizationHeaderMalformed",
     "Content-Length Header missing",
     "InvalidCertificate",
 )
 _FORKED = "this process was forked from one that had used obstore, and obstore's threads do not survive a fork"
+_NOT_PLAIN = "it needs an endpoint_url with http://, and none of the storage options that only other clients know"
 _EMULATOR = "an emulator of Google Cloud Storage may lack the XML API, which obstore uses"
 _SPAWN = "or start workers with multiprocessing_context='spawn'"
 _UNKNOWN_OPTION = "only {package} knows one of the storage options{profile}"
@@ -123,8 +127,8 @@ class Clients:
     def __init__(self, options: Mapping[str, Any], filesystem: Any) -> None:
         self._options = dict(options)
         self._s3_client = self._options.pop("s3_client", None)
-        if self._s3_client not in (None, "s3fs", "obstore"):
-            raise OptionError(f"s3_client is 's3fs' or 'obstore', not {self._s3_client!r}")
+        if self._s3_client not in (None, "s3fs", "obstore", "http"):
+            raise OptionError(f"s3_client is 's3fs', 'obstore' or 'http', not {self._s3_client!r}")
         given = {
             name: self._options.pop(name)
             for name in ("read_timeout_s", "retry_timeout_s")
@@ -135,11 +139,13 @@ class Clients:
         self._opened: dict[tuple[str, bool], Any] = {}
         self._obstore: dict[str, ObstoreReader | str] = {}
         """By kind: the reader, or the reason why there is none."""
+        self._http: S3HttpReader | str | None = None
+        """The reader of S3 over plain HTTP, or the reason why there is none; None if it was not needed yet."""
         self._read_bytes = 0
         self._pid = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_opened": {}, "_obstore": {}, "_read_bytes": 0}
+        return self.__dict__ | {"_opened": {}, "_obstore": {}, "_http": None, "_read_bytes": 0}
 
     @property
     def secrets(self) -> tuple[str, ...]:
@@ -196,7 +202,11 @@ class Clients:
         kind = self.kind_of(url)
         if kind is not None:
             path = url.partition("://")[2]
-            reader = self._obstore_reader_or_none(kind, path, reads_whole_file=reads_whole_file)
+            reader: RangeReader | None = None
+            if kind == "s3" and self._s3_client in (None, "http"):
+                reader = self._http_reader_or_none(path)
+            if reader is None:
+                reader = self._obstore_reader_or_none(kind, path, reads_whole_file=reads_whole_file)
             if reader is not None:
                 return reader, path
         filesystem, path = self.filesystem(url, reading=True)
@@ -248,7 +258,7 @@ class Clients:
             return False
         with _client_choice_lock:
             if not isinstance(self._obstore.get("s3"), str):  # else another thread was first
-                _log.info("reading S3 with s3fs, not obstore: %s", known)
+                _log.info("reading S3 with s3fs: %s", known)
                 self._obstore["s3"] = known
         return True
 
@@ -259,11 +269,33 @@ class Clients:
             if self._pid == os.getpid():  # another thread was first
                 return
             # forked: connections and threads stayed with the parent
-            fork_safety.keep_inherited(self._opened, self._obstore, self._filesystem)
-            self._opened, self._obstore = {}, {}
+            fork_safety.keep_inherited(self._opened, self._obstore, self._http, self._filesystem)
+            self._opened, self._obstore, self._http = {}, {}, None
             if getattr(self._filesystem, "async_impl", False):
                 self._filesystem = copy.deepcopy(self._filesystem)  # opens it again
             self._pid = os.getpid()
+
+    def _http_reader_or_none(self, path: str) -> S3HttpReader | None:
+        """Return the reader of S3 over plain HTTP; None if another client must read."""
+        found = self._http
+        if found is None:
+            settings = self._s3_settings() if _is_installed("botocore") else None
+            server = None if settings is None else server_url(settings)
+            if settings is not None and server is not None and server.scheme == "http":
+                found = S3HttpReader(settings, server)
+            else:
+                found = _NOT_PLAIN
+            self._http = found  # threads that come here at the same time open one each
+        if isinstance(found, S3HttpReader) and not are_plain([path]):
+            found = "it cannot request a key of that name"
+        if isinstance(found, S3HttpReader):
+            # another thread may have switched to s3fs
+            return None if isinstance(self._obstore.get("s3"), str) else found
+        if self._s3_client == "http":
+            raise OptionError(
+                f"s3_client='http' cannot read this: {found}; leave it out", shard=f"s3://{path}"
+            )
+        return None
 
     def _obstore_reader_or_none(
         self, kind: str, path: str, *, reads_whole_file: bool

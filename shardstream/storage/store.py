@@ -75,7 +75,8 @@ class Storage:
 
     Args:
         options: ``storage_options`` of fsspec, e.g. ``{"key": …, "secret": …, "endpoint_url": …}``, and additionally
-            ``s3_client`` ("s3fs" or "obstore"; by default obstore where it is installed and knows all options),
+            ``s3_client`` ("s3fs", "obstore" or "http"; by default "http" for servers with ``http://``, else obstore, where they know
+            all options),
             ``read_timeout_s`` (limit of the time without a byte, 20) and ``retry_timeout_s`` (limit of the time of retries
             without a byte, 60).
         filesystem: An fsspec file system to use for every URL instead of looking one up by protocol.

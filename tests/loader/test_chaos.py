@@ -48,7 +48,7 @@ SAMPLES, PER_SHARD = 2040, 20
 FEW = 300  # samples, in 15 shards
 ROOT = Path(__file__).parent.parent.parent
 # obstore's threads do not survive a fork, so with obstore this process reads without workers.
-READERS = (("s3fs", 2), ("obstore", 0))
+READERS = (("s3fs", 2), ("obstore", 0), ("http", 2))
 by_reader = pytest.mark.parametrize(("client", "num_workers"), READERS)
 CALM = dict.fromkeys(("slow", "reset", "trunc", "stall", "short", "flip"), 0.0)
 MANY_READS: dict[str, Any] = {"shuffle": True, "window": 64, "block": 4}
@@ -227,14 +227,18 @@ def is_gone(group: int) -> bool:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("client", "method"), [("obstore", "fork"), ("obstore", "spawn")])
+@pytest.mark.parametrize(
+    ("client", "method"), [("obstore", "fork"), ("obstore", "spawn"), ("http", "fork")]
+)
 def test_epoch_under_faults_has_each_sample_once(
     client: str, method: str, shop: Shop, tmp_path: Path
 ) -> None:
     shop.set(**FAULTS)
     options = shop.options(client, read_timeout_s=1)
     if (client, method) == ("obstore", "fork"):
-        del options["s3_client"]  # the parent lists with s3fs, and the workers read with obstore
+        # The parent lists with s3fs, and the workers read with obstore: the reader of plain HTTP does not know the option.
+        del options["s3_client"]
+        options["requester_pays"] = True
     done = run(PROGRAM, tmp_path, url=shop.url, options=options, method=method)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == [shop.all, [client == "obstore"]]

@@ -36,8 +36,10 @@ CHILDREN = """
             from obstore.store import S3Store
             bucket, _, key = url.partition("://")[2].partition("/")
             obstore.get(S3Store(bucket, client_options={"allow_http": True}), key).bytes()
-        parent = Storage({"s3_client": parent_client} if parent_client != "any" else {})
-        storage = Storage()
+        # the reader of plain HTTP does not know this option
+        options = {} if parent_client == "http" else {"requester_pays": True}
+        known = {} if parent_client in ("any", "http") else {"s3_client": parent_client}
+        parent, storage = Storage(options | known), Storage(options)
         parent.read(url, 0, 2)
         parent.list_folder(url.rpartition("/")[0])
         with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
@@ -110,7 +112,8 @@ LOADERS = """
         Clients.small_reads_bytes = int(look_bytes)
         found = []
         for num_workers in map(int, order):
-            dataset = ss.ShardDataset(url, shuffle=True).map(look)
+            # the reader of plain HTTP does not know this option
+            dataset = ss.ShardDataset(url, shuffle=True, storage_options={"requester_pays": True}).map(look)
             workers = {"num_workers": 2, "multiprocessing_context": method, "timeout": 200} if num_workers else {}
             batches = ss.ShardLoader(dataset, batch_size=4, collate_fn=list, **workers)
             keys, without, obstore = zip(*(sample for batch in batches for sample in batch))
@@ -143,6 +146,8 @@ def run(program: str, folder: Path, *arguments: str) -> Any:
         ("fork", "obstore", "", ["S3fsReader", "ObstoreReader"]),
         ("fork", "s3fs", "own", ["S3fsReader", "S3fsReader"]),
         ("spawn", "obstore", "", ["ObstoreReader", "ObstoreReader"]),
+        ("fork", "http", "", ["S3HttpReader", "S3HttpReader"]),
+        ("fork", "http", "own", ["S3HttpReader", "S3HttpReader"]),
     ],
 )
 def test_forked_child_reads_after_any_use_in_the_parent(

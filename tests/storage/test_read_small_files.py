@@ -64,7 +64,7 @@ def packed(bucket: str, s3_env: None) -> str:
 
 def test_dataset_opens_without_a_storage_client(packed: str) -> None:
     done = look(packed, f"{packed}/")
-    assert done.stdout.split("\n")[:5] == ["12", "3", "12", "3", "12 True"], done.stderr
+    assert done.stdout.split("\n")[:5] == ["12", "3", "12", "3", "12 False"], done.stderr
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ def test_aws_region_is_passed_to_s3fs() -> None:
     assert completed["client_kwargs"] == {"verify": False, "region_name": "a"}
 
 
-@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+@pytest.mark.parametrize("client", ["s3fs", "obstore", "http"])
 @pytest.mark.parametrize("way", ["variables", "variable", "option", "options"])
 def test_server_is_found_by_variables_a_profile_or_options(
     way: str,
@@ -180,7 +180,7 @@ def test_profile_files_are_located_as_in_botocore(
         assert settings.region == region
 
 
-@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+@pytest.mark.parametrize("client", ["s3fs", "obstore", "http"])
 def test_missing_credentials_are_reported_at_once(client: str, s3: S3Server) -> None:
     storage = Storage({"endpoint_url": s3.endpoint, "s3_client": client})
     with pytest.raises(
@@ -189,7 +189,7 @@ def test_missing_credentials_are_reported_at_once(client: str, s3: S3Server) -> 
         storage.read(f"s3://{uuid.uuid4().hex}/a.tar", 0, 1)
 
 
-@pytest.mark.parametrize("client", ["s3fs", "obstore"])
+@pytest.mark.parametrize("client", ["s3fs", "obstore", "http"])
 def test_profile_that_does_not_exist_is_reported(
     client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +201,7 @@ def test_profile_that_does_not_exist_is_reported(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"s3_client": "boto3"}, "s3_client is 's3fs' or 'obstore', not 'boto3'"),
+        ({"s3_client": "boto3"}, "s3_client is 's3fs', 'obstore' or 'http', not 'boto3'"),
         ({"read_timeout_s": 0}, "read_timeout_s is a number of seconds over 0, not 0"),
         ({"retry_timeout_s": "long"}, "retry_timeout_s is a number of seconds over 0, not 'long'"),
     ],

@@ -66,7 +66,7 @@ def test_s3fs_as_a_user_filesystem(s3: S3Server, bucket: str) -> None:
     check_store(Storage(filesystem=s3fs.S3FileSystem(**s3.storage_options)), f"{bucket}/folder")
 
 
-@pytest.mark.parametrize("client", ["obstore", "s3fs"])
+@pytest.mark.parametrize("client", ["obstore", "s3fs", "http"])
 def test_s3_passes_the_contract(client: str, s3: S3Server, bucket: str) -> None:
     check_store(Storage(s3.storage_options | {"s3_client": client}), f"{bucket}/folder")
 

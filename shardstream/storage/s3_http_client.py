@@ -1,0 +1,212 @@
+"""Read S3 over plain HTTP: signed GETs whose bodies are received straight into the memory that is returned.
+
+A client library copies each body once or twice more, and obstore starts threads in each process. This reader knows only what a
+GET of an object needs: a response with a length. After any other response s3fs or obstore reads (see `clients`). Over TLS
+it would take Python's lock for each 16 KiB, so there obstore reads.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+from typing import NamedTuple
+from urllib.parse import SplitResult
+
+import numpy as np
+
+from shardstream.storage.error_messages import ranges_ignored_error
+from shardstream.storage.response import RangeResponse, max_response_bytes, plain_etag
+from shardstream.storage.s3_config import S3Settings
+from shardstream.storage.s3_request import request_signer, request_target
+
+_HEAD_BYTES = 64 << 10  # limit of a response's headers, and of an error's body
+_RECEIVE_BYTES = 16 << 10
+_END = b"\r\n\r\n"
+
+
+class _Head(NamedTuple):
+    """Status line and headers of a response."""
+
+    status: int
+    text: str
+    """Status and reason."""
+    headers: dict[str, str]
+    """By name in lower case."""
+    rest: bytes
+    """First bytes of the body, which came with the headers."""
+
+    @property
+    def length(self) -> int | None:
+        """Length of the body; None if the server does not send it."""
+        value = self.headers.get("content-length", "")
+        return int(value) if value.isdigit() and "transfer-encoding" not in self.headers else None
+
+    @property
+    def content_range(self) -> tuple[int, int] | None:
+        """First byte of the range, and the length of the whole object."""
+        part, _, whole = self.headers.get("content-range", "").removeprefix("bytes ").partition("/")
+        first = part.partition("-")[0]
+        return (int(first), int(whole)) if first.isdigit() and whole.isdigit() else None
+
+
+class S3HttpReader:
+    """Reads ranges over connections that are kept open; thread-safe.
+
+    Args:
+        settings: Server and credentials.
+        server: Its URL, with the scheme "http".
+    """
+
+    def __init__(self, settings: S3Settings, server: SplitResult) -> None:
+        self._idle: list[socket.socket] = []
+        self._server, self._settings = server, settings
+        self._host = server.netloc.removesuffix(":80")  # as it is signed
+        self._sign = request_signer(settings)
+
+    def __del__(self) -> None:
+        for connection in self._idle:
+            connection.close()
+
+    def read(
+        self,
+        path: str,
+        start: int,
+        end: int | None,
+        *,
+        keep_partial: bool = False,  # noqa: ARG002  (the bytes before a cut are always kept)
+        max_bytes: int | None = None,
+    ) -> RangeResponse:
+        """Request the bytes ``start`` to ``end`` once."""
+        request = self._request(path, start, end)
+        connection = self._idle_connection() or self._connect()
+        is_reusable = False
+        try:
+            connection.sendall(request)
+            head = _receive_head(connection)
+            length = _check_head(connection, head, path, start, end)
+            wanted = int(min(length, max_response_bytes(start, end, max_bytes)))
+            body = np.empty(wanted, np.uint8).data  # not filled with zeros first
+            got, error = _receive_body(connection, head.rest, body)
+            is_at_end = got == length >= len(head.rest)
+            is_reusable = is_at_end and head.headers.get("connection", "").lower() != "close"
+        finally:
+            if is_reusable:
+                self._idle.append(connection)
+            else:
+                connection.close()
+        found = head.content_range
+        return RangeResponse(
+            data=body[:got],
+            size=length if found is None else found[1],
+            version=plain_etag(head.headers.get("etag")),
+            error=error,
+        )
+
+    def _request(self, path: str, start: int, end: int | None) -> bytes:
+        target = request_target(self._server, path)
+        headers = {"Host": self._host, **self._sign(f"http://{self._host}{target}")}
+        if (start, end) != (0, None):  # a range of an empty object would be refused
+            headers["Range"] = f"bytes={start}-{'' if end is None else end - 1}"
+        lines = [f"GET {target} HTTP/1.1", *(f"{name}: {headers[name]}" for name in headers)]
+        return "\r\n".join([*lines, "", ""]).encode("latin-1")
+
+    def _idle_connection(self) -> socket.socket | None:
+        """Return an open connection that the server has not closed; None if there is none."""
+        while self._idle:
+            try:
+                connection = self._idle.pop()  # atomic, as is `append`
+            except IndexError:  # another thread was first
+                return None
+            poll = select.poll()
+            poll.register(connection, select.POLLIN)
+            if not poll.poll(0):
+                return connection
+            connection.close()
+        return None
+
+    def _connect(self) -> socket.socket:
+        address = str(self._server.hostname), self._server.port or 80
+        connection = socket.create_connection(address, self._settings.connect_s)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.settimeout(self._settings.read_timeout_s)
+        return connection
+
+
+def _receive_head(connection: socket.socket) -> _Head:
+    """Receive status and headers.
+
+    Raises:
+        OSError: If the connection ends before, or they are not those of an HTTP response.
+    """
+    data = b""
+    while (size := data.find(_END)) < 0:
+        more = connection.recv(_RECEIVE_BYTES)
+        if not more:
+            raise ConnectionResetError("the server closed the connection without a response")
+        data += more
+        if len(data) > _HEAD_BYTES:
+            raise OSError(f"no end of the response's headers in {_HEAD_BYTES} bytes")
+    first, *lines = data[:size].decode("latin-1").split("\r\n")
+    version, _, text = first.partition(" ")
+    if not version.startswith("HTTP/1.") or not text[:3].isdigit():
+        raise OSError(f"not a response of HTTP/1.1: {first[:80]!r}")
+    pairs = (line.partition(":") for line in lines)
+    headers = {name.strip().lower(): value.strip() for name, _, value in pairs}
+    if version == "HTTP/1.0":
+        headers["connection"] = "close"
+    return _Head(int(text[:3]), text, headers, data[size + len(_END) :])
+
+
+def _check_head(
+    connection: socket.socket, head: _Head, path: str, start: int, end: int | None
+) -> int:
+    """Return the length of the body of a response that has the requested range.
+
+    Raises:
+        OSError: The server's error.
+        StorageError: If the server sends other bytes.
+    """
+    if head.status not in (200, 206):
+        raise _status_error(connection, head)
+    if head.length is None:
+        raise OSError("Content-Length Header missing")
+    found = head.content_range
+    is_of_start = start == 0 if head.status == 200 or found is None else found[0] == start
+    if not is_of_start or (end is not None and head.length > end - start):
+        raise ranges_ignored_error(path, start)
+    return head.length
+
+
+def _receive_body(
+    connection: socket.socket, rest: bytes, body: memoryview
+) -> tuple[int, Exception | None]:
+    """Fill memory; return how many bytes arrived, and why no more."""
+    got = min(len(rest), len(body))
+    body[:got] = rest[:got]
+    try:
+        while got < len(body) and (more := connection.recv_into(body[got:])):
+            got += more
+    except OSError as broken:
+        return got, broken
+    if got < len(body):
+        return got, ConnectionResetError(f"the connection ended after {got} of {len(body)} bytes")
+    return got, None
+
+
+def _status_error(connection: socket.socket, head: _Head) -> OSError:
+    """Return the error of a response, with the server's code and message."""
+    body = head.rest
+    is_sent = head.length != 0 and (head.length or "transfer-encoding" in head.headers)
+    # The length may be missing, and a chunked body need not be decoded to find its code.
+    while (
+        is_sent
+        and b"</Error>" not in body
+        and len(body) < min(head.length or _HEAD_BYTES, _HEAD_BYTES)
+    ):
+        more = connection.recv(_RECEIVE_BYTES)
+        if not more:
+            break
+        body += more
+    kinds = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError}
+    kind = kinds.get(head.status, OSError)
+    return kind(f"status code: {head.text}: {body.decode('utf-8', 'replace')}")

@@ -1,0 +1,109 @@
+"""Test the reader of S3 over plain HTTP against responses that a server should not send; test_clients.py tests its contract."""
+
+from __future__ import annotations
+
+import socketserver
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from shardstream.errors import OptionError, StorageError
+from shardstream.storage import Storage
+
+OK = b'HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 2-5/10\r\nContent-Length: 4\r\nETag: "e"\r\n'
+
+
+@contextmanager
+def server(*responses: bytes) -> Iterator[tuple[str, list[int]]]:
+    """Run a server that sends these bytes, one after the other for each connection; yields its URL and the requests of each connection."""
+    counts: list[int] = []
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            number = len(counts)
+            counts.append(0)
+            for response in responses:
+                while (line := self.rfile.readline()) not in (b"\r\n", b""):
+                    pass
+                if not line:
+                    return
+                counts[number] += 1
+                self.wfile.write(response)
+                if b"lose" in response.partition(b"\r\n\r\n")[0] or not response:
+                    return
+
+    class Server(socketserver.ThreadingTCPServer):
+        daemon_threads = True
+
+    with Server(("127.0.0.1", 0), Handler) as running:
+        thread = threading.Thread(target=running.serve_forever, args=(0.02,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{running.server_address[1]}", counts
+        finally:
+            running.shutdown()
+            thread.join()
+
+
+def open_storage(endpoint: str) -> Storage:
+    options = {"endpoint_url": endpoint, "key": "some", "secret": "thing", "s3_client": "http"}
+    storage = Storage(options | {"read_timeout_s": 0.5, "retry_timeout_s": 0.3})
+    storage.has_responded = True
+    return storage
+
+
+@pytest.mark.parametrize(
+    ("responses", "requests"),
+    [
+        ([OK + b"\r\nabcd"] * 3, [3]),
+        ([OK + b"Connection: close\r\n\r\nabcd"], [1, 1, 1]),
+        ([OK.replace(b"1.1", b"1.0") + b"Connection: Close\r\n\r\nabcd"], [1, 1, 1]),
+        ([OK + b"\r\nabcdHTTP/1.1 206 more"], [1, 1, 1]),  # nobody asked for more
+    ],
+)
+def test_connection_is_kept_only_where_it_is_at_the_end_of_a_response(
+    responses: list[bytes], requests: list[int]
+) -> None:
+    with server(*responses) as (endpoint, counts):
+        storage = open_storage(endpoint)
+        assert [storage.read("s3://b/a", 2, 6) for _ in range(3)] == [b"abcd"] * 3
+    assert counts == requests
+
+
+@pytest.mark.parametrize(
+    ("response", "message"),
+    [
+        (OK.replace(b"2-5", b"0-3") + b"\r\nabcd", "the server ignored the requested range"),
+        (OK.replace(b": 4", b": 8") + b"\r\nabcdefgh", "the server ignored the requested range"),
+        (OK.replace(b"Length: 4", b"Type: x") + b"\r\nabcd", "Content-Length Header missing"),
+        (b"SSH-2.0-OpenSSH_9.2\r\n\r\n", "not a response of HTTP/1.1"),
+        (b"HTTP/1.1 206 OK\r\n" + b"a: b\r\n" * 20_000, "no end of the response's headers"),
+        (b"", "the connection broke off"),
+        (b"HTTP/1.1 307 Temporary Redirect\r\nLocation: /x\r\nContent-Length: 0\r\n\r\n", "307"),
+        (b"HTTP/1.1 403 Forbidden\r\nContent-Length: 0\r\n\r\n", "access refused"),
+        (b"HTTP/1.1 403 Forbidden\r\nTransfer-Encoding: chunked\r\n\r\n30\r\n<Error><Code>RequestTimeTooSkewed</Code></Error>",
+         "the clock of this machine is wrong"),
+    ],
+)  # fmt: skip
+def test_response_without_the_range_is_an_error(response: bytes, message: str) -> None:
+    with (
+        server(response) as (endpoint, _),
+        pytest.raises(StorageError, match=message),
+    ):
+        open_storage(endpoint).read("s3://b/a", 2, 6)
+
+
+@pytest.mark.parametrize(
+    ("options", "path"),
+    [
+        ({"endpoint_url": "https://127.0.0.1:9"}, "s3://b/a"),
+        ({"endpoint_url": "http://127.0.0.1:9", "requester_pays": True}, "s3://b/a"),
+        ({"endpoint_url": "http://127.0.0.1:9"}, "s3://b//a"),
+    ],
+)
+def test_reader_that_cannot_be_used_is_named(options: dict[str, object], path: str) -> None:
+    storage = Storage({"key": "some", "secret": "thing", "s3_client": "http", **options})
+    with pytest.raises(OptionError, match="s3_client='http' cannot read this"):
+        storage.read(path, 0, 1)
