@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from shardstream.format import END_OF_ARCHIVE, INDEX_SUFFIX, ShardInfo, encode_index
 from shardstream.packing.column_builder import ColumnSummary
 from shardstream.packing.destination import ShardNames
+from shardstream.packing.shard_upload import ShardFiles
 from shardstream.packing.shard_writer import WriterOptions
 from shardstream.packing.tar_shard import Pieces, TarShard, sample_pieces
 from shardstream.process_memory import keep_freed_memory
@@ -80,12 +81,17 @@ class PartWriter:
             return
         info = shard.finish()
         columns = shard.column_file(info)
-        self._check_owner()
-        pending.commit()
-        self._folder.write(info.url + INDEX_SUFFIX, encode_index(shard.offsets))
+        others = {info.url + INDEX_SUFFIX: encode_index(shard.offsets)}
         if columns is not None:
-            self._folder.write(info.columns_url, columns)
+            others[info.columns_url] = columns
             self.columns.append(shard.column_summary)
+        files = ShardFiles(self._folder, pending, others)
+        try:
+            files.end()
+            self._check_owner()
+            files.commit()
+        finally:
+            files.discard()
         for field, count in shard.fields.items():
             self.fields[field] = self.fields.get(field, 0) + count
         self.shards.append(info)

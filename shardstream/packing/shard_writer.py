@@ -401,7 +401,6 @@ class DatasetWriter:
             return
         info = shard.finish()
         columns = shard.column_file(info)
-        pending.end()
         self._summaries.append(shard.column_summary)
         self._fields.update(shard.fields)
         self._shard = self._pending = None

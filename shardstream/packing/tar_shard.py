@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future
@@ -16,7 +17,7 @@ from shardstream.format import (
     Column,
     Offsets,
     ShardInfo,
-    encode_member,
+    encode_members,
     member_name,
 )
 from shardstream.packing.column_builder import ColumnBuilder, ColumnSummary
@@ -36,6 +37,7 @@ class Writable(Protocol):
 
 
 _plain_fields: set[str] = set()
+_is_plain_key = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]*").fullmatch
 
 
 def sample_pieces(key: str, fields: Mapping[str, bytes | memoryview]) -> Pieces:
@@ -49,20 +51,16 @@ def sample_pieces(key: str, fields: Mapping[str, bytes | memoryview]) -> Pieces:
     """
     if not fields:
         raise SampleError("a sample without fields would be lost; give it one", key=key)
-    pieces: Pieces = []
-    first = True
-    for field, data in fields.items():
-        if first or field not in _plain_fields:
-            name = member_name(key, field)
-            # With a field that has no "__", whether the name is fine depends on the key alone:
-            # it is checked once a sample. A bound, because fields may come from a hostile source.
-            if "__" not in field and len(_plain_fields) < 1024:
-                _plain_fields.add(field)
-                first = False
-        else:
-            name = f"{key}.{field}"
-        pieces += encode_member(name, data)
-    return pieces
+    # Whether a name is fine depends on the key alone for fields that were, and have no "__".
+    is_checked = _is_plain_key(key) is not None
+    for field in fields:
+        if is_checked and field in _plain_fields:
+            continue
+        member_name(key, field)
+        if "__" not in field and len(_plain_fields) < 1024:  # fields may come from a hostile source
+            _plain_fields.add(field)
+            is_checked = True
+    return encode_members(key, fields)
 
 
 class TarShard:

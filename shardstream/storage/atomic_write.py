@@ -52,8 +52,10 @@ class PendingFile(ABC):
     def end(self) -> None:  # noqa: B027  (optional)
         """End writing, so that `commit`, which may come later and from another thread, has less to do.
 
+        A local file is flushed to the disk; to S3 the last part is sent.
+
         Raises:
-            StorageError: If earlier bytes could not be sent.
+            StorageError: If the disk fails, or earlier bytes could not be sent.
         """
 
     @abstractmethod
@@ -207,14 +209,26 @@ class LocalFile(PendingFile):
                 raise
         super().__init__(str(path), stream)
 
-    def commit(self) -> None:
-        """Flush the file to the disk, rename it and flush its folder."""
+    def end(self) -> None:
+        """Flush the bytes to the disk; a second call does nothing."""
+        if self.stream.closed:
+            return
         with translate_errors(self._place):
             self.stream.flush()
             os.fchmod(self.stream.fileno(), 0o644)
             os.fsync(self.stream.fileno())
             self.stream.close()
+
+    def rename(self) -> None:
+        """Flush the file and give it its name, which a crash may undo until the folder is flushed."""
+        self.end()
+        with translate_errors(self._place):
             self._part.replace(self._path)
+
+    def commit(self) -> None:
+        """Flush the file to the disk, rename it and flush its folder."""
+        self.rename()
+        with translate_errors(self._place):
             sync_folder(self._path.parent)
 
     def discard(self) -> None:

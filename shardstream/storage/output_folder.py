@@ -53,7 +53,7 @@ class OutputFolder(Protocol):
         """Read a small file; raises `NotFoundError` if it is missing."""
 
     def write(self, name: str, data: bytes) -> None:
-        """Publish a small file, whole or not at all."""
+        """Publish a small file, whole or not at all; it never survives a crash without the files that were committed before."""
 
     def replace(self, name: str, data: bytes, *, old: bytes | None) -> None:
         """Publish a small file if ``old`` is still there (see `publish_bytes_over`)."""
@@ -63,6 +63,12 @@ class OutputFolder(Protocol):
 
     def open(self, name: str) -> PendingFile:
         """Open a new file that appears when it is committed."""
+
+    def commit(self, file: PendingFile) -> None:
+        """Publish a file that `open` has returned; a crash may undo this until the next `write`, `replace`, `remove` or `sync`."""
+
+    def sync(self) -> None:
+        """Make sure that no crash undoes a `commit`."""
 
 
 def open_output_folder(
@@ -92,6 +98,7 @@ class LocalFolder:
         self.url = url
         self._path = Path(path)
         self._unlock: weakref.finalize[..., LocalFolder] | None = None
+        self._is_synced = True
 
     def lock(self) -> None:
         """Create the folder and lock it until `unlock` or the end of this process; no file is created.
@@ -139,10 +146,12 @@ class LocalFolder:
             return path.read_bytes()
 
     def write(self, name: str, data: bytes) -> None:
-        """Publish a small file, whole or not at all."""
+        """Publish a small file, whole or not at all; the names of committed files are flushed before."""
         file = self.open(name)
         try:
             file.write(data)
+            file.end()
+            self.sync()
             file.commit()
         finally:
             file.discard()
@@ -161,6 +170,19 @@ class LocalFolder:
     def open(self, name: str) -> PendingFile:
         """Open a new file that appears when it is committed."""
         return LocalFile(self._path / name)
+
+    def commit(self, file: PendingFile) -> None:
+        """Flush and rename a file; its folder is flushed later, once for several files."""
+        assert isinstance(file, LocalFile)  # noqa: S101  (`open` returns no other)
+        self._is_synced = False
+        file.rename()
+
+    def sync(self) -> None:
+        """Flush the names of the committed files to the disk."""
+        if not self._is_synced:
+            with translate_errors(self.url):
+                sync_folder(self._path)
+            self._is_synced = True
 
 
 class RemoteFolder:
@@ -203,6 +225,13 @@ class RemoteFolder:
     def open(self, name: str) -> PendingFile:
         """Open a new file that appears when it is committed; unfinished uploads of it are dropped."""
         return open_pending(self._storage, join_url(self.url, name), is_only_writer=True)
+
+    def commit(self, file: PendingFile) -> None:
+        """Publish a file."""
+        file.commit()
+
+    def sync(self) -> None:
+        """Do nothing: a published file stays."""
 
 
 def _locked_error(url: str, *, is_own_lock: bool) -> StorageError:
