@@ -65,10 +65,10 @@ class OutputFolder(Protocol):
         """Open a new file that appears when it is committed."""
 
     def commit(self, file: PendingFile) -> None:
-        """Publish a file that `open` has returned; a crash may undo this until the next `write`, `replace`, `remove` or `sync`."""
+        """Publish a file that `open` has returned; a crash may undo this until the next `write`, `replace` or `sync`."""
 
     def sync(self) -> None:
-        """Make sure that no crash undoes a `commit`."""
+        """Make sure that no crash undoes a `commit`, also of another process."""
 
 
 def open_output_folder(
@@ -81,9 +81,33 @@ def open_output_folder(
     """
     if url.startswith("/") and "::" not in url and not storage_options and filesystem is None:
         return LocalFolder(url, url)  # a plain path needs no file system to be looked up
-    storage = Storage(storage_options, filesystem)
+    return output_folder_in(Storage(storage_options, filesystem), url)
+
+
+def output_folder_in(storage: Storage, url: str) -> OutputFolder:
+    """Open a folder of a storage for writing (see `open_output_folder`)."""
     path = storage.local_path(url)
     return RemoteFolder(storage, url) if path is None else LocalFolder(path, url)
+
+
+def commit_all(folder: OutputFolder, files: Mapping[str, bytes]) -> None:
+    """Write small files, flush them to the disk, and publish them in this order (see `OutputFolder.commit`).
+
+    Raises:
+        StorageError: If one cannot be written; earlier ones may be published.
+    """
+    pending: list[PendingFile] = []
+    try:
+        for name, data in files.items():
+            file = folder.open(name)
+            pending.append(file)
+            file.write(data)
+            file.end()
+        for file in pending:
+            folder.commit(file)
+    finally:
+        for file in pending:
+            file.discard()
 
 
 class LocalFolder:
@@ -151,7 +175,8 @@ class LocalFolder:
         try:
             file.write(data)
             file.end()
-            self.sync()
+            if not self._is_synced:
+                self.sync()
             file.commit()
         finally:
             file.discard()
@@ -179,10 +204,9 @@ class LocalFolder:
 
     def sync(self) -> None:
         """Flush the names of the committed files to the disk."""
-        if not self._is_synced:
-            with translate_errors(self.url):
-                sync_folder(self._path)
-            self._is_synced = True
+        with translate_errors(self.url):
+            sync_folder(self._path)
+        self._is_synced = True
 
 
 class RemoteFolder:
