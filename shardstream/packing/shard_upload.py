@@ -55,13 +55,13 @@ class ShardFiles:
             StorageError: If that fails.
         """
         tar, *others = self._pending
-        if replaces is not None:
+        if replaces is None:
+            self._folder.commit(tar, *others)
+        else:
             self._folder.remove(replaces)
-        self._folder.commit(tar)
-        if replaces is not None:
+            self._folder.commit(tar)
             self._folder.sync()
-        for file in others:
-            self._folder.commit(file)
+            self._folder.commit(*others)
         return tar.etag
 
     def discard(self) -> None:

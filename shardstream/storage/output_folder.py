@@ -11,6 +11,7 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -64,8 +65,8 @@ class OutputFolder(Protocol):
     def open(self, name: str) -> PendingFile:
         """Open a new file that appears when it is committed."""
 
-    def commit(self, file: PendingFile) -> None:
-        """Publish a file that `open` has returned; a crash may undo this until the next `write`, `replace` or `sync`."""
+    def commit(self, *files: PendingFile) -> None:
+        """Publish files that `open` has returned, in any order; a crash may undo this until the next `write`, `replace` or `sync`."""
 
     def sync(self) -> None:
         """Make sure that no crash undoes a `commit`, also of another process."""
@@ -91,7 +92,7 @@ def output_folder_in(storage: Storage, url: str) -> OutputFolder:
 
 
 def commit_all(folder: OutputFolder, files: Mapping[str, bytes]) -> None:
-    """Write small files, flush them to the disk, and publish them in this order (see `OutputFolder.commit`).
+    """Write small files, flush them to the disk, and publish them (see `OutputFolder.commit`).
 
     Raises:
         StorageError: If one cannot be written; earlier ones may be published.
@@ -103,8 +104,7 @@ def commit_all(folder: OutputFolder, files: Mapping[str, bytes]) -> None:
             pending.append(file)
             file.write(data)
             file.end()
-        for file in pending:
-            folder.commit(file)
+        folder.commit(*pending)
     finally:
         for file in pending:
             file.discard()
@@ -196,11 +196,12 @@ class LocalFolder:
         """Open a new file that appears when it is committed."""
         return LocalFile(self._path / name)
 
-    def commit(self, file: PendingFile) -> None:
-        """Flush and rename a file; its folder is flushed later, once for several files."""
-        assert isinstance(file, LocalFile)  # noqa: S101  (`open` returns no other)
+    def commit(self, *files: PendingFile) -> None:
+        """Flush and rename files; their folder is flushed later, once for several files."""
         self._is_synced = False
-        file.rename()
+        for file in files:
+            assert isinstance(file, LocalFile)  # noqa: S101  (`open` returns no other)
+            file.rename()
 
     def sync(self) -> None:
         """Flush the names of the committed files to the disk."""
@@ -250,9 +251,11 @@ class RemoteFolder:
         """Open a new file that appears when it is committed; unfinished uploads of it are dropped."""
         return open_pending(self._storage, join_url(self.url, name), is_only_writer=True)
 
-    def commit(self, file: PendingFile) -> None:
-        """Publish a file."""
-        file.commit()
+    def commit(self, *files: PendingFile) -> None:
+        """Publish files at the same time: each waits for the server."""
+        with ThreadPoolExecutor(len(files), thread_name_prefix="shardstream-commit") as pool:
+            for done in [pool.submit(file.commit) for file in files]:
+                done.result()
 
     def sync(self) -> None:
         """Do nothing: a published file stays."""
