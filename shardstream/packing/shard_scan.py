@@ -30,9 +30,8 @@ from shardstream.storage import RangeStream, Storage, is_compressed, map_file
 from shardstream.tasks import JSON, Executor, FuturesExecutor, Parts, RetryCount, Task
 
 _REMOTE_READ_BYTES = 8 << 20
-_LOCAL_READ_BYTES = (
-    1 << 20
-)  # a tenth faster than 8 MiB: the bytes are still in the processor's cache when they are hashed
+# A tenth faster than 8 MiB: the bytes are still in the processor's cache when they are hashed.
+_LOCAL_READ_BYTES = 1 << 20
 _HEADERS_READ_BYTES = 256 << 10  # at a time, where larger bodies are skipped
 _Task = TypeVar("_Task", bound=Task)
 
