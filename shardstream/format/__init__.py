@@ -122,7 +122,12 @@ from shardstream.format.tar_reader import (
     iter_members,
     iter_whole,
 )
-from shardstream.format.tar_writer import END_OF_ARCHIVE, encode_member, member_bytes
+from shardstream.format.tar_writer import (
+    END_OF_ARCHIVE,
+    encode_member,
+    encode_members,
+    member_bytes,
+)
 
 __all__ = [
     "BLOCK_BYTES",
@@ -179,6 +184,7 @@ __all__ = [
     "encode_manifest_files",
     "encode_member",
     "encode_member_index",
+    "encode_members",
     "encode_page",
     "find_samples",
     "fingerprint",

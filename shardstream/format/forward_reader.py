@@ -92,6 +92,8 @@ class ForwardReader:
         while offset > self.position:
             if not self._next(self._chunk_bytes):
                 return
+        if offset + size <= self.position:  # without a copy of the chunk
+            return
         pieces = [self._buffer[offset - self._start :]]
         missing = size - len(pieces[0])
         while missing > 0:

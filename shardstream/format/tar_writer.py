@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from typing import NamedTuple, cast
 
 from shardstream.format.tar_reader import BLOCK_BYTES
 
 END_OF_ARCHIVE = bytes(2 * BLOCK_BYTES)
 _USTAR_SIZE_LIMIT = 8**11
+_ZEROS = tuple(map(bytes, range(BLOCK_BYTES)))
+
+
+def encode_members(key: str, fields: Mapping[str, bytes | memoryview]) -> list[bytes | memoryview]:
+    """Return header, body and padding of each field of a sample, in the order given (see `encode_member`).
+
+    Names are not checked here (see `member_name`).
+
+    >>> b"".join(encode_members("a", {"txt": b"hi", "cls": b"7"}))[1024:1029]
+    b'a.cls'
+    """
+    return _encode(f"{key}.", fields.items())
 
 
 def encode_member(name: str, data: bytes | memoryview) -> tuple[bytes, bytes | memoryview, bytes]:
@@ -18,8 +33,8 @@ def encode_member(name: str, data: bytes | memoryview) -> tuple[bytes, bytes | m
     >>> b"".join(encode_member("a.txt", b"hi"))[:5]
     b'a.txt'
     """
-    size = len(data)
-    return _member_header(name, size), data, bytes(-size % BLOCK_BYTES)
+    pieces = _encode(name, (("", data),))
+    return cast("tuple[bytes, bytes | memoryview, bytes]", tuple(pieces))
 
 
 def member_bytes(name: str, size: int) -> int:
@@ -28,26 +43,57 @@ def member_bytes(name: str, size: int) -> int:
     >>> member_bytes("a.txt", 2)
     1024
     """
-    return len(_member_header(name, size)) + (size + BLOCK_BYTES - 1 & -BLOCK_BYTES)
+    start = name.encode("utf-8", "surrogateescape")
+    is_plain = start.isascii() and _after_start(len(start), "", size) is not None
+    header_bytes = BLOCK_BYTES if is_plain else len(_pax_header(start, size))
+    return header_bytes + (size + BLOCK_BYTES - 1 & -BLOCK_BYTES)
 
 
-def _member_header(name: str, size: int) -> bytes:
-    raw = name.encode("utf-8", "surrogateescape")
-    if len(raw) < 100 and name.isascii() and size < _USTAR_SIZE_LIMIT:
-        return _header(raw, size, b"0")
-    return _pax_header(raw, size)
+def _encode(name: str, ends: Iterable[tuple[str, bytes | memoryview]]) -> list[bytes | memoryview]:
+    """Return header, body and padding of members whose names have one start."""
+    start = name.encode("utf-8", "surrogateescape")
+    start_bytes = len(start)
+    is_ascii = start.isascii()
+    start_sum = zlib.adler32(start) & 0xFFFF  # less 1, and of a name that ustar can hold
+    pieces: list[bytes | memoryview] = []
+    for end, data in ends:
+        size = len(data)
+        rest = _after_start(start_bytes, end, size)
+        if rest is None or not is_ascii:
+            header = _pax_header(start + end.encode("utf-8", "surrogateescape"), size)
+        else:
+            before, after, total = rest
+            header = b"%b%b%06o%b" % (start, before, start_sum + total, after)
+        pieces += header, data, _ZEROS[-size % BLOCK_BYTES]
+    return pieces
 
 
-def _header(name: bytes, size: int, kind: bytes) -> bytes:
-    head = b"%b%b0000644\0000000000\0000000000\000%011o\00000000000000\0" % (
-        name,
-        bytes(100 - len(name)),
-        size,
-    )
-    tail = b"%bustar\00000%b" % (kind + bytes(100), bytes(247))
-    # 256: the checksum field counts as eight spaces; Adler-32 starts at 1
-    checksum = (zlib.adler32(tail, zlib.adler32(head)) & 0xFFFF) - 1 + 256
-    return b"%b%06o\0 %b" % (head, checksum, tail)
+class _Rest(NamedTuple):
+    """A header without the start of its name."""
+
+    before: bytes
+    """The bytes before the checksum."""
+    after: bytes
+    """The bytes after it."""
+    total: int
+    """Added to the low half of the Adler-32 of the start, which is 1 + the sum of its bytes, it is the checksum."""
+
+
+# Small samples have fields of few sizes, and keys of one length.
+@lru_cache(maxsize=1024)
+def _after_start(start_bytes: int, end: str, size: int) -> _Rest | None:
+    """Return the rest of a member's header; None if ustar cannot hold its name or size."""
+    if start_bytes + len(end) >= 100 or not end.isascii() or size >= _USTAR_SIZE_LIMIT:
+        return None
+    return _rest(start_bytes, end.encode(), size, b"0")
+
+
+def _rest(start_bytes: int, end: bytes, size: int, kind: bytes) -> _Rest:
+    name = end.ljust(100 - start_bytes, b"\0")
+    before = b"%b0000644\0000000000\0000000000\000%011o\00000000000000\0" % (name, size)
+    after = b"\0 " + kind + bytes(100) + b"ustar\00000" + bytes(247)
+    # The checksum's own field counts as eight spaces.
+    return _Rest(before, after, sum(before) + sum(after[2:]) + 8 * ord(" ") - 1)
 
 
 def _pax_header(name: bytes, size: int) -> bytes:
@@ -58,12 +104,17 @@ def _pax_header(name: bytes, size: int) -> bytes:
     ustar_size = size if size < _USTAR_SIZE_LIMIT else 0
     return b"".join(
         (
-            _header(b"././@PaxHeader", len(records), b"x"),
+            _plain_header(b"././@PaxHeader", len(records), b"x"),
             records,
             bytes(-len(records) % BLOCK_BYTES),
-            _header(short, ustar_size, b"0"),
+            _plain_header(short, ustar_size, b"0"),
         )
     )
+
+
+def _plain_header(name: bytes, size: int, kind: bytes) -> bytes:
+    before, after, total = _rest(0, name, size, kind)
+    return b"%b%06o%b" % (before, total + 1, after)
 
 
 def _pax_record(keyword: bytes, value: bytes) -> bytes:

@@ -20,7 +20,6 @@ from shardstream.format import (
     encode_index,
     encode_manifest_files,
     encode_member_index,
-    is_pages_name,
 )
 from shardstream.packing.column_builder import (
     ColumnBuilder,
@@ -30,6 +29,7 @@ from shardstream.packing.column_builder import (
     columns_identity,
 )
 from shardstream.packing.destination import ShardNames
+from shardstream.packing.manifest_files import remove_old_pages, write_manifest_files
 from shardstream.packing.part_job import PartJob, PartResult, run_parts
 from shardstream.packing.report import ProgressFunction
 from shardstream.packing.shard_scan import (
@@ -47,14 +47,14 @@ from shardstream.storage import (
     absolute_url,
     absolute_urls,
     check_finished,
+    commit_all,
     expand_urls,
     is_compressed,
     is_tar,
     join_url,
+    output_folder_in,
     parent_url,
-    publish_bytes,
     read_manifest,
-    remove,
     warn_of_links,
 )
 from shardstream.tasks import JSON, Executor, Parts, Task
@@ -85,8 +85,8 @@ class IndexShard:
         tar: The tar to scan.
         storage: The storage of the files.
         members: Also write ``NAME.idx``.
+        output: Where the index goes.
         columns: Columns of its samples to write to ``NAME.tar.cols.parquet``; None writes no such file.
-        folder: Where these files go; by default next to the tar.
         sha256: Hash the tar.
         meter: Counts bytes, in this process only; a task with a meter cannot be pickled.
     """
@@ -94,8 +94,8 @@ class IndexShard:
     tar: FileInfo
     storage: Storage
     members: bool
+    output: OutputFolder
     columns: tuple[Column, ...] | None = None
-    folder: str | None = None
     sha256: bool = True
     meter: ProgressMeter | None = None
 
@@ -107,21 +107,20 @@ class IndexShard:
     def run(self) -> Mapping[str, JSON]:
         """Write the index; a second run writes the same bytes."""
         tar, storage = self.tar, self.storage
-        target = tar.url if self.folder is None else join_url(self.folder, _name(tar.url))
         scanner = ShardScanner(storage, tar.url, tar.size, self.meter, hashes=self.sha256)
         builder = None if self.columns is None else ColumnBuilder(self.columns, tar.url)
         with scanner as shard:
             scan = shard.scan(keep_members=self.members, columns=builder)
             sha256, nbytes = shard.finish()
-        text = None
-        if self.members and scan.keys:
-            text = encode_member_index(shard.members, shard=tar.url)
-        publish_bytes(storage, target + INDEX_SUFFIX, encode_index(scan.offsets))
+        name = _name(tar.url)
+        files = {name + INDEX_SUFFIX: encode_index(scan.offsets)}
         if builder is not None:
             info = ShardInfo(url=tar.url, filesize=nbytes, sha256=sha256)
-            publish_bytes(storage, target + COLUMNS_SUFFIX, builder.encode(scan.keys, info))
-        if text is not None:
-            publish_bytes(storage, target[: -len(TAR_SUFFIXES[0])] + INDEX_SUFFIX, text)
+            files[name + COLUMNS_SUFFIX] = builder.encode(scan.keys, info)
+        if self.members and scan.keys:
+            text = encode_member_index(shard.members, shard=tar.url)
+            files[name[: -len(TAR_SUFFIXES[0])] + INDEX_SUFFIX] = text
+        commit_all(self.output, files)
         warnings = [f"{tar.url}: {finding}" for finding in shard.diagnostics.findings()]
         if not scan.keys:
             warnings.append(f"{tar.url}: no samples in it (members need a name like KEY.FIELD)")
@@ -153,7 +152,7 @@ def index(  # noqa: PLR0913  (the public door)
 ) -> IndexReport:
     """Write an index for each tar and one manifest for all, so that samples can be read by number.
 
-    Every tar is read once, from its start to its end, in pieces of 8 MiB. Indexes and manifest that are there already are
+    Every tar is read once, from its start to its end. Indexes and manifest that are there already are
     replaced. If a tar is bad, ``index.json`` is not written.
 
     Args:
@@ -161,13 +160,13 @@ def index(  # noqa: PLR0913  (the public door)
             given.
         to: Another folder for the indexes and the manifest, for tars in a place that you may only read. Open that folder to read the
             tars; ``storage_options`` must fit both places.
-        sha256: Hash the tars. Without, only headers are read where bodies exceed 256 KiB, and damaged bytes are not noticed later.
+        sha256: Hash the tars. Without, only headers are read (of remote tars, where bodies exceed 256 KiB), and damaged bytes are not noticed later.
         columns: Also write ``NAME.tar.cols.parquet`` (docs/formats.md) with the key of each sample and these values, to choose samples
             with ``where=`` and ``keys=``: e.g. ``"cls,json.width"``, or name -> source, as in ``{"high": "json.size.height"}``. Sources
             are fields of one whole number or text, and bools, numbers and text in fields of JSON. ``"__key__"`` writes the keys only.
         storage_options: ``storage_options`` of fsspec.
         filesystem: An fsspec file system to use instead of looking one up by protocol.
-        threads: Tars to read at a time; each takes about 32 MiB of memory.
+        threads: Tars to read at a time; each takes about 4 MiB of memory (remote: 32 MiB).
         name: Name of the dataset; by default the one in a manifest that is there already.
         members: Also write ``NAME.idx``, the text index of NVIDIA DALI with the place of each field: readers of remote shards then fetch the fields
             of ``fields=`` only, where samples are larger than 512 KiB.
@@ -195,12 +194,12 @@ def index(  # noqa: PLR0913  (the public door)
     present = _names_in(folder, storage)
     others = sorted(set(filter(is_tar, present)) - {_name(tar.url) for tar in tars})
     url = join_url(folder, MANIFEST_NAME)
+    title = name or _name_before(url, storage)
     if isinstance(executor, Parts):
         if filesystem is not None:
             raise OptionError("a filesystem object cannot be used in parts; pass storage_options")
         if to is not None or not sha256:
             raise OptionError("to= and sha256=False cannot be used in parts; use another executor")
-        title = name or _name_before(url, storage)
         options: dict[str, JSON] = {"members": members, "columns": columns_identity(wanted)}
         job = _job_of(folder, tars, options, title, storage_options)
         works = [
@@ -210,13 +209,14 @@ def index(  # noqa: PLR0913  (the public door)
     # Also if tars are named one by one: a manifest would publish them.
     check_finished(folder, present)
     meter = ProgressMeter(sum(tar.size for tar in tars), progress, executor)
+    output = output_folder_in(storage, folder)
     tasks = [
         IndexShard(
             tar=tar,
             storage=storage,
             members=members,
+            output=output,
             columns=wanted,
-            folder=None if to is None else folder,
             sha256=sha256,
             meter=meter if executor is None else None,
         )
@@ -224,8 +224,8 @@ def index(  # noqa: PLR0913  (the public door)
     ]
     results = _scan_all(tasks, executor, meter, threads)
     missing = _check_columns(wanted or (), results.values())
-    manifest = _manifest_of(results, name=name or _name_before(url, storage))
-    _publish_manifest(storage, folder, manifest, present)
+    manifest = _manifest_of(results, name=title, is_elsewhere=to is not None)
+    _publish_manifest(output, manifest, present)
     listed = chain.from_iterable(cast("list[str]", one["warnings"]) for one in results.values())
     warnings = (*listed, *missing, *_warn_left_out(others, url))
     return IndexReport(manifest_url=url, manifest=manifest, warnings=warnings)
@@ -259,16 +259,12 @@ def _summary(result: Mapping[str, JSON]) -> ColumnSummary:
     return {name: (count, kind) for name, (count, kind) in found.items()}
 
 
-def _publish_manifest(
-    storage: Storage, folder: str, manifest: Manifest, present: Sequence[str]
-) -> None:
+def _publish_manifest(output: OutputFolder, manifest: Manifest, present: Sequence[str]) -> None:
     """Write the manifest, and delete the pages of an earlier one among the files that are present."""
     files = encode_manifest_files(manifest)
-    for name, data in files.items():
-        publish_bytes(storage, join_url(folder, name), data)
-    for name in present:
-        if is_pages_name(name) and name not in files:
-            remove(storage, join_url(folder, name))
+    output.sync()  # the indexes, which other processes may have written
+    write_manifest_files(output, files)
+    remove_old_pages(output, present, files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -290,10 +286,14 @@ class IndexWork:
     def write(self, folder: OutputFolder, check_owner: Callable[[], None]) -> PartResult:  # noqa: ARG002
         """Write the index (see `PartWork.write`)."""
         task = IndexShard(
-            tar=self.tar, storage=self.storage, members=self.members, columns=self.columns
+            tar=self.tar,
+            storage=self.storage,
+            members=self.members,
+            output=folder,
+            columns=self.columns,
         )
         result = task.run()
-        manifest = _manifest_of({task: result}, name="")
+        manifest = _manifest_of({task: result}, name="", is_elsewhere=False)
         return PartResult(
             shards=tuple(manifest.shards),
             fields=manifest.fields,
@@ -352,17 +352,19 @@ def _index_part(
     )
 
 
-def _manifest_of(results: Mapping[IndexShard, Mapping[str, JSON]], *, name: str) -> Manifest:
+def _manifest_of(
+    results: Mapping[IndexShard, Mapping[str, JSON]], *, name: str, is_elsewhere: bool
+) -> Manifest:
     fields: Counter[str] = Counter()
     for result in results.values():
         fields.update(cast("dict[str, int]", result["fields"]))
     shards = tuple(
         ShardInfo(
-            url=_name(task.tar.url) if task.folder is None else task.tar.url,
+            url=task.tar.url if is_elsewhere else _name(task.tar.url),
             nsamples=cast("int", result["samples"]),
             filesize=cast("int", result["bytes"]),
             sha256=cast("str | None", result["sha256"]),
-            index=None if task.folder is None else _name(task.tar.url) + INDEX_SUFFIX,
+            index=_name(task.tar.url) + INDEX_SUFFIX if is_elsewhere else None,
         )
         for task, result in results.items()
     )

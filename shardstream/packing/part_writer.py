@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 
 from shardstream.format import END_OF_ARCHIVE, INDEX_SUFFIX, ShardInfo, encode_index
 from shardstream.packing.column_builder import ColumnSummary
 from shardstream.packing.destination import ShardNames
+from shardstream.packing.shard_upload import ShardFiles
 from shardstream.packing.shard_writer import WriterOptions
-from shardstream.packing.tar_shard import Pieces, TarShard, sample_pieces
+from shardstream.packing.tar_shard import Pieces, ShardThreads, TarShard, sample_pieces
 from shardstream.process_memory import keep_freed_memory
 from shardstream.storage import OutputFolder, PendingFile
 
@@ -41,7 +41,7 @@ class PartWriter:
         """Number and type of the values of columns, for each published shard."""
         self._folder, self._names, self._number = folder, names, number
         self._limits, self._check_owner = limits, check_owner
-        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="shardstream-hash")
+        self._threads = ShardThreads()
         self._shard: TarShard | None = None
         self._pending: PendingFile | None = None
         keep_freed_memory()
@@ -64,9 +64,7 @@ class PartWriter:
         if self._shard is None:
             name = self._names.name(self._number, len(self.shards))
             self._pending = self._folder.open(name)
-            self._shard = TarShard(
-                self._pending, url=name, hashing=self._hashing, columns=self._limits.columns
-            )
+            self._shard = self._threads.begin(self._pending, name, self._limits.columns)
         self._shard.add_pieces(key, fields, pieces)
 
     def finish(self) -> None:
@@ -80,12 +78,17 @@ class PartWriter:
             return
         info = shard.finish()
         columns = shard.column_file(info)
-        self._check_owner()
-        pending.commit()
-        self._folder.write(info.url + INDEX_SUFFIX, encode_index(shard.offsets))
+        others = {info.url + INDEX_SUFFIX: encode_index(shard.offsets)}
         if columns is not None:
-            self._folder.write(info.columns_url, columns)
+            others[info.columns_url] = columns
             self.columns.append(shard.column_summary)
+        files = ShardFiles(self._folder, pending, others)
+        try:
+            files.end()
+            self._check_owner()
+            files.commit()
+        finally:
+            files.discard()
         for field, count in shard.fields.items():
             self.fields[field] = self.fields.get(field, 0) + count
         self.shards.append(info)
@@ -93,6 +96,6 @@ class PartWriter:
 
     def close(self) -> None:
         """Drop an unfinished shard, and end the thread."""
+        self._threads.close()  # before the file that one of them writes
         if self._pending is not None:
             self._pending.discard()
-        self._hashing.shutdown(wait=True, cancel_futures=True)

@@ -14,17 +14,69 @@ from shardstream.storage import OutputFolder, PendingFile, join_url
 
 _log = logging.getLogger(__name__)
 
-# Finished shards that wait to be sent: on a disk, or as up to 72 MiB that are being sent to S3.
+# Finished shards that wait to be published: on a disk, or as up to 72 MiB that are being sent to S3.
 _IN_FLIGHT = 2
+
+
+class ShardFiles:
+    """A finished shard and the files next to it, which are published together.
+
+    Args:
+        folder: Folder of the dataset.
+        tar: The shard.
+        others: Name -> bytes of its index, and of the other files next to it.
+    """
+
+    def __init__(self, folder: OutputFolder, tar: PendingFile, others: Mapping[str, bytes]) -> None:
+        self._folder = folder
+        self._pending = [tar]
+        self._others = others
+
+    def end(self) -> None:
+        """Write the small files, and flush all of them to the disk.
+
+        Raises:
+            StorageError: If the disk fails.
+        """
+        self._pending[0].end()
+        for name, data in self._others.items():
+            file = self._folder.open(name)
+            self._pending.append(file)
+            file.write(data)
+            file.end()
+
+    def commit(self, *, replaces: str | None = None) -> str | None:
+        """Publish them; return the ETag of the shard, if an S3 server returned one.
+
+        Args:
+            replaces: Name of an index that may exist. It is never next to the new shard, nor the new one next to the old shard.
+
+        Raises:
+            StorageError: If that fails.
+        """
+        tar, *others = self._pending
+        if replaces is None:
+            self._folder.commit(tar, *others)
+        else:
+            self._folder.remove(replaces)
+            self._folder.commit(tar)
+            self._folder.sync()
+            self._folder.commit(*others)
+        return tar.etag
+
+    def discard(self) -> None:
+        """Drop those that are not published."""
+        for file in self._pending:
+            file.discard()
 
 
 class _Upload(NamedTuple):
     future: Future[ShardInfo]
-    pending: PendingFile
+    files: ShardFiles
 
 
 class ShardUploader:
-    """Publishes shards with their indexes, in order, in a thread of its own; an error is raised by the next call.
+    """Publishes shards with their indexes in threads of its own, in order; an error is raised by the next call.
 
     Args:
         folder: Folder of the dataset.
@@ -43,7 +95,9 @@ class ShardUploader:
         self._etags: dict[str, str] = {}
         self._has_failed = False
         self._uploads: deque[_Upload] = deque()
-        # One thread: the journal lists shards in order, and no shard may be published before an earlier one.
+        # The disk flushes several files at once. One thread publishes: the journal lists shards in order, and no shard may be
+        # published before an earlier one.
+        self._flushing = ThreadPoolExecutor(_IN_FLIGHT, thread_name_prefix="shardstream-flush")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="shardstream-send")
 
     def send(
@@ -70,8 +124,10 @@ class ShardUploader:
         except BaseException:
             pending.discard()
             raise
-        future = self._thread.submit(self._publish, pending, info, files, on_uploaded)
-        self._uploads.append(_Upload(future, pending))
+        shard = ShardFiles(self._folder, pending, files)
+        ended = self._flushing.submit(shard.end)
+        future = self._thread.submit(self._publish, shard, ended, info, on_uploaded)
+        self._uploads.append(_Upload(future, shard))
 
     def check(self) -> None:
         """Raise the error of a shard that could not be published, if there is one.
@@ -116,9 +172,10 @@ class ShardUploader:
 
     def stop(self) -> None:
         """Drop waiting shards, wait for the one in flight, end the thread; a second call does nothing."""
-        for upload in self._uploads:
-            if upload.future.cancel():
-                upload.pending.discard()
+        waiting = [upload for upload in self._uploads if upload.future.cancel()]
+        self._flushing.shutdown(wait=True)
+        for upload in waiting:
+            upload.files.discard()
         self._uploads.clear()
         self._thread.shutdown(wait=True)
 
@@ -127,29 +184,29 @@ class ShardUploader:
 
     def _publish(
         self,
-        pending: PendingFile,
+        files: ShardFiles,
+        ended: Future[None],
         info: ShardInfo,
-        files: Mapping[str, bytes],
         on_uploaded: Callable[[], None] | None,
     ) -> ShardInfo:
-        if self._has_failed:  # no shard may be published before an earlier one
-            pending.discard()
-            raise StorageError("an earlier shard could not be published", shard=info.url)
         try:
+            ended.result()
+            self._check_earlier(info)
             self._check_owner()
-            if self._replaces:  # the old index must never be next to the new shard
-                self._folder.remove(info.url + INDEX_SUFFIX)
-            pending.commit()
-            for name, data in files.items():
-                self._folder.write(name, data)
-            if pending.etag is not None:
-                self._etags[info.url] = pending.etag
+            etag = files.commit(replaces=info.url + INDEX_SUFFIX if self._replaces else None)
+            if etag is not None:
+                self._etags[info.url] = etag
             if on_uploaded is not None:
                 on_uploaded()
         except BaseException:
             self._has_failed = True
             raise
         finally:
-            pending.discard()
+            files.discard()
         _log.info("published %s/%s: %s samples", self._folder.url, info.url, info.nsamples)
         return info
+
+    def _check_earlier(self, info: ShardInfo) -> None:
+        """Raise if an earlier shard could not be published: it must not be missing before this one."""
+        if self._has_failed:
+            raise StorageError("an earlier shard could not be published", shard=info.url)

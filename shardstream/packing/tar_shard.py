@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import deque
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from typing import Protocol
 
 import numpy as np
@@ -16,13 +17,14 @@ from shardstream.format import (
     Column,
     Offsets,
     ShardInfo,
-    encode_member,
+    encode_members,
     member_name,
 )
 from shardstream.packing.column_builder import ColumnBuilder, ColumnSummary
+from shardstream.storage import PendingFile
 
 _BUFFER_BYTES = 1 << 20
-_MAX_UNHASHED_BUFFERS = 4
+_MAX_WAITING_BUFFERS = 4
 
 Pieces = list[bytes | memoryview]
 """Headers, bodies and paddings of a sample, in the order of the tar."""
@@ -36,6 +38,7 @@ class Writable(Protocol):
 
 
 _plain_fields: set[str] = set()
+_is_plain_key = re.compile(r"[0-9A-Za-z][0-9A-Za-z_-]*").fullmatch
 
 
 def sample_pieces(key: str, fields: Mapping[str, bytes | memoryview]) -> Pieces:
@@ -49,20 +52,16 @@ def sample_pieces(key: str, fields: Mapping[str, bytes | memoryview]) -> Pieces:
     """
     if not fields:
         raise SampleError("a sample without fields would be lost; give it one", key=key)
-    pieces: Pieces = []
-    first = True
-    for field, data in fields.items():
-        if first or field not in _plain_fields:
-            name = member_name(key, field)
-            # With a field that has no "__", whether the name is fine depends on the key alone:
-            # it is checked once a sample. A bound, because fields may come from a hostile source.
-            if "__" not in field and len(_plain_fields) < 1024:
-                _plain_fields.add(field)
-                first = False
-        else:
-            name = f"{key}.{field}"
-        pieces += encode_member(name, data)
-    return pieces
+    # Whether a name is fine depends on the key alone for fields that were, and have no "__".
+    is_checked = _is_plain_key(key) is not None
+    for field in fields:
+        if is_checked and field in _plain_fields:
+            continue
+        member_name(key, field)
+        if "__" not in field and len(_plain_fields) < 1024:  # fields may come from a hostile source
+            _plain_fields.add(field)
+            is_checked = True
+    return encode_members(key, fields)
 
 
 class TarShard:
@@ -72,6 +71,7 @@ class TarShard:
         stream: Stream for the tar, from its current position.
         url: URL of the shard, for messages and for the manifest.
         hashing: A pool of one thread that hashes during writing; None hashes in the calling thread.
+        writing: A pool of one thread that writes to the stream; None writes in the calling thread.
         columns: Columns of the samples to collect.
     """
 
@@ -81,13 +81,16 @@ class TarShard:
         *,
         url: str,
         hashing: Executor | None = None,
+        writing: Executor | None = None,
         columns: Sequence[Column] | None = None,
     ) -> None:
-        self._stream = stream
         self._url = url
         self._digest = hashlib.sha256()
-        self._hashing = hashing
-        self._hashed: deque[Future[None]] = deque()
+        self._consumers: tuple[tuple[Executor | None, Callable[[bytes], object]], ...] = (
+            (hashing, self._digest.update),
+            (writing, stream.write),
+        )
+        self._waiting: deque[list[Future[object]]] = deque()
         self._buffer: Pieces = []
         self._buffered_bytes = 0
         self._starts: list[int] = []
@@ -146,7 +149,7 @@ class TarShard:
         self._buffer.append(END_OF_ARCHIVE)
         self._buffered_bytes += len(END_OF_ARCHIVE)
         self._flush()
-        self._wait_for_hashes(0)
+        self._wait(0)
         return ShardInfo(
             url=self._url,
             nsamples=self.nsamples,
@@ -164,17 +167,39 @@ class TarShard:
         return None if self._columns is None else self._columns.encode([*self._keys], info)
 
     def _flush(self) -> None:
-        # Joined: the hashing thread then takes the GIL once per buffer, which saves more than the copy costs.
+        # Joined: each thread then takes the GIL once per buffer, which saves more than the copy costs.
         data = b"".join(self._buffer)
         self._buffer, self._buffered_bytes = [], 0
-        if self._hashing is None:
-            self._digest.update(data)
-        else:
-            self._wait_for_hashes(_MAX_UNHASHED_BUFFERS - 1)
-            self._hashed.append(self._hashing.submit(self._digest.update, data))
-        self._stream.write(data)
+        self._wait(_MAX_WAITING_BUFFERS - 1)
+        futures = []
+        for thread, consume in self._consumers:
+            if thread is None:
+                consume(data)
+            else:
+                futures.append(thread.submit(consume, data))
+        self._waiting.append(futures)
 
-    def _wait_for_hashes(self, most: int) -> None:
-        """Wait until at most ``most`` buffers are not hashed yet."""
-        while len(self._hashed) > most:
-            self._hashed.popleft().result()
+    def _wait(self, most: int) -> None:
+        """Wait until at most ``most`` buffers are not hashed and written yet."""
+        while len(self._waiting) > most:
+            for future in self._waiting.popleft():
+                future.result()
+
+
+class ShardThreads:
+    """Two threads for the shards of one writer: one hashes, the other writes to the disk."""
+
+    def __init__(self) -> None:
+        self.hashing = ThreadPoolExecutor(1, thread_name_prefix="shardstream-hash")
+        self.writing = ThreadPoolExecutor(1, thread_name_prefix="shardstream-write")
+
+    def begin(self, file: PendingFile, url: str, columns: Sequence[Column] | None) -> TarShard:
+        """Begin a shard that is written to a file (see `TarShard`)."""
+        # Writing to S3 may wait for the network: in the calling thread, a signal interrupts that.
+        writing = self.writing if file.is_local else None
+        return TarShard(file, url=url, hashing=self.hashing, writing=writing, columns=columns)
+
+    def close(self) -> None:
+        """Drop buffers that wait, and end the threads; a second call does nothing."""
+        for thread in (self.hashing, self.writing):
+            thread.shutdown(wait=True, cancel_futures=True)

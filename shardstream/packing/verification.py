@@ -171,7 +171,7 @@ def verify(
         urls: A folder, a manifest, a pattern, a tar or a list. Without a manifest there is less to compare with.
         storage_options: ``storage_options`` of fsspec.
         filesystem: An fsspec file system to use instead of looking one up by protocol.
-        threads: Tars to read at a time; each takes about 32 MiB of memory and 150 bytes for each of its samples. Each sample of the dataset
+        threads: Tars to read at a time; each takes about 4 MiB of memory (remote: 32 MiB) and 150 bytes for each of its samples. Each sample of the dataset
             takes 16 bytes of a temporary file (in ``TMPDIR``), which is made from 500,000 samples on.
         progress: Called with a `Progress` after each piece, from the threads that read, one at a time; with an executor after each tar,
             from this thread.

@@ -77,7 +77,9 @@ from shardstream.storage.output_folder import (
     LocalFolder,
     OutputFolder,
     RemoteFolder,
+    commit_all,
     open_output_folder,
+    output_folder_in,
 )
 from shardstream.storage.paged_shards import (
     LocalPaths,
@@ -142,6 +144,7 @@ __all__ = [
     "check_names",
     "checksum_of_shards",
     "classify_error",
+    "commit_all",
     "complete_s3fs_options",
     "expand_braces",
     "expand_urls",
@@ -169,6 +172,7 @@ __all__ = [
     "open_cache",
     "open_output_folder",
     "open_pending",
+    "output_folder_in",
     "parent_url",
     "parse_azure_options",
     "parse_bytes",

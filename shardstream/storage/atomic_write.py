@@ -29,10 +29,15 @@ class PendingFile(ABC):
 
     One thread may write and another one commit, one after the other.
 
+    Attributes:
+        is_local: Whether writing waits for the disk of this machine only.
+
     Args:
         place: The place of the unfinished file, for messages about a full disk.
         stream: Takes the bytes in order; it cannot seek, because they may have been sent already.
     """
+
+    is_local = False
 
     def __init__(self, place: str, stream: BinaryIO) -> None:
         self._place = place
@@ -52,8 +57,10 @@ class PendingFile(ABC):
     def end(self) -> None:  # noqa: B027  (optional)
         """End writing, so that `commit`, which may come later and from another thread, has less to do.
 
+        A local file is flushed to the disk; to S3 the last part is sent.
+
         Raises:
-            StorageError: If earlier bytes could not be sent.
+            StorageError: If the disk fails, or earlier bytes could not be sent.
         """
 
     @abstractmethod
@@ -195,6 +202,8 @@ def remove(storage: Storage, url: str) -> None:
 class LocalFile(PendingFile):
     """A file of this machine: written in the same folder under a temporary name, flushed to the disk and renamed."""
 
+    is_local = True
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._part = path.with_name(_part_of(path.name))
@@ -207,14 +216,26 @@ class LocalFile(PendingFile):
                 raise
         super().__init__(str(path), stream)
 
-    def commit(self) -> None:
-        """Flush the file to the disk, rename it and flush its folder."""
+    def end(self) -> None:
+        """Flush the bytes to the disk; a second call does nothing."""
+        if self.stream.closed:
+            return
         with translate_errors(self._place):
             self.stream.flush()
             os.fchmod(self.stream.fileno(), 0o644)
             os.fsync(self.stream.fileno())
             self.stream.close()
+
+    def rename(self) -> None:
+        """Flush the file and give it its name, which a crash may undo until the folder is flushed."""
+        self.end()
+        with translate_errors(self._place):
             self._part.replace(self._path)
+
+    def commit(self) -> None:
+        """Flush the file to the disk, rename it and flush its folder."""
+        self.rename()
+        with translate_errors(self._place):
             sync_folder(self._path.parent)
 
     def discard(self) -> None:

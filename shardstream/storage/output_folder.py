@@ -11,6 +11,7 @@ import logging
 import os
 import weakref
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,7 +54,7 @@ class OutputFolder(Protocol):
         """Read a small file; raises `NotFoundError` if it is missing."""
 
     def write(self, name: str, data: bytes) -> None:
-        """Publish a small file, whole or not at all."""
+        """Publish a small file, whole or not at all; it never survives a crash without the files that were committed before."""
 
     def replace(self, name: str, data: bytes, *, old: bytes | None) -> None:
         """Publish a small file if ``old`` is still there (see `publish_bytes_over`)."""
@@ -63,6 +64,12 @@ class OutputFolder(Protocol):
 
     def open(self, name: str) -> PendingFile:
         """Open a new file that appears when it is committed."""
+
+    def commit(self, *files: PendingFile) -> None:
+        """Publish files that `open` has returned, in any order; a crash may undo this until the next `write`, `replace` or `sync`."""
+
+    def sync(self) -> None:
+        """Make sure that no crash undoes a `commit`, also of another process."""
 
 
 def open_output_folder(
@@ -75,9 +82,32 @@ def open_output_folder(
     """
     if url.startswith("/") and "::" not in url and not storage_options and filesystem is None:
         return LocalFolder(url, url)  # a plain path needs no file system to be looked up
-    storage = Storage(storage_options, filesystem)
+    return output_folder_in(Storage(storage_options, filesystem), url)
+
+
+def output_folder_in(storage: Storage, url: str) -> OutputFolder:
+    """Open a folder of a storage for writing (see `open_output_folder`)."""
     path = storage.local_path(url)
     return RemoteFolder(storage, url) if path is None else LocalFolder(path, url)
+
+
+def commit_all(folder: OutputFolder, files: Mapping[str, bytes]) -> None:
+    """Write small files, flush them to the disk, and publish them (see `OutputFolder.commit`).
+
+    Raises:
+        StorageError: If one cannot be written; earlier ones may be published.
+    """
+    pending: list[PendingFile] = []
+    try:
+        for name, data in files.items():
+            file = folder.open(name)
+            pending.append(file)
+            file.write(data)
+            file.end()
+        folder.commit(*pending)
+    finally:
+        for file in pending:
+            file.discard()
 
 
 class LocalFolder:
@@ -92,6 +122,7 @@ class LocalFolder:
         self.url = url
         self._path = Path(path)
         self._unlock: weakref.finalize[..., LocalFolder] | None = None
+        self._is_synced = True
 
     def lock(self) -> None:
         """Create the folder and lock it until `unlock` or the end of this process; no file is created.
@@ -139,10 +170,13 @@ class LocalFolder:
             return path.read_bytes()
 
     def write(self, name: str, data: bytes) -> None:
-        """Publish a small file, whole or not at all."""
+        """Publish a small file, whole or not at all; the names of committed files are flushed before."""
         file = self.open(name)
         try:
             file.write(data)
+            file.end()
+            if not self._is_synced:
+                self.sync()
             file.commit()
         finally:
             file.discard()
@@ -161,6 +195,19 @@ class LocalFolder:
     def open(self, name: str) -> PendingFile:
         """Open a new file that appears when it is committed."""
         return LocalFile(self._path / name)
+
+    def commit(self, *files: PendingFile) -> None:
+        """Flush and rename files; their folder is flushed later, once for several files."""
+        self._is_synced = False
+        for file in files:
+            assert isinstance(file, LocalFile)  # noqa: S101  (`open` returns no other)
+            file.rename()
+
+    def sync(self) -> None:
+        """Flush the names of the committed files to the disk."""
+        with translate_errors(self.url):
+            sync_folder(self._path)
+        self._is_synced = True
 
 
 class RemoteFolder:
@@ -203,6 +250,15 @@ class RemoteFolder:
     def open(self, name: str) -> PendingFile:
         """Open a new file that appears when it is committed; unfinished uploads of it are dropped."""
         return open_pending(self._storage, join_url(self.url, name), is_only_writer=True)
+
+    def commit(self, *files: PendingFile) -> None:
+        """Publish files at the same time: each waits for the server."""
+        with ThreadPoolExecutor(len(files), thread_name_prefix="shardstream-commit") as pool:
+            for done in [pool.submit(file.commit) for file in files]:
+                done.result()
+
+    def sync(self) -> None:
+        """Do nothing: a published file stays."""
 
 
 def _locked_error(url: str, *, is_own_lock: bool) -> StorageError:

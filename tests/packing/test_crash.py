@@ -147,3 +147,18 @@ def test_new_shard_never_has_the_index_of_an_old_one(
         if MANIFEST_NAME in tree:
             (side,) = [one for one in (old, new) if one[MANIFEST_NAME] == tree[MANIFEST_NAME]]
             assert {name: tree.get(name) for name in side} == side
+
+
+def test_manifest_after_a_crash_has_its_indexes(tmp_path: Path, disk: Callable[[], Disk]) -> None:
+    write(tmp_path, 5)
+    for path in tmp_path.iterdir():
+        if path.suffix != ".tar":
+            path.unlink()
+    watched = disk()
+    ss.index(str(tmp_path), threads=1)
+    whole = published(tmp_path)
+    for tree in itertools.chain.from_iterable(watched.moments):
+        assert None not in tree.values()
+        if MANIFEST_NAME in tree:
+            assert {name: tree.get(name) for name in whole} == whole
+    assert watched.moments[-1] == [whole]

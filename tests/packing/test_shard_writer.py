@@ -20,7 +20,14 @@ from shardstream.catalog import ShardCatalog
 from shardstream.errors import OptionError, SampleError, StorageError
 from shardstream.format import iter_samples
 from shardstream.packing import ShardNames, ShardWriter
-from shardstream.storage import LocalFolder, Storage, journal_name, locate_shards, parse_bytes
+from shardstream.storage import (
+    LocalFolder,
+    PendingFile,
+    Storage,
+    journal_name,
+    locate_shards,
+    parse_bytes,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -230,17 +237,17 @@ def test_shard_is_uploaded_while_the_next_is_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started, go_on = threading.Event(), threading.Event()
-    write = LocalFolder.write
+    open_file = LocalFolder.open
 
-    def slow(folder: LocalFolder, name: str, data: bytes) -> None:
+    def slow(folder: LocalFolder, name: str) -> PendingFile:
         if name.endswith(".idx"):
             started.set()
             assert go_on.wait(10)
-        write(folder, name, data)
+        return open_file(folder, name)
 
-    monkeypatch.setattr(LocalFolder, "write", slow)
+    monkeypatch.setattr(LocalFolder, "open", slow)
     with ShardWriter(tmp_path, max_samples=1) as writer:
-        for i in range(3):  # one in flight, one queued, one being written
+        for i in range(3):  # two in flight, one being written
             writer.write({"cls": i})
         assert started.wait(10)
         assert writer.nsamples == 3
@@ -253,14 +260,14 @@ def test_shard_is_uploaded_while_the_next_is_written(
 def test_failed_shard_upload_raises(
     caught: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write = LocalFolder.write
+    open_file = LocalFolder.open
 
-    def fail(folder: LocalFolder, name: str, data: bytes) -> None:
+    def fail(folder: LocalFolder, name: str) -> PendingFile:
         if name.endswith(".idx"):
             raise StorageError("refused", shard=name)
-        write(folder, name, data)
+        return open_file(folder, name)
 
-    monkeypatch.setattr(LocalFolder, "write", fail)
+    monkeypatch.setattr(LocalFolder, "open", fail)
     writer = ShardWriter(tmp_path, max_samples=1)
     with pytest.raises(StorageError, match="refused"), writer:  # noqa: PT012  (both may raise)
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import mmap
 import os
@@ -312,15 +313,20 @@ def write_all(case: Case) -> Callable[[], int]:
 
 
 def put_all(case: Case) -> Callable[[], int]:
-    """Send tars from memory over plain sockets, each in one request, without a checksum."""
-    tars = [
-        (presign(f"{case.target}/{Path(name).name}", "put_object"), Path(name).read_bytes())
-        for name, _ in list_files(case.location)
-        if name.endswith(".tar")
-    ]
+    """Send tars from memory over plain sockets, each in one request, with the checksums of a dataset: SHA-256, and MD5 for the server."""
+    tars = []
+    for name in (name for name, _ in list_files(case.location) if name.endswith(".tar")):
+        data = Path(name).read_bytes()
+        md5 = base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
+        tars.append(
+            (presign(f"{case.target}/{Path(name).name}", "put_object", ContentMD5=md5), data)
+        )
 
     def put(connection: HTTPConnection, _: memoryview, item: tuple[str, bytes]) -> int:
-        _send_request(connection, "PUT", item[0], body=item[1]).read()
-        return len(item[1])
+        url, data = item
+        hashlib.sha256(data)
+        md5 = base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
+        _send_request(connection, "PUT", url, body=data, headers={"Content-MD5": md5}).read()
+        return len(data)
 
     return lambda: _map_over_connections(put, tars, case.connections)

@@ -55,10 +55,10 @@ def drop_pages(folder: str) -> None:
             os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def presign(url: str, operation: str = "get_object") -> str:
-    """Return a presigned http URL of an object, valid for an hour for a GET (or a PUT with "put_object")."""
+def presign(url: str, operation: str = "get_object", **params: str) -> str:
+    """Return a presigned http URL of an object, valid for an hour for a GET (or a PUT with "put_object"), with signed parameters."""
     bucket, key = split_url(url)
     url = s3_client().generate_presigned_url(
-        operation, Params={"Bucket": bucket, "Key": key}, ExpiresIn=_HOUR_S
+        operation, Params={"Bucket": bucket, "Key": key, **params}, ExpiresIn=_HOUR_S
     )
     return str(url)
