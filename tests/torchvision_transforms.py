@@ -17,7 +17,7 @@ import torch
 
 from tests.servers import in_ci
 
-_REQUIREMENT = "torchvision==0.29.2"
+_REQUIREMENT = "torchvision>=0.29,<0.30"
 _OPERATORS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",

@@ -103,6 +103,7 @@ def _decoded(sizes: Sizes) -> Iterator[Setting]:
             case=_case(sizes, workers=workers, task="decoded"),
             corpus=sizes.small,
             contestants=(OURS, "webdataset"),
+            limits=("limit-pages",),
             repetitions=5,
             targets=(against("webdataset", 12),),
         )
