@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 
 from shardstream.format import END_OF_ARCHIVE, INDEX_SUFFIX, ShardInfo, encode_index
 from shardstream.packing.column_builder import ColumnSummary
 from shardstream.packing.destination import ShardNames
 from shardstream.packing.shard_upload import ShardFiles
 from shardstream.packing.shard_writer import WriterOptions
-from shardstream.packing.tar_shard import Pieces, ShardThreads, TarShard, sample_pieces
+from shardstream.packing.tar_shard import Pieces, TarShard, sample_pieces
 from shardstream.process_memory import keep_freed_memory
 from shardstream.storage import OutputFolder, PendingFile
 
@@ -41,7 +42,7 @@ class PartWriter:
         """Number and type of the values of columns, for each published shard."""
         self._folder, self._names, self._number = folder, names, number
         self._limits, self._check_owner = limits, check_owner
-        self._threads = ShardThreads()
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="shardstream-hash")
         self._shard: TarShard | None = None
         self._pending: PendingFile | None = None
         keep_freed_memory()
@@ -64,7 +65,9 @@ class PartWriter:
         if self._shard is None:
             name = self._names.name(self._number, len(self.shards))
             self._pending = self._folder.open(name)
-            self._shard = self._threads.begin(self._pending, name, self._limits.columns)
+            self._shard = TarShard(
+                self._pending, url=name, hashing=self._hashing, columns=self._limits.columns
+            )
         self._shard.add_pieces(key, fields, pieces)
 
     def finish(self) -> None:
@@ -96,6 +99,6 @@ class PartWriter:
 
     def close(self) -> None:
         """Drop an unfinished shard, and end the thread."""
-        self._threads.close()  # before the file that one of them writes
         if self._pending is not None:
             self._pending.discard()
+        self._hashing.shutdown(wait=True, cancel_futures=True)

@@ -6,6 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -29,7 +30,7 @@ from shardstream.packing.encode import encode_sample
 from shardstream.packing.journal import WRITER_TASK, FinishedShard, Journal, NumberedSkip, Task
 from shardstream.packing.manifest_files import remove_old_pages, write_manifest_files
 from shardstream.packing.shard_upload import ShardUploader
-from shardstream.packing.tar_shard import ShardThreads, TarShard, sample_pieces
+from shardstream.packing.tar_shard import TarShard, sample_pieces
 from shardstream.process_memory import keep_freed_memory
 from shardstream.storage import OutputFolder, PendingFile, open_output_folder, parse_bytes
 
@@ -258,7 +259,7 @@ class DatasetWriter:
             replaces=self._destination.replaces,
             check_owner=self._prepare_first_change,
         )
-        self._threads = ShardThreads()
+        self._hashing = ThreadPoolExecutor(1, thread_name_prefix="shardstream-hash")
         keep_freed_memory()
         self._begun = len(self.kept)
         if self.kept:
@@ -368,10 +369,10 @@ class DatasetWriter:
     def abort(self) -> None:
         """Drop the unfinished shard, stop the threads and unlock the folder; a second call does nothing."""
         is_first, self.is_open = self.is_open, False
-        self._threads.close()  # before the file that one of them writes
         if self._pending is not None:
             self._pending.discard()
             self._pending = self._shard = None
+        self._hashing.shutdown(wait=True, cancel_futures=True)
         self._uploader.stop()
         if is_first and not self._is_changed:
             with suppress(StorageError):  # the earlier error is the one to report
@@ -387,7 +388,9 @@ class DatasetWriter:
     def _begin_shard(self) -> TarShard:
         name = self._names.name(self._begun)
         self._pending = self._folder.open(name)
-        self._shard = self._threads.begin(self._pending, name, self._options.columns)
+        self._shard = TarShard(
+            self._pending, url=name, hashing=self._hashing, columns=self._options.columns
+        )
         self._begun += 1
         return self._shard
 

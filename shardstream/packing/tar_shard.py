@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future
 from typing import Protocol
 
 import numpy as np
@@ -21,10 +21,9 @@ from shardstream.format import (
     member_name,
 )
 from shardstream.packing.column_builder import ColumnBuilder, ColumnSummary
-from shardstream.storage import PendingFile
 
 _BUFFER_BYTES = 1 << 20
-_MAX_WAITING_BUFFERS = 4
+_MAX_UNHASHED_BUFFERS = 4
 
 Pieces = list[bytes | memoryview]
 """Headers, bodies and paddings of a sample, in the order of the tar."""
@@ -71,7 +70,6 @@ class TarShard:
         stream: Stream for the tar, from its current position.
         url: URL of the shard, for messages and for the manifest.
         hashing: A pool of one thread that hashes during writing; None hashes in the calling thread.
-        writing: A pool of one thread that writes to the stream; None writes in the calling thread.
         columns: Columns of the samples to collect.
     """
 
@@ -81,16 +79,13 @@ class TarShard:
         *,
         url: str,
         hashing: Executor | None = None,
-        writing: Executor | None = None,
         columns: Sequence[Column] | None = None,
     ) -> None:
+        self._stream = stream
         self._url = url
         self._digest = hashlib.sha256()
-        self._consumers: tuple[tuple[Executor | None, Callable[[bytes], object]], ...] = (
-            (hashing, self._digest.update),
-            (writing, stream.write),
-        )
-        self._waiting: deque[list[Future[object]]] = deque()
+        self._hashing = hashing
+        self._hashed: deque[Future[None]] = deque()
         self._buffer: Pieces = []
         self._buffered_bytes = 0
         self._starts: list[int] = []
@@ -149,7 +144,7 @@ class TarShard:
         self._buffer.append(END_OF_ARCHIVE)
         self._buffered_bytes += len(END_OF_ARCHIVE)
         self._flush()
-        self._wait(0)
+        self._wait_for_hashes(0)
         return ShardInfo(
             url=self._url,
             nsamples=self.nsamples,
@@ -167,39 +162,17 @@ class TarShard:
         return None if self._columns is None else self._columns.encode([*self._keys], info)
 
     def _flush(self) -> None:
-        # Joined: each thread then takes the GIL once per buffer, which saves more than the copy costs.
+        # Joined: the hashing thread then takes the GIL once per buffer, which saves more than the copy costs.
         data = b"".join(self._buffer)
         self._buffer, self._buffered_bytes = [], 0
-        self._wait(_MAX_WAITING_BUFFERS - 1)
-        futures = []
-        for thread, consume in self._consumers:
-            if thread is None:
-                consume(data)
-            else:
-                futures.append(thread.submit(consume, data))
-        self._waiting.append(futures)
+        if self._hashing is None:
+            self._digest.update(data)
+        else:
+            self._wait_for_hashes(_MAX_UNHASHED_BUFFERS - 1)
+            self._hashed.append(self._hashing.submit(self._digest.update, data))
+        self._stream.write(data)
 
-    def _wait(self, most: int) -> None:
-        """Wait until at most ``most`` buffers are not hashed and written yet."""
-        while len(self._waiting) > most:
-            for future in self._waiting.popleft():
-                future.result()
-
-
-class ShardThreads:
-    """Two threads for the shards of one writer: one hashes, the other writes to the disk."""
-
-    def __init__(self) -> None:
-        self.hashing = ThreadPoolExecutor(1, thread_name_prefix="shardstream-hash")
-        self.writing = ThreadPoolExecutor(1, thread_name_prefix="shardstream-write")
-
-    def begin(self, file: PendingFile, url: str, columns: Sequence[Column] | None) -> TarShard:
-        """Begin a shard that is written to a file (see `TarShard`)."""
-        # Writing to S3 may wait for the network: in the calling thread, a signal interrupts that.
-        writing = self.writing if file.is_local else None
-        return TarShard(file, url=url, hashing=self.hashing, writing=writing, columns=columns)
-
-    def close(self) -> None:
-        """Drop buffers that wait, and end the threads; a second call does nothing."""
-        for thread in (self.hashing, self.writing):
-            thread.shutdown(wait=True, cancel_futures=True)
+    def _wait_for_hashes(self, most: int) -> None:
+        """Wait until at most ``most`` buffers are not hashed yet."""
+        while len(self._hashed) > most:
+            self._hashed.popleft().result()

@@ -29,15 +29,10 @@ class PendingFile(ABC):
 
     One thread may write and another one commit, one after the other.
 
-    Attributes:
-        is_local: Whether writing waits for the disk of this machine only.
-
     Args:
         place: The place of the unfinished file, for messages about a full disk.
         stream: Takes the bytes in order; it cannot seek, because they may have been sent already.
     """
-
-    is_local = False
 
     def __init__(self, place: str, stream: BinaryIO) -> None:
         self._place = place
@@ -201,8 +196,6 @@ def remove(storage: Storage, url: str) -> None:
 
 class LocalFile(PendingFile):
     """A file of this machine: written in the same folder under a temporary name, flushed to the disk and renamed."""
-
-    is_local = True
 
     def __init__(self, path: Path) -> None:
         self._path = path
