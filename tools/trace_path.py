@@ -45,7 +45,7 @@ LIMITS = {
     "next batch": (15, 52),
     "first state_dict": (9, 17),
     "next state_dict": (3, 6),
-    "ShardWriter, 40 samples": (20, 110),
+    "ShardWriter, 40 samples": (20, 106),
 }
 SAMPLES, BATCH_SIZE = 40, 4
 _COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")

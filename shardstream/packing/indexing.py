@@ -194,12 +194,12 @@ def index(  # noqa: PLR0913  (the public door)
     present = _names_in(folder, storage)
     others = sorted(set(filter(is_tar, present)) - {_name(tar.url) for tar in tars})
     url = join_url(folder, MANIFEST_NAME)
+    title = name or _name_before(url, storage)
     if isinstance(executor, Parts):
         if filesystem is not None:
             raise OptionError("a filesystem object cannot be used in parts; pass storage_options")
         if to is not None or not sha256:
             raise OptionError("to= and sha256=False cannot be used in parts; use another executor")
-        title = name or _name_before(url, storage)
         options: dict[str, JSON] = {"members": members, "columns": columns_identity(wanted)}
         job = _job_of(folder, tars, options, title, storage_options)
         works = [
@@ -224,9 +224,7 @@ def index(  # noqa: PLR0913  (the public door)
     ]
     results = _scan_all(tasks, executor, meter, threads)
     missing = _check_columns(wanted or (), results.values())
-    manifest = _manifest_of(
-        results, name=name or _name_before(url, storage), is_elsewhere=to is not None
-    )
+    manifest = _manifest_of(results, name=title, is_elsewhere=to is not None)
     _publish_manifest(output, manifest, present)
     listed = chain.from_iterable(cast("list[str]", one["warnings"]) for one in results.values())
     warnings = (*listed, *missing, *_warn_left_out(others, url))
