@@ -259,7 +259,7 @@ class Decode(ItemStage):
         """Return the function that decodes a sample."""
         return self._decode
 
-    def columns(self, columns: Columns) -> Columns | None:
+    def apply_to_columns(self, columns: Columns) -> Columns | None:
         """Decode text, numbers, JSON and arrays field by field; None if there are other decoders, or a sample is bad."""
         names = tuple(columns.columns)
         decoders = self._chosen.get(names) or self._choose(names)

@@ -45,7 +45,7 @@ class KeepFields(ItemStage):
             kept[name] = sample[name]
         return kept
 
-    def columns(self, columns: Columns) -> Columns | None:
+    def apply_to_columns(self, columns: Columns) -> Columns | None:
         """Return the fields of samples that all have the same; None if they lack one."""
         names = self._chosen(columns.columns)
         return None if names is None else Columns({n: columns.columns[n] for n in (*FRAME, *names)})

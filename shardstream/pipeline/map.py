@@ -135,7 +135,7 @@ class Rename(ItemStage):
             raise _no_field("", sample, "rename")
         return self._renamed(sample, sample)
 
-    def columns(self, columns: Columns) -> Columns | None:
+    def apply_to_columns(self, columns: Columns) -> Columns | None:
         """Rename the columns; None if one is missing, or used twice: batches would share its memory."""
         fields = columns.columns
         if not all(fields.keys() & old.split(";") for old in self.names.values()):
@@ -164,7 +164,7 @@ class ToTuple(ItemStage):
         """Return the function for one epoch."""
         return self._apply
 
-    def columns(self, columns: Columns) -> TupleColumns | None:
+    def apply_to_columns(self, columns: Columns) -> TupleColumns | None:
         """Return the columns of these fields; None if one is missing, or used twice: batches would share its memory."""
         fields = columns.columns
         chosen = [

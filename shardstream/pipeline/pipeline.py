@@ -209,7 +209,7 @@ class PipelineTransform:
         done = 0
         for stage in self._leading:
             begin = perf_counter()
-            changed = stage.columns(items) if isinstance(items, Columns) else None
+            changed = stage.apply_to_columns(items) if isinstance(items, Columns) else None
             if changed is None:
                 break
             items, done = changed, done + 1
@@ -255,7 +255,9 @@ def _stages_by_column(stages: Sequence[Stage], *, all_stages: bool) -> list[Item
     All or none of the stages: rows of an array keep all of it in memory.
     """
     items = [stage for stage in stages if isinstance(stage, ItemStage)]
-    if all_stages and all(type(stage).columns is not ItemStage.columns for stage in items):
+    if all_stages and all(
+        type(stage).apply_to_columns is not ItemStage.apply_to_columns for stage in items
+    ):
         return items
     return items[:1] if isinstance(items[0] if items else None, KeepFields) else []
 

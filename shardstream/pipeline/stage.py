@@ -157,7 +157,7 @@ class ItemStage:
         """Return the function for one epoch."""
         raise NotImplementedError
 
-    def columns(self, columns: Columns) -> Columns | TupleColumns | None:  # noqa: ARG002
+    def apply_to_columns(self, columns: Columns) -> Columns | TupleColumns | None:  # noqa: ARG002
         """Return what the function of `bind` returns for these samples; None where it must be called for each of them.
 
         For stages that depend on nothing but the samples. A default batch of the result must equal that of single samples; arrays

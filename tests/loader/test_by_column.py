@@ -15,6 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstream as ss
+from shardstream.format import Columns
+from shardstream.pipeline import Context, ItemFunction, ItemStage
 from shardstream.testing import make_shards
 from tests.small_datasets import FEW_CORES
 
@@ -162,6 +164,25 @@ def test_bad_samples_are_skipped_and_named_as_single_samples(
     skipping = {"on_error": ss.SkipBudget(samples=1), "num_workers": workers}
     found = assert_same_as_single_samples(folder, STEPS["decode"], **skipping)
     assert sum(len(batch["cls"]) for batch in found) == SAMPLES - 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut(ItemStage):
+    """A stage of a user, with a field that has a common name."""
+
+    columns: tuple[str, ...]
+
+    def bind(self, context: Context) -> ItemFunction:  # noqa: ARG002
+        return lambda sample, _: sample | {name: sample[name][:1] for name in self.columns}
+
+    def apply_to_columns(self, columns: Columns) -> Columns:
+        cut = {name: [value[:1] for value in columns.columns[name]] for name in self.columns}
+        return Columns({**columns.columns, **cut})
+
+
+def test_stages_of_users_can_work_on_columns(vectors: str) -> None:
+    found = assert_same_as_single_samples(vectors, lambda data: data.then(Cut(columns=("txt",))))
+    assert found[0]["txt"][0] == "é".encode()[:1]
 
 
 def test_a_missing_field_is_the_error_of_single_samples(vectors: str) -> None:

@@ -162,7 +162,9 @@ def test_close_closes_the_run_before_and_is_idempotent(stage: Stage, items: Iter
 def test_columns_are_those_of_single_samples(stage: ItemStage) -> None:
     names = ("__key__", "__url__", "cls", "txt")
     samples = [{"__key__": one["__key__"], "__url__": "a.tar"} | one for one in SAMPLES]
-    columns = stage.columns(Columns({name: [one[name] for one in samples] for name in names}))
+    columns = stage.apply_to_columns(
+        Columns({name: [one[name] for one in samples] for name in names})
+    )
     function = stage.bind(Context())
     if columns is not None:
         assert [*columns] == [function(sample, 0) for sample in samples]
