@@ -28,6 +28,7 @@ from shardstream.format import (
     read_samples,
     restore_order,
 )
+from shardstream.process_memory import keep_freed_memory
 
 # Mean sample size from which finding many samples before copying any is faster; number of samples too small to judge that.
 _LARGE_BYTES, _MIN_SAMPLES_TO_JUDGE = 16 << 10, 256
@@ -85,6 +86,7 @@ def open_fetcher(
     if isinstance(catalog, TableCatalog):
         return TableFetcher(catalog)
     if catalog.is_local:
+        keep_freed_memory()  # of the samples that are parsed or copied together
         return LocalFetcher(catalog, Readahead(catalog, iter(upcoming), prefetch_bytes))
     return RangeFetcher(
         catalog,

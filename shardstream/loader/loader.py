@@ -81,7 +81,7 @@ class ShardLoader(DataLoader[Any]):
             ready are copied ahead. They do not count in `state_dict`.
         options: Those of ``DataLoader``: pin_memory, timeout, prefetch_factor, persistent_workers, … Where cores are shared,
             ``prefetch_factor=4`` instead of 2 lets a fast worker get further ahead of a slow one, for the memory of two more
-            batches per worker. Up to 16 batches that are made within 2 ms count as one. With ``pin_memory=True`` tensors are
+            batches per worker. Up to 64 batches that are made within 8 ms count as one. With ``pin_memory=True`` tensors are
             pinned when they leave the shared memory of their worker, without torch's thread.
 
     Raises:

@@ -1,7 +1,7 @@
 """Send several small batches in one message from a worker to the main process.
 
 A message through torch's queues costs about 0.3 ms, whatever its size. Batches that are made faster are grouped: as many per
-message as a worker makes in 2 ms. The main process sets the size and the round of messages from which it holds, so that all
+message as a worker makes in 8 ms. The main process sets the size and the round of messages from which it holds, so that all
 workers send equally many: it yields their batches in turn, and few batches queue up. A message is flushed after 50 ms.
 """
 
@@ -21,9 +21,9 @@ from shardstream.loader.collation import shared_numbers
 from shardstream.loader.worker_errors import wrap_exception
 
 _T = TypeVar("_T")
-_MAX_ITEMS = 16
-MESSAGE_WORK_S, MAX_DELAY_S = 0.002, 0.05
-_LARGE_BYTES = 1 << 20
+_MAX_ITEMS = 64
+MESSAGE_WORK_S, MAX_DELAY_S = 0.008, 0.05
+_LARGE_BYTES = 1 << 21
 SIZES_KEPT = 5
 
 

@@ -43,7 +43,7 @@ DEFAULT_PREFETCH_BYTES = 64 << 20
 _DEFAULT_MICROBATCH = 64
 _LOOSE_WINDOW = 64
 # Samples planned at a time, which keeps the cost per sample under a microsecond; bytes parsed at a time; bytes copied at a time.
-_CHUNK_SAMPLES, LOOK_AHEAD_BYTES, _COPIED_BYTES = 16384, 64 << 20, 10 << 20
+_CHUNK_SAMPLES, LOOK_AHEAD_BYTES, _COPIED_BYTES = 16384, 64 << 20, 5 << 19
 _CHUNK_STEPS = 1024
 
 

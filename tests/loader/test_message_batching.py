@@ -139,7 +139,7 @@ class Line:
     counts=st.lists(st.integers(0, 60), min_size=1, max_size=4),
     prefetch_factor=st.integers(1, 4),
     broken=st.none() | st.integers(0, 60),
-    sizes=st.lists(st.integers(1, 16), min_size=1, max_size=20),
+    sizes=st.lists(st.integers(1, 64), min_size=1, max_size=20),
     late=st.randoms(use_true_random=False),
 )
 def test_batches_keep_their_order_in_messages_of_any_size(
@@ -153,7 +153,7 @@ def test_batches_keep_their_order_in_messages_of_any_size(
 
 
 @pytest.mark.parametrize("prefetch_factor", [1, 2, 4])
-@pytest.mark.parametrize("sizes", [[16], [16, 1, 7, 3, 16, 2]])
+@pytest.mark.parametrize("sizes", [[64], [64, 1, 7, 3, 64, 2]])
 def test_main_process_buffers_a_bounded_number_of_batches(
     prefetch_factor: int, sizes: list[int]
 ) -> None:
@@ -166,7 +166,7 @@ def test_main_process_buffers_a_bounded_number_of_batches(
         lambda: seeded.choice([0.0, 0.0, 0.0, 1.0]),
     )
     assert list(line) == [(number, place) for place in range(5000) for number in range(3)]
-    assert line.waited <= 16 * (prefetch_factor + 5)
+    assert line.waited <= 64 * (prefetch_factor + 6)
 
 
 def test_slow_worker_stays_in_turn() -> None:
@@ -185,11 +185,11 @@ def test_slow_or_large_batches_are_sent_alone() -> None:
     def worth(made_s: float, nbytes: float, size: int = 1) -> int:
         return preferred_size(WorkerMessage(0, [None] * size, made_s, nbytes, ended=False))
 
-    assert worth(0.0001, 0) == 16
-    assert worth(0.0005, 0) == 4
-    assert worth(0.004, 0, size=16) == 8
+    assert worth(0.0001, 0) == 64
+    assert worth(0.0005, 0) == 16
+    assert worth(0.016, 0, size=16) == 8
     assert worth(0.1, 0) == worth(0.0001, 6 << 20) == worth(0.0001, math.inf) == 1
-    assert worth(0.0, 300_000) == 3
+    assert worth(0.0, 600_000) == 3
 
 
 @pytest.fixture(scope="module")
@@ -234,7 +234,7 @@ def test_small_batches_are_sent_together(
         assert sorted(functools.reduce(operator.iadd, batches_of(loader), [])) == list(range(4000))
         assert sizes[0] == 1
         if context == "fork":  # spawned workers do not have the patched time limit
-            assert max(sizes) == 16
+            assert max(sizes) == 64
 
 
 def test_without_rings_torch_sends_batches_one_at_a_time(
