@@ -182,6 +182,18 @@ def _s3(sizes: Sizes) -> Iterator[Setting]:
     yield two
     yield replace(slow, row="s3-fast", store="s3-fast", targets=(best_peer(1.2), less_cpu()))
     yield replace(two, row="s3-fast", store="s3-fast")
+    for workers in (1, 2):
+        yield Setting(
+            row="s3-fast",
+            # Without the start of the workers, which is a third of the time of one epoch. litdata would read its cache.
+            label=f"{workers} worker{'s' * (workers > 1)}, after the first epoch",
+            case=_case(sizes, max_s=0.0, warm=True, workers=workers),
+            corpus=sizes.photos,
+            store="s3-fast",
+            contestants=(OURS, "webdataset", "s3torchconnector"),
+            limits=("limit-sockets",),
+            targets=(of_limit(0.8, "limit-sockets"),),
+        )
 
 
 def _azure(sizes: Sizes) -> Iterator[Setting]:
