@@ -23,7 +23,7 @@ from PIL import Image
 
 import shardstream as ss
 from shardstream.errors import SourceError, StorageError
-from shardstream.format import canonical_field, split_member_name
+from shardstream.format import canonical_field, is_meta_name, split_member_name
 from shardstream.packing import FileRef, Record, SourceOptions, file_key, open_source, pack
 from shardstream.storage import RowFile, Storage
 from tests.limits import set_limits
@@ -79,7 +79,7 @@ def reference_members(names: Sequence[str]) -> list[tuple[str, str, str]]:
     found = []
     for name in names:
         key, field = split_member_name(name) or ("", "")
-        if not name.startswith("__"):
+        if not is_meta_name(name):
             found.append((key, canonical_field(field), name))
     return sorted(found)
 

@@ -36,7 +36,8 @@ class Case:
         fields: Fields of a sample.
         samples: Samples of an epoch; another number is an error.
         payload_bytes: Bytes of all fields in an epoch; another number is an error.
-        task: "raw" returns bytes, "decoded" each field's value, "train" decoded, cropped images and labels.
+        task: "raw" returns bytes, "decoded" each field's value, "train" decoded, cropped images and labels; of the pack row, "train"
+            scales photos down.
         workers: Loader processes.
         only: Of the ray row: the field that is read; empty for all.
         shuffle: Whether shardstream shuffles.

@@ -265,6 +265,15 @@ def _writing(sizes: Sizes) -> Iterator[Setting]:
             limits=("limit-write",),
             form="files",
         )
+    for processes in (1, 2):
+        yield Setting(
+            row="pack",
+            label=f"photos scaled down and encoded, {processes} process{'es' * (processes > 1)}",
+            case=_case(sizes, mode="pack", task="train", workers=processes),
+            corpus=sizes.photos,
+            limits=("limit-decode",),
+            form="files",
+        )
     yield Setting(
         row="pack",
         label="photos from memory to s3-fast",
