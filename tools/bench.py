@@ -132,7 +132,7 @@ def main() -> None:
         console = Console(width=None if sys.stdout.isatty() else 120)
         document = measure(arguments, console)
         console.print(
-            f"{document['machine']}\n{document['versions']}\n{document['seconds']:.0f} s in all"
+            f"{document['machine']}\n{report.noise(document)}\n{document['versions']}\n{document['seconds']:.0f} s in all"
         )
     if arguments.json:
         arguments.json.write_text(json.dumps(document, indent=1) + "\n")

@@ -42,8 +42,10 @@ DEFAULT_PREFETCH_BYTES = 64 << 20
 """Prefetch buffer of each worker for remote data: one window of the default size."""
 _DEFAULT_MICROBATCH = 64
 _LOOSE_WINDOW = 64
-# Samples planned at a time, which keeps the cost per sample under a microsecond; bytes parsed at a time; bytes copied at a time.
-_CHUNK_SAMPLES, LOOK_AHEAD_BYTES, _COPIED_BYTES = 16384, 64 << 20, 5 << 19
+# Samples planned at a time, which keeps the cost per sample under a microsecond; bytes parsed at a time.
+_CHUNK_SAMPLES, LOOK_AHEAD_BYTES = 16384, 64 << 20
+# Bytes copied at a time: few, so that the batches of several workers come evenly, but enough samples of each shard.
+_MIN_COPIED_BYTES, _MAX_COPIED_BYTES, _SAMPLES_PER_SHARD = 5 << 19, 10 << 20, 20
 _CHUNK_STEPS = 1024
 
 
@@ -447,11 +449,12 @@ class IndexedRun:
             num_workers=self._worker_info.num_workers,
         )
         with closing(self._fetcher) as fetcher:
+            few, many = int(_MIN_COPIED_BYTES / mean_bytes), int(_MAX_COPIED_BYTES / mean_bytes)
+            max_copied = min(many, max(few, _SAMPLES_PER_SHARD * catalog.num_shards))
             max_samples = 1  # read the first few steps one by one, so that the first batch waits for its own samples only
             for chunk in plan_steps(self._partition, steps):
                 chunk[0], samples_to_skip = chunk[0][samples_to_skip:], 0
                 for chunk_of_steps in _chunk_steps(chunk, max_samples):
-                    max_copied = int(_COPIED_BYTES / mean_bytes)
                     yield from _read(fetcher, chunk_of_steps, max_copied, self._keeps)
                 max_samples = int(LOOK_AHEAD_BYTES / mean_bytes)
         catalog.check_manifests()

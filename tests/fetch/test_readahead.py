@@ -83,7 +83,7 @@ def test_next_samples_are_advised_after_a_page_fault(
 def test_used_samples_are_not_advised(
     requested: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    faults_from(monkeypatch, 5)  # when half of the batches are read
+    faults_from(monkeypatch, 4)  # when half of the batches are read
     total = epoch(tmp_path, window=20)
     assert 0 < sum(length for _, length in requested) < 0.5 * total
 

@@ -14,6 +14,7 @@ from benchmarks.targets import is_limit
 Setting = dict[str, Any]
 COLUMNS = ("", "median", "min to max", "ours to it", "MB/s", "CPU s/GB")
 _HIGHER = {"samples/s", "members/s"}
+_MIN_REPETITIONS = 3  # from which a range says something
 
 
 def spread(values: Sequence[float]) -> tuple[float, float, float]:
@@ -119,6 +120,29 @@ def extra_lines(setting: Setting) -> Iterator[str]:
             yield f"{name}: {', '.join(pairs)}"
 
 
+def noise(document: dict[str, Any]) -> str:
+    """Return how much equal measurements of a run differ, which shows how busy its host was with other work.
+
+    >>> done = [{"seconds": s, "samples": 1, "wrong": ""} for s in (1.0, 0.8, 0.9)]
+    >>> setting = {"metric": "seconds", "results": {"a": done, "b": done[:1]}}
+    >>> noise({"settings": [setting]})
+    'repetitions of a measurement differ by 22 % (median of 1), by 22 % in the worst tenth'
+    """
+    repeated = [
+        values
+        for setting in document["settings"]
+        for name in setting["results"]
+        if len(values := figures(setting, name)) >= _MIN_REPETITIONS
+    ]
+    if not repeated:
+        return "no measurement was repeated, so the noise of the host is unknown"
+    ranges = sorted((max(one) - min(one)) / statistics.median(one) for one in repeated)
+    middle, high = statistics.median(ranges), ranges[int(0.9 * len(ranges))]
+    return (
+        f"repetitions of a measurement differ by {middle:.0%} (median of {len(ranges)}), by {high:.0%} in the worst tenth"
+    ).replace("%", " %")
+
+
 def print_setting(setting: Setting, console: Console) -> None:
     """Print the table of a setting."""
     table = Table(title=title(setting), title_justify="left", title_style="bold", box=None)
@@ -151,7 +175,7 @@ def markdown(document: dict[str, Any]) -> str:
     )
     brake_text = f"`s3-slow`: {brake['latency_ms']} ms to the first byte, {brake['rate_mb_s']:.0f} MB/s a connection."
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
-    parts = [where, named, brake_text]
+    parts = [where, f"Noise: {noise(document)}.", named, brake_text]
     for setting in document["settings"]:
         rows = [" | ".join(COLUMNS), " | ".join(["---", *["---:"] * (len(COLUMNS) - 1)])]
         rows += [" | ".join(line).replace("\n", " ") for line in lines(setting)]

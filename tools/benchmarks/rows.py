@@ -76,9 +76,9 @@ def _present(row: str, workers: int) -> tuple[str, ...]:
 
 
 def _local(sizes: Sizes) -> Iterator[Setting]:
-    for row, corpus, multiple in (
-        ("small-local", sizes.small, 12),
-        ("photo-local", sizes.photos, 8),
+    for row, corpus, multiple, of_two_workers in (
+        ("small-local", sizes.small, 12, ()),
+        ("photo-local", sizes.photos, 8, (of_limit(0.5, "limit-pages"),)),
     ):
         for workers in (0, 2):
             yield Setting(
@@ -91,7 +91,7 @@ def _local(sizes: Sizes) -> Iterator[Setting]:
                 repetitions=5,  # of a second each, which other processes may disturb
                 targets=(against("webdataset", multiple), against("litdata", 1.4))
                 if workers == 0
-                else (),
+                else of_two_workers,
             )
 
 
@@ -154,7 +154,7 @@ def _s3(sizes: Sizes) -> Iterator[Setting]:
         against("webdataset", 8),
         against("s3torchconnector", 6),
         best_peer(1.5),
-        of_limit(0.8, "limit-sockets"),
+        of_limit(0.9, "limit-sockets"),
     )
     once = _case(sizes, min_s=0.0, max_s=0.0, workers=1)
     slow = Setting(
@@ -180,7 +180,8 @@ def _s3(sizes: Sizes) -> Iterator[Setting]:
         repetitions=2,  # of 11 s each
     )
     yield two
-    yield replace(slow, row="s3-fast", store="s3-fast", targets=(best_peer(1.2), less_cpu()))
+    fast_targets = (best_peer(1.2), less_cpu(), of_limit(0.8, "limit-sockets"))
+    yield replace(slow, row="s3-fast", store="s3-fast", targets=fast_targets)
     yield replace(two, row="s3-fast", store="s3-fast")
     for workers in (1, 2):
         yield Setting(
@@ -244,7 +245,10 @@ def _starts(sizes: Sizes) -> Iterator[Setting]:
 
 def _writing(sizes: Sizes) -> Iterator[Setting]:
     writers = (OURS, "webdataset", "litdata", "mosaicml")
-    for label, corpus, multiple in (("small", sizes.many, 5), ("photos", sizes.photos, 3)):
+    for label, corpus, multiple, share in (
+        ("small", sizes.many, 5, 0.5),
+        ("photos", sizes.photos, 3, 0.85),
+    ):
         yield Setting(
             row="pack",
             label=f"{label} from memory",
@@ -252,7 +256,7 @@ def _writing(sizes: Sizes) -> Iterator[Setting]:
             corpus=corpus,
             contestants=writers,
             limits=("limit-write",),
-            targets=(against("webdataset", multiple),),
+            targets=(against("webdataset", multiple), of_limit(share, "limit-write")),
             form="tar",
         )
     for processes in (1, 2):
@@ -263,6 +267,7 @@ def _writing(sizes: Sizes) -> Iterator[Setting]:
             corpus=sizes.photos,
             contestants=(OURS, "webdataset") if processes == 1 else (OURS,),
             limits=("limit-write",),
+            targets=(of_limit(0.8, "limit-write"),) if processes == 2 else (),
             form="files",
         )
     for processes in (1, 2):
@@ -282,6 +287,7 @@ def _writing(sizes: Sizes) -> Iterator[Setting]:
         store="s3-fast",
         contestants=(OURS, "webdataset"),
         limits=("limit-put",),
+        targets=(of_limit(0.75, "limit-put"),),
         form="tar",
     )
     for label, corpus in (("small", sizes.small), ("photos", sizes.photos)):
@@ -292,6 +298,7 @@ def _writing(sizes: Sizes) -> Iterator[Setting]:
             corpus=corpus,
             contestants=(OURS, "tarfile"),
             limits=("limit-hash",),
+            targets=(of_limit(0.9, "limit-hash"),) if label == "photos" else (),
             metric="members/s",
             form="tar",
         )
