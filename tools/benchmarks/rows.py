@@ -104,7 +104,6 @@ def _decoded(sizes: Sizes) -> Iterator[Setting]:
             corpus=sizes.small,
             contestants=(OURS, "webdataset"),
             limits=("limit-pages",),
-            repetitions=5,
             targets=(against("webdataset", 12),),
         )
 
@@ -211,7 +210,6 @@ def _azure(sizes: Sizes) -> Iterator[Setting]:
             contestants=(OURS, "adlfs"),
             limits=("limit-obstore",),
             targets=(of_limit(0.8, "limit-obstore"), against("adlfs", 1)),
-            repetitions=5,
         )
 
 
@@ -374,6 +372,7 @@ def _ray(sizes: Sizes) -> Iterator[Setting]:
             limits=() if case is write else ("limit-pages",),
             targets=(against("webdataset", multiple),),
             form=form,
+            repetitions=1,  # of half a minute, most of it the start and the end of the cluster
         )
 
 
