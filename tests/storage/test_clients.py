@@ -290,7 +290,7 @@ def test_truncated_response_is_continued_at_its_end(client: str, faults: Faults)
     assert storage.read(faults.url, 0, len(BODY)) == BODY
     assert len(positions) == 6
     assert positions == sorted(positions)
-    assert positions[-1] > len(BODY) // 2  # each cut is at a random offset of the rest
+    assert positions[-1] > len(BODY) // 10  # five cuts, each at a random offset of the rest
 
 
 def test_stalled_request_is_retried(client: str, faults: Faults) -> None:
