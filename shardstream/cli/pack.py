@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -28,7 +28,6 @@ from shardstream.errors import plural
 
 if TYPE_CHECKING:
     from shardstream.packing import PackReport
-    from shardstream.tasks import Executor
 
 _SKIPS_SHOWN, _FIELDS_SHOWN = 10, 12
 
@@ -190,7 +189,6 @@ def pack(  # noqa: PLR0913  (the options of a command)
     """
     import shardstream as ss  # noqa: PLC0415  (numpy, pillow and fsspec take 300 ms)
 
-    executor = _executor(processes, part, ray=ray, ray_address=ray_address)
     with report_interruption(), job_bar("packing") as progress:
         report = ss.pack(
             source,
@@ -211,8 +209,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
             quality=quality,
             image_format=image_format,
             masks=parse_masks(masks),
-            processes=1 if executor else processes,
-            executor=executor,
+            **_executor_options(processes, part, ray=ray, ray_address=ray_address),
             overwrite=overwrite,
             on_error="skip" if skip_errors else "raise",
             progress=progress,
@@ -221,14 +218,14 @@ def pack(  # noqa: PLR0913  (the options of a command)
     _show(report, part)
 
 
-def _executor(
+def _executor_options(
     processes: int, part: str | None, *, ray: bool, ray_address: str | None
-) -> Executor | None:
-    """Return the executor of ``--part`` and ``--ray``; ``--processes`` alone is no executor, but encodes in several processes."""
+) -> dict[str, Any]:
+    """Return the executor of ``--part`` and ``--ray``, or else the processes that encode."""
     if part is None and not ray and ray_address is None:
-        return None
+        return {"processes": processes}
     own = processes if processes > 1 else None
-    return executor_of(own, part, ray=ray, ray_address=ray_address)
+    return {"executor": executor_of(own, part, ray=ray, ray_address=ray_address)}
 
 
 def parse_split(text: str | None) -> dict[str, float]:

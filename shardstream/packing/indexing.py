@@ -196,10 +196,7 @@ def index(  # noqa: PLR0913  (the public door)
     url = join_url(folder, MANIFEST_NAME)
     title = name or _name_before(url, storage)
     if isinstance(executor, Parts):
-        if filesystem is not None:
-            raise OptionError("a filesystem object cannot be used in parts; pass storage_options")
-        if to is not None or not sha256:
-            raise OptionError("to= and sha256=False cannot be used in parts; use another executor")
+        _check_options_of_parts(filesystem, is_elsewhere=to is not None, sha256=sha256)
         options: dict[str, JSON] = {"members": members, "columns": columns_identity(wanted)}
         job = _job_of(folder, tars, options, title, storage_options)
         works = [
@@ -321,6 +318,13 @@ def _job_of(
         storage_options=storage_options,
         in_place=True,
     )
+
+
+def _check_options_of_parts(filesystem: Any, *, is_elsewhere: bool, sha256: bool) -> None:
+    if filesystem is not None:
+        raise OptionError("a filesystem object cannot be used in parts; pass storage_options")
+    if is_elsewhere or not sha256:
+        raise OptionError("to= and sha256=False cannot be used in parts; use another executor")
 
 
 def _index_part(

@@ -36,8 +36,7 @@ class Case:
         fields: Fields of a sample.
         samples: Samples of an epoch; another number is an error.
         payload_bytes: Bytes of all fields in an epoch; another number is an error.
-        task: "raw" returns bytes, "decoded" each field's value, "train" decoded, cropped images and labels; of the pack row, "train"
-            scales photos down.
+        task: "raw" returns bytes, "decoded" each field's value, "train" decoded, cropped images and labels.
         workers: Loader processes.
         only: Of the ray row: the field that is read; empty for all.
         shuffle: Whether shardstream shuffles.
@@ -51,6 +50,7 @@ class Case:
         cold: Whether the pages of the data are dropped before the first epoch.
         cache: Empty folder for files that the contestant caches.
         target: Destination of the pack row, if not the cache.
+        max_side: Of the pack row: longest side to which photos are scaled down, in pixels; 0 packs files as they are.
         connections: Connections of the socket limit.
         began: Start time of the process, seconds since 1970.
     """
@@ -75,6 +75,7 @@ class Case:
     cold: bool = False
     cache: str = ""
     target: str = ""
+    max_side: int = 0
     connections: int = 8
     began: float = 0.0
 

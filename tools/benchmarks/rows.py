@@ -272,7 +272,7 @@ def _writing(sizes: Sizes) -> Iterator[Setting]:
         yield Setting(
             row="pack",
             label=f"photos scaled down and encoded, {processes} process{'es' * (processes > 1)}",
-            case=_case(sizes, mode="pack", task="train", workers=processes),
+            case=_case(sizes, mode="pack", max_side=256, workers=processes),
             corpus=sizes.photos,
             limits=("limit-decode",),
             form="files",
