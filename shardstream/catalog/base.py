@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from shardstream.errors import plural
 from shardstream.format import Buffer
-from shardstream.storage import AdaptiveLimit, Storage
+from shardstream.storage import AdaptiveLimit, ReceiveBuffer, Storage
 
 Numbers = npt.NDArray[np.int64]
 FAR_READ_RATIO = 3.0
@@ -105,6 +105,21 @@ class Catalog(ABC):
         Raises:
             StorageError: If they cannot be read.
         """
+
+    def fetch_into(
+        self,
+        buffer: ReceiveBuffer,
+        shard: int,
+        start: int,
+        end: int,
+        concurrency: AdaptiveLimit | None = None,
+    ) -> None:
+        """Read the bytes ``start`` to ``end`` of a shard into memory, as `fetch`; without a copy where the client can do so.
+
+        Raises:
+            StorageError: As `fetch`; some of the memory may be filled then.
+        """
+        buffer.fill(self.fetch(shard, start, end, concurrency))
 
     @property
     def storage(self) -> Storage:

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardstream.catalog.base import Catalog, Extents, IndexChunk, Numbers
 from shardstream.format import Buffer
-from shardstream.storage import AdaptiveLimit, Storage
+from shardstream.storage import AdaptiveLimit, ReceiveBuffer, Storage
 
 
 class ConcatCatalog(Catalog):
@@ -131,6 +131,18 @@ class ConcatCatalog(Catalog):
         """Read some bytes of a shard, as `ShardCatalog.fetch`."""
         part, within = self._within(shard)
         return part.fetch(within, start, end, concurrency)
+
+    def fetch_into(
+        self,
+        buffer: ReceiveBuffer,
+        shard: int,
+        start: int,
+        end: int,
+        concurrency: AdaptiveLimit | None = None,
+    ) -> None:
+        """Read some bytes of a shard into memory."""
+        part, within = self._within(shard)
+        part.fetch_into(buffer, within, start, end, concurrency)
 
     def _within(self, shard: int) -> tuple[Catalog, int]:
         """Return the part that contains a shard, and the shard's number in it."""

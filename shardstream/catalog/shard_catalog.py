@@ -47,6 +47,7 @@ from shardstream.storage import (
     LocatedShards,
     MmapPool,
     PagedShards,
+    ReceiveBuffer,
     Storage,
     checksum_of_shards,
     fingerprint_of_shards,
@@ -270,6 +271,24 @@ class ShardCatalog(Catalog):
             data = layout.read(start, end, partial(self._storage.read_view, info.url, **hints))
         self._files.check([shard])
         return data
+
+    def fetch_into(
+        self,
+        buffer: ReceiveBuffer,
+        shard: int,
+        start: int,
+        end: int,
+        concurrency: AdaptiveLimit | None = None,
+    ) -> None:
+        """Read some bytes of a shard into memory, with the errors of `fetch`."""
+        if self._verified_reader is not None or self._members is not None:
+            super().fetch_into(buffer, shard, start, end, concurrency)
+            return
+        info = self.shards[shard]
+        self._files.record(shard)
+        hints = hints_of(concurrency) | {"size": info.filesize}
+        self._storage.read_into(buffer, info.url, start, end, **hints)
+        self._files.check([shard])
 
     def extents(self, numbers: Numbers | Sequence[int]) -> Extents:
         """Return the byte ranges of samples, in the order given.

@@ -25,7 +25,7 @@ from shardstream.catalog.sample_columns import Keys, Where, find_keys, find_wher
 from shardstream.catalog.shard_catalog import ShardCatalog
 from shardstream.errors import OptionError, plural
 from shardstream.format import Buffer
-from shardstream.storage import AdaptiveLimit, Storage
+from shardstream.storage import AdaptiveLimit, ReceiveBuffer, Storage
 
 Subset = Sequence[int] | Sequence[bool] | npt.NDArray[Any] | slice | str | os.PathLike[str]
 """Numbers of samples, a mask of as many bools as there are samples, a slice, or the path or URL of a ``.npy`` file of numbers or bools, or of
@@ -160,6 +160,17 @@ class SubsetCatalog(Catalog):
     ) -> bytes | memoryview:
         """Return some bytes of a shard."""
         return self._catalog.fetch(shard, start, end, concurrency)
+
+    def fetch_into(
+        self,
+        buffer: ReceiveBuffer,
+        shard: int,
+        start: int,
+        end: int,
+        concurrency: AdaptiveLimit | None = None,
+    ) -> None:
+        """Read some bytes of a shard into memory."""
+        self._catalog.fetch_into(buffer, shard, start, end, concurrency)
 
     def _whole(self, numbers: Numbers | Sequence[int]) -> Numbers:
         """Return the numbers of samples in the whole catalog."""

@@ -6,6 +6,7 @@ remote       prefetch by range requests within a byte budget
 coalesce     merge neighbouring samples into one range
 join_fetcher  read several catalogs, and join their samples
 in_flight    send concurrent range requests; hedge slow ones
+shared_blocks   memory of large samples that a worker shares with the main process
 """
 
 from shardstream.fetch.coalesce import coalesce
@@ -19,6 +20,7 @@ from shardstream.fetch.fetcher import (
 from shardstream.fetch.in_flight import share_requests
 from shardstream.fetch.readahead import Readahead
 from shardstream.fetch.remote import RangeFetcher
+from shardstream.fetch.shared_blocks import SharedBlocks, SharedBytes
 
 __all__ = [
     "Fetcher",
@@ -26,6 +28,8 @@ __all__ = [
     "MappedSamples",
     "RangeFetcher",
     "Readahead",
+    "SharedBlocks",
+    "SharedBytes",
     "coalesce",
     "open_batch_fetcher",
     "open_fetcher",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from shardstream.fetch.in_flight import RequestPool
 from shardstream.fetch.join_fetcher import JoinFetcher, TableFetcher
 from shardstream.fetch.readahead import Readahead
 from shardstream.fetch.remote import RangeFetcher
+from shardstream.fetch.shared_blocks import SharedBlocks
 from shardstream.format import (
     Columns,
     JoinedFields,
@@ -31,7 +32,7 @@ from shardstream.format import (
 from shardstream.process_memory import keep_freed_memory
 
 # Mean sample size from which finding many samples before copying any is faster; number of samples too small to judge that.
-_LARGE_BYTES, _MIN_SAMPLES_TO_JUDGE = 16 << 10, 256
+LARGE_BYTES, _MIN_SAMPLES_TO_JUDGE = 16 << 10, 256
 _MIN_PREFETCH_BYTES = 1 << 20  # of each part of a join
 
 
@@ -61,6 +62,7 @@ def open_fetcher(
     prefetch_bytes: int,
     hedge: bool = False,
     num_workers: int = 1,
+    blocks: SharedBlocks | None = None,
 ) -> Fetcher:
     """Open a fetcher: memory maps if all shards are local, else prefetching range reads.
 
@@ -70,6 +72,7 @@ def open_fetcher(
         prefetch_bytes: Maximum of bytes in flight or prefetched.
         hedge: Send a second request when a response is slow.
         num_workers: Processes that read at the same time on this machine.
+        blocks: Shared memory for large samples, whose fields become `SharedBytes`; None for ``bytes``.
     """
     if isinstance(catalog, JoinCatalog):
         return JoinFetcher(
@@ -85,15 +88,18 @@ def open_fetcher(
         )
     if isinstance(catalog, TableCatalog):
         return TableFetcher(catalog)
+    if catalog.total_bytes < LARGE_BYTES * len(catalog):
+        blocks = None
     if catalog.is_local:
         keep_freed_memory()  # of the samples that are parsed or copied together
-        return LocalFetcher(catalog, Readahead(catalog, iter(upcoming), prefetch_bytes))
+        return LocalFetcher(catalog, Readahead(catalog, iter(upcoming), prefetch_bytes), blocks)
     return RangeFetcher(
         catalog,
         iter(upcoming),
         prefetch_bytes=prefetch_bytes,
         hedges=hedge,
         num_workers=num_workers,
+        blocks=blocks,
     )
 
 
@@ -135,7 +141,8 @@ class BatchFetcher:
         for in_flight in [
             self._pool.submit(span) for span in coalesce(extents, self._catalog.max_read_ratio)
         ]:
-            span, data = in_flight.span, self._pool.wait_for_range(in_flight)
+            span = in_flight.span
+            data = cast("bytes | memoryview", self._pool.wait_for_range(in_flight))  # not in blocks
             starts, ends = extents.starts[span.places], extents.ends[span.places]
             url = self._catalog.url_of(span.shard)
             shard_slice = ShardSlice(span.shard, url, data, span.start, starts, ends)
@@ -165,10 +172,18 @@ class MappedSamples:
         catalog: The dataset.
         shards: Shard of each sample, shape (n,).
         found: Offsets of the samples' fields.
+        blocks: As in `open_fetcher`.
     """
 
-    def __init__(self, catalog: Catalog, shards: Numbers, found: LazyColumns) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        shards: Numbers,
+        found: LazyColumns,
+        blocks: SharedBlocks | None = None,
+    ) -> None:
         self._catalog, self._shards, self._found = catalog, shards, found
+        self._blocks = blocks
 
     def __getitem__(self, taken: slice) -> Columns:
         """Copy a slice of the samples.
@@ -176,7 +191,7 @@ class MappedSamples:
         Raises:
             ChangedError: If a shard was overwritten since the dataset was opened.
         """
-        columns = self._found[taken]
+        columns = self._found.copy(taken, None if self._blocks is None else self._blocks.hold)
         self._catalog.check_unchanged(set(self._shards[taken].tolist()))
         return columns
 
@@ -187,7 +202,7 @@ class MappedSamples:
 
     def select(self, fields: Sequence[str]) -> MappedSamples:
         """Return the samples with some of their fields only; the bytes of the others are not read."""
-        return MappedSamples(self._catalog, self._shards, self._found.select(fields))
+        return MappedSamples(self._catalog, self._shards, self._found.select(fields), self._blocks)
 
     def sizes(self, fields: Sequence[str] | None = None) -> Numbers:
         """Return the bytes of each sample's fields, shape (n,); of all fields by default."""
@@ -210,13 +225,15 @@ class LocalFetcher:
     Args:
         catalog: The dataset.
         readahead: Loads pages before they are needed.
+        blocks: As in `open_fetcher`.
     """
 
-    def __init__(self, catalog: Catalog, readahead: Readahead) -> None:
-        self._catalog, self._readahead = catalog, readahead
+    def __init__(
+        self, catalog: Catalog, readahead: Readahead, blocks: SharedBlocks | None = None
+    ) -> None:
+        self._catalog, self._readahead, self._blocks = catalog, readahead, blocks
         self._read_bytes = 0
-        mean_bytes = catalog.total_bytes / max(1, len(catalog))
-        self._is_lazy = mean_bytes >= _LARGE_BYTES
+        self._is_lazy = catalog.total_bytes >= LARGE_BYTES * max(1, len(catalog))
 
     def samples(self, numbers: Numbers) -> Samples:
         """Return for each number its sample, or what is wrong with it."""
@@ -250,7 +267,8 @@ class LocalFetcher:
         if found is None:
             return None
         self._record_read(extents)
-        return MappedSamples(self._catalog, extents.shards, found.restore_order(by_shard))
+        found = found.restore_order(by_shard)
+        return MappedSamples(self._catalog, extents.shards, found, self._blocks)
 
     def _record_read(self, extents: Extents) -> None:
         nbytes = int((extents.ends - extents.starts).sum())

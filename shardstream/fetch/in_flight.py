@@ -9,9 +9,10 @@ import time
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 
 from shardstream.catalog import Catalog, IndexChunk
-from shardstream.errors import StorageError
+from shardstream.errors import ChangedError, StorageError
 from shardstream.fetch.coalesce import ByteRange
-from shardstream.storage import AdaptiveLimit, Slot
+from shardstream.fetch.shared_blocks import Block, SharedBlocks
+from shardstream.storage import AdaptiveLimit, ReceiveBuffer, Slot
 
 _MAX_REQUESTS = 32  # of a process
 _SIDE_THREADS = 16  # for indexes and second requests, which do not wait for a slot
@@ -19,7 +20,8 @@ _SIDE_THREADS = 16  # for indexes and second requests, which do not wait for a s
 _MACHINE_REQUESTS, _CORE_REQUESTS, _MIN_REQUESTS = 48, 16, 2
 _HEDGE_POLL_S = 0.05  # interval of the check for slow requests
 
-Data = bytes | memoryview
+Data = bytes | memoryview | list[Block]
+"""The bytes of a range, in one piece or in a block of each sample."""
 
 
 def share_requests(wanted: int, num_workers: int, cores: int) -> tuple[int, int]:
@@ -35,10 +37,10 @@ def share_requests(wanted: int, num_workers: int, cores: int) -> tuple[int, int]
 class InFlightRange:
     """A requested range."""
 
-    __slots__ = ("first", "second", "sent_at", "slot", "span")
+    __slots__ = ("first", "second", "sent_at", "sizes", "slot", "span")
 
-    def __init__(self, span: ByteRange) -> None:
-        self.span = span
+    def __init__(self, span: ByteRange, sizes: list[int] | None) -> None:
+        self.span, self.sizes = span, sizes
         self.first: Future[Data] | None = None
         self.second: Future[Data] | None = None  # hedge for the same range
         self.slot: Slot | None = None
@@ -62,12 +64,20 @@ class RequestPool:
         catalog: The dataset.
         hedges: Send a second request when the first takes three times as long as usual, and use the first response.
         num_workers: Processes that read at the same time on this machine, which share its requests.
+        blocks: Memory for ranges whose samples have a block each.
     """
 
-    def __init__(self, catalog: Catalog, *, hedges: bool, num_workers: int = 1) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        *,
+        hedges: bool,
+        num_workers: int = 1,
+        blocks: SharedBlocks | None = None,
+    ) -> None:
         initial, most = share_requests(catalog.threads, num_workers, os.cpu_count() or 1)
         self.concurrency = AdaptiveLimit(initial, most)
-        self._catalog, self._hedges = catalog, hedges
+        self._catalog, self._hedges, self._blocks = catalog, hedges, blocks
         self._pending: list[InFlightRange] = []
         self._read_bytes = self._requests = 0
         self._wait_s = 0.0
@@ -77,9 +87,9 @@ class RequestPool:
             min(most, _SIDE_THREADS), thread_name_prefix="shardstream-aside"
         )
 
-    def submit(self, span: ByteRange) -> InFlightRange:
-        """Request a range."""
-        in_flight = InFlightRange(span)
+    def submit(self, span: ByteRange, sizes: list[int] | None = None) -> InFlightRange:
+        """Request a range; in a block of each sample if their sizes are given, and there is memory for them."""
+        in_flight = InFlightRange(span, sizes)
         in_flight.first = self._pool.submit(self._fetch, in_flight)
         if self._hedges:
             with self._lock:
@@ -142,7 +152,7 @@ class RequestPool:
             if self.concurrency.closed.is_set():
                 return b""  # the result is not used
             in_flight.slot, in_flight.sent_at = slot, time.monotonic()
-            return self._read_range(in_flight.span)
+            return self._read_range(in_flight)
 
     def _hedge_late(self) -> None:
         """Send second requests for slow ranges."""
@@ -159,16 +169,30 @@ class RequestPool:
 
     def _hedge(self, in_flight: InFlightRange) -> Data:
         """Read a slow range again, and then release the slot of the first request."""
-        data = self._read_range(in_flight.span)
+        data = self._read_range(in_flight)
         if in_flight.slot is not None:
             in_flight.slot.release()
         return data
 
-    def _read_range(self, span: ByteRange) -> Data:
-        begin = time.monotonic()
-        data = self._catalog.fetch(span.shard, span.start, span.end, self.concurrency)
-        self.concurrency.record_response(len(data), time.monotonic() - begin)
-        return data
+    def _read_range(self, in_flight: InFlightRange) -> Data:
+        begin, span = time.monotonic(), in_flight.span
+        # Own blocks for each request: a slow one goes on writing after the second was used.
+        blocks = self._blocks.take(in_flight.sizes) if self._blocks and in_flight.sizes else None
+        if blocks is None:
+            data = self._catalog.fetch(span.shard, span.start, span.end, self.concurrency)
+            self.concurrency.record_response(len(data), time.monotonic() - begin)
+            return data
+        buffer = ReceiveBuffer([block.view for block in blocks])
+        self._catalog.fetch_into(buffer, span.shard, span.start, span.end, self.concurrency)
+        if not buffer.is_full:
+            raise ChangedError(
+                "the file is shorter than its index says",
+                remedy="run 'shardstream index' again, or write the shard again",
+                shard=self._catalog.url_of(span.shard),
+                offset=span.start,
+            )
+        self.concurrency.record_response(span.size, time.monotonic() - begin)
+        return blocks
 
     def _wait_for_success(self, in_flight: InFlightRange) -> Data:
         timeout_s, begin = self._catalog.timeout_s, time.monotonic()

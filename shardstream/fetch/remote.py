@@ -14,7 +14,8 @@ from shardstream.catalog import Catalog, Extents, IndexChunk, Numbers
 from shardstream.errors import IndexMismatchError, StorageError
 from shardstream.fetch.coalesce import ByteRange, coalesce
 from shardstream.fetch.in_flight import InFlightRange, RequestPool
-from shardstream.format import Samples, ShardSlice, as_rows, from_rows, read_samples
+from shardstream.fetch.shared_blocks import SharedBlocks, keep_shared
+from shardstream.format import Samples, ShardSlice, as_rows, from_rows, read_one, read_samples
 from shardstream.process_memory import release_freed_memory
 
 _NEXT_GROUP_FRACTION = (
@@ -42,6 +43,12 @@ class _Part:
         self.in_flight: InFlightRange | None = None
         self.is_read = False
 
+    @property
+    def sizes(self) -> list[int] | None:
+        """Bytes of each sample; None if there are others between them."""
+        is_whole = (self.starts[1:] == self.ends[:-1]).all()
+        return (self.ends - self.starts).tolist() if is_whole else None
+
 
 class RangeFetcher:
     """Prefetch samples of remote tars by range reads; for one thread.
@@ -56,6 +63,7 @@ class RangeFetcher:
             may exceed it.
         hedges: Send a second request when the first takes three times as long as usual, and use the first response.
         num_workers: Processes that read at the same time on this machine.
+        blocks: As in `open_fetcher`.
     """
 
     def __init__(
@@ -66,10 +74,12 @@ class RangeFetcher:
         prefetch_bytes: int,
         hedges: bool = False,
         num_workers: int = 1,
+        blocks: SharedBlocks | None = None,
     ) -> None:
         self._catalog = catalog
         self._upcoming = upcoming
-        self._requests = RequestPool(catalog, hedges=hedges, num_workers=num_workers)
+        self._requests = RequestPool(catalog, hedges=hedges, num_workers=num_workers, blocks=blocks)
+        self._has_blocks = blocks is not None
         self._budget = self._limit = float(prefetch_bytes)
         self._bytes = 0.0  # requested and not used yet
         self._parts: dict[int, _Part] = {}  # by sample number, until the sample is used
@@ -148,7 +158,8 @@ class RangeFetcher:
 
     def _request(self, part: _Part) -> None:
         if part.in_flight is None:
-            part.in_flight = self._requests.submit(part.span)
+            sizes = part.sizes if self._has_blocks else None
+            part.in_flight = self._requests.submit(part.span, sizes)
             self._parts_in_flight.append(part)
             self._bytes += part.span.size
 
@@ -205,10 +216,16 @@ class RangeFetcher:
     def _read_part(self, part: _Part, in_flight: InFlightRange) -> None:
         data = self._requests.wait_for_range(in_flight)
         url = self._catalog.url_of(part.span.shard)
-        shard_slice = ShardSlice(
-            part.span.shard, url, data, part.span.start, part.starts, part.ends
-        )
-        rows = as_rows(read_samples([shard_slice]))
+        if isinstance(data, list):
+            places = zip(data, part.starts.tolist(), part.ends.tolist(), strict=True)
+            rows: list[object] = [
+                read_one(block, a, a, b, url, keep_shared) for block, a, b in places
+            ]
+        else:
+            shard_slice = ShardSlice(
+                part.span.shard, url, data, part.span.start, part.starts, part.ends
+            )
+            rows = as_rows(read_samples([shard_slice]))
         self._rows.update(zip(part.numbers.tolist(), rows, strict=True))
         part.is_read = True
         in_flight.first = in_flight.second = None  # the futures keep the response in memory

@@ -10,7 +10,7 @@ import numpy as np
 
 from shardstream.format.columns import Column, Columns, LazyColumns, Samples
 from shardstream.format.samples import Sample, read_sample
-from shardstream.format.tar_reader import BLOCK_BYTES, Buffer
+from shardstream.format.tar_reader import BLOCK_BYTES, Buffer, SlicedBuffer
 
 # With fewer samples in total or per slice, NumPy's calls cost more than they save.
 MIN_SAMPLES, MIN_SAMPLES_PER_SLICE = 40, 6
@@ -77,10 +77,17 @@ def _read_each(shard_slice: ShardSlice) -> list[Sample | Exception]:
     return [read_one(shard_slice.buffer, shard_slice.base, a, b, shard_slice.url) for a, b in pairs]
 
 
-def read_one(buffer: Buffer, base: int, start: int, end: int, url: str) -> Sample | Exception:
+def read_one(
+    buffer: SlicedBuffer,
+    base: int,
+    start: int,
+    end: int,
+    url: str,
+    take: Callable[[Any], Any] = bytes,
+) -> Sample | Exception:
     """Return the sample that `read_sample` reads, or the error that it raises."""
     try:
-        return read_sample(buffer, base, start, end, url)
+        return read_sample(buffer, base, start, end, url, take)
     except Exception as error:  # noqa: BLE001  (returned: the caller applies the skip policy)
         return error
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import zlib
 from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 from shardstream.errors import ShardError
 from shardstream.format.pax import (
@@ -37,6 +38,15 @@ ReadAt = Callable[[int, int], bytes]
 
 Buffer = bytes | mmap.mmap | memoryview
 """A slice of a tar."""
+
+
+class SlicedBuffer(Protocol):
+    """A buffer whose slices are bytes, or can be made ``bytes``."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, taken: slice, /) -> Any: ...
+
 
 Member = tuple[str, int, int, int]
 """Name, offset of its first header (including a pax header before it), offset of its bytes, their size."""

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from shardstream.errors import SampleError
+from shardstream.fetch import SharedBytes
 from shardstream.pipeline import EncodedImage
 
 MAX_TENSOR_BYTES = 31 << 20
@@ -47,7 +48,7 @@ NewTensor = Callable[[tuple[int, ...], torch.dtype], torch.Tensor]
 class SerializedValue(NamedTuple):
     """A value split into raw pieces, a pickle, and objects for torch."""
 
-    pieces: list[bytes | torch.Tensor]
+    pieces: list[bytes | SharedBytes | torch.Tensor]
     """Contiguous tensors and large bytes; the last one is the pickle."""
     rest: list[Any]
     """Objects that torch must send: storages, and tensors that are very large or more than plain bytes."""
@@ -136,7 +137,7 @@ class _Large:
 
     __slots__ = ("pieces", "value")
 
-    def __init__(self, value: bytes | list[bytes]) -> None:
+    def __init__(self, value: bytes | SharedBytes | list[bytes] | list[SharedBytes]) -> None:
         self.value = value
         self.pieces = value if isinstance(value, list) else [value]
 
@@ -146,6 +147,8 @@ def _mark_large_bytes(value: Any) -> Any:
     kind = type(value)
     if kind is bytes:
         return _Large(value) if len(value) >= MIN_LARGE_BYTES else value
+    if kind is SharedBytes:
+        return _Large(value)
     if kind is dict:
         return {name: _mark_large_bytes(one) for name, one in value.items()}
     if kind is EncodedImage:
@@ -158,6 +161,8 @@ def _mark_large_bytes(value: Any) -> Any:
 def _mark_sequence(values: list[Any] | tuple[Any, ...]) -> Any:
     """Wrap the large bytes in a column; small bytes, and dicts of numbers and text, are recognised all at once."""
     kinds = set(map(type, values))
+    if kinds == {SharedBytes} and type(values) is list:
+        return _Large(values)
     if kinds == {bytes}:
         if max(map(len, values)) < MIN_LARGE_BYTES:
             return values
@@ -176,7 +181,7 @@ class _Packer(reduction.ForkingPickler):
     def __init__(self) -> None:
         self.file = io.BytesIO()
         super().__init__(self.file)
-        self.pieces: list[bytes | torch.Tensor] = []
+        self.pieces: list[bytes | SharedBytes | torch.Tensor] = []
         self.rest: list[Any] = []
 
     def reducer_override(self, value: Any) -> Any:

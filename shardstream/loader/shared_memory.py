@@ -2,7 +2,8 @@
 
 A batch of bytes is copied in and out once; through a pipe it is copied five times, 64 KiB per system call. For each tensor torch
 would create a file in /dev/shm, which containers keep small, and send its descriptor (0.2 ms). Very large tensors, and the
-tensors of batches that do not fit into the ring, still go that way.
+tensors of batches that do not fit into the ring, still go that way. Large raw samples are read into blocks of the same memory
+(`SharedBlocks`), and a message only names their places.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import struct
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from multiprocessing import reduction
 from operator import attrgetter
 from typing import Any, NamedTuple
 
+from shardstream.fetch import SharedBlocks, SharedBytes
 from shardstream.loader.serialize import (
     NewTensor,
     TensorLayout,
@@ -28,7 +31,8 @@ from shardstream.loader.serialize import (
     unsendable_error,
 )
 
-RING_BYTES = 256 << 20  # address space; physical memory is used only for messages in flight
+# Address space; physical memory is used only for messages in flight and for samples in blocks.
+RING_BYTES, BLOCKS_BYTES = 256 << 20, 512 << 20
 # Messages start at multiples of these, so that a slightly larger message still fits into a freed place.
 RING_STEP_BYTES, _SMALL_STEP_BYTES = 1 << 20, 1 << 16
 _HEAD_BYTES = (
@@ -48,7 +52,10 @@ class RingMessage(NamedTuple):
     start: int
     """Start offset in the ring."""
     places: list[tuple[int, int]]
-    """Start and end of each tensor and large bytes object, relative to ``start``; the last one is the pickle."""
+    """Start and end of each tensor and large bytes object, relative to ``start``; the last one is the pickle.
+
+    Those of `SharedBytes` are in the blocks, all others in the ring.
+    """
     pieces: list[Any] | None
     """The pieces themselves, the pickle last, if the ring had no room; else None."""
     rest: list[Any]
@@ -56,8 +63,19 @@ class RingMessage(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes used in the ring."""
-        return self.places[-1][1]
+        """Bytes of all pieces."""
+        return sum(end - start for start, end in self.places)
+
+
+class _InFlight(NamedTuple):
+    """What a message uses until it is unpacked."""
+
+    number: int
+    start: int
+    """Start offset in the ring."""
+    end: int
+    shared: list[SharedBytes]
+    """Keeps their blocks in use."""
 
 
 class RingBuffer:
@@ -68,13 +86,19 @@ class RingBuffer:
 
     def __init__(self, handle: int | None = None) -> None:
         self._handle = os.memfd_create("shardstream") if handle is None else handle
-        os.ftruncate(self._handle, _HEAD_BYTES + RING_BYTES)
-        self._memory = mmap.mmap(self._handle, _HEAD_BYTES + RING_BYTES)
-        self._in_flight: deque[RingMessage] = deque()
+        size = _HEAD_BYTES + RING_BYTES + BLOCKS_BYTES
+        os.ftruncate(self._handle, size)
+        self._memory = mmap.mmap(self._handle, size)
+        self._in_flight: deque[_InFlight] = deque()
         self._number = 0
 
     def __reduce__(self) -> tuple[Callable[[Any], RingBuffer], tuple[Any]]:
         return _attach, (reduction.DupFd(self._handle),)
+
+    @cached_property
+    def blocks(self) -> SharedBlocks:
+        """In the worker: memory of samples that are sent without a copy."""
+        return SharedBlocks(memoryview(self._memory), _HEAD_BYTES + RING_BYTES)
 
     # `close` is bound at definition: at interpreter exit the module `os` may already be cleared.
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
@@ -104,18 +128,27 @@ class RingBuffer:
         except Exception as error:
             raise unsendable_error(error) from error
         places = _lay_out_pieces(pieces)
-        base = self._find_room(places[-1][1])
-        if base is None:
+        size = places[-1][1]
+        start = self._find_room(size)
+        if start is None:
             # Cloned, because the queue's thread pickles them later: a step may have changed its tensors by then.
-            copies = [one if isinstance(one, bytes) else one.clone() for one in pieces]
+            copies = [
+                bytes(one) if isinstance(one, bytes | SharedBytes) else one.clone()
+                for one in pieces
+            ]
             return RingMessage(worker, 0, 0, places, copies, rest)
-        for (start, end), piece in zip(places, pieces, strict=True):
-            data = piece if isinstance(piece, bytes) else tensor_bytes(piece).data
-            self._memory[_HEAD_BYTES + base + start : _HEAD_BYTES + base + end] = data
+        shared: list[SharedBytes] = []
+        base = _HEAD_BYTES + start
+        for number, (piece, (first, last)) in enumerate(zip(pieces, places, strict=True)):
+            if isinstance(piece, SharedBytes):
+                places[number] = piece.start - base, piece.start + len(piece) - base
+                shared.append(piece)
+            else:
+                data = piece if isinstance(piece, bytes) else tensor_bytes(piece).data
+                self._memory[base + first : base + last] = data
         self._number += 1
-        message = RingMessage(worker, self._number, base, places, None, rest)
-        self._in_flight.append(message._replace(rest=[]))
-        return message
+        self._in_flight.append(_InFlight(self._number, start, start + size, shared))
+        return RingMessage(worker, self._number, start, places, None, rest)
 
     def unpack(self, message: RingMessage, allocate: NewTensor = new_tensor) -> Any:
         """In the main process: copy a value out of the ring and free its space.
@@ -150,15 +183,17 @@ class RingBuffer:
         for message in sorted(self._in_flight, key=_START):
             if place + size <= message.start:
                 return place
-            place = -(-(message.start + message.nbytes) // step) * step
+            place = -(-message.end // step) * step
         return place if place + size <= RING_BYTES else None
 
 
 def _lay_out_pieces(pieces: list[Any]) -> list[tuple[int, int]]:
-    """Return start and end of each piece in a message; tensors are aligned."""
+    """Return start and end of each piece in a message; tensors are aligned, and `SharedBytes` take no room."""
     places, end = [], 0
     for piece in pieces:
-        if isinstance(piece, bytes):
+        if isinstance(piece, SharedBytes):
+            start = end
+        elif isinstance(piece, bytes):
             start, end = end, end + len(piece)
         else:
             start = -(-end // _ALIGN_BYTES) * _ALIGN_BYTES

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from shardstream.distributed import WorkerInfo, is_one_of_several
 from shardstream.errors import OptionError, SkipBudgetError, StateError
+from shardstream.fetch import SharedBlocks
 from shardstream.loader.collation import collate, shared_numbers
 from shardstream.loader.dataset import StreamDataset, current_worker_info
 from shardstream.loader.message_batching import MessageSizes, receive_items, send_messages
@@ -292,7 +293,14 @@ class BatchDataset(IterableDataset[Any]):
                 error,
             )
 
-        run = IndexedRun(self.indexed_source, partition, worker_info, skips, pipeline.kept_fields)
+        run = IndexedRun(
+            self.indexed_source,
+            partition,
+            worker_info,
+            skips,
+            pipeline.kept_fields,
+            self._shared_blocks(worker_info.worker),
+        )
         transform = pipeline.open_transform(
             partition.plan.epoch, skips, by_column=self.collate_fn is collate
         )
@@ -319,6 +327,11 @@ class BatchDataset(IterableDataset[Any]):
         finally:
             transform.close()
             run.close()
+
+    def _shared_blocks(self, worker: int) -> SharedBlocks | None:
+        """Return the shared memory of a worker for raw samples; None where a step or function reads their bytes."""
+        is_raw = self.source_dataset.pipeline.is_raw and self.collate_fn is collate
+        return self.rings[worker].blocks if is_raw and self.rings and get_worker_info() else None
 
     def _collate(self, items: Sequence[Any]) -> Any:
         if not items:

@@ -13,7 +13,7 @@ import numpy as np
 
 from shardstream.catalog import Catalog, ConcatCatalog
 from shardstream.distributed import WorkerInfo
-from shardstream.fetch import Fetcher, MappedSamples, open_fetcher
+from shardstream.fetch import Fetcher, MappedSamples, SharedBlocks, open_fetcher
 from shardstream.format import Columns, Sample, Samples
 from shardstream.order import (
     EpochOrder,
@@ -358,6 +358,7 @@ class IndexedRun:
         worker_info: The worker that reads.
         skips: Skip policy for damaged samples.
         keeps: First stage of the pipeline, if it keeps some fields: the bytes of others are not read where that is cheap.
+        blocks: Shared memory for large samples, as in `open_fetcher`.
     """
 
     def __init__(
@@ -367,11 +368,12 @@ class IndexedRun:
         worker_info: WorkerInfo,
         skips: SkipTracker,
         keeps: KeepFields | None = None,
+        blocks: SharedBlocks | None = None,
     ) -> None:
         self.number = -1
         self._source, self._partition = source, partition
         self._worker_info = worker_info
-        self._skips, self._keeps = skips, keeps
+        self._skips, self._keeps, self._blocks = skips, keeps, blocks
         self._taken = 0
         self._fetcher: Fetcher | None = None
         self._samples: Generator[tuple[int, Sample], None, None] | None = None
@@ -447,6 +449,7 @@ class IndexedRun:
             prefetch_bytes=options.prefetch_bytes,
             hedge=options.hedge,
             num_workers=self._worker_info.num_workers,
+            blocks=self._blocks,
         )
         with closing(self._fetcher) as fetcher:
             few, many = int(_MIN_COPIED_BYTES / mean_bytes), int(_MAX_COPIED_BYTES / mean_bytes)

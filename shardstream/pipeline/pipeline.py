@@ -13,7 +13,7 @@ from shardstream.distributed import WorkerInfo
 from shardstream.format import Columns
 from shardstream.pipeline.bad_samples import OnError, SkipTracker
 from shardstream.pipeline.decode import Decode
-from shardstream.pipeline.indexed_source import IndexedSource, SampleTransform
+from shardstream.pipeline.indexed_source import CatalogSource, IndexedSource, SampleTransform
 from shardstream.pipeline.keep_fields import KeepFields
 from shardstream.pipeline.open_fields import OpenFields
 from shardstream.pipeline.source import Source
@@ -73,6 +73,12 @@ class Pipeline:
         """The fields that are kept of each sample, before all other stages; None if all are."""
         first = self.stages[0] if self.stages else None
         return first if isinstance(first, KeepFields) else None
+
+    @property
+    def is_raw(self) -> bool:
+        """Whether no step reads the bytes of fields."""
+        has_steps = any(not isinstance(stage, KeepFields) for stage in self.stages)
+        return isinstance(self.source, CatalogSource) and not has_steps
 
     @property
     def num_steps(self) -> int:

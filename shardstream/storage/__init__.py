@@ -89,7 +89,7 @@ from shardstream.storage.paged_shards import (
 )
 from shardstream.storage.range_file import RangeStream
 from shardstream.storage.read_small_files import read_small_files
-from shardstream.storage.response import RangeResponse
+from shardstream.storage.response import RangeResponse, ReceiveBuffer
 from shardstream.storage.retry import TruncatedResponseError, retry_call
 from shardstream.storage.row_file import RowFile, sort_rows
 from shardstream.storage.s3_config import S3Settings, complete_s3fs_options, parse_s3_options
@@ -128,6 +128,7 @@ __all__ = [
     "PendingFile",
     "RangeResponse",
     "RangeStream",
+    "ReceiveBuffer",
     "RemoteFolder",
     "RowFile",
     "S3Object",

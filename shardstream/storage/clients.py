@@ -12,7 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from fsspec.core import url_to_fs
 
@@ -32,7 +32,7 @@ from shardstream.storage.gcs_azure_config import (
     parse_gcs_options,
 )
 from shardstream.storage.read_small_files import read_small_files
-from shardstream.storage.response import RangeReader, RangeResponse
+from shardstream.storage.response import RangeReader, RangeResponse, RequestOptions
 from shardstream.storage.s3_config import (
     S3Settings,
     cloud_variables,
@@ -225,20 +225,18 @@ class Clients:
         url: str,
         start: int,
         end: int | None,
-        *,
-        keep_partial: bool,
-        max_bytes: int | None = None,
+        **options: Unpack[RequestOptions],
     ) -> RangeResponse:
-        """Request bytes of a file once; errors of the client are not translated."""
+        """Request bytes of a file once, as `RangeReader.read`; errors of the client are not translated."""
         reader, path = self.reader(url, reads_whole_file=(start, end) == (0, None))
         try:
-            response = reader.read(path, start, end, keep_partial=keep_partial, max_bytes=max_bytes)
+            response = reader.read(path, start, end, **options)
         except Exception as error:
             if not self.is_s3(url) or not self._switch_to_s3fs(error):
                 raise
             reader, path = self.reader(url, reads_whole_file=False)
-            response = reader.read(path, start, end, keep_partial=keep_partial, max_bytes=max_bytes)
-        self._read_bytes += len(response.data)
+            response = reader.read(path, start, end, **options)
+        self._read_bytes += response.nbytes
         return response
 
     def read_small_files(self, urls: Sequence[str], max_bytes: int) -> list[bytes | None]:

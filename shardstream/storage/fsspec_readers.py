@@ -14,7 +14,12 @@ from typing import Any
 from fsspec.asyn import sync
 
 from shardstream.storage.error_messages import ranges_ignored_error
-from shardstream.storage.response import RangeResponse, max_response_bytes, plain_etag
+from shardstream.storage.response import (
+    RangeResponse,
+    ReceiveBuffer,
+    max_response_bytes,
+    plain_etag,
+)
 
 # A server that sends fewer bytes per second, averaged over a response, is treated like one that sends none.
 _SLOWEST_FILESYSTEM = 100_000
@@ -44,6 +49,7 @@ class FilesystemReader:
         *,
         keep_partial: bool = False,  # noqa: ARG002
         max_bytes: int | None = None,
+        into: ReceiveBuffer | None = None,  # noqa: ARG002
     ) -> RangeResponse:
         """Request the bytes ``start`` to ``end`` once."""
         # start=0, end=None is a plain GET: a range of an empty object would be refused
@@ -78,6 +84,7 @@ class HttpReader(FilesystemReader):
         *,
         keep_partial: bool = False,  # noqa: ARG002
         max_bytes: int | None = None,
+        into: ReceiveBuffer | None = None,  # noqa: ARG002
     ) -> RangeResponse:
         """Request the bytes ``start`` to ``end`` once; return at most one response chunk more."""
         limit = max_response_bytes(start, end, max_bytes)
@@ -124,6 +131,7 @@ class S3fsReader(FilesystemReader):
         *,
         keep_partial: bool = False,  # noqa: ARG002
         max_bytes: int | None = None,
+        into: ReceiveBuffer | None = None,  # noqa: ARG002
     ) -> RangeResponse:
         """Request the bytes ``start`` to ``end`` once."""
         limit = max_response_bytes(start, end, max_bytes)
@@ -192,6 +200,7 @@ class HubReader(FilesystemReader):
         *,
         keep_partial: bool = False,  # noqa: ARG002
         max_bytes: int | None = None,
+        into: ReceiveBuffer | None = None,  # noqa: ARG002
     ) -> RangeResponse:
         """Request the bytes ``start`` to ``end`` once; return at most one response chunk more."""
         from huggingface_hub import get_session  # noqa: PLC0415  (only for hf://)

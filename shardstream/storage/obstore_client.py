@@ -18,7 +18,12 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from shardstream.storage import fork_safety
 from shardstream.storage.gcs_azure_config import CloudSettings
-from shardstream.storage.response import RangeResponse, max_response_bytes, plain_etag
+from shardstream.storage.response import (
+    RangeResponse,
+    ReceiveBuffer,
+    max_response_bytes,
+    plain_etag,
+)
 from shardstream.storage.s3_config import S3Settings
 
 _AT_ONCE_BYTES = 8 << 20
@@ -47,6 +52,7 @@ class ObstoreReader:
         *,
         keep_partial: bool = False,
         max_bytes: int | None = None,
+        into: ReceiveBuffer | None = None,  # noqa: ARG002
     ) -> RangeResponse:
         """Request the bytes ``start`` to ``end`` once."""
         bucket, _, key = path.partition("/")

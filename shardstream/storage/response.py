@@ -1,10 +1,54 @@
-"""The result of one request, and the protocol of clients that send it."""
+"""The result of one request, the memory that its bytes may be received into, and the protocol of clients that send it."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypedDict
+
+
+class ReceiveBuffer:
+    """Memory that the bytes of a range are received into, one piece after the other.
+
+    Args:
+        pieces: Writable memory, shape (n,) each, uint8.
+    """
+
+    def __init__(self, pieces: Iterable[memoryview]) -> None:
+        self._left = [*pieces]
+        self._left.reverse()  # the next piece is the last: cheap to remove
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all of it was filled."""
+        return not any(map(len, self._left))
+
+    def next_pieces(self, size: int) -> list[memoryview]:
+        """Return the memory of the next ``size`` bytes."""
+        pieces: list[memoryview] = []
+        for piece in reversed(self._left):
+            pieces.append(piece[:size])
+            size -= len(pieces[-1])
+            if not size:
+                break
+        return pieces
+
+    def advance(self, size: int) -> None:
+        """Go on after ``size`` bytes that were received."""
+        while size:
+            piece = self._left.pop()
+            if len(piece) > size:
+                self._left.append(piece[size:])
+            size -= min(size, len(piece))
+
+    def fill(self, data: bytes | memoryview) -> None:
+        """Copy the next bytes."""
+        first = 0
+        for piece in self.next_pieces(len(data)):
+            piece[:] = data[first : first + len(piece)]
+            first += len(piece)
+        self.advance(first)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,15 +57,30 @@ class RangeResponse:
 
     Args:
         data: From the start of the request on; fewer than requested if the response broke off.
+        received: Bytes that were received into the request's `ReceiveBuffer` instead.
         size: Length of the whole file, if the server sends it.
         version: ETag without quotes, if the server sends one.
         error: Why the bytes end early.
     """
 
-    data: bytes | memoryview
+    data: bytes | memoryview = b""
+    received: int = 0
     size: int | None = None
     version: str | None = None
     error: Exception | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the response, wherever they are."""
+        return self.received + len(self.data)
+
+
+class RequestOptions(TypedDict, total=False):
+    """Optional arguments of `RangeReader.read`."""
+
+    keep_partial: bool
+    max_bytes: int | None
+    into: ReceiveBuffer | None
 
 
 class RangeReader(Protocol):
@@ -35,6 +94,7 @@ class RangeReader(Protocol):
         *,
         keep_partial: bool = False,
         max_bytes: int | None = None,
+        into: ReceiveBuffer | None = None,
     ) -> RangeResponse:
         """Request the bytes ``start`` to ``end`` once; None is the end of the file.
 
@@ -46,6 +106,7 @@ class RangeReader(Protocol):
             end: Offset after the last byte.
             keep_partial: Keep the bytes before a cut, which costs a copy.
             max_bytes: Bytes that are needed of a file that is read to its end; a client may read more.
+            into: Memory that a client which can do so receives the bytes into.
 
         Raises:
             Exception: Any error of the client, if no byte arrived.

@@ -19,7 +19,7 @@ from shardstream.storage.error_messages import (
 )
 
 if TYPE_CHECKING:
-    from shardstream.storage.response import RangeResponse
+    from shardstream.storage.response import RangeResponse, ReceiveBuffer
     from shardstream.storage.store import Storage
 
 _T = TypeVar("_T")
@@ -44,10 +44,20 @@ class ReadHints(TypedDict, total=False):
 
 
 def read_remote(
-    storage: Storage, url: str, start: int, end: int | None, **hints: Unpack[ReadHints]
+    storage: Storage,
+    url: str,
+    start: int,
+    end: int | None,
+    *,
+    into: ReceiveBuffer | None = None,
+    **hints: Unpack[ReadHints],
 ) -> bytes | memoryview:
-    """Read a range or a whole file; after a failure resume at the byte reached, with backoff (see `Storage.read_view`)."""
-    range_read = _RangeRead(storage, url, start, end, hints.get("size"))
+    """Read a range or a whole file; after a failure resume at the byte reached, with backoff (see `Storage.read_view`).
+
+    Returns:
+        The bytes; none if they were read ``into`` memory.
+    """
+    range_read = _RangeRead(storage, url, start, end, hints.get("size"), into)
     range_read.max_bytes = hints.get("max_bytes")
     backoff = Backoff(storage, url, hints.get("on_throttle"), hints.get("cancelled"))
     while not range_read.is_complete:
@@ -58,6 +68,7 @@ def read_remote(
                 end,
                 keep_partial=range_read.has_broken_off,
                 max_bytes=range_read.bytes_left,
+                into=into,
             )
         except Exception as error:  # noqa: BLE001  (classified: a bug keeps its type)
             backoff.wait(error, range_read.error_of_failure)
@@ -65,7 +76,7 @@ def read_remote(
         range_read.add(response)
         storage.has_responded = True
         if not range_read.is_complete:
-            if response.data:
+            if response.nbytes:
                 backoff.reset()
             backoff.wait(response.error or range_read.too_short(), range_read.error_of_failure)
     return range_read.data
@@ -179,10 +190,16 @@ class _RangeRead:
     """The received bytes of a range, checked to be of one version of the file."""
 
     def __init__(
-        self, storage: Storage, url: str, start: int, end: int | None, size: int | None
+        self,
+        storage: Storage,
+        url: str,
+        start: int,
+        end: int | None,
+        size: int | None,
+        into: ReceiveBuffer | None,
     ) -> None:
         self.storage, self.url, self.end = storage, url, end
-        self._expected_size = size
+        self._expected_size, self._into = size, into
         self.max_bytes: int | None = None
         self._size: int | None = None  # sent by the server
         self._version: str | None = None
@@ -212,11 +229,14 @@ class _RangeRead:
         """
         self._check(response)
         limit = self._size if self.end is None else self.end
-        if limit is not None and len(response.data) > limit - self.position:
+        if limit is not None and response.nbytes > limit - self.position:
             # The server ignored the range and sent the file from its start: these are bytes of other samples.
             raise ranges_ignored_error(self.url, self.position)
-        self._parts.append(response.data)
-        self.position += len(response.data)
+        if self._into is None:
+            self._parts.append(response.data)
+        else:
+            self._into.fill(response.data)
+        self.position += response.nbytes
         self.has_broken_off |= response.error is not None
         if self.end is not None:
             self.is_complete = self.position >= self.end

@@ -15,7 +15,12 @@ from urllib.parse import SplitResult
 import numpy as np
 
 from shardstream.storage.error_messages import ranges_ignored_error
-from shardstream.storage.response import RangeResponse, max_response_bytes, plain_etag
+from shardstream.storage.response import (
+    RangeResponse,
+    ReceiveBuffer,
+    max_response_bytes,
+    plain_etag,
+)
 from shardstream.storage.s3_config import S3Settings
 from shardstream.storage.s3_request import request_signer, request_target
 
@@ -75,6 +80,7 @@ class S3HttpReader:
         *,
         keep_partial: bool = False,  # noqa: ARG002  (the bytes before a cut are always kept)
         max_bytes: int | None = None,
+        into: ReceiveBuffer | None = None,
     ) -> RangeResponse:
         """Request the bytes ``start`` to ``end`` once."""
         request = self._request(path, start, end)
@@ -85,8 +91,8 @@ class S3HttpReader:
             head = _receive_head(connection)
             length = _check_head(connection, head, path, start, end)
             wanted = int(min(length, max_response_bytes(start, end, max_bytes)))
-            body = np.empty(wanted, np.uint8).data  # not filled with zeros first
-            got, error = _receive_body(connection, head.rest, body)
+            body = np.empty(0 if into else wanted, np.uint8).data  # not filled with zeros first
+            got, error = _receive_body(connection, head.rest, into or ReceiveBuffer([body]), wanted)
             is_at_end = got == length >= len(head.rest)
             is_reusable = is_at_end and head.headers.get("connection", "").lower() != "close"
         finally:
@@ -97,6 +103,7 @@ class S3HttpReader:
         found = head.content_range
         return RangeResponse(
             data=body[:got],
+            received=got if into else 0,
             size=length if found is None else found[1],
             version=plain_etag(head.headers.get("etag")),
             error=error,
@@ -178,18 +185,19 @@ def _check_head(
 
 
 def _receive_body(
-    connection: socket.socket, rest: bytes, body: memoryview
+    connection: socket.socket, rest: bytes, body: ReceiveBuffer, size: int
 ) -> tuple[int, Exception | None]:
-    """Fill memory; return how many bytes arrived, and why no more."""
-    got = min(len(rest), len(body))
-    body[:got] = rest[:got]
+    """Receive ``size`` bytes, the first of which came with the headers; return how many arrived, and why no more."""
+    got = min(len(rest), size)
+    body.fill(rest[:got])
     try:
-        while got < len(body) and (more := connection.recv_into(body[got:])):
+        while got < size and (more := connection.recvmsg_into(body.next_pieces(size - got))[0]):
+            body.advance(more)
             got += more
     except OSError as broken:
         return got, broken
-    if got < len(body):
-        return got, ConnectionResetError(f"the connection ended after {got} of {len(body)} bytes")
+    if got < size:
+        return got, ConnectionResetError(f"the connection ended after {got} of {size} bytes")
     return got, None
 
 

@@ -23,7 +23,7 @@ from shardstream.storage.fork_safety import new_lock
 from shardstream.storage.listing_pages import Page, open_listing
 from shardstream.storage.local_files import folder_pages, read_range, tree_pages
 from shardstream.storage.range_file import open_ranges
-from shardstream.storage.response import RangeResponse
+from shardstream.storage.response import RangeResponse, ReceiveBuffer, RequestOptions
 from shardstream.storage.retry import ReadHints, read_remote, retry_call
 from shardstream.storage.url_patterns import simplify_glob
 
@@ -141,12 +141,10 @@ class Storage:
         url: str,
         start: int = 0,
         end: int | None = None,
-        *,
-        keep_partial: bool = False,
-        max_bytes: int | None = None,
+        **options: Unpack[RequestOptions],
     ) -> RangeResponse:
         """Send one request; raise the client's own error, which `retry` classifies."""
-        return self._clients.read(url, start, end, keep_partial=keep_partial, max_bytes=max_bytes)
+        return self._clients.read(url, start, end, **options)
 
     def pin(self, url: str, version: str) -> str:
         """Remember the version of a file that is read by ranges; returns the one that was first seen."""
@@ -349,6 +347,19 @@ class Storage:
             read=read,
             look_up=lambda: self.info(url),
         )
+
+    def read_into(
+        self, buffer: ReceiveBuffer, url: str, start: int, end: int, **hints: Unpack[ReadHints]
+    ) -> None:
+        """Read the bytes ``start`` to ``end`` into memory, as `read_view`; some clients receive them there.
+
+        Raises:
+            StorageError: As `read_view`; some of the memory may be filled then.
+        """
+        if self.cache is not None or self.local_path(url) is not None:
+            buffer.fill(self.read_view(url, start, end, **hints))
+        else:
+            read_remote(self, url, start, end, into=buffer, **hints)
 
     def read_small_files(self, urls: Sequence[str], *, max_bytes: int) -> list[bytes | None]:
         """Read small files without setting up a client; None for a file means that it must be read otherwise."""
