@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import select
 import socket
+from contextlib import suppress
 from typing import NamedTuple
 from urllib.parse import SplitResult
 
@@ -26,6 +27,8 @@ from shardstream.storage.s3_request import request_signer, request_target
 
 _HEAD_BYTES = 64 << 10  # limit of a response's headers, and of an error's body
 _RECEIVE_BYTES = 16 << 10
+# A thread is woken when so many bytes of a body have arrived, not for each packet (SO_RCVLOWAT, socket(7)).
+_WAKE_BYTES = 256 << 10
 _END = b"\r\n\r\n"
 
 
@@ -124,9 +127,7 @@ class S3HttpReader:
                 connection = self._idle.pop()  # atomic, as is `append`
             except IndexError:  # another thread was first
                 return None
-            poll = select.poll()
-            poll.register(connection, select.POLLIN)
-            if not poll.poll(0):
+            if not _is_readable(connection):
                 return connection
             connection.close()
         return None
@@ -191,7 +192,7 @@ def _receive_body(
     got = min(len(rest), size)
     body.fill(rest[:got])
     try:
-        while got < size and (more := connection.recvmsg_into(body.next_pieces(size - got))[0]):
+        while got < size and (more := _receive_some(connection, body, size - got)):
             body.advance(more)
             got += more
     except OSError as broken:
@@ -199,6 +200,39 @@ def _receive_body(
     if got < size:
         return got, ConnectionResetError(f"the connection ended after {got} of {size} bytes")
     return got, None
+
+
+def _receive_some(connection: socket.socket, body: ReceiveBuffer, size: int) -> int:
+    """Receive the next bytes of a body; return how many, 0 if the connection has ended.
+
+    Raises:
+        TimeoutError: If none arrives in time.
+    """
+    pieces = body.next_pieces(size)
+    if size <= _WAKE_BYTES:
+        return connection.recvmsg_into(pieces)[0]
+    _wake_after(connection, _WAKE_BYTES)
+    try:
+        return connection.recvmsg_into(pieces)[0]
+    except TimeoutError:
+        _wake_after(connection, 1)
+        if not _is_readable(connection):
+            raise
+        return connection.recvmsg_into(pieces)[0]  # fewer bytes: a slow connection
+    finally:
+        _wake_after(connection, 1)
+
+
+def _wake_after(connection: socket.socket, nbytes: int) -> None:
+    with suppress(OSError):  # a sandbox that does not know it
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+
+
+def _is_readable(connection: socket.socket) -> bool:
+    """Return whether bytes, or the end of the connection, have arrived."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def _status_error(connection: socket.socket, head: _Head) -> OSError:

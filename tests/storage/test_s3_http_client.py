@@ -16,9 +16,18 @@ OK = b'HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 2-5/10\r\nContent-Le
 
 
 @contextmanager
-def server(*responses: bytes) -> Iterator[tuple[str, list[int]]]:
-    """Run a server that sends these bytes, one after the other for each connection; yields its URL and the requests of each connection."""
+def server(
+    *responses: bytes, piece: int = 1 << 20, pause_s: float = 0
+) -> Iterator[tuple[str, list[int]]]:
+    """Run a server that sends these bytes, one after the other for each connection; yields its URL and the requests of each connection.
+
+    Args:
+        responses: Status, headers and bodies.
+        piece: Bytes that are sent together.
+        pause_s: Seconds after each of them.
+    """
     counts: list[int] = []
+    ended = threading.Event()
 
     class Handler(socketserver.StreamRequestHandler):
         def handle(self) -> None:
@@ -30,7 +39,9 @@ def server(*responses: bytes) -> Iterator[tuple[str, list[int]]]:
                 if not line:
                     return
                 counts[number] += 1
-                self.wfile.write(response)
+                for first in range(0, len(response), piece):
+                    self.wfile.write(response[first : first + piece])
+                    ended.wait(pause_s)
                 if b"lose" in response.partition(b"\r\n\r\n")[0] or not response:
                     return
 
@@ -43,6 +54,7 @@ def server(*responses: bytes) -> Iterator[tuple[str, list[int]]]:
         try:
             yield f"http://127.0.0.1:{running.server_address[1]}", counts
         finally:
+            ended.set()
             running.shutdown()
             thread.join()
 
@@ -93,6 +105,25 @@ def test_response_without_the_range_is_an_error(response: bytes, message: str) -
         pytest.raises(StorageError, match=message),
     ):
         open_storage(endpoint).read("s3://b/a", 2, 6)
+
+
+LARGE = b"HTTP/1.1 206 OK\r\nContent-Range: bytes 0-599999/600000\r\nContent-Length: 600000\r\n\r\n"
+
+
+def test_slow_body_is_received_within_the_timeout() -> None:
+    """Its 600 kB arrive 50 kB at a time, each in time; the thread asks to be woken for more."""
+    body = bytes(range(250)) * 2400
+    with server(LARGE + body, piece=50_000, pause_s=0.15) as (endpoint, counts):
+        assert open_storage(endpoint).read("s3://b/a", 0, 600_000) == body
+    assert counts == [1]
+
+
+def test_body_that_does_not_come_is_an_error() -> None:
+    with (
+        server(LARGE + bytes(100_000), piece=len(LARGE), pause_s=60) as (endpoint, _),
+        pytest.raises(StorageError, match="the server did not answer in time"),
+    ):
+        open_storage(endpoint).read("s3://b/a", 0, 600_000)
 
 
 @pytest.mark.parametrize(
