@@ -128,6 +128,7 @@ class ShardLoader(DataLoader[Any]):
                 microbatches=batch_size // (source.options.microbatch or batch_size),
                 remainder=source.options.remainder,
                 drop_last=drop_last,
+                whole_lanes=source.catalog.can_coalesce and not source.catalog.is_local,
             )
         self._batches = BatchDataset(
             dataset,
@@ -375,7 +376,9 @@ class ShardLoader(DataLoader[Any]):
         start = partial(change_batch, copies.start)
 
         def is_ready(number: int) -> bool:
-            return self.num_workers > 0 and is_batch_made(batches.current_batches, number)
+            return self.num_workers > 0 and is_batch_made(
+                batches.current_batches, number, self._partition
+            )
 
         depth = self.prefetch_to_device
         return prefetch(worker_batches, start, depth=depth, is_ready=is_ready)

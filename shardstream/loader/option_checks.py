@@ -10,7 +10,7 @@ from typing import Any
 from shardstream.errors import OptionError
 from shardstream.loader.dataset import StreamDataset
 from shardstream.loader.worker import BatchDataset
-from shardstream.order import find_even_lane_counts
+from shardstream.order import find_even_lane_counts, uneven_effect
 from shardstream.pipeline import ReadOptions, SkipTracker, check_at_least
 
 _DATASET_OPTIONS = {"fields", "num_samples", "replacement", "subset", "weights"}.union(
@@ -83,17 +83,19 @@ def warn_of_lanes(batches: BatchDataset, num_workers: int) -> None:
     """Warn if several workers must read the same windows, or one must hold too many bytes of them."""
     if batches.indexed_source is None or not batches.indexed_source.options.shuffle:
         return
-    config, lanes = batches.partition_config, batches.indexed_source.options.lanes or batches.lanes
+    config, order = batches.partition_config, batches.order(0)
+    lanes = order.lanes
     lanes_per_step = config.batches_per_step * num_workers
     lane_counts = sorted(set(find_even_lane_counts(config, num_workers, lanes)))
     if lanes % lanes_per_step:
         warnings.warn(
             f"lanes={lanes} is not a multiple of {config.world_size} ranks x {num_workers} workers x {config.microbatches} "
-            f"microbatches: the order stays exact, but workers read parts of the same windows. Lanes that fit: {str(lane_counts)[1:-1]}",
+            f"microbatches: the order stays exact, but {uneven_effect(order, config, num_workers)}. "
+            f"Lanes that fit: {str(lane_counts)[1:-1]}",
             UserWarning,
             stacklevel=4,
         )
-    catalog, window = batches.indexed_source.catalog, batches.order(0).window
+    catalog, window = batches.indexed_source.catalog, order.window
     held_bytes = min(-(-lanes * config.microbatches // lanes_per_step) * window, len(catalog)) * (
         catalog.total_bytes // max(1, len(catalog))
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from itertools import islice
 from multiprocessing.context import get_spawning_popen
@@ -25,7 +25,7 @@ from shardstream.loader.serialize import NewTensor, PickledValue, new_tensor
 from shardstream.loader.shared_memory import RingBuffer, RingMessage, open_rings
 from shardstream.loader.stats import WorkerTimings
 from shardstream.loader.worker_errors import track_progress
-from shardstream.order import EpochOrder, PartitionConfig, RankPartition
+from shardstream.order import EpochOrder, PartitionConfig, RankPartition, WorkerSteps
 from shardstream.pipeline import (
     BadSample,
     IndexedRun,
@@ -34,7 +34,6 @@ from shardstream.pipeline import (
     SkipTracker,
     State,
     with_locations,
-    worker_steps,
 )
 from shardstream.process_memory import tune_worker_process
 
@@ -66,6 +65,25 @@ class WorkerBatch(NamedTuple):
     """Timings of this worker so far."""
     error: SkipBudgetError | None = None
     """Set if the skip budget is exceeded: there is no batch, and the worker ends."""
+
+
+def _insert_gaps(
+    worker_batches: Generator[WorkerBatch], steps: WorkerSteps | None
+) -> Generator[WorkerBatch | None]:
+    """Yield None, too, at each turn of the worker that has no step, so that all workers send equally many.
+
+    Args:
+        worker_batches: The worker's batches.
+        steps: Its steps, if they are known in advance.
+    """
+    place = 0
+    with closing(worker_batches):
+        for worker_batch in worker_batches:
+            yield worker_batch
+            del worker_batch  # many MB, not to be kept while the next is made
+            if steps is not None and steps.has_gap_after(place):
+                yield None
+            place += 1
 
 
 def change_batch(change: Callable[[Any], Any], worker_batch: WorkerBatch) -> WorkerBatch:
@@ -188,15 +206,16 @@ class BatchDataset(IterableDataset[Any]):
         """
         rings = self.rings  # bound now: the next iteration may replace self.rings
 
-        def unpack(packed: Any) -> WorkerBatch:
+        def unpack(packed: Any) -> WorkerBatch | None:
             if type(packed) is RingMessage:
                 return WorkerBatch(*rings[packed.worker].unpack(packed, allocate))
-            worker_batch: WorkerBatch = packed
+            worker_batch: WorkerBatch | None = packed
             return worker_batch
 
-        return receive_items(
+        items = receive_items(
             sent, num_workers, self.message_sizes, unpack, prefetch_factor=prefetch_factor
         )
+        return (worker_batch for worker_batch in items if worker_batch is not None)
 
     def set_order_options(self, order: Mapping[str, Any]) -> None:
         """Set order options from a state; they hold for later epochs too."""
@@ -236,14 +255,17 @@ class BatchDataset(IterableDataset[Any]):
             return worker_batches
         tune_worker_process()
         tracked = track_progress(worker_batches, self.current_batches, worker_info.worker)
+        steps = None
+        if partition is not None:
+            steps = WorkerSteps(partition, worker_info.worker, worker_info.num_workers)
         return send_messages(
-            tracked,
+            _insert_gaps(tracked, steps),
             worker_info.worker,
             self.message_sizes,
             self._message_packer(worker_info.worker),
         )
 
-    def _message_packer(self, worker: int) -> Callable[[WorkerBatch], tuple[Any, float]]:
+    def _message_packer(self, worker: int) -> Callable[[WorkerBatch | None], tuple[Any, float]]:
         """Return a function that packs a worker batch, with its bytes as in `WorkerMessage`."""
         if not self.rings:
             return lambda worker_batch: (PickledValue(worker_batch), math.inf)
@@ -252,7 +274,9 @@ class BatchDataset(IterableDataset[Any]):
             give_back=self.indexed_source is not None and not self.indexed_source.catalog.is_local
         )
 
-        def pack(worker_batch: WorkerBatch) -> tuple[Any, float]:
+        def pack(worker_batch: WorkerBatch | None) -> tuple[Any, float]:
+            if worker_batch is None:
+                return None, 0
             message = ring.pack(tuple(worker_batch), worker)
             if message.pieces or message.rest:
                 return PickledValue(message), math.inf
@@ -306,7 +330,7 @@ class BatchDataset(IterableDataset[Any]):
         )
         try:
             started = perf_counter()
-            steps = iter(worker_steps(partition, worker_info.worker, worker_info.num_workers))
+            steps = iter(WorkerSteps(partition, worker_info.worker, worker_info.num_workers))
             for step_numbers, samples in run.steps():
                 read, step = perf_counter(), next(steps)
                 items, numbers = transform(samples, step_numbers)

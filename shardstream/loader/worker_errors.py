@@ -21,8 +21,7 @@ from torch.utils.data._utils import signal_handling
 from shardstream.catalog import Catalog
 from shardstream.errors import ShardStreamError, WorkerError, plural, redact
 from shardstream.loader.serialize import is_picklable_type
-from shardstream.order import RankPartition
-from shardstream.pipeline import worker_steps
+from shardstream.order import RankPartition, WorkerSteps
 
 _T = TypeVar("_T")
 _REMEDIES = {
@@ -65,15 +64,18 @@ def track_progress(
             yield worker_batch
 
 
-def is_batch_made(current_batches: Any, number: int) -> bool:
+def is_batch_made(current_batches: Any, number: int, partition: RankPartition | None) -> bool:
     """Return whether the worker whose turn it is has made the loader's batch ``number``, from 0 (see `track_progress`).
 
     Once a worker has ended, turns are no longer known: the answer may be wrong, and must decide nothing but when to wait.
     """
     workers = len(current_batches)
-    current = int(current_batches[number % workers])
+    worker, own = number % workers, number // workers
+    if partition is not None:
+        worker, own = partition.worker_of(number, workers)
+    current = int(current_batches[worker])
     made = -current if current <= 0 else current - 1
-    return made > number // workers
+    return made > own
 
 
 class WorkerWatch:
@@ -144,7 +146,7 @@ class WorkerWatch:
         text = f"{doing} batch {abs(batch_number)} of its own"
         if self._partition is None or self._catalog is None:
             return text
-        steps = worker_steps(self._partition, worker, len(self._workers))
+        steps = WorkerSteps(self._partition, worker, len(self._workers))
         if abs(batch_number) > len(steps):
             return "after its last batch"
         step = steps[abs(batch_number) - 1]

@@ -15,7 +15,9 @@ from shardstream.order.partition import (
     PartitionConfig,
     RankPartition,
     Remainder,
+    WorkerSteps,
     find_even_lane_counts,
+    uneven_effect,
 )
 from shardstream.order.permutation import Ints, derive_key, derive_keys, permute
 from shardstream.order.weighted_plan import WeightedDraw, WeightedEpochPlan, draw_by_weight
@@ -30,6 +32,7 @@ __all__ = [
     "Remainder",
     "WeightedDraw",
     "WeightedEpochPlan",
+    "WorkerSteps",
     "default_block",
     "default_window",
     "derive_key",
@@ -37,4 +40,5 @@ __all__ = [
     "draw_by_weight",
     "find_even_lane_counts",
     "permute",
+    "uneven_effect",
 ]

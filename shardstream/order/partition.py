@@ -2,21 +2,28 @@
 
 Rank r of W takes at step s the batches ``t0 + (s W + r) m + i`` for i < m; worker j of K takes the steps that are j modulo K.
 The samples left after the last W m full batches are one last step, split evenly.
+
+A rank meets the same lanes again after a cycle of steps. If workers take whole lanes, and the steps of a cycle are not a
+multiple of K, worker j takes the steps whose place in their cycle is j modulo K, so some workers have a gap at the end of a cycle.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from math import gcd
+from typing import Literal, overload
 
 import numpy as np
 
 from shardstream.distributed import Placement
 from shardstream.errors import OptionError
-from shardstream.order.epoch_plan import EpochPlan
+from shardstream.order.epoch_plan import EpochOrder, EpochPlan
 from shardstream.order.permutation import Ints
 
 Remainder = Literal["pad", "drop", "keep"]
+
+_MIN_BUSY_WORKERS = 0.8  # share of the workers' turns without a gap
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,12 +37,15 @@ class PartitionConfig:
             repeats at most W - 1 of them, "drop" drops at most W - 1, "keep" returns each once, so that ranks may
             differ by one sample.
         drop_last: True drops a last step of less than full size.
+        whole_lanes: Let workers take whole lanes, unless over a fifth of their turns would be gaps: for data of which a part of
+            a window costs as much to read as all of it.
     """
 
     world_size: int = 1
     microbatches: int = 1
     remainder: Remainder = "pad"
     drop_last: bool = False
+    whole_lanes: bool = False
 
     def __post_init__(self) -> None:
         if self.remainder not in ("pad", "drop", "keep"):
@@ -116,6 +126,13 @@ class RankPartition:
             return self.plan.order.nsamples
         return (self._first + steps * self.config.batches_per_step) * self.plan.order.batch
 
+    def worker_of(self, step: int, num_workers: int) -> tuple[int, int]:
+        """Return the worker of a step, and which of the worker's own steps it is, from 0."""
+        steps = steps_per_cycle(self.plan.order, self.config, num_workers)
+        cycle, place = divmod(step, steps)
+        turn, worker = divmod(place, num_workers)
+        return worker, cycle * len(range(worker, steps, num_workers)) + turn
+
     def batches(self, steps: Ints) -> Ints:
         """Return the batch numbers of some full steps, shape (n, m)."""
         config = self.config
@@ -145,6 +162,96 @@ class RankPartition:
         steps = own_numbers // self.config.world_size  # in order, as the batches are
         first: Ints = steps[np.diff(steps, prepend=-1) != 0]
         return first
+
+
+def steps_per_cycle(order: EpochOrder, config: PartitionConfig, num_workers: int) -> int:
+    """Return after how many steps of a rank the turns of its workers start again at the first."""
+    if not config.whole_lanes or not order.shuffle:
+        return num_workers
+    steps = order.lanes // gcd(order.lanes, config.batches_per_step)
+    turns = -(-steps // num_workers) * num_workers
+    is_worthwhile = num_workers < steps and steps >= _MIN_BUSY_WORKERS * turns
+    return steps if is_worthwhile else num_workers
+
+
+def uneven_effect(order: EpochOrder, config: PartitionConfig, num_workers: int) -> str:
+    """Return what follows where lanes are not a multiple of the readers, as the end of a sentence."""
+    if (
+        steps_per_cycle(order, config, num_workers) > num_workers
+        and not order.lanes % config.batches_per_step
+    ):
+        return "some workers read one lane more than others"
+    return "workers read parts of the same windows"
+
+
+class WorkerSteps:
+    """The steps that one worker of a rank takes, in order; a slice is an array, shape (n,), int64.
+
+    Args:
+        partition: The steps of the rank.
+        worker: Number of the worker, from 0.
+        num_workers: Workers of the rank.
+        first: Number of its first steps that are left out.
+    """
+
+    def __init__(
+        self, partition: RankPartition, worker: int, num_workers: int, first: int = 0
+    ) -> None:
+        self._worker, self._num_workers, self._first = worker, num_workers, first
+        self._cycle = steps_per_cycle(partition.plan.order, partition.config, num_workers)
+        self._own = self._count(self._cycle)
+        self._full_steps = partition.full_steps
+        cycles, rest = divmod(partition.num_steps, self._cycle)
+        self._length = max(0, cycles * self._own + self._count(rest) - first)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[int]:
+        return map(self.__getitem__, range(self._length))
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Ints: ...
+
+    def __getitem__(self, place: int | slice) -> int | Ints:
+        if isinstance(place, slice):
+            return self._steps(np.arange(*place.indices(self._length), dtype=np.int64))
+        if not 0 <= place < self._length:
+            raise IndexError(place)
+        cycle, turn = divmod(self._first + place, self._own)
+        return cycle * self._cycle + turn * self._num_workers + self._worker
+
+    @property
+    def num_full(self) -> int:
+        """How many are full steps: all, or all but the last."""
+        return self._length - (self._length > 0 and self[self._length - 1] >= self._full_steps)
+
+    def contain(self, steps: Ints) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+        """Return a mask of the full steps that are among them, shape (n,)."""
+        cycle, place = np.divmod(steps, self._cycle)
+        turn, worker = np.divmod(place, self._num_workers)
+        is_ahead = cycle * self._own + turn >= self._first
+        mask: np.ndarray[tuple[int], np.dtype[np.bool_]] = (
+            (worker == self._worker) & is_ahead & (steps < self._full_steps)
+        )
+        return mask
+
+    def has_gap_after(self, place: int) -> bool:
+        """Return whether the worker has no step at its turn after this one, but has later ones."""
+        is_last_of_cycle = (self._first + place + 1) % self._own == 0
+        has_gaps = self._own < -(-self._cycle // self._num_workers)
+        return has_gaps and is_last_of_cycle and place + 1 < self._length
+
+    def _count(self, steps: int) -> int:
+        return len(range(self._worker, steps, self._num_workers))
+
+    def _steps(self, places: Ints) -> Ints:
+        cycle, turn = np.divmod(self._first + places, self._own)
+        steps: Ints = cycle * self._cycle + turn * self._num_workers + self._worker
+        return steps
 
 
 def _tail_range(samples_left: int, config: PartitionConfig, rank: int) -> tuple[int, int]:

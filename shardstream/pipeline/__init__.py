@@ -56,7 +56,6 @@ from shardstream.pipeline.indexed_source import (
     default_partition,
     group_by_window,
     plan_steps,
-    worker_steps,
 )
 from shardstream.pipeline.installed_decoders import installed_decoders
 from shardstream.pipeline.keep_fields import KeepFields, check_fields, field_names, keep_fields
@@ -209,5 +208,4 @@ __all__ = [
     "warn_or_raise",
     "whole_number",
     "with_locations",
-    "worker_steps",
 ]

@@ -22,6 +22,7 @@ from shardstream.order import (
     PartitionConfig,
     RankPartition,
     Remainder,
+    WorkerSteps,
     default_block,
     default_window,
 )
@@ -277,17 +278,12 @@ class SampleTransformRun(SourceRun):
         super().close()
 
 
-def worker_steps(partition: RankPartition, worker: int, num_workers: int, first: int = 0) -> range:
-    """Return the steps of a worker, from its ``first``-th on."""
-    return range(worker + first * num_workers, partition.num_steps, num_workers)
-
-
-def plan_steps(partition: RankPartition, steps: range) -> Iterator[list[Ints]]:
+def plan_steps(partition: RankPartition, steps: WorkerSteps) -> Iterator[list[Ints]]:
     """Yield the sample numbers of the steps, one array per step, in lists that start small so that reading starts early."""
     width = partition.config.microbatches * partition.plan.order.batch
     start, size = 0, 4
     while start < len(steps):
-        yield partition.samples(_array(steps[start : start + size]))
+        yield partition.samples(steps[start : start + size])
         start, size = start + size, min(4 * size, max(1, _CHUNK_SAMPLES // width))
 
 
@@ -297,32 +293,24 @@ def _chunk_steps(steps: list[Ints], max_samples: int) -> Iterator[list[Ints]]:
     return (steps[first : first + size] for first in range(0, len(steps), size))
 
 
-def group_by_window(partition: RankPartition, steps: range) -> Iterator[Ints]:
+def group_by_window(partition: RankPartition, steps: WorkerSteps) -> Iterator[Ints]:
     """Yield the sample numbers of these steps grouped by window, in order of first use, so that each group is fetched together."""
     plan, lanes = partition.plan, partition.plan.order.lanes
     last_windows: dict[int, int] = {}  # lane -> its last window
-    full = range(steps.start, min(steps.stop, partition.full_steps), steps.step)
-    for start in range(0, len(full), _CHUNK_STEPS):
-        numbers = partition.batches(_array(full[start : start + _CHUNK_STEPS])).ravel()
-        windows = plan.windows(numbers)
+    for start in range(0, steps.num_full, _CHUNK_STEPS):
+        full = steps[start : min(steps.num_full, start + _CHUNK_STEPS)]
+        windows = plan.windows(partition.batches(full).ravel())
         for window in windows[np.sort(np.unique(windows, return_index=True)[1])].tolist():
             lane = window % lanes if plan.order.shuffle else 0
             if window <= last_windows.get(lane, -1):
                 continue
             last_windows[lane] = window
             own_steps = partition.steps_of_window(window)
-            own_steps = own_steps[
-                (own_steps >= full.start) & (own_steps < full.stop)
-            ]  # other steps are in the tail
-            own_steps = own_steps[(own_steps - full.start) % full.step == 0]
+            own_steps = own_steps[steps.contain(own_steps)]  # other steps are in the tail
             batches = partition.batches(own_steps).ravel()
             yield plan.batches(batches[plan.windows(batches) == window]).ravel()
-    if len(full) < len(steps):
+    if steps.num_full < len(steps):
         yield partition.tail()
-
-
-def _array(steps: range) -> Ints:
-    return np.arange(steps.start, steps.stop, steps.step, dtype=np.int64)
 
 
 def _read(
@@ -430,9 +418,8 @@ class IndexedRun:
         """Start reading at the position; yield numbers and samples of each step."""
         width = self._partition.config.microbatches * self._partition.plan.order.batch
         first, samples_to_skip = divmod(self._taken, width)
-        steps = worker_steps(
-            self._partition, self._worker_info.worker, self._worker_info.num_workers, first
-        )
+        worker_info = self._worker_info
+        steps = WorkerSteps(self._partition, worker_info.worker, worker_info.num_workers, first)
         upcoming = group_by_window(self._partition, steps)
         if samples_to_skip:  # do not fetch samples that a resume skips in its first step
             skipped_numbers = next(plan_steps(self._partition, steps))[0][:samples_to_skip]

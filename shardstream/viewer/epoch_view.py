@@ -17,6 +17,7 @@ from shardstream.order import (
     RankPartition,
     Remainder,
     find_even_lane_counts,
+    uneven_effect,
 )
 from shardstream.pipeline import CatalogSource, ReadOptions, check_state
 
@@ -107,18 +108,19 @@ class Training:
                 raise OptionError(f"the form of a training has no field {name!r}")
         return cls(**found)
 
-    def config(self) -> PartitionConfig:
+    def config(self, catalog: Catalog) -> PartitionConfig:
         """Return the partition of an epoch over the ranks, as a ``ShardLoader`` makes it."""
         return PartitionConfig(
             world_size=self.ranks,
             microbatches=self.batch_size // (self.microbatch or self.batch_size),
             remainder=self.remainder,
             drop_last=self.drop_last,
+            whole_lanes=catalog.can_coalesce and not catalog.is_local,
         )
 
     def partitions(self, catalog: Catalog) -> list[RankPartition]:
         """Return the steps of each rank, as a ``ShardLoader`` of this training computes them."""
-        config = self.config()
+        config = self.config(catalog)
         options = {name: getattr(self, name) for name in _ORDER}
         source = CatalogSource(
             catalog=catalog,
@@ -191,9 +193,9 @@ def view_epoch(
         if training.step
         else training.consumed,
         "consumed_after": first.consumed_after(training.step + 1),
-        "ranks": _describe_ranks(batches, training, catalog, whole_numbers),
+        "ranks": _describe_ranks(batches, training, first, catalog, whole_numbers),
         "path": _path(partitions[training.rank], whole_numbers),
-        "notes": _notes(training, order.lanes),
+        "notes": _notes(training, first),
     }
     joined = np.concatenate(batches)
     urls = [redact(catalog.url_of(n)) for n in _shards(catalog, joined)[:_NAMED_SHARDS]]
@@ -281,9 +283,15 @@ def _find_state(text: str) -> dict[str, Any]:
 
 
 def _describe_ranks(
-    batches: Sequence[Numbers], training: Training, catalog: Catalog, whole: Numbers | None
+    batches: Sequence[Numbers],
+    training: Training,
+    partition: RankPartition,
+    catalog: Catalog,
+    whole: Numbers | None,
 ) -> list[dict[str, Any]]:
-    worker = training.step % training.workers if training.workers else None
+    worker = None
+    if training.workers:
+        worker, _ = partition.worker_of(training.step, training.workers)
     found = []
     for rank, numbers in enumerate(batches):
         shards, counts = np.unique(catalog.find_shards(numbers), return_counts=True)
@@ -314,14 +322,15 @@ def _shards(catalog: Catalog, numbers: Numbers) -> list[int]:
     return catalog.shards_of(numbers)
 
 
-def _notes(training: Training, lanes: int) -> list[str]:
-    config, workers = training.config(), max(1, training.workers)
+def _notes(training: Training, partition: RankPartition) -> list[str]:
+    config, workers = partition.config, max(1, training.workers)
+    lanes = partition.plan.order.lanes
     if not training.shuffle or lanes % (config.batches_per_step * workers) == 0:
         return []
     fitting = sorted(set(find_even_lane_counts(config, workers, lanes)))
     note = (
         f"lanes={lanes} is not a multiple of {training.ranks} ranks x {workers} workers x {config.microbatches} microbatches: "
-        f"the order stays exact, but several workers read parts of the same windows. Lanes that fit: {str(fitting)[1:-1]}."
+        f"the order stays exact, but {uneven_effect(partition.plan.order, config, workers)}. Lanes that fit: {str(fitting)[1:-1]}."
     )
     return [note]
 

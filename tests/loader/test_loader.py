@@ -209,6 +209,35 @@ def test_uneven_lanes_cause_a_warning(
     assert sorted(flat(labels(one))) == list(range(100))  # still exact
 
 
+@pytest.mark.usefixtures("s3_env")
+@pytest.mark.parametrize(
+    ("lanes", "num_workers", "effect"),
+    [
+        (8, 3, "some workers read one lane more than others"),
+        (5, 4, "workers read parts of the same windows"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:lanes=")
+def test_workers_of_remote_data_read_whole_lanes(
+    lanes: int, num_workers: int, effect: str, bucket: str
+) -> None:
+    url = numbered(f"{bucket}/set", 2000, 500)
+    options: dict[str, Any] = {"shuffle": True, "lanes": lanes, "window": 64, "block": 16}
+    with pytest.warns(UserWarning, match=effect):
+        one = loader(url, num_workers=num_workers, **options)
+    alone = loader(url, **options)
+    expected = labels(alone)
+    assert labels(one) == expected
+    ratio = one.stats().timings.read_bytes / alone.stats().timings.read_bytes
+    assert ratio < 1.1 if num_workers < 4 else ratio > 1.5
+    for cut in (1, 130, 249):
+        one = loader(url, num_workers=num_workers, **options)
+        seen = labels(take(one, cut))
+        rest = loader(url, num_workers=num_workers, **options)
+        rest.load_state_dict(one.state_dict())
+        assert seen + labels(rest) == expected
+
+
 def test_rank_and_world_size_come_from_torchruns_variables(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

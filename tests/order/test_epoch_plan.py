@@ -13,10 +13,11 @@ from shardstream.order import (
     EpochPlan,
     PartitionConfig,
     RankPartition,
+    WorkerSteps,
     default_block,
     default_window,
 )
-from shardstream.pipeline import group_by_window, plan_steps, worker_steps
+from shardstream.pipeline import group_by_window, plan_steps
 from tests.limits import set_limits
 
 
@@ -131,8 +132,10 @@ def test_plan_of_ten_billion_samples_uses_constant_memory(*, shuffle: bool) -> N
     partition = RankPartition(
         EpochPlan(order, 0), PartitionConfig(world_size=64), rank=5, consumed=order.batch * 10**8
     )
-    steps = worker_steps(partition, 1, 8)
-    some = np.concatenate([next(plan_steps(partition, steps[at:]))[0] for at in (0, 10_000, -1)])
+    firsts = (0, 10_000, len(WorkerSteps(partition, 1, 8)) - 1)
+    parts = [WorkerSteps(partition, 1, 8, first) for first in firsts]
+    some = np.concatenate([next(plan_steps(partition, steps))[0] for steps in parts])
+    steps = parts[0]
     ahead = next(iter(group_by_window(partition, steps)))
     tail = partition.tail()
     _, peak_bytes = tracemalloc.get_traced_memory()

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 
 import numpy as np
 import pytest
@@ -16,9 +16,10 @@ from shardstream.order import (
     PartitionConfig,
     RankPartition,
     Remainder,
+    WorkerSteps,
     find_even_lane_counts,
 )
-from shardstream.pipeline import group_by_window, plan_steps, worker_steps
+from shardstream.pipeline import group_by_window, plan_steps
 from tests.order.test_epoch_plan import epochs, orders
 
 many = settings(max_examples=120, deadline=None)
@@ -35,6 +36,7 @@ def splits(
         microbatches=st.integers(1, 4),
         remainder=remainder,
         drop_last=drop_last,
+        whole_lanes=st.booleans(),
     )
 
 
@@ -200,14 +202,54 @@ def test_steps_of_a_rank_are_assigned_to_workers_round_robin(
     partition = RankPartition(
         EpochPlan(order, 0), config, rank=rank, consumed=draw_consumed(data, order)
     )
-    workers = [worker_steps(partition, worker, num_workers) for worker in range(num_workers)]
-    assert sorted(step for steps in workers for step in steps) == list(range(partition.num_steps))
+    workers = [WorkerSteps(partition, worker, num_workers) for worker in range(num_workers)]
     everything = steps_of(partition)
     for worker, steps in enumerate(workers):
+        assert [partition.worker_of(step, num_workers) for step in steps] == [
+            (worker, place) for place in range(len(steps))
+        ]
         found = [numbers.tolist() for some in plan_steps(partition, steps) for numbers in some]
-        assert found == everything[worker::num_workers]
+        assert found == [everything[step] for step in steps]
         first = data.draw(st.integers(0, len(steps)))
-        assert worker_steps(partition, worker, num_workers, first) == steps[first:]
+        later = WorkerSteps(partition, worker, num_workers, first)
+        assert [*later] == [*steps][first:] == later[:].tolist() == steps[first:].tolist()
+    assert received(workers) == list(range(partition.num_steps))
+
+
+def received(workers: list[WorkerSteps]) -> list[int]:
+    """Return the steps in the order in which a loader receives them: one of each worker in turn, or a gap."""
+    sent: list[list[int | None]] = []
+    for steps in workers:
+        own: list[int | None] = []
+        for place, step in enumerate(steps):
+            own += [step, None] if steps.has_gap_after(place) else [step]
+        sent.append(own)
+    turns = zip_longest(*sent)
+    return [step for turn in turns for step in turn if step is not None]
+
+
+@pytest.mark.parametrize(
+    ("lanes", "num_workers", "most_of_a_worker"),
+    [(64, 24, 3), (8, 3, 3), (48, 24, 2), (16, 16, 1), (5, 4, 5), (3, 2, 3), (2, 4, 1)],
+)
+def test_workers_take_whole_lanes_if_few_turns_are_gaps(
+    lanes: int, num_workers: int, most_of_a_worker: int
+) -> None:
+    order = EpochOrder(
+        nsamples=40_000, batch=4, shuffle=True, seed=0, lanes=lanes, window=40, block=2
+    )
+    config = PartitionConfig(whole_lanes=True)
+    partition = RankPartition(EpochPlan(order, 0), config, rank=0)
+    workers = [WorkerSteps(partition, worker, num_workers) for worker in range(num_workers)]
+    lanes_of = [{step % lanes for step in steps} for steps in workers]
+    assert max(map(len, lanes_of)) == most_of_a_worker
+    windows = [
+        {*partition.plan.windows(partition.batches(steps[: steps.num_full]).ravel()).tolist()}
+        for steps in workers
+    ]
+    is_shared = sum(map(len, windows)) > len(set[int]().union(*windows))
+    assert is_shared == (lanes in (5, 3, 2))
+    assert received(workers) == list(range(partition.num_steps))
 
 
 @many
@@ -236,7 +278,7 @@ def test_prefetched_samples_equal_planned_samples(
         EpochPlan(order, 0), config, rank=rank, consumed=draw_consumed(data, order)
     )
     first = data.draw(st.integers(0, 5))
-    steps = worker_steps(partition, worker, num_workers, first)
+    steps = WorkerSteps(partition, worker, num_workers, first)
     wanted = [
         number
         for some in plan_steps(partition, steps)
