@@ -14,7 +14,7 @@ from shardstream.fetch.in_flight import RequestPool
 from shardstream.fetch.join_fetcher import JoinFetcher, TableFetcher
 from shardstream.fetch.readahead import Readahead
 from shardstream.fetch.remote import RangeFetcher
-from shardstream.fetch.shared_blocks import SharedBlocks
+from shardstream.fetch.shared_blocks import LARGE_BYTES, SharedBlocks
 from shardstream.format import (
     Columns,
     JoinedFields,
@@ -31,8 +31,8 @@ from shardstream.format import (
 )
 from shardstream.process_memory import keep_freed_memory
 
-# Mean sample size from which finding many samples before copying any is faster; number of samples too small to judge that.
-LARGE_BYTES, _MIN_SAMPLES_TO_JUDGE = 16 << 10, 256
+# Number of samples too small to judge whether finding many before copying any is faster.
+_MIN_SAMPLES_TO_JUDGE = 256
 _MIN_PREFETCH_BYTES = 1 << 20  # of each part of a join
 
 

@@ -14,7 +14,7 @@ from shardstream.catalog import Catalog, Extents, IndexChunk, Numbers
 from shardstream.errors import IndexMismatchError, StorageError
 from shardstream.fetch.coalesce import ByteRange, coalesce
 from shardstream.fetch.in_flight import InFlightRange, RequestPool
-from shardstream.fetch.shared_blocks import SharedBlocks, keep_shared
+from shardstream.fetch.shared_blocks import LARGE_BYTES, SharedBlocks, keep_shared
 from shardstream.format import Samples, ShardSlice, as_rows, from_rows, read_one, read_samples
 from shardstream.process_memory import release_freed_memory
 
@@ -45,9 +45,10 @@ class _Part:
 
     @property
     def sizes(self) -> list[int] | None:
-        """Bytes of each sample; None if there are others between them."""
+        """Bytes of each sample, for blocks; None if there are others between them, or they are small."""
         is_whole = (self.starts[1:] == self.ends[:-1]).all()
-        return (self.ends - self.starts).tolist() if is_whole else None
+        is_large = self.bytes_each >= LARGE_BYTES
+        return (self.ends - self.starts).tolist() if is_whole and is_large else None
 
 
 class RangeFetcher:
@@ -121,6 +122,7 @@ class RangeFetcher:
         self._parts.clear()
         self._rows.clear()
         self._queue.clear()
+        self._parts_in_flight.clear()  # with their blocks
         self._requests.close()
         release_freed_memory()
 

@@ -114,13 +114,14 @@ def send_messages(
                 return
 
 
-def receive_items(
+def receive_items(  # noqa: PLR0913  (one call, in `BatchDataset.receive_batches`)
     messages: Iterator[WorkerMessage],
     workers: int,
     message_sizes: MessageSizes,
     unpack: Callable[[Any], _T],
     *,
     prefetch_factor: int,
+    is_current: Callable[[], bool] = lambda: True,
     choose_size: Callable[[WorkerMessage], int] | None = None,
 ) -> Generator[_T]:
     """In the main process: yield the items of all workers in turn, one of each.
@@ -131,6 +132,7 @@ def receive_items(
         message_sizes: Items per message; adapted here to the messages received.
         unpack: Returns the item of a packed item.
         prefetch_factor: Messages requested from each worker before the first is received.
+        is_current: Returns False once another iteration has taken over the workers, and with them messages and rings.
         choose_size: Returns the best number of items per message, given a message; by default `preferred_size`.
 
     Raises:
@@ -141,12 +143,13 @@ def receive_items(
     ended, failed, number, current_worker = set[int](), dict[int, Any](), 0, 0
     sizes: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=SIZES_KEPT))
     while len(ended) < workers or any(waiting) or failed:
+        if not is_current():
+            raise OptionError(
+                "another iteration of this loader has taken over its persistent workers; finish one iteration before "
+                "starting the next, or use two loaders"
+            )
         while not waiting[current_worker] and current_worker not in ended:
-            if (message := next(messages, None)) is None:
-                raise OptionError(
-                    "another iteration of this loader has taken over its persistent workers; finish one iteration before "
-                    "starting the next, or use two loaders"
-                )
+            message = next(messages)
             waiting[message.worker] += message.packed
             if message.error is not None:
                 failed[message.worker] = message.error

@@ -32,7 +32,7 @@ from shardstream.loader.serialize import (
 )
 
 # Address space; physical memory is used only for messages in flight and for samples in blocks.
-RING_BYTES, BLOCKS_BYTES = 256 << 20, 512 << 20
+RING_BYTES, BLOCKS_BYTES = 256 << 20, 1 << 30
 # Messages start at multiples of these, so that a slightly larger message still fits into a freed place.
 RING_STEP_BYTES, _SMALL_STEP_BYTES = 1 << 20, 1 << 16
 _HEAD_BYTES = (
@@ -84,21 +84,22 @@ class RingBuffer:
     Picklable only while a process is started. Uses ``memfd_create`` (Linux), which is not limited by the size of /dev/shm.
     """
 
-    def __init__(self, handle: int | None = None) -> None:
+    def __init__(self, handle: int | None = None, blocks_bytes: int = 0) -> None:
         self._handle = os.memfd_create("shardstream") if handle is None else handle
-        size = _HEAD_BYTES + RING_BYTES + BLOCKS_BYTES
+        self._blocks_bytes = blocks_bytes
+        size = _HEAD_BYTES + RING_BYTES + blocks_bytes
         os.ftruncate(self._handle, size)
         self._memory = mmap.mmap(self._handle, size)
         self._in_flight: deque[_InFlight] = deque()
         self._number = 0
 
-    def __reduce__(self) -> tuple[Callable[[Any], RingBuffer], tuple[Any]]:
-        return _attach, (reduction.DupFd(self._handle),)
+    def __reduce__(self) -> tuple[Callable[[Any, int], RingBuffer], tuple[Any, int]]:
+        return _attach, (reduction.DupFd(self._handle), self._blocks_bytes)
 
     @cached_property
     def blocks(self) -> SharedBlocks:
         """In the worker: memory of samples that are sent without a copy."""
-        return SharedBlocks(memoryview(self._memory), _HEAD_BYTES + RING_BYTES)
+        return SharedBlocks(memoryview(self._memory), _HEAD_BYTES + RING_BYTES, self._give_back)
 
     # `close` is bound at definition: at interpreter exit the module `os` may already be cleared.
     def __del__(self, close: Callable[[int], None] = os.close) -> None:
@@ -110,12 +111,17 @@ class RingBuffer:
 
         Args:
             give_back: Return the ring's pages to the system; otherwise it keeps its peak memory. New page faults cost
-                milliseconds, which matters only for epochs as short as those of small local datasets.
+                milliseconds, which matters only for epochs as short as those of small local datasets. Blocks return theirs
+                while they are used.
         """
         self._in_flight.clear()
         if give_back:
-            with suppress(OSError):  # not supported in some sandboxes
-                self._memory.madvise(mmap.MADV_REMOVE, _HEAD_BYTES, RING_BYTES)
+            self._give_back(_HEAD_BYTES, RING_BYTES)
+        self.blocks.reset()
+
+    def _give_back(self, start: int, size: int) -> None:
+        with suppress(OSError):  # not supported in some sandboxes
+            self._memory.madvise(mmap.MADV_REMOVE, start, size)
 
     def pack(self, value: Any, worker: int) -> RingMessage:
         """In the worker: copy a value into the ring; return the message to send.
@@ -206,11 +212,11 @@ def open_rings(workers: int) -> list[RingBuffer]:
     """Return a ring for each worker; an empty list if the system does not support them."""
     if not hasattr(os, "memfd_create"):
         return []
-    try:
-        return [RingBuffer() for _ in range(workers)]
-    except OSError:  # a sandbox, or a limit on address space, open files or file size
-        return []
+    for blocks_bytes in (BLOCKS_BYTES, 0):
+        with suppress(OSError):  # a sandbox, or a limit on address space, open files or file size
+            return [RingBuffer(blocks_bytes=blocks_bytes) for _ in range(workers)]
+    return []
 
 
-def _attach(handle: Any) -> RingBuffer:
-    return RingBuffer(handle.detach())
+def _attach(handle: Any, blocks_bytes: int) -> RingBuffer:
+    return RingBuffer(handle.detach(), blocks_bytes)

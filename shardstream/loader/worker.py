@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -91,6 +92,14 @@ def change_batch(change: Callable[[Any], Any], worker_batch: WorkerBatch) -> Wor
     return worker_batch._replace(batch=change(worker_batch.batch))
 
 
+class _Receiver:
+    """One iteration of the main process over the messages of the workers."""
+
+    def __init__(self, sent: Iterator[Any]) -> None:
+        self.sent = weakref.ref(sent)  # without it the workers would outlive their iteration
+        self.is_current = True
+
+
 class BatchDataset(IterableDataset[Any]):
     """Batches of one rank, split over the loader's workers.
 
@@ -127,6 +136,7 @@ class BatchDataset(IterableDataset[Any]):
         """Current batch of each worker (see `track_progress`)."""
         self.rings: list[RingBuffer] = []
         """Ring buffer of each worker; empty without workers or system support."""
+        self._receiver: _Receiver | None = None
         self.message_sizes: MessageSizes
         self.indexed_source = None if batch_size is None else dataset.pipeline.indexed_source
         """The source if positions are arithmetic; None if each worker has its own position."""
@@ -136,7 +146,7 @@ class BatchDataset(IterableDataset[Any]):
         state = self.__dict__.copy()
         if get_spawning_popen() is None:
             state["rings"] = []
-        return state
+        return state | {"_receiver": None}
 
     @property
     def lanes(self) -> int:
@@ -199,7 +209,7 @@ class BatchDataset(IterableDataset[Any]):
         """In the main process: yield the worker batches of the current workers.
 
         Args:
-            sent: Messages of the workers, in turn.
+            sent: torch's iterator, of the messages of the workers in turn.
             num_workers: Number of workers.
             prefetch_factor: Messages that are requested from each worker before the first is received.
             allocate: As in `RingBuffer.unpack`.
@@ -212,8 +222,17 @@ class BatchDataset(IterableDataset[Any]):
             worker_batch: WorkerBatch | None = packed
             return worker_batch
 
+        # Persistent workers serve the last iteration only: its messages come from the same iterator, and rings are used again.
+        if self._receiver is not None and self._receiver.sent() is sent:
+            self._receiver.is_current = False
+        self._receiver = receiver = _Receiver(sent)
         items = receive_items(
-            sent, num_workers, self.message_sizes, unpack, prefetch_factor=prefetch_factor
+            sent,
+            num_workers,
+            self.message_sizes,
+            unpack,
+            prefetch_factor=prefetch_factor,
+            is_current=lambda: receiver.is_current,
         )
         return (worker_batch for worker_batch in items if worker_batch is not None)
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol, TypedDict
+
+_MAX_PIECES = 256  # of one call: systems have a limit (IOV_MAX, 1024 on Linux)
 
 
 class ReceiveBuffer:
@@ -25,9 +28,9 @@ class ReceiveBuffer:
         return not any(map(len, self._left))
 
     def next_pieces(self, size: int) -> list[memoryview]:
-        """Return the memory of the next ``size`` bytes."""
+        """Return the memory of the next ``size`` bytes, or of fewer if it is in over 256 pieces."""
         pieces: list[memoryview] = []
-        for piece in reversed(self._left):
+        for piece in islice(reversed(self._left), _MAX_PIECES):
             pieces.append(piece[:size])
             size -= len(pieces[-1])
             if not size:
@@ -43,12 +46,13 @@ class ReceiveBuffer:
             size -= min(size, len(piece))
 
     def fill(self, data: bytes | memoryview) -> None:
-        """Copy the next bytes."""
-        first = 0
-        for piece in self.next_pieces(len(data)):
-            piece[:] = data[first : first + len(piece)]
-            first += len(piece)
-        self.advance(first)
+        """Copy the next bytes; those for which there is no memory are ignored."""
+        view = memoryview(data)
+        while view and (pieces := self.next_pieces(len(view))):
+            for piece in pieces:
+                piece[:] = view[: len(piece)]
+                view = view[len(piece) :]
+            self.advance(sum(map(len, pieces)))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,8 +27,8 @@ from shardstream.storage.s3_request import request_signer, request_target
 
 _HEAD_BYTES = 64 << 10  # limit of a response's headers, and of an error's body
 _RECEIVE_BYTES = 16 << 10
-# A thread is woken when so many bytes of a body have arrived, not for each packet (SO_RCVLOWAT, socket(7)).
-_WAKE_BYTES = 256 << 10
+# A thread is woken when so many bytes of a body have arrived (SO_RCVLOWAT, socket(7)) or after this time, not for each packet.
+_WAKE_BYTES, _WAKE_AFTER_S = 256 << 10, 1.0
 _END = b"\r\n\r\n"
 
 
@@ -127,7 +127,9 @@ class S3HttpReader:
                 connection = self._idle.pop()  # atomic, as is `append`
             except IndexError:  # another thread was first
                 return None
-            if not _is_readable(connection):
+            poll = select.poll()
+            poll.register(connection, select.POLLIN)
+            if not poll.poll(0):
                 return connection
             connection.close()
         return None
@@ -208,31 +210,22 @@ def _receive_some(connection: socket.socket, body: ReceiveBuffer, size: int) -> 
     Raises:
         TimeoutError: If none arrives in time.
     """
-    pieces = body.next_pieces(size)
-    if size <= _WAKE_BYTES:
-        return connection.recvmsg_into(pieces)[0]
-    _wake_after(connection, _WAKE_BYTES)
-    try:
-        return connection.recvmsg_into(pieces)[0]
-    except TimeoutError:
-        _wake_after(connection, 1)
-        if not _is_readable(connection):
-            raise
-        return connection.recvmsg_into(pieces)[0]  # fewer bytes: a slow connection
-    finally:
-        _wake_after(connection, 1)
+    if size > _WAKE_BYTES:
+        timeout_s = connection.gettimeout() or _WAKE_AFTER_S
+        _set_wake(connection, _WAKE_BYTES, min(timeout_s, _WAKE_AFTER_S))
+        try:
+            return connection.recvmsg_into(body.next_pieces(size))[0]
+        except TimeoutError:  # fewer bytes: a slow connection
+            pass
+        finally:
+            _set_wake(connection, 1, timeout_s)
+    return connection.recvmsg_into(body.next_pieces(size))[0]
 
 
-def _wake_after(connection: socket.socket, nbytes: int) -> None:
+def _set_wake(connection: socket.socket, nbytes: int, timeout_s: float) -> None:
+    connection.settimeout(timeout_s)
     with suppress(OSError):  # a sandbox that does not know it
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
-
-
-def _is_readable(connection: socket.socket) -> bool:
-    """Return whether bytes, or the end of the connection, have arrived."""
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def _status_error(connection: socket.socket, head: _Head) -> OSError:

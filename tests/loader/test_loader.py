@@ -238,6 +238,22 @@ def test_workers_of_remote_data_read_whole_lanes(
         assert seen + labels(rest) == expected
 
 
+def test_ranks_with_a_local_and_a_remote_copy_have_the_same_order(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote, compared = f"memory://copy-{time.time_ns()}", list[Any]()
+    for path in Path(folder).iterdir():
+        fsspec.filesystem("memory").put_file(str(path), f"{remote}/{path.name}")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr(
+        module_of(ss.ShardLoader), "compare_ranks", lambda *found: compared.append(found[:2])
+    )
+    for rank, url in enumerate((folder, remote)):
+        monkeypatch.setenv("RANK", f"{rank}")
+        labels(loader(url, shuffle=True))
+    assert compared[0] == compared[1]
+
+
 def test_rank_and_world_size_come_from_torchruns_variables(
     folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

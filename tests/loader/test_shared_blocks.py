@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import subprocess
+import sys
+import textwrap
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,8 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstream as ss
+from shardstream.errors import OptionError
 from shardstream.fetch import SharedBlocks, SharedBytes
-from shardstream.loader import RingBuffer
+from shardstream.loader import RingBuffer, open_rings
 from shardstream.storage import ReceiveBuffer
 from shardstream.testing import make_shards
 from tests.limits import module_of, set_limits
@@ -255,6 +260,38 @@ def test_bad_samples_are_skipped_and_replaced(tmp_path: Path) -> None:
         assert [len(row) for row in as_rows(refilled)] == [MANY, MANY]
 
 
+def test_many_small_samples_between_large_ones(proxy: ShapedS3) -> None:
+    sizes = [*[100] * 3000, *[1_000_000] * 60]
+    many = [
+        {"__key__": f"{number:05d}", "bin": bytes([number % 251]) * size}
+        for number, size in enumerate(sizes)
+    ]
+    options: dict[str, Any] = {"storage_options": proxy.plain.storage_options}
+    with new_bucket(proxy.plain) as bucket:
+        make_shards(f"{bucket}/mixed", samples=many, per_shard=len(many), **options)
+        [rows] = as_rows(epochs(f"{bucket}/mixed", 1, count=1, **options))
+    assert [row[::2] for row in rows] == [(one["__key__"], one["bin"]) for one in many]
+
+
+@pytest.mark.parametrize("is_local", [True, False])
+@pytest.mark.parametrize("taken", [1, 20])
+def test_an_iteration_whose_workers_serve_another_is_an_error(
+    taken: int, is_local: bool, local: str, remote: str, proxy: ShapedS3
+) -> None:
+    options: dict[str, Any] = {}
+    if not is_local:
+        options = {"storage_options": proxy.plain.storage_options}
+    dataset = ss.ShardDataset(local if is_local else remote, **options)
+    loader = ss.ShardLoader(dataset, 4, num_workers=2, persistent_workers=True)
+    first = iter(loader)
+    for _ in range(taken):
+        next(first)
+    second = iter(loader)
+    next(second)
+    with pytest.raises(OptionError, match="another iteration of this loader has taken over"):
+        next(first)
+
+
 def test_an_epoch_that_was_left_early_leaves_no_bytes_to_the_next(
     remote: str, proxy: ShapedS3
 ) -> None:
@@ -287,7 +324,8 @@ def test_bytes_stay_as_they_are_until_they_are_unpacked(
     rng = random.Random(len(steps))
     with pytest.MonkeyPatch.context() as patch:
         set_limits(patch, RingBuffer, BLOCKS_BYTES=blocks_bytes)
-        ring = RingBuffer()
+        set_limits(patch, SharedBlocks, UNUSED_BYTES=blocks_bytes // 4)
+        [ring] = open_rings(1)
         held: deque[tuple[bytes, Any]] = deque()
         on_way: deque[tuple[bytes, Any]] = deque()
         for step, size in steps:
@@ -308,20 +346,53 @@ def test_bytes_stay_as_they_are_until_they_are_unpacked(
             assert ring.unpack(message) == {"jpg": [data], "n": 1}
 
 
-def test_memory_of_unused_blocks_is_used_again() -> None:
-    blocks, rng = SharedBlocks(memoryview(bytearray(64 << 20)), 0), random.Random(0)
-    held: deque[Any] = deque()
-    for _ in range(5000):
-        held.append(blocks.hold(memoryview(rng.randbytes(rng.randint(5000, 200_000)))))
-        if len(held) == 200:
-            assert type(held.popleft()) is SharedBytes  # 20 MB in use, never 64
+def resident_bytes(ring: RingBuffer) -> int:
+    return os.fstat(ring._handle).st_blocks * 512
+
+
+def test_memory_of_unused_blocks_is_used_again_or_returned() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        set_limits(patch, RingBuffer, BLOCKS_BYTES=64 << 20)
+        [ring] = open_rings(1)
+    set_bytes, rng = module_of(SharedBlocks).UNUSED_BYTES, random.Random(0)
+    for smallest in (5000, 50_000, 500_000, 20_000):
+        held: deque[Any] = deque()
+        for _ in range(20_000_000 // smallest):
+            data = rng.randbytes(rng.randint(smallest, 2 * smallest))
+            held.append((data, ring.blocks.hold(memoryview(data))))
+            while sum(len(one) for one, _ in held) > 10_000_000:
+                wanted, value = held.popleft()
+                assert bytes(value) == wanted
+        assert resident_bytes(ring) < 10_000_000 * 1.5 + set_bytes
+        value = None
+        held.clear()
+    assert resident_bytes(ring) < 1.1 * set_bytes
+    ring.reset(give_back=True)
+    assert type(ring.blocks.hold(memoryview(bytes(60_000)))) is SharedBytes
 
 
 def test_a_sample_larger_than_all_blocks_is_kept_otherwise() -> None:
-    blocks = SharedBlocks(memoryview(bytearray(1 << 20)), 0)
+    released: list[tuple[int, int]] = []
+    memory = memoryview(bytearray(1 << 20))
+    blocks = SharedBlocks(memory, 0, lambda start, size: released.append((start, size)))
+    assert blocks.take([1 << 40]) is None
     assert blocks.take([1 << 30]) is None
     assert blocks.take([600_000, 600_000]) is None
     assert blocks.take([600_000]) is not None  # the one above was given back
+    assert not released
+
+
+def test_limited_address_space_leaves_rings_without_blocks() -> None:
+    program = """
+        import resource
+        from shardstream.loader import open_rings
+        size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (size + (700 << 20), -1))
+        [one, other] = open_rings(2)
+        message = one.pack([b"x" * 100_000, one.blocks.hold(memoryview(bytes(100_000)))], 0)
+        assert one.unpack(message) == [b"x" * 100_000, bytes(100_000)]
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True)
 
 
 @given(
