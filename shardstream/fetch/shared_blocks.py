@@ -7,6 +7,7 @@ the main process has not unpacked.
 
 from __future__ import annotations
 
+import os
 import threading
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
@@ -101,6 +102,7 @@ class SharedBlocks:
         self._unused: tuple[list[int], ...] = tuple([] for _ in _ROOMS)  # offsets by size
         self._released: tuple[list[int], ...] = tuple([] for _ in _ROOMS)  # without memory
         self._unused_bytes = self._in_use = 0
+        self._pid = os.getpid()
         self._lock = threading.RLock()  # reentrant: a collection may give back a block anywhere
 
     def take(self, sizes: Iterable[int]) -> list[Block] | None:
@@ -123,6 +125,8 @@ class SharedBlocks:
 
     def give_back(self, start: int, room: int) -> None:
         """Note that a block is not used any more; called by the block."""
+        if os.getpid() != self._pid:  # a forked child shares the memory, but does not own it
+            return
         with self._lock:
             self._in_use -= 1
             if self._unused_bytes + _ROOMS[room] <= UNUSED_BYTES:

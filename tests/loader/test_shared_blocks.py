@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import subprocess
@@ -369,6 +370,18 @@ def test_memory_of_unused_blocks_is_used_again_or_returned() -> None:
     assert resident_bytes(ring) < 1.1 * set_bytes
     ring.reset(give_back=True)
     assert type(ring.blocks.hold(memoryview(bytes(60_000)))) is SharedBytes
+
+
+def test_a_forked_child_returns_no_memory() -> None:
+    [ring] = open_rings(1)
+    with pytest.MonkeyPatch.context() as patch:
+        set_limits(patch, SharedBlocks, UNUSED_BYTES=0)
+        held = [ring.blocks.hold(memoryview(b"x" * 100_000))]
+        child = multiprocessing.get_context("fork").Process(target=held.clear)
+        child.start()
+        child.join()
+    assert child.exitcode == 0
+    assert bytes(held[0]) == b"x" * 100_000
 
 
 def test_a_sample_larger_than_all_blocks_is_kept_otherwise() -> None:
