@@ -122,6 +122,11 @@ class Catalog(ABC):
         buffer.fill(self.fetch(shard, start, end, concurrency))
 
     @property
+    def has_costly_windows(self) -> bool:
+        """Whether reading a part of a window costs as much as all of it: ranges of remote shards hold the samples between, too."""
+        return self.can_coalesce and not self.is_local
+
+    @property
     def storage(self) -> Storage:
         """The storage of the shards; a report of bad samples is written with it."""
         return Storage()

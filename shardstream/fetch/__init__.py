@@ -20,9 +20,10 @@ from shardstream.fetch.fetcher import (
 from shardstream.fetch.in_flight import share_requests
 from shardstream.fetch.readahead import Readahead
 from shardstream.fetch.remote import RangeFetcher
-from shardstream.fetch.shared_blocks import SharedBlocks, SharedBytes
+from shardstream.fetch.shared_blocks import MIN_LARGE_BYTES, SharedBlocks, SharedBytes
 
 __all__ = [
+    "MIN_LARGE_BYTES",
     "Fetcher",
     "LocalFetcher",
     "MappedSamples",

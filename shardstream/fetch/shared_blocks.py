@@ -16,8 +16,8 @@ from mmap import PAGESIZE
 
 LARGE_BYTES = 16 << 10
 """Mean size of samples from which a block of each, or finding many before any is copied, is faster."""
-MIN_SHARED_BYTES = 4096
-"""Smaller fields are copied: they are pickled as fast."""
+MIN_LARGE_BYTES = 4096
+"""Smaller fields are pickled as fast as they are sent otherwise."""
 UNUSED_BYTES = 64 << 20
 """Memory of unused blocks that is kept for later ones; the rest is returned to the system."""
 # Bytes that are reserved for a block: whole pages, four sizes for each doubling.
@@ -117,7 +117,7 @@ class SharedBlocks:
 
     def hold(self, data: memoryview) -> SharedBytes | bytes:
         """Copy the bytes of a field to a block; as ``bytes`` if they are few, or there is no memory."""
-        block = self._take(len(data)) if len(data) >= MIN_SHARED_BYTES else None
+        block = self._take(len(data)) if len(data) >= MIN_LARGE_BYTES else None
         if block is None:
             return bytes(data)
         block.view[:] = data
@@ -180,4 +180,4 @@ class SharedBlocks:
 
 def keep_shared(data: SharedBytes) -> SharedBytes | bytes:
     """Return the bytes of a field as they are, or as ``bytes`` if they are few."""
-    return data if len(data) >= MIN_SHARED_BYTES else bytes(data)
+    return data if len(data) >= MIN_LARGE_BYTES else bytes(data)

@@ -63,7 +63,7 @@ from shardstream.loader.object_dataset import ObjectDataset, ObjectMapDataset
 from shardstream.loader.option_checks import warn_of_lanes
 from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
 from shardstream.loader.rank_consistency import compare_in_store
-from shardstream.loader.serialize import MAX_TENSOR_BYTES, MIN_LARGE_BYTES
+from shardstream.loader.serialize import MAX_TENSOR_BYTES
 from shardstream.loader.shared_memory import RingBuffer, RingMessage, open_rings
 from shardstream.loader.trial import Trial, fewest_workers, run_trials
 from shardstream.loader.worker import BatchDataset
@@ -74,7 +74,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MAX_TENSOR_BYTES",
-    "MIN_LARGE_BYTES",
     "BatchDataset",
     "CatalogDataset",
     "DeviceCopies",

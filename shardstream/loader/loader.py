@@ -33,6 +33,7 @@ from shardstream.loader.device_transfer import (
     indexed_device,
     prefetch,
 )
+from shardstream.loader.message_batching import TakenOverError
 from shardstream.loader.option_checks import check_options, warn_of_lanes
 from shardstream.loader.pinned_memory import PinnedMemory, open_pinned_memory
 from shardstream.loader.rank_consistency import compare_ranks
@@ -128,7 +129,7 @@ class ShardLoader(DataLoader[Any]):
                 microbatches=batch_size // (source.options.microbatch or batch_size),
                 remainder=source.options.remainder,
                 drop_last=drop_last,
-                whole_lanes=source.catalog.can_coalesce and not source.catalog.is_local,
+                whole_lanes=source.catalog.has_costly_windows,
             )
         self._batches = BatchDataset(
             dataset,
@@ -376,9 +377,8 @@ class ShardLoader(DataLoader[Any]):
         start = partial(change_batch, copies.start)
 
         def is_ready(number: int) -> bool:
-            return self.num_workers > 0 and is_batch_made(
-                batches.current_batches, number, self._partition
-            )
+            made = batches.current_batches
+            return self.num_workers > 0 and is_batch_made(made, number, self._partition)
 
         depth = self.prefetch_to_device
         return prefetch(worker_batches, start, depth=depth, is_ready=is_ready)
@@ -479,7 +479,7 @@ class ShardLoader(DataLoader[Any]):
         try:
             yield
         except BaseException as error:
-            if isinstance(error, Exception):
+            if isinstance(error, Exception) and not isinstance(error, TakenOverError):
                 end_workers(workers, immediately=isinstance(error, WorkerError))
                 self._iterator = None
             waits = not isinstance(error, KeyboardInterrupt)

@@ -27,6 +27,10 @@ _LARGE_BYTES = 1 << 21
 SIZES_KEPT = 5
 
 
+class TakenOverError(OptionError):
+    """Raised in an iteration whose workers serve a later one, which goes on."""
+
+
 class WorkerMessage(NamedTuple):
     """One message: the items of a worker in one round."""
 
@@ -136,7 +140,7 @@ def receive_items(  # noqa: PLR0913  (one call, in `BatchDataset.receive_batches
         choose_size: Returns the best number of items per message, given a message; by default `preferred_size`.
 
     Raises:
-        OptionError: If another iteration has taken over the workers.
+        TakenOverError: If another iteration has taken over the workers.
         Exception: The error of a worker, at its turn.
     """
     waiting: list[deque[Any]] = [deque() for _ in range(workers)]
@@ -144,7 +148,7 @@ def receive_items(  # noqa: PLR0913  (one call, in `BatchDataset.receive_batches
     sizes: dict[int, deque[int]] = defaultdict(lambda: deque(maxlen=SIZES_KEPT))
     while len(ended) < workers or any(waiting) or failed:
         if not is_current():
-            raise OptionError(
+            raise TakenOverError(
                 "another iteration of this loader has taken over its persistent workers; finish one iteration before "
                 "starting the next, or use two loaders"
             )

@@ -18,12 +18,11 @@ import numpy as np
 import torch
 
 from shardstream.errors import SampleError
-from shardstream.fetch import SharedBytes
+from shardstream.fetch import MIN_LARGE_BYTES, SharedBytes
 from shardstream.pipeline import EncodedImage
 
 MAX_TENSOR_BYTES = 31 << 20
 """Larger tensors are left to torch: glibc maps blocks this large anew each time, with page faults."""
-MIN_LARGE_BYTES = 4096  # smaller bytes are pickled as fast
 _TORCH_TYPES = torch.Tensor, torch.UntypedStorage, torch.TypedStorage
 # A sequence that starts with one of these is a column of keys or numbers, and is not searched for bytes.
 _PLAIN = frozenset({str, int, float})

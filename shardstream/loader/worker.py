@@ -234,7 +234,7 @@ class BatchDataset(IterableDataset[Any]):
             prefetch_factor=prefetch_factor,
             is_current=lambda: receiver.is_current,
         )
-        return (worker_batch for worker_batch in items if worker_batch is not None)
+        return filter(None, items)  # without the gaps
 
     def set_order_options(self, order: Mapping[str, Any]) -> None:
         """Set order options from a state; they hold for later epochs too."""

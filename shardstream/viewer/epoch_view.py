@@ -115,7 +115,7 @@ class Training:
             microbatches=self.batch_size // (self.microbatch or self.batch_size),
             remainder=self.remainder,
             drop_last=self.drop_last,
-            whole_lanes=catalog.can_coalesce and not catalog.is_local,
+            whole_lanes=catalog.has_costly_windows,
         )
 
     def partitions(self, catalog: Catalog) -> list[RankPartition]:

@@ -9,8 +9,10 @@ import random
 import subprocess
 import sys
 import textwrap
+import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +22,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstream as ss
-from shardstream.errors import OptionError
-from shardstream.fetch import SharedBlocks, SharedBytes
+from shardstream.catalog import ShardCatalog
+from shardstream.errors import ChangedError, OptionError
+from shardstream.fetch import SharedBlocks, SharedBytes, open_fetcher
 from shardstream.loader import RingBuffer, open_rings
-from shardstream.storage import ReceiveBuffer
+from shardstream.storage import ReceiveBuffer, Storage, locate_shards
 from shardstream.testing import make_shards
 from tests.limits import module_of, set_limits
 from tests.servers import S3Server, ShapedS3, new_bucket, nginx_or_skip
@@ -291,6 +294,28 @@ def test_an_iteration_whose_workers_serve_another_is_an_error(
     next(second)
     with pytest.raises(OptionError, match="another iteration of this loader has taken over"):
         next(first)
+    rest = sum(len(batch["__key__"]) for batch in second)
+    assert rest == (MANY if is_local else SAMPLES) - 4  # its workers were not ended
+
+
+class ShortCatalog(ShardCatalog):
+    """Returns fewer bytes than asked for, as no store should."""
+
+    def fetch_into(self, buffer: ReceiveBuffer, *place: Any) -> None:
+        buffer.fill(self.fetch(*place)[:-700])
+
+
+def test_bytes_that_did_not_arrive_are_not_those_of_an_earlier_sample() -> None:
+    url, [ring] = f"memory://{time.time_ns()}", open_rings(1)
+    make_shards(url, samples=samples(10), per_shard=10)
+    storage = Storage()
+    catalog = ShortCatalog(locate_shards(url, storage), storage)
+    numbers = np.arange(10)
+    fetcher = open_fetcher(catalog, iter([numbers]), prefetch_bytes=64 << 20, blocks=ring.blocks)
+    with closing(fetcher):
+        [*found] = fetcher.samples(numbers)
+    assert {type(one) for one in found} == {ChangedError}
+    assert all("shorter than its index says" in str(one) for one in found)
 
 
 def test_an_epoch_that_was_left_early_leaves_no_bytes_to_the_next(

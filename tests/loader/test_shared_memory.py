@@ -23,9 +23,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstream as ss
+from shardstream.fetch import MIN_LARGE_BYTES
 from shardstream.loader import (
     MAX_TENSOR_BYTES,
-    MIN_LARGE_BYTES,
     RingBuffer,
     RingMessage,
     open_rings,
