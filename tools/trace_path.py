@@ -41,7 +41,7 @@ import shardstream as ss
 PACKAGE = f"{Path(ss.__file__).parent}{os.sep}"
 # With --plain, on Python 3.11: paths may become longer only with a reason.
 LIMITS = {
-    "open to first batch": (36, 212),
+    "open to first batch": (36, 213),
     "next batch": (15, 53),
     "first state_dict": (9, 17),
     "next state_dict": (3, 6),

@@ -34,6 +34,7 @@ class Disk:
         self._synced = {path.stat().st_ino: path.read_bytes() for path in folder.iterdir()}
         self._safe = {path.name: path.stat().st_ino for path in folder.iterdir()}
         self._pending: list[tuple[str, int | None]] = []
+        self._held: list[int] = []
         self.moments: list[list[Tree]] = []
         """For each intercepted call: the folder contents that a crash right after it may leave."""
 
@@ -65,14 +66,25 @@ class Disk:
                 path.read_bytes()
             )  # bytes that have left Python's buffer
 
+    def _hold(self, path: Any) -> None:
+        """Keep a file open, so that the system does not give its inode to another while a crash may bring it back."""
+        if Path(path).exists():
+            self._held.append(os.open(path, os.O_RDONLY))
+
+    def close(self) -> None:
+        for handle in self._held:
+            os.close(handle)
+
     def _replace(self, source: Any, target: Any) -> None:
         if Path(target).parent == self._folder:
+            self._hold(target)
             self._pending.append((Path(target).name, os.stat(source).st_ino))
 
     _rename = _replace
 
     def _unlink(self, path: Any, *_: Any) -> None:
         if Path(path).parent == self._folder and not is_part(Path(path).name):
+            self._hold(path)
             self._pending.append((Path(path).name, None))
 
     _remove = _unlink
@@ -87,13 +99,17 @@ class Disk:
 
 
 @pytest.fixture
-def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Disk]:
-    def start() -> Disk:
-        made = Disk(tmp_path)
-        made.watch(monkeypatch)
-        return made
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Disk]]:
+    started: list[Disk] = []
 
-    return start
+    def start() -> Disk:
+        started.append(Disk(tmp_path))
+        started[-1].watch(monkeypatch)
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
 
 
 def write(folder: Path, count: int, *, overwrite: bool = False) -> None:
