@@ -21,7 +21,7 @@ from shardstream.packing.image_encode import DEFAULT_QUALITY, ImageOptions
 from shardstream.packing.journal import NumberedSkip, Task
 from shardstream.packing.pack_parts import pack_in_parts
 from shardstream.packing.pack_plan import PackPlan, PackRequest, folder_of_split
-from shardstream.packing.parallel_encode import Encoded, RecordEncoder, encode_in_order, named
+from shardstream.packing.parallel_encode import Encoded, RecordEncoder, encode_in_order
 from shardstream.packing.report import PackReport, Progress, Skip, SplitReport
 from shardstream.packing.shard_writer import (
     DEFAULT_MAX_BYTES,
@@ -29,7 +29,7 @@ from shardstream.packing.shard_writer import (
     DatasetWriter,
     WriterOptions,
 )
-from shardstream.packing.source import Record, records_from
+from shardstream.packing.source import Record, named, records_from
 from shardstream.packing.source_detection import AnySource, SourceOptions
 from shardstream.storage import Storage, join_url, open_output_folder, parse_bytes, publish_bytes
 from shardstream.tasks import Executor

@@ -18,7 +18,7 @@ from shardstream.packing.encode import encode_field
 from shardstream.packing.key_hashes import hash_keys
 from shardstream.packing.merge import SplitJob, run_jobs
 from shardstream.packing.pack_plan import OpenedPack, PackPlan, PackRequest, folder_of_split
-from shardstream.packing.parallel_encode import Encoded, chunked, named
+from shardstream.packing.parallel_encode import Encoded, chunked
 from shardstream.packing.part_job import PartJob, PartResult
 from shardstream.packing.part_writer import PartWriter
 from shardstream.packing.report import PackReport, ProgressFunction, Skip
@@ -28,6 +28,7 @@ from shardstream.packing.source import (
     IndexedSource,
     Record,
     SeekableSource,
+    named,
     records_from,
 )
 from shardstream.packing.split import Numbers, SplitNumbers

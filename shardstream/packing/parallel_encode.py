@@ -10,10 +10,13 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from shardstream.errors import NotFoundError, SampleError, ShardStreamError, SourceError
+import numpy as np
+from PIL import Image
+
+from shardstream.errors import NotFoundError, SampleError, SourceError
 from shardstream.packing.encode import encode_field
 from shardstream.packing.image_encode import ImageOptions, is_image_field, reencode
-from shardstream.packing.source import FileRef, Record
+from shardstream.packing.source import FileRef, Record, named
 from shardstream.storage import Storage
 from shardstream.tasks import ProcessPool
 
@@ -100,11 +103,12 @@ class RecordEncoder:
                 raise read
             where = value.url
             value = self._read_local(where) if read is None else read
-        if not isinstance(value, bytes) or not is_image_field(field):
-            return field, encode_field(field, value)
-        if not value:
+        data = encode_field(field, value)
+        if not is_image_field(field):
+            return field, data
+        if not data:
             raise SourceError("the image is empty: it has no bytes", shard=where)
-        return reencode(value, field, self.images, where=where, is_mask=is_mask)
+        return reencode(data, field, self.images, where=where, is_mask=is_mask)
 
     def _read_ahead(self, records: Sequence[Record]) -> dict[str, bytes | NotFoundError]:
         """Read remote files concurrently."""
@@ -131,12 +135,6 @@ class RecordEncoder:
             return self.storage.read(url)
         except NotFoundError as error:
             return error
-
-
-def named(error: ShardStreamError, where: str) -> SourceError:
-    """Return an error that names its file or row."""
-    text = str(error)
-    return SourceError(text) if where in text else SourceError(text, shard=where)
 
 
 def encode_in_order(
@@ -191,6 +189,10 @@ def chunked(records: Iterable[Record]) -> Iterator[list[Record]]:
 def _value_bytes(value: object) -> int:
     if isinstance(value, FileRef):
         return value.size
+    if isinstance(value, np.ndarray):
+        return value.nbytes
+    if isinstance(value, Image.Image):
+        return value.width * value.height * len(value.getbands())
     return len(value) if isinstance(value, bytes | str) else 0
 
 

@@ -135,15 +135,6 @@ class ShardWriter:
             raise SampleError(str(error), key=key) from error
         self._writer.write(key, fields)
 
-    def write_encoded(self, key: str, fields: Mapping[str, bytes | memoryview]) -> None:
-        """Append a sample whose fields are bytes already.
-
-        Raises:
-            SampleError: If it would not read back equal; then nothing of it is written.
-            StorageError: If this or an earlier shard cannot be written.
-        """
-        self._writer.write(key, fields)
-
     def drain(self) -> None:
         """Wait until the shards that are full so far are published.
 

@@ -9,7 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-from shardstream.errors import OptionError, SampleError, SourceError
+import numpy as np
+from PIL import Image
+
+from shardstream.errors import OptionError, SampleError, ShardStreamError, SourceError
+from shardstream.packing.encode import encode_field
 from shardstream.packing.image_encode import is_image_field
 from shardstream.packing.split import SplitNumbers
 
@@ -31,7 +35,7 @@ class Record(NamedTuple):
 
     key: str
     fields: Mapping[str, Any]
-    """Field -> value (see `encode_field`) or `FileRef`."""
+    """Field -> value (see `encode_field`) or `FileRef`. Values are encoded later, so they must not change."""
     where: str
     """The file or row it comes from, for messages."""
     error: SourceError | None = None
@@ -219,12 +223,29 @@ class SamplesSource:
             key = sample.get("__key__", f"{index:08d}")
             if not isinstance(key, str):
                 raise SampleError(f"__key__ of {where} is {key!r}, not text; use str(key)")
-            fields = {
-                name: value
-                for name, value in sample.items()
-                if not (name.startswith("__") and name.endswith("__"))
-            }
-            yield Record(key, fields, where)
+            try:
+                fields = {
+                    name: _as_it_is_now(name, value)
+                    for name, value in sample.items()
+                    if not (name.startswith("__") and name.endswith("__"))
+                }
+            except SampleError as error:
+                yield Record(key, {}, where, named(error, where))
+            else:
+                yield Record(key, fields, where)
+
+
+def _as_it_is_now(field: str, value: object) -> object:
+    """Encode a value, since its owner may fill the same buffer with the next sample; pixels are copied: processes may encode them."""
+    if is_image_field(field) and (type(value) is Image.Image or isinstance(value, np.ndarray)):
+        return value.copy()
+    return encode_field(field, value)
+
+
+def named(error: ShardStreamError, where: str) -> SourceError:
+    """Return an error that names its file or row."""
+    text = str(error)
+    return SourceError(text) if where in text else SourceError(text, shard=where)
 
 
 def is_image_name(name: str) -> bool:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
@@ -233,6 +235,71 @@ def test_python_iterables_are_packed(tmp_path: Path) -> None:
         b"%d" % i for i in range(9)
     ]
     assert (tmp_path / "out" / "about.txt").read_bytes() == b"hi"
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"processes": 2}, {"shuffle": True}, {"split": {"a": 0.5, "b": 0.5}}], ids=str
+)
+@pytest.mark.parametrize("kind", ["png", "picture.png", "npy", "bin", "json", "pt"])
+def test_a_generator_may_fill_one_buffer_for_all_samples(
+    kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    pixels = np.zeros((4, 4), np.uint8)
+    picture = Image.fromarray(pixels.copy())
+    number: dict[str, Any] = {"n": 0}
+    tensor = torch.zeros(3, dtype=torch.uint8)
+    raw = bytearray(3)
+    values = {"png": pixels, "picture.png": picture, "npy": pixels, "bin": memoryview(raw)}
+    values |= {"json": number, "pt": tensor}
+
+    def refill() -> Iterator[dict[str, Any]]:
+        sample: dict[str, Any] = {}
+        for i in range(6):
+            pixels[:] = i
+            picture.putpixel((0, 0), i)
+            number["n"] = i
+            tensor[:] = i
+            raw[:] = bytes([i] * 3)
+            sample["cls"], sample[kind] = i, values[kind]
+            yield sample
+
+    pack(refill(), tmp_path / "out", **options)
+    read: dict[str, Callable[[bytes], Any]] = {"bin": lambda data: data[0]}
+    read |= {"npy": lambda data: int(np.load(io.BytesIO(data))[0, 0])}
+    read |= {"json": lambda data: json.loads(data)["n"]}
+    read |= {"pt": lambda data: int(torch.load(io.BytesIO(data))[0])}
+    found = {
+        int(sample["cls"]): read.get(kind, _first_pixel)(sample[kind])
+        for name in options.get("split", ("",))
+        for sample in samples_of(tmp_path / "out" / name)
+    }
+    assert found == {i: i for i in range(6)}
+
+
+def _first_pixel(data: bytes) -> Any:
+    return Image.open(io.BytesIO(data)).getpixel((0, 0))
+
+
+def test_the_bytes_in_a_chunk_count_pixels(tmp_path: Path) -> None:
+    made: list[int] = []
+
+    def frames() -> Iterator[dict[str, Any]]:
+        for i in range(40):
+            made.append(i)
+            yield {"png": np.zeros((1024, 4096), np.uint8)}
+
+    written: list[int] = []
+    pack(frames(), tmp_path / "out", progress=lambda _: written.append(len(made)))
+    assert written[0] <= 5  # 4 MiB each, of at most 16 MiB
+
+
+def test_images_from_python_are_made_smaller_and_converted(tmp_path: Path) -> None:
+    picture = Image.new("RGB", (64, 32))
+    samples: list[dict[str, Any]] = [{"png": picture}, {"png": np.zeros((32, 64), np.uint8)}]
+    pack(samples, tmp_path / "out", max_side=16, image_format="jpg")
+    assert [Image.open(io.BytesIO(one["jpg"])).size for one in samples_of(tmp_path / "out")] == [
+        (16, 8)
+    ] * 2
 
 
 def test_tars_are_packed_again(photos: Path, tmp_path: Path) -> None:

@@ -444,8 +444,8 @@ def test_python_samples_are_read() -> None:
     source = opened(samples)
     assert source.length == 2
     assert [(r.key, dict(r.fields)) for r in source] == [
-        ("00000000", {"txt": "a"}),
-        ("k", {"txt": "b"}),
+        ("00000000", {"txt": b"a"}),
+        ("k", {"txt": b"b"}),
     ]
     mine = SamplesSource(samples=samples, name="mine")
     assert opened(mine) is mine
