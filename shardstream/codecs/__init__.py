@@ -22,6 +22,7 @@ from shardstream.codecs.plain_values import (
     decode_tsv,
     encode_cbor,
     encode_msgpack,
+    iter_tsv,
 )
 from shardstream.codecs.tenbin import decode_buffer, encode_buffer
 from shardstream.codecs.video import VIDEO_EXTENSIONS, Video, VideoDecoder
@@ -45,4 +46,5 @@ __all__ = [
     "encode_cbor",
     "encode_msgpack",
     "import_extra",
+    "iter_tsv",
 ]

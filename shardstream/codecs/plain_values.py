@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 from shardstream.codecs.optional import import_extra
@@ -17,6 +18,8 @@ BINARY_LIMIT_BYTES = 32 << 20
 """Bytes of a MessagePack or CBOR field: an empty list takes 1 byte, 64 in memory."""
 
 _EXTRA = "formats"
+_QUOTED = re.compile('"(?:[^"]|"")*"')
+_CELL = re.compile(r'(?:^|(?<=\t))(?:"(?:[^"]|"")*"(?=\t|$)|[^\t]*)')
 # Tags of CBOR that make values refer to each other, or that compile expressions and parse mails.
 _REFUSED_TAGS = (28, 29, 35, 36)
 
@@ -78,25 +81,47 @@ def encode_cbor(value: object) -> bytes:
     return encoded
 
 
-def decode_csv(data: bytes, delimiter: str = ",") -> list[list[str]]:
+def decode_csv(data: bytes) -> list[list[str]]:
     """Decode CSV, as UTF-8, to its rows of text; a first row with names is a row like others.
 
     Raises:
         ValueError: If a quote is not closed, or it has over 10 million values.
     """
-    count = data.count(delimiter.encode()) + data.count(b"\n") + data.count(b"\r")
-    if count > VALUES_LIMIT:
-        raise ValueError(f"{count} values, the limit is {VALUES_LIMIT}; store large tables as npy")
-    text = io.StringIO(data.decode("utf-8-sig"), newline="")
     try:
-        return list(csv.reader(text, delimiter=delimiter, strict=True))
+        return list(csv.reader(_lines_of_cells(data, b","), strict=True))
     except csv.Error as error:
         raise ValueError(f"not CSV: {error}") from error
 
 
 def decode_tsv(data: bytes) -> list[list[str]]:
-    """Decode tab-separated values as `decode_csv`."""
-    return decode_csv(data, "\t")
+    """Decode tab-separated values as `decode_csv`; for quotes see `iter_tsv`."""
+    return list(iter_tsv(_lines_of_cells(data, b"\t")))
+
+
+def _lines_of_cells(data: bytes, separator: bytes) -> Iterable[str]:
+    count = data.count(separator) + data.count(b"\n") + data.count(b"\r")
+    if count > VALUES_LIMIT:
+        raise ValueError(f"{count} values, the limit is {VALUES_LIMIT}; store large tables as npy")
+    return io.StringIO(data.decode("utf-8-sig"), newline="")
+
+
+def iter_tsv(lines: Iterable[str]) -> Iterator[list[str]]:
+    r"""Yield the cells of each line of tab-separated text.
+
+    Many writers of TSV quote nothing, so a quote is text: read as in CSV, one that opens a cell swallows the rows up to the
+    next one. Quotes around a whole cell, which spreadsheets and pandas write, are removed.
+
+    >>> list(iter_tsv(["a\tb\n", '"Hi," he said\t"x"\n', '"tab\tin it"\t"\n']))
+    [['a', 'b'], ['"Hi," he said', 'x'], ['tab\tin it', '"']]
+    """
+    width = 0
+    for line in lines:
+        text = line.rstrip("\r\n")
+        cells = text.split("\t") if text else []
+        if width and len(cells) > width:  # a quoted cell may hold tabs
+            cells = _CELL.findall(text)
+        width = width or len(cells)
+        yield [one[1:-1].replace('""', '"') if _QUOTED.fullmatch(one) else one for one in cells]
 
 
 def check_depth(value: Any) -> None:

@@ -23,7 +23,7 @@ from shardstream.packing.added_source import KEY, AddedSpec, mean_tar_bytes
 from shardstream.packing.encode import encode_field
 from shardstream.packing.key_hashes import Places
 from shardstream.packing.source import FileRef, fingerprint_of
-from shardstream.packing.table_source import convert_cell
+from shardstream.packing.table_source import convert_cell, key_of
 from shardstream.packing.tables import Row, iter_rows, open_parquet
 from shardstream.storage import FileInfo, Storage
 
@@ -127,7 +127,7 @@ class _TableFields:
                 fields[field] = encode_field(field, value)
             except SampleError as error:
                 raise row.error(f"column {column!r}: {error}") from error
-        return _key_of(row.get(key_column), row), fields
+        return key_of(row.get(key_column), row), fields
 
 
 class ParquetFields(_TableFields):
@@ -201,7 +201,7 @@ class ParquetFields(_TableFields):
                         break
                     cells = batch.column(0).to_pylist()
                     yield [
-                        _key_of(cell, Row(cells={}, where=f"{file.url}, row {at}", is_text=False))
+                        key_of(cell, Row(cells={}, where=f"{file.url}, row {at}", is_text=False))
                         for at, cell in enumerate(cells, start=row + 1)
                     ]
                     row += len(cells)
@@ -380,17 +380,6 @@ class TextTableFields(_TableFields):
         at = place * (len(self._columns) + 1)
         data = self._blob[self._ends[at] : self._ends[at + 1]]
         return data.decode("utf-8", "surrogateescape")
-
-
-def _key_of(cell: object, row: Row) -> str:
-    """Return the key in a cell; a number becomes its digits.
-
-    Raises:
-        SourceError: If it is empty, or neither text nor a whole number.
-    """
-    if isinstance(cell, bool) or not isinstance(cell, str | int) or cell == "":
-        raise row.error(f"a key is text, not {cell!r}; give each row a key, or filter the row out")
-    return str(cell)
 
 
 def _identity(files: Sequence[FileInfo]) -> str:

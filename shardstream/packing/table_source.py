@@ -5,7 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
+from decimal import Decimal
+from string import Formatter
 from typing import Any
 
 import numpy as np
@@ -23,6 +26,8 @@ _log = logging.getLogger(__name__)
 _RUNNING_KEY = "{index:08d}"
 _LABEL_FIELD = "cls"
 _BEGINNINGS = ((b"\xff\xd8", "jpg"), (b"\x89PNG", "png"), (b"GIF8", "gif"), (b"fLaC", "flac"))
+_EXACT_FLOAT = 1 << 53  # floats from here on lack the last digits of whole numbers
+_MAX_DIGITS = 100
 _NUMBERS = ("npy", "npz", "pt", "pth")
 
 
@@ -57,6 +62,7 @@ class TableSource:
         self._fields = dict(fields or {})
         self._key_column = key if key is not None and "{" not in key else None
         self._key = "{key}" if self._key_column is not None else key or _RUNNING_KEY
+        self._key_columns = [column for _, column, _, _ in Formatter().parse(self._key) if column]
         self._root = root
         self.classes: Classes | None = None
         """Names of the classes, if the column of ``cls`` holds names."""
@@ -141,7 +147,7 @@ class TableSource:
 
     def _label(self, row: Row, column: str) -> int:
         name = row.get(column)
-        if str(name) not in self._labels:
+        if name is None or str(name) not in self._labels:
             raise row.error(
                 f"column {column!r} holds {name!r}, which is not among the {plural(len(self._labels), 'class')}; "
                 "add it to classes (--classes)"
@@ -149,10 +155,20 @@ class TableSource:
         return self._labels[str(name)]
 
     def _names(self, row: Row, index: int) -> dict[str, Any]:
-        """Return the values for the key template."""
+        """Return the values for the key template.
+
+        Raises:
+            SourceError: If a cell that the key needs is empty.
+        """
         if self._key_column is not None:
-            return {"key": row.get(self._key_column)}
-        return {"index": index} if self._key == _RUNNING_KEY else {**row.cells, "index": index}
+            return {"key": key_of(row.get(self._key_column), row)}
+        if self._key == _RUNNING_KEY:
+            return {"index": index}
+        names = {**row.cells, "index": index}
+        for column in self._key_columns:
+            if names.get(column, column) in (None, ""):
+                raise row.error(f"column {column!r} is empty, but the key {self._key!r} needs it")
+        return names
 
     def _columns(self) -> list[str] | None:
         """Return the columns that are needed; None for all."""
@@ -194,6 +210,17 @@ def _field_of(data: bytes) -> str:
     return next((field for start, field in _BEGINNINGS if data.startswith(start)), "bin")
 
 
+def key_of(cell: object, row: Row) -> str:
+    """Return the key in a cell; a number becomes its digits.
+
+    Raises:
+        SourceError: If it is empty, or neither text nor a whole number.
+    """
+    if isinstance(cell, bool) or not isinstance(cell, str | int) or cell == "":
+        raise row.error(f"a key is text, not {cell!r}; give each row a key, or filter the row out")
+    return str(cell)
+
+
 def convert_cell(field: str, row: Row, column: str, root: str) -> object:
     """Convert a cell to a value for a field.
 
@@ -206,7 +233,7 @@ def convert_cell(field: str, row: Row, column: str, root: str) -> object:
     last = field.rpartition(".")[2]
     if not isinstance(value, bytes):
         if last in TEXT_FIELDS:
-            value = str(value)
+            value = _text(field, row, column, value)
         elif last in INT_FIELDS:
             value = _whole(field, row, column, value)
         elif last in JSON_FIELDS:
@@ -234,16 +261,31 @@ def _file_or_numbers(field: str, row: Row, column: str, value: object) -> object
     )
 
 
+def _text(field: str, row: Row, column: str, value: object) -> object:
+    """Return text and numbers as text; a list for ``jsonl`` stays."""
+    if isinstance(value, list | Mapping | bool):
+        if isinstance(value, list) and field.rpartition(".")[2] == "jsonl":
+            return value
+        raise row.error(
+            f"column {column!r} holds {reprlib.repr(value)}, but {field!r} takes text; "
+            f"keep the value with json={column}"
+        )
+    return str(value)
+
+
 def _whole(field: str, row: Row, column: str, value: object) -> int:
     try:
-        number = float(value) if isinstance(value, str) and not value.strip().isdecimal() else value
-        whole = int(number)  # type: ignore[call-overload]
-        if whole == number or isinstance(number, str):
-            return int(whole)
-    except (TypeError, ValueError, OverflowError):
+        number = Decimal(value) if isinstance(value, str) else value
+        # Neither digits that a float has lost, nor a number of a million digits made of "1e999999".
+        is_exact = not isinstance(number, float) or abs(number) < _EXACT_FLOAT
+        if is_exact and not (isinstance(number, Decimal) and number.adjusted() > _MAX_DIGITS):
+            whole = int(number)  # type: ignore[call-overload]
+            if whole == number:
+                return int(whole)
+    except (ArithmeticError, TypeError, ValueError):
         pass
     raise row.error(
-        f"column {column!r} holds {value!r}, but {field!r} takes a whole number; "
+        f"column {column!r} holds {reprlib.repr(value)}, but {field!r} takes a whole number; "
         f"number the names with classes= (--classes), or keep the text with txt={column}"
     )
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+from shardstream.codecs import iter_tsv
 from shardstream.errors import OptionError, SourceError, plural
 from shardstream.storage import Storage
 
@@ -76,7 +77,7 @@ def iter_rows(url: str, storage: Storage, *, columns: Sequence[str] | None) -> I
         rows = (
             _iter_json(text, url)
             if name.endswith((".jsonl", ".ndjson"))
-            else _iter_separated(text, url, "\t" if name.endswith(".tsv") else ",")
+            else _iter_separated(text, url, is_tsv=name.endswith(".tsv"))
         )
         number = 0
         try:
@@ -98,27 +99,37 @@ def count_rows(url: str, storage: Storage) -> int | None:
         return int(table.metadata.num_rows)
 
 
-def _iter_separated(text: io.TextIOWrapper, url: str, delimiter: str) -> Iterator[dict[str, str]]:
-    reader = csv.reader(text, delimiter=delimiter, strict=True)
+def _iter_separated(text: Iterable[str], url: str, *, is_tsv: bool) -> Iterator[dict[str, str]]:
+    rows = enumerate(iter_tsv(text), start=1) if is_tsv else _iter_commas(text, url)
+    _, header = next(rows, (0, []))
+    if not header:
+        raise SourceError("the table is empty; its first line names the columns", shard=url)
+    repeated_name = next((name for name in header if header.count(name) > 1), None)
+    if repeated_name is not None:
+        raise SourceError(f"two columns are named {repeated_name!r}; rename one", shard=url)
+    number = 0
+    for line, cells in rows:
+        if not cells:  # a blank line
+            continue
+        number += 1
+        if len(cells) != len(header):
+            advice = (
+                "a row is one line: write cells with line breaks as CSV or Parquet"
+                if is_tsv
+                else "quote cells that hold the separator"
+            )
+            raise SourceError(
+                f"the row has {plural(len(cells), 'cell')}, the header {len(header)} (line {line}); {advice}",
+                shard=f"{url}, row {number}",
+            )
+        yield dict(zip(header, cells, strict=True))
+
+
+def _iter_commas(text: Iterable[str], url: str) -> Iterator[tuple[int, list[str]]]:
+    reader = csv.reader(text, strict=True)
     try:
-        header = next(reader, None)
-        if not header:
-            raise SourceError("the table is empty; its first line names the columns", shard=url)
-        repeated_name = next((name for name in header if header.count(name) > 1), None)
-        if repeated_name is not None:
-            raise SourceError(f"two columns are named {repeated_name!r}; rename one", shard=url)
-        number = 0
         for cells in reader:
-            if not cells:  # a blank line
-                continue
-            number += 1
-            if len(cells) != len(header):
-                raise SourceError(
-                    f"the row has {plural(len(cells), 'cell')}, the header {len(header)} (line {reader.line_num}); "
-                    "quote cells that hold the separator",
-                    shard=f"{url}, row {number}",
-                )
-            yield dict(zip(header, cells, strict=True))
+            yield reader.line_num, cells
     except csv.Error as error:
         raise SourceError(f"line {reader.line_num}: {error}", shard=url) from error
 

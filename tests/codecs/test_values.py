@@ -76,6 +76,10 @@ def test_csv_is_rows_of_text_without_losing_the_first() -> None:
         *(["name", "box"], ['a, "b"', "1\n2"], [], ["c", ""]),
     ]
     assert ss.decode_sample({"tsv": b"a\tb,c\n1\t2"})["tsv"] == [["a", "b,c"], ["1", "2"]]
+    quotes = b'1\t"a ""b"""\n2\t"open\n3\t"Hi," he said\n4\t"'
+    assert ss.decode_sample({"tsv": quotes})["tsv"] == [
+        ["1", 'a "b"'], ["2", '"open'], ["3", '"Hi," he said'], ["4", '"'],
+    ]  # fmt: skip
 
 
 def test_jsonl_takes_text_and_leaves_out_blank_lines() -> None:

@@ -18,6 +18,7 @@ import pytest
 from PIL import Image
 from pyarrow import parquet
 
+import shardstream as ss
 from shardstream.errors import (
     IndexMismatchError,
     OptionError,
@@ -488,3 +489,86 @@ def test_loose_files_in_split_folders_cause_a_warning(
     )
     assert [record.key for record in records(root)] == ["train/a", "val/b"]
     assert "the folders train, val look like splits" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.tsv", "t.jsonl"])
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("-9007199254740993", -9007199254740993),
+        ("+9007199254740993", 9007199254740993),
+        ("9007199254740993.0", 9007199254740993),
+        (" -3 ", -3),
+        ("1e3", 1000),
+        ("-0.5", None),
+        ("1e999999999", None),
+        ("nan", None),
+        ("inf", None),
+        ("", None),
+    ],
+)
+def test_whole_numbers_of_a_text_table_are_exact(
+    name: str, text: str, number: int | None, tmp_path: Path
+) -> None:
+    line = json.dumps({"n": text, "a": "x"}) if name == "t.jsonl" else "n,a\n" + text + ",x"
+    data = line.replace(",", "\t") if name == "t.tsv" else line
+    (record,) = opened(put(tmp_path, {name: data.encode()}) + f"/{name}", fields={"cls": "n"})
+    assert dict(record.fields) == ({} if number is None else {"cls": number})
+    assert (record.error is None) == (number is not None)
+
+
+def test_floats_that_have_lost_digits_are_no_whole_numbers(tmp_path: Path) -> None:
+    url = put(tmp_path, {"t.jsonl": b'{"n": 9007199254740993.0}\n{"n": 3.0}\n'}) + "/t.jsonl"
+    first, second = opened(url, fields={"cls": "n"})
+    assert "takes a whole number" in str(first.error)
+    assert second.fields == {"cls": 3}
+
+
+def test_quotes_in_a_tsv_swallow_no_rows(tmp_path: Path) -> None:
+    text = 'id\ttext\n1\t"Hello," he said.\n2\t"Open\n3\t5" pipe\n4\tshut"\n5\t"a ""b"""\r\n6\t"a\tb"\n'
+    url = put(tmp_path, {"t.tsv": text.encode()}) + "/t.tsv"
+    found = {
+        record.key: record.fields["txt"]
+        for record in records(url, key="id", fields={"txt": "text"})
+    }
+    assert found == {
+        "1": '"Hello," he said.', "2": '"Open', "3": '5" pipe', "4": 'shut"', "5": 'a "b"', "6": "a\tb",
+    }  # fmt: skip
+    (tmp_path / "t.tsv").write_text('id\ttext\n1\t"two\nlines"\n')
+    with pytest.raises(SourceError, match=r"1 cell, the header 2 \(line 3\); a row is one line"):
+        records(url, key="id", fields={"txt": "text"})
+
+
+@pytest.mark.parametrize("key", ["id", "{id}", "{a}-{id}"])
+@pytest.mark.parametrize("row", ['{"id": null, "a": "x"}', '{"id": "", "a": "x"}'])
+def test_row_without_a_key_is_an_error(key: str, row: str, tmp_path: Path) -> None:
+    url = put(tmp_path, {"t.jsonl": row.encode()}) + "/t.jsonl"
+    (record,) = opened(url, key=key, fields={"txt": "a"})
+    with pytest.raises(SourceError, match=r"(a key is text, not|'id' is empty).*t\.jsonl, row 1"):
+        raise record.error or AssertionError
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "expected"),
+    [
+        ("txt", 5, "5"),
+        ("txt", ["a", "b"], r"holds \['a', 'b'\], but 'txt' takes text; .*json=x"),
+        ("caption.txt", {"a": 1}, "takes text"),
+        ("txt", True, "takes text"),
+        ("jsonl", ["a", {"b": 1}], ["a", {"b": 1}]),
+    ],
+)
+def test_lists_are_no_text(field: str, value: object, expected: Any, tmp_path: Path) -> None:
+    url = put(tmp_path, {"t.jsonl": json.dumps({"x": value}).encode()}) + "/t.jsonl"
+    (record,) = opened(url, fields={field: "x"})
+    if record.error is None:
+        assert record.fields == {field: expected}
+    else:
+        with pytest.raises(SourceError, match=expected):
+            raise record.error
+
+
+def test_null_is_no_class_name(tmp_path: Path) -> None:
+    url = put(tmp_path, {"t.jsonl": b'{"x": null}'}) + "/t.jsonl"
+    with pytest.raises(SourceError, match="holds None, which is not among"):
+        ss.pack(url, tmp_path / "out", fields={"cls": "x"}, classes=["None"])
