@@ -26,6 +26,7 @@ from shardstream.format.classes_json import CLASSES_NAME, decode_classes, encode
 from shardstream.format.column_file import (
     KEY_COLUMN,
     Column,
+    columns_in_file,
     decode_column_file,
     encode_column_file,
     import_parquet,
@@ -92,6 +93,7 @@ from shardstream.format.manifest_pages import (
 )
 from shardstream.format.names import (
     canonical_field,
+    find_repeated,
     is_meta_name,
     is_name,
     member_name,
@@ -169,6 +171,7 @@ __all__ = [
     "canonical_field",
     "check_extent",
     "checksum",
+    "columns_in_file",
     "decode_classes",
     "decode_column_file",
     "decode_index",
@@ -186,6 +189,7 @@ __all__ = [
     "encode_member_index",
     "encode_members",
     "encode_page",
+    "find_repeated",
     "find_samples",
     "fingerprint",
     "from_rows",

@@ -140,26 +140,10 @@ def decode_column_file(data: bytes, shard: ShardInfo, names: Sequence[str] | Non
         IndexMismatchError: If it was made of another shard.
         OptionError: If it lacks a column, or pyarrow is not installed.
     """
-    pa, parquet = import_parquet()
+    pa, _ = import_parquet()
     url = shard.columns_url
-    try:
-        file: _ParquetFile = parquet.ParquetFile(io.BytesIO(data))
-        identity = orjson.loads((file.schema_arrow.metadata or {})[_METADATA])
-        made_of = (identity["nsamples"], identity["filesize"], identity["sha256"])
-        is_ours = identity["version"] == _VERSION
-    except (
-        pa.ArrowInvalid,
-        pa.ArrowTypeError,
-        OSError,
-        ValueError,
-        LookupError,
-        TypeError,
-    ) as error:
-        raise ManifestError(
-            f"not a file of columns: {type(error).__name__}: {error}", remedy=_REMEDY, shard=url
-        ) from error
-    if not is_ours or file.schema_arrow.names[:1] != [KEY_COLUMN]:
-        raise ManifestError("not a file of columns of this version", remedy=_REMEDY, shard=url)
+    file, identity = _open_file(data, url)
+    made_of = (identity["nsamples"], identity["filesize"], identity["sha256"])
     _check_shard(made_of, file.metadata.num_rows, shard)
     missing = [name for name in names or () if name not in file.schema_arrow.names]
     if missing:
@@ -174,6 +158,47 @@ def decode_column_file(data: bytes, shard: ShardInfo, names: Sequence[str] | Non
         raise ManifestError(
             f"a damaged file of columns: {error}", remedy=_REMEDY, shard=url
         ) from error
+
+
+def columns_in_file(data: bytes, *, url: str) -> tuple[Column, ...]:
+    """Return the columns of a file but that of the keys.
+
+    Raises:
+        ManifestError: If it is not such a file.
+        OptionError: If pyarrow is not installed.
+    """
+    return tuple(Column(*item) for item in _open_file(data, url)[1]["columns"].items())
+
+
+def _open_file(data: bytes, url: str) -> tuple[_ParquetFile, Mapping[str, Any]]:
+    """Return a file of columns, and what its metadata say of the shard.
+
+    Raises:
+        ManifestError: If it is not such a file.
+    """
+    pa, parquet = import_parquet()
+    try:
+        file: _ParquetFile = parquet.ParquetFile(io.BytesIO(data))
+        identity = orjson.loads((file.schema_arrow.metadata or {})[_METADATA])
+        names = file.schema_arrow.names
+        is_ours = identity["version"] == _VERSION and names[:1] == [KEY_COLUMN]
+        is_ours &= {"nsamples", "filesize", "sha256"} <= identity.keys()
+        is_ours &= {*identity["columns"]} <= {*names}
+    except (
+        pa.ArrowInvalid,
+        pa.ArrowTypeError,
+        OSError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:
+        raise ManifestError(
+            f"not a file of columns: {type(error).__name__}: {error}", remedy=_REMEDY, shard=url
+        ) from error
+    if not is_ours:
+        raise ManifestError("not a file of columns of this version", remedy=_REMEDY, shard=url)
+    return file, identity
 
 
 def _check_shard(made_of: tuple[Any, Any, Any], nrows: int, shard: ShardInfo) -> None:

@@ -21,7 +21,7 @@ from shardstream.format.manifest_pages import (
     decode_paged,
     encode_pages,
 )
-from shardstream.format.names import is_name
+from shardstream.format.names import find_repeated, is_name
 from shardstream.format.shard_info import COUNT_LIMIT, ShardInfo
 
 MANIFEST_NAME = "index.json"
@@ -136,6 +136,13 @@ def decode_manifest(data: bytes, *, url: str) -> Manifest | PagedManifest:
             shard=url,
         )
     shards = tuple(_decode_shard(entry, url=url) for entry in shardlist)
+    repeated = find_repeated(shard.url.removeprefix("./") for shard in shards)
+    if repeated is not None:
+        raise ManifestError(
+            f"the shard {repeated} is listed twice, so its samples would be read twice",
+            remedy="run 'shardstream index' to write the manifest again",
+            shard=url,
+        )
     for what in ("nsamples", "filesize"):
         if sum(getattr(shard, what) or 0 for shard in shards) >= COUNT_LIMIT:
             raise ManifestError(

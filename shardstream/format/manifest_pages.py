@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardstream.errors import ManifestError
-from shardstream.format.names import is_name
+from shardstream.format.names import find_repeated, is_name
 from shardstream.format.shard_info import COUNT_LIMIT, ShardInfo, checksum, fingerprint
 from shardstream.format.tar_reader import BLOCK_BYTES
 
@@ -76,6 +76,10 @@ class PagedManifest:
     checksum: str | None
     name: str = ""
     fields: Mapping[str, int] = field(default_factory=dict)
+
+    def bounds(self, number: int) -> Sequence[str]:
+        """Return the first name of a page, and that of the next; nothing if names are not sorted."""
+        return self.first_names[number : number + 2] if self.is_sorted else ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +197,9 @@ def decode_paged(document: Mapping[str, Any], *, url: str) -> PagedManifest:
         ) from error
 
 
-def decode_page(data: bytes, *, nshards: int, nsamples: int, url: str) -> ManifestPage:
+def decode_page(
+    data: bytes, *, nshards: int, nsamples: int, url: str, bounds: Sequence[str] = ()
+) -> ManifestPage:
     """Read a page.
 
     Args:
@@ -201,6 +207,7 @@ def decode_page(data: bytes, *, nshards: int, nsamples: int, url: str) -> Manife
         nshards: Shards that it must have.
         nsamples: Samples that they must have.
         url: URL of the file, for messages.
+        bounds: See `PagedManifest.bounds`: with them, no name is in two pages.
 
     Raises:
         ManifestError: If it is invalid.
@@ -215,6 +222,10 @@ def decode_page(data: bytes, *, nshards: int, nsamples: int, url: str) -> Manife
             sha256=document["sha256"],
         )
         _require(_are_plain(page.names), "url")
+        _require((twice := find_repeated(page.names)) is None, f"{twice} is listed twice")
+        ordered = [*bounds[:1], *page.names[1:], *bounds[1:]]
+        _require(not bounds or page.names[0] == bounds[0], "first")
+        _require(not bounds or all(one < other for one, other in pairwise(ordered)), "sorted")
         _require(isinstance(page.sha256, list), "sha256")
         _require({type(one) for one in page.sha256} <= {str, type(None)}, "sha256")
         lengths = {len(page.names), len(page.nsamples), len(page.filesizes), len(page.sha256)}
@@ -243,8 +254,16 @@ def decode_pages(data: bytes, manifest: PagedManifest, *, url: str) -> tuple[Sha
             raise ManifestError("its pages do not match index.json", remedy=_REMEDY, shard=url)
         left = manifest.num_shards - len(shards)
         nshards = min(manifest.page_shards, left)
-        page = decode_page(data[start:end], nshards=nshards, nsamples=counts[number], url=url)
+        page = decode_page(
+            data[start:end],
+            nshards=nshards,
+            nsamples=counts[number],
+            url=url,
+            bounds=manifest.bounds(number),
+        )
         shards += [page.shard(place, "") for place in range(len(page))]
+    if (twice := find_repeated(shard.url for shard in shards)) is not None:
+        raise ManifestError(f"the shard {twice} is listed twice", remedy=_REMEDY, shard=url)
     return tuple(shards)
 
 
@@ -289,6 +308,8 @@ def _decode_paged(document: Mapping[str, Any]) -> PagedManifest:
     _require(type(total) is int and 0 <= total < COUNT_LIMIT, "total_bytes")
     are_counts = isinstance(fields, dict) and all(type(one) is int for one in fields.values())
     _require(are_counts, "fields")
+    in_order = all(one < other for one, other in pairwise(manifest.first_names))
+    _require(in_order or not manifest.is_sorted, "sorted")
     return manifest
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from shardstream.errors import SampleError
 
@@ -86,6 +87,20 @@ def member_name(key: str, field: str) -> str:
             "the name cannot be written in UTF-8", remedy="rename it", key=key, field=field
         )
     return name
+
+
+def find_repeated(names: Iterable[str]) -> str | None:
+    """Return the first name that comes a second time; None if they differ.
+
+    >>> find_repeated(["a", "b", "a"]), find_repeated("ab")
+    ('a', None)
+    """
+    seen = set[str]()
+    for name in names:
+        if name in seen:
+            return name
+        seen.add(name)
+    return None
 
 
 def is_name(name: str) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from base64 import b64decode, b64encode
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -13,7 +15,6 @@ import numpy as np
 
 from shardstream.errors import (
     ChangedError,
-    NotFoundError,
     OptionError,
     ShardStreamError,
     StorageError,
@@ -21,17 +22,17 @@ from shardstream.errors import (
     redact,
 )
 from shardstream.format import (
-    KEY_COLUMN,
     MANIFEST_NAME,
     Offsets,
     ShardInfo,
     ShardScan,
-    decode_column_file,
     decode_index,
+    find_repeated,
     is_pages_name,
     iter_members,
     split_member_name,
 )
+from shardstream.packing.column_builder import columns_identity
 from shardstream.packing.key_hashes import KeyHashes, hash_keys
 from shardstream.packing.report import ProgressFunction
 from shardstream.packing.shard_scan import (
@@ -49,6 +50,7 @@ from shardstream.packing.verify_checks import (
     problem_from_error,
     split_place,
 )
+from shardstream.packing.verify_extras import ExtraFiles, check_presence
 from shardstream.storage import (
     LocatedShards,
     PagedShards,
@@ -113,25 +115,9 @@ class VerifyShard:
     def run(self) -> Mapping[str, JSON]:
         """Read the shard; its problems are results, not errors."""
         info, problems = self.info, list[Problem]()
-        scan: ShardScan | None = None
+        extras = ExtraFiles(info, self.storage)
+        scan, sha256, nbytes = self._scan(extras, problems)
         hashes: JSON = None
-        sha256, nbytes = "", 0
-        try:
-            size = self.storage.info(info.url).size
-            with ShardScanner(self.storage, info.url, size, self.meter) as shard:
-                try:
-                    scan = shard.scan()
-                    problems += _check_diagnostics(shard, scan)
-                except StorageError:
-                    raise
-                except ShardStreamError as error:
-                    problems.append(problem_from_error(error, shard=info.url))
-                sha256, nbytes = cast("tuple[str, int]", shard.finish())  # all bytes are hashed
-        except ShardStreamError as error:  # it cannot be read at all
-            scan = None
-            problems.append(problem_from_error(error, shard=info.url))
-        else:
-            problems += check_file(info, sha256=sha256, nbytes=nbytes)
         is_indexed = False
         if scan is not None:
             bad = _check_index(info, scan.offsets, self.storage) if self.has_index else None
@@ -139,8 +125,7 @@ class VerifyShard:
             problems += [] if bad is None else [bad]
             read = replace(info, nsamples=len(scan.keys), filesize=nbytes, sha256=sha256)
             problems += chain(
-                _check_count(info, scan.offsets, has_index=self.has_index),
-                _check_columns(read, scan.keys, self.storage),
+                _check_count(info, scan.offsets, has_index=self.has_index), extras.check(read, scan)
             )
             # Base64 of bytes: shorter than a million numbers in JSON.
             hashes = b64encode(hash_keys(scan.keys).tobytes()).decode()
@@ -149,7 +134,33 @@ class VerifyShard:
             "hashes": hashes,
             "is_indexed": is_indexed,
             "bytes": nbytes,
+            "fields": {} if scan is None else dict(scan.fields),
+            "columns": columns_identity(extras.columns),
         }
+
+    def _scan(
+        self, extras: ExtraFiles, problems: list[Problem]
+    ) -> tuple[ShardScan | None, str, int]:
+        """Return the samples (None if they cannot be read), and SHA-256 and length of the tar."""
+        url = self.info.url
+        scan: ShardScan | None = None
+        try:
+            size = self.storage.info(url).size
+            with ShardScanner(self.storage, url, size, self.meter) as shard:
+                try:
+                    scan = shard.scan(keep_members=extras.has_members, columns=extras.builder)
+                    extras.members = shard.members
+                    problems += _check_diagnostics(shard, scan)
+                except StorageError:
+                    raise
+                except ShardStreamError as error:
+                    problems.append(problem_from_error(error, shard=url))
+                sha256, nbytes = cast("tuple[str, int]", shard.finish())  # all bytes are hashed
+        except ShardStreamError as error:  # it cannot be read at all
+            problems.append(problem_from_error(error, shard=url))
+            return None, "", 0
+        problems += check_file(self.info, sha256=sha256, nbytes=nbytes)
+        return scan, sha256, nbytes
 
 
 def verify(
@@ -164,8 +175,9 @@ def verify(
     """Read a whole dataset again and compare it with its manifest, its indexes and itself.
 
     Checks of each tar: length and sha256 as in the manifest, valid headers, no links instead of fields, no data after its end,
-    count of samples, index equal to a fresh scan. Checks of all: no repeated key, no tar or half-written file that the manifest
-    does not list. A bad shard does not stop the verification.
+    count of samples; index, index of members and columns equal to those of a fresh scan. Checks of all: no repeated key, no tar or
+    half-written file that the manifest does not list, the same columns in all shards, and, if nothing else is wrong, the manifest's
+    sums and fields. A bad shard does not stop the verification.
 
     Args:
         urls: A folder, a manifest, a pattern, a tar or a list. Without a manifest there is less to compare with.
@@ -179,7 +191,7 @@ def verify(
             Storage options travel with the tasks. `Parts` reads a part of the tars: repeated keys are found within it only.
 
     Raises:
-        OptionError: If the list of URLs is empty.
+        OptionError: If the list of URLs is empty, or names a shard twice.
         UnfinishedError: If the dataset is being written, or its writer was stopped.
         StorageError: If nothing is found, or the place cannot be reached, or the temporary folder is full.
         ChangedError: If a shard with a repeated key is replaced during the verification.
@@ -189,6 +201,9 @@ def verify(
         urls = absolute_urls(urls)
     storage = Storage(storage_options, filesystem)
     located = locate_shards(urls, storage)
+    twice = find_repeated(shard.url for shard in located.shards)
+    if twice is not None:
+        raise OptionError("a shard is named twice; name each once", shard=twice)
     meter = ProgressMeter(sum(shard.filesize or 0 for shard in located.shards), progress, executor)
     counted = meter if executor is None else None
     tasks = [
@@ -197,39 +212,60 @@ def verify(
         )
         for info in located.shards
     ]
-    problems: dict[int, list[Problem]] = {}
-    nbytes, indexed = 0, set[int]()
     with KeyHashes() as keys:
+        all_results = _Results(keys)
 
         def count(number: int, result: Mapping[str, JSON]) -> None:
-            nonlocal nbytes
-            found, before = cast("list[Any]", result["problems"]), keys.count
-            problems[number] = [Problem(**one) for one in found]
-            nbytes += cast("int", result["bytes"])
-            if result["is_indexed"]:
-                indexed.add(number)
-            if result["hashes"] is not None:
-                data = b64decode(cast("str", result["hashes"]))
-                hashes = np.frombuffer(data, dtype=np.uint64)
-                keys.add(hashes, place_of(number, len(hashes)))
-            errors = sum(one.severity == "error" for one in problems[number])
+            before = keys.count
+            all_results.add(number, result)
+            errors = sum(one.severity == "error" for one in all_results.problems[number])
             # Tasks in other processes have no meter that counts their bytes.
             size_bytes = 0 if executor is None else cast("int", result["bytes"])
             meter.add_shard(keys.count - before, errors, size_bytes)
 
         run_shard_tasks(tasks, count, executor, threads=threads, meter=meter)
+        columns = all_results.columns
         found = [
-            *chain.from_iterable(problems[number] for number in sorted(problems)),
-            *find_repeated_keys(keys, partial(_read_keys, located, indexed, storage)),
+            *chain.from_iterable(one for _, one in sorted(all_results.problems.items())),
+            *find_repeated_keys(keys, partial(_read_keys, located, all_results.indexed, storage)),
             *_find_stray_files(located, storage),
+            *check_presence({tasks[one].info.url: columns[one] for one in sorted(columns)}),
         ]
+        unchecked = len(tasks) - len(all_results.problems)
+        if not unchecked and not any(one.severity == "error" for one in found):
+            found += _check_totals(located, storage, all_results)
         return VerifyReport(
             shards=len(located.shards),
             samples=keys.count,
-            bytes=nbytes,
+            bytes=all_results.nbytes,
             problems=tuple(found),
-            unchecked=len(tasks) - len(problems),
+            unchecked=unchecked,
         )
+
+
+class _Results:
+    """What the tasks have found, by the number of the shard."""
+
+    def __init__(self, keys: KeyHashes) -> None:
+        self.keys = keys
+        self.problems: dict[int, list[Problem]] = {}
+        self.columns: dict[int, Sequence[str] | None] = {}
+        self.fields = Counter[str]()
+        self.indexed = set[int]()
+        self.nbytes = 0
+
+    def add(self, number: int, result: Mapping[str, JSON]) -> None:
+        """Take the result of a shard."""
+        self.problems[number] = [Problem(**one) for one in cast("list[Any]", result["problems"])]
+        self.columns[number] = cast("list[str] | None", result["columns"])
+        self.fields.update(cast("dict[str, int]", result["fields"]))
+        self.nbytes += cast("int", result["bytes"])
+        if result["is_indexed"]:
+            self.indexed.add(number)
+        if result["hashes"] is not None:
+            data = b64decode(cast("str", result["hashes"]))
+            hashes = np.frombuffer(data, dtype=np.uint64)
+            self.keys.add(hashes, place_of(number, len(hashes)))
 
 
 def _check_diagnostics(shard: ShardScanner, scan: ShardScan) -> Iterator[Problem]:
@@ -272,22 +308,23 @@ def _check_count(info: ShardInfo, scanned: Offsets, *, has_index: bool) -> Itera
         )
 
 
-def _check_columns(info: ShardInfo, keys: Sequence[str], storage: Storage) -> Iterator[Problem]:
-    """Compare the file of columns, if there is one, with the shard."""
-    url = info.columns_url
-    try:
-        table = decode_column_file(storage.read(url), info, [KEY_COLUMN])
-    except (NotFoundError, OptionError):  # no columns, or no pyarrow to read them
+def _check_totals(located: LocatedShards, storage: Storage, results: _Results) -> Iterator[Problem]:
+    """Compare the totals of the manifest, which may lack them, with those of the tars."""
+    if located.manifest_url is None:
         return
-    except ShardStreamError as error:
-        yield problem_from_error(error, shard=url)
-        return
-    if table[KEY_COLUMN].to_pylist() != [*keys]:
-        yield Problem(
-            shard=url,
-            what="the keys are not those of the shard",
-            remedy="run 'shardstream index --columns' again",
-        )
+    document = json.loads(storage.read(located.manifest_url))
+    found = {"nsamples": results.keys.count, "total_bytes": results.nbytes}
+    listed = {name: document.get(name) for name in found}
+    if document.get("fields"):
+        found |= {f"fields[{name!r}]": count for name, count in results.fields.items()}
+        listed |= {f"fields[{name!r}]": count for name, count in document["fields"].items()}
+    for name in sorted(found.keys() | listed.keys()):
+        if listed.get(name, 0) not in (None, found.get(name, 0)):
+            yield Problem(
+                shard=located.manifest_url,
+                what=f"{name} is {listed.get(name, 0)}, the tars have {found.get(name, 0)}",
+                remedy="run 'shardstream index' again",
+            )
 
 
 def _find_stray_files(located: LocatedShards, storage: Storage) -> Iterator[Problem]:

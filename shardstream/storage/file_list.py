@@ -6,8 +6,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias, overload
 
+from shardstream.errors import StorageError
 from shardstream.storage.row_file import RowFile, sort_rows
 
+LISTED_TWICE = (
+    "the store lists this file twice, so its samples would be read twice; list it again, and report it to the "
+    "operator of the store if it stays so"
+)
 FileRow: TypeAlias = Sequence[Any]
 """Path, size, URL ("": the prefix and the path) and, if there is one, version: None cannot be compared with text."""
 
@@ -53,14 +58,22 @@ class FileList(Sequence[ListedFile]):
         is_sorted: Whether they are sorted already.
 
     Raises:
-        StorageError: If the temporary folder is full.
+        StorageError: If a file is listed twice, or the temporary folder is full.
     """
 
     def __init__(self, files: Iterable[ListedFile], *, is_sorted: bool = False) -> None:
         convert = FileRows()
         self._file = convert.file
         rows = map(convert.row, files)
-        self._rows = RowFile(rows if is_sorted else sort_rows(rows))
+        self._rows = RowFile(self._each_once(rows if is_sorted else sort_rows(rows)))
+
+    def _each_once(self, rows: Iterable[FileRow]) -> Iterator[FileRow]:
+        before = None
+        for row in rows:
+            if row[0] == before:
+                raise StorageError(LISTED_TWICE, shard=self._file(row).url)
+            before = row[0]
+            yield row
 
     def __len__(self) -> int:
         return len(self._rows)

@@ -193,6 +193,7 @@ class PagedShards(Sequence[ShardInfo]):
                     nshards=self._count(number),
                     nsamples=int(manifest.firsts[number + 1] - manifest.firsts[number]),
                     url=url,
+                    bounds=manifest.bounds(number),
                 )
             self._storage.forget(url, start, end)
         raise IndexMismatchError(

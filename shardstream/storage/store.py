@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, BinaryIO, Unpack, cast
 
 import fsspec
@@ -19,6 +20,7 @@ from shardstream.errors import AccessDeniedError, NotFoundError, StorageError
 from shardstream.storage.cache import Cache, version_of
 from shardstream.storage.clients import Clients
 from shardstream.storage.error_messages import translate_errors
+from shardstream.storage.file_list import LISTED_TWICE
 from shardstream.storage.fork_safety import new_lock
 from shardstream.storage.listing_pages import Page, open_listing
 from shardstream.storage.local_files import folder_pages, read_range, tree_pages
@@ -210,7 +212,7 @@ class Storage:
         for some_files, some_folders in self.folder_pages(url):
             files += some_files
             folders += some_folders
-        return sorted(files, key=lambda file: file.url), sorted(folders)
+        return _in_order(files), sorted(folders)
 
     def folder_pages(self, url: str) -> Iterator[tuple[list[FileInfo], list[str]]]:
         """Yield what `list_folder` returns, some at a time, in any order; all at once where the client cannot do so.
@@ -255,8 +257,7 @@ class Storage:
 
     def find(self, url: str) -> list[FileInfo]:
         """Return all files under a folder or prefix, however deep, sorted by name."""
-        found = [file for page in self.find_pages(url) for file in page]
-        return sorted(found, key=lambda file: file.url)
+        return _in_order(file for page in self.find_pages(url) for file in page)
 
     def find_pages(self, url: str) -> Iterator[list[FileInfo]]:
         """Yield what `find` returns, some at a time, in any order; all at once where the client cannot do so.
@@ -409,8 +410,9 @@ class Storage:
             yield cast("BinaryIO", stream)
 
     def _files(self, url_asked: str, entries: Iterable[Mapping[str, Any]]) -> list[FileInfo]:
-        files = [self._file(self._url(url_asked, entry["name"]), entry) for entry in entries]
-        return sorted(files, key=lambda file: file.url)
+        return _in_order(
+            self._file(self._url(url_asked, entry["name"]), entry) for entry in entries
+        )
 
     def _file(self, url: str, entry: Mapping[str, Any]) -> FileInfo:
         file = FileInfo(url=url, size_or_none=entry["size"], version=version_of(entry))
@@ -427,6 +429,19 @@ class Storage:
         if "://" not in url_asked or "://" in name:
             return name
         return f"{url_asked.split('://', 1)[0]}://{name.lstrip('/') if not url_asked.startswith('file:') else name}"
+
+
+def _in_order(files: Iterable[FileInfo]) -> list[FileInfo]:
+    """Return the files of a listing by name.
+
+    Raises:
+        StorageError: If one is listed twice: its samples would be read twice.
+    """
+    found = sorted(files, key=lambda file: file.url)
+    for one, other in pairwise(found):
+        if one.url == other.url:
+            raise StorageError(LISTED_TWICE, shard=one.url)
+    return found
 
 
 def _is_file(entry: Mapping[str, Any]) -> bool:

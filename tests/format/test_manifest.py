@@ -33,7 +33,9 @@ shard_infos = st.builds(
 )
 manifests = st.builds(
     Manifest,
-    shards=st.lists(shard_infos, max_size=5).map(tuple),
+    shards=st.lists(
+        shard_infos, max_size=5, unique_by=lambda shard: shard.url.removeprefix("./")
+    ).map(tuple),
     name=texts,
     fields=st.dictionaries(texts, st.integers(0, 1 << 50), max_size=3),
 )

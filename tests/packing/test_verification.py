@@ -2,16 +2,21 @@ from __future__ import annotations
 
 import gzip
 import io
+import json
 import tarfile
 import tracemalloc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import zstandard
+from pyarrow import parquet as pq
 
-from shardstream.errors import ManifestError, StorageError
+from shardstream import ShardDataset
+from shardstream.errors import ManifestError, OptionError, StorageError
 from shardstream.packing import (
     KeyHashes,
     KeyPlace,
@@ -226,3 +231,70 @@ def test_problem_has_the_parts_of_its_error_for_any_name(tmp_path: Path) -> None
     assert "a; b [in c].txt" in problem.what
     assert problem.remedy == "fetch or write the shard again"
     assert problem.shard == str(path)
+
+
+def change_manifest(folder: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    path = folder / "index.json"
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document))
+
+
+@pytest.fixture
+def with_extras(tmp_path: Path) -> Path:
+    folder = tmp_path / "extras"
+    make_dataset(folder)
+    index(str(folder), members=True, columns="cls")
+    assert problem_texts(verify(str(folder))) == []
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda document: document.update(nsamples=13), "nsamples is 13, the tars have 12"),
+        (lambda document: document.update(total_bytes=1), "total_bytes is 1, the tars have"),
+        (lambda document: document["fields"].update(jpg=3), r"fields['jpg'] is 3, the tars have 0"),
+        (lambda document: document["fields"].pop("cls"), r"fields['cls'] is 0, the tars have 12"),
+    ],
+)
+def test_wrong_totals_of_the_manifest_are_errors(
+    dataset: Path, change: Callable[[dict[str, Any]], None], message: str
+) -> None:
+    change_manifest(dataset, change)
+    assert message in only(verify(str(dataset)))
+
+
+def test_index_of_members_of_another_tar_is_an_error(with_extras: Path) -> None:
+    path = with_extras / "train-000001.idx"
+    path.write_text(path.read_text().replace(" 512 ", " 513 "))
+    assert "sample 0 of the shard has bin at byte 512" in only(verify(str(with_extras)))
+
+
+def test_wrong_values_of_columns_are_errors(with_extras: Path) -> None:
+    path = with_extras / "train-000001.tar.cols.parquet"
+    table = pq.read_table(path)
+    values = pa.array([4, 5, 0, 7])
+    pq.write_table(table.set_column(1, "cls", values), path)
+    (problem,) = verify(str(with_extras)).errors
+    assert (problem.key, problem.what) == ("0006", "the column cls says 0, the sample has 6")
+
+
+def test_columns_that_some_shards_lack_are_errors(with_extras: Path) -> None:
+    (with_extras / "train-000001.tar.cols.parquet").unlink()
+    assert "train-000001.tar: no columns, but " in only(verify(str(with_extras)))
+
+
+def test_shard_that_is_listed_twice_is_refused(dataset: Path) -> None:
+    tar = str(dataset / "train-000000.tar")
+    with pytest.raises(OptionError, match="a shard is named twice"):
+        verify([tar, tar])
+    change_manifest(
+        dataset,
+        lambda document: document["shardlist"].append(
+            document["shardlist"][0] | {"url": "./train-000000.tar"}
+        ),
+    )
+    for read in (verify, ShardDataset):
+        with pytest.raises(ManifestError, match="the shard train-000000.tar is listed twice"):
+            read(str(dataset))

@@ -15,12 +15,15 @@ import pytest
 import s3fs
 from fsspec import AbstractFileSystem
 from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardstream.errors import AccessDeniedError, NotFoundError
+from shardstream import ShardDataset
+from shardstream.errors import AccessDeniedError, NotFoundError, StorageError
 from shardstream.packing import pack
 from shardstream.storage import (
+    FileList,
     ListedFile,
     Storage,
     list_all,
@@ -68,6 +71,24 @@ def test_prefix_is_a_folder_or_a_name_prefix(root: str) -> None:
     assert list_beginning(f"{root}/t", Storage()) == [f"{root}/top.json"]
     with pytest.raises(NotFoundError, match="begins with this prefix"):
         list_beginning(f"{root}/z", Storage())
+
+
+class DoublingFileSystem(MemoryFileSystem):
+    """A store whose pages repeat a file."""
+
+    protocol = "doubling"
+
+    def ls(self, path: str, detail: bool = True, **options: Any) -> list[Any]:
+        return [*super().ls(path, detail=detail, **options)] * 2
+
+
+def test_file_that_is_listed_twice_is_an_error(tmp_path: Path) -> None:
+    filesystem = DoublingFileSystem()
+    filesystem.pipe_file(f"{tmp_path}/a/0.tar", b"x")
+    with pytest.raises(StorageError, match="lists this file twice"):
+        ShardDataset(f"{tmp_path}/a", filesystem=filesystem)
+    with pytest.raises(StorageError, match=r"lists this file twice.*a.jpg"):
+        FileList([ListedFile("a.jpg", "memory://a.jpg", 3)] * 2)
 
 
 @pytest.mark.slow

@@ -357,6 +357,7 @@ def test_pages_name_files_of_their_folder_only(tmp_path: Path, name: str) -> Non
         ({"nsamples": np.array([1 << 59, 1, 1])}, "more samples than fit"),
         ({"filesize": np.array([0, 4096, 4096])}, "more samples than fit"),
         ({"sha256": "abc"}, "sha256"),
+        ({"url": ["a.tar", "b.tar", "a.tar"]}, "a.tar is listed twice"),
         ({"sha256": {"a": 1, "b": 2, "c": 3}}, "sha256"),
     ],
 )
@@ -372,6 +373,18 @@ def test_pages_that_no_writer_makes_are_refused(change: dict[str, Any], message:
     text = json.dumps(columns, default=np.ndarray.tolist)
     with pytest.raises(ManifestError, match=message):
         decode_page(text.encode(), nshards=3, nsamples=nsamples, url="x")
+
+
+@pytest.mark.parametrize(("first", "message"), [("000002.tar", "first"), ("000003.tar", "sorted")])
+def test_shard_in_two_pages_is_refused(tmp_path: Path, first: str, message: str) -> None:
+    data = numbered(tmp_path / "data", COUNT, 10)
+    manifest = decode_manifest(files_of(data)["index.json"], url="index.json")
+    assert isinstance(manifest, PagedManifest)
+    second = files_of(data)[manifest.pages_name][manifest.ends[1] : manifest.ends[2]]
+    text = second.replace(b"000003.tar", first.encode()).replace(b"000005.tar", b"000006.tar")
+    bounds = manifest.bounds(1)
+    with pytest.raises(ManifestError, match=message):
+        decode_page(text, nshards=3, nsamples=30, url="x", bounds=bounds)
 
 
 # --- many shards
