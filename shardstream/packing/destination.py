@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Container, Mapping
 from dataclasses import dataclass
+from string import Formatter
 
 from shardstream.errors import OptionError
 from shardstream.format import (
@@ -41,6 +42,8 @@ _log = logging.getLogger(__name__)
 
 DEFAULT_NAME = "{shard:06d}.tar"
 _FURTHER = re.compile(r"_\d{2,}\.tar\Z")  # see `ShardNames.name`
+_SPEC = re.compile(r"\d*[dboxX]?")  # what gives each number a name of its own
+_BASES = {"b": 2, "o": 8, "x": 16, "X": 16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +76,23 @@ class ShardNames:
             f"write for example {join_url(parent_url(text.partition('{')[0]), DEFAULT_NAME)!r}"
         )
         try:
-            is_constant = names.name(0) == names.name(1)
-        except (LookupError, ValueError, AttributeError, TypeError) as error:
+            fields = [
+                (name, spec, conversion)
+                for _, name, spec, conversion in Formatter().parse(names.template)
+                if name is not None
+            ]
+        except ValueError as error:
+            raise OptionError(f"the pattern is wrong ({error}); {example}", shard=text) from error
+        for name, spec, conversion in fields:
+            if name != "shard" or conversion or not _SPEC.fullmatch(spec or ""):
+                raise OptionError(
+                    "the pattern may contain only {shard}, with the width of the number, as in {shard:06d} or {shard:04x}; "
+                    + example,
+                    shard=text,
+                )
+        if len(fields) != 1 or "{" in names.folder or not names.template.endswith(".tar"):
             raise OptionError(
-                f"the pattern may contain only {{shard}} ({error!r}); {example}", shard=text
-            ) from error
-        if is_constant or "{" in names.folder or not names.template.endswith(".tar"):
-            raise OptionError(
-                "the last part of the pattern must contain {shard} for the number, and end in .tar; "
+                "the last part of the pattern must contain {shard} once, for the number, and end in .tar; "
                 + example,
                 shard=text,
             )
@@ -110,12 +122,25 @@ class ShardNames:
         >>> names = ShardNames(folder="x", template="a-{shard:06d}.tar")
         >>> names.is_ours("a-000012.tar"), names.is_ours("a-000012_01.tar"), names.is_ours("a-12.tar")
         (True, True, False)
+        >>> names = ShardNames(folder="x", template="a_{shard:02x}.tar")
+        >>> names.is_ours("a_1f.tar"), names.is_ours("a_1f_01.tar"), names.is_ours("a.tar")
+        (True, True, False)
         """
-        name = _FURTHER.sub(".tar", name)
-        start, _, rest = self.template.partition("{")
-        end = rest.partition("}")[2]
-        number = name[len(start) : len(name) - len(end)]
-        return number.isdecimal() and name == self.name(int(number))
+        return self._has_number(name) or self._has_number(_FURTHER.sub(".tar", name))
+
+    def _has_number(self, name: str) -> bool:
+        """Return whether a number gives this name."""
+        pattern, base = "", 10
+        for text, field, spec, _ in Formatter().parse(self.template):
+            pattern += re.escape(text)
+            if field is not None:
+                pattern += "( *[0-9A-Fa-f]+)"
+                base = _BASES.get((spec or "")[-1:], 10)
+        number = re.fullmatch(pattern, name)
+        try:
+            return number is not None and name == self.name(int(number[1], base))
+        except ValueError:  # letters in a decimal number
+            return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

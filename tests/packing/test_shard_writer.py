@@ -16,6 +16,7 @@ import fsspec
 import numpy as np
 import pytest
 
+import shardstream as ss
 from shardstream.catalog import ShardCatalog
 from shardstream.errors import OptionError, SampleError, StorageError
 from shardstream.format import iter_samples
@@ -152,7 +153,10 @@ def test_writer_without_samples_is_an_error(tmp_path: Path) -> None:
         ("{shard}/x.tar", "the last part of the pattern"),
         ("x/{shard:06d}", "end in .tar"),
         ("x/a-{0}.tar", r"may contain only \{shard\}"),
-        ("x/{shard!r:.1}{{}}.tar.gz", r"end in \.tar"),
+        ("x/{shard!r:.1}{{}}.tar.gz", r"may contain only \{shard\}"),
+        ("x/{shard:.1e}.tar", r"may contain only \{shard\}"),  # equal names for 100 numbers
+        ("x/{shard}-{shard}.tar", r"must contain \{shard\} once"),
+        ("x/{shard.tar", "the pattern is wrong"),
     ],
 )
 def test_invalid_pattern_is_refused(url: str, message: str) -> None:
@@ -354,11 +358,52 @@ def test_missing_bucket_is_an_error() -> None:
         write_some("s3://no-such-bucket-here/train/")
 
 
-def test_shard_names_are_recognised() -> None:
-    shards = ShardNames.parse("x/a-{shard:03d}.tar")
-    assert [shards.is_ours(name) for name in ("a-007.tar", "a-1000.tar", "a-7.tar", "b-007.tar", "a-.tar")] == [
-        True, True, False, False, False,
-    ]  # fmt: skip
+TEMPLATES = (
+    "a-{shard:03d}.tar",
+    "{shard}.tar",
+    "train_{shard:06d}.tar",
+    "a_07_{shard:02d}.tar",
+    "{shard:x}.tar",
+    "x_{shard:04X}.tar",
+    "{shard:3o}-{{b}}.tar",
+    "a{{{shard:b}_00.tar",
+)
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_shard_names_are_recognised(template: str) -> None:
+    shards = ShardNames.parse(f"x/{template}")
+    for number in (0, 7, 10, 171, 4095, 10**9):
+        assert shards.is_ours(shards.name(number))
+        assert shards.is_ours(shards.name(number, 3))
+    assert not any(
+        map(shards.is_ours, ("a-7.tar", "b-007.tar", "a-.tar", "train.tar", "a_07_.tar"))
+    )
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize("number", [0, 10, 171])
+def test_tars_of_others_are_replaced_only_with_overwrite(
+    template: str, number: int, tmp_path: Path
+) -> None:
+    samples = [{"txt": "a"}]
+    ss.pack(samples, tmp_path / "source")
+    theirs = tmp_path / "out" / template.format(shard=number)
+    theirs.parent.mkdir()
+    theirs.write_bytes(b"another tool's")
+    dest = tmp_path / "out" / template
+    for write in (
+        lambda: ShardWriter(dest),
+        lambda: ss.pack(samples, dest),
+        lambda: ss.pack(tmp_path / "source", dest, executor=ss.LocalExecutor()),
+        lambda: ss.reshard(tmp_path / "source", dest),
+    ):
+        with pytest.raises(OptionError, match=r"without an index\.json.*--overwrite"):
+            write()
+    assert [file.name for file in theirs.parent.iterdir()] == [theirs.name]
+    assert theirs.read_bytes() == b"another tool's"
+    ss.pack(samples, dest, overwrite=True)
+    assert number == 0 or not theirs.exists()
 
 
 def test_numpy_and_bytes_fields_in_one_sample(tmp_path: Path) -> None:
