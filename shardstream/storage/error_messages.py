@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from shardstream.errors import (
     AccessDeniedError,
-    ChangedError,
     NotFoundError,
     OptionError,
     ShardStreamError,
     StorageError,
     redact,
+)
+from shardstream.storage.http_status import (
+    CHANGED,
+    NOT_FOUND,
+    PAST_END,
+    REFUSED,
+    THROTTLED,
+    ErrorMeaning,
+    meaning_of_status,
 )
 
 # Packages of clients, which have their own exception types (botocore's derive from Exception). Only these are translated.
@@ -51,81 +60,80 @@ _CODE = re.compile(r"<Code>([^<]*)</Code>(?:<Message>([^<]*)</Message>)?")
 
 
 class ErrorClassification(NamedTuple):
-    """The classification of a failed request."""
+    """The classification of a failed request: the error for the user, and its meaning."""
 
     error: StorageError
-    """The error for the user."""
-    is_retryable: bool
-    """Whether the same request may work later."""
-    is_throttled: bool = False
-    """Whether the server throttles."""
-    is_past_end: bool = False
-    """Whether the range begins after the end of the file."""
+    meaning: ErrorMeaning
 
 
-class _ErrorPattern(NamedTuple):
-    names: tuple[str, ...]
-    advice: str
-    """The problem and, after "; ", the action."""
-    kind: type[StorageError] = StorageError
-    is_retryable: bool = False
-    is_throttled: bool = False
-    is_past_end: bool = False
+def _final(advice: str, kind: type[StorageError] = StorageError) -> ErrorMeaning:
+    return ErrorMeaning(advice, kind)
 
 
-_REFUSED = "access refused; check the credentials (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY) and the bucket's policy"
-_TIMED_OUT = "the server did not answer in time; check it and the network, or raise read_timeout_s in storage_options"
-_ERROR_PATTERNS = (
-    _ErrorPattern(("OfflineModeIsEnabled",), "offline mode of Hugging Face is enabled; unset HF_HUB_OFFLINE"),
-    _ErrorPattern(("SocketTimeoutError",), _TIMED_OUT, is_retryable=True),  # of aiohttp; it is a ConnectionError, too
-    _ErrorPattern(("TruncatedResponseError", "ClientPayloadError", "IncompleteRead", "response body error", "ConnectionReset",
-           "ServerDisconnected", "IncompleteMessage"),
-          "the connection broke off; check the server and the network", is_retryable=True),
-    _ErrorPattern(("CaUsedAsEndEntity",),
-          "the server's certificate is self-signed, which obstore refuses; read with s3fs (s3_client='s3fs'), "
-          "or create a certificate with basicConstraints=CA:FALSE"),
-    _ErrorPattern(("InvalidCertificate", "CERTIFICATE_VERIFY_FAILED", "CertificateError"),
-          "the server's certificate is not trusted; set AWS_CA_BUNDLE to the certificate that signed it, "
-          "and use a server name that is in the certificate"),
-    _ErrorPattern(("EndpointConnectionError", "ConnectionError", "ConnectorError", "ConnectTimeout", "ConnectError", "NameResolution", "gaierror",
-           "kind: Connect"),
-          "the server cannot be reached; check AWS_ENDPOINT_URL and the network", is_retryable=True),
-    _ErrorPattern(("SlowDown", "reduce your request rate", "TooManyRequests", "Too Many Requests", "Throttl", "RequestLimitExceeded",
-           "503 Service Unavailable", "ServiceUnavailable", "503, message", "429, message", "(503)", "(429)"),
-          "the server throttles requests; use fewer workers", is_retryable=True, is_throttled=True),
-    _ErrorPattern(("InvalidRange", "Range Not Satisfiable", "RangeNotSatisfiable"),
-          "the file is shorter than its index says", is_past_end=True),
-    _ErrorPattern(("NoCredentials", "CredentialRetrieval", "PartialCredentials", "ProfileNotFound"),
-          "no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, or pass storage_options",
-          AccessDeniedError),
-    _ErrorPattern(("MissingAccount",),
-          "no storage account is named; set AZURE_STORAGE_ACCOUNT_NAME, or pass account_name in storage_options"),
-    _ErrorPattern(("ExpiredToken", "TokenRefreshRequired", "InvalidToken"),
-          "access refused; AWS_SESSION_TOKEN is wrong or has expired, get new credentials", AccessDeniedError),
-    _ErrorPattern(("RequestTimeTooSkewed",), "access refused because the clock of this machine is wrong; set the clock", AccessDeniedError),
-    _ErrorPattern(("PermissionError", "PermissionDenied", "Unauthenticated", "Forbidden", "AccessDenied", "InvalidAccessKeyId",
-           "SignatureDoesNotMatch"),
-          _REFUSED, AccessDeniedError),
-    # fsspec's http reports any error of a look-up as "not found"
-    _ErrorPattern(("500, message", "502, message", "504, message"),
-          "the server failed; see its log, or try again later", is_retryable=True),
-    _ErrorPattern(("Timeout", "TimedOut"), _TIMED_OUT, is_retryable=True),
-    _ErrorPattern(("NoSuchBucket", "ContainerNotFound"),
-          "the bucket {bucket!r} does not exist; create it, or check the URL", NotFoundError),
-    _ErrorPattern(("GatedRepoError", "DisabledRepoError"),
-          "access refused; accept the dataset's conditions on its page, and set HF_TOKEN", AccessDeniedError),
-    _ErrorPattern(("RepositoryNotFoundError", "RevisionNotFoundError"),
-          "the repository or its revision is not found; check the URL, and set HF_TOKEN if the repository is private", NotFoundError),
-    _ErrorPattern(("FileNotFoundError", "NoSuchKey", "EntryNotFoundError"),
-          "not found; check the URL", NotFoundError),
-    _ErrorPattern(("PermanentRedirect", "BareRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint"),
-          "the bucket is in another region; set AWS_REGION"),
-    _ErrorPattern(("Read-only file system",), "the disk is read-only; write elsewhere"),
-    _ErrorPattern(("No space left", "Disk quota exceeded", "File too large"),
-          "the disk is full; free some space, or write elsewhere"),
-    _ErrorPattern(("PreconditionFailed",), "the file was changed meanwhile", ChangedError),
-    _ErrorPattern(("(NotImplemented)",), "NotImplemented: the server does not support this request"),
+def _temporary(advice: str, *, is_silent: bool = False) -> ErrorMeaning:
+    return ErrorMeaning(advice, is_retryable=True, is_silent=is_silent)
+
+
+_TIMED_OUT = _temporary(
+    "the server did not answer in time; check it and the network, or raise read_timeout_s in storage_options",
+    is_silent=True,
+)
+# Codes of servers and errors of clients that say more than the status of the response.
+_CODES: tuple[tuple[tuple[str, ...], ErrorMeaning], ...] = (
+    (("OfflineModeIsEnabled",), _final("offline mode of Hugging Face is enabled; unset HF_HUB_OFFLINE")),
+    (("SocketTimeoutError",), _TIMED_OUT),  # of aiohttp; it is a ConnectionError, too
+    (("TruncatedResponseError", "ClientPayloadError", "IncompleteRead", "response body error", "ConnectionReset",
+      "ServerDisconnected", "IncompleteMessage", "RemoteProtocolError"),
+     _temporary("the connection broke off; check the server and the network")),
+    (("CaUsedAsEndEntity",),
+     _final("the server's certificate is self-signed, which obstore refuses; read with s3fs (s3_client='s3fs'), "
+            "or create a certificate with basicConstraints=CA:FALSE")),
+    (("InvalidCertificate", "CERTIFICATE_VERIFY_FAILED", "CertificateError"),
+     _final("the server's certificate is not trusted; set AWS_CA_BUNDLE to the certificate that signed it, "
+            "and use a server name that is in the certificate")),
+    (("EndpointConnectionError", "ConnectionError", "ConnectorError", "ConnectTimeout", "ConnectError", "NameResolution", "gaierror",
+      "kind: Connect"),
+     _temporary("the server cannot be reached; check AWS_ENDPOINT_URL and the network", is_silent=True)),
+    (("SlowDown", "reduce your request rate", "TooManyRequests", "Too Many Requests", "Throttl", "RequestLimitExceeded",
+      "ServiceUnavailable"), THROTTLED),
+    (("InvalidRange", "Range Not Satisfiable", "RangeNotSatisfiable"), PAST_END),
+    (("NoCredentials", "CredentialRetrieval", "PartialCredentials", "ProfileNotFound"),
+     _final("no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY or AWS_PROFILE, or pass storage_options",
+            AccessDeniedError)),
+    (("MissingAccount",),
+     _final("no storage account is named; set AZURE_STORAGE_ACCOUNT_NAME, or pass account_name in storage_options")),
+    (("ExpiredToken", "TokenRefreshRequired", "InvalidToken"),
+     _final("access refused; AWS_SESSION_TOKEN is wrong or has expired, get new credentials", AccessDeniedError)),
+    (("RequestTimeTooSkewed",),
+     _final("access refused because the clock of this machine is wrong; set the clock", AccessDeniedError)),
+    (("Unauthenticated", "AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch"), REFUSED),
+    (("RequestTimeout",), _TIMED_OUT._replace(is_silent=False)),
+    (("BadDigest", "ContentSHA256Mismatch", "IncompleteBody"),
+     _temporary("the bytes were damaged on the way; check the network")),
+    (("OperationAborted", "ConditionalRequestConflict"), _temporary("another request changes the file; try again later")),
+    (("NoSuchBucket", "ContainerNotFound"),
+     _final("the bucket {bucket!r} does not exist; create it, or check the URL", NotFoundError)),
+    (("GatedRepoError", "DisabledRepoError"),
+     _final("access refused; accept the dataset's conditions on its page, and set HF_TOKEN", AccessDeniedError)),
+    (("RepositoryNotFoundError", "RevisionNotFoundError"),
+     _final("the repository or its revision is not found; check the URL, and set HF_TOKEN if the repository is private",
+            NotFoundError)),
+    (("NoSuchKey", "EntryNotFoundError"), NOT_FOUND),
+    (("PermanentRedirect", "BareRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraint"),
+     _final("the bucket is in another region; set AWS_REGION")),
+    (("PreconditionFailed",), CHANGED),
+    (("(NotImplemented)",), _final("NotImplemented: the server does not support this request")),
 )  # fmt: skip
+# Types of errors without a status.
+_TYPES: tuple[tuple[tuple[str, ...], ErrorMeaning], ...] = (
+    (("PermissionError", "PermissionDenied", "Forbidden"), REFUSED),
+    (("Timeout", "TimedOut"), _TIMED_OUT),
+    (("FileNotFoundError",), NOT_FOUND),
+    (("Read-only file system",), _final("the disk is read-only; write elsewhere")),
+    (("No space left", "Disk quota exceeded", "File too large"),
+     _final("the disk is full; free some space, or write elsewhere")),
+)  # fmt: skip
+_REFUSED = REFUSED.advice
 _HTTP_REMEDIES = {
     "AWS_CA_BUNDLE": "SSL_CERT_FILE",
     "AWS_ENDPOINT_URL and": "the URL and",
@@ -145,12 +153,6 @@ _NOT_RETRYABLE = (
     "NotADirectoryError",
     "NotImplementedError",
     "InvalidBucketName",
-    "InvalidRequest",
-    "InvalidArgument",
-    "MethodNotAllowed",
-    "(400)",
-    "400 Bad Request",
-    "501 Not Implemented",
     "builder error",
     "UnknownConfigurationKeyError",
     "InvalidPathError",
@@ -160,14 +162,14 @@ _NOT_RETRYABLE = (
 def classify_error(
     error: Exception, url: str, secrets: tuple[str, ...] = ()
 ) -> ErrorClassification:
-    """Classify an error by the first known pattern in its chain.
+    """Classify an error by the first known code in its chain of causes, else by its HTTP status, else by its type.
 
     Raises:
         Exception: The error itself if it is not one of a client: a bug keeps its type.
         OptionError: If the file system does not know a storage option.
     """
     if isinstance(error, StorageError):
-        return ErrorClassification(error, is_retryable=False)
+        return ErrorClassification(error, ErrorMeaning(error.what, type(error)))
     if isinstance(error, ShardStreamError):
         raise error
     if isinstance(error, TypeError) and "keyword argument" in str(error):
@@ -180,30 +182,49 @@ def classify_error(
         error, OSError | ValueError | RuntimeError | TimeoutError
     ):
         raise error
-    text = _causes_text(error)
-    for name in (url.partition("://")[2] or url, url.rpartition("/")[2]):
-        if len(name) > 6:  # a file may be called "Timeout.tar"
-            text = text.replace(name, "")
+    text = _text_to_match(error, url)
+    status = http_status(error)
     detail = remove_secrets(f"{type(error).__name__}: {_first_line(error)}", secrets)
-    for pattern in _ERROR_PATTERNS:
-        if any(name in text for name in pattern.names):
-            what, remedy = _problem_and_remedy(pattern, url)
-            if remedy:
-                error_shown = pattern.kind(what, remedy=f"{remedy} ({detail})", shard=url)
-            else:
-                error_shown = pattern.kind(f"{what} ({detail})", shard=url)
-            return ErrorClassification(
-                error_shown, pattern.is_retryable, pattern.is_throttled, pattern.is_past_end
-            )
+    if status is not None and str(status) not in detail:  # fsspec's http hides it in the cause
+        detail = f"HTTP status {status}, {detail}"
+    meaning = _find(text, _CODES)
+    if meaning is None:
+        meaning = _find(text, _TYPES) if status is None else meaning_of_status(status)
+    if meaning is not None:
+        what, remedy = _problem_and_remedy(meaning.advice, url)
+        if remedy:
+            error_shown = meaning.kind(what, remedy=f"{remedy} ({detail})", shard=url)
+        else:
+            error_shown = meaning.kind(f"{what} ({detail})", shard=url)
+        return ErrorClassification(error_shown, meaning)
     is_retryable = (is_client_error or isinstance(error, _RETRYABLE_TYPES)) and not any(
         name in text for name in _NOT_RETRYABLE
     )
-    return ErrorClassification(StorageError(detail, shard=url), is_retryable)
+    return ErrorClassification(
+        StorageError(detail, shard=url), ErrorMeaning(detail, is_retryable=is_retryable)
+    )
 
 
-def _problem_and_remedy(pattern: _ErrorPattern, url: str) -> tuple[str, str]:
+def _text_to_match(error: Exception, url: str) -> str:
+    """Return the text of an error and its causes without the name of the file, which may be "Timeout.tar"."""
+    text = _chain_text(_causes(error))
+    for name in (url.partition("://")[2] or url, url.rpartition("/")[2]):
+        if len(name) > 6:
+            text = text.replace(name, "")
+    return text
+
+
+def _find(
+    text: str, patterns: tuple[tuple[tuple[str, ...], ErrorMeaning], ...]
+) -> ErrorMeaning | None:
+    return next(
+        (meaning for names, meaning in patterns if any(name in text for name in names)), None
+    )
+
+
+def _problem_and_remedy(advice: str, url: str) -> tuple[str, str]:
     """Return the problem and the action, which may be empty."""
-    advice, others = pattern.advice, {}
+    others = {}
     if url.startswith("http"):
         others = _HTTP_REMEDIES
     elif "://" not in url or url.startswith("file:"):
@@ -218,8 +239,8 @@ def _problem_and_remedy(pattern: _ErrorPattern, url: str) -> tuple[str, str]:
 
 
 def safe_cause(error: BaseException, secrets: tuple[str, ...] = ()) -> BaseException | None:
-    """Return an error as a cause to show, or None if anything in its chain shows a secret."""
-    text = _causes_text(error)
+    """Return an error as a cause to show, or None if anything in its traceback shows a secret."""
+    text = _chain_text(_causes(error, with_context=True))
     return error if remove_secrets(text, secrets) == text else None
 
 
@@ -255,20 +276,26 @@ def remove_secrets(text: str, secrets: tuple[str, ...]) -> str:
     return _SIGNED.sub(lambda found: (found[1] or found[3]) + "…", redact(text))
 
 
-def _causes_text(error: BaseException) -> str:
+def _chain_text(chain: Iterable[BaseException]) -> str:
     parts: list[str] = []
-    for one in _causes(error):
+    for one in chain:
         parts += (" ".join(kind.__name__ for kind in type(one).__mro__), str(one))
     return "\n".join(parts)
 
 
-def _causes(error: BaseException) -> list[BaseException]:
-    """Return an error and its causes, ten at most."""
+def _causes(error: BaseException, *, with_context: bool = False) -> list[BaseException]:
+    """Return an error and its causes, ten at most.
+
+    Args:
+        error: The last of them.
+        with_context: Include each ``__context__``, which a traceback shows, too. It is no cause: any error that is being handled
+            where a request is sent, such as that of another file.
+    """
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and len(chain) < _LONGEST_CHAIN:
         chain.append(cause)
-        cause = cause.__cause__ or cause.__context__
+        cause = cause.__cause__ or (cause.__context__ if with_context else None)
     return chain
 
 
@@ -283,23 +310,24 @@ def _first_line(error: Exception) -> str:
         return ", ".join(part for part in code.groups() if part)
     line = text.strip().partition("\n")[0]
     # s3fs turns errors of the server into errors of Python; the cause has the code, which the message often lacks.
-    code = _BOTOCORE_CODE.search(_causes_text(error))
+    code = _BOTOCORE_CODE.search(_chain_text(_causes(error)))
     if code is None or code[1] in line:
         return line
     return code[1] if line in ("", "None") else f"{code[1]}, {line}"
 
 
-def has_http_status(error: BaseException) -> bool:
-    """Return whether a server sent an HTTP status, so that it can be reached."""
-    return any(_status(one) is not None for one in _causes(error))
+def http_status(error: BaseException) -> int | None:
+    """Return the HTTP status that an error of a client reports; None without a response."""
+    return next((found for one in _causes(error) if (found := _status(one)) is not None), None)
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the HTTP status in an error of a client; None without a response."""
     response = getattr(error, "response", None)
     if isinstance(response, Mapping):  # botocore
         response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
     response = getattr(response, "status_code", response)  # httpx, requests
-    found = _STATUS.search(str(error))  # obstore has it in the message only
-    statuses = (response, getattr(error, "status", None), getattr(error, "status_code", None))
-    return next((one for one in statuses if isinstance(one, int)), int(found[1]) if found else None)
+    names = ("status", "status_code", "code")  # aiohttp and http.client; azure; gcsfs
+    found = (getattr(error, name, None) for name in names)  # aiohttp warns of the last
+    message = _STATUS.search(str(error))  # obstore has it in the message only
+    statuses = itertools.chain([response], found, [int(message[1])] if message else [])
+    return next((one for one in statuses if isinstance(one, int) and 300 <= one < 600), None)

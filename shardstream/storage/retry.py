@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import random
+import re
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, Unpack
 
-from shardstream.errors import ChangedError
+from shardstream.errors import ChangedError, StorageError
 from shardstream.storage.error_messages import (
     ErrorClassification,
     classify_error,
-    has_http_status,
+    http_status,
     ranges_ignored_error,
     safe_cause,
 )
@@ -25,8 +28,11 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 8.0
-# Retry timeout of a server that has never sent an HTTP response, not even an error: its address is probably wrong.
+# Retry timeout of a server that has never sent a response, not even an error: its address is probably wrong. Requests to it fail at
+# once for a while after that: a table may have links to it in every row.
 _NEVER_REACHED_S = 10.0
+_SILENT_FOR_S = 60.0
+_SERVERS_KEPT = 1024
 _jitter = random.Random()  # separate: the user's global generator must not advance
 
 
@@ -74,7 +80,7 @@ def read_remote(
             backoff.wait(error, range_read.error_of_failure)
             continue
         range_read.add(response)
-        storage.has_responded = True
+        backoff.note_response()
         if not range_read.is_complete:
             if response.nbytes:
                 backoff.reset()
@@ -107,8 +113,55 @@ def retry_call(
         except Exception as error:  # noqa: BLE001  (classified: a bug keeps its type)
             backoff.wait(error)
             continue
-        storage.has_responded = True
+        backoff.note_response()
         return response
+
+
+class Servers:
+    """Which servers have responded, and which never did until the retry timeout; picklable (without them) and thread-safe."""
+
+    def __init__(self) -> None:
+        self._silent_since: OrderedDict[str, float | None] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"_silent_since": OrderedDict()}
+
+    def have_responded(self, url: str) -> bool:
+        """Return whether the server of a URL has sent bytes or an error."""
+        return self._silent_since.get(_server(url), 0.0) is None
+
+    def note(self, url: str, *, is_silent: bool) -> None:
+        """Record that the server of a URL responded, or did not."""
+        server = _server(url)
+        if is_silent or not self.have_responded(url):
+            self._silent_since[server] = time.monotonic() if is_silent else None
+            while len(self._silent_since) > _SERVERS_KEPT:
+                with suppress(KeyError):  # another thread was first
+                    self._silent_since.popitem(last=False)
+
+    def check(self, url: str) -> None:
+        """Raise an error if the server of a URL was silent a moment ago.
+
+        Raises:
+            StorageError: If it was.
+        """
+        since = self._silent_since.get(_server(url))
+        if since is not None and time.monotonic() - since < _SILENT_FOR_S:
+            raise StorageError(
+                f"{_server(url)} did not answer a moment ago, and is not asked again for {_SILENT_FOR_S:.0f} s",
+                remedy="check the URL and the network",
+                shard=url,
+            )
+
+
+def _server(url: str) -> str:
+    """Return protocol and host of a URL, or the protocol and bucket; of a chain, the last.
+
+    >>> _server("zip://a.tar::https://me:secret@host:80/b.zip"), _server("s3://bucket/a.tar")
+    ('https://host:80', 's3://bucket')
+    """
+    protocol, _, rest = url.rpartition("::")[2].partition("://")
+    return f"{protocol}://{re.split('[/?#]', rest, maxsplit=1)[0].rpartition('@')[2]}"
 
 
 class TruncatedResponseError(OSError):
@@ -134,11 +187,16 @@ class Backoff:
     ) -> None:
         self._cancelled = cancelled
         self._storage, self._url, self._on_throttle = storage, url, on_throttle
+        storage.servers.check(url)
         self.reset()
 
     def reset(self) -> None:
         """Start a new retry timeout after bytes have arrived."""
         self._count, self._paused_s, self._since = 0, 0.0, 0.0
+
+    def note_response(self) -> None:
+        """Record that the server has responded."""
+        self._storage.servers.note(self._url, is_silent=False)
 
     def wait(
         self,
@@ -152,13 +210,14 @@ class Backoff:
         """
         storage = self._storage
         classification = classify_error(error, self._url, storage.secrets)
-        storage.has_responded = (
-            storage.has_responded or classification.is_throttled or has_http_status(error)
-        )
-        if classification.is_throttled and self._on_throttle is not None:
+        meaning = classification.meaning
+        if meaning.is_throttled or http_status(error) is not None:
+            self.note_response()
+        if meaning.is_throttled and self._on_throttle is not None:
             self._on_throttle()
         retry_timeout_s = storage.timeouts.retry_timeout_s
-        if not storage.has_responded:
+        is_unknown = not storage.servers.have_responded(self._url)
+        if is_unknown:
             retry_timeout_s = min(retry_timeout_s, _NEVER_REACHED_S)
         pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self._count) * _jitter.uniform(0.5, 1.0)
         if self._count == 0:
@@ -167,13 +226,15 @@ class Backoff:
         self._count += 1
         self._paused_s += pause_s
         late = passed_s + pause_s > retry_timeout_s
-        if not classification.is_retryable or late or self._pause(pause_s):
+        if is_unknown and meaning.is_silent and late:
+            storage.servers.note(self._url, is_silent=True)
+        if not meaning.is_retryable or late or self._pause(pause_s):
             raised = (
                 classification.error
                 if error_of_failure is None
                 else error_of_failure(classification)
             )
-            if classification.is_retryable:
+            if meaning.is_retryable:
                 raised.add_note(f"tried {self._count} times in {passed_s:.0f} s")
             raise raised from (None if raised is error else safe_cause(error, storage.secrets))
         _log.debug("retrying after %.1f s: %s", pause_s, classification.error)
@@ -305,6 +366,6 @@ class _RangeRead:
         Raises:
             ChangedError: If the server reports that the file ends before the range; the message has the file's length.
         """
-        if classification.is_past_end:
+        if classification.meaning.is_past_end:
             self._look_up_size()
         return classification.error

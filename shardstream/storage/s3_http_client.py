@@ -16,6 +16,7 @@ from urllib.parse import SplitResult
 import numpy as np
 
 from shardstream.storage.error_messages import ranges_ignored_error
+from shardstream.storage.http_status import HttpStatusError
 from shardstream.storage.response import (
     RangeResponse,
     ReceiveBuffer,
@@ -228,7 +229,7 @@ def _set_wake(connection: socket.socket, nbytes: int, timeout_s: float) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
 
 
-def _status_error(connection: socket.socket, head: _Head) -> OSError:
+def _status_error(connection: socket.socket, head: _Head) -> HttpStatusError:
     """Return the error of a response, with the server's code and message."""
     body = head.rest
     is_sent = head.length != 0 and (head.length or "transfer-encoding" in head.headers)
@@ -242,6 +243,4 @@ def _status_error(connection: socket.socket, head: _Head) -> OSError:
         if not more:
             break
         body += more
-    kinds = {401: PermissionError, 403: PermissionError, 404: FileNotFoundError}
-    kind = kinds.get(head.status, OSError)
-    return kind(f"status code: {head.text}: {body.decode('utf-8', 'replace')}")
+    return HttpStatusError(head.status, f"{head.text[4:]}: {body.decode('utf-8', 'replace')}")

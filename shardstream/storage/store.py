@@ -26,7 +26,7 @@ from shardstream.storage.listing_pages import Page, open_listing
 from shardstream.storage.local_files import folder_pages, read_range, tree_pages
 from shardstream.storage.range_file import open_ranges
 from shardstream.storage.response import RangeResponse, ReceiveBuffer, RequestOptions
-from shardstream.storage.retry import ReadHints, read_remote, retry_call
+from shardstream.storage.retry import ReadHints, Servers, read_remote, retry_call
 from shardstream.storage.url_patterns import simplify_glob
 
 _log = logging.getLogger(__name__)
@@ -100,8 +100,8 @@ class Storage:
         self.timeouts = self._clients.timeouts
         """Time limits of requests."""
         self._versions: OrderedDict[str, str] = OrderedDict()
-        self.has_responded = False
-        """Whether a server has sent bytes or an HTTP error; retries of one that never did end sooner."""
+        self.servers = Servers()
+        """Which servers have responded; retries of one that never did end sooner."""
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_versions": OrderedDict()}

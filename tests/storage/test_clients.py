@@ -94,9 +94,7 @@ class Faults:
         return int(json.loads(self.server.control("/stats"))["chaos"].get(name, 0))
 
     def storage(self, client: str, **options: Any) -> Storage:
-        made = Storage(self.server.chaos.storage_options | {"s3_client": client, **options})
-        made.has_responded = True
-        return made
+        return Storage(self.server.chaos.storage_options | {"s3_client": client, **options})
 
 
 @pytest.fixture(scope="module")

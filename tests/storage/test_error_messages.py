@@ -49,7 +49,7 @@ def test_only_temporary_errors_are_retried(
     error: Exception, kind: type[StorageError], *, is_retryable: bool, is_throttled: bool
 ) -> None:
     verdict = classify_error(error, URL)
-    assert (type(verdict.error), verdict.is_retryable, verdict.is_throttled) == (
+    assert (type(verdict.error), verdict.meaning.is_retryable, verdict.meaning.is_throttled) == (
         kind,
         is_retryable,
         is_throttled,
@@ -97,7 +97,7 @@ def test_aws_is_named_only_in_s3_errors(url: str, remedy: str) -> None:
 def test_read_only_disk_is_reported() -> None:
     verdict = classify_error(OSError(errno.EROFS, os.strerror(errno.EROFS)), "/data/a.tar")
     assert "the disk is read-only; write elsewhere" in str(verdict.error)
-    assert not verdict.is_retryable
+    assert not verdict.meaning.is_retryable
 
 
 @pytest.mark.parametrize(
@@ -117,13 +117,13 @@ def test_errors_of_all_clients_are_translated(url: str, options: dict[str, Any])
 def test_offline_mode_of_a_client_is_an_error() -> None:
     verdict = classify_error(OfflineModeIsEnabled("offline mode is enabled"), "hf://datasets/a/b")
     assert "unset HF_HUB_OFFLINE" in str(verdict.error)
-    assert not verdict.is_retryable
+    assert not verdict.meaning.is_retryable
 
 
 def test_error_codes_in_file_names_are_ignored() -> None:
     verdict = classify_error(OSError("cannot read bucket/SlowDown.tar"), "s3://bucket/SlowDown.tar")
-    assert not verdict.is_throttled
-    assert classify_error(OSError("SlowDown"), "s3://bucket/o").is_throttled
+    assert not verdict.meaning.is_throttled
+    assert classify_error(OSError("SlowDown"), "s3://bucket/o").meaning.is_throttled
 
 
 def fail(text: str) -> None:

@@ -26,6 +26,7 @@ from shardstream.errors import (
 from shardstream.storage import Storage, locate_shards, open_cache
 from shardstream.testing import make_shards
 from tests.limits import set_limits
+from tests.raw_server import raw_server, response
 from tests.static_server import serve_files
 
 SECRET = "hunter2"  # noqa: S105
@@ -97,6 +98,77 @@ def test_http_errors_are_reported(
         operation(storage, f"{host}/a.tar?X-Amz-Signature={SECRET}")
     assert type(raised.value) is kind
     assert SECRET not in "".join(traceback.format_exception(raised.value)) + caplog.text
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+@pytest.mark.parametrize(
+    ("status", "kind", "is_retried"),
+    [
+        *((status, StorageError, False) for status in (400, 405, 407, 421, 451, 501, 505)),
+        (401, AccessDeniedError, False),
+        (410, NotFoundError, False),
+        *((status, StorageError, True) for status in (408, 425, 429, 500, 507, 509, 520)),
+    ],
+)
+def test_only_404_and_410_say_that_a_file_is_missing(
+    operation: Callable[[Storage, str], object],
+    status: int,
+    kind: type[StorageError],
+    is_retried: bool,
+) -> None:
+    with raw_server(lambda _: response(status)) as server:
+        storage = Storage({"retry_timeout_s": 0.3})
+        if (status, operation) == (410, OPERATIONS[3]):
+            assert operation(storage, f"{server.url}/a.tar") is False
+            return
+        with pytest.raises(StorageError, match=f"{status}") as raised:
+            operation(storage, f"{server.url}/a.tar")
+    assert type(raised.value) is kind
+    requests = [request.method for request in server.requests]
+    assert (requests.count("GET") > 1) is is_retried
+
+
+def while_handling_another_error(
+    operation: Callable[[Storage, str], object], storage: Storage, url: str
+) -> None:
+    try:
+        storage.read("/no/such/file")
+    except NotFoundError:
+        operation(storage, url)
+
+
+@pytest.mark.parametrize("client", ["http", "obstore", "s3fs", None])
+def test_error_that_is_being_handled_does_not_make_a_file_missing(client: str | None) -> None:
+    """A server fails while a caller handles the error of another file."""
+    with raw_server(lambda _: response(500)) as server:
+        options: dict[str, Any] = {"endpoint_url": server.url, "key": "some", "secret": "thing"}
+        options |= {"s3_client": client, "retry_timeout_s": 0.3}
+        url = "s3://bucket/a.tar" if client else f"{server.url}/a.tar"
+        storage = Storage(options if client else {"retry_timeout_s": 0.3})
+        for operation in OPERATIONS:
+            with pytest.raises(StorageError, match="the server failed") as raised:
+                while_handling_another_error(operation, storage, url)
+            assert type(raised.value) is StorageError
+
+
+def test_server_that_never_answers_is_asked_once() -> None:
+    """A table may have links to it in every row."""
+    with socket.create_server(("127.0.0.1", 0)) as silent, raw_server(lambda _: response(404)) as s:
+        host = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        storage = Storage({"read_timeout_s": 0.2, "retry_timeout_s": 0.3})
+        with pytest.raises(StorageError, match="did not answer in time"):
+            storage.read(f"{host}/0.jpg")
+        silent.setblocking(False)
+        with suppress(BlockingIOError):
+            while True:
+                silent.accept()[0].close()
+        for operation in OPERATIONS:
+            with pytest.raises(StorageError, match=f"{host} did not answer a moment ago"):
+                operation(storage, f"{host}/1.jpg")
+        with pytest.raises(BlockingIOError):  # no connection
+            silent.accept()
+        with pytest.raises(NotFoundError):  # other servers are
+            storage.read(f"{s.url}/1.jpg")
 
 
 @pytest.mark.parametrize(("start", "end"), [(2, 4), (0, 4), (2, 10), (2, 12), (2, None)])
