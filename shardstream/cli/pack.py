@@ -66,6 +66,15 @@ _Root = Annotated[
         show_default=False,
     ),
 ]
+_Allow = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="URL-PREFIX",
+        help="For a table on a server: a beginning of URLs, such as https:// or s3://bucket/images, that it may name outside "
+        "the folder of --root; may be repeated. A local table may name anything.",
+        show_default=False,
+    ),
+]
 _Classes = Annotated[
     str | None,
     typer.Option(
@@ -150,6 +159,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
     kind: _Kind = None,
     mapping: _Mapping = None,
     root: _Root = None,
+    allow: _Allow = None,
     classes: _Classes = None,
     key: _Key = None,
     split: _Split = None,
@@ -204,6 +214,7 @@ def pack(  # noqa: PLR0913  (the options of a command)
             split=parse_split(split),
             fields=parse_mapping(mapping),
             root=root,
+            allow=allow or (),
             classes=classes,
             max_side=max_side,
             quality=quality,

@@ -53,6 +53,7 @@ def pack(  # noqa: PLR0913  (public door)
     split: Mapping[str, float] | None = None,
     fields: Mapping[str, str] | None = None,
     root: str | None = None,
+    allow: Sequence[str] = (),
     classes: AnyClasses | None = None,
     max_side: int | None = None,
     quality: int = DEFAULT_QUALITY,
@@ -90,6 +91,8 @@ def pack(  # noqa: PLR0913  (public door)
             folders train, val, … that hold the folders of classes has these splits.
         fields: For a table: field -> column, e.g. {"jpg": "path", "cls": "label"}; by default all columns go to ``json``.
         root: For a table: the folder that its paths are relative to; by default its own.
+        allow: For a remote table: beginnings of URLs, such as "https://" or "s3://bucket/images", that it may name although they are not
+            under ``root``. A local table may name anything that you can read.
         classes: Class names in the order of their numbers, or the URL of a ``classes.json`` or of the folder of a packed
             dataset. By default the numbers of a split that is already packed in the same parent folder (``out/train`` for
             ``out/val``), else those of the sorted names. For a table: the column of the field ``cls`` holds these names.
@@ -117,14 +120,15 @@ def pack(  # noqa: PLR0913  (public door)
         StorageError: If a place cannot be reached or is full, or another pack writes there; then no split is
             published. If a published split cannot be unpublished, a note of the error names it.
     """
-    if processes < 1:
-        raise OptionError(f"processes must be 1 or more, not {processes}")
-    if on_error not in ("raise", "skip"):
-        raise OptionError(f"on_error is 'raise' or 'skip', not {on_error!r}")
+    _check_options(processes, on_error)
+    masks = None if masks is None else _names(masks)
+    images = ImageOptions(max_side=max_side, quality=quality, format=image_format, masks=masks)
     request = PackRequest(
         source=source,
         dest=dest,
-        source_options=SourceOptions(kind=kind, key=key, fields=fields or {}, root=root),
+        source_options=SourceOptions(
+            kind=kind, key=key, fields=fields or {}, root=root, allow=_names(allow)
+        ),
         limits=WriterOptions(
             max_samples=max_samples,
             max_bytes=parse_bytes(max_bytes),
@@ -135,12 +139,7 @@ def pack(  # noqa: PLR0913  (public door)
         seed=seed,
         split=split or {},
         classes=classes,
-        images=ImageOptions(
-            max_side=max_side,
-            quality=quality,
-            format=image_format,
-            masks=None if masks is None else tuple([masks] if isinstance(masks, str) else masks),
-        ),
+        images=images,
         reading=storage_options if source_options is None else source_options,
         writing=storage_options,
         skips=on_error == "skip",
@@ -148,6 +147,17 @@ def pack(  # noqa: PLR0913  (public door)
     if executor is not None:
         return pack_in_parts(request, executor, overwrite=overwrite, progress=progress)
     return _open_job(request, overwrite=overwrite, progress=progress).run(processes=processes)
+
+
+def _check_options(processes: int, on_error: str) -> None:
+    if processes < 1:
+        raise OptionError(f"processes must be 1 or more, not {processes}")
+    if on_error not in ("raise", "skip"):
+        raise OptionError(f"on_error is 'raise' or 'skip', not {on_error!r}")
+
+
+def _names(given: str | Sequence[str]) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _open_job(

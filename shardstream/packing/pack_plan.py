@@ -63,6 +63,7 @@ class PackRequest:
         options, classes = self.source_options, self.classes
         if options.root is not None:
             options = replace(options, root=absolute_url(options.root))
+        options = replace(options, allow=tuple(map(absolute_url, options.allow)))
         return replace(
             self,
             source=absolute_url(self.source)
@@ -93,6 +94,8 @@ class PackRequest:
         asked |= {"root": options.root, "seed": self.seed, "shuffle": self.shuffle}
         asked |= {"split": list(self.split.items()), "template": names.template}
         asked |= {"class_numbers": _digest(opened.extras.get(CLASSES_NAME))}
+        if options.allow:
+            asked |= {"allow": list(options.allow)}
         if self.limits.columns is not None:
             asked |= {"columns": columns_identity(self.limits.columns)}
         return OpenedPack(

@@ -31,6 +31,7 @@ class SourceOptions:
         key: Template of the keys; None: the default of the kind.
         fields: For a table: field -> column.
         root: For a table: URL of the folder that its paths are relative to.
+        allow: For a remote table: beginnings of URLs that it may name outside this folder.
 
     Raises:
         OptionError: If the kind is unknown.
@@ -40,6 +41,7 @@ class SourceOptions:
     key: str | None = None
     fields: Mapping[str, str] = field(default_factory=dict)
     root: str | None = None
+    allow: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.kind is not None and self.kind not in KINDS:
@@ -60,9 +62,9 @@ def open_source(source: AnySource, storage: Storage, options: SourceOptions) -> 
         return _python_source(source, options)
     url = os.fspath(source)
     kind = options.kind or guess_kind(url, storage)
-    if kind != "table" and (options.fields or options.root):
+    if kind != "table" and (options.fields or options.root or options.allow):
         raise OptionError(
-            f"fields and root (--map, --root) apply to tables, but this is packed as {kind}",
+            f"fields, root and allow (--map, --root, --allow) apply to tables, but this is packed as {kind}",
             shard=url,
         )
     if kind == "table":
@@ -72,6 +74,7 @@ def open_source(source: AnySource, storage: Storage, options: SourceOptions) -> 
             fields=options.fields,
             key=options.key,
             root=options.root,
+            allow=options.allow,
         )
     if kind == "tars":
         return TarSource(url, storage, key=options.key)
@@ -83,7 +86,7 @@ def open_source(source: AnySource, storage: Storage, options: SourceOptions) -> 
 def _python_source(source: Source | Iterable[Mapping[str, Any]], options: SourceOptions) -> Source:
     if options != SourceOptions():
         raise OptionError(
-            "kind, key, fields and root apply to files; leave them out for samples from Python"
+            "kind, key, fields, root and allow apply to files; leave them out for samples from Python"
         )
     if hasattr(source, "extras"):
         return cast("Source", source)

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from shardstream.catalog import Classes
-from shardstream.errors import OptionError, SourceError, plural
+from shardstream.errors import OptionError, SourceError, plural, redact
 from shardstream.format import CLASSES_NAME, canonical_field, encode_classes
 from shardstream.packing.encode import INT_FIELDS, JSON_FIELDS, TEXT_FIELDS
 from shardstream.packing.source import FileRef, KeyMaker, Record, fingerprint_of, is_image_name
 from shardstream.packing.tables import Row, count_rows, iter_rows
-from shardstream.storage import Storage, join_url, parent_url
+from shardstream.storage import Storage, is_under, join_url, parent_url
 
 _log = logging.getLogger(__name__)
 
@@ -43,6 +43,7 @@ class TableSource:
         fields: Field -> column; empty: all columns go into one field ``json``.
         key: Template of the keys, from ``index`` and the columns, or the name of a column; by default the row's number.
         root: URL of the folder that paths are relative to; by default the table's own.
+        allow: Beginnings of URLs that a remote table may name outside this folder. A local table may name anything.
     """
 
     shuffled = False
@@ -56,6 +57,7 @@ class TableSource:
         fields: Mapping[str, str] | None = None,
         key: str | None = None,
         root: str | None = None,
+        allow: Sequence[str] = (),
     ) -> None:
         self._urls = list(urls)
         self._storage = storage
@@ -64,6 +66,7 @@ class TableSource:
         self._key = "{key}" if self._key_column is not None else key or _RUNNING_KEY
         self._key_columns = [column for _, column, _, _ in Formatter().parse(self._key) if column]
         self._root = root
+        self._allowed = tuple(allow)
         self.classes: Classes | None = None
         """Names of the classes, if the column of ``cls`` holds names."""
         self._labels: Mapping[str, int] = {}
@@ -126,10 +129,13 @@ class TableSource:
         index = 0
         for url in self._urls:
             root = self._root or parent_url(url)
+            is_trusted = self._storage.local_path(url) is not None  # as the command line is
             for row in iter_rows(url, self._storage, columns=self._columns()):
                 try:
                     names = self._names(row, index)
                     fields = self._mapped(row, root) or _unmapped(row, is_first=index == 0)
+                    if not is_trusted:
+                        self._check_places(row, fields, root)
                 except SourceError as error:
                     yield Record("", {}, row.where, error)
                 else:
@@ -144,6 +150,21 @@ class TableSource:
             else:
                 fields[field] = convert_cell(field, row, column, root)
         return fields
+
+    def _check_places(self, row: Row, fields: Mapping[str, Any], root: str) -> None:
+        """Refuse files that this machine could read, but the owner of a remote table need not be allowed to.
+
+        Raises:
+            SourceError: If one is not under the root, nor under what the user allows.
+        """
+        for value in fields.values():
+            if not isinstance(value, FileRef) or is_under(value.url, root):
+                continue
+            if not any(is_under(value.url, prefix) for prefix in self._allowed):
+                raise row.error(
+                    f"it names {redact(value.url)}, which is not under {redact(root)}; if you trust the table, name the folder of its files with "
+                    f"root= (--root), or allow such names: allow=[{redact(parent_url(value.url))!r}] (--allow)"
+                )
 
     def _label(self, row: Row, column: str) -> int:
         name = row.get(column)

@@ -36,7 +36,7 @@ from shardstream.storage.atomic_write import (
 from shardstream.storage.byte_sizes import parse_bytes
 from shardstream.storage.cache import CACHE_CHUNK_BYTES, HEADER_BYTES, Cache, open_cache, version_of
 from shardstream.storage.cache_space import CacheSpace, load_usage
-from shardstream.storage.check_manifest_urls import check_names
+from shardstream.storage.check_manifest_urls import check_names, is_under
 from shardstream.storage.clients import Clients, protocol_of
 from shardstream.storage.concurrency import AdaptiveLimit, Slot, hints_of
 from shardstream.storage.discover import (
@@ -158,6 +158,7 @@ __all__ = [
     "is_part",
     "is_part_record",
     "is_tar",
+    "is_under",
     "iter_members",
     "join_url",
     "journal_name",

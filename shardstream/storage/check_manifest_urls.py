@@ -1,4 +1,4 @@
-"""Check that a remote manifest names shards of its own store only: no local files and no other servers."""
+"""Check that remote manifests and tables name files of their own place only: no local files and no other servers."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from urllib.parse import unquote, urlsplit
 
 from shardstream.errors import ManifestError
+from shardstream.storage.store import absolute_url
 
 _BUCKETS = frozenset({"s3", "gs", "abfs", "az", "adl", "oss", "hf", "memory"})
 _SAME = {"s3a": "s3", "gcs": "gs"}
@@ -38,6 +39,27 @@ def check_names(manifest_url: str, names: Iterable[str]) -> None:
                 "copy it to this machine and name the copy, or list the shards' URLs yourself",
                 shard=manifest_url,
             )
+
+
+def is_under(url: str, prefix: str) -> bool:
+    """Return whether every client resolves a URL to a place under another URL, such as a folder, a server or ``https://``.
+
+    >>> is_under("s3://b/train/a.jpg", "s3://b/train"), is_under("s3://b/train/../x.jpg", "s3://b/train")
+    (True, False)
+    >>> is_under("/data/a.jpg", "/data/"), is_under("https://host@other/a.jpg", "https://host")
+    (True, False)
+    """
+    url, prefix = (_without_file_protocol(one) for one in (url, prefix))
+    if "://" not in prefix:
+        if "://" in url or "::" in url:
+            return False
+        url, prefix = absolute_url(url), absolute_url(prefix)  # resolves ".."
+    folder = prefix if prefix.endswith("/") else f"{prefix}/"
+    return url.startswith(folder) and _is_below(url[len(folder) :].lstrip("/"))
+
+
+def _without_file_protocol(url: str) -> str:
+    return url.removeprefix("file://").removeprefix("local://")
 
 
 def _is_below(name: str) -> bool:

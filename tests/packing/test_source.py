@@ -572,3 +572,83 @@ def test_null_is_no_class_name(tmp_path: Path) -> None:
     url = put(tmp_path, {"t.jsonl": b'{"x": null}'}) + "/t.jsonl"
     with pytest.raises(SourceError, match="holds None, which is not among"):
         ss.pack(url, tmp_path / "out", fields={"cls": "x"}, classes=["None"])
+
+
+@pytest.mark.parametrize(
+    ("name", "is_allowed"),
+    [
+        ("in/a.png", True),
+        ("in/../in/a.png", False),
+        ("../secret/a.png", False),
+        ("%2e%2e/secret/a.png", False),
+        ("..\\secret\\a.png", False),
+        ("LOCAL/a.png", False),
+        ("file://LOCAL/a.png", False),
+        ("local://LOCAL/a.png", False),
+        ("http://169.254.169.254/latest/meta-data", False),
+        ("simplecache::ROOT/in/a.png", False),
+        ("ROOT/in/a.png", True),
+        ("ROOT@other/in/a.png", False),
+        ("ROOT2/a.png", False),
+        ("ROOT/../secret/a.png", False),
+    ],
+)
+def test_remote_table_names_files_of_its_folder_only(
+    name: str, is_allowed: bool, tmp_path: Path
+) -> None:
+    store = f"memory://{uuid.uuid4().hex}"
+    root = f"{store}/data"
+    for url in (f"{root}/in/a.png", f"{store}/secret/a.png", f"{root}2/a.png"):
+        publish_bytes(Storage(), url, png())
+    put(tmp_path, {"a.png": png(7)})
+    named = name.replace("LOCAL", str(tmp_path)).replace("ROOT", root)
+    table = f"{root}/t.jsonl"
+    publish_bytes(Storage(), table, json.dumps({"p": named}).encode())
+    dest = tmp_path / "out"
+    if is_allowed:
+        assert ss.pack(table, dest, fields={"png": "p"}).samples == 1
+        return
+    with pytest.raises(SourceError, match=r"which is not under .*root= \(--root\).*row 1"):
+        ss.pack(table, dest, fields={"png": "p"})
+    assert not (dest / "index.json").exists()
+    with pytest.raises(SourceError, match="no sample is left .*: 1 were skipped"):
+        ss.pack(table, tmp_path / "skip", fields={"png": "p"}, on_error="skip")
+
+
+def test_files_outside_the_folder_of_a_remote_table_are_allowed_by_name(tmp_path: Path) -> None:
+    store = f"memory://{uuid.uuid4().hex}"
+    publish_bytes(Storage(), f"{store}/images/a.png", png())
+    put(tmp_path / "local", {"b.png": png()})
+    rows = [{"p": f"{store}/images/a.png"}, {"p": f"{tmp_path}/local/b.png"}]
+    table = f"{store}/meta/t.jsonl"
+    publish_bytes(Storage(), table, "\n".join(map(json.dumps, rows)).encode())
+
+    def packed(name: str, **options: Any) -> int:
+        found = ss.pack(table, tmp_path / name, fields={"png": "p"}, on_error="skip", **options)
+        return found.samples
+
+    assert packed("root", root=store) == 1
+    assert packed("one", allow=f"{tmp_path}/local") == 1
+    assert packed("other", allow=["memory://", f"file://{tmp_path}"]) == 2
+    assert packed("parts", allow=["memory://", str(tmp_path)], executor=ss.LocalExecutor()) == 2
+    with pytest.raises(SourceError, match="no sample is left"):
+        packed("none", allow=f"{tmp_path}/loc")
+    with pytest.raises(OptionError, match=r"--allow\) apply to tables"):
+        ss.pack(tmp_path / "local", tmp_path / "no", allow="s3://")
+
+
+def test_local_table_names_any_file(tmp_path: Path) -> None:
+    put(tmp_path, {"elsewhere/a.png": png()})
+    remote = f"memory://{uuid.uuid4().hex}/b.png"
+    publish_bytes(Storage(), remote, png())
+    names = [f"{tmp_path}/elsewhere/a.png", "../elsewhere/a.png", remote]
+    put(tmp_path / "meta", {"t.csv": "\n".join(["p", *names]).encode()})
+    assert ss.pack(tmp_path / "meta/t.csv", tmp_path / "out", fields={"png": "p"}).samples == 3
+
+
+@pytest.mark.usefixtures("s3_env")
+def test_table_on_s3_cannot_read_files_of_this_machine(bucket: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("key")
+    publish_bytes(Storage(), f"{bucket}/t.csv", f"p\n{tmp_path}/secret\n".encode())
+    with pytest.raises(SourceError, match=f"names {tmp_path}/secret, which is not under {bucket}"):
+        ss.pack(f"{bucket}/t.csv", tmp_path / "out", fields={"bin": "p"})
