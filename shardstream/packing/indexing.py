@@ -50,6 +50,7 @@ from shardstream.storage import (
     commit_all,
     expand_urls,
     is_compressed,
+    is_glob,
     is_tar,
     join_url,
     output_folder_in,
@@ -438,7 +439,7 @@ def _tars_of(url: str, storage: Storage, listed: dict[str, dict[str, FileInfo]])
         storage: The storage of the files.
         listed: The files of folders listed before, by name: one listing instead of a request for each of 10,000 tars.
     """
-    is_pattern = any(sign in url for sign in "*?[")
+    is_pattern = is_glob(url, storage)
     if is_tar(url) and not is_pattern:
         if url.startswith(("http://", "https://")):  # few web servers list a folder
             return [storage.info(url)]

@@ -14,10 +14,9 @@ from shardstream.packing.source import SamplesSource, Source
 from shardstream.packing.table_source import TableSource
 from shardstream.packing.tables import TABLE_SUFFIXES, is_table
 from shardstream.packing.tar_source import TarSource
-from shardstream.storage import Storage, is_tar
+from shardstream.storage import Storage, is_glob, is_tar
 
 KINDS = ("images", "files", "table", "tars")
-_GLOB_SIGNS = "*?["
 
 AnySource = str | os.PathLike[str] | Source | Iterable[Mapping[str, Any]]
 
@@ -99,7 +98,7 @@ def guess_kind(url: str, storage: Storage) -> str:
         return "table"
     if is_tar(url) or url.endswith(".json") or "::" in url:
         return "tars"
-    if "{" in url or any(sign in url for sign in _GLOB_SIGNS):
+    if "{" in url or is_glob(url, storage):
         return "tars"
     if not storage.exists(url):
         raise SourceError("not found; check the path", shard=url)
@@ -136,7 +135,7 @@ def find_tables(url: str, storage: Storage) -> Sequence[str]:
     Raises:
         SourceError: If there is none.
     """
-    if any(sign in url for sign in _GLOB_SIGNS):
+    if is_glob(url, storage):
         found = [file.url for file in storage.glob(url) if is_table(file.url)]
     elif is_table(url):
         found = [url] if storage.exists(url) else []

@@ -95,6 +95,7 @@ from shardstream.storage.row_file import RowFile, sort_rows
 from shardstream.storage.s3_config import S3Settings, complete_s3fs_options, parse_s3_options
 from shardstream.storage.store import FileInfo, Storage, absolute_url, join_url, parent_url
 from shardstream.storage.temporary_file import TemporaryFile
+from shardstream.storage.url_globs import is_glob
 from shardstream.storage.url_patterns import expand_braces
 
 if TYPE_CHECKING:
@@ -154,6 +155,7 @@ __all__ = [
     "has_lost_obstore_threads",
     "hints_of",
     "is_compressed",
+    "is_glob",
     "is_journal",
     "is_part",
     "is_part_record",

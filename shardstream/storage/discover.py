@@ -6,7 +6,6 @@ import hashlib
 import logging
 import os
 import posixpath
-import re
 from collections.abc import Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -42,7 +41,8 @@ from shardstream.storage.store import (
     join_url,
     parent_url,
 )
-from shardstream.storage.url_patterns import expand_braces
+from shardstream.storage.url_globs import is_glob
+from shardstream.storage.url_patterns import expand_braces, has_glob_signs, without_query
 
 _log = logging.getLogger(__name__)
 TAR_SUFFIXES = (".tar",)
@@ -55,7 +55,6 @@ _SMALL_INDEX_BYTES = 1 << 23  # of a million samples
 MANIFEST_LIMIT_BYTES = 256 << 20  # over a million shards
 _SMALL_MANIFEST_BYTES = 64 << 20
 FOLDERS_LIMIT = 10_000  # each is listed once
-_GLOB = re.compile(r"[*?\[]")
 
 
 Urls = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
@@ -107,12 +106,12 @@ class AllIndexed(Container[str]):
 
 def is_tar(name: str) -> bool:
     """Return whether a file name has the suffix of a shard."""
-    return _without_query(name).lower().endswith(TAR_SUFFIXES + COMPRESSED_SUFFIXES)
+    return without_query(name).lower().endswith(TAR_SUFFIXES + COMPRESSED_SUFFIXES)
 
 
 def is_compressed(name: str) -> bool:
     """Return whether a shard is compressed, so that it can only be read from start to end."""
-    return _without_query(name).lower().endswith(COMPRESSED_SUFFIXES)
+    return without_query(name).lower().endswith(COMPRESSED_SUFFIXES)
 
 
 def expand_urls(urls: Urls) -> list[str]:
@@ -153,7 +152,7 @@ def locate_shards(urls: Urls, storage: Storage) -> LocatedShards:
     for url in expanded:
         if url.startswith("pipe:"):
             storage.resolve(url)  # raises the error
-        elif _GLOB.search(_without_query(url)):
+        elif is_glob(url, storage):
             found = _globbed(url, storage)
             globbed.update(map(parent_url, found))
             tars += found
@@ -247,17 +246,10 @@ def _split_join(text: str) -> Iterable[str]:
     yield chain + last  # even if it is the name of a protocol: a folder may be called "data"
 
 
-def _without_query(url: str) -> str:
-    """Remove the query of an HTTP URL: its '?' is not a glob, and the suffix is in the path."""
-    return url.partition("?")[0] if url.startswith(_HTTP) else url
-
-
 def _globbed(pattern: str, storage: Storage) -> list[str]:
     with _explain_web_folder(pattern):
         folder = parent_url(pattern)
-        if pattern.startswith(_HTTP) and not _GLOB.search(
-            folder
-        ):  # the same links as of the folder
+        if pattern.startswith(_HTTP) and not has_glob_signs(folder):  # the links of the folder
             linked = _tars_of_folder(folder, storage.list_folder(folder)[0])
             name = pattern.rsplit("/", 1)[-1]
             found = [file for file in linked if fnmatchcase(file.url.rsplit("/", 1)[-1], name)]

@@ -25,6 +25,7 @@ from shardstream.storage.file_list import FileList, FileRows, ListedFile
 from shardstream.storage.journal_marker import check_finished, is_journal
 from shardstream.storage.row_file import sort_rows
 from shardstream.storage.store import FileInfo, Storage, join_url, parent_url
+from shardstream.storage.url_globs import relative_paths
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def list_files(root: str, storage: Storage, *, max_folders: int = MAX_FOLDERS) -
 
 
 def _shown(root: str, files: Iterable[FileInfo], storage: Storage) -> Iterator[ListedFile]:
-    path_of = _relative_paths(root, storage)
+    path_of = relative_paths(root, storage)
     for file in files:
         path = path_of(file)
         hidden = path.startswith(".") or "/." in path or is_part(path)
@@ -57,12 +58,6 @@ def _shown(root: str, files: Iterable[FileInfo], storage: Storage) -> Iterator[L
             path and not hidden and not file.url.endswith("/")
         ):  # web consoles create "a/" to mark a folder
             yield ListedFile(path, file.url, file.size, file.version)
-
-
-def _relative_paths(root: str, storage: Storage) -> Callable[[FileInfo], str]:
-    """Return a function that returns the path of a file under a folder."""
-    start = len(storage.resolve(root)[1].rstrip("/")) + 1
-    return lambda file: (storage.local_path(file.url) or storage.resolve(file.url)[1])[start:]
 
 
 def list_all(urls: Sequence[str], storage: Storage) -> tuple[str, list[ListedFile]]:
@@ -251,7 +246,7 @@ def _find(root: str, storage: Storage, max_folders: int = MAX_FOLDERS) -> Iterat
         if len(folders) <= max_folders:
             folders += names
     if len(folders) > max_folders or "" in folders:
-        path_of = _relative_paths(root, storage)
+        path_of = relative_paths(root, storage)
         below = storage.find_pages(root)
         yield from (file for page in below for file in page if "/" in path_of(file))
         return

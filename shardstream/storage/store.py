@@ -27,6 +27,7 @@ from shardstream.storage.local_files import folder_pages, read_range, tree_pages
 from shardstream.storage.range_file import open_ranges
 from shardstream.storage.response import RangeResponse, ReceiveBuffer, RequestOptions
 from shardstream.storage.retry import ReadHints, Servers, read_remote, retry_call
+from shardstream.storage.url_globs import matching_files
 from shardstream.storage.url_patterns import simplify_glob
 
 _log = logging.getLogger(__name__)
@@ -291,6 +292,8 @@ class Storage:
         Raises:
             OptionError: If it would take too long (see `simplify_glob`).
         """
+        if not pattern.startswith(("http://", "https://")):
+            return matching_files(pattern, self)
         pattern = simplify_glob(pattern)
         found = self._call_uncached(pattern, "glob", detail=True).values()
         return self._files(pattern, [entry for entry in found if _is_file(entry)])

@@ -18,6 +18,7 @@ _RANGE = re.compile(r"(?:(-?\d+)\.\.(-?\d+)|([A-Za-z])\.\.([A-Za-z]))(?:\.\.-?(\
 _LETTERS = string.ascii_uppercase + string.ascii_lowercase  # as `braceexpand` counts them
 _MAX_DIGITS = 18
 _BEYOND: int = 10**_MAX_DIGITS
+_GLOB = re.compile(r"[*?\[]")
 _BRACES = re.compile(r"\\.|[{},]", re.DOTALL)
 
 
@@ -57,6 +58,20 @@ def _expand_one(pattern: str, left: int, limit: int) -> list[str]:
             f"the braces of {reprlib.repr(pattern)} are not closed or hold no range; "
             "write a range of shards as {000000..000099}"
         ) from error
+
+
+def has_glob_signs(url: str) -> bool:
+    """Return whether a URL has the signs of a glob; the "?" of a web server's query is none.
+
+    >>> has_glob_signs("s3://b/[ab].tar"), has_glob_signs("https://h/a.tar?sign=x")
+    (True, False)
+    """
+    return _GLOB.search(without_query(url)) is not None
+
+
+def without_query(url: str) -> str:
+    """Remove the query of an HTTP URL: its "?" is not a glob, and the suffix is in the path."""
+    return url.partition("?")[0] if url.startswith(("http://", "https://")) else url
 
 
 def simplify_glob(pattern: str) -> str:

@@ -73,7 +73,7 @@ def test_prefix_is_a_folder_or_a_name_prefix(root: str) -> None:
         list_beginning(f"{root}/z", Storage())
 
 
-class DoublingFileSystem(MemoryFileSystem):
+class DoublingFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec is not typed
     """A store whose pages repeat a file."""
 
     protocol = "doubling"
