@@ -72,6 +72,7 @@ class ClassFolderSource:
 
     shuffled = True
     folders: frozenset[str] = frozenset()
+    has_unique_keys = True
 
     def __init__(self, root: str, files: Sequence[ListedFile], *, key: str | None = None) -> None:
         self._root = root
@@ -328,6 +329,7 @@ class GroupedFilesSource:
     shuffled = False
     extras: Mapping[str, bytes] = {}
     folders: frozenset[str] = frozenset()
+    has_unique_keys = True
 
     def __init__(self, root: str, files: Sequence[ListedFile], *, key: str | None = None) -> None:
         self._root = root

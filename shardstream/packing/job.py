@@ -29,7 +29,7 @@ from shardstream.packing.shard_writer import (
     DatasetWriter,
     WriterOptions,
 )
-from shardstream.packing.source import Record, named, records_from
+from shardstream.packing.source import Record, may_repeat_keys, named, records_from
 from shardstream.packing.source_detection import AnySource, SourceOptions
 from shardstream.storage import Storage, join_url, open_output_folder, parse_bytes, publish_bytes
 from shardstream.tasks import Executor
@@ -170,7 +170,12 @@ def _open_job(
         names=opened.names,
         task=opened.task,
         encoder=opened.encoder,
-        options=replace(request.limits, overwrite=overwrite, extras=extras),
+        options=replace(
+            request.limits,
+            overwrite=overwrite,
+            extras=extras,
+            compares_keys=may_repeat_keys(opened.plan.source),
+        ),
         storage_options=request.writing,
         skips=request.skips,
         progress=progress,

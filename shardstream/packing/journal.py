@@ -1,6 +1,6 @@
 """Read and write the journal of an unfinished pack or `ShardWriter`: small JSON files in the folder of its shards.
 
-Each file holds 256 records, one for each published shard; the first file also holds the task of the pack.
+Each file holds 64 records, one for each published shard; the first file also holds the task of the pack.
 Only the last file is rewritten when a shard is finished, so the cost of a shard does not grow with their number.
 Every file names the run that wrote it. The run that the first file names owns the folder; a run that finds another name stops.
 """
@@ -10,16 +10,17 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from shardstream.errors import ChangedError, NotFoundError, OptionError, StorageError
 from shardstream.format import ShardInfo
+from shardstream.packing.column_builder import ColumnSummary
 from shardstream.storage import OutputFolder, is_journal, join_url, journal_name
 
 # Of the files, and of the bytes that a pack writes: a journal of another version is refused.
-VERSION = 2
-RECORDS_PER_FILE = 256
+VERSION = 3
+RECORDS_PER_FILE = 64
 # Raised if JSON has another structure than a journal.
 _MALFORMED = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
@@ -42,12 +43,16 @@ class FinishedShard:
         fields: Number of samples that have each field.
         position: Number of the next record of the source.
         skipped: Records that were skipped since the previous shard.
+        columns: Number and type of the values of columns.
+        key_hashes: Hashes of its keys (see `encode_hashes`), if they may repeat; kept in the file only.
     """
 
     info: ShardInfo
     fields: Mapping[str, int]
     position: int
     skipped: tuple[NumberedSkip, ...] = ()
+    columns: ColumnSummary = field(default_factory=dict)
+    key_hashes: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,15 +164,15 @@ class Journal:
         return max(0, len(self.finished) - 1) // RECORDS_PER_FILE
 
     def _write(self, number: int) -> None:
-        first = number * RECORDS_PER_FILE
+        mine = slice(number * RECORDS_PER_FILE, (number + 1) * RECORDS_PER_FILE)
         document: dict[str, Any] = {"version": VERSION, "run": self.run}
         if number == 0:
             document |= {"source": self.task.source, "options": dict(self.task.options)}
             document["stale"] = sorted(self.stale)
-        document["finished"] = [
-            asdict(one) for one in self.finished[first : first + RECORDS_PER_FILE]
-        ]
+        document["finished"] = [asdict(one) for one in self.finished[mine]]
         data = json.dumps(document).encode()
+        if len(document["finished"]) == RECORDS_PER_FILE:  # this file is not written again
+            self.finished[mine] = [replace(one, key_hashes="") for one in self.finished[mine]]
         if number:
             self.folder.write(journal_name(number), data)
             return
@@ -262,4 +267,9 @@ def _decode(document: Any) -> FinishedShard:
             NumberedSkip(int(number), str(where), str(reason))
             for number, where, reason in document["skipped"]
         ),
+        columns={
+            str(name): (int(count), str(kind))
+            for name, (count, kind) in document["columns"].items()
+        },
+        key_hashes=str(document["key_hashes"]),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Self
 
@@ -32,6 +33,16 @@ def hash_keys(keys: Sequence[str]) -> Hashes:
     return np.frombuffer(digests, dtype=np.uint64)
 
 
+def encode_hashes(hashes: Hashes) -> str:
+    """Return hashes as text for JSON."""
+    return b64encode(hashes.tobytes()).decode()
+
+
+def decode_hashes(text: str) -> Hashes:
+    """Return the hashes that `encode_hashes` has written."""
+    return np.frombuffer(b64decode(text), dtype=np.uint64)
+
+
 class KeyHashes:
     """Hashes of keys with their places, sorted in partitions of a temporary file; use it as a context manager.
 
@@ -58,6 +69,10 @@ class KeyHashes:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Delete the temporary file; a second call does nothing."""
         if self._file is not None:
             self._file.close()
 

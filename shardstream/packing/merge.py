@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import time
-from base64 import b64decode
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,12 +12,9 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from shardstream.errors import (
     NotFoundError,
     OptionError,
-    SourceError,
     StorageError,
     UnfinishedError,
     plural,
@@ -36,6 +32,7 @@ from shardstream.packing.class_numbering import warn_of_siblings
 from shardstream.packing.column_builder import check_summaries
 from shardstream.packing.destination import ShardNames, is_deletable, remove_shard, shard_of
 from shardstream.packing.journal import Journal, read_journal
+from shardstream.packing.key_hashes import KeyHashes, decode_hashes
 from shardstream.packing.key_index import is_key_index
 from shardstream.packing.manifest_files import remove_old_pages, write_manifest_files
 from shardstream.packing.part_job import (
@@ -47,6 +44,7 @@ from shardstream.packing.part_job import (
     run_parts,
 )
 from shardstream.packing.report import PackReport, Progress, ProgressFunction, Skip, SplitReport
+from shardstream.packing.verify_checks import place_of, refuse_repeated_keys
 from shardstream.storage import (
     FileInfo,
     OutputFolder,
@@ -63,7 +61,7 @@ from shardstream.tasks import JSON, Executor, LocalExecutor, Parts, RetryCount
 from shardstream.tasks import Task as ShardTask
 
 _THREADS = 16  # that read records
-_NO_HASHES = np.empty(0, dtype=np.uint64)
+_RECORDS = 256  # that are in memory with the hashes of their keys: 107 kB for 10,000 keys
 _NAMED = 8  # missing parts that a message names
 
 
@@ -195,7 +193,8 @@ def _check_all_done(
         journal = read_journal(folder, files)
         options = {} if journal is None else journal.task.options
         if journal is not None and "parts" in options:
-            _read_records(folder, files, journal.run, _num_parts(options, url))
+            with KeyHashes() as keys:
+                _read_records(folder, files, journal.run, _num_parts(options, url), keys)
         for name in options.get("split_names", ()):
             other = join_url(parent, name)
             if other not in urls and not storage.exists(join_url(other, MANIFEST_NAME)):
@@ -226,11 +225,12 @@ def _merge_one(url: str, storage_options: Mapping[str, Any] | None) -> PackRepor
             raise _no_job_error(url, files, journal)
         num_parts = _num_parts(options, url)
         journal.finished.clear()
-        results = _read_records(folder, files, journal.run, num_parts)
-        shards = tuple(shard for result in results for shard in result.shards)
+        with KeyHashes() as keys:
+            results = _read_records(folder, files, journal.run, num_parts, keys)
+            shards = tuple(shard for result in results for shard in result.shards)
+            _check_in_place(folder, files, shards)
+            refuse_repeated_keys(keys, shards, folder)
         fields = sum((Counter(result.fields) for result in results), Counter[str]())
-        _check_in_place(folder, files, shards)
-        _check_keys(results, url)
         if not shards:
             raise OptionError(
                 "no sample is left: all were filtered out, so there is no dataset to publish",
@@ -311,9 +311,9 @@ def _is_taken_over(folder: OutputFolder, run: str) -> bool:
 
 
 def _read_records(
-    folder: OutputFolder, files: Mapping[str, FileInfo], run: str, parts: int
+    folder: OutputFolder, files: Mapping[str, FileInfo], run: str, parts: int, keys: KeyHashes
 ) -> list[PartResult]:
-    """Return the results of all parts, in order.
+    """Return the results of all parts, in order, without the hashes of their keys, which go to ``keys``.
 
     Raises:
         UnfinishedError: If some are missing.
@@ -326,23 +326,43 @@ def _read_records(
         document = json.loads(folder.read(name))
         return document if document["run"] == run else None
 
+    results: list[PartResult] = []
+    missing: list[int] = []
+    of = set[int]()
+    num_shards = 0
     try:
         with ThreadPoolExecutor(_THREADS, thread_name_prefix="shardstream-merge") as pool:
-            found = list(pool.map(read, range(parts)))
-        missing = [number for number, document in enumerate(found) if document is None]
-        documents = [document for document in found if document is not None]
-        if missing:
-            raise UnfinishedError(
-                _missing_text(missing, parts, {int(one["of"]) for one in documents}),
-                shard=folder.url,
-            )
-        return [PartResult.decode(document) for document in documents]
+            for first in range(0, parts, _RECORDS):
+                numbers = range(first, min(first + _RECORDS, parts))
+                for number, document in zip(numbers, pool.map(read, numbers), strict=True):
+                    if document is None:
+                        missing.append(number)
+                        continue
+                    of.add(int(document["of"]))
+                    result = PartResult.decode(document)
+                    _add_keys(keys, result, num_shards)
+                    num_shards += len(result.shards)
+                    results.append(replace(result, key_hashes=""))
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise OptionError(
             f"the record of a part cannot be read ({type(error).__name__}: {error}); delete the records "
             f"({part_record_name(0)} and so on) and run the parts again",
             shard=folder.url,
         ) from error
+    if missing:
+        raise UnfinishedError(_missing_text(missing, parts, of), shard=folder.url)
+    return results
+
+
+def _add_keys(keys: KeyHashes, result: PartResult, first: int) -> None:
+    """Add the keys of a part; ``first`` is the number of its first shard in the dataset."""
+    hashes = decode_hashes(result.key_hashes)
+    if not len(hashes):
+        return
+    for number, shard in enumerate(result.shards, first):
+        count = shard.nsamples or 0
+        keys.add(hashes[:count], place_of(number, count))
+        hashes = hashes[count:]
 
 
 def _missing_text(missing: Sequence[int], parts: int, of: set[int]) -> str:
@@ -365,28 +385,6 @@ def _missing_text(missing: Sequence[int], parts: int, of: set[int]) -> str:
 def _listed(names: Sequence[str]) -> str:
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return ", ".join(names[:_NAMED]) + more
-
-
-def _check_keys(results: Sequence[PartResult], url: str) -> None:
-    """Refuse keys that several parts have.
-
-    Raises:
-        SourceError: If there are some; names the first shards of two such parts.
-    """
-    hashes = [np.frombuffer(b64decode(result.key_hashes), dtype=np.uint64) for result in results]
-    _, first, counts = np.unique(
-        np.concatenate(hashes or [_NO_HASHES]), return_index=True, return_counts=True
-    )
-    if not (counts > 1).any():
-        return
-    repeated = np.concatenate(hashes)[first[counts > 1][0]]
-    parts = [number for number, some in enumerate(hashes) if repeated in some]
-    names = [results[number].shards[0].url for number in parts]
-    raise SourceError(
-        f"{plural(int((counts > 1).sum()), 'key')} of the source come twice, the first in {' and '.join(names[:2])} (or the shards of the "
-        "same part); choose others, e.g. key='{index:08d}' (--key)",
-        shard=url,
-    )
 
 
 def _check_added(results: Sequence[PartResult], url: str) -> tuple[str, ...]:

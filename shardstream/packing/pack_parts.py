@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -15,7 +14,7 @@ import numpy as np
 from shardstream.errors import ChangedError, OptionError, SampleError, SourceError
 from shardstream.format import END_OF_ARCHIVE, member_bytes
 from shardstream.packing.encode import encode_field
-from shardstream.packing.key_hashes import hash_keys
+from shardstream.packing.key_hashes import encode_hashes, hash_keys
 from shardstream.packing.merge import SplitJob, run_jobs
 from shardstream.packing.pack_plan import OpenedPack, PackPlan, PackRequest, folder_of_split
 from shardstream.packing.parallel_encode import Encoded, chunked
@@ -25,9 +24,8 @@ from shardstream.packing.report import PackReport, ProgressFunction, Skip
 from shardstream.packing.reshard import cut_by_size
 from shardstream.packing.source import (
     FileRef,
-    IndexedSource,
     Record,
-    SeekableSource,
+    may_repeat_keys,
     named,
     records_from,
 )
@@ -242,16 +240,13 @@ class PackWork:
                 if error is not None:
                     skipped.append(Skip(sample.where, str(error)))
             writer.finish()
-        # Only a source that begins in the middle has not compared its keys with those before.
-        may_repeat = isinstance(opened.plan.records, SeekableSource) and not isinstance(
-            opened.plan.source, IndexedSource
-        )
+        compared = keys if may_repeat_keys(opened.plan.source) else []
         return PartResult(
             shards=tuple(writer.shards),
             fields=writer.fields,
             columns=tuple(writer.columns),
             skipped=tuple(skipped),
-            key_hashes=b64encode(hash_keys(keys).tobytes()).decode() if may_repeat else "",
+            key_hashes=encode_hashes(hash_keys(compared)),
         )
 
     def _open(self) -> OpenedPack:

@@ -69,7 +69,7 @@ class PartResult:
         left_out: Samples of the source that were filtered out.
         warnings: Findings that may be mistakes.
         skipped: Records that were skipped, in order.
-        key_hashes: Base64 of 8 bytes for each key, if another part may have the same keys.
+        key_hashes: Hashes of all keys, in order (see `encode_hashes`), if they may repeat.
         matched: URL of each source of added fields -> samples of this part whose key it has, and keys that it has in all.
         columns: Number and type of the values of columns, for each shard; none without columns.
     """

@@ -28,9 +28,11 @@ from shardstream.packing.column_builder import ColumnSummary, check_summaries, c
 from shardstream.packing.destination import ShardNames, claim_destination, remove_shard
 from shardstream.packing.encode import encode_sample
 from shardstream.packing.journal import WRITER_TASK, FinishedShard, Journal, NumberedSkip, Task
+from shardstream.packing.key_hashes import KeyHashes, decode_hashes, encode_hashes, hash_keys
 from shardstream.packing.manifest_files import remove_old_pages, write_manifest_files
 from shardstream.packing.shard_upload import ShardUploader
 from shardstream.packing.tar_shard import TarShard, sample_pieces
+from shardstream.packing.verify_checks import place_of, refuse_repeated_keys
 from shardstream.process_memory import keep_freed_memory
 from shardstream.storage import OutputFolder, PendingFile, open_output_folder, parse_bytes
 
@@ -180,7 +182,7 @@ class ShardWriter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriterOptions:
-    """Options of a `DatasetWriter`: limits of a shard and columns (see `ShardWriter`), and names of other small files of the job."""
+    """Options of a `DatasetWriter`: limits of a shard and columns (see `ShardWriter`); names of other small files; whether keys are compared."""
 
     max_samples: int
     max_bytes: int
@@ -188,6 +190,7 @@ class WriterOptions:
     columns: tuple[Column, ...] | None = None
     overwrite: bool = False
     extras: frozenset[str] = frozenset()
+    compares_keys: bool = False
 
     def __post_init__(self) -> None:
         if self.max_samples < 1:
@@ -219,7 +222,11 @@ class DatasetWriter:
         self._folder, self._names, self._options = folder, names, options
         self._is_resumable = task != WRITER_TASK
         self._skipped: list[NumberedSkip] = []
-        self._fields, self._summaries = Counter[str](), list[ColumnSummary]()
+        self._fields, self._summaries, self._keys = (
+            Counter[str](),
+            list[ColumnSummary](),
+            KeyHashes(),
+        )
         self._shard: TarShard | None = None
         self._pending: PendingFile | None = None
         self._error: BaseException | None = None
@@ -318,11 +325,12 @@ class DatasetWriter:
                 shard=self.folder,
             )
         self._upload_shard()
-        if self._options.columns is not None and not self.kept:  # kept shards may have the values
+        if self._options.columns is not None:
             check_summaries(self._options.columns, self._summaries, self.nsamples)
         self._uploader.drain()
         self._prepare_first_change()
         self._uploader.check_in_place()
+        refuse_repeated_keys(self._keys, self._uploader.sent, self._folder)
         if self._destination.stale:
             self._remove_stale()
 
@@ -365,6 +373,7 @@ class DatasetWriter:
             self._pending = self._shard = None
         self._hashing.shutdown(wait=True, cancel_futures=True)
         self._uploader.stop()
+        self._keys.close()
         if is_first and not self._is_changed:
             with suppress(StorageError):  # the earlier error is the one to report
                 self._release_destination()
@@ -394,6 +403,8 @@ class DatasetWriter:
         columns = shard.column_file(info)
         self._summaries.append(shard.column_summary)
         self._fields.update(shard.fields)
+        hashes = hash_keys(shard.keys if self._options.compares_keys else [])
+        self._keys.add(hashes, place_of(self._begun - 1, len(hashes)))
         self._shard = self._pending = None
         on_uploaded = None
         if self._is_resumable:
@@ -401,7 +412,12 @@ class DatasetWriter:
             skipped = tuple(one for one in self._skipped if one.number < self.position)
             self._skipped = self._skipped[len(skipped) :]
             finished = FinishedShard(
-                info=info, fields=dict(shard.fields), position=self.position, skipped=skipped
+                info=info,
+                fields=dict(shard.fields),
+                position=self.position,
+                skipped=skipped,
+                columns=shard.column_summary,
+                key_hashes=encode_hashes(hashes),
             )
             on_uploaded = partial(self._journal.add, finished)
         files = {info.url + INDEX_SUFFIX: encode_index(shard.offsets)}
@@ -429,7 +445,10 @@ class DatasetWriter:
 
     def _count_kept(self, finished: Iterable[FinishedShard]) -> None:
         """Count the shards of an earlier run as published."""
-        for one in finished:
+        for number, one in enumerate(finished):
+            hashes = decode_hashes(one.key_hashes)
+            self._keys.add(hashes, place_of(number, len(hashes)))
+            self._summaries.append(one.columns)
             self._fields.update(one.fields)
             self._uploader.sent.append(one.info)
             self.nsamples += one.info.nsamples or 0

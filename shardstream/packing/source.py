@@ -18,8 +18,8 @@ from shardstream.packing.image_encode import is_image_field
 from shardstream.packing.split import SplitNumbers
 
 _RUNNING = re.compile(r"\{index[:}]")
-PLACES_KEPT = 5_000_000
-"""Keys that a `KeyMaker` remembers, to name the first use of a repeated one."""
+PLACES_KEPT = 500_000
+"""Keys that a `KeyMaker` remembers (200 bytes each), to find a repeated one early; all are compared before the dataset is published."""
 
 
 class FileRef(NamedTuple):
@@ -83,7 +83,7 @@ class SeekableSource(Protocol):
 
 @runtime_checkable
 class IndexedSource(Protocol):
-    """A source whose records can be made in any order; it compares all keys when it is opened."""
+    """A source whose records can be made in any order."""
 
     length: int
 
@@ -100,6 +100,14 @@ class SplitSource(Protocol):
 
     def assigned(self) -> SplitNumbers:
         """Return the dataset of each record, as its number in `splits`; shape (n,)."""
+
+
+def may_repeat_keys(source: Source) -> bool:
+    """Return whether keys may be equal, so that they are compared before the dataset is published.
+
+    A source that has compared all keys, or makes different ones, has a true attribute ``has_unique_keys``.
+    """
+    return not getattr(source, "has_unique_keys", False)
 
 
 def records_from(records: Iterable[Record], first: int) -> Iterator[Record]:
@@ -123,7 +131,7 @@ def fingerprint_of_many(kind: str, parts: Iterable[object]) -> str:
 
 
 class KeyMaker:
-    """Makes the keys of one pass over a source, and detects repeated ones.
+    """Makes the keys of one pass over a source, and detects repeated ones among the first `PLACES_KEPT`.
 
     A dot would end a key, so in its last part each becomes "_".
 

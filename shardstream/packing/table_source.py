@@ -117,6 +117,11 @@ class TableSource:
             "table", *(part for file in files for part in (file.size_or_none, file.version))
         )
 
+    @property
+    def has_unique_keys(self) -> bool:
+        """Whether keys have running numbers."""
+        return KeyMaker(self._key, source=self._urls[0]).is_unique
+
     def __iter__(self) -> Iterator[Record]:
         """Yield the records.
 

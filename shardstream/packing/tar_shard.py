@@ -153,13 +153,18 @@ class TarShard:
         )
 
     @property
+    def keys(self) -> list[str]:
+        """The keys, in order."""
+        return [*self._keys]
+
+    @property
     def column_summary(self) -> ColumnSummary:
         """Number and type of the values, by the name of the column."""
         return {} if self._columns is None else self._columns.summary
 
     def column_file(self, info: ShardInfo) -> bytes | None:
         """Return the file of columns of the finished shard; None without columns."""
-        return None if self._columns is None else self._columns.encode([*self._keys], info)
+        return None if self._columns is None else self._columns.encode(self.keys, info)
 
     def _flush(self) -> None:
         # Joined: the hashing thread then takes the GIL once per buffer, which saves more than the copy costs.

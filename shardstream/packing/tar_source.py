@@ -102,6 +102,11 @@ class TarSource:
         file = self._storage.info(shard.url)
         return f"{file.size} {file.version}"
 
+    @property
+    def has_unique_keys(self) -> bool:
+        """Whether keys have running numbers."""
+        return KeyMaker(self._key, source=self._urls).is_unique
+
     def __iter__(self) -> Iterator[Record]:
         """Yield the records.
 
@@ -121,23 +126,22 @@ class TarSource:
         make_key = KeyMaker(self._key, source=self._urls)
         index = 0
         for shard in self._shards:
-            if shard.nsamples is not None and index + shard.nsamples <= first:
+            if shard.nsamples and index + shard.nsamples <= first:
                 index += shard.nsamples
                 continue
-            begin = index
-            for sample in self._samples(shard):
+            begin, samples = index, self._samples(shard)
+            for sample in samples:
                 key = str(sample.pop("__key__"))
                 where = f"sample {key} of {sample.pop('__url__')}"
                 sample_key = make_key(where, index=index, key=key, stem=key.rpartition("/")[2])
+                count = index + 1 - begin
+                if shard.nsamples is not None and count >= shard.nsamples:
+                    # Before its last record: another process, or a resumed pack, may begin after it.
+                    _check_count(shard, count + sum(1 for _ in samples))
                 if index >= first:
                     yield Record(sample_key, sample, where)
                 index += 1
-            if shard.nsamples not in (None, index - begin):
-                raise IndexMismatchError(
-                    f"the tar holds {plural(index - begin, 'sample')}, its index or manifest says {shard.nsamples}; "
-                    "fetch or write the shard again, or run 'shardstream index'",
-                    shard=shard.url,
-                )
+            _check_count(shard, index - begin)
 
     def _samples(self, shard: ShardInfo) -> Iterator[Sample]:
         url = shard.url
@@ -151,3 +155,12 @@ class TarSource:
                 yield sample
         for finding in diagnostics.findings():
             _log.warning("%s", shown(f"{redact(url)}: {finding}"))
+
+
+def _check_count(shard: ShardInfo, found: int) -> None:
+    if shard.nsamples not in (None, found):
+        raise IndexMismatchError(
+            f"the tar holds {plural(found, 'sample')}, its index or manifest says {shard.nsamples}; "
+            "fetch or write the shard again, or run 'shardstream index'",
+            shard=shard.url,
+        )

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-from base64 import b64decode, b64encode
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import chain, groupby
 from typing import Any, cast
-
-import numpy as np
 
 from shardstream.errors import (
     ChangedError,
@@ -29,11 +26,9 @@ from shardstream.format import (
     decode_index,
     find_repeated,
     is_pages_name,
-    iter_members,
-    split_member_name,
 )
 from shardstream.packing.column_builder import columns_identity
-from shardstream.packing.key_hashes import KeyHashes, hash_keys
+from shardstream.packing.key_hashes import KeyHashes, decode_hashes, encode_hashes, hash_keys
 from shardstream.packing.report import ProgressFunction
 from shardstream.packing.shard_scan import (
     ProgressMeter,
@@ -48,6 +43,7 @@ from shardstream.packing.verify_checks import (
     find_repeated_keys,
     place_of,
     problem_from_error,
+    read_key,
     split_place,
 )
 from shardstream.packing.verify_extras import ExtraFiles, check_presence
@@ -128,7 +124,7 @@ class VerifyShard:
                 _check_count(info, scan.offsets, has_index=self.has_index), extras.check(read, scan)
             )
             # Base64 of bytes: shorter than a million numbers in JSON.
-            hashes = b64encode(hash_keys(scan.keys).tobytes()).decode()
+            hashes = encode_hashes(hash_keys(scan.keys))
         return {
             "problems": [asdict(one) for one in problems],
             "hashes": hashes,
@@ -263,8 +259,7 @@ class _Results:
         if result["is_indexed"]:
             self.indexed.add(number)
         if result["hashes"] is not None:
-            data = b64decode(cast("str", result["hashes"]))
-            hashes = np.frombuffer(data, dtype=np.uint64)
+            hashes = decode_hashes(cast("str", result["hashes"]))
             self.keys.add(hashes, place_of(number, len(hashes)))
 
 
@@ -394,23 +389,7 @@ def _read_keys(
                     shard=url,
                 )
             start, end = int(offsets[sample]), int(offsets[sample + 1])
-            key = _read_key(storage, url, start, end) if keys is None else keys[sample]
+            read = partial(storage.read, url)
+            key = read_key(read, url, start, end) if keys is None else keys[sample]
             found[place] = KeyPlace(key, url, start)
     return found
-
-
-def _read_key(storage: Storage, shard: str, start: int, end: int) -> str:
-    """Read the key of the sample at an offset.
-
-    Raises:
-        ChangedError: If there is none.
-    """
-    members = iter_members(
-        lambda at, size: storage.read(shard, at, at + size), start=start, end=end, shard=shard
-    )
-    parts = next((parts for name, *_ in members if (parts := split_member_name(name))), None)
-    if parts is None:
-        raise ChangedError(
-            "the shard was replaced while the dataset was verified; verify it again", shard=shard
-        )
-    return parts[0]

@@ -50,8 +50,8 @@ class OutputFolder(Protocol):
     def list_files(self) -> dict[str, FileInfo]:
         """Return the files directly in the folder by name; none if the folder is missing."""
 
-    def read(self, name: str) -> bytes:
-        """Read a small file; raises `NotFoundError` if it is missing."""
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """Read a small file, or the bytes ``start`` to ``end`` of any; raises `NotFoundError` if it is missing."""
 
     def write(self, name: str, data: bytes) -> None:
         """Publish a small file, whole or not at all; it never survives a crash without the files that were committed before."""
@@ -163,11 +163,12 @@ class LocalFolder:
                 files[os.path.basename(path)] = FileInfo(url=path, size_or_none=status.st_size)
         return files
 
-    def read(self, name: str) -> bytes:
-        """Read a small file; raises `NotFoundError` if it is missing."""
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """Read a small file, or the bytes ``start`` to ``end`` of any; raises `NotFoundError` if it is missing."""
         path = self._path / name
-        with translate_errors(str(path)):
-            return path.read_bytes()
+        with translate_errors(str(path)), open(path, "rb") as file:
+            file.seek(start)
+            return file.read(-1 if end is None else end - start)
 
     def write(self, name: str, data: bytes) -> None:
         """Publish a small file, whole or not at all; the names of committed files are flushed before."""
@@ -231,9 +232,9 @@ class RemoteFolder:
             return {}
         return {file.url.rsplit("/", 1)[-1]: file for file in files}
 
-    def read(self, name: str) -> bytes:
-        """Read a small file; raises `NotFoundError` if it is missing."""
-        return self._storage.read(join_url(self.url, name))
+    def read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """Read a small file, or the bytes ``start`` to ``end`` of any; raises `NotFoundError` if it is missing."""
+        return self._storage.read(join_url(self.url, name), start, end)
 
     def write(self, name: str, data: bytes) -> None:
         """Publish a small file, whole or not at all."""

@@ -161,7 +161,7 @@ def test_merge_without_a_job_is_refused(tmp_path: Path, content: str) -> None:
             ss.merge(folder)
         writer.abort()
         (folder / ".shardstream-pack-000000.json").write_text(
-            '{"version": 2, "run": "0", "source": null, "options": {}, "stale": [], "finished": []}'
+            '{"version": 3, "run": "0", "source": null, "options": {}, "stale": [], "finished": []}'
         )
     with pytest.raises(
         ss.OptionError, match="not a job in parts" if content == "pack" else "nothing to merge"

@@ -379,6 +379,115 @@ def test_resume_does_not_read_tars_before_the_last_finished_shard(
     assert contents(tmp_path / "out") == contents(tmp_path / "clean")
 
 
+# --- checks hold for the shards that a resumed pack keeps
+
+
+def tars_with_repeated_key(folder: Path) -> Path:
+    """Two tars of 10 samples each, whose stems are equal in samples 2 and 17."""
+    with ShardWriter(folder, max_samples=10) as writer:
+        for number in range(20):
+            writer.write({"__key__": f"{number}/{2 if number == 17 else number}", "txt": "a"})
+    return folder
+
+
+def table(folder: Path, column: str) -> Path:
+    path = folder / "table.jsonl"
+    values = {"clash": [*range(10), *map(str, range(10))], "none": [None] * 20}[column]
+    path.write_text("".join(json.dumps({"a": value}) + "\n" for value in values))
+    return path
+
+
+FAILING: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
+    "key of two tars": (
+        lambda folder: tars_with_repeated_key(folder / "tars"),
+        {"key": "{stem}"},
+        "the key '2' comes twice",
+    ),
+    "key of two rows": (
+        lambda folder: table(folder, "clash"),
+        {"key": "a"},
+        "the key '0' comes twice",
+    ),
+    "columns of two types": (
+        lambda folder: table(folder, "clash"),
+        {"columns": "json.a"},
+        "the column a has numbers in some shards and text in others",
+    ),
+    "column without values": (
+        lambda folder: table(folder, "none"),
+        {"columns": "json.b"},
+        "no sample has a value for the column",
+    ),
+}
+
+
+@pytest.mark.parametrize("kept", [0, 500_000], ids=["compared at the end", "compared at once"])
+@pytest.mark.parametrize("executor", [None, ss.LocalExecutor()], ids=["here", "executor"])
+@pytest.mark.parametrize("failing", FAILING)
+def test_check_that_failed_fails_again(
+    failing: str,
+    executor: ss.LocalExecutor | None,
+    kept: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_limits(monkeypatch, Record, PLACES_KEPT=kept)
+    make, options, message = FAILING[failing]
+    source = make(tmp_path)
+    for _ in range(3):
+        with pytest.raises((SourceError, OptionError), match=message):
+            pack(source, tmp_path / "out", max_samples=5, executor=executor, **options)
+        assert not (tmp_path / "out" / "index.json").exists()
+    report = pack(source, tmp_path / "out", max_samples=5, overwrite=True)
+    assert report.samples == 20
+    assert not ss.verify(str(tmp_path / "out")).problems
+
+
+@pytest.mark.parametrize("failing", FAILING)
+def test_checks_hold_for_the_shards_of_a_killed_run(
+    failing: str,
+    tmp_path: Path,
+    stop_after: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    set_limits(monkeypatch, Record, PLACES_KEPT=0)  # the first records are read ahead of the stop
+    make, options, message = FAILING[failing]
+    source = make(tmp_path)
+    for count in (1, 1):
+        pack_stopped(stop_after, count, source, tmp_path / "out", max_samples=5, **options)
+    with pytest.raises((SourceError, OptionError), match=message):
+        pack(source, tmp_path / "out", max_samples=5, **options)
+    assert not (tmp_path / "out" / "index.json").exists()
+
+
+def test_repeated_keys_of_python_samples_are_not_published(tmp_path: Path) -> None:
+    samples = [{"__key__": str(number % 7), "txt": "a"} for number in range(10)]
+    with pytest.raises(
+        SourceError, match=r"the key '0' comes twice, in 000000\.tar and in 000001\.tar"
+    ):
+        pack(samples, tmp_path / "out", max_samples=5)
+    assert not (tmp_path / "out" / "index.json").exists()
+
+
+@pytest.mark.parametrize("executor", [None, ss.LocalExecutor()], ids=["here", "executor"])
+@pytest.mark.parametrize("said", [0, 3, 9])
+def test_tar_with_another_count_than_its_index_fails_again(
+    said: int, executor: ss.LocalExecutor | None, tmp_path: Path
+) -> None:
+    with ShardWriter(tmp_path / "tars", max_samples=5) as writer:
+        for number in range(15):
+            writer.write({"txt": str(number)})
+    manifest = tmp_path / "tars" / "index.json"
+    document = json.loads(manifest.read_text())
+    document["nsamples"] += said - document["shardlist"][1]["nsamples"]
+    document["shardlist"][1]["nsamples"] = said
+    manifest.write_text(json.dumps(document))
+    for _ in range(3):
+        with pytest.raises(ss.ShardStreamError, match=f"holds 5 samples, its index .* says {said}"):
+            pack(tmp_path / "tars", tmp_path / "out", max_samples=1, executor=executor)
+        assert not (tmp_path / "out" / "index.json").exists()
+
+
 def test_resume_rewrites_deleted_or_truncated_shards(
     files: Path, tmp_path: Path, stop_after: Callable[[int], None]
 ) -> None:
@@ -513,7 +622,7 @@ def test_pack_that_fails_before_its_first_shard_leaves_no_file(tmp_path: Path) -
 
 
 HEAD: dict[str, object] = {
-    "version": 2,
+    "version": 3,
     "run": "1",
     "source": None,
     "options": {},
@@ -603,7 +712,7 @@ def finished_shards(count: int) -> list[FinishedShard]:
 def test_long_journal_has_several_files_of_one_run(tmp_path: Path) -> None:
     """Files of another run or after a gap are not read; a shorter journal leaves none."""
     folder = LocalFolder(str(tmp_path), str(tmp_path))
-    shards = finished_shards(600)
+    shards = finished_shards(150)
     journal = Journal(folder=folder, task=Task(source="x", options={}), finished=shards)
     journal.begin(0)
     names = sorted(os.listdir(tmp_path))
@@ -617,14 +726,14 @@ def test_long_journal_has_several_files_of_one_run(tmp_path: Path) -> None:
     last.write_text(own.replace(journal.run, "another"))
     back = read_journal(folder, names)
     assert back is not None
-    assert back.finished == shards[:512]
+    assert back.finished == shards[:128]
     last.write_text(own)
     (tmp_path / names[1]).rename(tmp_path / ".shardstream-pack-000009.json")
     back = read_journal(folder, os.listdir(tmp_path))
     assert back is not None
-    assert back.finished == shards[:256]
+    assert back.finished == shards[:64]
     (tmp_path / ".shardstream-pack-000009.json").rename(tmp_path / names[1])
-    again = Journal(folder=folder, task=journal.task, finished=shards[:300], head=journal.head)
+    again = Journal(folder=folder, task=journal.task, finished=shards[:75], head=journal.head)
     again.begin(3)
     assert sorted(os.listdir(tmp_path)) == names[:2]
     again.remove()
