@@ -3,7 +3,7 @@
 You learn: ``ss.ray.read`` returns a Ray dataset whose rows are the samples of a ``ShardDataset``, after its decoding and mapping steps. It
 knows its counts from the index, shuffles globally by the plan of an epoch, and ``ss.ray.Collate`` keeps keys and text as lists.
 
-The example starts Ray on this machine; on a cluster, ``ray.init()`` connects to it. It needs the extra: pip install "shardstream[ray]".
+The example starts Ray on this machine; on a cluster, ``ray.init()`` connects to it. It needs the extra: pip install ".[ray]" in a clone.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ that, the order of samples must not depend on the number of workers: set ``lanes
 The last part trains on rows of Ray Data (``ss.ray.read``), for preprocessing on other machines: Ray hands each worker the rows that
 are ready first, so which worker gets which row differs between runs, and a resume starts the epoch again.
 
-The example starts Ray on this machine; on a cluster, ``ray.init()`` connects to it. It needs the extra: pip install "shardstream[ray]".
+The example starts Ray on this machine; on a cluster, ``ray.init()`` connects to it. It needs the extra: pip install ".[ray]" in a clone.
 """
 
 from __future__ import annotations

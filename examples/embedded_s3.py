@@ -69,7 +69,7 @@ def _start() -> Iterator[str]:
             port = server.stdout.readline().strip()
             if not port:
                 raise RuntimeError(
-                    "the embedded S3 server did not start; pip install 'moto[server]'"
+                    "the embedded S3 server did not start; pip install '.[examples]' -c constraints.txt"
                 )
             yield f"http://127.0.0.1:{port}"
         finally:

@@ -55,6 +55,15 @@ def shown(text: str) -> str:
     )
 
 
+def how_to_install(extra: str) -> str:
+    """Format the command that installs an extra of shardstream, which no package index has yet.
+
+    >>> how_to_install("view")
+    'pip install ".[view]" in a clone of shardstream'
+    """
+    return f'pip install ".[{extra}]" in a clone of shardstream'
+
+
 def plural(count: int, noun: str) -> str:
     """Format a count with its noun.
 

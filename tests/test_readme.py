@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -216,11 +217,35 @@ def test_blocks_have_a_known_language_and_shell_commands_are_tested(path: Path) 
 
 def test_readme_contains_the_two_setup_commands() -> None:
     text = README.read_text(encoding="utf-8")
-    install = 'pip install -e ".[dev]" -c constraints.txt'
-    assert f"\n{install} && python examples/quickstart.py\n" in text
-    assert f"\n{install} && pytest\n" in text
+    for extra, command in (("examples", "python examples/quickstart.py"), ("dev", "pytest")):
+        environment = "python3 -m venv .venv && . .venv/bin/activate"
+        install = f'pip install -e ".[{extra}]" -c constraints.txt'
+        assert f"\n{environment} && {install} && {command}\n" in text
     for name in ("examples/quickstart.py", "constraints.txt", "LICENSE", "CHANGELOG.md"):
         assert (ROOT / name).is_file()
+
+
+def test_extras_exist_have_a_line_of_the_table_and_are_named_in_one_way() -> None:
+    extras = set(
+        tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    )
+    table = (ROOT / "docs" / "install.md").read_text().partition("\n## PyTorch")[0]
+    listed = re.findall(
+        r"`([a-z0-9]+)`", "".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE))
+    )
+    assert sorted(listed) == sorted(extras - {"bench", "bench-mosaicml", "docs"})
+    sources = [
+        path for folder in ("shardstream", "examples") for path in (ROOT / folder).rglob("*.py")
+    ]
+    for path in (README, ROOT / "CONTRIBUTING.md", *DOCS, *sources):
+        text = path.read_text(encoding="utf-8").replace('"shardstream[s3] @ git+URL"', "")
+        assert "shardstream[" not in text, (
+            path.name
+        )  # on no index: `how_to_install` says what works
+        for named in re.findall(
+            r"\.\[([a-z0-9,-]+)\]|how_to_install\(['\"](\w+)|extra=\"(\w+)\"", text
+        ):
+            assert set("".join(named).split(",")) <= extras, path.name
 
 
 @pytest.mark.parametrize("path", [README, *DOCS, ROOT / "CONTRIBUTING.md"], ids=lambda p: p.name)

@@ -3,7 +3,7 @@
     python tools/bench.py [--quick] [--only ROW] [--json FILE] [--plot FILE.png]
     python tools/bench.py --render FILE.json
 
-Peers: pip install -e ".[s3,bench]" -c constraints.txt; missing peers are reported. docs/benchmarks.md has the method.
+Peers: pip install -e ".[s3,bench]" -c constraints.txt; missing peers and servers are reported. docs/benchmarks.md has the method.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def parse_arguments() -> argparse.Namespace:
         metavar="PEER=PATH",
         help="Python of a peer that has an environment of its own",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write every repetition")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write every repetition, after each setting"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the table")
     parser.add_argument(
         "--render",
@@ -116,10 +118,19 @@ def measure(arguments: argparse.Namespace, console: Console) -> runner.Document:
                     sizes,
                     work,
                     say=status.update,
-                    done=lambda setting: report.print_setting(setting, console),
+                    done=lambda document: show(document, arguments.json, console),
                 )
         finally:
             work.close()
+
+
+def show(document: runner.Document, path: Path | None, console: Console) -> None:
+    """Write what was measured so far, and print the last setting."""
+    if path is not None:
+        partial = path.with_name(f"{path.name}.part")
+        partial.write_text(json.dumps(document, indent=1) + "\n")
+        partial.replace(path)
+    report.print_setting(document["settings"][-1], console)
 
 
 def main() -> None:
@@ -134,8 +145,6 @@ def main() -> None:
         console.print(
             f"{document['machine']}\n{report.noise(document)}\n{document['versions']}\n{document['seconds']:.0f} s in all"
         )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(document, indent=1) + "\n")
     if arguments.plot:
         plot.draw(document, arguments.plot)
 

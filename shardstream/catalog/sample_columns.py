@@ -12,7 +12,7 @@ import numpy as np
 
 from shardstream.catalog.base import Numbers
 from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
-from shardstream.errors import NotFoundError, OptionError
+from shardstream.errors import NotFoundError, OptionError, how_to_install
 from shardstream.format import KEY_COLUMN, ShardInfo, decode_column_file, import_parquet
 from shardstream.storage import Storage, Urls, locate_shards
 
@@ -204,7 +204,7 @@ def _query(table: pa.Table, where: str, names: Sequence[str]) -> Numbers:
         import duckdb  # noqa: PLC0415  (an extra)
     except ImportError as error:
         raise OptionError(
-            "where= as text needs one more package: pip install 'shardstream[columns]'; a pyarrow.compute expression does not"
+            f"where= as text needs one more package: {how_to_install('columns')}; a pyarrow.compute expression does not"
         ) from error
     with duckdb.connect(config={"enable_external_access": "false"}) as connection:
         connection.register("samples", table)

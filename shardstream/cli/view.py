@@ -10,7 +10,7 @@ import typer
 
 from shardstream.cli.options import StorageOption, Urls, parse_options
 from shardstream.cli.terminal_text import printable
-from shardstream.errors import OptionError
+from shardstream.errors import OptionError, how_to_install
 
 _Port = Annotated[
     int, typer.Option(min=0, max=65535, metavar="N", help="Port; 0 takes a free one.")
@@ -66,9 +66,7 @@ def view(  # noqa: PLR0913  (the options of a command)
     """
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
-        raise OptionError(
-            f'the viewer needs {" and ".join(missing)}; install with: pip install "shardstream[view]"'
-        )
+        raise OptionError(f"the viewer needs {' and '.join(missing)}: {how_to_install('view')}")
     from shardstream.viewer import Address, ViewOptions, load_function, serve  # noqa: PLC0415
 
     if decode is not None:

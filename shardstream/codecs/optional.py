@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from shardstream.errors import OptionError
+from shardstream.errors import OptionError, how_to_install
 
 
 def import_extra(name: str, *, extra: str, purpose: str) -> Any:
@@ -23,5 +23,5 @@ def import_extra(name: str, *, extra: str, purpose: str) -> Any:
         return import_module(name)
     except (ImportError, OSError) as error:  # OSError: a shared library is missing
         raise OptionError(
-            f"{purpose} needs the package {name} ({error}): pip install 'shardstream[{extra}]'"
+            f"{purpose} needs the package {name} ({error}): {how_to_install(extra)}"
         ) from error

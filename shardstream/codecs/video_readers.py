@@ -17,7 +17,7 @@ import numpy as np
 
 from shardstream.codecs.audio import AUDIO_LIMIT_BYTES
 from shardstream.codecs.mp4_frames import FrameTable, Sliceable, read_frame_table
-from shardstream.errors import OptionError
+from shardstream.errors import OptionError, how_to_install
 
 _Sound = tuple[Iterator[np.ndarray[Any, Any]], int]
 """Pieces of shape (C, T), and the rate."""
@@ -141,7 +141,7 @@ def _load_library(library: str | None) -> tuple[str, Any]:
         logger.info("video is decoded by %s", name)
         return name, module
     raise OptionError(
-        f"no library that decodes video can be imported ({'; '.join(failed)}): pip install 'shardstream[video]'. torchcodec also "
+        f"no library that decodes video can be imported ({'; '.join(failed)}): {how_to_install('video')}. torchcodec also "
         "needs FFmpeg 4 to 8 of the system (apt-get install ffmpeg) and a torch that fits; PyAV has its own FFmpeg (pip install av)"
     )
 

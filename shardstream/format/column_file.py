@@ -12,7 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import orjson
 
-from shardstream.errors import IndexMismatchError, ManifestError, OptionError, SampleError, plural
+from shardstream.errors import (
+    IndexMismatchError,
+    ManifestError,
+    OptionError,
+    SampleError,
+    how_to_install,
+    plural,
+)
 from shardstream.format.shard_info import ShardInfo
 
 if TYPE_CHECKING:
@@ -24,7 +31,7 @@ _METADATA = b"shardstream"
 _VERSION = 1
 _NEEDS_PYARROW = (
     "columns of samples are kept in Parquet, which needs one more package: "
-    "pip install 'shardstream[parquet]'"
+    f"{how_to_install('parquet')}"
 )
 _REMEDY = "run 'shardstream index --columns' again"
 

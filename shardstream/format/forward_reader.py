@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, Protocol, cast
 
-from shardstream.errors import OptionError, ShardError
+from shardstream.errors import OptionError, ShardError, how_to_install
 
 DEFAULT_READ_BYTES = 1 << 20
 INFLATED_FREE_BYTES = 4 << 30  # a compressed tar of any size may unpack to this many bytes
@@ -282,7 +282,7 @@ def _zstd_reader(stream: _CountingStream, shard: str) -> Any:
         import zstandard  # noqa: PLC0415  (an extra: needed for .tar.zst alone)
     except ImportError as error:
         raise OptionError(
-            ".tar.zst needs one more package: pip install 'shardstream[zstd]'", shard=shard
+            f".tar.zst needs one more package: {how_to_install('zstd')}", shard=shard
         ) from error
     # zstandard refuses windows over 128 MiB by default.
     packed = cast("BinaryIO", stream)

@@ -271,8 +271,8 @@ class ShardDataset(StreamDataset):
             at most three bytes are read for each byte used, so samples far apart cost a request each.
         keys: Read the samples with these keys only, in this order: a list, or the path or URL of a text file with a key on each line. Needs the
             columns that ``index`` and ``pack`` write with ``columns=``, as does ``where``.
-        where: Read the samples whose columns fulfil a condition in SQL only, such as ``"cls in (3, 9) and width >= 512"`` (evaluated by DuckDB:
-            ``pip install 'shardstream[columns]'``), or a `pyarrow.compute.Expression`. It may be combined with ``subset`` or ``keys``.
+        where: Read the samples whose columns fulfil a condition in SQL only, such as ``"cls in (3, 9) and width >= 512"`` (evaluated by DuckDB,
+            which the extra ``columns`` installs), or a `pyarrow.compute.Expression`. It may be combined with ``subset`` or ``keys``.
         weights: Draw the samples of each epoch by weight: one number of at least 0 for each sample (or for each of ``subset``), or a
             ``.npy`` file (path or URL) of them; only their ratios count. Or by class, with the column ``cls`` (``shardstream index
             URL --columns cls``): ``{0: 1.0, 1: 5.0}``, or "balanced" for equal shares of all classes. A sample is expected ``num_samples * weight / sum(weights)``

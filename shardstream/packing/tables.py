@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from shardstream.codecs import iter_tsv
-from shardstream.errors import OptionError, SourceError, plural
+from shardstream.errors import OptionError, SourceError, how_to_install, plural
 from shardstream.storage import Storage
 
 TABLE_SUFFIXES = (".csv", ".tsv", ".jsonl", ".ndjson", ".parquet")
@@ -189,6 +189,6 @@ def _import_parquet(url: str) -> ModuleType:
         from pyarrow import parquet  # noqa: PLC0415  (an extra: needed for Parquet alone)
     except ImportError as error:
         raise OptionError(
-            "Parquet needs one more package: pip install 'shardstream[parquet]'", shard=url
+            f"Parquet needs one more package: {how_to_install('parquet')}", shard=url
         ) from error
     return parquet  # type: ignore[no-any-return]

@@ -26,7 +26,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from shardstream.errors import OptionError
+from shardstream.errors import OptionError, how_to_install
 
 if TYPE_CHECKING:
     from shardstream.ray.arrow_columns import rows_table
@@ -69,7 +69,7 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         raise OptionError(
             f"ss.ray.{name} needs Ray, and {error.name} is not installed",
-            remedy='run: pip install "shardstream[ray]"',
+            remedy=how_to_install("ray"),
         ) from error
     import_module(f"{__name__}.{_LAZY[name]}")
     # Importing `read` and `write`, also by one another, binds their names to the modules.

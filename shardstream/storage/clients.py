@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Unpack, cast
 
 from fsspec.core import url_to_fs
 
-from shardstream.errors import OptionError
+from shardstream.errors import OptionError, how_to_install
 from shardstream.storage import fork_safety
 from shardstream.storage.error_messages import remove_secrets, safe_cause, translate_errors
 from shardstream.storage.fsspec_readers import (
@@ -52,12 +52,7 @@ _KINDS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "az": "az", "abfs": 
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "az": "adlfs"}
 _HTTP = ("http", "https")
 _HTTP_ANSWER_S = 300.0  # the default of aiohttp for a whole response
-_INSTALL = {
-    "s3": "pip install 'shardstream[s3]'",
-    "gs": "pip install 'shardstream[gcs]'",
-    "az": "pip install 'shardstream[azure]'",
-    "hf": "pip install 'shardstream[hf]'",
-}
+_EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "hf": "hf"}
 # Errors after which s3fs can read: another region (s3fs finds it), a redirect, a chunked response, a self-signed certificate
 # (webpki refuses one that may sign others as the server's own; OpenSSL accepts it).
 _S3FS_CAN_HELP = (
@@ -390,7 +385,8 @@ class Clients:
                 options = self._http_options()
             filesystem, path = cast("tuple[Any, str]", url_to_fs(url, **options))
         except ImportError as error:
-            install = _INSTALL.get(_KINDS.get(protocol, protocol), "install the package it names")
+            extra = _EXTRAS.get(_KINDS.get(protocol, protocol))
+            install = how_to_install(extra) if extra else "install the package it names"
             raise OptionError(
                 f"{protocol}:// needs one more package ({error}): {install}", shard=url
             ) from error

@@ -232,7 +232,7 @@ def test_missing_libraries_are_one_error_that_names_the_remedies() -> None:
         b"OptionError",
         b"torchcodec: ",
         b"pyav: ",
-        b"shardstream[video]",
+        b'pip install ".[video]"',
         b"apt-get install ffmpeg",
         b"pip install av",
     ):

@@ -202,7 +202,7 @@ except ss.OptionError as error:
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == (
-        'ss.ray.read needs Ray, and ray is not installed; run: pip install "shardstream[ray]"\n'
+        'ss.ray.read needs Ray, and ray is not installed; pip install ".[ray]" in a clone of shardstream\n'
     )
 
 

@@ -1,5 +1,5 @@
 #!/bin/bash
-# moto's threaded S3 server: start_moto.sh WORKDIR [PORT].   PYTHON=... with moto[s3,server] (default python3).  Signatures are NOT checked.
+# moto's threaded S3 server: start_moto.sh WORKDIR [PORT].   PYTHON=... with moto[s3] and flask (default python3).  Signatures are NOT checked.
 set -euo pipefail
 . "$(dirname "$0")/lib.sh"; begin "${1:?usage: start_moto.sh WORKDIR [PORT]}"; PORT=${2:-9500}; need_free "$PORT"
 rm -rf "$W/tmp"; mkdir -p "$W/tmp"

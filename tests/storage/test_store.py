@@ -277,7 +277,7 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ImportError("Install s3fs to access S3")
 
     monkeypatch.setattr(module_of(Clients), "url_to_fs", missing)
-    with pytest.raises(OptionError, match=r"Install s3fs.*pip install 'shardstream\[s3\]'"):
+    with pytest.raises(OptionError, match=r"Install s3fs.*pip install \"\.\[s3\]\""):
         Storage().read("s3://b/a.tar")
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import bench
 import pytest
 from benchmarks import limits, objects, report, rows, start, targets
 from benchmarks.case import Case, Result
@@ -338,3 +339,25 @@ def test_slow_contestant_is_measured_once_unless_a_target_needs_it() -> None:
     wanted.append(targets.of_limit(0.5, "limit-bytes"))
     repeated = targets.are_worth_repeating(found, wanted)
     assert repeated == ["shardstream", "near", "named", "limit-bytes"]
+
+
+def test_row_without_its_server_is_reported_and_what_was_measured_before_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run.json"
+    monkeypatch.setenv("PATH", "")  # no Azurite
+    command = ["bench.py", "--tiny", "--only", "azure", "--json", str(out)]
+    monkeypatch.setattr(sys, "argv", command)
+    bench.main()
+    assert "not counted: no server: azurite-blob is missing" in capsys.readouterr().out
+    whole = json.loads(out.read_text())
+    assert len(whole["settings"]) > 1
+    assert report.markdown(whole)
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(report, "print_setting", stop)
+    with pytest.raises(KeyboardInterrupt):
+        bench.main()
+    assert json.loads(out.read_text())["settings"] == whole["settings"][:1]

@@ -235,5 +235,5 @@ sys.exit(main(["view", ".", "--no-browser"]))
         text=True,
     )
     assert done.returncode == 1
-    assert 'pip install "shardstream[view]"' in done.stderr
+    assert 'pip install ".[view]" in a clone' in done.stderr
     assert "Traceback" not in done.stderr

@@ -17,6 +17,8 @@ from benchmarks.setting import Setting, place
 from benchmarks.sizes import Sizes
 from benchmarks.targets import OURS, Results, are_worth_repeating
 from benchmarks.work import Work, last_line
+from shardstream import ShardStreamError
+from tests.servers import ServerError
 
 Document = dict[str, Any]
 Say = Callable[[str], None]
@@ -81,14 +83,14 @@ def run(
     say: Say,
     done: Callable[[Document], None],
 ) -> Document:
-    """Measure all settings.
+    """Measure all settings. One that cannot run, such as for want of a server, is a result with its reason.
 
     Args:
         settings: Settings to measure.
         sizes: Sizes of data and repetitions.
         work: Work folder and servers.
         say: Called with the name of the current measurement.
-        done: Called with each measured setting.
+        done: Called after each setting, with the document so far.
     """
     began = time.time()
     document: Document = {
@@ -97,14 +99,15 @@ def run(
         "date": time.strftime("%Y-%m-%d", time.gmtime(began)),
         "s3_slow": {"latency_ms": work.latency_ms, "rate_mb_s": work.rate / 1e6},
         "settings": [],
+        "seconds": 0.0,
     }
     for setting in settings:
         started = time.time()
         measured = run_setting(setting, sizes, work, say)
         measured["seconds"] = round(time.time() - started, 1)  # including the generation of data
         document["settings"].append(measured)
-        done(measured)
-    document["seconds"] = round(time.time() - began, 1)
+        document["seconds"] = round(time.time() - began, 1)
+        done(document)
     return document
 
 
@@ -112,14 +115,19 @@ def run_setting(setting: Setting, sizes: Sizes, work: Work, say: Say) -> Documen
     """Measure one setting: all contestants in turn, repeatedly; limits right after shardstream, under equal conditions."""
     ours = [name for name in setting.contestants if name.startswith(OURS)]
     names = [*ours, *setting.limits, *(n for n in setting.contestants if n not in ours)]
+    try:
+        environment = work.environment(setting.store, setting.rate)
+    except ServerError as error:
+        return as_document(setting, {name: [_failure("no server", error)] for name in names})
     cases: dict[str, Case] = {}
     results: dict[str, list[Result]] = {name: [] for name in names}
     for name in names:
         try:
             cases[name] = place(setting, name, work)
         except subprocess.CalledProcessError as error:
-            results[name].append(Result(seconds=0.0, wrong=f"no data: {last_line(error.stderr)}"))
-    environment = work.environment(setting.store, setting.rate)
+            results[name].append(_failure("no data", last_line(error.stderr)))
+        except (ShardStreamError, subprocess.TimeoutExpired) as error:
+            results[name].append(_failure("no data", error))
     repetitions = setting.count_repetitions(sizes)
     for repetition in range(repetitions):
         chosen = (
@@ -132,6 +140,10 @@ def run_setting(setting: Setting, sizes: Sizes, work: Work, say: Say) -> Documen
                 case = replace(case, max_s=0.0)
             results[name].append(work.measure(case, environment))
     return as_document(setting, results)
+
+
+def _failure(what: str, why: object) -> Result:
+    return Result(seconds=0.0, wrong=f"{what}: {why}")
 
 
 def valid_results(results: Results) -> Results:
