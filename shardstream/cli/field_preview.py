@@ -7,11 +7,11 @@ import re
 import warnings
 
 from shardstream.cli.terminal_text import printable, shortened
+from shardstream.format import IMAGE_FORMATS, PILLOW_FORMATS
 
 _TEXT = frozenset(
     ["txt", "text", "transcript", "caption", "cls", "cls2", "id", "index", "inx", "json", "jsonl"]
 ) | {"csv", "tsv", "md", "html", "xml", "yaml", "yml", "srt", "vtt", "log"}
-_IMAGES = frozenset(["jpg", "jpeg", "png", "webp", "gif", "bmp", "ppm", "pgm", "tif", "tiff"])
 _PICKLES = frozenset(["pyd", "pickle", "pkl", "pth", "pt"])
 _BREAKS = re.compile(r"([\n\t])")
 _PREVIEW_CHARACTERS = 100
@@ -35,7 +35,7 @@ def describe(field: str, data: bytes, *, limit: int | None = _PREVIEW_CHARACTERS
     preview = None
     if kind in _TEXT:
         preview = _text(data, limit)
-    elif kind in _IMAGES:
+    elif kind in IMAGE_FORMATS:
         preview = _image(data)
     elif kind == "npy":
         preview = _array(data)
@@ -60,8 +60,6 @@ def _text(data: bytes, limit: int | None) -> str | None:
 
 def _image(data: bytes) -> str | None:
     from PIL import Image  # noqa: PLC0415  (imported only for images)
-
-    from shardstream.format import PILLOW_FORMATS  # noqa: PLC0415
 
     try:
         with warnings.catch_warnings():

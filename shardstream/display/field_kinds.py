@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 from shardstream.codecs import VIDEO_EXTENSIONS, AudioDecoder, audio_decoders
-from shardstream.format import has_mask_word, mask_fields
-from shardstream.pipeline import EXTENSIONS
+from shardstream.format import IMAGE_FORMATS, has_mask_word, mask_fields
 
 Kind = Literal["picture", "mask", "video", "sound", "array", "json", "text", "class", "other"]
 
 _TEXT = ("txt", "text", "transcript", "caption", "csv", "tsv", "md", "html", "htm", "svg", "xml")
 _MORE_TEXT = ("yaml", "yml", "srt", "vtt", "log", "jsonl", "id", "index", "inx", "js", "css")
 _KINDS: dict[str, Kind] = {
-    **dict.fromkeys(EXTENSIONS, "picture"),
+    **dict.fromkeys(IMAGE_FORMATS, "picture"),
     **dict.fromkeys(VIDEO_EXTENSIONS, "video"),
     **dict.fromkeys(audio_decoders(AudioDecoder()), "sound"),
     **dict.fromkeys(("npy", "npz", "ten", "tb"), "array"),

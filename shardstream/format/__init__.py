@@ -58,10 +58,13 @@ from shardstream.format.forward_reader import (
     open_decompressed,
 )
 from shardstream.format.image_formats import (
+    IMAGE_FORMATS,
     PILLOW_FORMATS,
+    UNSUPPORTED_IMAGES,
     has_mask_word,
     is_plain_jpeg,
     mask_fields,
+    words_of,
 )
 from shardstream.format.index import (
     OFFSET_BYTES,
@@ -137,6 +140,7 @@ __all__ = [
     "COLUMNS_SUFFIX",
     "END_OF_ARCHIVE",
     "FIELDS_LIMIT",
+    "IMAGE_FORMATS",
     "INDEX_SUFFIX",
     "KEY_COLUMN",
     "KIND",
@@ -144,6 +148,7 @@ __all__ = [
     "OFFSET_BYTES",
     "PAGED_KIND",
     "PILLOW_FORMATS",
+    "UNSUPPORTED_IMAGES",
     "BitDepth",
     "Buffer",
     "Column",
@@ -222,4 +227,5 @@ __all__ = [
     "split_member_name",
     "stored_depth",
     "stored_maximum",
+    "words_of",
 ]

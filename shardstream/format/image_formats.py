@@ -19,6 +19,43 @@ PILLOW_FORMATS = (
 )
 """Formats that Pillow decodes without other programs, as in ``PIL.Image.open(formats=)``, frequent ones first."""
 
+IMAGE_FORMATS = {
+    **dict.fromkeys(("jpg", "jpeg", "jpe", "jfif"), "JPEG"),
+    **dict.fromkeys(("png", "apng"), "PNG"),
+    "webp": "WEBP",
+    "avif": "AVIF",
+    "bmp": "BMP",
+    "dib": "DIB",
+    **dict.fromkeys(("tif", "tiff"), "TIFF"),
+    "gif": "GIF",
+    **dict.fromkeys(("ppm", "pgm", "pbm", "pnm"), "PPM"),
+    **dict.fromkeys(("jp2", "j2k"), "JPEG2000"),
+    "tga": "TGA",
+}
+"""Last part of a field's name -> Pillow's name of the format, for the images that are packed and decoded."""
+
+UNSUPPORTED_IMAGES = frozenset(
+    (
+        *("heic", "heif", "jxl", "jxr", "jpx", "jpc", "j2c", "jpf", "qoi", "psd", "exr", "hdr"),
+        *(
+            "svg",
+            "dng",
+            "cr2",
+            "cr3",
+            "nef",
+            "arw",
+            "orf",
+            "raf",
+            "rw2",
+            "pcx",
+            "dds",
+            "eps",
+            "ico",
+        ),
+    )
+)
+"""Extensions of images that are not packed as such: they must be converted first."""
+
 _MASK_WORDS = frozenset(
     (
         *("mask", "masks", "seg", "segm", "segmentation", "segmentations", "semseg", "semantic"),
@@ -56,12 +93,21 @@ def _mask_fields(names: tuple[str, ...]) -> frozenset[str]:
 
 
 def has_mask_word(name: str) -> bool:
-    """Return True if a word of a field's name means a mask.
+    """Return True if a word of a field's or a folder's name means a mask.
 
-    >>> has_mask_word("left_mask2.jpg"), has_mask_word("jpg")
-    (True, False)
+    >>> has_mask_word("left_mask2.jpg"), has_mask_word("SegmentationClass"), has_mask_word("jpg")
+    (True, True, False)
     """
-    return not _MASK_WORDS.isdisjoint(re.findall("[a-z]+", name.lower()))
+    return not _MASK_WORDS.isdisjoint(words_of(name))
+
+
+def words_of(name: str) -> list[str]:
+    """Return the words of a name in lower case, without numbers; camel case is split.
+
+    >>> words_of("JPEGImages"), words_of("trainA_2017"), words_of("left-mask2")
+    (['jpeg', 'images'], ['train', 'a'], ['left', 'mask'])
+    """
+    return [word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)]
 
 
 def is_plain_jpeg(data: bytes, max_pixels: int | None) -> bool:

@@ -10,6 +10,7 @@ from shardstream.errors import SampleError
 RESERVED_FIELDS = frozenset({"__key__", "__url__"})
 """Entries of a sample that are not fields."""
 
+_SPELLINGS = {"jpeg": "jpg", "jpe": "jpg", "jfif": "jpg", "tiff": "tif"}
 _META = re.compile(r"__[^/]*__($|/)")
 _FIELD = re.compile(r"[^\x00/]+")
 
@@ -33,13 +34,13 @@ def split_member_name(name: str) -> tuple[str, str] | None:
 
 
 def canonical_field(extension: str) -> str:
-    """Return the field for a file's extension: lower case, and one spelling for JPEG.
+    """Return the field for a file's extension: lower case, and one spelling for JPEG and TIFF.
 
-    >>> canonical_field("JPEG"), canonical_field("Seg.PNG")
-    ('jpg', 'seg.png')
+    >>> canonical_field("JPEG"), canonical_field("Seg.TIFF")
+    ('jpg', 'seg.tif')
     """
-    lower = extension.lower()
-    return f"{lower[:-4]}jpg" if lower.rpartition(".")[2] == "jpeg" else lower
+    stem, dot, last = extension.lower().rpartition(".")
+    return stem + dot + _SPELLINGS.get(last, last)
 
 
 def is_meta_name(name: str) -> bool:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from shardstream.codecs import VIDEO_EXTENSIONS, AudioDecoder, VideoDecoder, audio_decoders
 from shardstream.errors import OptionError
+from shardstream.format import IMAGE_FORMATS
 from shardstream.loader.collation import load_safetensors, load_tensors, to_tensor
 from shardstream.pipeline import (
     BASIC,
     DEVICE_SPECS,
-    EXTENSIONS,
     IMAGE_NAMES,
     Decoder,
     DeferredImageDecoder,
@@ -73,8 +73,8 @@ def decoder_tables(
         if name in IMAGE_NAMES:
             decoder = _image_decoder(name, max_side=max_side, upright=upright)
             deferred = None if device is None else DeferredImageDecoder(spec=decoder.spec)
-            table |= dict.fromkeys(EXTENSIONS, deferred or decoder)
-            mask_table |= dict.fromkeys(EXTENSIONS, replace(decoder, is_mask=True))
+            table |= dict.fromkeys(IMAGE_FORMATS, deferred or decoder)
+            mask_table |= dict.fromkeys(IMAGE_FORMATS, replace(decoder, is_mask=True))
         else:
             table |= _other_decoders(name)
     single = {

@@ -5,7 +5,7 @@ A record passes through these files:
     job, pack_plan, pack_parts        plan a packing job and run it, in this process or in parts
     destination, journal              check the destination; note finished shards, to resume a stopped job
     source_detection, source          find the kind of source; records and keys
-    folder_source, table_source, tables, tar_source, file_keys   the kinds of sources
+    folder_source, folder_layout, table_source, tables, tar_source, file_keys   the kinds of sources
     class_numbering, split            number classes; order records and assign splits
     parallel_encode, encode, image_encode    records -> encoded samples
     shard_writer, tar_shard, shard_upload    encoded samples -> published shards

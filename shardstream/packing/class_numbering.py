@@ -50,15 +50,6 @@ class ClassSource(Protocol):
         """
 
 
-def is_split(name: str) -> bool:
-    """Return whether a folder is a part of a dataset, by its name.
-
-    >>> is_split("Train"), is_split("trains")
-    (True, False)
-    """
-    return name.lower() in SPLIT_NAMES
-
-
 def read_given_classes(classes: AnyClasses, storage: Storage) -> tuple[Classes, str]:
     """Return the names that the user gives, and their origin for messages.
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from shardstream.codecs import encode_buffer, encode_cbor, encode_msgpack, import_extra
 from shardstream.errors import OptionError, SampleError
-from shardstream.packing.image_encode import IMAGE_FORMATS, encode_image
+from shardstream.format import IMAGE_FORMATS
+from shardstream.packing.image_encode import encode_image
 
 TEXT_FIELDS = frozenset(
     {"txt", "text", "transcript", "md", "html", "htm", "xml", "yaml", "yml"}

@@ -6,7 +6,6 @@ import copy
 import itertools
 import logging
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,11 +20,21 @@ from shardstream.format import (
     CLASSES_NAME,
     canonical_field,
     encode_classes,
-    has_mask_word,
     split_member_name,
 )
-from shardstream.packing.class_numbering import is_split
 from shardstream.packing.file_keys import Levels, file_key, key_levels
+from shardstream.packing.folder_layout import (
+    check_classes,
+    check_depth,
+    describe_files,
+    find_splits,
+    is_split,
+    is_unsupported_image,
+    refuse_containers,
+    refuse_masks,
+    refuse_sidecars,
+    top_folder,
+)
 from shardstream.packing.key_hashes import find_repeat
 from shardstream.packing.source import (
     FileRef,
@@ -65,6 +74,7 @@ class ClassFolderSource:
         root: URL of the folder, for messages.
         files: Files under it.
         key: Template of the keys, from ``index``, ``stem``, ``path`` (without extension) and ``class``.
+        is_guess: Whether to refuse layouts that look like something else than folders of classes.
 
     Raises:
         SourceError: If the images are not in folders of classes.
@@ -74,14 +84,22 @@ class ClassFolderSource:
     folders: frozenset[str] = frozenset()
     has_unique_keys = True
 
-    def __init__(self, root: str, files: Sequence[ListedFile], *, key: str | None = None) -> None:
+    def __init__(
+        self,
+        root: str,
+        files: Sequence[ListedFile],
+        *,
+        key: str | None = None,
+        is_guess: bool = False,
+    ) -> None:
         self._root = root
         self._make_key = None if key is None else KeyMaker(key, source=root)
         listed = files if isinstance(files, FileList) else FileList(files)
         count = sum(map(is_image_name, listed.paths()))
         if not count:
             raise SourceError(
-                f"no images in folders of classes (CLASS/image.jpg) among {plural(len(files), 'file')}",
+                f"no images in folders of classes (CLASS/image.jpg) that can be packed, only {describe_files(listed.paths())}; "
+                "convert other images, e.g. to jpg or png, or pack files as they are with kind='files' (--kind files)",
                 shard=root,
             )
         self._images = listed
@@ -89,13 +107,23 @@ class ClassFolderSource:
             self._images = FileList(
                 (file for file in listed if is_image_name(file.path)), is_sorted=True
             )
-        self.splits = _splits(root, self._images)
+        self.splits = find_splits(root, self._images, is_guess=is_guess)
         """Names of the splits, sorted; empty if the folders are classes."""
-        _check_depth(root, self._images, 1 if self.splits else 0)
-        if len(files) > count:
-            _log.warning("%s: files that are not images are skipped: %d", root, len(files) - count)
+        depth = 1 if self.splits else 0
+        check_depth(root, self._images, depth)
         self.classes: Classes = tuple(sorted(set(map(self._class, self._images.paths()))))
         """Names of the classes; a label is the position here."""
+        if is_guess:
+            refuse_masks(root, self._images, self._class)
+            refuse_containers(root, self.classes)
+        if len(listed) > count:
+            check_classes(root, listed, self.classes, self._class, depth)
+            if is_guess:
+                refuse_sidecars(root, listed)
+            skipped = (path for path in listed.paths() if not is_image_name(path))
+            _log.warning(
+                "%s: files that are not images are skipped: %s", root, describe_files(skipped)
+            )
         self._datasets = _datasets(self._images, has_splits=bool(self.splits))
         if self._make_key is not None and not self._make_key.is_unique:
             self._compare_keys()
@@ -124,32 +152,8 @@ class ClassFolderSource:
     def assigned(self) -> SplitNumbers:
         """Return the split of each image, as its number in `splits`; shape (n,)."""
         places = {name: place for place, name in enumerate(self.splits)}
-        numbers = (places[_top_folder(path)] for path in self._images.paths())
+        numbers = (places[top_folder(path)] for path in self._images.paths())
         return np.fromiter(numbers, dtype=np.uint16, count=len(self._images))
-
-    def refuse_masks(self) -> None:
-        """Refuse a folder of photos next to a folder of their masks (``images/0001.jpg``, ``masks/0001.png``): these are not classes.
-
-        Raises:
-            SourceError: If half of the images in a folder named like masks have the stem of one in a folder named otherwise.
-        """
-        masked = frozenset(name for name in self.classes if has_mask_word(name))
-        if not masked:
-            return
-        stems = sort_rows((_photo_stem(path), self._class(path)) for path in self._images.paths())
-        counts, shared = Counter[str](), Counter[tuple[str, str]]()
-        for _, rows in itertools.groupby(stems, itemgetter(0)):
-            folders = {folder for _, folder in rows}
-            counts.update(folders & masked)
-            shared.update(itertools.product(folders & masked, folders - masked))
-        for name, other in sorted(shared):
-            if 2 * shared[name, other] >= counts[name]:
-                raise SourceError(
-                    f"the folder {name} seems to hold the masks of the images in {other}, and each folder would become a class; "
-                    "give both the same name in one folder (0001.jpg, 0001.seg.png), pack them with kind='files' (--kind files), or, "
-                    "if the folders are classes, pass kind='images' (--kind images)",
-                    shard=self._root,
-                )
 
     def with_class_numbers(self, classes: Classes, where: str) -> ClassFolderSource:
         """Return the same images with the class numbers of a list of names.
@@ -263,56 +267,10 @@ def _datasets(images: FileList, *, has_splits: bool) -> list[int]:
     """Return the number of the first image of each split, in the order of the paths, and the number of images."""
     firsts = [0]
     if has_splits:  # files are sorted by path, so those of a split follow each other
-        for _, split in itertools.groupby(images.paths(), _top_folder):
+        for _, split in itertools.groupby(images.paths(), top_folder):
             firsts.append(firsts[-1] + sum(1 for _ in split))
         return firsts
     return [0, len(images)]
-
-
-def _top_folder(path: str) -> str:
-    return path.partition("/")[0]
-
-
-def _photo_stem(path: str) -> str:
-    """Return the stem of an image; for ``0001_mask.png`` the stem of its photo."""
-    stem = path.rpartition("/")[2].partition(".")[0]
-    photo, _, last = stem.rpartition("_")
-    return photo if photo and has_mask_word(last) else stem
-
-
-def _splits(root: str, images: FileList) -> tuple[str, ...]:
-    """Return the names of the splits, if the folders right under the root are splits.
-
-    Raises:
-        SourceError: If some of the folders are splits, or splits without folders of classes: their names would become labels.
-    """
-    top_folders = sorted({_top_folder(path) for path in images.paths() if "/" in path})
-    named = [name for name in top_folders if is_split(name)]
-    has_classes = any(
-        is_split(_top_folder(path)) and path.count("/") > 1 for path in images.paths()
-    )
-    if named == top_folders and has_classes:
-        return tuple(top_folders)
-    if len(named) > 1:
-        not_splits = [name for name in top_folders if name not in named]
-        problem = f"{not_splits[0]} does not" if not_splits else "and hold no folders of classes"
-        raise SourceError(
-            f"the folders {', '.join(named)} look like splits, {problem}; pack splits as SPLIT/CLASS/image.jpg, "
-            "or each folder by itself",
-            shard=root,
-        )
-    return ()
-
-
-def _check_depth(root: str, images: FileList, depth: int) -> None:
-    misplaced = next((path for path in images.paths() if path.count("/") <= depth), None)
-    if misplaced is not None:
-        folder, slash, name = misplaced.rpartition("/")
-        raise SourceError(
-            f"{misplaced} is directly in {'the folder of a split' if folder else 'this folder'}; put each image in the folder "
-            f"of its class ({folder}{slash}CLASS/{name}), or pack loose files with kind='files' (--kind files)",
-            shard=root,
-        )
 
 
 class GroupedFilesSource:
@@ -335,7 +293,7 @@ class GroupedFilesSource:
         self._root = root
         self._files = files if isinstance(files, FileList) else FileList(files)
         self._make_key = KeyMaker(key or "{path}", source=root)
-        tops = map(_top_folder, self._files.paths())
+        tops = map(top_folder, self._files.paths())
         splits = sorted({top for top in tops if is_split(top)})
         if len(splits) > 1:
             _log.warning(
@@ -421,19 +379,17 @@ def guess_folder(
     Class folders hold images alone; an image that has companions (``0001.jpg`` with ``0001.json``) is a loose sample.
 
     Raises:
-        SourceError: As the sources do; or if a folder seems to hold the masks of another.
+        SourceError: As the sources do; or if the folders do not seem to be classes.
     """
     listed = files if isinstance(files, FileList) else FileList(files)
     images = nested = 0
     for path in listed.paths():
-        is_image = is_image_name(path)
+        is_image = is_image_name(path) or is_unsupported_image(path)
         images += is_image
         nested += is_image and "/" in path
     if not nested or nested * 2 < images or (images < len(listed) and _has_companions(listed)):
         return GroupedFilesSource(root, listed, key=key)
-    source = ClassFolderSource(root, listed, key=key)
-    source.refuse_masks()
-    return source
+    return ClassFolderSource(root, listed, key=key, is_guess=True)
 
 
 def _has_companions(files: FileList) -> bool:

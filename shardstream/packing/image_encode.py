@@ -16,6 +16,7 @@ from PIL import Image, UnidentifiedImageError
 
 from shardstream.errors import OptionError, SampleError, SourceError
 from shardstream.format import (
+    IMAGE_FORMATS,
     PILLOW_FORMATS,
     BitDepth,
     has_mask_word,
@@ -24,23 +25,6 @@ from shardstream.format import (
     mask_fields,
     stored_depth,
 )
-
-IMAGE_FORMATS = {
-    "jpg": "JPEG",
-    "jpeg": "JPEG",
-    "png": "PNG",
-    "webp": "WEBP",
-    "bmp": "BMP",
-    "tif": "TIFF",
-    "tiff": "TIFF",
-    "gif": "GIF",
-    "ppm": "PPM",
-    "pgm": "PPM",
-    "pbm": "PPM",
-    "pnm": "PPM",
-    **({"avif": "AVIF"} if "AVIF" in PILLOW_FORMATS else {}),
-}
-"""Last part of a field -> Pillow's name of the format."""
 
 REENCODED = ("jpg", "png", "webp")
 """Formats that images can be converted to."""
@@ -301,7 +285,7 @@ def _shrink(image: Image.Image, max_side: int | None, *, nearest_pixel: bool) ->
 def _convert_for_format(image: Image.Image, file_format: str) -> Image.Image:
     """Convert an image to a mode that the format supports."""
     clear = image.mode == "P" and "transparency" in image.info
-    if file_format in ("JPEG", "PPM", "BMP") and (
+    if file_format in ("JPEG", "PPM", "BMP", "DIB") and (
         clear or image.mode in ("RGBA", "LA", "PA", "La", "RGBa")
     ):
         image = image.convert("RGBA")
@@ -311,7 +295,7 @@ def _convert_for_format(image: Image.Image, file_format: str) -> Image.Image:
         return image.convert("RGB")
     if image.mode == "PA" and file_format != "TIFF":
         return image.convert("RGBA")
-    if image.mode == "P" and file_format in ("JPEG", "PPM"):
+    if image.mode == "P" and file_format in ("JPEG", "PPM", "JPEG2000"):
         return image.convert("RGB")
     return image
 

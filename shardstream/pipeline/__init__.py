@@ -45,7 +45,7 @@ from shardstream.pipeline.encoded_image import (
 )
 from shardstream.pipeline.fast_decode import decode_jpeg, has_only_pixels, parse_json
 from shardstream.pipeline.group_batch import GroupBatched, Leftover
-from shardstream.pipeline.image_decode import EXTENSIONS, IMAGE_NAMES, ImageDecoder
+from shardstream.pipeline.image_decode import IMAGE_NAMES, ImageDecoder
 from shardstream.pipeline.indexed_source import (
     DEFAULT_PREFETCH_BYTES,
     CatalogSource,
@@ -116,7 +116,6 @@ __all__ = [
     "BASIC",
     "DEFAULT_PREFETCH_BYTES",
     "DEVICE_SPECS",
-    "EXTENSIONS",
     "IMAGE_NAMES",
     "VERSION",
     "BadSample",

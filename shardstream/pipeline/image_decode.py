@@ -22,32 +22,6 @@ from shardstream.pipeline.raw_image_decode import (
     shrink_to_nearest,
 )
 
-EXTENSIONS = frozenset(
-    [
-        "avif",
-        "bmp",
-        "dib",
-        "gif",
-        "jp2",
-        "j2k",
-        "jpe",
-        "jpeg",
-        "jpg",
-        "jfif",
-        "pbm",
-        "pgm",
-        "png",
-        "apng",
-        "pnm",
-        "ppm",
-        "tga",
-        "tif",
-        "tiff",
-        "webp",
-    ]
-)
-"""Last parts of image field names. Formats that Pillow decodes with other programs (eps, wmf) are left out."""
-
 # name -> (library, type, mode), as in webdataset.autodecode
 _SPECS: dict[str, tuple[str, str, str]] = {
     "l8": ("numpy", "uint8", "L"),

@@ -96,7 +96,7 @@ def test_class_folders_give_labels(tmp_path: Path, caplog: pytest.LogCaptureFixt
         ("dog/deep/a", {"jpg": "deep/a.jpeg", "cls": 1}),
     ]
     assert [r.message for r in caplog.records if r.levelno == logging.WARNING] == [
-        f"{root}: files that are not images are skipped: 1"
+        f"{root}: files that are not images are skipped: 1 .md (README.md)"
     ]
 
 
@@ -136,6 +136,61 @@ def test_folder_of_masks_next_to_photos_is_not_a_class(
     assert len(records(root, kind="images")) == 5
 
 
+@pytest.mark.parametrize("extension", ["jfif", "jpe", "jp2", "j2k", "tga", "dib", "apng", "avif"])
+def test_every_format_that_is_decoded_is_a_class_image(extension: str, tmp_path: Path) -> None:
+    file_format = {"jfif": "JPEG", "jpe": "JPEG", "apng": "PNG", "dib": "DIB", "avif": "AVIF"}
+    image = Image.new("RGB", (16, 16), (0, 128, 255))
+    for name in ("cat", "dog"):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        image.save(
+            tmp_path / "in" / name / f"{name}.{extension}",
+            file_format.get(extension, {"tga": "TGA"}.get(extension, "JPEG2000")),
+        )
+    (tmp_path / "in" / "eel").mkdir()
+    image.save(tmp_path / "in" / "eel" / "e.png")
+    report = ss.pack(tmp_path / "in", tmp_path / "out", shuffle=False)
+    field = canonical_field(extension)
+    assert report.fields == {"cls": 3, field: 2, "png": 1}
+    found = list(ss.ShardDataset(str(tmp_path / "out")).decode("rgb8"))
+    assert [int(sample["cls"]) for sample in found] == [0, 1, 2]
+    assert all(sample.get(field, sample.get("png")).shape == (16, 16, 3) for sample in found)
+
+
+def test_splits_with_numbers_or_suffixes_are_read(tmp_path: Path) -> None:
+    root = put(
+        tmp_path / "in",
+        {f"{s}/{c}/{s}{c}.png": png() for s in ("train2017", "val_images") for c in "ab"},
+    )
+    report = ss.pack(root, tmp_path / "out")
+    assert [(one.name, one.samples) for one in report.splits] == [
+        ("train2017", 2),
+        ("val_images", 2),
+    ]
+
+
+def test_kind_images_makes_classes_of_any_folders(tmp_path: Path) -> None:
+    root = put(
+        tmp_path, {"train/1.jpg": b"", "images/1.jpg": b"", "masks/1.png": b"", "x/1.txt": b""}
+    )
+    source = opened(root, kind="images")
+    assert json.loads(source.extras["classes.json"]) == ["images", "masks", "train"]
+
+
+def test_skipped_images_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = {
+        "cat/1.jpg": b"",
+        "cat/2.heic": b"",
+        "cat/3.HEIC": b"",
+        "cat/n.jxl": b"",
+        "LICENSE": b"",
+    }
+    assert len(records(put(tmp_path, files))) == 1
+    assert (
+        "are skipped: 2 .heic (cat/2.heic), 1 without an extension (LICENSE), 1 .jxl (cat/n.jxl)"
+        in caplog.text
+    )
+
+
 @pytest.mark.parametrize(
     "names", [("with_mask/0.jpg", "no_mask/0.jpg"), ("cat/0.jpg", "mask/1.jpg")]
 )
@@ -166,7 +221,18 @@ def test_unknown_field_in_a_key_template_is_refused(tmp_path: Path) -> None:
         ({"a.png": b"", "cat/b.png": b"", "cat/c.png": b""}, {}, r"a\.png is directly in this folder.*CLASS/a\.png"),
         ({"a.png": b""}, {"kind": "images"}, r"a\.png is directly in this folder"),
         ({"cat/a.txt": b""}, {"kind": "images"}, "no images in folders of classes"),
-        ({"train/a.png": b"", "val/b.png": b""}, {}, "folders train, val look like splits, and hold no folders of classes; pack"),
+        ({"train/a.png": b"", "val/b.png": b""}, {}, "folders train, val look like splits, and hold no folders of classes; pack.*--kind files"),
+        ({"train2017/a.png": b"", "val2017/b.png": b"", "annotations/i.json": b""}, {}, "train2017, val2017 look like splits"),
+        ({"train/a.png": b""}, {}, "the folders train look like splits"),
+        ({"trainA/a.png": b"", "cat/b.png": b""}, {}, "trainA look like splits, cat does not"),
+        ({"data/cat/a.png": b"", "data/dog/a.png": b""}, {}, "the folder data seems to hold images of all classes"),
+        ({"images/1.jpg": b"", "labels/1.txt": b""}, {}, "the folder images seems to hold images of all classes"),
+        ({"train/images/1.jpg": b"", "val/images/1.jpg": b""}, {}, "the folder images seems to hold"),
+        ({"JPEGImages/1.jpg": b"", "SegmentationClass/1.png": b""}, {}, "SegmentationClass seems to hold the masks"),
+        ({"masks/1.png": b"", "masks/2.png": b""}, {}, "masks seems to hold masks"),
+        ({"a/1.jpg": b"", "b/2.jpg": b"", "xml/1.xml": b"", "xml/2.xml": b""}, {}, r"2 files with the names of images .*\(xml/1\.xml\)"),
+        ({"cat/1.jpg": b"", "dog/1.heic": b"", "dog/2.HEIC": b""}, {}, r"class 'dog' has no image .* 2 \.heic \(dog/1\.heic\); convert"),
+        ({"cat/1.heic": b"", "dog/1.jxl": b""}, {}, r"only 1 \.heic \(cat/1\.heic\), 1 \.jxl"),
         ({"train/cat/a.png": b"", "val/cat/a.png": b"", "more/a.png": b""}, {}, "folders train, val look like splits, more does not"),
         ({"train/cat/a.png": b"", "test/a.png": b""}, {}, r"test/a\.png is directly in the folder of a split.*test/CLASS/a\.png"),
         ({"README": b""}, {}, "no file here has an extension"),
@@ -461,6 +527,8 @@ def test_one_spelling_for_jpeg() -> None:
         "a.jpg",
         "pjpeg",
     ]
+    names = ("a.jfif", "JPE", "tiff", "seg.TIFF")
+    assert [canonical_field(name) for name in names] == ["a.jpg", "jpg", "tif", "seg.tif"]
 
 
 def test_unmapped_table_names_the_options_that_map_columns(

@@ -22,8 +22,9 @@ import torch
 
 import shardstream as ss
 from shardstream.codecs import encode_buffer
+from shardstream.format import IMAGE_FORMATS
 from shardstream.loader import load_safetensors, load_tensors
-from shardstream.pipeline import BASIC, EXTENSIONS, Context, Decode, ImageDecoder
+from shardstream.pipeline import BASIC, Context, Decode, ImageDecoder
 from shardstream.testing import make_shards
 from tests.attack import survived
 from tests.format.test_hostile import zeros_packed
@@ -37,7 +38,7 @@ TABLE: dict[str, Callable[[bytes], Any]] = {
     "pt": load_tensors,
     "pth": load_tensors,
     "safetensors": load_safetensors,
-    **dict.fromkeys(EXTENSIONS, ImageDecoder(spec="rgb8")),
+    **dict.fromkeys(IMAGE_FORMATS, ImageDecoder(spec="rgb8")),
 }
 
 

@@ -15,8 +15,9 @@ from webdataset.autodecode import ImageHandler, imagespecs
 
 import shardstream as ss
 from shardstream.errors import DecodeError, OptionError, SkipBudgetError
+from shardstream.format import IMAGE_FORMATS
 from shardstream.loader import to_tensor
-from shardstream.pipeline import EXTENSIONS, IMAGE_NAMES, ImageDecoder
+from shardstream.pipeline import IMAGE_NAMES, ImageDecoder
 from shardstream.testing import make_shards
 from tests.small_datasets import FEW_CORES, flat, labels, picture, take
 
@@ -80,7 +81,7 @@ def test_unknown_image_name_is_refused_with_the_known_ones() -> None:
 
 @pytest.mark.parametrize("extension", ["eps", "ps", "wmf", "emf", "pdf", "svg"])
 def test_formats_that_run_other_programs_are_not_decoded(extension: str) -> None:
-    assert extension not in EXTENSIONS
+    assert extension not in IMAGE_FORMATS
 
 
 @pytest.mark.filterwarnings(
