@@ -47,6 +47,7 @@ from shardstream.storage import (
     absolute_url,
     absolute_urls,
     check_finished,
+    check_folder_finished,
     commit_all,
     expand_urls,
     is_compressed,
@@ -206,6 +207,9 @@ def index(  # noqa: PLR0913  (the public door)
         return _index_part(job, works, executor, progress, others)
     # Also if tars are named one by one: a manifest would publish them.
     check_finished(folder, present)
+    if to is not None:
+        for source in dict.fromkeys(parent_url(tar.url) for tar in tars):
+            check_folder_finished(source, storage)
     meter = ProgressMeter(sum(tar.size for tar in tars), progress, executor)
     output = output_folder_in(storage, folder)
     tasks = [

@@ -450,6 +450,19 @@ def _from_folder(url: str, storage: Storage) -> LocatedShards:
     )
 
 
+def check_folder_finished(folder: str, storage: Storage) -> None:
+    """Refuse a folder in which a dataset is being written, or whose writer was stopped.
+
+    Raises:
+        UnfinishedError: If it is one.
+    """
+    if folder.startswith(_HTTP):
+        names = [MANIFEST_NAME] * storage.exists(join_url(folder, MANIFEST_NAME))
+    else:
+        names = [file.url.rsplit("/", 1)[-1] for file in storage.list_folder(folder)[0]]
+    _check_finished(folder, names, storage)
+
+
 def _check_finished(folder: str, names: Collection[str], storage: Storage) -> None:
     check_finished(folder, names)
     if folder.startswith(_HTTP):  # web servers list no hidden files

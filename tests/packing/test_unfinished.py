@@ -78,6 +78,10 @@ READERS: dict[str, Callable[[str], object]] = {
     "verify": verify,
     "index": index,
     "index of named tars": lambda url: index([f"{url}/000000.tar"]),
+    "index elsewhere": lambda url: index(url, to=f"{url}-mine"),
+    "index of named tars elsewhere": lambda url: index(f"{url}/000000.tar", to=f"{url}-mine"),
+    "read_columns": ss.read_columns,
+    "reshard": lambda url: ss.reshard(url, f"{url}-mine"),
     "pack": pack_again,
 }  # fmt: skip
 
