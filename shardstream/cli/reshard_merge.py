@@ -92,7 +92,14 @@ def reshard(  # noqa: PLR0913  (the options of a command)
     shuffle: Annotated[
         bool, typer.Option("--shuffle", help="Write all samples in a random order.")
     ] = False,
-    seed: Annotated[int, typer.Option(metavar="N", help="Seed of the random order.")] = 0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            metavar="N",
+            help="Write all samples in the random order of this seed; --shuffle alone takes 0.",
+            show_default=False,
+        ),
+    ] = None,
     fields: _Fields = None,
     add: _Add = None,
     missing: _Missing = "error",
@@ -125,7 +132,7 @@ def reshard(  # noqa: PLR0913  (the options of a command)
             max_samples=max_samples,
             max_bytes=max_bytes,
             columns=columns,
-            seed=seed if shuffle else None,
+            seed=0 if shuffle and seed is None else seed,
             fields=None if fields is None else [one.strip() for one in fields.split(",")],
             add=parse_add(add),
             missing=cast("Any", missing),  # checked there

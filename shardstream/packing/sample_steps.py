@@ -5,8 +5,10 @@ from __future__ import annotations
 import hashlib
 import inspect
 import itertools
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import ModuleType
 from typing import Any, Self, cast
 
 from shardstream.errors import OptionError, SampleError, SourceError, plural
@@ -16,6 +18,7 @@ from shardstream.packing.encode import encode_sample
 SampleFunction = Callable[..., Any]
 """Takes a sample, field -> bytes, with ``__key__`` and ``__url__``; or a list of samples."""
 
+_PROTOCOL = 4  # of pickle, to take values apart
 # Of this process: job -> the instance of the class that is its `map`.
 _instance_here: dict[str, Callable[..., Any]] = {}
 
@@ -63,7 +66,7 @@ class SampleSteps:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What decides the result, as JSON values: name and source text of the functions, not what they refer to."""
+        """What decides the result, as JSON values: name, source text and held values of the functions, not what they call."""
         return {
             "fields": None if self.fields is None else sorted(self.fields),
             "select": _identity(self.select),
@@ -146,9 +149,61 @@ def _function_error(
 
 
 def _identity(function: object) -> str | None:
-    """Return name and source hash of a function or class; None for None."""
+    """Return name and source hash of a function or class, and a hash of the values that it holds; None for None.
+
+    Values that cannot be pickled make the identity a random one: such a job is neither resumed nor joined by other parts.
+    """
     if function is None:
         return None
+    try:
+        return _described(function)
+    except Exception:  # noqa: BLE001  (a class may raise anything when it is taken apart)
+        return f"{_named(function)} {uuid.uuid4().hex}"
+
+
+def _described(function: object) -> str:
+    owner = getattr(function, "__self__", None)
+    if owner is not None and not isinstance(owner, type | ModuleType):  # a bound method
+        held: object = owner
+    elif isinstance(function, type):
+        held = None
+    elif hasattr(function, "__qualname__"):
+        cells = [cell.cell_contents for cell in getattr(function, "__closure__", None) or ()]
+        held = (
+            cells,
+            getattr(function, "__defaults__", None) or (),
+            getattr(function, "__kwdefaults__", None) or {},
+        )
+        held = held if any(held) else None
+    else:
+        held = [*function.__reduce_ex__(_PROTOCOL)]  # an instance, or a `functools.partial`
+    if held is None:
+        return _named(function)
+    return f"{_named(function)} {hashlib.sha256(_content(held).encode()).hexdigest()[:16]}"
+
+
+def _content(value: object) -> str:
+    """Return text that is equal for equal values, in all processes."""
+    if value is None or type(value) in (bool, int, float, complex, str):
+        return repr(value)
+    if type(value) is bytes:
+        return hashlib.sha256(value).hexdigest()
+    if type(value) in (list, tuple):
+        return f"[{','.join(map(_content, cast('list[object]', value)))}]"
+    if type(value) is dict:
+        return _content([*value.items()])
+    if type(value) in (set, frozenset):
+        return f"{{{','.join(sorted(map(_content, cast('set[object]', value))))}}}"
+    if isinstance(value, type) or inspect.isroutine(value):
+        return _described(value)
+    reduced = value.__reduce_ex__(_PROTOCOL)
+    if isinstance(reduced, str):
+        return reduced
+    return _content([[*one] if isinstance(one, Iterator) else one for one in reduced])
+
+
+def _named(function: object) -> str:
+    """Return name and source hash of a function, or of the class of an instance."""
     named = function if hasattr(function, "__qualname__") else type(function)
     text = f"{named.__module__}.{named.__qualname__}"
     try:

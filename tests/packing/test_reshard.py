@@ -9,8 +9,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -20,6 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardstream as ss
+from shardstream.cli import main
 from shardstream.format import Manifest, decode_manifest
 from shardstream.packing import Progress, cut_by_size
 
@@ -385,3 +389,88 @@ def test_runs_cover_all_sizes_and_none_could_be_longer(
         assert sum(run) <= max_bytes or len(run) == 1
         if last < len(flat):
             assert len(run) == max_samples or sum(flat[first : last + 1]) > max_bytes
+
+
+def add_number(sample: dict[str, Any], n: int, words: frozenset[str] = frozenset()) -> Any:
+    return {**sample, "cls": n, "json": sorted(words)}
+
+
+@dataclass
+class AddNumber:
+    n: int
+
+    def __call__(self, sample: dict[str, Any]) -> Any:
+        return add_number(sample, self.n)
+
+
+class Numbers:
+    """Instances hold their number; its name is not that of an attribute of the class."""
+
+    def __init__(self, n: int) -> None:
+        self.array = np.full(3, n)
+
+    def add(self, sample: dict[str, Any]) -> Any:
+        return add_number(sample, int(self.array[0]))
+
+
+def closed_over(n: int) -> Any:
+    return lambda sample: add_number(sample, n)
+
+
+MAKERS: dict[str, Callable[[int], Any]] = {
+    "partial": lambda n: partial(add_number, n=n, words=frozenset("abcdefgh")),
+    "partial of a partial": lambda n: partial(partial(add_number, n=n)),
+    "instance": AddNumber,
+    "bound method": lambda n: Numbers(n).add,
+    "closure": closed_over,
+    "default": lambda n: lambda sample, n=n: add_number(sample, n),
+}
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_functions_that_hold_other_values_are_other_jobs(
+    kind: str, source: str, tmp_path: Path
+) -> None:
+    dest = tmp_path / "new"
+    for part, n in ((1, 1), (2, 1)):
+        executor = ss.Parts(part, 3)
+        ss.reshard(source, dest, map=MAKERS[kind](n), max_samples=5, executor=executor)
+    with pytest.raises(ss.OptionError, match="map was .*, now "):
+        ss.reshard(source, dest, map=MAKERS[kind](2), max_samples=5, executor=ss.Parts(3, 3))
+    lock = threading.Lock()
+    with pytest.raises(ss.OptionError, match="map was .*, now "):  # what cannot be compared
+        ss.reshard(source, dest, map=lambda sample: (lock, sample)[1], max_samples=5)
+
+
+def test_functions_with_equal_values_are_one_job_in_all_processes(
+    source: str, tmp_path: Path
+) -> None:
+    code = """
+import sys
+import shardstream as ss
+from tests.packing.test_reshard import MAKERS
+source, dest, part = sys.argv[1:]
+for kind in MAKERS:
+    executor = ss.Parts(int(part), 2)
+    ss.reshard(source, f"{dest}/{kind}", map=MAKERS[kind](1), max_samples=120, executor=executor)
+"""
+    for part in ("1", "2"):
+        subprocess.run(
+            [sys.executable, "-c", code, source, str(tmp_path), part],
+            env={**os.environ, "PYTHONHASHSEED": part},
+            cwd=ROOT,
+            check=True,
+        )
+    for kind in MAKERS:
+        assert ss.merge(tmp_path / kind).samples == NSAMPLES
+
+
+@pytest.mark.parametrize("options", [["--seed", "7"], ["--shuffle", "--seed", "7"]], ids=str)
+def test_seed_shuffles_in_the_command_as_in_python(
+    options: list[str], source: str, tmp_path: Path
+) -> None:
+    assert main(["reshard", source, str(tmp_path / "a"), *options]) == 0
+    ss.reshard(source, tmp_path / "b", seed=7)
+    assert (tmp_path / "a" / "000000.tar").read_bytes() == (
+        tmp_path / "b" / "000000.tar"
+    ).read_bytes()
