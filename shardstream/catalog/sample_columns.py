@@ -13,7 +13,13 @@ import numpy as np
 from shardstream.catalog.base import Numbers
 from shardstream.catalog.shard_catalog import ShardCatalog, lacks_index
 from shardstream.errors import NotFoundError, OptionError, how_to_install
-from shardstream.format import KEY_COLUMN, ShardInfo, decode_column_file, import_parquet
+from shardstream.format import (
+    KEY_COLUMN,
+    ShardInfo,
+    decode_column_file,
+    import_parquet,
+    is_reserved_column,
+)
 from shardstream.storage import Storage, Urls, locate_shards
 
 if TYPE_CHECKING:
@@ -169,12 +175,14 @@ def find_where(catalog: ShardCatalog, where: Where) -> Numbers:
     Args:
         catalog: The samples.
         where: A condition in SQL, e.g. ``"cls in (3, 9) and width >= 512"``, which DuckDB evaluates; or a `pyarrow.compute.Expression`.
-            A sample without a value does not fulfil a comparison with it.
+            A sample without a value, or with NaN, does not fulfil a comparison with it.
 
     Raises:
         OptionError: If the condition is invalid, or DuckDB is not installed; or as in `read_all_columns`.
     """
     pa, _ = import_parquet()
+    if isinstance(where, str) and not where.strip():
+        raise OptionError("where= is an empty condition; leave it out to read all samples")
     has_keys = KEY_COLUMN in str(where)  # the largest column is left out where it can be
     first = decode_column_file(
         _read_file(catalog.shards[0], catalog.storage), catalog.shards[0], None
@@ -185,10 +193,16 @@ def find_where(catalog: ShardCatalog, where: Where) -> Numbers:
             "the shards have a column of keys only; run 'shardstream index --columns' with the columns of the condition",
             shard=catalog.shards[0].columns_url,
         )
-    table = read_all_columns(catalog, names)
+    _check_column_names(names, catalog, is_sql=isinstance(where, str))
+    table = _without_nan(read_all_columns(catalog, names))
     table = table.append_column(_NUMBER, pa.array(np.arange(table.num_rows)))
     choose = _query if isinstance(where, str) else _filter
     found = choose(table, where, names)
+    if len(np.intersect1d(found, np.arange(table.num_rows))) < len(found):
+        raise OptionError(
+            f"where={str(where)!r} chooses samples more than once, or others than there are; "
+            "use a condition on columns alone"
+        )
     if isinstance(where, str) and not np.array_equal(
         np.sort(found), np.sort(_query(table, where, names))
     ):
@@ -197,6 +211,38 @@ def find_where(catalog: ShardCatalog, where: Where) -> Numbers:
             "use a condition on columns alone, or subset="
         )
     return cast("Numbers", np.sort(found.astype(np.int64)))
+
+
+def _check_column_names(names: Sequence[str], catalog: ShardCatalog, *, is_sql: bool) -> None:
+    """Refuse names that would stand for another column: reserved ones, and in SQL those that differ only in case."""
+    seen: dict[str, str] = {}
+    for name in names:
+        other = seen.setdefault(name.lower() if is_sql else name, name)
+        is_reserved = name != KEY_COLUMN and is_reserved_column(name)
+        if is_reserved or other != name:
+            what = (
+                f"the column {name} has a reserved name"
+                if is_reserved
+                else f"the columns {other} and {name} differ only in case, which SQL does not distinguish"
+            )
+            raise OptionError(
+                f"{what}; write it under another name, with NAME=SOURCE of 'shardstream index --columns'"
+                + ("" if is_reserved else ", or use a pyarrow.compute expression"),
+                shard=catalog.shards[0].columns_url,
+            )
+
+
+def _without_nan(table: pa.Table) -> pa.Table:
+    """Return a table without values where it has NaN: DuckDB takes NaN for the largest number, Arrow for none."""
+    pa, _ = import_parquet()
+    import pyarrow.compute as pc  # noqa: PLC0415  (an extra)
+
+    for number, name in enumerate(table.column_names):
+        column = table[name]
+        if pa.types.is_floating(column.type):
+            numbers = pc.if_else(pc.is_nan(column), pa.scalar(None, column.type), column)
+            table = table.set_column(number, name, numbers)
+    return table
 
 
 def _query(table: pa.Table, where: str, names: Sequence[str]) -> Numbers:

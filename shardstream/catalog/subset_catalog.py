@@ -176,7 +176,15 @@ class SubsetCatalog(Catalog):
         """Return the numbers of samples in the whole catalog."""
         wanted = np.asarray(numbers, dtype=np.int64)
         check_numbers(wanted, self._length)
-        places = wanted if self._places is None else np.searchsorted(self._places, wanted)
+        if self._places is None:
+            return self._numbers[wanted].astype(np.int64)
+        places = np.searchsorted(self._places, wanted)
+        if len(places) and (
+            places.max() >= len(self._places) or (self._places[places] != wanted).any()
+        ):
+            raise IndexError(
+                "a sample of a shard that this part of the dataset lacks (see restrict_to)"
+            )
         return self._numbers[places].astype(np.int64)
 
 

@@ -30,6 +30,7 @@ from shardstream.format.column_file import (
     decode_column_file,
     encode_column_file,
     import_parquet,
+    is_reserved_column,
     parse_columns,
 )
 from shardstream.format.columnar import (
@@ -206,6 +207,7 @@ __all__ = [
     "is_pages_name",
     "is_plain_jpeg",
     "is_rendered",
+    "is_reserved_column",
     "is_worth_vectorizing",
     "iter_groups",
     "iter_members",

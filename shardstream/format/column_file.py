@@ -70,12 +70,25 @@ def parse_columns(columns: str | Sequence[str] | Mapping[str, str]) -> tuple[Col
     found = [one for one in found if one.source != KEY_COLUMN]
     sources: dict[str, str] = {}
     for name, source in found:
+        if name != KEY_COLUMN and is_reserved_column(name):
+            raise OptionError(
+                f"the name {name!r} is reserved; name the column otherwise, by NAME={source}"
+            )
         if name == KEY_COLUMN or sources.setdefault(name, source) != source:
             raise OptionError(
                 f"two columns are named {name!r}: {sources.get(name, 'the keys')} and {source}; "
                 f"name one by NAME={source}"
             )
     return tuple(dict.fromkeys(found))
+
+
+def is_reserved_column(name: str) -> bool:
+    """Return whether a name is in double underscores, as that of the column of keys.
+
+    >>> is_reserved_column("__number__"), is_reserved_column("__x")
+    (True, False)
+    """
+    return name.startswith("__") and name.endswith("__")
 
 
 def _parse_column(text: str) -> Column:

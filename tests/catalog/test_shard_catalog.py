@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardstream as ss
-from shardstream.catalog import ShardCatalog, lacks_index
+from shardstream.catalog import ShardCatalog, choose_samples, lacks_index
 from shardstream.errors import (
     IndexMismatchError,
     OptionError,
@@ -28,6 +28,7 @@ from shardstream.format import Manifest, ShardInfo, encode_manifest
 from shardstream.storage import RangeResponse, Storage, locate_shards, map_file, publish_bytes
 from tests.limits import set_limits
 from tests.servers import S3Server
+from tests.small_datasets import numbered
 from tests.strategies import make_index, make_shard
 
 CHUNK = "shardstream.catalog.shard_catalog.INDEX_CHUNK_SAMPLES"
@@ -388,3 +389,13 @@ def test_a_large_index_that_is_wrong_is_refused(
     publish_bytes(Storage(), f"{folder}/000000.tar.idx", change(index))
     with pytest.raises(ShardStreamError, match=r"000000\.tar\.idx"):
         read_keys(open_catalog(folder))
+
+
+def test_part_of_a_subset_refuses_samples_that_it_lacks(tmp_path: Path) -> None:
+    folder = numbered(tmp_path, 12, 4)
+    whole = ShardCatalog(locate_shards(folder, Storage()), Storage())
+    part = choose_samples(whole, [0, 5, 9]).restrict_to([0, 2])
+    assert len(part.extents([0, 2]).starts) == 2
+    for number in ([1], [0, 1, 2]):
+        with pytest.raises(IndexError, match="lacks"):
+            part.extents(number)

@@ -120,6 +120,10 @@ def test_keys_choose_samples_in_their_order(folder: str, tmp_path: Path) -> None
         ({"where": pc.field("klass") == 7}, "Columns: cls, width, high, name"),
         ({"where": 7}, "not int"),
         ({"where": "random() < 0.5"}, "other samples each time"),
+        ({"where": ""}, "empty condition"),
+        ({"where": " "}, "empty condition"),
+        ({"where": "true) union all (select 7"}, "more than once"),
+        ({"where": "true) union all (select 700"}, "others than there are"),
         ({"keys": ["k\udcff"]}, "not UTF-8"),
         ({"where": "cls in (select 1 from read_text('/etc/hostname'))"}, "disabled"),
         ({"where": "cls = 7", "index": "ignore"}, "where= need shards"),
@@ -513,3 +517,46 @@ def test_weights_that_do_not_fit_the_classes_are_errors(
     bare = write(tmp_path, columns=None)
     with pytest.raises(OptionError, match="need the column cls"):
         ss.ShardDataset(bare, weights="balanced")
+
+
+def test_columns_that_differ_only_in_case_are_refused_in_sql(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    with ss.ShardWriter(folder, columns="k=json.a,K=json.b") as writer:
+        for i in range(4):
+            writer.write({"__key__": f"k{i}", "json": {"a": i, "b": 3 - i}})
+    with pytest.raises(OptionError, match="k and K differ only in case"):
+        ss.ShardDataset(folder, where="K = 0")
+    assert keys_of(str(folder), where=pc.field("K") == 0) == ["k3"]
+
+
+@pytest.mark.parametrize("where", ["score > 0.4", pc.field("score") > 0.4], ids=str)
+def test_nan_fulfils_no_condition(tmp_path: Path, where: Any) -> None:
+    with ss.ShardWriter(tmp_path, columns="json.score") as writer:
+        for key, score in (("a", b"0.5"), ("b", b"NaN"), ("c", b"0.1")):
+            writer.write({"__key__": key, "json": b'{"score": %s}' % score})
+    assert keys_of(str(tmp_path), where=where) == ["a"]
+
+
+@pytest.mark.parametrize("name", ["__number__", "__NUMBER__", "__other__"])
+def test_reserved_names_of_columns_are_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(OptionError, match="reserved"):
+        write(tmp_path / "new", {name: "cls"})
+    folder = write(tmp_path / "data", "number=cls", count=10)
+    path = Path(folder) / "000000.tar.cols.parquet"
+    table = pq.read_table(path)
+    pq.write_table(table.rename_columns(["__key__", name]), path)
+    with pytest.raises((OptionError, ManifestError), match=f"{name}|not a file of columns"):
+        ss.ShardDataset(folder, where=f"{name} = 7")
+
+
+def test_column_of_numbers_cannot_choose_the_samples(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data", "number=cls", count=10)
+    path = Path(folder) / "000000.tar.cols.parquet"
+    table = pq.read_table(path)
+    metadata = {
+        b"shardstream": table.schema.metadata[b"shardstream"].replace(b"number", b"__number__")
+    }
+    forged = table.rename_columns(["__key__", "__number__"]).replace_schema_metadata(metadata)
+    pq.write_table(forged, path)
+    with pytest.raises(OptionError, match="__number__ has a reserved name"):
+        ss.ShardDataset(folder, where="true")
